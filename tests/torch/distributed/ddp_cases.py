@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum.torch import TrainStep
 from gradaccum.torch.distributed.channel import Channel
 from gradaccum.torch.optim import Optimizer
-from tests.reference import relative_error
+from tests.reference import FLOAT64, relative_error
 from tests.torch.distributed.problems import (
     OPTIMIZERS,
     Collectives,
@@ -36,9 +36,12 @@ from tests.torch.distributed.problems import (
     scaled,
     shard,
     train_on,
+    whole,
     windows,
     wrap,
+    wrap_over,
 )
+from tests.torch.distributed.together_cases import NoMemory
 
 
 def train_two(rank: int, sizes: Sequence[Sequence[int]], steps: int) -> tuple[list[float], list[int]]:
@@ -164,31 +167,79 @@ def half_reduction(rank: int, engine: str, weight: float, way: str) -> float:
     return oracle.error(wrapped)
 
 
-def tokens(rank: int) -> float:
-    """Weights that only the batch tells; some micro-batches weigh nothing, one with a loss that is NaN."""
-    weights = [[3, 0, 5, 2, 0, 0, 4, 0], [0, 7, 1, 0, 2, 0, 0, 0]]
+def weight_0(rank: int, engine: str, way: str) -> float:
+    """Weights that only the batch tells; some micro-batches weigh nothing on one rank, with a loss that is NaN.
+
+    On DDP one window weighs nothing at all.
+    """
+    weights = [[3, 0, 5, 2, 0, 0, 4, 0], [0, 7, 1, 0, 2 * (engine != "ddp"), 0, 0, 0]]
     model = network()
     oracle = Oracle(model)
-    replica, optimizer = wrap(model, 2)
-    batches = data([[4] * 8, [4] * 8])
+    used, optimizer = wrap_over(engine, model, 2)
+    ranks = data([[4] * 8, [4] * 8])
+    totals = []
     for first in range(0, 8, 2):
-        chosen = [(batches[r][i], weights[r][i]) for r in range(2) for i in (first, first + 1)]
-        total = sum(weight for _, weight in chosen)
+        chosen = [(ranks[r][i], weights[r][i]) for r in range(2) for i in (first, first + 1)]
+        totals.append(sum(weight for _, weight in chosen))
+        if totals[-1]:
+            oracle.update(None, lambda m, _, c=chosen, t=totals[-1]: sum(loss_of(m, rows) * w for rows, w in c) / t)  # type: ignore[misc]
+    loader: Any = list(zip(ranks[rank], weights[rank]))
+    for i, (rows, weight) in enumerate(
+        optimizer.batches(loader, weight=lambda b: b[1]) if way == "batches" else loader
+    ):
+        optimizer.zero_grad()
+        loss = loss_of(used, rows) * (1.0 if weight else float("nan"))
+        if way == "batches":
+            loss.backward()
+        else:
+            optimizer.backward(loss, weight=weight)
+        optimizer.step()
+        assert optimizer.updated == (i % 2 == 1 and totals[i // 2] > 0)
+    return oracle.error(used)
 
-        def loss(m: nn.Module, _: Any, chosen: Any = chosen, total: float = total) -> Tensor:
-            return sum(loss_of(m, rows) * weight for rows, weight in chosen) / total
 
-        if total:
-            oracle.update(None, loss)
-        for i in (first, first + 1):
-            optimizer.zero_grad()
-            value = loss_of(replica, batches[rank][i])
-            if weights[rank][i] == 0:
-                value = value * float("nan")
-            optimizer.backward(value, weight=weights[rank][i])
-            optimizer.step()
-        assert optimizer.updated == (total > 0)
-    return oracle.error(model)
+def nonfinite(rank: int, engine: str, mode: str) -> tuple[float, int]:
+    """One rank has a micro-batch that is not finite, in the middle and at the end of a window."""
+    model = network()
+    oracle = Oracle(model)
+    used, optimizer = wrap_over(engine, model, 3, nonfinite=mode)
+    ranks = data([[4, 3, 2] * 3, [2, 2, 5] * 3])
+    bad = {(1, 1), (0, 5)}
+    for w in range(3):
+        places = [(r, i) for r in range(2) for i in range(3 * w, 3 * w + 3)]
+        if mode == "skip_micro_batch":
+            oracle.update(concatenated([ranks[r][i] for r, i in places if (r, i) not in bad]))
+        elif not bad & {*places}:
+            oracle.update(concatenated([ranks[r][i] for r, i in places]))
+    for i, rows in enumerate(optimizer.batches(ranks[rank])):
+        optimizer.zero_grad()
+        (loss_of(used, rows) * (float("inf") if (rank, i) in bad else 1.0)).backward()
+        optimizer.step()
+    return oracle.error(used), optimizer.updates
+
+
+def resumed(rank: int, engine: str, how: dict[str, Any], **keywords: Any) -> float:
+    """Each rank saves in the middle of a window, trains on; and a new model and optimizer go on from there."""
+    ranks = data([[4, 3, 5, 1, 2], [2, 5, 1, 4, *[2] * (engine != "ddp")]])
+    model = network()
+    oracle = Oracle(model)
+    oracle.see(ranks, 3)
+    used, optimizer = wrap_over(engine, model, 3, how, **keywords)
+    first, later = ranks[rank][:2], ranks[rank][2:]
+    train_on(used, optimizer, first, weighed=True)
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy([p.detach() for p in whole(model)])
+    if engine != "ddp":
+        train_on(used, optimizer, later, weighed=True)
+        optimizer.flush()
+        assert oracle.error(used) <= FLOAT64
+    again = network()
+    with torch.no_grad():
+        for parameter, value in zip(again.parameters(), weights, strict=True):
+            parameter.copy_(value)
+    used, optimizer = wrap_over(engine, again, 3, how, **keywords)
+    optimizer.load_state_dict(state)
+    train_on(used, optimizer, optimizer.batches(iter(later)))
+    return oracle.error(used)
 
 
 def empty_batch(rank: int) -> float:
@@ -219,26 +270,6 @@ def continued(rank: int) -> float:
         loss_of(replica, rows).backward()
         optimizer.step()
     return oracle.error(model)
-
-
-def nonfinite(rank: int, mode: str) -> tuple[float, int]:
-    """One rank has a micro-batch that is not finite, in the middle and at the end of a window."""
-    model = network()
-    oracle = Oracle(model)
-    replica, optimizer = wrap(model, 3, nonfinite=mode)
-    ranks = data([[4, 3, 2] * 3, [2, 2, 5] * 3])
-    bad = {(1, 1), (0, 5)}
-    for w in range(3):
-        places = [(r, i) for r in range(2) for i in range(3 * w, 3 * w + 3)]
-        if mode == "skip_micro_batch":
-            oracle.update(concatenated([ranks[r][i] for r, i in places if (r, i) not in bad]))
-        elif not bad & {*places}:
-            oracle.update(concatenated([ranks[r][i] for r, i in places]))
-    for i, rows in enumerate(optimizer.batches(ranks[rank])):
-        optimizer.zero_grad()
-        (loss_of(replica, rows) * (float("inf") if (rank, i) in bad else 1.0)).backward()
-        optimizer.step()
-    return oracle.error(model), optimizer.updates
 
 
 def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int) -> tuple[float, list[float], int]:
@@ -605,25 +636,6 @@ def summed(rank: int, weighed: bool) -> float:
     return oracle.error(model)
 
 
-def resumed(rank: int, bucket_views: bool, unused_too: bool) -> float:
-    """Each rank saves in the middle of a window, and a new model and optimizer go on from there."""
-    keywords = {"gradient_as_bucket_view": bucket_views, "find_unused_parameters": unused_too}
-    ranks = data([[4, 3, 5, 1, 2], [2, 5, 1, 4]])
-    model = network()
-    oracle = Oracle(model)
-    oracle.see(ranks, 3)
-    replica, optimizer = wrap(model, 3, keywords)
-    batches = iter(ranks[rank])
-    train_on(replica, optimizer, [next(batches), next(batches)], weighed=True)
-    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    model = network()
-    model.load_state_dict(weights)
-    replica, optimizer = wrap(model, 3, keywords)
-    optimizer.load_state_dict(state)
-    train_on(replica, optimizer, optimizer.batches(batches))
-    return oracle.error(model)
-
-
 def towers(rank: int) -> float:
     """Two DDP models, one optimizer."""
     torch.manual_seed(0)
@@ -755,37 +767,17 @@ def several_losses(rank: int, sizes: Any, micro: Any, told: bool) -> tuple[float
     return oracle.error(model), worst
 
 
-class OutOfMemory(nn.Module):
-    """Runs out of memory with more than so many rows, in its forward or its backward pass."""
-
-    def __init__(self, rows: int, backward: bool) -> None:
-        super().__init__()
-        self.rows, self.backward = rows, backward
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) > self.rows and not self.backward:
-            raise torch.OutOfMemoryError("no memory")
-        if len(x) > self.rows and x.requires_grad:
-            x = x * 1
-            x.register_hook(_no_memory)
-        return x
-
-
-def _no_memory(gradient: Tensor) -> None:
-    raise torch.OutOfMemoryError("no memory")
-
-
 def out_of_memory(rank: int, backward: bool) -> float:
     """Rank 1 alone runs out of memory."""
     model = network()
     oracle = Oracle(model)
-    if rank == 1:
-        model.insert(1, OutOfMemory(2, backward))
-    else:
-        model.insert(1, nn.Identity())
-    replica = DistributedDataParallel(model)
+    model.insert(1, NoMemory(2 if rank == 1 else 999, backward))  # type: ignore[operator]
     step = TrainStep(
-        replica, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, verify=False
+        DistributedDataParallel(model),
+        OPTIMIZERS["sgd"](model.parameters()),
+        loss_fn=nn.CrossEntropyLoss(),
+        micro_batch_size=4,
+        verify=False,
     )
     ranks = data([[8, 6], [7, 9]])
     oracle.see(ranks, 1)

@@ -146,18 +146,6 @@ def local_sgd(rank: int, hook: bool) -> None:
     Optimizer(inner, steps=2, model=replica)
 
 
-def parts_of_equal_rows(rank: int, sizes: Any) -> float:
-    """A list of sharded parts, and losses that come through `loss.backward()`."""
-    model = network()
-    oracle = Oracle(model)
-    parts = nn.ModuleList([fully_shard(model[0]), fully_shard(model[2])])  # type: ignore[index]
-    optimizer = Optimizer(OPTIMIZERS["sgd"](parts.parameters()), steps=2, model=parts)
-    ranks = data(sizes)
-    oracle.see(ranks, 2)
-    train_on(model, optimizer, optimizer.batches(ranks[rank]))
-    return oracle.error(parts)
-
-
 def not_sharded(rank: int) -> None:
     """A part of the model that nobody sharded."""
     model = network()

@@ -87,6 +87,16 @@ def wrap(model: nn.Module, steps: Any = 2, ddp: dict[str, Any] | None = None, **
     return replica, Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=steps, model=replica, **keywords)
 
 
+def wrap_over(
+    engine: str, model: nn.Module, steps: int, how: dict[str, Any] | None = None, **keywords: Any
+) -> tuple[Any, Optimizer]:
+    """`wrap`, or the same on a sharded model."""
+    if engine == "ddp":
+        return wrap(model, steps, how, **keywords)
+    sharded = shard(model, **(how or {}))
+    return sharded, Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=steps, model=sharded, **keywords)
+
+
 def shard(model: nn.Module, mesh: Any = None, **keywords: Any) -> nn.Module:
     for part in model:  # type: ignore[attr-defined]
         if isinstance(part, nn.Linear):

@@ -156,6 +156,12 @@ class Processes:
             pytest.skip("FSDP2 is refused with this torch")
         return results
 
+    def refuse(self, case: Callable[..., Any], *arguments: Any, kind: str, says: str, **keywords: Any) -> None:
+        """Every rank raises an error of this kind that says this, and none hangs."""
+        for result in self.try_run(case, *arguments, **{"limit": 25.0, **keywords}):
+            assert isinstance(result, Raised)
+            assert (result.kind, says in result.message) == (kind, True), result.trace
+
     @property
     def alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)

@@ -73,43 +73,20 @@ def train(
     return error, collectives.counts, wrapped.updates
 
 
-def weight_0(rank: int, way: str) -> float:
-    """Micro-batches that weigh nothing on one rank, with a loss that is NaN, also where the window closes."""
-    weights = [[3, 0, 5, 2, 1, 0], [0, 7, 1, 0, 2, 2]]
+def parts(rank: int, sizes: Any, by_wrapper: bool) -> float:
+    """A list of model parts, each sharded by itself; its losses through the wrapper's `backward`, or their own."""
     model = network()
     oracle = Oracle(model)
-    sharded = shard(model)
-    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=sharded)
-    ranks = data([[4] * 6] * 2)
-    for first in range(0, 6, 2):
-        chosen = [(ranks[r][i], weights[r][i]) for r in range(2) for i in (first, first + 1)]
-        total = sum(weight for _, weight in chosen)
-        oracle.update(None, lambda m, _, c=chosen, t=total: sum(loss_of(m, rows) * w for rows, w in c) / t)  # type: ignore[misc]
-    loader: Any = list(zip(ranks[rank], weights[rank]))
-    for rows, weight in optimizer.batches(loader, weight=lambda b: b[1]) if way == "batches" else loader:
-        optimizer.zero_grad()
-        loss = loss_of(sharded, rows) * (1.0 if weight else float("nan"))
-        if way == "batches":
-            loss.backward()
-        else:
-            optimizer.backward(loss, weight=weight)
-        optimizer.step()
-    return oracle.error(sharded)
-
-
-def parts(rank: int) -> float:
-    """A list of model parts, each sharded by itself."""
-    model = network()
-    oracle = Oracle(model)
-    for part in (model[0], model[2]):
-        fully_shard(part)
-    pieces = nn.ModuleList([model[0], model[2]])
+    pieces = nn.ModuleList([fully_shard(model[0]), fully_shard(model[2])])  # type: ignore[index]
     optimizer = Optimizer(OPTIMIZERS["sgd"](pieces.parameters()), steps=2, model=pieces)
-    ranks = data([[4, 2, 3, 1], [3, 3, 1, 5]])
+    ranks = data(sizes)
     oracle.see(ranks, 2)
     for rows in optimizer.batches(ranks[rank]):
         optimizer.zero_grad()
-        optimizer.backward(loss_of(model, rows))
+        if by_wrapper:
+            optimizer.backward(loss_of(model, rows))
+        else:
+            loss_of(model, rows).backward()
         optimizer.step()
     return oracle.error(pieces)
 
@@ -162,21 +139,6 @@ def compiled(rank: int, parts: bool, sync: str) -> float:
     oracle.see(ranks, 2)
     train_on(used, optimizer, optimizer.batches(ranks[rank]))
     return oracle.error(sharded)
-
-
-def skip_window(rank: int) -> tuple[float, int]:
-    """One rank's loss overflows: no rank makes this update, though its own shard may look fine."""
-    model = network()
-    oracle = Oracle(model)
-    sharded = shard(model)
-    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=sharded, nonfinite="skip_window")
-    ranks = data([[4] * 4] * 2)
-    oracle.update(concatenated(windows(ranks, 2)[1]))
-    for i, rows in enumerate(optimizer.batches(ranks[rank])):
-        optimizer.zero_grad()
-        (loss_of(sharded, rows) * (float("inf") if (rank, i) == (1, 0) else 1.0)).backward()
-        optimizer.step()
-    return oracle.error(sharded), optimizer.updates
 
 
 def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int, sync: str) -> tuple[float, list[float], int]:
@@ -280,34 +242,6 @@ def edited(rank: int) -> None:
         loss_of(model, rows).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
-
-
-def resumed(rank: int, sync: str) -> float:
-    """Each rank saves in the middle of a window, trains on; and a new model and optimizer go on from there."""
-    ranks = data([[4, 3, 5, 1], [2, 5, 1, 4]])
-    model = network()
-    oracle = Oracle(model)
-    oracle.see(ranks, 4)
-    sharded = shard(model)
-    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=4, model=sharded, sync=sync)
-
-    def train(model: nn.Module, optimizer: Optimizer, rows: Any) -> None:
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model, rows), weight=len(rows[0]))
-        optimizer.step()
-
-    for rows in ranks[rank][:2]:
-        train(sharded, optimizer, rows)
-    state = copy.deepcopy(optimizer.state_dict())
-    for rows in ranks[rank][2:]:
-        train(sharded, optimizer, rows)
-    error = oracle.error(sharded)
-    again = shard(network())
-    optimizer = Optimizer(OPTIMIZERS["sgd"](again.parameters()), steps=4, model=again, sync=sync)
-    optimizer.load_state_dict(state)
-    for rows in ranks[rank][2:]:
-        train(again, optimizer, rows)
-    return max(error, oracle.error(again))
 
 
 def distributed_checkpoint(rank: int, folder: str) -> float:

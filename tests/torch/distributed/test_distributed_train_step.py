@@ -6,8 +6,7 @@ import pytest
 
 from tests.reference import FLOAT64
 from tests.torch.distributed import ddp_cases as cases
-from tests.torch.distributed import failure_cases as failures
-from tests.torch.distributed.processes import Processes, Raised
+from tests.torch.distributed.processes import Processes
 
 SIZES = [[9, 4, 8, 5], [3, 12, 7, 5]]
 
@@ -57,16 +56,3 @@ def test_each_of_several_losses_is_divided_by_its_weight_on_all_ranks(ranks: Pro
     ):  # one has nothing at first
         assert error <= FLOAT64
         assert loss_error <= FLOAT64
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_one_rank_that_runs_out_of_memory_is_exact(ranks: Processes, backward: bool) -> None:
-    assert max(ranks.run(cases.out_of_memory, backward)) <= FLOAT64
-
-
-def test_an_error_on_one_rank_is_an_error_on_the_others(ranks: Processes) -> None:
-    first, second = ranks.try_run(failures.train_step_raises, limit=20)
-    assert isinstance(second, Raised)
-    assert second.kind == "ValueError"
-    assert isinstance(first, Raised)
-    assert "Rank 1 left" in first.message

@@ -6,7 +6,7 @@ import pytest
 
 from tests.reference import FLOAT64
 from tests.torch.distributed import named_cases as cases
-from tests.torch.distributed.processes import Processes, Raised
+from tests.torch.distributed.processes import Processes
 
 SIZES = {
     "even": [[4, 4, 4], [4, 4, 4]],
@@ -22,10 +22,3 @@ def test_each_loss_is_divided_by_its_total_over_all_ranks(ranks: Processes, size
         assert error <= FLOAT64
         assert updates == 2 * max(-(-len(own) // steps) for own in sizes)
         assert len(losses) == 2 or not losses
-
-
-def test_names_that_come_later_than_the_first_window_are_refused(ranks: Processes) -> None:
-    for result in ranks.try_run(cases.train, SIZES["even"], 1, later=True, limit=25.0):
-        assert isinstance(result, Raised)
-        assert result.kind == "WindowError"
-        assert "Use names from the first window on" in result.message

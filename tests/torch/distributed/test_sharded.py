@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gradaccum.errors import WindowError
 from tests.reference import FLOAT64
 from tests.torch.distributed import sharded_cases as cases
-from tests.torch.distributed.processes import Processes, Raised
+from tests.torch.distributed.processes import Processes
 
 SLOW = pytest.mark.slow
 RAGGED = [[4, 2, 5, 1, 3, 7], [3, 3, 1, 6, 2, 4]]
@@ -46,15 +46,6 @@ def test_clipping_sees_the_norm_over_all_shards(ranks: Processes, sync: str, opt
         assert error <= FLOAT64
 
 
-@pytest.mark.parametrize("way", ["batches", "backward"])
-def test_weight_0_on_one_rank_hangs_nobody_and_counts_nothing(ranks: Processes, way: str) -> None:
-    assert max(ranks.run(cases.weight_0, way)) <= FLOAT64
-
-
-def test_a_list_of_sharded_parts(ranks: Processes) -> None:
-    assert max(ranks.run(cases.parts)) <= FLOAT64
-
-
 def test_mixed_precision_sums_in_the_reduce_dtype(ranks: Processes) -> None:
     for error, dtype in ranks.run(cases.mixed_precision):
         assert error <= 2**-8
@@ -66,23 +57,6 @@ def test_parameters_stay_gathered_in_a_window_that_reduces_once(ranks: Processes
         assert counts["all_gather"] <= GROUPS + 1  # FSDP prefetches one layer for a forward pass that is over
     for counts in ranks.run(cases.kept_gathered, "micro_batch"):
         assert counts["all_gather"] >= 4 * GROUPS
-
-
-@pytest.mark.parametrize(
-    ("parts", "sync"),
-    [
-        (True, "micro_batch"),
-        *(pytest.param(*one, marks=SLOW) for one in ((True, "window"), (False, "window"), (False, "micro_batch"))),
-    ],
-)
-def test_compiled_models(ranks: Processes, parts: bool, sync: str) -> None:
-    assert max(ranks.run(cases.compiled, parts, sync)) <= FLOAT64
-
-
-def test_a_gradient_that_is_not_finite_in_one_shard_skips_the_window_on_all(ranks: Processes) -> None:
-    for error, updates in ranks.run(cases.skip_window):
-        assert error <= FLOAT64
-        assert updates == 1
 
 
 @pytest.mark.parametrize(
@@ -116,42 +90,6 @@ def test_an_overflow_in_a_window_that_is_flushed_makes_no_update(ranks: Processe
     for error, updates in ranks.run(cases.scaler_and_flush, sync):
         assert error <= FLOAT64
         assert updates == 1
-
-
-def test_an_open_window_under_a_grad_scaler_is_saved_unscaled(ranks: Processes) -> None:
-    assert max(ranks.run(cases.saved_with_scaler)) <= FLOAT64
-
-
-def test_a_discarded_window_leaves_nothing_behind(ranks: Processes) -> None:
-    assert max(ranks.run(cases.discarded)) <= FLOAT64
-
-
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
-@pytest.mark.parametrize("way", ["within", "between", "scaler"])
-def test_a_wrapped_sharded_model_needs_the_same_number_of_micro_batches_on_every_rank(
-    ranks: Processes, way: str, sync: str
-) -> None:
-    for result in ranks.try_run(cases.uneven, way, sync, limit=20):
-        assert isinstance(result, Raised)
-        assert result.kind == "WindowError"
-        assert "needs the same passes on every rank. The last batch has come: False on rank 0" in result.message
-
-
-def test_a_model_sharded_after_the_optimizer_was_built_is_refused(ranks: Processes) -> None:
-    for result in ranks.try_run(cases.sharded_later, limit=20):
-        assert isinstance(result, Raised)
-        assert result.kind == "ValueError"
-
-
-def test_clipping_inside_of_a_window_is_refused(ranks: Processes) -> None:
-    for result in ranks.try_run(cases.edited, limit=20):
-        assert isinstance(result, Raised)
-        assert result.kind == "WindowError"
-
-
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
-def test_every_rank_resumes_its_part_of_an_open_window(ranks: Processes, sync: str) -> None:
-    assert max(ranks.run(cases.resumed, sync)) <= FLOAT64
 
 
 def test_a_distributed_checkpoint_at_a_closed_window(ranks: Processes, tmp_path: Path) -> None:
@@ -190,11 +128,6 @@ def test_a_distributed_checkpoint_of_an_open_window_goes_on_in_new_processes_bit
     assert new_ranks.run(cases.loaded_inside, str(tmp_path), first, sync, optimizer, way, flat) == saved
 
 
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
-def test_a_restored_window_is_flushed_before_any_forward_pass(ranks: Processes, sync: str) -> None:
-    assert max(ranks.run(cases.flushed_at_once, sync)) <= FLOAT64
-
-
 def test_a_full_state_dict_holds_the_open_window(ranks: Processes) -> None:
     for saved, loaded in ranks.run(cases.full_state_dict):
         assert saved == loaded
@@ -229,27 +162,6 @@ def test_an_open_window_goes_on_over_more_ranks(
 ) -> None:
     ranks.run(cases.saved_inside, str(tmp_path), 2, "window", optimizer)
     assert max(three_ranks.run(cases.loaded_elsewhere, str(tmp_path), 3, optimizer)) <= FLOAT64
-
-
-def test_asking_for_a_state_dict_before_the_first_update_changes_nothing(ranks: Processes) -> None:
-    assert max(ranks.run(cases.saved_before_training)) <= FLOAT64
-
-
-@pytest.mark.parametrize(
-    ("kind", "sync"),
-    [
-        ("weight", "window"),
-        ("told", "micro_batch"),
-        *(pytest.param(kind, "window", marks=SLOW) for kind in ("scaler", "rows", "classes", "told")),
-        *(pytest.param(kind, "micro_batch", marks=pytest.mark.slow) for kind in cases.TRAIN_STEPS if kind != "told"),
-    ],
-)
-def test_train_step_with_a_sharded_model_takes_ranks_of_different_rows(ranks: Processes, kind: str, sync: str) -> None:
-    assert max(ranks.run(cases.train_step, [[8, 7, 3, 9, 8], [6, 18, 9, 2, 0]], kind, sync, 3)) <= FLOAT64
-
-
-def test_train_step_with_a_sharded_model_drops_a_batch_that_failed(ranks: Processes) -> None:
-    assert max(ranks.run(cases.train_step_goes_on)) <= FLOAT64
 
 
 @pytest.mark.slow

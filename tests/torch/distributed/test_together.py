@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.reference import FLOAT64
-from tests.torch.distributed import failure_cases as failures
 from tests.torch.distributed import together_cases as cases
-from tests.torch.distributed.processes import Processes, Raised
+from tests.torch.distributed.processes import Processes
 
 LIMIT = 40.0
 
@@ -51,18 +50,6 @@ def test_an_error_that_smaller_micro_batches_do_not_help_is_one_on_every_rank_th
         assert "on rank 1" in first
 
 
-def test_memory_that_runs_out_before_the_first_pass_is_an_error_on_every_rank_at_once(ranks: Processes) -> None:
-    first, second = ranks.try_run(failures.sharded_out_of_memory, limit=LIMIT)
-    assert isinstance(first, Raised)
-    assert isinstance(second, Raised)
-    assert first.kind == second.kind == "OutOfMemoryError"
-    assert "on rank 1" in first.message
-
-
-def test_code_that_goes_on_after_any_error_keeps_no_rank_waiting(ranks: Processes) -> None:
-    assert max(ranks.run(cases.swallowed, limit=LIMIT)) <= FLOAT64
-
-
 @pytest.mark.parametrize("seed", [39, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(39))])
 def test_memory_that_runs_out_anywhere_keeps_the_update_exact(ranks: Processes, seed: int) -> None:
     assert max(ranks.run(cases.at_random, seed, limit=LIMIT)) <= FLOAT64
@@ -96,13 +83,6 @@ def test_max_tokens_has_as_many_passes_of_about_the_same_cost_on_each_rank(
     if fits == 999:
         assert len(tokens) == len(own)
         assert max(tokens) <= 12  # 17 tokens in as many passes as 96 take elsewhere, not in one
-
-
-@pytest.mark.parametrize("kind", ["auto", "max_tokens"])
-def test_ranks_of_a_replicated_model_search_pack_and_run_out_of_memory_each_for_itself(
-    ranks: Processes, kind: str
-) -> None:
-    assert max(ranks.run(cases.replicated, kind, limit=LIMIT)) <= FLOAT64
 
 
 @pytest.mark.slow
