@@ -135,6 +135,14 @@ def contrastive(model, x, y):
     return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)).roll(1))
 
 
+def token_mean(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def with_loss(compute_loss, **keywords):
+    return {"compute_loss": compute_loss, **keywords}
+
+
 EXACT = {
     "plain": (net, (X, Y), CE),
     "layer norm and group norm": (lambda: net(nn.LayerNorm(8), nn.GroupNorm(2, 8)), (X, Y), CE),
@@ -156,27 +164,16 @@ EXACT = {
     "tied weights": (Tied, (TOKENS, LABELS), CE),
     "checkpointing": (lambda: Checkpointed(False), (X, Y), CE),
     "reentrant checkpointing": (lambda: Checkpointed(True), (X, Y), CE),
-    "gradient penalty": (lambda: net(nn.Tanh()), (X, Y), {"compute_loss": gradient_penalty}),
+    "gradient penalty": (lambda: net(nn.Tanh()), (X, Y), with_loss(gradient_penalty)),
     "class weights and ignored targets": (net, (X, IGNORED), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)),
     "a sum": (net, (X, Y), nn.CrossEntropyLoss(reduction="sum")),
     "a regulariser beside a mean": (
         net,
         (X, Y),
-        {"compute_loss": lambda model, x, y: F.cross_entropy(model(x), y) + 0.1 * squares(model)},
+        with_loss(lambda model, x, y: token_mean(model, x, y) + 0.1 * squares(model)),
     ),
-    "the right weight": (
-        net,
-        (X, IGNORED),
-        {
-            "compute_loss": lambda model, x, y: F.cross_entropy(model(x), y),
-            "weight": lambda x, y: (y != -100).sum(),
-        },
-    ),
-    "loss and weight": (
-        net,
-        (X, IGNORED),
-        {"compute_loss": lambda model, x, y: (F.cross_entropy(model(x), y), (y != -100).sum())},
-    ),
+    "the right weight": (net, (X, IGNORED), with_loss(token_mean, weight=lambda x, y: (y != -100).sum())),
+    "loss and weight": (net, (X, IGNORED), with_loss(lambda m, x, y: (token_mean(m, x, y), (y != -100).sum()))),
     "a shared input, said": (Graph, ((X[:6], torch.rand(6, 6)), Y[:6]), {"loss_fn": CE, "batch_dims": ((0, None), 0)}),
     "rows in the second dimension, said": (
         steps_first,
@@ -199,10 +196,6 @@ def test_there_is_no_false_alarm_for(name):
     assert result.max_error <= 1e-12
     assert result.raise_if_different() is result
     assert result.causes == ()
-
-
-def token_mean(model, x, y):
-    return F.cross_entropy(model(x), y)
 
 
 def weighted_mean(weigh):
@@ -237,10 +230,6 @@ def nested_norm():
 
 def root(outputs, targets):
     return F.mse_loss(outputs, targets).sqrt()
-
-
-def with_loss(compute_loss, **keywords):
-    return {"compute_loss": compute_loss, **keywords}
 
 
 XY, TOKEN_MEAN = (X, Y), with_loss(token_mean)
