@@ -16,9 +16,9 @@ from gradaccum.cli.group import (
     framework_of,
     require_framework,
     save,
+    subject,
     user_errors,
 )
-from gradaccum.cli.user_code import subject
 from gradaccum.core.sizes import MARGIN, DoesNotFit, parse_bytes
 from gradaccum.extras import require
 

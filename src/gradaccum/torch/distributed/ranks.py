@@ -165,7 +165,8 @@ class Ranks:
             engine.remove()
             raise
         self.size, self.rank = self.channel.size, self.channel.rank
-        self._closes = self._restored = self._uncounted = self._notified = False
+        self._closes = self._notified = False
+        self._waits = False  # with its reduction for the window's end, whichever backward pass closes it
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
         self._steps = self._windows = 0
         self._settings: float | None = None  # the number that a message of this window's end has said
@@ -216,8 +217,8 @@ class Ranks:
         self._closes, self._steps, self._last = closes, steps, last
         self._restart()
         # DDP remembers which parameters a micro-batch used, although its gradient is taken out of the sum.
-        self._uncounted |= not counts and self.engine.finds_unused
-        waits = self.manual_reduce or self._restored or self._uncounted or not (counts or self.sharded)
+        self._waits |= not counts and self.engine.finds_unused
+        waits = self.manual_reduce or self._waits or not (counts or self.sharded)
         self.engine.hold(closes and not waits, self.engine.always and not waits)
 
     def agree_on_last(self, last: bool) -> None:
@@ -353,7 +354,7 @@ class Ranks:
         source = next((rank for rank, had_none in enumerate(idle) if not had_none), 0)
         self.buffers_from = source if any(idle) and not all(idle) else None
         self.engine.settle(source)
-        self._restored = self._uncounted = False
+        self._waits = False
         self._all_last = all(report.last for report in reports)
 
     def _added(self, totals: list[Total]) -> Total:
@@ -398,7 +399,7 @@ class Ranks:
 
     def restored(self, parameters: Sequence[Tensor]) -> None:
         """The open window came from a checkpoint, in which these parameters have a gradient."""
-        self._restored = not self.sharded
+        self._waits = not self.sharded
         self.engine.restored(parameters)
 
     # Numbers of all ranks. All ranks take part.
