@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import gradaccum.torch
-from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.reference import relative_error, torch_updates, windows_of
+from tests.torch.optimizer.loops import assert_same, by_rows, large, train, wrapped
 from tests.torch.problems import adam, classes, join, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -13,21 +14,28 @@ pytestmark = pytest.mark.usefixtures("float64")
 SIZES = [3, 1, 4, 2, 5]
 
 
-def check(loss, weight, *, data=None, plain_loss=None, make=sgd, **options):
+def cross_entropy(m, x, y, **options):
+    return nn.functional.cross_entropy(m(x), y, **options)
+
+
+def check(loss, weight, *, data=None, plain_loss=None, make=sgd, through="backward", sizes=SIZES, **options):
     """Windows of 3 and 2 micro-batches, weighed by `weight(*batch)`, against the two large batches."""
-    micro_batches = split(data or classes(sum(SIZES)), SIZES)
-    accumulated, expected = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(make(accumulated.parameters()), steps=3, **options)
-    for batch in optimizer.batches(micro_batches):
-        optimizer.zero_grad()
-        optimizer.backward(loss(accumulated, *batch), weight=weight(*batch))
-        optimizer.step()
-    large = [join(micro_batches[:3]), join(micro_batches[3:])]
-    losses = torch_updates(expected, make(expected.parameters()), large, plain_loss or loss)
-    assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
-    assert optimizer.loss.item() == pytest.approx(losses[-1], rel=1e-12)
-    assert not optimizer.loss.requires_grad
-    return optimizer
+    micro_batches = split(data or classes(sum(sizes)), sizes)
+    model, optimizer = wrapped(make, steps=3, **options)
+    if through == "backward":
+        train(model, optimizer, optimizer.batches(micro_batches), loss=loss, weigh=weight)
+    else:
+        weigh = None if weight is None else lambda batch: weight(*batch)
+        train(model, optimizer, optimizer.batches(micro_batches, weight=weigh), loss=loss)
+    expected = network()
+    batches = [join(window) for window in windows_of(micro_batches, 3)]
+    losses = torch_updates(expected, make(expected.parameters()), batches, plain_loss or loss)
+    assert_same(model, expected)
+    if through == "backward":
+        assert optimizer.loss.item() == pytest.approx(losses[-1], rel=1e-12)
+        assert not optimizer.loss.requires_grad
+    else:
+        assert optimizer.loss is None
 
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
@@ -35,51 +43,22 @@ CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
 
 @pytest.mark.parametrize("make", [sgd, adam])
 def test_class_weights_weigh_a_micro_batch_by_their_sum(make):
-    check(
-        lambda m, x, y: nn.functional.cross_entropy(m(x), y, weight=CLASS_WEIGHTS),
-        lambda x, y: CLASS_WEIGHTS[y].sum(),
-        make=make,
-    )
+    check(lambda *b: cross_entropy(*b, weight=CLASS_WEIGHTS), lambda x, y: CLASS_WEIGHTS[y].sum(), make=make)
 
 
-def test_ignored_targets_weigh_nothing():
-    x, y = classes(sum(SIZES))
-    y[[1, 4, 5, 9]] = -100
-    check(
-        lambda m, x, y: nn.functional.cross_entropy(m(x), y),
-        lambda x, y: int((y != -100).sum()),
-        data=(x, y),
-    )
+IGNORED = {"some": [1, 4, 5, 9], "first": slice(0, 3), "middle": slice(3, 4), "last": slice(10, 15)}
 
 
-@pytest.mark.parametrize("ignored", [slice(0, 3), slice(3, 4), slice(10, 15)], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("ignored", IGNORED.values(), ids=IGNORED)
 @pytest.mark.parametrize("through", ["backward", "batches"])
-def test_an_all_ignored_micro_batch_is_skipped_though_its_loss_is_nan(ignored, through):
+def test_ignored_targets_weigh_nothing_though_the_loss_of_nothing_else_is_nan(ignored, through):
     x, y = classes(sum(SIZES))
     y[ignored] = -100
-    micro_batches = split((x, y), SIZES)
-    accumulated, expected = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(accumulated.parameters()), steps=3)
-
-    def valid(batch):
-        return (batch[1] != -100).sum().item()
-
-    for batch in optimizer.batches(micro_batches, weight=valid if through == "batches" else None):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(accumulated(batch[0]), batch[1])
-        if through == "backward":
-            optimizer.backward(loss, weight=valid(batch))
-        else:
-            loss.backward()
-        optimizer.step()
-    large = [join(micro_batches[:3]), join(micro_batches[3:])]
-    torch_updates(expected, sgd(expected.parameters()), large, lambda m, x, y: nn.functional.cross_entropy(m(x), y))
-    assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
+    check(cross_entropy, lambda x, y: int((y != -100).sum()), data=(x, y), through=through)
 
 
 def test_a_window_that_weighs_nothing_makes_no_update(caplog):
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
+    model, optimizer = wrapped(steps=2)
     before = [p.clone() for p in model.parameters()]
     with caplog.at_level("INFO", "gradaccum"):
         for _ in range(2):
@@ -96,76 +75,33 @@ def test_a_window_that_weighs_nothing_makes_no_update(caplog):
     assert not optimizer.inner.state
 
 
-def test_sums_are_divided_by_the_total_weight():
-    check(
-        lambda m, x, y: nn.functional.cross_entropy(m(x), y, reduction="sum"),
-        lambda x, y: len(y),
-        plain_loss=lambda m, x, y: nn.functional.cross_entropy(m(x), y),
-        reduction="sum",
-    )
+@pytest.mark.parametrize("through", ["backward", "batches"])
+def test_sums_are_divided_by_the_total_weight(through):
+    summed = lambda *b: cross_entropy(*b, reduction="sum")  # noqa: E731
+    check(summed, by_rows, plain_loss=cross_entropy, reduction="sum", through=through)
 
 
-@pytest.mark.parametrize("through", ["backward", "loss.backward"])
+@pytest.mark.parametrize("through", ["backward", "batches"])
 def test_sums_without_weights_are_divided_by_nothing(through):
-    micro_batches = split(regression(6), [2, 3, 1])
-
     def loss(model, x, y):
         return nn.functional.mse_loss(model(x), y, reduction="sum") / 100
 
-    accumulated, expected = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(accumulated.parameters()), steps=3, reduction="sum")
-    for batch in optimizer.batches(micro_batches):
-        optimizer.zero_grad()
-        value = loss(accumulated, *batch)
-        optimizer.backward(value) if through == "backward" else value.backward()
-        optimizer.step()
-    (expected_loss,) = torch_updates(expected, sgd(expected.parameters()), [join(micro_batches)], loss)
-    assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
-    if through == "backward":
-        assert optimizer.loss.item() == pytest.approx(expected_loss, rel=1e-12)
-    else:
-        assert optimizer.loss is None
+    weight = (lambda x, y: None) if through == "backward" else None
+    check(loss, weight, data=regression(6), sizes=[2, 3, 1], reduction="sum", through=through)
 
 
-def test_sums_are_divided_by_the_weights_of_batches():
-    micro_batches = split(classes(10), [4, 1, 5])
-    accumulated, expected = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(accumulated.parameters()), steps=3, reduction="sum")
-    for x, y in optimizer.batches(micro_batches, weight=lambda batch: len(batch[1])):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(accumulated(x), y, reduction="sum").backward()
-        optimizer.step()
-    torch_updates(
-        expected,
-        sgd(expected.parameters()),
-        [join(micro_batches)],
-        lambda m, x, y: nn.functional.cross_entropy(m(x), y),
-    )
-    assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
-
-
-@pytest.mark.parametrize("through_batches", [True, False])
-def test_a_masked_loss_is_weighed_by_its_tokens(through_batches):
+@pytest.mark.parametrize("through", ["backward", "batches"])
+def test_a_masked_loss_is_weighed_by_its_tokens(through):
     generator = torch.Generator().manual_seed(3)
     x, y = torch.randn(10, 6, 5, generator=generator), torch.randint(3, (10, 6), generator=generator)
-    lengths = torch.tensor([6, 1, 2, 6, 1, 1, 5, 3, 1, 6])
-    mask = torch.arange(6) < lengths[:, None]
-    micro_batches = split((x, y, mask), [2, 4, 1, 3])
+    mask = torch.arange(6) < torch.tensor([6, 1, 2, 6, 1, 1, 5, 3, 1, 6])[:, None]
 
     def loss(model, x, y, mask):
         each = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none")
         return (each * mask.flatten()).sum() / mask.sum()
 
-    accumulated, expected = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(adam(accumulated.parameters()), steps=4)
-    weight = (lambda batch: batch[2].sum()) if through_batches else None
-    for batch in optimizer.batches(micro_batches, weight=weight):
-        optimizer.zero_grad()
-        value = loss(accumulated, *batch)
-        value.backward() if through_batches else optimizer.backward(value, weight=batch[2].sum())
-        optimizer.step()
-    torch_updates(expected, adam(expected.parameters()), [join(micro_batches)], loss)
-    assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
+    data = x.double(), y, mask
+    check(loss, lambda x, y, mask: mask.sum(), data=data, sizes=[2, 4, 1, 3], make=adam, through=through)
 
 
 def test_several_losses_of_one_micro_batch_count_it_once():
@@ -174,28 +110,23 @@ def test_several_losses_of_one_micro_batch_count_it_once():
     def l1(model, x, y):
         return nn.functional.l1_loss(model(x), y)
 
-    accumulated, expected = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(accumulated.parameters()), steps=3)
+    model, optimizer = wrapped(steps=3)
     for x, y in micro_batches:
         optimizer.zero_grad()
-        optimizer.backward(mse(accumulated, x, y), weight=len(x))
-        optimizer.backward(l1(accumulated, x, y))  # the same rows: the same weight
-        optimizer.backward(l1(accumulated, x, y) * 2, weight=len(x))
+        optimizer.backward(mse(model, x, y), weight=len(x))
+        optimizer.backward(l1(model, x, y))  # the same rows: the same weight
+        optimizer.backward(l1(model, x, y) * 2, weight=len(x))
         optimizer.step()
-    (loss,) = torch_updates(
-        expected,
-        sgd(expected.parameters()),
-        [join(micro_batches)],
-        lambda m, x, y: mse(m, x, y) + 3 * l1(m, x, y),
-    )
+    expected = network()
+    both = lambda *b: mse(*b) + 3 * l1(*b)  # noqa: E731
+    (loss,) = torch_updates(expected, sgd(expected.parameters()), [join(micro_batches)], both)
     assert optimizer.updates == 1
-    assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
+    assert_same(model, expected)
     assert optimizer.loss.item() == pytest.approx(loss, rel=1e-12)
 
 
 def test_different_weights_in_one_micro_batch_are_refused():
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
+    model, optimizer = wrapped(steps=2)
     optimizer.backward(model(torch.ones(4, 5)).mean(), weight=4)
     with pytest.raises(ValueError, match="weight=3 after 4.*come by name: backward"):
         optimizer.backward(model(torch.ones(4, 5)).mean(), weight=3)
@@ -208,24 +139,17 @@ def test_the_remedy_for_two_denominators_is_the_large_batchs_update():
         squares = (model(x) - y).square().sum(1)
         return squares[x[:, 0] > 0], squares.sqrt()
 
-    accumulated, expected = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(accumulated.parameters()), steps=3, reduction="sum")
+    model, optimizer = wrapped(steps=3, reduction="sum")
     micro_batches = split(regression(9), [2, 4, 3])
-    a_in_window, b_in_window = (len(each) for each in losses(expected, *join(micro_batches)))
+    a_in_window, b_in_window = (len(each) for each in losses(network(), *join(micro_batches)))
     assert a_in_window not in (0, b_in_window)
     for x, y in micro_batches:
         optimizer.zero_grad()
-        a, b = losses(accumulated, x, y)
+        a, b = losses(model, x, y)
         optimizer.backward(a.sum() / a_in_window + b.sum() / b_in_window)
         optimizer.step()
-    torch_updates(
-        expected,
-        sgd(expected.parameters()),
-        [join(micro_batches)],
-        lambda model, x, y: sum(each.mean() for each in losses(model, x, y)),
-    )
     assert optimizer.updates == 1
-    assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
+    assert_same(model, large([micro_batches], loss=lambda *batch: sum(each.mean() for each in losses(*batch))))
 
 
 @pytest.mark.parametrize(
@@ -233,8 +157,7 @@ def test_the_remedy_for_two_denominators_is_the_large_batchs_update():
     [(-1, ValueError), (float("nan"), ValueError), (float("inf"), ValueError), ("4", TypeError), (True, TypeError)],
 )
 def test_a_wrong_weight_is_refused_before_anything_happens(weight, error):
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
+    model, optimizer = wrapped(steps=2)
     loss = model(torch.ones(2, 5)).mean()
     with pytest.raises(error, match="weight="):
         optimizer.backward(loss, weight=weight)
@@ -244,8 +167,7 @@ def test_a_wrong_weight_is_refused_before_anything_happens(weight, error):
 
 
 def test_a_loss_that_is_no_scalar_is_refused():
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
+    model, optimizer = wrapped(steps=2)
     with pytest.raises(ValueError, match=r"scalar.*\(2, 3\)"):
         optimizer.backward(model(torch.ones(2, 5)), weight=2)
 
