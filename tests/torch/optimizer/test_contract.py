@@ -10,6 +10,7 @@ from torch import nn
 
 import gradaccum.torch
 from tests.reference import FLOAT32, FLOAT64, WINDOWS, relative_error, torch_updates, windows_of
+from tests.torch.optimizer.loops import assert_same, wrapped
 from tests.torch.problems import adam, join, mse, network, regression, sgd, split
 
 INNER = {
@@ -73,7 +74,7 @@ def test_every_torch_optimizer_by_name_matches_the_large_batches(name, steps_fir
     assert isinstance(optimizer.inner, getattr(torch.optim, name))
     accumulate(accumulated, optimizer, micro_batches)
     large(expected, getattr(torch.optim, name)(expected.parameters(), lr=0.01), micro_batches, 3)
-    assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
+    assert_same(accumulated, expected)
 
 
 def test_every_torch_optimizer_is_there():
@@ -101,7 +102,7 @@ def test_a_custom_optimizer_can_be_wrapped(float64):
     accumulated, expected = network(), network()
     accumulate(accumulated, gradaccum.torch.optim.Optimizer(Signed(accumulated.parameters()), 2), micro_batches)
     large(expected, Signed(expected.parameters()), micro_batches, 2)
-    assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
+    assert_same(accumulated, expected)
 
 
 @settings(max_examples=30, deadline=None)
@@ -130,7 +131,7 @@ def test_any_split_into_any_windows_equals_the_large_batches(sizes, table, first
             optimizer.flush()
         steps = schedule[max(start for start in schedule if start <= epoch)]
         large(expected, inner, micro_batches, steps, epochs=1)
-    assert relative_error(accumulated.parameters(), expected.parameters()) <= FLOAT64
+    assert_same(accumulated, expected)
 
 
 def test_a_callable_schedule_is_asked_with_epoch_and_update(float64):
@@ -140,8 +141,7 @@ def test_a_callable_schedule_is_asked_with_epoch_and_update(float64):
         asked.append((epoch, update))
         return 1 + update
 
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=steps)
+    model, optimizer = wrapped(steps=steps)
     accumulate(model, optimizer, split(regression(12), [2] * 6))
     # windows of 1, 2 and 3 in the first epoch; then 4, and the 2 that are left of a window of 5
     assert optimizer.updates == 5

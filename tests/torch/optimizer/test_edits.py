@@ -8,7 +8,7 @@ from torch import nn
 
 import gradaccum.torch
 from gradaccum import WindowError
-from tests.reference import FLOAT64, relative_error
+from tests.torch.optimizer.loops import assert_same, wrapped
 from tests.torch.problems import join, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -44,13 +44,12 @@ def test_reading_a_norm_with_clip_grad_norm_changes_nothing_and_is_said_once(whe
             inner.zero_grad()
             mse(plain, *join(split(regression(24), SIZES)[first : first + 3])).backward()
             inner.step()
-    assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
+    assert_same(model, plain)
     assert caplog.text.count("kept their values") == 1
 
 
 def test_a_norm_may_be_read_where_the_first_window_closes():
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=6)
+    model, optimizer = wrapped(steps=6)
     for _ in range(13):
         optimizer.zero_grad()
         mse(model, *regression(2)).backward()
@@ -62,8 +61,7 @@ def test_a_norm_may_be_read_where_the_first_window_closes():
 
 @pytest.mark.parametrize("when", ["before step", "after step"])
 def test_clipping_that_has_an_effect_is_refused_after_many_norms_that_were_only_read(when):
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+    model, optimizer = wrapped(steps=3)
     for _ in range(2):
         train(model, optimizer, read_norm, when)
     before = copy.deepcopy(model.state_dict())
@@ -86,8 +84,7 @@ EDITS = {
 @pytest.mark.parametrize("when", ["before step", "after step"])
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_edits_that_raise_no_version_are_seen_in_the_first_window(edit, when):
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+    model, optimizer = wrapped(steps=3)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(WindowError, match="edited inside an open window"):
         train(model, optimizer, lambda model: [edit(p) for p in model.parameters()], when)
@@ -96,8 +93,7 @@ def test_edits_that_raise_no_version_are_seen_in_the_first_window(edit, when):
 
 @pytest.mark.parametrize("steps", [3, 9])
 def test_edits_that_raise_no_version_before_the_windows_last_step_are_seen_however_long_it_is(steps):
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=steps)
+    model, optimizer = wrapped(steps=steps)
     micro_batches = split(regression(steps), [1] * steps)
     with pytest.raises(WindowError, match="edited inside an open window"):
         for index, (x, y) in enumerate(micro_batches):
@@ -111,8 +107,7 @@ def test_edits_that_raise_no_version_before_the_windows_last_step_are_seen_howev
 
 
 def test_an_edit_of_one_gradient_alone_is_seen_in_the_first_window():
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
+    model, optimizer = wrapped(steps=3)
     with pytest.raises(WindowError, match="edited"):
         train(model, optimizer, lambda model: model[0].bias.grad.data.mul_(0.5), "before step")
 
@@ -133,8 +128,7 @@ def test_gradients_that_are_not_finite_or_complex_are_compared_too():
 
 
 def test_unscaling_by_the_scaler_where_the_window_closes_is_no_edit_and_clipping_after_it_is():
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
+    model, optimizer = wrapped(steps=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for index, (x, y) in enumerate(split(regression(8), [2] * 4)):
         optimizer.zero_grad()

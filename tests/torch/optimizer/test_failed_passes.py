@@ -7,7 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gradaccum.torch
 from gradaccum import WindowError
-from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.reference import torch_updates
+from tests.torch.optimizer.loops import assert_same, train
 from tests.torch.problems import join, mse, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -53,10 +54,7 @@ class Fragile(nn.Module):
 def test_a_plain_backward_pass_that_failed_and_is_tried_again_is_named(reentrant, window, index):
     model = Fragile(reentrant=reentrant)
     optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
-    for _ in range(3 * (window - 1) + index):
-        optimizer.zero_grad()
-        mse(model, *regression(2)).backward()
-        optimizer.step()
+    train(model, optimizer, [regression(2)] * (3 * (window - 1) + index))
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.zero_grad()
     model.fails = True
@@ -80,12 +78,9 @@ def test_what_a_failed_pass_left_is_gone_after_discard_or_zero_grad_of_an_empty_
         mse(model, *regression(4)).backward()
     getattr(optimizer, drop)()
     parts = split(regression(9), [2, 3, 4])
-    for x, y in optimizer.batches(parts):
-        optimizer.zero_grad()
-        mse(model, x, y).backward()
-        optimizer.step()
+    train(model, optimizer, optimizer.batches(parts))
     torch_updates(plain, sgd(plain.parameters()), [join(parts[:2]), parts[2]], mse)
-    assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
+    assert_same(model, plain)
 
 
 def test_passing_over_a_micro_batch_whose_pass_failed_is_named_where_it_left_a_part():
@@ -110,7 +105,7 @@ def test_a_step_in_the_middle_of_a_backward_pass_is_no_failure():
     for part in split(regression(8), [4, 4]):
         mse(model, *part).backward()
     torch_updates(plain, sgd(plain.parameters()), [regression(8)], mse)
-    assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
+    assert_same(model, plain)
 
 
 def test_gradients_asked_for_inside_of_a_pass_are_no_failure():

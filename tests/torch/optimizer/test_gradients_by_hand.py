@@ -11,17 +11,14 @@ from torch import nn
 
 import gradaccum.torch
 from gradaccum import NoiseSchedule, WindowError
-from tests.reference import FLOAT64, relative_error, torch_updates, windows_of
-from tests.torch.problems import join, mse, network, regression, sgd, split
+from tests.reference import FLOAT64, relative_error, windows_of
+from tests.torch.optimizer.loops import assert_same, large, train, wrapped
+from tests.torch.problems import mse, network, regression, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 SIZES = [3, 1, 4, 2, 2, 5]
 BATCHES = split(tuple(t.double() for t in regression(sum(SIZES), seed=3)), SIZES)
-
-
-def wrapped(model, **options):
-    return gradaccum.torch.optim.Optimizer(sgd(model.parameters()), **{"steps": 3} | options)
 
 
 def gradients_of(model, x, y):
@@ -43,8 +40,7 @@ def by_parameter(model, x, y):
 @pytest.mark.parametrize("way", ["weights", "batches", "mixed with backward passes"])
 @pytest.mark.parametrize("epochs", [1, 5])
 def test_added_gradients_make_the_large_batchs_update(form, way, epochs):
-    model, plain = network(), network()
-    optimizer = wrapped(model)
+    model, optimizer = wrapped(steps=3)
     for _ in range(epochs):
         for i, (x, y) in enumerate(optimizer.batches(BATCHES) if way == "batches" else BATCHES):
             optimizer.zero_grad()
@@ -54,14 +50,12 @@ def test_added_gradients_make_the_large_batchs_update(form, way, epochs):
             else:
                 optimizer.add_gradients(form(model, x, y), weight)
             optimizer.step()
-    torch_updates(plain, sgd(plain.parameters()), [join(w) for w in windows_of(BATCHES, 3)] * epochs, mse)
     assert optimizer.updates == 2 * epochs
-    assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
+    assert_same(model, large(windows_of(BATCHES, 3) * epochs))
 
 
 def test_added_gradients_are_left_alone_and_may_be_missing():
-    model = network()
-    optimizer = wrapped(model, steps=2)
+    model, optimizer = wrapped(steps=2)
     given = [torch.ones_like(p) if p.dim() > 1 else None for p in model.parameters()]
     for weight in (2, 6):
         optimizer.zero_grad()
@@ -73,8 +67,7 @@ def test_added_gradients_are_left_alone_and_may_be_missing():
 
 
 def test_added_gradients_of_weight_0_count_nothing():
-    model = network()
-    optimizer = wrapped(model, steps=2)
+    model, optimizer = wrapped(steps=2)
     for weight, value in ((0, float("nan")), (5, 1.0)):
         optimizer.add_gradients([torch.full_like(p, value) for p in model.parameters()], weight)
         optimizer.step()
@@ -91,8 +84,7 @@ def test_added_gradients_of_weight_0_count_nothing():
     ],
 )
 def test_gradients_that_do_not_fit_are_refused(gradients, says):
-    model = network()
-    optimizer = wrapped(model)
+    model, optimizer = wrapped(steps=3)
     with pytest.raises((TypeError, ValueError), match=says):
         optimizer.add_gradients(gradients(model))
     assert all(p.grad is None for p in model.parameters())
@@ -110,8 +102,7 @@ def copy_into(parameter, gradient):
 
 @pytest.mark.parametrize("put", [assign, copy_into])
 def test_gradients_that_are_assigned_are_an_error_in_the_first_window(put):
-    model = network()
-    optimizer = wrapped(model)
+    model, optimizer = wrapped(steps=3)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(WindowError, match=r"optimizer.add_gradients\("):
         for x, y in BATCHES:
@@ -123,15 +114,13 @@ def test_gradients_that_are_assigned_are_an_error_in_the_first_window(put):
 
 
 def test_assigned_gradients_are_the_plain_loops_where_a_window_is_one_micro_batch():
-    model, plain = network(), network()
-    optimizer = wrapped(model, steps=1)
+    model, optimizer = wrapped(steps=1)
     for x, y in BATCHES:
         optimizer.zero_grad()
         for parameter, gradient in zip(model.parameters(), gradients_of(model, x, y), strict=True):
             parameter.grad = gradient
         optimizer.step()
-    torch_updates(plain, sgd(plain.parameters()), BATCHES, mse)
-    assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
+    assert_same(model, large([[batch] for batch in BATCHES]))
 
 
 # Several backward passes to one step.
@@ -148,8 +137,7 @@ def kept_if(model, optimizer, passes, batches):
 
 @pytest.mark.parametrize("steps", [2, 3])
 def test_a_loop_that_still_accumulates_by_hand_is_named_in_its_first_window(steps, caplog):
-    model = network()
-    kept_if(model, wrapped(model, steps=steps), steps, BATCHES[:steps])
+    kept_if(*wrapped(steps=steps), steps, BATCHES[:steps])
     assert caplog.text.count(f"{steps} forward and backward passes reached one step()") == 1
     assert "if (i + 1) % steps == 0:" in caplog.text
 
@@ -157,8 +145,7 @@ def test_a_loop_that_still_accumulates_by_hand_is_named_in_its_first_window(step
 def test_a_kept_if_is_named_also_where_its_first_step_has_one_pass_more(caplog):
     """`if i and i % 2 == 0:`, of three passes, then two."""
     caplog.set_level(logging.INFO)
-    model = network()
-    optimizer = wrapped(model, steps=2)
+    model, optimizer = wrapped(steps=2)
     for i, (x, y) in enumerate(BATCHES[:5]):
         (mse(model, x, y) / 2).backward()
         if i and i % 2 == 0:
@@ -189,8 +176,7 @@ def losses_of_two_domains(model, x, y):
 @pytest.mark.parametrize("steps", [2, 3])
 def test_several_losses_in_several_passes_are_at_most_one_line_at_info(losses, steps, caplog):
     caplog.set_level(logging.INFO)
-    model = network()
-    optimizer = wrapped(model, steps=steps)
+    model, optimizer = wrapped(steps=steps)
     for x, y in BATCHES:
         optimizer.zero_grad()
         losses(model, x, y)
@@ -207,9 +193,8 @@ def test_several_losses_in_several_passes_are_at_most_one_line_at_info(losses, s
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_zeros_stay_zeros_after_flush_and_discard(end, dtype):
     """Weight decay and momentum move what has a gradient of zero, and pass over what has none."""
-    model = network(dtype=dtype)
     options = {} if dtype == torch.float64 else {"accumulate_dtype": torch.float32}
-    optimizer = wrapped(model, **options)
+    model, optimizer = wrapped(model=network(dtype=dtype), steps=3, **options)
     for x, y in BATCHES[:2]:
         optimizer.zero_grad(set_to_none=False)
         mse(model, x.to(dtype), y.to(dtype)).backward()
@@ -239,10 +224,7 @@ def test_a_noise_schedule_goes_around_an_optimizer_whose_hooks_run_twice():
     optimizer = gradaccum.torch.optim.Optimizer(inner, steps=schedule)
     schedule.steps = 4
     before = [p.detach().clone() for p in model.parameters()]
-    for x, y in BATCHES[:4]:
-        optimizer.zero_grad()
-        mse(model, x, y).backward()
-        optimizer.step()
+    train(model, optimizer, BATCHES[:4])
     assert optimizer.updates == 1
     assert inner.param_groups[0]["lr"] == 0.1
     moved = [(b - p) / 0.2 for b, p in zip(before, model.parameters(), strict=True)]  # at twice the rate
@@ -252,32 +234,18 @@ def test_a_noise_schedule_goes_around_an_optimizer_whose_hooks_run_twice():
 # Windows that were saved and go on elsewhere.
 
 
-def opened(model):
-    optimizer = wrapped(model)
-    mse(model, *BATCHES[0]).backward()
-    optimizer.step()
-    return optimizer
-
-
 @pytest.mark.parametrize("save", [lambda o: o.state_dict(), pickle.dumps, copy.deepcopy])
 @pytest.mark.parametrize("end", ["gone", "discard"])
-def test_a_window_that_was_saved_is_not_called_lost(save, end, caplog):
-    model = network()
-    optimizer = opened(model)
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_window_that_was_saved_is_not_called_lost_but_what_came_after_is(save, end, more, caplog):
+    model, optimizer = wrapped(steps=3)
+    train(model, optimizer, BATCHES[:1])
     saved = save(optimizer)
+    train(model, optimizer, BATCHES[1 : 1 + more])
     if end == "discard":
         optimizer.discard()
     del optimizer
     gc.collect()
-    assert "open window" not in caplog.text
+    assert ("open window" in caplog.text) == bool(more)
+    assert not more or "2 of 3 micro-batches" in caplog.text
     del saved
-
-
-def test_what_came_after_it_was_saved_is_called_lost(caplog):
-    model = network()
-    optimizer = opened(model)
-    optimizer.state_dict()
-    mse(model, *BATCHES[1]).backward()
-    optimizer.step()
-    optimizer.discard()
-    assert "Discarding an open window of 2 of 3" in caplog.text

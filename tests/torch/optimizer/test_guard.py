@@ -9,6 +9,7 @@ from torch import nn
 
 import gradaccum.torch
 from gradaccum import WindowError
+from tests.torch.optimizer.loops import wrapped
 from tests.torch.problems import adam, mse, network, regression, sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -106,8 +107,7 @@ def test_a_loss_without_a_weight_beside_one_with_a_weight_is_seen_on_any_head(pl
 
 
 def test_clearing_is_called_clearing_even_if_the_new_gradient_has_the_old_ones_address():
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=20)
+    model, optimizer = wrapped(steps=20)
     for _ in range(10):
         mse(model, *regression(2)).backward()
         optimizer.step()
@@ -169,8 +169,7 @@ def test_backward_of_what_is_no_tensor_says_so():
 
 
 def test_reading_a_norm_with_clip_grad_norm_first_in_a_window_that_is_not_compared_is_refused_with_what_to_use():
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
+    model, optimizer = wrapped(steps=2)
     for _ in range(5):
         mse(model, *regression(2)).backward()
         optimizer.step()

@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 
-import gradaccum.torch
 from gradaccum import WindowError
-from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.torch.optimizer.loops import assert_same, by_rows, large, train, wrapped
 from tests.torch.problems import adam, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -15,36 +14,13 @@ pytestmark = pytest.mark.usefixtures("float64")
 DATA, SIZES = regression(10), [3, 2, 1, 4]
 
 
-def start(steps=4, make=sgd, **options):
-    model = network()
-    return model, gradaccum.torch.optim.Optimizer(make(model.parameters()), steps=steps, **options)
-
-
-def large_batch(make=sgd):
-    model = network()
-    torch_updates(model, make(model.parameters()), [tuple(t.double() for t in DATA)], mse)
-    return list(model.parameters())
-
-
-def train(model, optimizer, parts, scaler=None):
-    for x, y in parts:
-        optimizer.zero_grad()
-        loss = mse(model, x, y)
-        optimizer.backward(loss if scaler is None else scaler.scale(loss), weight=len(x))
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-
-
 def parts():
     return split(tuple(t.double() for t in DATA), SIZES)
 
 
 def test_updated_is_false_after_a_step_that_raised():
-    model, optimizer = start(steps=1)
-    train(model, optimizer, parts()[:1])
+    model, optimizer = wrapped(steps=1)
+    train(model, optimizer, parts()[:1], weigh=by_rows)
     assert optimizer.updated
 
     def fails(*_):
@@ -52,10 +28,10 @@ def test_updated_is_false_after_a_step_that_raised():
 
     handle = optimizer.register_step_pre_hook(fails)
     with pytest.raises(ZeroDivisionError):
-        train(model, optimizer, parts()[1:2])
+        train(model, optimizer, parts()[1:2], weigh=by_rows)
     assert (optimizer.updated, optimizer.updates) == (False, 1)
     handle.remove()
-    train(model, optimizer, parts()[2:])
+    train(model, optimizer, parts()[2:], weigh=by_rows)
     assert (optimizer.updated, optimizer.updates) == (True, 3)
 
 
@@ -65,11 +41,11 @@ def test_updated_is_false_after_a_step_that_raised():
 @pytest.mark.parametrize("save", [lambda o: o.state_dict(), copy.deepcopy], ids=["state_dict", "deepcopy"])
 @pytest.mark.parametrize("how", ["loss.backward()", "optimizer.backward()"])
 def test_a_checkpoint_between_backward_and_step_is_refused_in_an_open_window(save, how):
-    model, optimizer = start()
-    train(model, optimizer, parts()[:1])
+    model, optimizer = wrapped(steps=4)
+    train(model, optimizer, parts()[:1], weigh=by_rows)
     x, y = parts()[1]
     if how == "loss.backward()":
-        model, optimizer = start()
+        model, optimizer = wrapped(steps=4)
         mse(model, x, y).backward()
         optimizer.step()
         mse(model, x, y).backward()
@@ -81,7 +57,7 @@ def test_a_checkpoint_between_backward_and_step_is_refused_in_an_open_window(sav
 
 @pytest.mark.parametrize("when", ["before backward", "after backward", "after optimizer.backward()"])
 def test_a_checkpoint_inside_a_weightless_batch_holds_the_window(when):
-    model, optimizer = start(steps=5)
+    model, optimizer = wrapped(steps=5)
     given = [*parts()[:2], regression(2, seed=7), *parts()[2:]]
     numbers = iter([3, 2, 0, 1, 4])
     saved = None
@@ -98,13 +74,13 @@ def test_a_checkpoint_inside_a_weightless_batch_holds_the_window(when):
         if index == 2:
             break
         optimizer.step()
-    model, optimizer = start(steps=5)
+    model, optimizer = wrapped(steps=5)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     assert optimizer.micro_batches == 2
-    train(model, optimizer, given[3:])
+    train(model, optimizer, given[3:], weigh=by_rows)
     optimizer.flush()
-    assert relative_error(model.parameters(), large_batch()) <= FLOAT64
+    assert_same(model, large([parts()]))
 
 
 # Lightning calls zero_grad() on the model when it has restored, and on the optimizer.
@@ -125,40 +101,40 @@ def test_a_restored_window_survives_what_frameworks_clear_before_they_go_on(clea
     def scaler():
         return torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
 
-    model, optimizer = start(make=adam, nonfinite=nonfinite)
-    train(model, optimizer, parts()[:2], scaler())
+    model, optimizer = wrapped(adam, steps=4, nonfinite=nonfinite)
+    train(model, optimizer, parts()[:2], weigh=by_rows, scaler=scaler())
     state, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
-    model, optimizer = start(make=adam, nonfinite=nonfinite)
+    model, optimizer = wrapped(adam, steps=4, nonfinite=nonfinite)
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
     clear(model, optimizer)
     assert optimizer.micro_batches == 2
     again = optimizer.state_dict()["gradaccum"]["gradients"]
     assert all(torch.equal(again[i], state["gradaccum"]["gradients"][i]) for i in again)
-    train(model, optimizer, parts()[2:], scaler())
+    train(model, optimizer, parts()[2:], weigh=by_rows, scaler=scaler())
     assert optimizer.updates == 1
-    assert relative_error(model.parameters(), large_batch(adam)) <= FLOAT64
+    assert_same(model, large([parts()], adam))
 
 
 def test_a_restored_window_can_be_flushed_at_once():
-    model, optimizer = start()
-    train(model, optimizer, parts())
-    model, optimizer = start(steps=5)
-    train(model, optimizer, parts())
+    model, optimizer = wrapped(steps=4)
+    train(model, optimizer, parts(), weigh=by_rows)
+    model, optimizer = wrapped(steps=5)
+    train(model, optimizer, parts(), weigh=by_rows)
     state, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
-    model, optimizer = start(steps=5)
+    model, optimizer = wrapped(steps=5)
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
     assert optimizer.flush()
-    assert relative_error(model.parameters(), large_batch()) <= FLOAT64
+    assert_same(model, large([parts()]))
 
 
 # Which parameters are trained changes.
 
 
 def test_halves_that_are_trained_in_turn_are_rescaled_with_the_loss():
-    model, alone = network(), network()
-    optimizer, inner = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3), sgd(alone.parameters())
+    (model, optimizer), alone = wrapped(steps=3), network()
+    inner = sgd(alone.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scales = iter([4.0, 2.0, 8.0, 16.0, 2.0, 4.0, 2.0, 4.0, 8.0])
     for window in range(3):
@@ -174,7 +150,7 @@ def test_halves_that_are_trained_in_turn_are_rescaled_with_the_loss():
         mse(alone, *regression(6, seed=window)).backward()
         inner.step()
     assert optimizer.updates == 3
-    assert relative_error(model.parameters(), alone.parameters()) <= FLOAT64
+    assert_same(model, alone)
 
 
 # Whole loops that are compiled.
@@ -193,7 +169,7 @@ def test_halves_that_are_trained_in_turn_are_rescaled_with_the_loss():
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="its compiler fails on attributes that are set twice")
 def test_a_compiled_loop_is_exact(whole_loop, compiled_autograd, backend):
     torch._dynamo.reset()
-    model, optimizer = start(steps=2)
+    model, optimizer = wrapped(steps=2)
 
     def forward_and_backward(x, y):
         mse(model, x, y).backward()
@@ -204,15 +180,13 @@ def test_a_compiled_loop_is_exact(whole_loop, compiled_autograd, backend):
         optimizer.step()
 
     compiled = torch.compile(whole if whole_loop else forward_and_backward, backend=backend)
+    pairs = split(tuple(t.double() for t in DATA), [2] * 5)[:4]
     with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
-        for x, y in split(tuple(t.double() for t in DATA), [2, 2, 2, 2, 2])[:4]:
+        for x, y in pairs:
             compiled(x, y)
             if not whole_loop:
                 optimizer.step()
                 optimizer.zero_grad()
-    alone = network()
-    data = tuple(t.double() for t in DATA)
-    torch_updates(alone, sgd(alone.parameters()), [tuple(t[:4] for t in data), tuple(t[4:8] for t in data)], mse)
     assert optimizer.updates == 2
-    assert relative_error(model.parameters(), alone.parameters()) <= FLOAT64
+    assert_same(model, large([pairs[:2], pairs[2:]]))
     torch._dynamo.reset()

@@ -128,8 +128,7 @@ def test_a_backward_pass_that_fails_leaves_no_half_window_unnoticed(opened):
     ],
 )
 def test_losses_with_and_without_a_weight_are_refused_unless_all_count_as_one(first, second, exact, window, reduction):
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2, reduction=reduction)
+    model, optimizer = wrapped(steps=2, reduction=reduction)
 
     def micro_batch(weight):
         optimizer.zero_grad()

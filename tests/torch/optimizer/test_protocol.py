@@ -135,8 +135,7 @@ def test_a_scheduler_that_steps_inside_a_window_is_named():
     ],
 )
 def test_hyperparameters_that_change_inside_a_window_are_named_once(make, changes, named):
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(make(model.parameters()), steps=2)
+    model, optimizer = wrapped(make, steps=2)
 
     def window():
         for change in ({}, changes):
@@ -460,8 +459,7 @@ def test_the_wrapper_does_not_outlive_its_last_reference():
 
 
 def test_an_open_window_runs_no_tensor_operation_and_copies_no_gradient():
-    model = network()
-    optimizer = gradaccum.torch.optim.Optimizer(adam(model.parameters()), steps=100)
+    model, optimizer = wrapped(adam, steps=100)
     x, y = regression(2)
     for _ in range(2):  # windows in which gradients are compared by value
         mse(model, x, y).backward()

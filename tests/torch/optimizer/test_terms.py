@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from gradaccum import WindowError
 from gradaccum.torch.optim import Optimizer
 from tests.reference import FLOAT64, relative_error
+from tests.torch.optimizer.loops import assert_same
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -88,7 +89,7 @@ def test_a_window_is_the_step_of_the_sum_of_its_means(way: str, steps: int, name
                 found.append((optimizer.loss, optimizer.losses))
         if optimizer.flush():
             found.append((optimizer.loss, optimizer.losses))
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert_same(model, reference)
     assert len(found) == len(expected) == optimizer.updates
     for (loss, means), window in zip(found, expected, strict=True):
         assert means.keys() == window.keys()
@@ -111,7 +112,7 @@ def test_a_list_of_pairs_and_sums() -> None:
                 found = [(loss * weight, weight) for loss, weight in found]
             optimizer.backward(found)
             optimizer.step()
-        assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+        assert_same(model, reference)
         assert list(optimizer.losses) == [1, 2, 0] or set(optimizer.losses) == {0, 1, 2}
 
 
@@ -175,7 +176,7 @@ def test_a_scaler_whose_scale_changes_inside_the_window() -> None:
             scaler.step(optimizer)
             scaler.update()
     assert optimizer.updates == 2
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert_same(model, reference)
 
 
 @pytest.mark.parametrize("term", ["ignores 1", "rows", "rare"])
@@ -241,7 +242,7 @@ def test_losses_that_weigh_nothing_and_windows_of_them() -> None:
         for name, term in found.items():  # one after the other over the same graph, as one micro-batch
             optimizer.backward({name: term}, retain_graph=True)
         optimizer.step()
-    assert relative_error(model.parameters(), before.parameters()) <= FLOAT64
+    assert_same(model, before)
 
 
 # What is refused.
@@ -366,7 +367,7 @@ def test_detached_losses_are_averaged_beside_others(first: bool) -> None:
     for batch in [data[1], data[0], *data[2:]]:  # in the first one "ignores 1" weighs nothing
         optimizer.backward(some(model, *batch))
         optimizer.step()
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert_same(model, reference)
     assert set(optimizer.losses) == set(expected)
     for name, mean in optimizer.losses.items():
         assert relative_error([mean], [expected[name][0]]) <= FLOAT64
