@@ -57,25 +57,12 @@ class RandomState:
     """Whether there is something to look at: fake tensors draw nothing, and a fake state says nothing."""
 
     def __init__(self, generators: Iterable[Any]) -> None:
-        self.states = {generator: _state(generator) for generator in (generators if RandomState.looks else ())}
+        self.states = {generator: _access(generator)[0]() for generator in (generators if RandomState.looks else ())}
 
     def put_back(self) -> None:
         """Have the generators draw what they drew from here on."""
         for generator, state in self.states.items():
-            if generator == "cpu":
-                torch.set_rng_state(state)
-            elif generator == "python":
-                random.setstate(state)
-            elif generator == "numpy":
-                sys.modules["numpy"].random.set_state(state)
-            elif isinstance(generator, torch.device):
-                torch.get_device_module(generator).set_rng_state(state, generator)
-            elif isinstance(generator, random.Random):
-                generator.setstate(state)
-            elif hasattr(generator, "bit_generator"):
-                generator.bit_generator.state = state
-            else:  # torch.Generator and numpy.random.RandomState
-                generator.set_state(state)
+            _access(generator)[1](state)
 
     def only(self, generators: Iterable[Any]) -> RandomState:
         """The states of these generators at that moment."""
@@ -99,25 +86,21 @@ def nothing_drawn() -> Iterator[None]:
         RandomState.looks = held
 
 
-def _numpy_state() -> Any:
-    return sys.modules["numpy"].random.get_state()
-
-
-_STATES: dict[Any, Callable[[], Any]] = {
-    "cpu": torch.default_generator.get_state,
-    "python": random.getstate,
-    "numpy": _numpy_state,
-}
-
-
-def _state(generator: Any) -> Any:
-    if generator in _STATES:
-        return _STATES[generator]()
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """What gets and what sets a generator's state."""
+    if generator == "cpu":
+        return torch.default_generator.get_state, torch.set_rng_state
+    if generator == "python" or isinstance(generator, random.Random):
+        python = random if generator == "python" else generator
+        return python.getstate, python.setstate
     if isinstance(generator, torch.device):
-        return torch.get_device_module(generator).get_rng_state(generator)
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+        module = torch.get_device_module(generator)
+        return lambda: module.get_rng_state(generator), lambda state: module.set_rng_state(state, generator)
+    if hasattr(generator, "bit_generator"):
+        bits = generator.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    other = sys.modules["numpy"].random if generator == "numpy" else generator
+    return other.get_state, other.set_state
 
 
 def _same(one: Any, other: Any) -> bool:
