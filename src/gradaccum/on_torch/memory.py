@@ -7,17 +7,9 @@ import gc
 import torch
 from torch import Tensor
 
-from gradaccum.core.sizes import container_limits, free_host_memory, parse_bytes, process_memory
+from gradaccum.core.sizes import free_host_memory, process_memory
 
-__all__ = [
-    "MemoryMeter",
-    "container_limits",
-    "free_host_memory",
-    "is_out_of_memory",
-    "local_part",
-    "parse_bytes",
-    "process_memory",
-]
+__all__ = ["MemoryMeter", "is_out_of_memory", "local_part"]
 
 _MESSAGES = (
     "can't allocate memory",  # DefaultCPUAllocator

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradaccum.on_torch.memory import process_memory
+from gradaccum.core.sizes import process_memory
 from gradaccum.torch.loss.objective import Objective
 from gradaccum.torch.measure.estimates import estimate_size, suggest_micro_batch_size
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of, micro_batch_peak, optimizer_bytes

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradaccum.on_torch.memory import MemoryMeter, container_limits, free_host_memory, is_out_of_memory, parse_bytes
+from gradaccum.core.sizes import container_limits, free_host_memory, parse_bytes
+from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradaccum.core.sizes import MARGIN, DoesNotFit, SizeEstimate, Slice, format_bytes, largest_size
+from gradaccum.core.sizes import MARGIN, DoesNotFit, SizeEstimate, Slice, format_bytes, largest_size, parse_bytes
 from gradaccum.on_torch.batch import Batch, BatchDims, leaves
-from gradaccum.on_torch.memory import MemoryMeter, local_part, parse_bytes
+from gradaccum.on_torch.memory import MemoryMeter, local_part
 from gradaccum.torch.distributed import Ranks
 from gradaccum.torch.layers import Blocks, BlocksChoice, Layers, has_blocks, parameters_by_block
 from gradaccum.torch.loss import Objective

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.core.noise import NoiseScale
+from gradaccum.core.sizes import parse_bytes
 from gradaccum.on_torch.arguments import Sync, checked_model
 from gradaccum.on_torch.batch import Batch, BatchDims
-from gradaccum.on_torch.memory import MemoryMeter, parse_bytes
+from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
 from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.stages import gradient_stages
