@@ -15,6 +15,7 @@ import gradaccum
 import gradaccum.torch
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error
+from tests.torch.train_step.test_train_step import step_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -178,9 +179,7 @@ def test_exact_statistics_behind_a_checkpoint_are_no_warning(caplog):
 
 def test_a_train_step_is_copied_with_its_model_and_pickled_by_its_state_alone():
     model = nn.Linear(3, 1)
-    step = TrainStep(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=nn.MSELoss(), micro_batch_size=2, verify=False
-    )
+    step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=nn.MSELoss(), micro_batch_size=2)
     x, y = torch.randn(5, 3), torch.randn(5, 1)
     twin = copy.deepcopy(step)
     assert step(x, y) == twin(x, y)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.torch import TrainStep
-from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, network
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, network, step_of
 
 ROWS = 11
 
@@ -93,12 +93,7 @@ def test_batches_are_left_as_they_were() -> None:
     x, y = data()
     batch = {"x": x, "y": y}
     model = network()
-    step = TrainStep(
-        model,
-        OPTIMIZERS["sgd"](model.parameters()),
-        compute_loss=lambda model, b: loss(model, b["x"], b["y"]),
-        micro_batch_size=3,
-    )
+    step = step_of(model, compute_loss=lambda model, b: loss(model, b["x"], b["y"]), micro_batch_size=3, verify=True)
     before = {name: value.clone() for name, value in batch.items()}
     step(batch)
     assert list(batch) == list(before)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradaccum.torch import TrainStep, chunked, combine_buffers
 from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.test_memory import OUT, Backward
-from tests.torch.train_step.test_train_step import OPTIMIZERS, batches
+from tests.torch.train_step.test_train_step import OPTIMIZERS, batches, step_of
 
 
 class Codebook(nn.Module):
@@ -158,9 +158,7 @@ def test_micro_batches_that_did_not_fit_move_nothing(name: str, fails: str) -> N
     reference, model = network(MIDDLES[name]), Fragile(network(MIDDLES[name]), 99)
     data = batches(count=3)
     by_hand(reference, data, "sgd")
-    step = TrainStep(
-        model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=6, verify=False
-    )
+    step = step_of(model, micro_batch_size=6)
     for number, (x, y) in enumerate(data):
         model.limit = (99, 3, 2)[number]
         step(x, y)

@@ -16,7 +16,7 @@ from gradaccum.torch import TrainStep, chunked, combine_buffers
 from gradaccum.torch.buffers.rules import rules_of
 from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.test_memory import OUT
-from tests.torch.train_step.test_train_step import assert_same_updates, batches
+from tests.torch.train_step.test_train_step import assert_same_updates, batches, step_of
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -302,8 +302,7 @@ def test_a_rule_of_a_module_holds_inside_of_a_chunked_one() -> None:
 def test_what_a_rule_returns_is_checked(rule: Any, error: type[Exception], message: str) -> None:
     model = network(Counts())
     combine_buffers(model[1], rows=rule)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = TrainStep(model, optimizer, loss_fn=LOSS, micro_batch_size=5, verify=False)
+    step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=LOSS, micro_batch_size=5)
     with pytest.raises(error, match=f"The rule for 'rows' of Counts .*{message}"):
         step(*batches(count=1)[0])
     assert model[1].rows == 0

@@ -14,7 +14,7 @@ from gradaccum import NotEquivalentError
 from gradaccum.torch import TrainStep, check_equivalence
 from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.train_step.test_memory import OUT, Backward
-from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, step_of
 
 SIZES = [3, 1, 4, 2, 3, 4, 1, 2]
 IDS = torch.repeat_interleave(torch.tensor([11, 5, 7, 2, 30, 8, 9, 1]), torch.tensor(SIZES))
@@ -140,9 +140,7 @@ def test_running_out_of_memory_splits_between_groups(limits: tuple[int, int], si
     reference = copy.deepcopy(model)
     reference.limits = 99, 99
     optimizer = OPTIMIZERS["sgd"](reference.parameters())
-    step = TrainStep(
-        model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=grpo, micro_batch_size=size, groups=IDS, verify=False
-    )
+    step = step_of(model, compute_loss=grpo, micro_batch_size=size, groups=IDS)
     found = [step(*batch).item() for batch in answers(order)]
     expected = torch_updates(reference, optimizer, answers(order), grpo)
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
@@ -152,9 +150,7 @@ def test_running_out_of_memory_splits_between_groups(limits: tuple[int, int], si
 
 def test_a_group_that_does_not_fit_into_memory_is_named() -> None:
     model = Policy(3, 99)
-    step = TrainStep(
-        model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=grpo, micro_batch_size=20, groups=IDS, verify=False
-    )
+    step = step_of(model, compute_loss=grpo, micro_batch_size=20, groups=IDS)
     with pytest.raises(torch.OutOfMemoryError, match=r"group (7|8) \(4 rows\), whose rows stay together"):
         step(*answers(torch.arange(len(IDS)))[0])
 
@@ -171,8 +167,7 @@ def test_a_size_below_the_largest_group_that_memory_has_taught_is_kept_in_a_resu
     steps = []
     for _ in range(2):
         model = Policy(4, 99)
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        steps.append(TrainStep(model, optimizer, compute_loss=grpo, micro_batch_size=5, groups=IDS, verify=False))
+        steps.append(step_of(model, compute_loss=grpo, micro_batch_size=5, groups=IDS))
     first, second = steps
     batch = answers(torch.arange(len(IDS)))[0]
     expected = first(*batch)
@@ -213,17 +208,13 @@ def test_packing_by_tokens_keeps_groups_together(limit: int) -> None:
     model.limit = limit
     data = [(texts(seed),) for seed in range(3)]
     expected = torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), data, text)
-    step = TrainStep(
-        model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=text, max_tokens=40, groups=2, verify=limit == 99
-    )
+    step = step_of(model, compute_loss=text, max_tokens=40, groups=2, verify=limit == 99)
     found = [step(*batch).item() for batch in data]
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
     assert relative_error([torch.tensor(found)], [torch.tensor(expected)]) <= FLOAT64
     assert max(model.tokens[-6:]) <= 40
     model = Limited()
-    step = TrainStep(
-        model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=text, max_tokens=20, groups=2, verify=False
-    )
+    step = step_of(model, compute_loss=text, max_tokens=20, groups=2)
     with pytest.raises(ValueError, match=r"group 0 \(2 rows\) of up to 12 columns, 24 padded tokens, in max_tokens=20"):
         step(texts(0))
 
@@ -259,9 +250,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
 def test_groups_that_do_not_match_the_rows_are_an_error(case: str) -> None:
     groups, size, message = WRONG[case]
     model = Policy()
-    step = TrainStep(
-        model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=dpo, micro_batch_size=size, groups=groups
-    )
+    step = step_of(model, compute_loss=dpo, micro_batch_size=size, groups=groups, verify=True)
     with pytest.raises((TypeError, ValueError), match=message):
         step(rows(24)[0])
 

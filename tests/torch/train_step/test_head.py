@@ -17,7 +17,7 @@ from gradaccum.torch.measure.fake_memory import LiveBytes
 from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
 from tests.torch.train_step.test_packing import data
 from tests.torch.train_step.test_padding import shifted, tiny
-from tests.torch.train_step.test_train_step import OPTIMIZERS
+from tests.torch.train_step.test_train_step import OPTIMIZERS, step_of
 
 CLASSES = 23
 
@@ -100,9 +100,7 @@ def test_a_torch_nn_loss_takes_tiles() -> None:
 
     model, reference = Second(bias=False), Second(bias=False)
     loss_fn = nn.CrossEntropyLoss()
-    step = TrainStep(
-        model, OPTIMIZERS["adam"](model.parameters()), loss_fn=loss_fn, micro_batch_size=3, head=model.head
-    )
+    step = step_of(model, "adam", loss_fn=loss_fn, micro_batch_size=3, head=model.head, verify=True)
     for seed in range(3):
         step(*tokens(seed=seed))
     batches = [tokens(seed=seed) for seed in range(3)]

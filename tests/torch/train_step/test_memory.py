@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradaccum.errors import NotEquivalentError
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT32, FLOAT64, relative_error
-from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network, step_of
 
 OUT = "CUDA out of memory (simulated)"
 
@@ -110,14 +110,7 @@ def test_the_update_is_exact_when_micro_batches_do_not_fit(optimizer: str, size:
         loss.backward()
         inner.step()
         expected.append(loss.detach())
-    step = TrainStep(
-        model,
-        make(model.parameters()),
-        loss_fn=nn.CrossEntropyLoss(),
-        micro_batch_size=size,
-        batch_norm="micro",
-        verify=False,
-    )
+    step = step_of(model, make(model.parameters()), micro_batch_size=size, batch_norm="micro")
     losses = [step(x, y) for x, y in data]
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
     assert relative_error(losses, expected) <= FLOAT64
@@ -132,14 +125,7 @@ def test_a_failed_backward_is_not_added_twice_to_what_is_there(size: int) -> Non
     assert_same = OPTIMIZERS["sgd"](reference.parameters())
     plain_loss(reference, *data[0]).backward()
     assert_same.step()
-    step = TrainStep(
-        model,
-        OPTIMIZERS["sgd"](model.parameters()),
-        loss_fn=nn.CrossEntropyLoss(),
-        micro_batch_size=size,
-        batch_norm="micro",
-        verify=False,
-    )
+    step = step_of(model, micro_batch_size=size, batch_norm="micro")
     step(*data[0])
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
     assert sum(model.sizes) == 13 + sum(model.sizes[:2])  # the window began once more, and no more than once
@@ -154,8 +140,7 @@ def test_a_batch_that_was_to_fit_is_proven_before_it_is_split(limits: tuple[int,
     for compute_loss in (across, plain_loss):
         model = Fragile(*limits)
         kept = [p.detach().clone() for p in model.parameters()]
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        step = TrainStep(model, optimizer, compute_loss=compute_loss, micro_batch_size=99, batch_norm="micro")
+        step = step_of(model, compute_loss=compute_loss, micro_batch_size=99, batch_norm="micro", verify=True)
         if compute_loss is across:
             with pytest.raises(NotEquivalentError, match="chunked"):
                 step(*batches()[0])
@@ -179,9 +164,7 @@ def test_what_arrived_before_memory_ran_out_counts_as_much_where_the_loss_tells_
 
     reference, model = Fragile(), Fragile(backward_limit=limit)
     plain, inner = (OPTIMIZERS["sgd"](m.parameters()) for m in (reference, model))
-    step = TrainStep(
-        model, inner, compute_loss=mean_and_weight, micro_batch_size=size, batch_norm="micro", verify=False
-    )
+    step = step_of(model, inner, compute_loss=mean_and_weight, micro_batch_size=size, batch_norm="micro")
     for x, y in batches():
         plain.zero_grad()
         expected, _ = mean_and_weight(reference, x, y)
@@ -196,14 +179,7 @@ def test_random_numbers_and_buffers_are_as_if_the_failed_micro_batch_never_was(l
     outcomes = []
     for model, size in ((Fragile(*limits, dropout=0.5), 6), (Fragile(dropout=0.5), 3)):
         torch.manual_seed(7)
-        step = TrainStep(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            loss_fn=nn.CrossEntropyLoss(),
-            micro_batch_size=size,
-            batch_norm="micro",
-            verify=False,
-        )
+        step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=size, batch_norm="micro")
         loss = step(*batches(12, count=1)[0])
         outcomes.append((loss, torch.get_rng_state(), *model.state_dict().values()))
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
@@ -213,14 +189,7 @@ def test_dropout_masks_of_a_failed_backward_pass_are_not_mixed_with_others(caplo
     outcomes = []
     for model, size in ((Second(dropout=0.5), 5), (Fragile(dropout=0.5), 2)):
         torch.manual_seed(7)
-        step = TrainStep(
-            model,
-            OPTIMIZERS["sgd"](model.parameters()),
-            loss_fn=nn.CrossEntropyLoss(),
-            micro_batch_size=size,
-            batch_norm="micro",
-            verify=False,
-        )
+        step = step_of(model, micro_batch_size=size, batch_norm="micro")
         loss = step(*batches(13, count=1)[0])
         outcomes.append((loss, torch.get_rng_state(), *model.state_dict().values()))
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
@@ -266,10 +235,7 @@ class Draws(Fragile):
 def test_masks_of_any_generator_are_not_mixed_with_others(source: str, fails: str, begins: int) -> None:
     data = batches(12, count=2)
     model = Draws(source, begins, fails)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    step = TrainStep(
-        model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=6, batch_norm="micro", verify=False
-    )
+    step = step_of(model, micro_batch_size=6, batch_norm="micro")
     for batch in data:
         step(*batch)
     drawn, sizes = model.states(), [3, 3, 3, 3]
@@ -393,8 +359,7 @@ def test_a_buffer_that_first_moves_in_or_before_a_micro_batch_that_does_not_fit_
             return y + 0 * self.inner(x)
 
     model = Fits(3, how)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, verify=False)
+    step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=4)
     batch = torch.randn(12, 5, dtype=torch.float64), torch.randint(3, (12,))
     for _ in range(3):
         step(*batch)
@@ -436,10 +401,7 @@ def test_gradients_of_parameters_that_no_optimizer_has_add_up_from_update_to_upd
 
 def test_the_size_that_failed_is_remembered_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     model = Fragile(4)
-    step = TrainStep(
-        model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=12, verify=False,
-        batch_norm="micro",
-    )  # fmt: skip
+    step = step_of(model, micro_batch_size=12, batch_norm="micro")
     with caplog.at_level(logging.INFO, logger="gradaccum"):
         for batch in batches(12):
             step(*batch)
@@ -466,9 +428,7 @@ def test_the_size_that_failed_is_remembered_for_its_shape_only() -> None:
             return self.inner(x.mean(1, keepdim=True))
 
     model = Long()
-    step = TrainStep(
-        model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=6, verify=False
-    )
+    step = step_of(model, micro_batch_size=6)
     for columns, sizes in ((2, [6, 6]), (8, [6, 3, 3, 3, 3]), (2, [6, 6]), (8, [3, 3, 3, 3])):
         model.sizes.clear()
         step(torch.randn(12, columns, dtype=torch.float64), torch.zeros(12, dtype=torch.long))
@@ -513,9 +473,7 @@ def test_running_out_of_memory_goes_with_everything_around_it(around: str, limit
 def test_at_one_row_the_error_is_told_and_everything_is_as_it_was(limits: tuple[int, int]) -> None:
     model = Fragile(*limits, dropout=0.5)
     optimizer = OPTIMIZERS["adam"](model.parameters())
-    step = TrainStep(
-        model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, batch_norm="micro", verify=False
-    )
+    step = step_of(model, optimizer, micro_batch_size=4, batch_norm="micro")
     before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     batch = batches(count=1)[0]
     generator = torch.get_rng_state()
@@ -605,10 +563,7 @@ def test_where_batch_norm_needs_more_rows_than_fit_it_is_out_of_memory(size: int
 
 def test_any_other_error_leaves_no_half_window() -> None:
     model = Picky(dropout=0.5)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    step = TrainStep(
-        model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, batch_norm="micro", verify=False
-    )
+    step = step_of(model, micro_batch_size=4, batch_norm="micro")
     batch = batches(count=1)[0]
     before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     with pytest.raises(ZeroDivisionError, match="the user's own"):
@@ -648,9 +603,7 @@ def test_a_micro_batchs_graph_is_gone_before_the_next_begins() -> None:
             return Tracked.apply(super().forward(x))
 
     model = Model(5, 3, dtype=torch.float64)
-    step = TrainStep(
-        model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2, verify=False
-    )
+    step = step_of(model, micro_batch_size=2)
     step(*batches()[0])
     assert highest == 1
     assert not alive

@@ -18,7 +18,7 @@ from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.torch import TrainStep
 from gradaccum.torch.train_step import rollback
 from tests.torch.train_step.test_memory import OUT, Fragile
-from tests.torch.train_step.test_train_step import batches, network
+from tests.torch.train_step.test_train_step import batches, network, step_of
 
 Failure = Callable[[], BaseException]
 
@@ -199,9 +199,7 @@ def test_a_scaler_forgets_the_failed_update(clip: float | None) -> None:
         model = network(torch.float32)
         optimizer = fragile(torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        step = TrainStep(
-            model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, scaler=scaler, clip_grad_norm=clip
-        )
+        step = step_of(model, optimizer, micro_batch_size=4, scaler=scaler, clip_grad_norm=clip, verify=True)
         for number, batch in enumerate(batches(count=3, dtype=torch.float32)):
             if fails and number == 1:
                 optimizer.mode = FailsAt(3)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from gradaccum import NotEquivalentError
 from gradaccum.torch import TrainStep, check_equivalence, combine_buffers
 from tests.reference import FLOAT64, relative_error, torch_updates
-from tests.torch.train_step.test_train_step import OPTIMIZERS
+from tests.torch.train_step.test_train_step import OPTIMIZERS, step_of
 
 ROWS = 13
 
@@ -182,11 +182,8 @@ def test_a_term_of_total_weight_0_adds_nothing(told: bool) -> None:
 def test_nothing_that_weighs_anything_is_no_update(caplog: pytest.LogCaptureFixture) -> None:
     model = Tagger()
     before = copy.deepcopy(model)
-    step = TrainStep(
-        model,
-        OPTIMIZERS["sgd"](model.parameters()),
-        compute_loss=lambda *batch: {"tokens": losses(*batch)["tokens"]},
-        micro_batch_size=4,
+    step = step_of(
+        model, compute_loss=lambda *batch: {"tokens": losses(*batch)["tokens"]}, micro_batch_size=4, verify=True
     )
     caplog.set_level("INFO", logger="gradaccum")
     x, y, z = batches()[0]
@@ -250,9 +247,7 @@ def masked(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, tuple[Tenso
 def test_weights_that_are_drawn_in_the_forward_pass() -> None:
     model = Tagger()
     reference = copy.deepcopy(model)
-    step = TrainStep(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=masked, micro_batch_size=5, verify=False
-    )
+    step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=masked, micro_batch_size=5)
     batch = batches()[0]
     torch.manual_seed(3)
     step(*batch)
@@ -273,9 +268,7 @@ def test_weights_that_change_from_pass_to_pass_are_refused() -> None:
         return {"tokens": (model(x)[0].mean(), len(calls)), "z": (model(x)[0].square().mean(), len(x))}
 
     model = Tagger()
-    step = TrainStep(
-        model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=fickle, micro_batch_size=4, verify=False
-    )
+    step = step_of(model, compute_loss=fickle, micro_batch_size=4)
     with pytest.raises(ValueError, match="weights of the loss term 'tokens' add up to"):
         step(*batches()[0])
     assert all(p.grad is None for p in model.parameters())
@@ -302,9 +295,7 @@ def test_running_out_of_memory_keeps_the_totals(limits: tuple[int, int], dropout
         reference = copy.deepcopy(model)
         reference.forward_limit = reference.backward_limit = 99
         optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-        step = TrainStep(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=terms, micro_batch_size=size, verify=False
-        )
+        step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=terms, micro_batch_size=size)
         expected = torch_updates(reference, optimizer, data, lambda *b: sum(loss for loss, _ in terms(*b).values()))
         found = [step(*batch).item() for batch in data]
         assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
@@ -316,9 +307,7 @@ def test_a_micro_batch_of_all_rows_needs_no_counting_pass() -> None:
     seen = []
     for size, passes in ((64, 1), (7, 4)):
         model = Tagger()
-        step = TrainStep(
-            model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=losses, micro_batch_size=size, verify=False
-        )
+        step = step_of(model, compute_loss=losses, micro_batch_size=size)
         step(*batches()[0])  # finds out that there are several
         model.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
         step(*batches()[1])
@@ -410,9 +399,7 @@ def test_text_that_is_packed_by_tokens() -> None:
 
 def test_the_noise_scale_is_measured() -> None:
     model = Tagger()
-    step = TrainStep(
-        model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=losses, micro_batch_size=4, noise_scale=True
-    )
+    step = step_of(model, compute_loss=losses, micro_batch_size=4, noise_scale=True, verify=True)
     for batch in batches(count=6):
         step(*batch)
     assert step.noise_scale.value > 0
@@ -446,9 +433,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_what_is_no_loss_with_its_weight_is_an_error_that_names_the_term(case: str) -> None:
     compute_loss, message = WRONG[case]
     model = nn.Linear(5, 1)
-    step = TrainStep(
-        model, torch.optim.SGD(model.parameters()), compute_loss=compute_loss, micro_batch_size=4, verify=False
-    )
+    step = step_of(model, torch.optim.SGD(model.parameters()), compute_loss=compute_loss, micro_batch_size=4)
     with pytest.raises((TypeError, ValueError), match=message):
         step(torch.randn(7, 5))
 
@@ -471,13 +456,8 @@ TOLD: dict[str, tuple[Any, Any, str]] = {
 def test_weights_from_the_batch_name_the_terms_that_there_are(case: str) -> None:
     compute_loss, weight, message = TOLD[case]
     model = nn.Linear(5, 1)
-    step = TrainStep(
-        model,
-        torch.optim.SGD(model.parameters()),
-        compute_loss=compute_loss,
-        weight=weight,
-        micro_batch_size=4,
-        verify=False,
+    step = step_of(
+        model, torch.optim.SGD(model.parameters()), compute_loss=compute_loss, weight=weight, micro_batch_size=4
     )
     with pytest.raises((TypeError, ValueError), match=message):
         step(torch.randn(7, 5))

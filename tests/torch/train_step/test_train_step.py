@@ -29,6 +29,13 @@ def batches(rows: int = 13, count: int = 3, dtype: torch.dtype = torch.float64) 
     return [(torch.randn(rows, 5, dtype=dtype), torch.randint(0, 3, (rows,))) for _ in range(count)]
 
 
+def step_of(model: nn.Module, optimizer: Any = "sgd", *, verify: bool = False, **keywords: Any) -> TrainStep:
+    """A TrainStep with an optimizer of all parameters, or one by name, and cross entropy where no loss is given."""
+    inner = OPTIMIZERS[optimizer](model.parameters()) if isinstance(optimizer, str) else optimizer
+    loss = {} if "compute_loss" in keywords else {"loss_fn": nn.CrossEntropyLoss()}
+    return TrainStep(model, inner, **{**loss, **keywords}, verify=verify)
+
+
 def assert_same_updates(
     model: nn.Module,
     data: list[tuple[Any, ...]],
@@ -82,13 +89,7 @@ def test_micro_batches_come_in_two_shapes_at_most(size: int) -> None:
     seen: list[int] = []
     model = network()
     model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-    step = TrainStep(
-        model,
-        OPTIMIZERS["sgd"](model.parameters()),
-        loss_fn=nn.CrossEntropyLoss(),
-        micro_batch_size=size,
-        verify=False,
-    )
+    step = step_of(model, micro_batch_size=size)
     step(*batches(13)[0])
     assert sum(seen) == 13
     assert len(set(seen)) <= 2

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch import TrainStep
-from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network, step_of
 
 ROWS = 11
 
@@ -403,13 +403,7 @@ def test_a_small_first_batch_does_not_speak_for_larger_ones() -> None:
 
 def test_weights_that_do_not_add_up_are_refused() -> None:
     model = linear(2)
-    step = TrainStep(
-        model,
-        OPTIMIZERS["sgd"](model.parameters()),
-        loss_fn=nn.MSELoss(),
-        weight=lambda x, y: 1.0,
-        micro_batch_size=3,
-    )
+    step = step_of(model, loss_fn=nn.MSELoss(), weight=lambda x, y: 1.0, micro_batch_size=3, verify=True)
     with pytest.raises(NotEquivalentError, match="weighed by what `weight` returns. Leave `weight` out"):
         step(randn(ROWS, 5), randn(ROWS, 2))
 
@@ -457,8 +451,13 @@ def test_the_first_and_the_second_update_are_verified_and_not_the_third() -> Non
 def test_a_weight_for_each_row_that_the_loss_holds_is_refused_by_name(loss: Any, shape: Any) -> None:
     columns = shape[1] if len(shape) > 1 else 1
     model = nn.Sequential(nn.Linear(3, columns), nn.Sigmoid(), *([nn.Flatten(0)] if len(shape) == 1 else []))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = TrainStep(model, optimizer, loss_fn=loss(weight=torch.rand(shape)), micro_batch_size=4)
+    step = step_of(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_fn=loss(weight=torch.rand(shape)),
+        micro_batch_size=4,
+        verify=True,
+    )
     targets = torch.rand(12) if len(shape) == 1 else torch.rand(12, columns)
     with pytest.raises(ValueError, match="holds a weight for each of 12 rows, and was given 4 rows"):
         step(torch.randn(12, 3), targets)
