@@ -364,6 +364,15 @@ FOLLOWED = {
         {}, "can't be told",
     ),
     "the size of a mean": (lambda p, x: jnp.abs((x @ p).mean()), W, X, {}, "can't be told"),
+    "the size of a sum of squares": (lambda p, x: jnp.abs(((x @ p) ** 2).sum()) / len(x), W, X, {}, ""),
+    "columns times their counts, by these": (
+        lambda p, b: (((b[0] @ p)[:, None] ** 2 * b[1]).sum(0) * b[1].sum(0) / b[1].sum(0)).sum() / b[1].sum(), W,
+        (X, MASK), COUNTED, "",
+    ),
+    "columns by the counts of others": (
+        lambda p, b: ((b[0] @ p[:, :3]) * b[1].mean(0) / jnp.roll(b[1].mean(0), 1)).mean(), WIDE, (X, MASK), {},
+        "looks across the rows",
+    ),
     "a mean as weight": (
         lambda p, b: tokens(p, b) / b[1].mean(), W, (X, MASK), {"weight": lambda b: b[1].mean()}, "a sum over the rows",
     ),

@@ -61,7 +61,7 @@ class Body:
         leaves = iter(shared)
         filled = [next(leaves) if dynamic else static for dynamic, static in zip(self._dynamic, self._static)]
         others, kwargs = jax.tree.unflatten(self._others, filled)
-        parts = dict(zip(self.batches, self._batch_of(micro_batch)))
+        parts = dict(zip(self.batches, jax.tree.unflatten(self.batch.structure, self.leaves_with(micro_batch))))
         parts |= dict(zip(self.key_numbers, jax.tree.unflatten(self._keys, keys)))
         remaining = iter(others)
         outputs = self.fn(*(parts[n] if n in parts else next(remaining) for n in range(self.count)), **kwargs)
@@ -69,11 +69,10 @@ class Body:
         self._paths = [f"outputs{jax.tree_util.keystr(path)}" for path, _ in found]
         return [jnp.asarray(leaf) for _, leaf in found]
 
-    def _batch_of(self, micro_batch: list[Any]) -> Any:
-        leaves = list(self.batch.leaves)
-        for position, leaf in zip(self.rows, micro_batch):
-            leaves[position] = leaf
-        return jax.tree.unflatten(self.batch.structure, leaves)
+    def leaves_with(self, arrays: list[Any]) -> list[Any]:
+        """The batch's leaves, with these arrays."""
+        replaced = dict(zip(self.rows, arrays))
+        return [replaced.get(position, leaf) for position, leaf in enumerate(self.batch.leaves)]
 
     def traced(self, group: Group) -> _Traced:
         """`fn` on micro-batches of this group's size."""
@@ -303,9 +302,7 @@ class TwoPasses:
     def _values(self, part: _Part, inputs: list[Any], index: Any) -> list[Any]:
         """The inputs, with the rows of one micro-batch."""
         shared = len(inputs) - len(self.body.rows)
-        leaves = list(self.batch.leaves)
-        for position, leaf in zip(self.body.rows, inputs[shared:]):
-            leaves[position] = leaf
+        leaves = self.body.leaves_with(inputs[shared:])
         return [*inputs[:shared], *self.body.micro_batch(leaves, part.group, index)]
 
     def _evaluated(self, part: _Part, values: list[Any], key: list[Any]) -> list[Any]:

@@ -41,8 +41,8 @@ class Symbol(NamedTuple):
     Its kind is "count" for a function of the number of rows, "sum" for a sum over rows, "position" for a row's place in
     the batch, "random" for what is drawn for rows from a key that all micro-batches share, and "mixed" for any other
     function of several rows. `free`: it follows from the batch alone, not from what is differentiated. `scalar`: it is
-    one number for all entries; others never cancel. `positive`: not below 0. `origin`: the number of the first sum over
-    rows that it comes from.
+    one number for all entries; others are other numbers once entries have moved. `positive`: not below 0. `origin`:
+    the number of the first sum over rows that it comes from.
     """
 
     number: Any
@@ -179,16 +179,16 @@ def symbols_of(*values: Value) -> list[Symbol]:
 
 
 def times(a: Factor, b: Factor) -> Factor:
-    """The product of two factors. What differs between entries is another number once these have moved."""
+    """The product of two factors."""
     powers = dict(a)
     for symbol, degree in b:
-        powers[symbol] = powers.get(symbol, Fraction(0)) + degree if symbol.scalar else Fraction(1)
+        powers[symbol] = powers.get(symbol, Fraction(0)) + degree
     return frozenset((symbol, degree) for symbol, degree in powers.items() if degree)
 
 
 def power(factor: Factor, degree: Fraction | int) -> Factor:
     """A power of a factor."""
-    return frozenset((symbol, each * degree if symbol.scalar else each) for symbol, each in factor)
+    return frozenset((symbol, each * degree) for symbol, each in factor)
 
 
 def exponent(first: float, second: float, ratio: float) -> Fraction | None:

@@ -96,6 +96,8 @@ class Interpreter:
         """Whether it is a derivative that is walked through."""
         self.split: frozenset[str] = frozenset()
         """The axes of devices that the rows are split over, inside a `shard_map`."""
+        self.logarithms: dict[Symbol, Terms] = {}
+        """Of a symbol that is an exponential, the terms it is that of."""
 
     def number(self, *key: Any) -> int:
         """One number for all that is computed alike."""
@@ -234,14 +236,23 @@ class Interpreter:
         place = common_place(inputs)
         return place, [lifted(value, place, equation.source) for value in inputs]
 
-    def made(self, equation: Equation, inputs: Sequence[Value], terms: Any, place: Place | None, n: int = 0) -> Value:
-        """What is known of an output that follows from these inputs."""
+    def made(
+        self,
+        equation: Equation,
+        inputs: Sequence[Value],
+        terms: Any,
+        place: Place | None,
+        n: int = 0,
+        *,
+        moves: bool = True,
+    ) -> Value:
+        """What is known of an output that follows from these inputs; `moves`: not entry by entry."""
         size = int(np.prod(equation.outputs[n], dtype=np.int64))
-        if equation.outputs[n] not in equation.shapes:
-            terms = elsewhere(terms, equation.number)
+        terms = elsewhere(terms, equation.number) if moves else terms
         if place is not None and place.axis >= 0:
             size //= max(equation.outputs[n][place.axis], 1)
         name, dtype = equation.name, str(equation.dtypes[1][n])
+        is_even = name == "integer_pow" and equation.params["y"] % 2 == 0
         keeps_sign = name in _INTEGRAL - {"neg", "sub"} | {"div"} and all(value.positive for value in inputs)
         found = Value(
             terms,
@@ -249,7 +260,7 @@ class Interpreter:
             equation.number if n == 0 else self.number("output", equation.number, n),
             scalar=size == 1,
             integral=is_integral(dtype) or (name in _INTEGRAL and all(value.integral for value in inputs)),
-            positive=keeps_sign or name in POSITIVE or dtype.startswith(("bool", "uint")),
+            positive=keeps_sign or is_even or name in POSITIVE or dtype.startswith(("bool", "uint")),
             **_followed(inputs),
         )
         # No gradient goes through whole numbers. A question about the batch may have one answer in all micro-batches.
@@ -334,18 +345,15 @@ def does_alike(first: Any, second: Any, third: Any, rows: tuple[int, int]) -> bo
     the first to the second.
     """
     traces = [list(_done(closed)) for closed in (first, second, third)]
-    if len({len(trace) for trace in traces}) > 1:
-        return False
-    for one, two, three in zip(*traces):
+
+    def goes_on(one: Any, two: Any, three: Any) -> bool:
         if isinstance(one, str) or isinstance(three, str):
-            if one != three:
-                return False
-            continue
+            return bool(one == three)
         degree = exponent(one, two, 2)
-        expected = one if degree is None else one * (rows[1] / rows[0]) ** float(degree)
-        if degree is not None and three != expected and abs(three - expected) > 1e-5 * abs(expected):
-            return False
-    return True
+        expected = three if degree is None else one * (rows[1] / rows[0]) ** float(degree)
+        return bool(three == expected or abs(three - expected) <= 1e-5 * abs(expected))
+
+    return len({len(trace) for trace in traces}) == 1 and all(map(goes_on, *traces))
 
 
 def _done(closed: Any) -> Iterator[Any]:

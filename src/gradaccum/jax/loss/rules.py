@@ -59,7 +59,7 @@ def _entries(terms: Callable[[list[Value], Equation], Terms], compute: Callable[
                 pass
         cores = [value.core for value in inputs if value.values is None]
         place, values = walk.aligned(equation, inputs)
-        found = walk.made(equation, values, terms(values, equation), place)
+        found = walk.made(equation, values, terms(values, equation), place, moves=False)
         return found.but(core=cores[0]) if len(cores) == 1 and equation.name in ("mul", "div", "neg") else found
 
     return rule
@@ -152,13 +152,23 @@ def _added(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
 
 
 def _exponential(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
-    """`exp(own + shared)` is a product, so that a shift that all rows share may cancel out."""
+    """`exp(own + shared)` is a product, so that a shift that cancels out behind a logarithm is seen as one."""
     (value,) = inputs
     if value.place is None or (shift := shift_of(value)) is None:
         return _entries(_any)(walk, equation, inputs)
     symbol = next(symbol for term in shift for symbol, _ in term.factor)
     symbol = symbol._replace(number=equation.number, kind="mixed", positive=True)
-    return walk.made(equation, inputs, of(symbol, value.own), value.place).but(unsure=True)
+    walk.logarithms[symbol] = shift
+    return walk.made(equation, inputs, of(symbol, value.own), value.place, moves=False)
+
+
+def _logarithm(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
+    (value,) = inputs
+    factors = {term.factor for term in value.terms}
+    shifts = [walk.logarithms.get(symbol) for symbol, degree in next(iter(factors), ()) if degree == 1]
+    if len(factors) == 1 and len(shifts) == 1 and shifts[0] and value.place is not None:
+        return walk.made(equation, inputs, shifts[0] | {Term(value.own)}, value.place, moves=False)
+    return _entries(_any, math.log)(walk, equation, inputs)
 
 
 def _compared(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
@@ -187,11 +197,12 @@ def _select(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value
     which, *cases = values
     if sure:  # what is asked of it is answered in one way for all micro-batches that count
         terms = union([case for case in cases if case.values is None])
-        return walk.made(equation, values, terms, place).but(unsure=any(case.unsure for case in cases))
-    if symbols_of(which) or (which.own and which.place is None):
-        return walk.made(equation, values, _any(values, equation), place)
+        found = walk.made(equation, values, terms, place, moves=False)
+        return found.but(unsure=any(case.unsure for case in cases))
     terms = frozenset(Term(term.own or which.own, term.factor) for term in union(cases))
-    return walk.made(equation, values, terms, place)
+    if symbols_of(which) or (which.own and which.place is None):
+        terms = _any(values, equation)
+    return walk.made(equation, values, terms, place, moves=False)
 
 
 def _finite(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
@@ -276,7 +287,8 @@ def _moving(place_of: Callable[[Interpreter, Equation, Place], Place | None]) ->
         permutes = equation.name == "transpose" or (equation.name == "reshape" and equation.params["dimensions"])
         found = walk.made(equation, inputs, value.terms, place)
         if value.scalar or (equation.outputs[0] == equation.shapes[0] and not permutes):
-            found = found.but(number=value.number, scalar=value.scalar, core=value.core, whole=value.whole)
+            kept = {"terms": value.terms, "number": value.number, "scalar": value.scalar, "core": value.core}
+            found = found.but(**kept, whole=value.whole)
         elif equation.name != "slice":
             found = found.but(whole=value.total)
         return found.but(values=value.values, position=value.position and place == Place(0))
@@ -338,7 +350,7 @@ def _broadcast(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Va
         value, place = lifted(value, made, equation.source), made
     found = walk.made(equation, inputs, value.terms, place)
     if value.scalar:
-        found = found.but(number=value.number, scalar=True, values=value.values, core=value.core)
+        found = found.but(terms=value.terms, number=value.number, scalar=True, values=value.values, core=value.core)
     is_entry = bool(equation.outputs[0]) and equation.outputs[0][-1] == 1
     return found.but(position=value.position, parts=(value,) if is_entry else None)
 
@@ -606,7 +618,7 @@ RULES: dict[str, Rule] = {
         "sharding_constraint random_wrap random_unwrap device_put mesh_cast",
         _same,
     ),
-    "log": _entries(_any, math.log),
+    "log": _logarithm,
     "neg": _entries(lambda inputs, _: union(inputs), operator.neg),
     "mul": _entries(lambda inputs, equation: product(inputs[0], inputs[1], equation.source), operator.mul),
     "div": _entries(_quotient, operator.truediv),

@@ -13,8 +13,13 @@ import optax
 
 from gradaccum.core.window import checked_weight
 from gradaccum.jax.batch import zeros
-from gradaccum.jax.optimizer.noise import add_micro_batch, close_window, empty_noise
-from gradaccum.jax.optimizer.state import WindowedState, refuse_accumulating
+from gradaccum.jax.optimizer.state import (
+    WindowedState,
+    add_micro_batch,
+    close_window,
+    empty_noise,
+    refuse_accumulating,
+)  # fmt: skip
 from gradaccum.schedule import Schedule, Steps
 
 __all__ = ["WindowedOptimizer", "windowed"]

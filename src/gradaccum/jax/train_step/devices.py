@@ -36,9 +36,7 @@ def data_axes(call: Call) -> tuple[str, ...]:
     return axes
 
 
-def on_each_device(
-    call: Call, axes: tuple[str, ...], compute: Callable[[Call], Any], otherwise: Callable[[], Any]
-) -> Any:
+def on_each_device(call: Call, axes: tuple[str, ...], compute: Callable[[Call], Any]) -> Any:
     """What `compute` gives for the call's arguments, on every device for the rows that it has."""
     leaves, places, _ = call.leaves()
     mesh = next(jax.typeof(leaf).sharding.mesh for leaf, axis in zip(leaves, places) if axis is not None)
@@ -64,7 +62,7 @@ def on_each_device(
             check_vma=False,  # the sums are added up in one place, and a loss may begin loops with plain zeros
         )(*(leaves[number] for number in arrays))
     except Exception as error:
-        result = otherwise()  # an error of the loss itself is raised here
+        result = compute(call)  # an error of the loss itself is raised here
         logger.info(
             "gradaccum.jax: gradients are added up over devices once per micro-batch, as loss_fn can't be traced for "
             "the rows of one device: %s",

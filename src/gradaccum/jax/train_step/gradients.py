@@ -173,8 +173,11 @@ def grad(
 
 
 def _computed(call: Call, micro_batch_size: int) -> Any:
-    options = call.options
-    losses, state, aux, gradients, norms = _on_its_devices(call, micro_batch_size)
+    def computed(call: Call) -> Any:
+        return accumulated(call, micro_batch_size)
+
+    options, axes = call.options, data_axes(call)
+    losses, state, aux, gradients, norms = on_each_device(call, axes, computed) if axes else computed(call)
     value = losses.get("", losses)
     if options.state_argnum is not None:
         value = (value, (state, aux) if options.has_aux else state)
@@ -182,14 +185,6 @@ def _computed(call: Call, micro_batch_size: int) -> Any:
         value = (value, aux)
     found = value, gradients if isinstance(options.argnums, tuple) else gradients[0]
     return (*found, norms) if options.noise_scale else found
-
-
-def _on_its_devices(call: Call, micro_batch_size: int) -> Any:
-    def computed(call: Call) -> Any:
-        return accumulated(call, micro_batch_size)
-
-    axes = data_axes(call)
-    return on_each_device(call, axes, computed, lambda: computed(call)) if axes else computed(call)
 
 
 def _named(function: Callable[..., Any], loss_fn: Callable[..., Any]) -> Callable[..., Any]:

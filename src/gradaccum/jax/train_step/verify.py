@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from typing import Any
@@ -24,10 +25,8 @@ _exact: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def known_exact(loss_fn: Any) -> None:
     """Remember that this loss is exact: it needs no warning."""
-    try:
+    with contextlib.suppress(TypeError):  # it has no hash, or no weak references
         _exact.add(getattr(loss_fn, "__func__", loss_fn))
-    except TypeError:  # it has no hash, or no weak references
-        return
 
 
 class Verification:
@@ -55,7 +54,9 @@ class Verification:
         self._seen.add(key)
 
     def _warn(self, loss_fn: Any, verdict: Verdict) -> None:
-        if self._has_warned or _is_known(loss_fn):
+        with contextlib.suppress(TypeError):  # it has no hash, or no weak references
+            self._has_warned = self._has_warned or getattr(loss_fn, "__func__", loss_fn) in _exact
+        if self._has_warned:
             return
         self._has_warned = True
         if verdict.kind in ("batch_norm", "state", "aux"):
@@ -67,13 +68,6 @@ class Verification:
                 "this line is left out.",
                 verdict.message,
             )
-
-
-def _is_known(loss_fn: Any) -> bool:
-    try:
-        return getattr(loss_fn, "__func__", loss_fn) in _exact
-    except TypeError:
-        return False
 
 
 def judge_loss(loss_fn: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Verdict:
