@@ -1,6 +1,7 @@
 """noise_scale="layer_norm": the noise of rows, as normalization layers see it."""
 
 import copy
+import functools
 import gc
 import math
 import pickle
@@ -62,33 +63,23 @@ def data(rows=20):
     return torch.randn(rows, 5, 6), torch.randn(rows, 1)
 
 
-def by_optimizer(model, x, y, size, **options):
+def wrapped(model, x, y, size, by="optimizer", **options):
     optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 3, model=model, **options)
-    for batch in optimizer.batches(list(zip(x.split(size), y.split(size), strict=True))):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1, enabled=by == "scaler")
+    batches = list(zip(x.split(size), y.split(size), strict=True))
+    for rows, targets in batches if by == "backward" else optimizer.batches(batches):
         optimizer.zero_grad()
-        loss_fn(model(batch[0]), batch[1]).backward()
-        optimizer.step()
-    return optimizer
-
-
-def by_backward(model, x, y, size, **options):
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 3, model=model, **options)
-    for rows, targets in zip(x.split(size), y.split(size), strict=True):
-        optimizer.zero_grad()
-        optimizer.backward(loss_fn(model(rows), targets), weight=len(rows))
-        optimizer.step()
-    return optimizer
-
-
-def by_scaler(model, x, y, size, **options):
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 3, model=model, **options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    for batch in optimizer.batches(list(zip(x.split(size), y.split(size), strict=True))):
-        optimizer.zero_grad()
-        scaler.scale(loss_fn(model(batch[0]), batch[1])).backward()
+        loss = loss_fn(model(rows), targets)
+        if by == "backward":
+            optimizer.backward(loss, weight=len(rows))
+        else:
+            scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
     return optimizer
+
+
+by_optimizer, by_backward, by_scaler = (functools.partial(wrapped, by=by) for by in ("optimizer", "backward", "scaler"))
 
 
 def by_step(model, x, y, size, **options):
