@@ -30,7 +30,7 @@ from gradaccum.torch.batch_norm import (
 )
 from gradaccum.torch.chunking.exact_batch_norm import ExactCall
 from gradaccum.torch.chunking.proof import ROWS, Findings, prove, proving
-from gradaccum.torch.chunking.recompute import Inputs, by_name, dims_by_name, parametrizations_computed, tensors_of
+from gradaccum.torch.chunking.recompute import Inputs, dims_by_name, parametrizations_computed, tensors_of
 from gradaccum.torch.chunking.two_passes import Call, ColumnsError
 from gradaccum.torch.padding import Left, Packs, can_take_positions
 
@@ -42,8 +42,6 @@ logger = logging.getLogger("gradaccum")
 class _Plan(NamedTuple):
     """How one call is cut into micro-batches."""
 
-    module: nn.Module
-    policy: BatchNormPolicy
     inputs: Inputs
     dims: BatchDims
     rows: int
@@ -52,16 +50,6 @@ class _Plan(NamedTuple):
     is_exact: bool
     spans_ranks: bool
     """Whether the ranks of a SyncBatchNorm exchange statistics: in one way, also where one has a single micro-batch."""
-
-    @property
-    def cuts(self) -> bool:
-        """Whether the module can't be called as it is."""
-        return len(self.sizes) > 1 or self.spans_ranks or (self.packs is not None and bool(self.packs.padded))
-
-    def modes(self, call: Call) -> frozenset[Any]:
-        """What a call has proven itself for."""
-        packs = self.packs
-        return frozenset(call.state.modes) | (frozenset() if packs is None else packs.padded | packs.text)
 
 
 class Chunked(nn.Module):
@@ -130,7 +118,7 @@ class Chunked(nn.Module):
     ) -> None:
         policy = BatchNormPolicy(
             batch_norm,
-            checked_module(module),
+            _checked_module(module),
             moved_once=True,
             remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
         )
@@ -169,10 +157,11 @@ class Chunked(nn.Module):
         if proving():  # inside of another one, which looks at a few rows
             return self.module(*args, **kwargs)
         plan = self._plan(self._inputs(args, kwargs), self._left)
-        if not plan.cuts:
+        pads = plan.packs is not None and bool(plan.packs.padded)
+        if len(plan.sizes) == 1 and not (plan.spans_ranks or pads):
             with self.policy.recomputation():
                 return self.module(*args, **kwargs)
-        call, tensors = self._call(plan), tensors_of(plan.inputs)
+        call, tensors = self._call(plan, self.policy), tensors_of(plan.inputs)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in call.state.parameters):
             raise ValueError("`module` has lazy parameters without a shape yet: call it on a few rows first.")
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (*call.state.parameters, *tensors))
@@ -182,57 +171,56 @@ class Chunked(nn.Module):
                 "jvp ...), and its two passes are torch.autograd's. Use backward() or torch.autograd.grad, or "
                 "transform the module inside."
             )
-        if self._proven is not None and not plan.modes(call) <= self._proven:
-            call = self._proven_call(plan, call, differentiated)
+        modes = frozenset(call.state.modes) | (plan.packs.padded | plan.packs.text if plan.packs is not None else set())
+        if self._proven is not None and not modes <= self._proven:
+            call, is_proven = self._proven_call(plan, call, differentiated)
+            self._proven |= modes if is_proven else frozenset()
         with self.policy.window(), parametrizations_computed():
             return call.run(tensors, self.keep, differentiated=differentiated)
 
-    def _proven_call(self, plan: _Plan, call: Call, differentiated: bool) -> Call:
+    def _proven_call(self, plan: _Plan, call: Call, differentiated: bool) -> tuple[Call, bool]:
         """The call, once one in these modes has proven itself; padding is treated as the proof has found right."""
-        assert self._proven is not None
-        packs = plan.packs
-        if packs is not None and plan.rows < 2:  # nothing to compare it with: padding stays
-            return self._call(self._plan(plan.inputs, "whole"))
-        if not differentiated and packs is None:
-            return call
+        if plan.packs is not None and plan.rows < 2:  # nothing to compare it with: padding stays
+            return self._call(self._plan(plan.inputs, "whole"), self.policy), False
+        if not differentiated and plan.packs is None:
+            return call, False
         if plan.spans_ranks:
             logger.warning(
                 "Whether a chunked %s gives the outputs and gradients of all rows at once is not proven here: the "
                 "ranks of its SyncBatchNorm wait for each other in every pass. Prove it on one process.",
                 type(self.module).__name__,
             )
-        else:
-            self._prove(plan)
-            if packs is not None:
-                call = self._call(self._plan(plan.inputs, self._left))
-            call.first_outputs = {}
-        self._proven |= plan.modes(call)
-        return call
+            return call, True
+        self._prove(plan)
+        if plan.packs is not None:
+            call = self._call(self._plan(plan.inputs, self._left), self.policy)
+        call.first_outputs = {}
+        return call, True
 
     def _plan(self, inputs: Inputs, left: Left) -> _Plan:
         """How a call is cut."""
         dims = dims_by_name(self.batch_dims, inputs, self.module)
         rows = number_of_rows(inputs, dims)
         packs = None if self.max_tokens is None else self._packs(inputs, left)
-        check_not_sharded_inside(self.module)
-        is_exact = self.policy.choice == "exact" and bool(batch_norms(self.module))
-        if is_exact:
+        _check_not_sharded_inside(self.module)
+        norms = [layer for _, layer in batch_norms(self.module)] if self.policy.choice == "exact" else []
+        if norms:
             check_plain(self.module)
-        spans_ranks = is_exact and any(ranks_of(layer) > 1 for _, layer in batch_norms(self.module))
         sizes = even_sizes(rows, self.micro_batch_size) if packs is None else packs.sizes
-        return _Plan(self.module, self.policy, inputs, dims, rows, sizes, packs, is_exact, spans_ranks)
+        return _Plan(inputs, dims, rows, sizes, packs, bool(norms), any(ranks_of(layer) > 1 for layer in norms))
 
-    def _call(self, plan: _Plan) -> Call:
-        if plan.is_exact:
-            where = plan.dims, self.out_dims, plan.sizes
-            return ExactCall(plan.module, plan.policy, plan.inputs, *where, offload=self.offload)
-        return Call(plan.module, plan.policy, plan.inputs, plan.dims, self.out_dims, plan.sizes, plan.packs)
+    def _call(self, plan: _Plan, policy: BatchNormPolicy) -> Call:
+        given = self.module, policy, plan.inputs, plan.dims, self.out_dims, plan.sizes
+        return ExactCall(*given, offload=self.offload) if plan.is_exact else Call(*given, plan.packs)
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        inputs = Inputs(args, kwargs)
-        if self.max_tokens is None:
-            return inputs
-        return by_name(inputs, inspect.signature(self.module.forward), "attention_mask")
+        """The arguments; by name where the attention mask, which packs are made of, was given by its position."""
+        if self.max_tokens is not None:
+            every = inspect.signature(self.module.forward).parameters.values()
+            names = [p.name for p in every if p.kind is p.POSITIONAL_OR_KEYWORD][: len(args)]
+            if "attention_mask" in names and len(names) == len(args):
+                return Inputs((), {**dict(zip(names, args, strict=True)), **kwargs})
+        return Inputs(args, kwargs)
 
     def _packs(self, inputs: Inputs, left: Left, sizes: list[int] | None = None) -> Packs:
         assert self.max_tokens is not None
@@ -298,23 +286,16 @@ class Chunked(nn.Module):
         """A few of these rows at once and in micro-batches; with `left`, packed ones, whose padding is treated so."""
         is_exact = plan.is_exact and left is None
 
-        def call_of(module: nn.Module, few: Inputs, sizes: list[int]) -> Call:
+        def call_of(few: Inputs, sizes: list[int]) -> Call:
             dims = dims_by_name(self.batch_dims, few, self.module)
             packs = None if left is None else self._packs(few, left, sizes)
-            policy = BatchNormPolicy("exact" if is_exact else "micro", module)
-            call = self._call(_Plan(module, policy, few, dims, 0, sizes, packs, is_exact, False))
+            policy = BatchNormPolicy("exact" if is_exact else "micro", self.module)
+            call = self._call(_Plan(few, dims, 0, sizes, packs, is_exact, False), policy)
             call.first_outputs = {}
             return call
 
-        return prove(
-            self.module,
-            call_of,
-            inputs,
-            plan.dims,
-            exact=is_exact,
-            batch_norm=batch_norm,
-            trims=left is not None,
-        )
+        trims = left is not None
+        return prove(self.module, call_of, inputs, plan.dims, exact=is_exact, batch_norm=batch_norm, trims=trims)
 
     def verify(self, *args: Any, **kwargs: Any) -> None:
         """Prove with these inputs that micro-batches give the outputs and gradients of a few of their rows at once.
@@ -396,7 +377,7 @@ class Chunked(nn.Module):
         return f"{type(self.module).__name__}, micro_batch_size={self.micro_batch_size}"
 
 
-def checked_module(module: Any) -> nn.Module:
+def _checked_module(module: Any) -> nn.Module:
     """A module that can be run again, in micro-batches."""
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -417,7 +398,7 @@ def checked_module(module: Any) -> nn.Module:
     return module
 
 
-def check_not_sharded_inside(module: nn.Module) -> None:
+def _check_not_sharded_inside(module: nn.Module) -> None:
     """Raise a ValueError if `fully_shard` was called on a part of the module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for path, layer in module.named_modules() if fsdp is not None else ():

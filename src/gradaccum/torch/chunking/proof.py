@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +44,12 @@ __all__ = ["ROWS", "Findings", "prove", "proving"]
 ROWS = 8
 """Rows that are looked at, at most."""
 
-CallOf = Callable[[nn.Module, Inputs, list[int]], Call]
-"""Makes the call of a module on these inputs in micro-batches of these sizes."""
+_proven: list[nn.Module] = []
+
+
+def proving() -> bool:
+    """Whether a proof is running."""
+    return bool(_proven)
 
 
 class Findings(NamedTuple):
@@ -58,7 +63,7 @@ class Findings(NamedTuple):
 
 def prove(
     module: nn.Module,
-    call_of: CallOf,
+    call_of: Callable[[Inputs, list[int]], Call],
     inputs: Inputs,
     batch_dims: BatchDims,
     *,
@@ -68,7 +73,8 @@ def prove(
 ) -> Findings:
     """Prove that micro-batches give the outputs and gradients of a few of these rows at once. Moves nothing.
 
-    Random numbers follow their rows, so dropout is no difference.
+    Random numbers follow their rows, so dropout is no difference. `call_of` makes the call of the module on some inputs
+    in micro-batches of these sizes.
     """
     for cause in counting_layers([module]):
         raise NotEquivalentError(cause.message)
@@ -79,7 +85,7 @@ def prove(
     def attempt(count: int) -> tuple[_Runner, list[Difference], list[int]]:
         picked = torch.linspace(0, rows - 1, count).round().long()
         with torch.no_grad():
-            few = map_leaves(as_leaf, take(inputs, picked, batch_dims), inputs)
+            few = map_leaves(_leaf_like, take(inputs, picked, batch_dims), inputs)
         with _alone(module, few):
             runner = _Runner(module, call_of, few, count, exact, batch_norm, trims)
             # Single rows are cut as much as any micro-batch cuts them; 5 and 3 are in step with no period.
@@ -105,64 +111,55 @@ def prove(
             f"{name} keeps {escaped}. In micro-batches it is the last one's alone, and without a gradient. "
             "Return it from forward, with a row for every row, and reduce over them outside."
         )
-    return Findings(runner.remarks([difference.name for difference in found]), runner.whole.watch.functional)
+    return Findings(runner.remarks([difference.name for difference in found]), runner.whole.functional)
 
 
 @contextlib.contextmanager
 def _alone(module: nn.Module, few: Inputs) -> Iterator[None]:
     """Nothing around a module counts while it is proven, and nothing of it is moved."""
     generators = all_generators(accelerators([*tensors_of(few), *module.parameters()]))
-    with (
-        kept([*generators, *generators_of(module, few)]),
-        noted(module),
-        contextlib.ExitStack() as stack,
-        eager(),
-        parametrizations_computed(),
-        # In place of those around, a checkpoint's say. Detached, because a saved output would keep itself alive.
-        torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself),
-        torch.enable_grad(),
-    ):
-        stack.callback(Attributes(module.modules()).put_back)
-        yield
+    _proven.append(module)
+    attributes = Attributes(module.modules())
+    try:
+        with (
+            kept([*generators, *_generators_of(module, few)]),
+            eager(),
+            parametrizations_computed(),
+            # In place of those around, a checkpoint's say. Detached, because a saved output would keep itself alive.
+            torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor),
+            torch.enable_grad(),
+        ):
+            yield
+    finally:
+        attributes.put_back()
+        _proven.pop()
 
 
-class _Pass(NamedTuple):
-    """What a way to run the rows leaves besides outputs and gradients."""
+def _generators_of(module: nn.Module, inputs: Inputs) -> list[Any]:
+    """Generators of the user's own that the module may draw from."""
+    return [*ModuleContents(module).generators, *(leaf for _, leaf in leaves(inputs) if is_generator(leaf))]
 
-    watch: Watch
-    attributes: dict[str, Any]
-    """Those that have been assigned."""
-    with_graph: set[str]
-    """Attributes with a tensor that passes gradients."""
-    outside: list[TensorWeakRef]
-    """Leaves of the graph that are neither parameters nor inputs."""
-    inputs: Inputs
-    """Kept, as are the containers among them, in which a module may have left something."""
 
-    @classmethod
-    def of(cls, watch: Watch, left: dict[str, Any], outside: list[Tensor], inputs: Inputs) -> _Pass:
-        """Copies of the attributes that were left, and which of them have a graph."""
-        graphs = {name for name, value in left.items() if any(leaf.grad_fn is not None for leaf in tensors_of(value))}
-        kept = {name: map_leaves(copied, value) for name, value in left.items()}
-        return cls(watch, kept, graphs, [TensorWeakRef(leaf) for leaf in outside], inputs)
+def _leaf_like(leaf: Any, other: Any) -> Any:
+    """A tensor as a leaf that needs a gradient as another one does."""
+    return leaf.detach().requires_grad_(other.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 class _Runner(TorchRunner):
     """Runs the same rows whole and in micro-batches, from the same state."""
 
     def __init__(
-        self, module: nn.Module, call_of: CallOf, few: Inputs, rows: int, exact: bool, batch_norm: bool, trims: bool
+        self, module: nn.Module, call_of: Any, few: Inputs, rows: int, exact: bool, batch_norm: bool, trims: bool
     ) -> None:
         self.module, self.call_of, self.few, self.rows = module, call_of, few, rows
         self.exact, self.batch_norm = exact, batch_norm
         found = [tensor.device for tensor in (*module.parameters(), *tensors_of(few)) if tensor.device.type != "cpu"]
         # Where rows are not what is cut, noise that belongs to no row is replaced by its mean at once.
         super().__init__(RowwiseRng(rows, neutral=exact or trims), found[0] if found else torch.device("cpu"))
-        self.rng.holds(*generators_of(module, few))
+        self.rng.holds(*_generators_of(module, few))
         self.state = ModuleContents(module)
-        self.names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self.whole: _Pass
-        self.parts: _Pass
+        self.whole: Watch
+        self.parts: Watch
         self.alive: list[tuple[Tensor, str]] = []
         """What has a graph and is held by somebody when the rows have run at once, and where it was made."""
         self.outside: list[Tensor] = []
@@ -170,14 +167,15 @@ class _Runner(TorchRunner):
         self._cotangents: list[Tensor] = []
 
     def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
+        outcome, watch = self._result(sizes)
         if sizes is not None:
-            outcome, self.parts = self._result(list(sizes))
+            self.parts = watch
             return outcome
-        outcome, self.whole = self._result(None)
-        if self.whole.watch.alive() or self.whole.outside:
+        self.whole = watch
+        if watch.alive() or watch.outside:
             gc.collect()
-        self.alive = self.whole.watch.alive()
-        self.outside = [leaf for reference in self.whole.outside for leaf in [reference()] if leaf is not None]
+        self.alive = watch.alive()
+        self.outside = [leaf for reference in watch.outside for leaf in [reference()] if leaf is not None]
         return outcome
 
     def at_once(self, rows: Sequence[int]) -> Outcome:
@@ -186,48 +184,55 @@ class _Runner(TorchRunner):
     def tensors(self) -> list[Tensor]:
         return [*self.state.parameters, *filter(is_floating, tensors_of(self.few))]
 
-    def _result(self, sizes: list[int] | None) -> tuple[Outcome, _Pass]:
+    def _result(self, sizes: Sequence[int] | None) -> tuple[Outcome, Watch]:
         """Outputs, gradients, and what is left behind. Afterwards the module is as it was."""
-        watch = Watch(self.module, neutral=not (self.exact or self.batch_norm))
         leaf_of = {id(p): gradient_leaf(p) for p in self.state.parameters if p.requires_grad}
-        few = map_leaves(as_leaf, self.few)
-        inputs = [(path, leaf) for path, leaf in leaves(few) if is_floating(leaf) and leaf.requires_grad]
-        wanted = {self.names[key]: leaf for key, leaf in leaf_of.items()}
-        wanted.update({f"the input {path}": leaf for path, leaf in inputs})
+        few = map_leaves(_leaf_like, self.few, self.few)
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        wanted = {names.get(key, f"a hidden parameter ({n})"): leaf for n, (key, leaf) in enumerate(leaf_of.items())}
+        wanted.update({f"the input {path}": t for path, t in leaves(few) if is_floating(t) and t.requires_grad})
+        watch = Watch(self.module, few, neutral=not (self.exact or self.batch_norm))
         with self.state.restored(leaf_of), LentBuffers(self.state.buffers).lent():
             before = attributes_of(self.module)
             with watch, self.rng:
                 try:
-                    outputs = self._at_once(few) if sizes is None else self._in_micro_batches(few, sizes)
+                    outputs = self._outputs(few, sizes)
                     found = [(path, leaf) for path, leaf in leaves(outputs) if is_floating(leaf)]
-                    outside = leaves_besides([tensor for _, tensor in found], [*wanted.values()])
+                    outside = _leaves_besides([tensor for _, tensor in found], [*wanted.values()])
                     with gradients_kept([*outside, *self.outside]):
                         self._backward([tensor for _, tensor in found])
                 finally:
                     self.rng.rewind()
-            left = {name: value for name, value in attributes_of(self.module).items() if value is not before.get(name)}
-            buffers, floors = self._buffers(watch)
+            watch.keep({n: v for n, v in attributes_of(self.module).items() if v is not before.get(n)}, outside)
+            # BatchNorm's buffers where they are the large batch's.
+            buffers = {
+                f"{path}.{name}" if path else name: buffer.detach().clone()
+                for path, layer in self.module.named_modules()
+                if self.exact or not isinstance(layer, _BatchNorm)
+                for name, buffer in layer.named_buffers(recurse=False)
+            }
+        # A mean that is zero but for rounding has the scale of what it averages; a count has its own.
+        averaged = [name for name, buffer in buffers.items() if is_floating(buffer)]
         outcome = Outcome(
             {f"output{path}": tensor.detach().clone() for path, tensor in found},
             {name: None if leaf.grad is None else leaf.grad.to_dense() for name, leaf in wanted.items()},
             buffers,
-            floors,
+            {name: 1e-3 * watch.sizes.get(name.rpartition(".")[0], 0.0) for name in averaged},
         )
-        return outcome, _Pass.of(watch, left, outside, few)
+        return outcome, watch
 
-    def _buffers(self, watch: Watch) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """What buffers are now, BatchNorm's where they are the large batch's, and the scale of what they average.
-
-        A mean that is zero but for rounding has that scale; a count has its own.
-        """
-        buffers = {
-            f"{path}.{name}" if path else name: buffer.detach().clone()
-            for path, layer in self.module.named_modules()
-            if self.exact or not isinstance(layer, _BatchNorm)
-            for name, buffer in layer.named_buffers(recurse=False)
-        }
-        averaged = [name for name, buffer in buffers.items() if is_floating(buffer)]
-        return buffers, {name: 1e-3 * watch.sizes.get(name.rpartition(".")[0], 0.0) for name in averaged}
+    def _outputs(self, few: Inputs, sizes: Sequence[int] | None) -> Any:
+        self.rng.start(None)
+        if sizes is None:
+            return self.module(*few.args, **few.kwargs)
+        order = itertools.cycle(torch.arange(self.rows).split(list(sizes)))
+        handle = self.module.register_forward_pre_hook(lambda *_: self.rng.start(next(order)), prepend=True)
+        try:
+            if self.exact:  # where the whole module runs in segments, there is no noise that follows rows
+                handle.remove()
+            return self.call_of(few, list(sizes)).run(tensors_of(few), 0, differentiated=True)
+        finally:
+            handle.remove()
 
     def _backward(self, outputs: list[Tensor]) -> None:
         if not self._cotangents:
@@ -237,25 +242,6 @@ class _Runner(TorchRunner):
         roots = [(t, one) for t, one in zip(outputs, self._cotangents, strict=True) if t.requires_grad]
         if roots:
             run_backward([t for t, _ in roots], [one for _, one in roots])
-
-    def _at_once(self, few: Inputs) -> Any:
-        self.rng.start(None)
-        return self.module(*few.args, **few.kwargs)
-
-    def _in_micro_batches(self, few: Inputs, sizes: list[int]) -> Any:
-        order = itertools.cycle(torch.arange(self.rows).split(sizes))
-
-        def start(*_: Any) -> None:
-            self.rng.start(next(order))
-
-        # Where the whole module runs in segments, there is no noise that follows rows.
-        handles = [] if self.exact else [self.module.register_forward_pre_hook(start, prepend=True)]
-        self.rng.start(None)
-        try:
-            return self.call_of(self.module, few, sizes).run(tensors_of(few), 0, differentiated=True)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def remarks(self, moved: Sequence[str]) -> list[str]:
         """What isn't the large batch's: sentences."""
@@ -274,7 +260,7 @@ class _Runner(TorchRunner):
             )
         whole, parts = self.whole, self.parts
         kept = {name: value for name, value in whole.attributes.items() if name not in whole.with_graph}
-        left = [name for name, value in kept.items() if not same_values(parts.attributes.get(name), value)]
+        left = [name for name, value in kept.items() if not _same_values(parts.attributes.get(name), value)]
         if left:
             found.append(
                 f"These attributes of a chunked {kind} are what its micro-batches make of them "
@@ -285,7 +271,7 @@ class _Runner(TorchRunner):
     def escaped(self) -> str:
         """The tensor with a graph that is left besides the outputs, if there is one."""
         for name in self.whole.with_graph:  # where it is the same, it is made of parameters alone, as a normed weight
-            if not same_values(self.parts.attributes.get(name), self.whole.attributes[name]):
+            if not _same_values(self.parts.attributes.get(name), self.whole.attributes[name]):
                 return f"a tensor with a graph as its attribute {name!r}"
         for tensor, path in reversed(self.alive):
             made = f"made in {path!r} ({type(self.module.get_submodule(path)).__name__})" if path else "made in forward"
@@ -294,7 +280,7 @@ class _Runner(TorchRunner):
 
     def culprit(self, count: int) -> str:
         """The first layer whose outputs differ."""
-        whole, parts = self.whole.watch.layers, self.parts.watch.layers
+        whole, parts = self.whole.layers, self.parts.layers
         for path, calls in whole.items():
             pieces = parts.get(path, [])[:count]
             if path and len(calls) == 1 and len(pieces) == count:
@@ -305,7 +291,7 @@ class _Runner(TorchRunner):
                     layer = self.module.get_submodule(path)
                     advice = ' Use batch_norm="exact", or GroupNorm.' if isinstance(layer, _BatchNorm) else ""
                     return f"{path!r} is the first layer of which that is so: a {type(layer).__name__}.{advice}"
-        if functional := self.whole.watch.functional:
+        if functional := self.whole.functional:
             return f"torch.nn.functional.batch_norm is called in {_listed(functional)}: use GroupNorm there."
         return "It happens outside its layers. Do what looks across rows after the chunked module, on the whole batch."
 
@@ -323,58 +309,16 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def copied(leaf: Any) -> Any:
-    """A tensor as it is now; anything else itself."""
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-
-def as_leaf(leaf: Any, like: Any = None) -> Any:
-    """A tensor as a leaf that needs a gradient as another one does, or as it does itself."""
-    like = leaf if like is None else like
-    return leaf.detach().requires_grad_(like.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-# What a forward pass does besides returning its outputs, and what modules keep of it.
-
-_running: list[nn.Module] = []
-
-
-def proving() -> bool:
-    """Whether a proof is running."""
-    return bool(_running)
-
-
-@contextlib.contextmanager
-def noted(module: nn.Module) -> Iterator[None]:
-    """Around the proof of a module."""
-    _running.append(module)
-    try:
-        yield
-    finally:
-        _running.pop()
-
-
 class Watch(TorchFunctionMode):
-    """Notes, while a module runs inside, the outputs of its layers and every tensor that is made with a graph.
+    """What a forward pass does inside besides returning its outputs, and what it leaves in the module.
 
-    Example:
-        >>> import torch
-        >>> model, held = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), []
-        >>> _ = model[0].register_forward_hook(lambda layer, args, output: held.append(output))
-        >>> with Watch(model, neutral=False) as watch:
-        ...     outputs = model(torch.randn(3, 2))
-        >>> del outputs
-        >>> [path for _, path in watch.alive()]
-        ['0']
+    It notes the outputs of layers and every tensor that is made with a graph.
     """
 
-    def __init__(self, module: nn.Module, *, neutral: bool) -> None:
+    def __init__(self, module: nn.Module, inputs: Inputs, *, neutral: bool) -> None:
         super().__init__()
         self.module, self.neutral = module, neutral
+        self.inputs = inputs  # kept, as are the containers among them, in which a module may have left something
         self.layers: dict[str, list[tuple[Tensor | None, Tensor]]] = {}
         """First input and output of the innermost layers, by path, of one call after the other."""
         self.sizes: dict[str, float] = {}
@@ -385,10 +329,22 @@ class Watch(TorchFunctionMode):
         self._running: list[str] = []
         self._stack = contextlib.ExitStack()
 
+    def keep(self, left: dict[str, Any], outside: list[Tensor]) -> None:
+        """What the pass has left: attributes that have been assigned, and leaves that are no parameters or inputs."""
+        self.with_graph = {
+            name for name, value in left.items() if any(t.grad_fn is not None for t in tensors_of(value))
+        }
+        self.attributes = {
+            name: map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
+            for name, value in left.items()
+        }
+        self.outside = [TensorWeakRef(leaf) for leaf in outside]
+
     def __enter__(self) -> Watch:
         for path, layer in self.module.named_modules():
-            self._stack.enter_context(layer.register_forward_pre_hook(self._begins(path), prepend=True))
-            self._stack.enter_context(layer.register_forward_hook(self._ends(path), always_call=True))
+            begins, ends = functools.partial(self._begins, path), functools.partial(self._ends, path)
+            self._stack.enter_context(layer.register_forward_pre_hook(begins, prepend=True))
+            self._stack.enter_context(layer.register_forward_hook(ends, always_call=True))
             if self.neutral and isinstance(layer, nn.SyncBatchNorm) and layer.training:  # it calls kernels of its own
                 self._stack.callback(setattr, layer, "training", True)
                 layer.training = False
@@ -399,27 +355,21 @@ class Watch(TorchFunctionMode):
         super().__exit__(*error)
         self._stack.close()
 
-    def _begins(self, path: str) -> Any:
-        def hook(layer: nn.Module, args: Any) -> None:
-            self._running.append(path)
+    def _begins(self, path: str, layer: nn.Module, args: Any) -> None:
+        self._running.append(path)
 
-        return hook
-
-    def _ends(self, path: str) -> Any:
-        def hook(layer: nn.Module, args: Any, output: Any) -> None:
-            while self._running and self._running.pop() != path:
-                pass  # what has been left by an exception, such as those that end recomputations
-            self._note(output, path)
-            if layer._buffers:
-                seen = [t.detach() for _, t in leaves((args, output)) if is_floating(t)]
-                finite = [t[t.isfinite()] for t in seen]
-                largest = max([t.abs().max().item() for t in finite if t.numel()] or [0.0])
-                self.sizes[path] = max(self.sizes.get(path, 0.0), largest)
-            if isinstance(output, Tensor) and output.dim() and not list(layer.children()):
-                first = args[0].detach() if args and isinstance(args[0], Tensor) else None
-                self.layers.setdefault(path, []).append((first, output.detach()))
-
-        return hook
+    def _ends(self, path: str, layer: nn.Module, args: Any, output: Any) -> None:
+        while self._running and self._running.pop() != path:
+            pass  # what has been left by an exception, such as those that end recomputations
+        self._note(output, path)
+        if layer._buffers:
+            seen = [t.detach() for _, t in leaves((args, output)) if is_floating(t)]
+            finite = [t[t.isfinite()] for t in seen]
+            largest = max([t.abs().max().item() for t in finite if t.numel()] or [0.0])
+            self.sizes[path] = max(self.sizes.get(path, 0.0), largest)
+        if isinstance(output, Tensor) and output.dim() and not list(layer.children()):
+            first = args[0].detach() if args and isinstance(args[0], Tensor) else None
+            self.layers.setdefault(path, []).append((first, output.detach()))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -460,7 +410,7 @@ def _normalised_alone(input: Tensor, running_mean: Any = None, running_var: Any 
     return F.batch_norm(input, mean, variance, weight, bias, False, 0.0, eps)
 
 
-def leaves_besides(outputs: list[Tensor], known: list[Tensor]) -> list[Tensor]:
+def _leaves_besides(outputs: list[Tensor], known: list[Tensor]) -> list[Tensor]:
     """The leaves of these tensors' graphs that are not known."""
     found = {id(tensor): tensor for tensor in known}
     waiting, seen = [tensor.grad_fn for tensor in outputs], set()
@@ -477,7 +427,7 @@ def leaves_besides(outputs: list[Tensor], known: list[Tensor]) -> list[Tensor]:
     return outside
 
 
-def same_values(one: Any, other: Any) -> bool:
+def _same_values(one: Any, other: Any) -> bool:
     """Whether two trees of tensors and numbers are the same but for rounding."""
     try:
         pairs = list(zip(leaves(one), leaves(other), strict=True))
@@ -489,8 +439,3 @@ def same_values(one: Any, other: Any) -> bool:
         else type(a) is type(b) and not isinstance(a, Tensor) and a == b
         for (_, a), (_, b) in pairs
     )
-
-
-def generators_of(module: nn.Module, inputs: Inputs) -> list[Any]:
-    """Generators of the user's own that the module may draw from."""
-    return [*ModuleContents(module).generators, *(leaf for _, leaf in leaves(inputs) if is_generator(leaf))]

@@ -29,7 +29,6 @@ __all__ = [
     "Samples",
     "accelerators",
     "attributes_of",
-    "by_name",
     "dims_by_name",
     "is_floating",
     "parametrizations_computed",
@@ -45,14 +44,6 @@ class Inputs(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-def by_name(inputs: Inputs, signature: inspect.Signature, name: str) -> Inputs:
-    """The same inputs, all of them by name, where the one of that name was given by its position."""
-    names = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][: len(inputs.args)]
-    if name not in names or len(names) < len(inputs.args):
-        return inputs
-    return Inputs((), {**dict(zip(names, inputs.args, strict=True)), **inputs.kwargs})
 
 
 def dims_by_name(dims: BatchDims, inputs: Inputs, module: nn.Module) -> BatchDims:
