@@ -73,6 +73,7 @@ def assert_same_gradients(module, loss, *inputs, size=4, tolerance=FLOAT64, **op
         assert (one is None) == (other is None)
         if one is not None:
             assert relative_error([one], [other]) <= tolerance
+            assert one.layout == other.layout  # sparse ones stay so
     return small
 
 
@@ -108,24 +109,98 @@ def test_updates_are_the_large_batchs(make):
     assert relative_error(small.parameters(), whole.parameters()) <= FLOAT64
 
 
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.one, self.other = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def forward(self, x):
+        y = self.body(x).tanh()
+        return {"one": self.one(y), "other": self.other(y), "features": y}
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inward, self.outward = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.outward.weight = self.inward.weight
+
+    def forward(self, x):
+        return self.outward(self.inward(x).tanh())
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(5, 3)
+
+    def forward(self, x, factor):
+        return super().forward(x) * torch.from_numpy(factor)[:, None]
+
+
+def frozen(module, *layers):
+    for layer in layers or [module]:
+        layer.requires_grad_(False)
+    return module
+
+
+def penalty(m, x):
+    (slope,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean() + slope.std()
+
+
+def of_a_recurrence(m, x, h, c):
+    out, (h, c) = m(x, (h, c))
+    return out.std() + h.square().mean().sqrt() + c.prod(0).logsumexp((0, 1))
+
+
+def std(m, *inputs):
+    return m(*inputs).std()
+
+
+ROWS_SECOND = {"batch_dims": (0, (1, 1)), "out_dims": (0, (1, 1))}
+CASES = {  # what is chunked, the loss, the shapes of its inputs, options
+    "dice": (encoder, lambda m, x: dice(m(x), torch.linspace(0, 1, ROWS)), None, {}),
+    "triplet": (encoder, lambda m, x: F.triplet_margin_loss((y := m(x)).exp(), y.roll(1, 0), y.roll(2, 0)), None, {}),
+    "batch statistics": (encoder, lambda m, x: ((y := m(x)).mean(0) / y.std(0)).sum() + y.std(0).prod(), None, {}),
+    "all pairs": (encoder, lambda m, x: torch.logsumexp((y := m(x)) @ y.T, dim=(0, 1)), None, {}),
+    "called twice": (encoder, lambda m, x: (m(x) @ m(x[:9].detach().cos()).T).logsumexp((0, 1)), None, {}),
+    "inside of a checkpoint": (encoder, lambda m, x: checkpoint(m, x, use_reentrant=False).std(), None, {}),
+    "a gradient penalty": (encoder, penalty, None, {}),
+    "unused outputs": (TwoHeads, lambda m, x: m(x)["one"].std(), None, {}),
+    "tied parameters": (Tied, std, None, {}),
+    "a frozen layer": (lambda: frozen(module := encoder(), module[0]), std, None, {}),
+    "inputs alone": (lambda: frozen(encoder()), std, None, {}),
+    "inside of another": (lambda: nn.Sequential(chunked(encoder(), 2, keep=1), nn.Linear(4, 4)), std, None, {}),
+    "arrays": (Scaled, lambda m, x: m(x, np.linspace(0, 1, ROWS)).std(), None, {}),
+    "rows second": (
+        lambda: nn.LSTM(5, 3, num_layers=2), of_a_recurrence, [(6, ROWS, 5), (2, ROWS, 3), (2, ROWS, 3)],
+        {"batch_dims": 1},
+    ),
+    "rows second in some": (
+        lambda: nn.LSTM(5, 3, batch_first=True), of_a_recurrence, [(ROWS, 6, 5), (1, ROWS, 3), (1, ROWS, 3)],
+        ROWS_SECOND,
+    ),
+    "sparse gradients": (
+        lambda: nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)),
+        lambda m, x: m((x[:, 0].detach() * 3).long() % 10).std(), None, {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_any_loss_has_the_large_batchs_gradients_of_parameters_and_inputs(name, keep):
+    make, loss, shapes, options = CASES[name]
+    first, *others = shapes or [(ROWS, 5)]
+    inputs = [torch.randn(first, requires_grad=True), *map(torch.randn, others)]
+    assert_same_gradients(make(), loss, *inputs, keep=keep, **options)
+
+
 def test_float32_gradients_are_the_large_batchs():
     torch.set_default_dtype(torch.float32)
     x, targets = torch.randn(ROWS, 5), torch.rand(ROWS).round()
     assert_same_gradients(encoder(), lambda m, x: dice(m(x), targets), x, tolerance=FLOAT32)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda y: dice(y, torch.linspace(0, 1, ROWS)),
-        lambda y: F.triplet_margin_loss(y.exp(), y.roll(1, 0), y.roll(2, 0)),
-        lambda y: (y.mean(0) / y.std(0)).sum() + y.std(0).prod(),
-        lambda y: torch.logsumexp(y @ y.T, dim=(0, 1)),
-    ],
-    ids=["dice", "triplet", "batch statistics", "all pairs"],
-)
-def test_losses_that_look_across_rows_are_exact(loss):
-    assert_same_gradients(encoder(), lambda m, x: loss(m(x)), torch.randn(ROWS, 5, requires_grad=True))
 
 
 class Pair(NamedTuple):
@@ -187,33 +262,6 @@ def test_outputs_in_any_nesting_with_shared_arguments(grad, keep):
         assert all(p.grad is None for p in m.unused.parameters())
     assert relative_error(*found) <= FLOAT64
     assert found[1][1].dtype == torch.int64
-
-
-def test_batch_dims_as_a_tuple_and_rows_in_another_dimension():
-    module = nn.LSTM(5, 3, num_layers=2)
-    small = chunked(copy.deepcopy(module), 4, batch_dims=1)
-    x, state = torch.randn(6, ROWS, 5), (torch.randn(2, ROWS, 3), torch.randn(2, ROWS, 3))
-    for m in (module, small):
-        out, (h, c) = m(x, state)
-        (out.std() + h.square().mean().sqrt() + c.prod(0).logsumexp((0, 1))).backward()
-    assert relative_error(gradients(small), gradients(module)) <= FLOAT64
-
-    batch_first = nn.LSTM(5, 3, batch_first=True)
-    small = chunked(copy.deepcopy(batch_first), 4, batch_dims=(0, (1, 1)), out_dims=(0, (1, 1)))
-    x, state = torch.randn(ROWS, 6, 5), (torch.randn(1, ROWS, 3), torch.randn(1, ROWS, 3))
-    for m in (batch_first, small):
-        out, (h, c) = m(x, state)
-        (out.std() + h.std() + c.std()).backward()
-    assert relative_error(gradients(small), gradients(batch_first)) <= FLOAT64
-
-
-def test_arrays_are_chunked_too():
-    class Scaled(nn.Linear):
-        def forward(self, x, factor):
-            return super().forward(x) * torch.from_numpy(factor)[:, None]
-
-    factor = np.linspace(0, 1, ROWS)
-    assert_same_gradients(Scaled(5, 3), lambda m, x: m(x, factor).std(), torch.randn(ROWS, 5))
 
 
 class Noisy(nn.Module):
@@ -318,43 +366,12 @@ def test_a_buffer_stays_the_same_tensor():
     assert all(kept[name] is buffer for name, buffer in small.named_buffers())
 
 
-def test_frozen_encoders():
-    module = encoder()
-    for parameter in module[0].parameters():
-        parameter.requires_grad_(False)
-    small = assert_same_gradients(module, lambda m, x: m(x).std(), torch.randn(ROWS, 5))
-    assert small.module[0].weight.grad is None
-    module.zero_grad()
-    module.requires_grad_(False)
-    x = torch.randn(ROWS, 5, requires_grad=True)
-    assert_same_gradients(module, lambda m, x: m(x).std(), x)
-    assert not chunked(module, 4)(x.detach()).requires_grad
-
-
 @pytest.mark.parametrize(("keep", "passes"), [(0, 12), (1, 11), (4, 8), (6, 6), (99, 6)])
 def test_micro_batches_that_are_kept_are_not_recomputed(keep, passes):
     calls, module = [], encoder()
     module.register_forward_hook(lambda *_: calls.append(1))
     chunked(module, 4, keep=keep, verify=False)(torch.randn(ROWS, 5)).std().backward()  # 6 micro-batches
     assert len(calls) == passes
-
-
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.one, self.other = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 2)
-
-    def forward(self, x):
-        y = self.body(x).tanh()
-        return {"one": self.one(y), "other": self.other(y), "features": y}
-
-
-@pytest.mark.parametrize("keep", [0, 2])
-def test_unused_outputs_leave_parameters_without_gradient(keep):
-    x = torch.randn(ROWS, 5, requires_grad=True)
-    small = assert_same_gradients(TwoHeads(), lambda m, x: m(x)["one"].std(), x, keep=keep)
-    assert all(p.grad is None for p in small.other.parameters())
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference", "eval", "frozen"])
@@ -454,17 +471,6 @@ def test_gradient_checkpointing_inside(use_reentrant, keep):
     assert relative_error(gradients(small), gradients(module)) <= FLOAT64
 
 
-def test_inside_gradient_checkpointing():
-    module, x = encoder(), torch.randn(ROWS, 5, requires_grad=True)
-    assert_same_gradients(module, lambda m, x: checkpoint(m, x, use_reentrant=False).std(), x)
-
-
-@pytest.mark.parametrize("keep", [0, 1])
-def test_one_encoder_called_twice(keep):
-    x, t = torch.randn(ROWS, 5), torch.randn(9, 5)
-    assert_same_gradients(encoder(), lambda m, x: (m(x) @ m(t).T).logsumexp((0, 1)), x, keep=keep)
-
-
 def test_two_encoders_that_share_weights():
     def pair(wrap):
         torch.manual_seed(5)
@@ -484,31 +490,6 @@ def test_two_encoders_that_share_weights():
     assert relative_error(*found) <= FLOAT64
 
 
-def test_tied_parameters_inside():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inward, self.outward = nn.Linear(5, 5), nn.Linear(5, 5)
-            self.outward.weight = self.inward.weight
-
-        def forward(self, x):
-            return self.outward(self.inward(x).tanh())
-
-    assert_same_gradients(Tied(), lambda m, x: m(x).std(), torch.randn(ROWS, 5))
-
-
-@pytest.mark.parametrize("keep", [0, 1, 100])
-def test_nested(keep):
-    module = nn.Sequential(encoder(), nn.Dropout(0.0), nn.Linear(4, 4))
-    small = copy.deepcopy(module)
-    small[0] = chunked(small[0], 2, keep=keep)
-    small = chunked(small, 6, keep=keep)
-    x = torch.randn(ROWS, 5)
-    for m in (module, small):
-        m(x).std().backward()
-    assert relative_error(gradients(small), gradients(module)) <= FLOAT64
-
-
 def test_autograd_grad_of_some_parameters_touches_no_grad_field():
     module, x = encoder(), torch.randn(ROWS, 5, requires_grad=True)
     wanted = [module[0].weight, x]
@@ -525,25 +506,6 @@ def test_backward_twice_with_retain_graph():
         loss = m(x).std()
         loss.backward(retain_graph=True)
         (2 * loss).backward()
-    assert relative_error(gradients(small), gradients(module)) <= FLOAT64
-
-
-@pytest.mark.parametrize("keep", [0, 1])
-def test_a_gradient_penalty_is_exact(keep):
-    def loss(m, x):
-        (slope,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
-        return (slope.norm(dim=1) - 1).square().mean() + slope.std()
-
-    assert_same_gradients(encoder(), loss, torch.randn(ROWS, 5, requires_grad=True), keep=keep)
-
-
-def test_sparse_embedding_gradients():
-    module = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3))
-    index = torch.randint(0, 10, (ROWS,))
-    small = chunked(copy.deepcopy(module), 4)
-    for m in (module, small):
-        m(index).std().backward()
-    assert small.module[0].weight.grad.is_sparse
     assert relative_error(gradients(small), gradients(module)) <= FLOAT64
 
 
