@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -75,6 +77,29 @@ def in_blocks(options: dict[str, Any]) -> dict[str, Any]:
     return {**others, "blocks": Blocks(options["blocks"], **given)} if given else others
 
 
+def build(model: nn.Module, optimizer: Any = None, **options: Any) -> TrainStep:
+    optimizer = OPTIMIZERS["sgd"](model.parameters()) if optimizer is None else optimizer
+    return TrainStep(
+        model, optimizer, **in_blocks({"compute_loss": loss_of, "micro_batch_size": 3, "blocks": "auto", **options})
+    )
+
+
+def trained(model: nn.Module, data: Any = None, optimizer: Any = None, **options: Any) -> list[Tensor]:
+    """Parameters, buffers and losses after these updates."""
+    step = build(model, optimizer, **options)
+    losses = [step(*batch) for batch in data or batches()]
+    return [t.detach().double() for t in (*model.parameters(), *model.buffers(), *losses)]
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Nothing of the model may be updated inside, and no gradient left."""
+    before = copy.deepcopy(model.state_dict())
+    yield
+    assert relative_error(model.state_dict().values(), before.values()) == 0.0
+    assert all(p.grad is None for p in model.parameters())
+
+
 def assert_same_updates(
     model: nn.Module, data: Any, loss: Any, make: Any = OPTIMIZERS["sgd"], size: Any = 2, **options: Any
 ) -> TrainStep:
@@ -82,8 +107,8 @@ def assert_same_updates(
     reference = copy.deepcopy(model)
     trained = [p for p in reference.parameters() if p.requires_grad]
     expected = torch_updates(reference, make(trained), data, loss, clip_grad_norm=options.get("clip_grad_norm"))
-    options = in_blocks({"compute_loss": loss, "blocks": "auto", "micro_batch_size": size, **options})
-    step = TrainStep(model, make([p for p in model.parameters() if p.requires_grad]), **options)
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    step = build(model, optimizer, **{"compute_loss": loss, "micro_batch_size": size, **options})
     losses = [step(*batch).item() for batch in data]
     assert relative_error([torch.tensor(losses)], [torch.tensor(expected)]) <= FLOAT64
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
@@ -99,13 +124,9 @@ def test_layer_by_layer_one_call_makes_the_large_batchs_update() -> None:
 def test_dropout_is_replayed_so_that_the_update_is_that_of_accumulation() -> None:
     updated = []
     for blocks in (None, "auto", Blocks("auto", on="cpu"), Blocks("auto", update="in_backward")):
-        model = network(dropout=0.3)
-        step = TrainStep(
-            model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss_of, micro_batch_size=3, blocks=blocks
-        )
+        model, data = network(dropout=0.3), batches()
         torch.manual_seed(5)
-        losses = [step(*batch) for batch in batches()]
-        updated.append([*model.parameters(), *losses, torch.get_rng_state()])
+        updated.append([*trained(model, data, blocks=blocks), torch.get_rng_state()])
     assert max(relative_error(found, updated[0]) for found in updated[1:]) <= FLOAT64
 
 
@@ -149,17 +170,8 @@ def test_means_over_tokens_terms_groups_and_sums_compose() -> None:
     for compute in (tokens, several):
         model, reference = network(), network()
         expected = torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), batches(8), plain(compute))
-        step = TrainStep(
-            model,
-            OPTIMIZERS["sgd"](model.parameters()),
-            compute_loss=compute,
-            micro_batch_size=4,
-            groups=2,
-            blocks=model.layers,
-        )
-        losses = [step(*batch).item() for batch in batches(8)]
-        assert losses == pytest.approx(expected, rel=FLOAT64)
-        assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+        found = trained(model, batches(8), compute_loss=compute, micro_batch_size=4, groups=2, blocks=model.layers)
+        assert relative_error(found, [*reference.parameters(), *torch.tensor(expected, dtype=torch.float64)]) <= FLOAT64
 
 
 def _note(calls: list[int], place: int, *_: Any) -> None:
@@ -196,26 +208,14 @@ def test_a_closure_evaluates_the_window_again() -> None:
         return loss
 
     optimizer.step(closure)
-    TrainStep(model, lbfgs(model.parameters()), compute_loss=loss_of, micro_batch_size=3, blocks="layers")(*batch)
+    build(model, lbfgs(model.parameters()))(*batch)
     assert relative_error(model.parameters(), reference.parameters()) <= 1e-9  # three steps amplify rounding
 
 
 def test_autocast_is_in_force_where_backward_runs_a_block_again() -> None:
-    updated = []
-    for blocks in (None, "auto"):
-        model = network(vocabulary=7).float()
-        step = TrainStep(
-            model,
-            OPTIMIZERS["sgd"](model.parameters()),
-            compute_loss=loss_of,
-            micro_batch_size=3,
-            blocks=blocks,
-            autocast=torch.bfloat16,
-        )
-        torch.manual_seed(2)
-        step(torch.randint(7, (6, 5)), torch.randint(7, (6, 5)))
-        updated.append([p.detach() for p in model.parameters()])
-    assert relative_error(*updated) <= 1e-6
+    options: dict[str, Any] = {"data": batches(6, count=1), "autocast": torch.bfloat16}
+    plain, by_blocks = (trained(network().float(), blocks=blocks, **options) for blocks in (None, "auto"))
+    assert relative_error(by_blocks, plain) <= 1e-6
 
 
 class Counting(nn.Module):
@@ -236,19 +236,9 @@ def test_buffers_move_in_first_passes_alone() -> None:
         torch.manual_seed(0)
         blocks_of = [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(2)]
         model = nn.Sequential(Counting(), nn.Sequential(*blocks_of, nn.BatchNorm1d(6)), nn.Linear(6, 3)).double()
-        step = TrainStep(
-            model,
-            OPTIMIZERS["sgd"](model.parameters()),
-            loss_fn=nn.CrossEntropyLoss(),
-            micro_batch_size=4,
-            blocks=blocks,
-            batch_norm="micro",
-            verify=False,
-        )
-        torch.manual_seed(3)
-        for _ in range(2):
-            step(torch.randn(8, 5).double(), torch.randint(3, (8,)))
-        updated.append([*model.state_dict().values()])
+        data = [(torch.randn(8, 5).double(), torch.randint(3, (8,))) for _ in range(2)]
+        options = {"compute_loss": None, "loss_fn": nn.CrossEntropyLoss(), "batch_norm": "micro", "verify": False}
+        updated.append(trained(model, data, blocks=blocks, micro_batch_size=4, **options))
     assert relative_error(*updated) <= 1e-9  # BatchNorm amplifies the rounding of biases before it
 
 
@@ -270,7 +260,7 @@ def test_logits_are_those_of_one_micro_batch_and_the_blocks_keep_no_activations(
     counts = {}
     for blocks in (None, "auto"):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        step = TrainStep(model, optimizer, compute_loss=loss_of, micro_batch_size=1, blocks=blocks, verify=False)
+        step = build(model, optimizer, micro_batch_size=1, blocks=blocks, verify=False)
         most[0] = 0
         with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
             step(*batches()[0])
@@ -290,14 +280,7 @@ def test_a_block_that_runs_out_of_memory_in_backward_goes_on_in_smaller_micro_ba
         return plain(x)
 
     expected = torch_updates(reference, OPTIMIZERS["adam"](reference.parameters()), batches(), loss_of)
-    step = TrainStep(
-        model,
-        OPTIMIZERS["adam"](model.parameters()),
-        compute_loss=loss_of,
-        micro_batch_size=7,
-        blocks="auto",
-        verify=False,
-    )
+    step = build(model, OPTIMIZERS["adam"](model.parameters()), micro_batch_size=7, verify=False)
     model.layers[place].inner.forward = limited
     losses = [step(*batch).item() for batch in batches()]
     assert step.micro_batch_size == 2

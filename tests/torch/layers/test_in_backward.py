@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from gradaccum.errors import WindowError
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error, torch_updates
-from tests.torch.layers.test_blocks import OPTIMIZERS, assert_same_updates, batches, in_blocks, loss_of, network
+from tests.torch.layers import test_blocks
+from tests.torch.layers.test_blocks import (
+    OPTIMIZERS,
+    assert_same_updates,
+    batches,
+    loss_of,
+    network,
+    trained,
+    unchanged,
+)
 
 IN_BACKWARD: dict[str, Any] = {"update": "in_backward"}
 OPTIONS: dict[str, dict[str, Any]] = {"Adafactor": {"lr": 0.1}, "ASGD": {"lr": 0.1}, "Rprop": {"lr": 0.01}}
@@ -28,8 +37,7 @@ if torch.optim.Adagrad([nn.Parameter(torch.ones(1))]).state:
 
 def build(model: nn.Module, optimizer: Any = None, **options: Any) -> TrainStep:
     optimizer = OPTIMIZERS["adam"](model.parameters()) if optimizer is None else optimizer
-    options = {"compute_loss": loss_of, "micro_batch_size": 3, "blocks": "auto", **IN_BACKWARD, **options}
-    return TrainStep(model, optimizer, **in_blocks(options))
+    return test_blocks.build(model, optimizer, **IN_BACKWARD | options)
 
 
 def test_in_backward_each_optimizer_of_torch_makes_the_large_batchs_update() -> None:
@@ -52,16 +60,16 @@ def test_in_backward_fused_optimizers_and_several_of_them_with_groups() -> None:
     assert_same_updates(network(), batches(), loss_of, fused, 3, **IN_BACKWARD)
 
     model, reference = network(), network()
-    for trained, update in ((model, True), (reference, False)):
-        listed = list(trained.parameters())
+    for either, update in ((model, True), (reference, False)):
+        listed = list(either.parameters())
         both = [torch.optim.SGD(listed[::2], lr=0.1), torch.optim.Adam(listed[1::2], lr=0.01)]
         if update:
-            step = build(trained, both)
+            step = build(either, both)
             for batch in batches():
                 step(*batch)
         else:
             for batch in batches():
-                loss_of(trained, *batch).backward()
+                loss_of(either, *batch).backward()
                 for optimizer in both:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -100,34 +108,25 @@ def test_in_backward_means_over_tokens_and_wide_sums() -> None:
         count = (labels != 0).sum()
         return loss / count, count
 
-    updated = []
-    for update in ("after_backward", "in_backward"):
-        model = network(vocabulary=11)
-        step = build(model, compute_loss=tokens, update=update)
-        losses = [step(*batch) for batch in batches()]
-        updated.append([*model.parameters(), *losses])
+    updates = ("after_backward", "in_backward")
+    updated = [trained(network(), compute_loss=tokens, update=update) for update in updates]
     assert relative_error(*updated) <= FLOAT64
 
-    updated = []
-    for update in ("after_backward", "in_backward"):
-        model = network().bfloat16()
-        step = build(model, update=update, accumulate_dtype=torch.float32, verify=False)
-        for batch in batches():
-            step(*batch)
-        updated.append([p.float() for p in model.parameters()])
-        assert all(p.grad is None or p.grad.dtype == torch.bfloat16 for p in model.parameters())
+    models = [network().bfloat16() for _ in updates]
+    options: dict[str, Any] = {"accumulate_dtype": torch.float32, "verify": False}
+    updated = [trained(model, update=update, **options) for model, update in zip(models, updates, strict=True)]
     assert relative_error(*updated) == 0.0
+    assert all(p.grad is None or p.grad.dtype == torch.bfloat16 for model in models for p in model.parameters())
 
 
 def test_in_backward_no_room_for_the_optimizers_state_is_an_error_before_the_first_block() -> None:
     model = network()
     optimizer = OPTIMIZERS["adam"](model.parameters())
-    step, before = build(model, optimizer, verify=False, memory_limit=1), copy.deepcopy(model.state_dict())
-    with pytest.raises(torch.OutOfMemoryError, match=r"optimizers' state needs .* are free. Nothing has been updated"):
+    step = build(model, optimizer, verify=False, memory_limit=1)
+    no_room = r"optimizers' state needs .* are free. Nothing has been updated"
+    with unchanged(model), pytest.raises(torch.OutOfMemoryError, match=no_room):
         step(*batches()[0])
-    assert relative_error(model.state_dict().values(), before.values()) == 0.0
     assert not optimizer.state
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_in_backward_schedulers_hooks_and_counters_see_one_update() -> None:
@@ -273,10 +272,8 @@ def test_in_backward_refuses_by_name_what_needs_all_gradients_first() -> None:
 def test_in_backward_a_loss_that_is_not_finite_stops_before_the_first_block() -> None:
     model = network()
     step = build(model, verify=False, compute_loss=lambda model, *batch: loss_of(model, *batch) / 0)
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="The loss of this batch is inf"):
+    with unchanged(model), pytest.raises(ValueError, match="The loss of this batch is inf"):
         step(*batches()[0])
-    assert relative_error(model.state_dict().values(), before.values()) == 0.0
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
@@ -346,11 +343,8 @@ def test_in_backward_each_option_is_exact_or_refused_by_name_when_the_step_is_bu
         for update in ("after_backward", "in_backward"):
             model = network()
             given = {"compute_loss": None if name == "loss_fn" else loss_of, "micro_batch_size": 4, "verify": False}
-            step = build(model, OPTIMIZERS["sgd"](model.parameters()), update=update, **given | keywords)
-            losses = [
-                step(ids, labels.T if name == "batch_dims" else labels) for ids, labels in batches(rows=8, count=2)
-            ]
-            updated.append([*model.parameters(), *losses])
+            data = [(ids, y.T if name == "batch_dims" else y) for ids, y in batches(rows=8, count=2)]
+            updated.append(trained(model, data, update=update, **given | keywords))
         assert relative_error(*updated) <= FLOAT64, name
 
 
@@ -364,17 +358,9 @@ def test_in_backward_rows_by_tokens_and_packed_ones() -> None:
     for pack in (None, causal_lm):
         updated = []
         for update in ("after_backward", "in_backward"):
-            model = tiny("llama")
-            keywords = {
-                "weight": shifted,
-                "max_tokens": 24,
-                "pack": pack,
-                "micro_batch_size": "auto",
-                "blocks": "model.layers",
-            }
-            sgd = OPTIMIZERS["sgd"](model.parameters())
-            step = build(model, sgd, compute_loss=next_token_mean, update=update, verify=False, **keywords)
-            updated.append([step(*data("right", 1)[0]), *model.parameters()])
+            keywords = {"weight": shifted, "max_tokens": 24, "pack": pack, "micro_batch_size": "auto", "update": update}
+            options = {"compute_loss": next_token_mean, "blocks": "model.layers", "verify": False, **keywords}
+            updated.append(trained(tiny("llama"), data("right", 1), **options))
         assert relative_error(*updated) <= FLOAT64
 
 
