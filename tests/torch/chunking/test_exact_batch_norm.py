@@ -139,23 +139,93 @@ def sequential(**options):
     return nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6, **options), nn.Tanh(), nn.Linear(6, 3))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 1e-2}], ids=str
-)
-def test_every_kind_of_batch_norm(options):
-    assert_exact(sequential(**options), cross_entropy, torch.randn(ROWS, 4, requires_grad=True), passes=3)
+class NormAct(nn.BatchNorm1d):
+    """A BatchNorm with a forward of its own, as libraries of image models have."""
+
+    def forward(self, x):
+        self.num_batches_tracked.add_(1)
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
+        return F.relu(x, inplace=True)
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.BatchNorm3d])
-def test_positions_count_as_rows_do(layer):
-    shape = (ROWS, 4, 3) if layer is nn.BatchNorm1d else (ROWS, 4, 2, 3, 2)
-    module = nn.Sequential(layer(4), nn.Flatten(), nn.LazyLinear(3))
-    module(torch.randn(shape))
-    assert_exact(module, cross_entropy, torch.randn(shape, requires_grad=True))
+class Parts(nn.Module):
+    """A linear layer and a BatchNorm, which `run` calls as it likes."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run, self.linear, self.bn, self.out = run, nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.other, self.unused = sequential(), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.run(self, x)
 
 
-def test_a_loss_that_looks_across_rows():
-    assert_exact(sequential(), lambda y: (y @ y.T).logsumexp((0, 1)), torch.randn(ROWS, 4, requires_grad=True))
+def detached(m, x):
+    y = m.bn(m.linear(x))
+    with torch.no_grad():
+        target = y.tanh() * 2
+    return m.out(y) * target[:, :1]
+
+
+def two_heads(m, x):
+    y = m.bn(m.linear(x))
+    return m.out(y), m.other(y), m.unused(y)
+
+
+def frozen(which):
+    module = nn.Sequential(sequential(), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    module[0][3].bias = None  # a BatchNorm takes its gradient away
+    parts = {"first": module[0], "all": module, "affine": module[0][1].weight}
+    if which in parts:
+        parts[which].requires_grad_(False)
+    else:
+        module[0][1].eval()
+    return module
+
+
+def own_forwards():
+    module = nn.Sequential(nn.Linear(4, 6), NormAct(6), nn.Linear(6, 6), NormAct(6), nn.Linear(6, 3))
+    module[0].bias = module[2].bias = None
+    return module
+
+
+def first(outputs):
+    return cross_entropy(outputs[0])
+
+
+POSITIONS, VOLUMES = (ROWS, 4, 3), (ROWS, 4, 2, 3, 2)
+CASES = {  # what is chunked, how often, the loss, the shape of its input; whether that gets a gradient
+    "plain": (sequential, 3),
+    "a cumulative mean": (lambda: sequential(momentum=None), 3),
+    "no affine part": (lambda: sequential(affine=False), 3),
+    "no running statistics": (lambda: sequential(track_running_stats=False), 3),
+    "another eps": (lambda: sequential(eps=1e-2), 3),
+    "positions": (
+        lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(12, 3)),
+        1,
+        cross_entropy,
+        POSITIONS,
+    ),
+    "volumes": (lambda: nn.Sequential(nn.BatchNorm3d(4), nn.Flatten(), nn.Linear(48, 3)), 1, cross_entropy, VOLUMES),
+    "a loss across rows": (sequential, 1, lambda y: (y @ y.T).logsumexp((0, 1))),
+    "a layer called twice": (lambda: Parts(lambda m, x: m.bn(m.linear(m.bn(m.linear(x)).tanh()))), 2),
+    "two layers on one value": (lambda: Parts(lambda m, x: m.bn(y := m.linear(x)) * m.unused(y)), 2),
+    "forwards of their own": (own_forwards, 2),
+    "no_grad around a part": (lambda: Parts(detached), 1),
+    "unused outputs": (lambda: with_random_affine_parts(Parts(two_heads)), 1, first),
+    "frozen first layers": (lambda: frozen("first"), 1, cross_entropy, (ROWS, 4), False),
+    "all frozen": (lambda: frozen("all"), 1),
+    "a BatchNorm in eval mode": (lambda: frozen("none"), 1, cross_entropy, (ROWS, 4), False),
+    "a frozen affine part": (lambda: frozen("affine"), 1, cross_entropy, (ROWS, 4), False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_batch_norm_in_every_place(name):
+    make, passes, loss, shape, grad = (*CASES[name], *(cross_entropy, (ROWS, 4), True)[len(CASES[name]) - 2 :])
+    assert_exact(make(), loss, torch.randn(shape, requires_grad=grad), passes=passes)
 
 
 @pytest.mark.parametrize("offset", [0, 300])
@@ -204,51 +274,6 @@ def test_values_that_cross_layers_in_any_nesting():
     assert relative_error(small.buffers(), module.buffers()) <= EXACT
 
 
-def test_one_layer_called_twice():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.bn = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
-
-        def forward(self, x):
-            return self.bn(self.linear(self.bn(self.linear(x)).tanh()))
-
-    assert_exact(Twice(), cross_entropy, torch.randn(ROWS, 4, requires_grad=True), passes=2)
-
-
-class NormAct(nn.BatchNorm1d):
-    """A BatchNorm with a forward of its own, as libraries of image models have."""
-
-    def forward(self, x):
-        self.num_batches_tracked.add_(1)
-        x = F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
-        )
-        return F.relu(x, inplace=True)
-
-
-def test_batch_norm_layers_with_a_forward_of_their_own():
-    module = nn.Sequential(nn.Linear(4, 6), NormAct(6), nn.Linear(6, 6), NormAct(6), nn.Linear(6, 3))
-    module[0].bias = module[2].bias = None
-    assert_exact(module, cross_entropy, torch.randn(ROWS, 4, requires_grad=True), passes=2)
-
-
-@pytest.mark.parametrize("frozen", ["the first layers", "all", "one BatchNorm in eval mode", "an affine part"])
-def test_frozen_parts(frozen):
-    module = nn.Sequential(sequential(), nn.BatchNorm1d(3), nn.Linear(3, 3))
-    module[0][3].bias = None  # a BatchNorm takes its gradient away
-    x = torch.randn(ROWS, 4, requires_grad=frozen == "all")
-    if frozen == "the first layers":
-        module[0].requires_grad_(False)
-    elif frozen == "all":
-        module.requires_grad_(False)
-    elif frozen == "an affine part":
-        module[0][1].weight.requires_grad_(False)
-    else:
-        module[0][1].eval()
-    assert_exact(module, cross_entropy, x)
-
-
 def test_modules_without_batch_norm_inside_may_do_anything():
     class Anything(nn.Module):
         def __init__(self):
@@ -265,21 +290,6 @@ def test_modules_without_batch_norm_inside_may_do_anything():
     module = nn.Sequential(Anything(), nn.BatchNorm1d(4), Anything())
     small = assert_exact(module, cross_entropy, torch.randn(ROWS, 4))
     assert small.get_submodule("0").calls == 1
-
-
-def test_no_grad_around_a_part_stays_around_it():
-    class Detached(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.bn, self.b = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 3)
-
-        def forward(self, x):
-            y = self.bn(self.a(x))
-            with torch.no_grad():
-                target = y.tanh() * 2
-            return self.b(y) * target[:, :1]
-
-    assert_exact(Detached(), cross_entropy, torch.randn(ROWS, 4))
 
 
 def test_a_coin_is_tossed_once_per_forward_pass():
@@ -339,20 +349,6 @@ def test_backward_twice_and_freed_memory():
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
     assert relative_error(gradients(small), gradients(module)) <= EXACT
-
-
-def test_unused_outputs_leave_parameters_without_gradient():
-    class TwoHeads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.bn = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
-            self.one, self.other, self.unused = nn.Linear(4, 3), sequential(), nn.BatchNorm1d(4)
-
-        def forward(self, x):
-            y = self.bn(self.body(x))
-            return self.one(y), self.other(y), self.unused(y)
-
-    assert_exact(with_random_affine_parts(TwoHeads()), lambda out: cross_entropy(out[0]), torch.randn(ROWS, 4))
 
 
 class Peeks(nn.Module):
