@@ -6,26 +6,12 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-import gradaccum.torch
-from tests.reference import torch_updates
-from tests.torch.optimizer.loops import assert_same
-from tests.torch.problems import join, mse, network, regression, sgd, split
+from tests.torch.optimizer.loops import assert_same, large, train, wrapped
+from tests.torch.problems import network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 PARTS = split(tuple(t.double() for t in regression(12)), [2] * 6)
-
-
-def train(optimizer, model, batches):
-    for x, y in batches:
-        optimizer.zero_grad()
-        mse(model, x, y).backward()
-        optimizer.step()
-
-
-def start(steps=3):
-    model = network()
-    return model, gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=steps)
 
 
 # The next batch is fetched while one is in use.
@@ -60,27 +46,21 @@ def one_of_numpys_arrays():
         yield batch
 
 
-@pytest.mark.parametrize("loader", [one_buffer, one_array, one_list, one_of_numpys_arrays])
+def one_dict():
+    batch = {}
+    for x, y in PARTS:
+        batch["x"], batch["y"] = x, y
+        yield batch
+
+
+@pytest.mark.parametrize("loader", [one_dict, one_buffer, one_array, one_list, one_of_numpys_arrays])
 def test_a_loader_that_refills_what_is_in_use_is_named_before_anything_is_trained_on(loader):
-    model, optimizer = start()
+    model, optimizer = wrapped(steps=3)
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(ValueError, match="Fetching the next batch changed the one in use"):
         for batch in optimizer.batches(loader()):
-            train(optimizer, model, [batch])
+            train(model, optimizer, [batch])
     assert all(map(torch.equal, model.parameters(), before))
-
-
-def test_a_dict_that_is_refilled_is_named():
-    _, optimizer = start()
-
-    def refilled():
-        batch = {}
-        for x, y in PARTS:
-            batch["x"], batch["y"] = x, y
-            yield batch
-
-    with pytest.raises(ValueError, match="Fetching the next batch changed the one in use"):
-        next(iter(optimizer.batches(refilled())))
 
 
 def test_batches_that_share_memory_and_stay_as_they_are_are_fine():
@@ -88,7 +68,7 @@ def test_batches_that_share_memory_and_stay_as_they_are_are_fine():
     shared = torch.ones(2, 3)
     interleaved = [(x[i::6], y[i::6], shared) for i in range(6)]
     for loader in [[PARTS[0]] * 4, interleaved, torch.utils.data.DataLoader(x, 4), torch.arange(24.0).split(6)]:
-        _, optimizer = start(steps=2)
+        _, optimizer = wrapped(steps=2)
         assert len([optimizer.step() for _ in optimizer.batches(loader)]) == len(loader)
 
 
@@ -102,11 +82,9 @@ def test_two_buffers_in_turn_are_fine():
             y.copy_(new_y)
             yield x, y
 
-    model, optimizer = start()
-    train(optimizer, model, optimizer.batches(in_turn()))
-    alone = network()
-    torch_updates(alone, sgd(alone.parameters()), [join(PARTS[:3]), join(PARTS[3:])], mse)
-    assert_same(model, alone)
+    model, optimizer = wrapped(steps=3)
+    train(model, optimizer, optimizer.batches(in_turn()))
+    assert_same(model, large([PARTS[:3], PARTS[3:]]))
 
 
 # Loops that are left and taken up again.
@@ -114,21 +92,21 @@ def test_two_buffers_in_turn_are_fine():
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 def test_breaking_off_and_going_on_with_the_same_iterator_loses_no_batch(after):
-    model, optimizer = start(steps=1)
+    model, optimizer = wrapped(steps=1)
     stream, seen = iter(enumerate(PARTS)), []
     for index, batch in optimizer.batches(stream, weight=lambda item: 1):
-        train(optimizer, model, [batch])
+        train(model, optimizer, [batch])
         seen.append(index)
         if len(seen) == after:
             break
     for index, batch in optimizer.batches(stream, weight=lambda item: 1):
-        train(optimizer, model, [batch])
+        train(model, optimizer, [batch])
         seen.append(index)
     assert seen == list(range(6))
 
 
 def test_another_iterator_does_not_get_what_was_fetched_from_the_first():
-    _, optimizer = start(steps=1)
+    _, optimizer = wrapped(steps=1)
     for _ in optimizer.batches(iter(PARTS)):
         optimizer.step()
         break
@@ -158,7 +136,7 @@ class Stateful:
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
 def test_batches_resume_behind_the_last_one_that_was_handed_out(make_loader, after):
     whole = list(make_loader())
-    _, optimizer = start(steps=2)
+    _, optimizer = wrapped(steps=2)
     batches = optimizer.batches(make_loader(), weight=lambda batch: 1)
     for number, _ in enumerate(batches, 1):
         optimizer.step()
@@ -167,7 +145,7 @@ def test_batches_resume_behind_the_last_one_that_was_handed_out(make_loader, aft
             window = optimizer.state_dict()
             break
     assert saved["batches"] == after
-    _, resumed = start(steps=2)
+    _, resumed = wrapped(steps=2)
     again = resumed.batches(make_loader(), weight=lambda batch: 1)
     again.load_state_dict(saved)
     resumed.load_state_dict(window)
@@ -191,7 +169,7 @@ def test_images_of_different_sizes_are_not_counted_by_their_channels():
         [torch.randn(3, 8, 9), torch.randn(3, 7, 5)],
         ([torch.randn(3, 8, 9), torch.randn(3, 7, 5)], torch.zeros(3)),
     ]:
-        _, optimizer = start()
+        _, optimizer = wrapped(steps=3)
         with pytest.raises(ValueError, match=r"images of different sizes.*\nPass weight= to batches\(\)"):
             next(iter(optimizer.batches([batch, batch])))
         assert next(iter(optimizer.batches([batch, batch], weight=lambda batch: 2))) is batch
@@ -199,7 +177,7 @@ def test_images_of_different_sizes_are_not_counted_by_their_channels():
 
 def test_sequences_in_front_and_a_short_last_batch_are_counted_by_their_rows():
     batches = [[torch.randn(rows, 8, 9), torch.randn(rows, 7, 9)] for rows in (5, 5, 3)]
-    _, optimizer = start()
+    _, optimizer = wrapped(steps=3)
     assert len([optimizer.step() for _ in optimizer.batches(batches)]) == 3
 
 
@@ -210,13 +188,12 @@ def test_a_packed_batch_is_counted_by_its_sequences():
     torch.manual_seed(0)
     lengths = [[3, 1], [1, 2, 2], [4]]
     parts = [(packed(each), torch.randn(len(each), 3)) for each in lengths]
-    model, alone = network(), network()
+    (model, optimizer), alone = wrapped(steps=3), network()
 
     def loss(model, x, y):
         last = nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0].sum(1)
         return nn.functional.mse_loss(model(last), y)
 
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
     for x, y in optimizer.batches(parts):
         loss(model, x, y).backward()
         optimizer.step()
@@ -233,12 +210,11 @@ def test_a_jagged_batch_is_counted_by_its_rows():
         torch.nested.nested_tensor([torch.randn(n, 5) for n in lengths], layout=torch.jagged)
         for lengths in ([2, 3], [1, 4, 2], [3])
     ]
-    model, alone = network(), network()
+    (model, optimizer), alone = wrapped(steps=3), network()
 
     def loss(model, x):
         return torch.stack([model(row).mean() for row in x.unbind()]).mean()
 
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
     for x in optimizer.batches(parts):
         loss(model, x).backward()
         optimizer.step()

@@ -8,7 +8,7 @@ from torch import nn
 
 import gradaccum.torch
 from tests.reference import FLOAT64, relative_error, torch_updates
-from tests.torch.optimizer.loops import assert_same, wrapped
+from tests.torch.optimizer.loops import assert_same, large, train, wrapped
 from tests.torch.problems import adam, join, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -63,22 +63,18 @@ def test_a_scale_that_changes_while_the_sum_is_detached_is_applied_to_it(how, sc
 @pytest.mark.parametrize("how", ["loss.backward()", "optimizer.backward()"])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip_window", "skip_micro_batch"])
 @pytest.mark.parametrize("weights", [[0, 3, 2], [3, 0, 2], [3, 2, 0], [0, 0, 4]])
-def test_a_weightless_micro_batch_does_not_count_wherever_it_stands(how, nonfinite, weights):
-    model, alone = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3, nonfinite=nonfinite)
-    parts = [regression(weight or 5, seed=index) for index, weight in enumerate(weights)]
-    numbers = iter(weights)
-    for x, y in optimizer.batches(parts, weight=lambda part: next(numbers)):
-        optimizer.zero_grad()
-        if how == "optimizer.backward()":
-            optimizer.backward(mse(model, x, y))
-        else:
-            mse(model, x, y).backward()
-        optimizer.step()
-    assert optimizer.updates == 1
-    counted = [part for part, weight in zip(parts, weights, strict=True) if weight]
-    torch_updates(alone, sgd(alone.parameters()), [join(counted)], mse)
-    assert_same(model, alone)
+def test_a_weightless_micro_batch_does_not_count_wherever_it_stands_though_its_loss_is_nan(how, nonfinite, weights):
+    """In windows that look at all gradients and in ordinary ones."""
+    model, optimizer = wrapped(steps=3, nonfinite=nonfinite)
+    window = [(*regression(weight or 5, seed=index), weight) for index, weight in enumerate(weights)]
+
+    def loss(model, x, y, weight):
+        return mse(model, x, y) * (1.0 if weight else float("nan"))
+
+    weigh = (lambda *batch: None) if how == "optimizer.backward()" else None
+    train(model, optimizer, optimizer.batches(window * 6, weight=lambda part: part[2]), loss=loss, weigh=weigh)
+    assert optimizer.updates == 6
+    assert_same(model, large([[part[:2] for part in window if part[2]]] * 6))
 
 
 def test_an_overflow_in_a_weightless_micro_batch_costs_no_update():
@@ -126,19 +122,3 @@ def test_a_head_that_only_a_weightless_micro_batch_uses_has_the_gradient_zero(ma
         assert heads["unused"].weight.grad is None
     assert optimizer.updates == 2
     assert_same(heads, alone)
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_micro_batch_that_weighs_nothing_counts_nothing_in_any_window(place):
-    """In windows that look at all gradients and in ordinary ones, wherever it stands."""
-    model, plain = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
-    inner, window = sgd(plain.parameters()), split(regression(9), [2, 3, 4])
-    parts = [(*part, float(i != place)) for i, part in enumerate(window)] * 6
-    for x, y, counts in optimizer.batches(parts, weight=lambda part: part[2] * len(part[0])):
-        optimizer.zero_grad()
-        (mse(model, x, y) * (1.0 if counts else float("nan"))).backward()
-        optimizer.step()
-    torch_updates(plain, inner, [join([part for i, part in enumerate(window) if i != place])] * 6, mse)
-    assert optimizer.updates == 6
-    assert_same(model, plain)
