@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 from gradaccum.core.sizes import even_sizes
 from gradaccum.jax.batch.arrays import devices_of
 
-__all__ = ["Batch", "Group", "argument_numbers", "axes_of_each", "spread"]
+__all__ = ["Batch", "Group", "argument_names", "argument_numbers", "axes_of_each", "spread"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,12 @@ class Batch:
             found, _ = jax.tree_util.tree_flatten_with_path(argument)
             self.leaves += [leaf for _, leaf in found]
             self.paths += [name + jax.tree_util.keystr(path) for path, _ in found]
-            self.axes += _axes(argument, prefix, name)
+            for axis in jax.tree.leaves(prefix, is_leaf=lambda node: node is None):
+                if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
+                    raise TypeError(
+                        f"`in_axes` must hold ints and None, as for jax.vmap. Received: in_axes={prefix!r}."
+                    )
+            self.axes += spread(prefix, argument, "in_axes", name)
             self._ends.append(len(self.leaves))
         self.structure = jax.tree.structure(arguments)
         self.rows = self._counted()
@@ -159,14 +166,6 @@ class Batch:
         return whole.reshape(*whole.shape[:axis], self.rows, *whole.shape[axis + 2 :])
 
 
-def _axes(argument: Any, prefix: Any, name: str) -> list[int | None]:
-    """The axis of each leaf of the argument."""
-    for axis in jax.tree.leaves(prefix, is_leaf=lambda node: node is None):
-        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
-            raise TypeError(f"`in_axes` must hold ints and None, as for jax.vmap. Received: in_axes={prefix!r}.")
-    return spread(prefix, argument, "in_axes", name)
-
-
 def spread(prefix: Any, tree: Any, option: str, name: str) -> list[Any]:
     """For each leaf of the tree, what a pytree prefix of it says.
 
@@ -212,6 +211,16 @@ def argument_numbers(name: str, given: Any, *, from_end: bool = False) -> tuple[
     if (min(found) < 0 and not from_end) or len(set(found)) < len(found):
         raise ValueError(f"`{name}` must be {kind}, each once. Received: {name}={given!r}.")
     return found
+
+
+def argument_names(fn: Any, numbers: Iterable[int]) -> tuple[str, ...]:
+    """What messages call these arguments: by their names, where they have one."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(names[n] if n < len(names) else f"args[{n}]" for n in numbers)
 
 
 def axes_of_each(in_axes: Any, batch_argnums: Any) -> tuple[Any, ...]:

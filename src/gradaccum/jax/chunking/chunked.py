@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each
+from gradaccum.jax.batch import Batch, argument_names, argument_numbers, axes_of_each
 from gradaccum.jax.chunking.two_passes import Body, TwoPasses
 from gradaccum.schedule import checked_count
 
@@ -80,7 +80,7 @@ def chunked(
                     f"`{name}` names argument {number}, and there are {len(args)} positional ones (the first is 0). "
                     "Pass it by position, or say another number."
                 )
-        batch = Batch(tuple(args[n] for n in batches), axes, _names(fn, batches))
+        batch = Batch(tuple(args[n] for n in batches), axes, argument_names(fn, batches))
         groups = batch.groups(micro_batch_size)
         count = sum(group.count for group in groups)
         body = Body(fn, args, kwargs, batches, keys, batch)
@@ -91,10 +91,3 @@ def chunked(
         return TwoPasses(body, batch, groups, keep)(split)
 
     return in_chunks
-
-
-def _names(fn: Any, numbers: tuple[int, ...]) -> tuple[str, ...]:
-    """What messages call these arguments: by their names, where they have one."""
-    code = getattr(fn, "__code__", None)
-    names = code.co_varnames[: code.co_argcount] if code is not None else ()
-    return tuple(names[n] if n < len(names) else f"args[{n}]" for n in numbers)

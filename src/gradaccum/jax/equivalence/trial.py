@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax.extend.random import define_prng_impl, threefry_prng_impl
 
 from gradaccum.core.numpy_arrays import ArrayRunner, largest
 from gradaccum.core.proof import Outcome
-from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each, equations
+from gradaccum.jax.batch import Batch, argument_names, argument_numbers, axes_of_each, equations
 from gradaccum.jax.loss import Verdict
 from gradaccum.jax.train_step import judge_loss, value_and_grad
 
@@ -30,7 +29,7 @@ class Trial(ArrayRunner):
 
     def __init__(self, loss_fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.loss_fn, self.options = loss_fn, dict(options)
-        self.names = _names(loss_fn, len(args))
+        self.names = argument_names(loss_fn, range(len(args)))
         self.batches = argument_numbers("batch_argnums", options["batch_argnums"])
         self.state_argnum = options["state_argnum"]
         key = self.options.pop("rng_argnum")
@@ -129,16 +128,6 @@ class Trial(ArrayRunner):
                 name = str(getattr(variable.aval, "dtype", "")).replace("complex64", "float32")
                 found |= {name} & set(order)
         return max(found, key=order.index)
-
-
-def _names(loss_fn: Any, count: int) -> tuple[str, ...]:
-    """What messages call the arguments."""
-    try:
-        parameters = list(inspect.signature(loss_fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return tuple(names[n] if n < len(names) else f"args[{n}]" for n in range(count))
 
 
 def _in_double(leaf: Any) -> Any:

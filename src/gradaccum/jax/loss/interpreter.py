@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,19 +69,18 @@ _STEPS = {"argmax", "argmin", "ceil", "convert_element_type", "floor", "round", 
 _LATE = 1 << 40
 
 
-class Equation(NamedTuple):
+class Equation:
     """One operation, at both numbers of rows; `number` is equal for operations that compute the same."""
 
-    name: str
-    params: dict[str, Any]
-    other_params: dict[str, Any]
-    shapes: list[tuple[int, ...]]
-    outputs: list[tuple[int, ...]]
-    other_outputs: list[tuple[int, ...]]
-    dtypes: tuple[list[Any], list[Any]]
-    source: Source
-    number: Any
-    traced: tuple[Any, Any]
+    def __init__(self, one: Any, other: Any, source: Source, number: Any) -> None:
+        self.name, self.source, self.number, self.traced = one.primitive.name, source, number, (one, other)
+        self.params, self.other_params = one.params, other.params
+        scalar: tuple[int, ...] = ()
+        self.shapes, self.outputs, self.other_outputs = (
+            [getattr(variable.aval, "shape", scalar) for variable in some]
+            for some in (one.invars, one.outvars, other.outvars)
+        )
+        self.dtypes = [[getattr(v.aval, "dtype", None) for v in some] for some in (one.invars, one.outvars)]
 
 
 class Interpreter:
@@ -178,19 +177,11 @@ class Interpreter:
             return [Lost("unknown", equation.source, str(error))] * len(one.outvars)
 
     def _equation(self, one: Any, other: Any, values: list[Any]) -> Equation:
-        def kinds(variables: list[Any], name: str, without: Any) -> list[Any]:
-            return [getattr(variable.aval, name, without) for variable in variables]
-
-        name = one.primitive.name
-        shapes, outputs, others = (kinds(some, "shape", ()) for some in (one.invars, one.outvars, other.outvars))
-        dtypes = kinds(one.invars, "dtype", None), kinds(one.outvars, "dtype", None)
-        source, number = Source(name, _called_from(one.source_info, self.callers)), None
+        name, number = one.primitive.name, None
         if name not in NESTED_RULES and all(isinstance(value, Value) for value in values):
             static = tuple(sorted((key, repr(value)) for key, value in one.params.items() if key != "sharding"))
             number = self.number(name, static, *(value.number for value in values))
-        return Equation(
-            name, one.params, other.params, shapes, outputs, others, dtypes, source, number, (one, other)
-        )  # fmt: skip
+        return Equation(one, other, Source(name, _called_from(one.source_info, self.callers)), number)
 
     def _mixed(self, how: str, equation: Equation, values: list[Any]) -> Lost:
         """A pattern of rows by rows, such as an identity matrix, is not what mixes them."""
