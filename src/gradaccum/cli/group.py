@@ -124,18 +124,12 @@ def user_errors(target: str) -> Iterator[None]:
     except (click.ClickException, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit, too: its code would be taken for the command's
-        if isinstance(error, UserCodeError):
-            raise BadInput(str(error)) from None
         if isinstance(error, (TypeError, ValueError)) and not users_frames(error):
             raise BadInput(" ".join(str(error).split())) from None
         raise BadInput(f"{target}: the model or its loss raised {one_line(error)}") from None
 
 
 # The function that a user names as `path/to/file.py:make`.
-
-
-class UserCodeError(ValueError):
-    """The user's file or function can't be used. The message is one line."""
 
 
 def subject(target: str) -> tuple[Any, Any, dict[str, Any]]:
@@ -149,7 +143,7 @@ def subject(target: str) -> tuple[Any, Any, dict[str, Any]]:
         made = function()
     if not isinstance(made, tuple) or len(made) != 3:
         received = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        raise UserCodeError(f"{target} must return (model, batch, loss_fn). Received: {received}.")
+        raise BadInput(f"{target} must return (model, batch, loss_fn). Received: {received}.")
     model, batch, loss = made
     return model, batch, dict(loss) if isinstance(loss, Mapping) else {"loss_fn": loss}
 
@@ -158,13 +152,13 @@ def _loaded(target: str) -> Any:
     """The function named by `path/to/file.py:make`."""
     path_text, colon, name = target.rpartition(":")
     if not colon or not path_text or not name.isidentifier():
-        raise UserCodeError(f"Name the function as path/to/file.py:make. Received: {target!r}.")
+        raise BadInput(f"Name the function as path/to/file.py:make. Received: {target!r}.")
     path = pathlib.Path(path_text)
     if not path.is_file():
-        raise UserCodeError(f"{path_text}: no such file.")
+        raise BadInput(f"{path_text}: no such file.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise UserCodeError(f"{path_text} is not a Python file. Name the function as path/to/file.py:make.")
+        raise BadInput(f"{path_text} is not a Python file. Name the function as path/to/file.py:make.")
     module = importlib.util.module_from_spec(spec)
     # As `python path/to/file.py` has it: its neighbours can be imported, and it can find itself.
     sys.path.insert(0, str(path.resolve().parent))
@@ -177,7 +171,7 @@ def _loaded(target: str) -> Any:
             n for n, o in vars(module).items() if callable(o) and getattr(o, "__module__", "") == path.stem
         )
         there = f" It has {', '.join(functions)}." if functions else ""
-        raise UserCodeError(f"{path_text} has no function {name!r}.{there}")
+        raise BadInput(f"{path_text} has no function {name!r}.{there}")
     return function
 
 
@@ -189,7 +183,7 @@ def _errors_in(what: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise UserCodeError(f"{what} raised {one_line(error)}") from error
+        raise BadInput(f"{what} raised {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:
