@@ -49,6 +49,14 @@ SIZES = {
 }
 
 
+def sized(*sizes, make=sgd, of=None, **compiled):
+    """The network, compiled with a BatchOptimizer of these sizes."""
+    model = network()
+    optimizer = BatchOptimizer(make(), *sizes, of or model)
+    model.compile(optimizer=optimizer, loss="mse", **{"jit_compile": BACKEND == "jax", **compiled})
+    return model
+
+
 def micro_batches(maximum, train_size):
     sizes = [maximum] * (train_size // maximum) + [train_size % maximum] * (train_size % maximum > 0)
     return split(regression(train_size), sizes)
@@ -67,12 +75,10 @@ CASES = [
 def test_fit_matches_the_desired_batches(sizes, make, fit_bound):
     maximum, desired, train_size = SIZES[sizes]
     batches = micro_batches(maximum, train_size)
-    model = network()
-    optimizer = BatchOptimizer(make(), maximum, desired, train_size, model)
-    model.compile(optimizer=optimizer, loss="mse", jit_compile=BACKEND == "jax")
+    model = sized(maximum, desired, train_size, make=make)
     model.fit(*join(batches), batch_size=maximum, epochs=2, shuffle=False, verbose=0)
     steps = -(-desired // maximum)
-    assert int(optimizer.iterations) == 2 * len(windows_of(batches, steps))
+    assert int(model.optimizer.iterations) == 2 * len(windows_of(batches, steps))
     assert error(model, plain(network(), make(), batches, steps, 2)) <= fit_bound
 
 
@@ -82,10 +88,7 @@ def test_fit_matches_the_desired_batches(sizes, make, fit_bound):
 @pytest.mark.parametrize("train_size", [1, 5, 14, 21])
 def test_fit_matches_the_desired_batches_for_all_sizes(maximum, desired, train_size, fit_bound):
     batches = micro_batches(maximum, train_size)
-    model = network()
-    model.compile(
-        optimizer=BatchOptimizer(sgd(), maximum, desired, train_size, model), loss="mse", jit_compile=BACKEND == "jax"
-    )
+    model = sized(maximum, desired, train_size)
     model.fit(*join(batches), batch_size=maximum, epochs=2, shuffle=False, verbose=0)
     assert error(model, plain(network(), sgd(), batches, -(-desired // maximum), 2)) <= fit_bound
 
@@ -93,8 +96,7 @@ def test_fit_matches_the_desired_batches_for_all_sizes(maximum, desired, train_s
 @compiled_on("jax")
 def test_train_size_alone_tells_a_custom_loop(fit_bound):
     batches = micro_batches(4, 18)
-    model = network()
-    model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, model), loss="mse", jit_compile=BACKEND == "jax")
+    model = sized(4, 12, 18)
     for _ in range(2):
         for batch in batches:
             model.train_on_batch(*batch)
@@ -105,13 +107,8 @@ def test_train_size_alone_tells_a_custom_loop(fit_bound):
 @slow_where_compiled
 def test_a_model_with_batch_normalization_trains_and_is_named():
     keras.utils.set_random_seed(0)
-    layers = [
-        keras.Input((5,)),
-        keras.layers.Dense(7),
-        keras.layers.BatchNormalization(name="b"),
-        keras.layers.Dense(3),
-    ]
-    model = keras.Sequential(layers)
+    norm = keras.layers.BatchNormalization(name="b")
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(7), norm, keras.layers.Dense(3)])
     with pytest.warns(UserWarning, match="BatchNormalization normalises each micro-batch by itself.*: 'b'"):
         optimizer = BatchOptimizer(adam(), 4, 8, 16, model)
     model.compile(optimizer=optimizer, loss="mse", jit_compile=BACKEND == "jax")
@@ -124,8 +121,7 @@ def test_a_model_with_batch_normalization_trains_and_is_named():
 @slow_where_compiled
 def test_float64_weights(float64):
     batches = micro_batches(4, 18)
-    model = network()
-    model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, model), loss="mse", jit_compile=BACKEND == "jax")
+    model = sized(4, 12, 18)
     model.fit(*join(batches), batch_size=4, shuffle=False, verbose=0)
     assert {w.dtype for w in model.get_weights()} == {np.dtype("float64")}
     bound = 1e-12 if BACKEND == "tensorflow" else 1e-6
@@ -156,8 +152,7 @@ def test_an_epoch_that_was_interrupted_leaves_the_next_ones_aligned(fit_bound):
             if batch == 2:
                 raise KeyboardInterrupt
 
-    model = network()
-    model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, model), loss="mse", jit_compile=BACKEND == "jax")
+    model = sized(4, 12, 18)
     arguments = {"batch_size": 4, "shuffle": False, "verbose": 0}
     with pytest.raises(KeyboardInterrupt):
         model.fit(*join(batches), **arguments, callbacks=[Interrupts()])
@@ -170,65 +165,53 @@ def test_an_epoch_that_was_interrupted_leaves_the_next_ones_aligned(fit_bound):
 # Bad input.
 
 
-@pytest.mark.parametrize("batch_size", [8, 2, None])
-def test_fit_with_another_batch_size_is_an_error(batch_size):
-    model, (x, y) = network(), regression(18)
-    model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, model), loss="mse", jit_compile=BACKEND == "jax")
-    with pytest.raises(ValueError, match=rf"batch_size=maximum_batch_size.*Received: batch_size={batch_size}"):
-        model.fit(x, y, batch_size=batch_size, verbose=0)
-
-
-@compiled_on("jax")
-def test_data_with_another_batch_size_is_an_error():
-    model = network()
-    model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, model), loss="mse", jit_compile=BACKEND == "jax")
-    with pytest.raises(ValueError, match=r"maximum_batch_size=4 .* last of train_size=18 rows, with 2\. Received: 6"):
-        model.fit(Batches(split(regression(18), [6, 3, 3, 3, 3])), shuffle=False, verbose=0)
-
-
-def test_rows_other_than_train_size_are_an_error():
-    model, (x, y) = network(), regression(20)
-    model.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 20, model), loss="mse", jit_compile=BACKEND == "jax")
-    with pytest.raises(ValueError, match=r"train_size=20, where fit\(\) has 16 rows after its validation split"):
-        model.fit(x, y, batch_size=4, validation_split=0.2, verbose=0)
-    with pytest.raises(ValueError, match=r"Received: steps_per_epoch=3"):
-        model.fit(x, y, batch_size=4, steps_per_epoch=3, verbose=0)
-
-
-@compiled_on("jax")
 @pytest.mark.parametrize(
-    ("train_size", "kind"),
+    ("sizes", "rows", "fit", "message"),
     [
-        (8, "a dataset"),
-        *(slow(size, "a dataset") for size in (16, 20, 28)),
-        slow(16, "a generator"),
-        (28, "a generator"),
+        *(
+            ((4, 12, 18), 18, {"batch_size": size}, rf"batch_size=maximum_batch_size.*Received: batch_size={size}")
+            for size in (8, 2, None)
+        ),
+        (
+            (4, 12, 20),
+            20,
+            {"batch_size": 4, "validation_split": 0.2},
+            r"train_size=20, where fit\(\) has 16 rows after its validation split",
+        ),
+        ((4, 12, 20), 20, {"batch_size": 4, "steps_per_epoch": 3}, r"Received: steps_per_epoch=3"),
+        ((4, 8, 16), 16, {"batch_size": 4, "callbacks": [GradientAccumulation(2)]}, "follow from its batch sizes"),
     ],
 )
-def test_another_number_of_rows_is_an_error_whatever_they_come_from(train_size, kind):
-    model = network()
-    model.compile(optimizer=BatchOptimizer(sgd(), 4, 8, train_size, model), loss="mse", jit_compile=False)
-    batches = split(regression(24), [4] * 6)
-    data = Batches(batches) if kind == "a dataset" else (batch for batch in batches)
-    with pytest.raises(ValueError, match=rf"train_size={train_size}"), ignored("ran out of data"):
-        model.fit(data, shuffle=False, verbose=0)
+def test_fit_that_breaks_a_promise_is_an_error(sizes, rows, fit, message):
+    x, y = regression(rows)
+    with pytest.raises(ValueError, match=message):
+        sized(*sizes).fit(x, y, verbose=0, **fit)
+
+
+OTHER_BATCHES = [
+    ((4, 12, 18), [6, 3, 3, 3, 3], "a dataset", r"=4 .* last of train_size=18 rows, with 2\. Received: 6"),
+    ((4, 8, 8), [4] * 6, "a dataset", "train_size=8"),
+    *(slow((4, 8, size), [4] * 6, "a dataset", f"train_size={size}") for size in (16, 20, 28)),
+    slow((4, 8, 16), [4] * 6, "a generator", "train_size=16"),
+    ((4, 8, 28), [4] * 6, "a generator", "train_size=28"),
+    ((4, 8, 18), [4] * 5, "a dataset", "train_size=18, where the 5 micro-batches of the epoch add up to another"),
+]
 
 
 @compiled_on("jax")
-def test_more_rows_than_promised_in_as_many_micro_batches_are_an_error():
-    model = network()
-    model.compile(optimizer=BatchOptimizer(sgd(), 4, 8, 18, model), loss="mse", jit_compile=False)
-    with pytest.raises(ValueError, match="train_size=18, where the 5 micro-batches of the epoch add up to another"):
-        model.fit(Batches(split(regression(20), [4] * 5)), shuffle=False, verbose=0)
+@pytest.mark.parametrize(("sizes", "rows", "kind", "message"), OTHER_BATCHES)
+def test_other_batches_than_promised_are_an_error_whatever_they_come_from(sizes, rows, kind, message):
+    batches = split(regression(sum(rows)), rows)
+    data = Batches(batches) if kind == "a dataset" else (batch for batch in batches)
+    with pytest.raises(ValueError, match=message), ignored("ran out of data"):
+        sized(*sizes, jit_compile=False).fit(data, shuffle=False, verbose=0)
 
 
 @compiled_on("jax")
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on PyTorch.")
 @pytest.mark.parametrize("kind", ["a dataset", slow("a generator")])
 def test_steps_per_execution_that_do_not_divide_the_epoch_match_the_desired_batches(kind, fit_bound):
-    model, batches = network(), micro_batches(4, 18)
-    optimizer = BatchOptimizer(sgd(), 4, 8, 18, model)
-    model.compile(optimizer=optimizer, loss="mse", jit_compile=False, steps_per_execution=2)
+    model, batches = sized(4, 8, 18, jit_compile=False, steps_per_execution=2), micro_batches(4, 18)
     data = Batches(batches) if kind == "a dataset" else (batch for batch in batches)
     with ignored("ran out of data"):
         model.fit(data, shuffle=False, verbose=0)
@@ -236,10 +219,9 @@ def test_steps_per_execution_that_do_not_divide_the_epoch_match_the_desired_batc
 
 
 def test_another_model_is_an_error():
-    other, (x, y) = network(), regression(18)
-    other.compile(optimizer=BatchOptimizer(sgd(), 4, 12, 18, network()), loss="mse")
+    x, y = regression(18)
     with pytest.raises(ValueError, match="made for another model"):
-        other.fit(x, y, batch_size=4, verbose=0)
+        sized(4, 12, 18, of=network(), jit_compile="auto").fit(x, y, batch_size=4, verbose=0)
 
 
 @pytest.mark.parametrize("sizes", [(0, 8, 16), (4, -1, 16), (4, 8, 0)])
@@ -253,10 +235,6 @@ def test_wrong_types_are_errors():
         BatchOptimizer(sgd(), 4.5, 8, 16, network())
     with pytest.raises(TypeError, match=r"must be a keras\.Model"):
         BatchOptimizer(sgd(), 4, 8, 16, "model")
-    model, (x, y) = network(), regression(16)
-    model.compile(optimizer=BatchOptimizer(sgd(), 4, 8, 16, model), loss="mse", jit_compile=BACKEND == "jax")
-    with pytest.raises(ValueError, match="follow from its batch sizes"):
-        model.fit(x, y, batch_size=4, verbose=0, callbacks=[GradientAccumulation(2)])
 
 
 def test_a_model_that_is_compiled_anew_is_checked_no_more():

@@ -129,15 +129,6 @@ def test_every_reduction_matches_plain_fit_with_any_weights(float64, reduction, 
     assert_same(classifier, compiled, X, CLASSES, float64, **fit[weights])
 
 
-@compiled_on("tensorflow")
-def test_micro_batches_whose_weights_are_zero_or_cancel_match_plain_fit(float64):
-    weights = WEIGHTS.copy()
-    weights[:MICRO] = 0
-    weights[BATCH : BATCH + MICRO] = [1, -1, 2, -2]
-    compiled = lambda: crossentropy(reduction="mean_with_sample_weight")  # noqa: E731
-    assert_same(classifier, compiled, X, CLASSES, float64, sample_weight=weights)
-
-
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="Plain Keras trains on an unreduced loss on TensorFlow only.")
 def test_no_reduction_matches_plain_fit(float64):
     def compiled():
@@ -172,47 +163,6 @@ def test_masks_that_only_the_forward_pass_knows_match_plain_fit(float64, weighte
         return {"optimizer": keras.optimizers.SGD(0.01, momentum=0.9), **crossentropy(reduction=reduction)}
 
     assert_same(tagger, compiled, TOKENS, TAGS, float64, sample_weight=weights)
-
-
-@compiled_on("tensorflow")
-def test_masks_beside_other_terms_of_the_loss_match_plain_fit(float64):
-    make = lambda: tagger(kernel_regularizer="l2", activity_regularizer=ACTIVITY)  # noqa: E731
-    assert_same(make, crossentropy, TOKENS, TAGS, float64)
-
-
-@slow_where_compiled
-def test_weights_beside_a_term_that_only_the_forward_pass_adds_match_plain_fit(float64):
-    make = lambda: classifier(activity_regularizer=ACTIVITY)  # noqa: E731
-    compiled = lambda: crossentropy(reduction="mean_with_sample_weight")  # noqa: E731
-    assert_same(make, compiled, X, CLASSES, float64, in_logs=IN_FLOAT32, sample_weight=WEIGHTS)
-
-
-@slow_where_compiled
-@pytest.mark.parametrize("last", [layers.GlobalAveragePooling1D, slow(lambda: layers.LSTM(4))])
-def test_masks_that_end_inside_the_model_match_plain_fit(float64, last):
-    def make():
-        return keras.Sequential([layers.Embedding(7, 3, mask_zero=True), last(), layers.Dense(3, activation="softmax")])
-
-    adam = lambda: {"optimizer": keras.optimizers.Adam(0.01), **crossentropy()}  # noqa: E731
-    assert_same(make, adam, TOKENS, CLASSES, float64, epochs=1)
-
-
-@slow_where_compiled
-def test_a_masking_layer_matches_plain_fit(float64):
-    def make():
-        return keras.Sequential(
-            [layers.Masking(0.0), layers.SimpleRNN(4, return_sequences=True), layers.Dense(3, activation="softmax")]
-        )
-
-    x = random.normal(size=(ROWS, 6, 2)) * (TOKENS > 0)[..., None]
-    assert_same(make, crossentropy, x, TAGS, float64, epochs=1)
-
-
-@compiled_on("tensorflow")
-def test_ignored_classes_match_plain_fit(float64):
-    y = np.where(TOKENS == 0, -1, TAGS)
-    y[:4] = -1  # a whole micro-batch
-    assert_same(lambda: tagger(mask=False), lambda: crossentropy(ignore_class=-1), TOKENS, y, float64)
 
 
 def two_outputs():
@@ -286,19 +236,6 @@ class Subclassed(keras.Model):
         return self.out(hidden)
 
 
-@compiled_on("tensorflow")
-def test_an_unbuilt_subclassed_model_with_added_losses_matches_plain_fit(float64):
-    assert_same(Subclassed, crossentropy, X, CLASSES, float64, in_logs=IN_FLOAT32)
-
-
-@compiled_on("tensorflow")
-def test_regularisers_count_once(float64):
-    make = lambda: classifier(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer=ACTIVITY)  # noqa: E731
-    # On JAX Keras divides a tanh's activity regulariser by its rows in float32, where only powers of two are exact.
-    rows, batch = (16, 8) if BACKEND == "jax" else (ROWS, BATCH)
-    assert_same(make, crossentropy, X[:rows], CLASSES[:rows], float64, in_logs=IN_FLOAT32, batch_size=batch)
-
-
 @keras.saving.register_keras_serializable("gradaccum_tests")
 class OwnLoss(keras.Model):
     """Overrides compute_loss and compute_metrics."""
@@ -312,11 +249,67 @@ class OwnLoss(keras.Model):
         return {**logs, "largest": ops.max(y_pred)}
 
 
-@compiled_on("tensorflow")
-def test_overridden_compute_loss_and_compute_metrics_match_plain_fit(float64):
-    def make():
-        inputs = layers.Input((5,))
-        return OwnLoss(inputs, layers.Dense(3, activation="softmax")(inputs))
+def with_own_loss():
+    inputs = layers.Input((5,))
+    return OwnLoss(inputs, layers.Dense(3, activation="softmax")(inputs))
 
-    compiled = lambda: crossentropy(reduction="mean_with_sample_weight")  # noqa: E731
-    assert_same(make, compiled, X, CLASSES, float64, in_logs=IN_FLOAT32, sample_weight=WEIGHTS)
+
+def classes_of(*inside):
+    return keras.Sequential([*inside, layers.Dense(3, activation="softmax")])
+
+
+def over_weights():
+    return crossentropy(reduction="mean_with_sample_weight")
+
+
+def largest(y_true, y_pred):
+    return ops.max(y_pred)  # a scalar that looks across rows
+
+
+ZERO_OR_CANCELLING = WEIGHTS.copy()
+ZERO_OR_CANCELLING[:MICRO] = 0
+ZERO_OR_CANCELLING[BATCH : BATCH + MICRO] = [1, -1, 2, -2]
+IGNORED = np.where(TOKENS == 0, -1, TAGS)
+IGNORED[:4] = -1  # a whole micro-batch
+# On JAX Keras divides a tanh's activity regulariser by its rows in float32, where only powers of two are exact.
+EXACT, EXACT_BATCH = (16, 8) if BACKEND == "jax" else (ROWS, BATCH)
+LOGS = {"in_logs": IN_FLOAT32}
+CASES = {
+    "weights that are zero or cancel": (
+        classifier, over_weights, X, CLASSES, {"sample_weight": ZERO_OR_CANCELLING}),
+    "masks beside other terms of the loss": (
+        lambda: tagger(kernel_regularizer="l2", activity_regularizer=ACTIVITY), crossentropy, TOKENS, TAGS, {}),
+    "ignored classes": (lambda: tagger(mask=False), lambda: crossentropy(ignore_class=-1), TOKENS, IGNORED, {}),
+    "an unbuilt subclassed model with added losses": (Subclassed, crossentropy, X, CLASSES, LOGS),
+    "regularisers, which count once": (
+        lambda: classifier(kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer=ACTIVITY),
+        crossentropy, X[:EXACT], CLASSES[:EXACT], {"batch_size": EXACT_BATCH, **LOGS}),
+    "overridden compute_loss and compute_metrics": (
+        with_own_loss, over_weights, X, CLASSES, {"sample_weight": WEIGHTS, **LOGS}),
+    "a metric that is no sum over rows": (
+        classifier, lambda: {**crossentropy(), "metrics": [largest]}, X, CLASSES, {}),
+    "validation data": (classifier, crossentropy, X, CLASSES, {"epochs": 1, "validation_data": (X, CLASSES)}),
+    # PyTorch alone, but for the slow tests:
+    "weights beside a term that only the forward pass adds": (
+        lambda: classifier(activity_regularizer=ACTIVITY), over_weights, X, CLASSES,
+        {"sample_weight": WEIGHTS, **LOGS}),
+    "a mask that ends in pooling": (
+        lambda: classes_of(layers.Embedding(7, 3, mask_zero=True), layers.GlobalAveragePooling1D()),
+        lambda: {"optimizer": keras.optimizers.Adam(0.01), **crossentropy()}, TOKENS, CLASSES, {"epochs": 1}),
+    "a mask that ends in an LSTM": (
+        lambda: classes_of(layers.Embedding(7, 3, mask_zero=True), layers.LSTM(4)),
+        lambda: {"optimizer": keras.optimizers.Adam(0.01), **crossentropy()}, TOKENS, CLASSES, {"epochs": 1}),
+    "a masking layer": (
+        lambda: classes_of(layers.Masking(0.0), layers.SimpleRNN(4, return_sequences=True)),
+        crossentropy, random.normal(size=(ROWS, 6, 2)) * (TOKENS > 0)[..., None], TAGS, {"epochs": 1}),
+    "no metrics": (classifier, lambda: {"loss": "sparse_categorical_crossentropy"}, X, CLASSES, {}),
+    "a validation split": (classifier, crossentropy, X, CLASSES, {"epochs": 1, "validation_split": 0.3}),
+}  # fmt: skip
+EVERYWHERE = list(CASES)[: list(CASES).index("validation data") + 1]
+
+
+@compiled_on("tensorflow")
+@pytest.mark.parametrize("case", [case if case in EVERYWHERE else slow(case) for case in CASES])
+def test_matches_plain_fit_with(case, float64):
+    make, compiled, x, y, fit = CASES[case]
+    assert_same(make, compiled, x, y, float64, **fit)

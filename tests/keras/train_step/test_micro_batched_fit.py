@@ -63,12 +63,6 @@ def test_every_source_of_batches_matches_plain_fit(float64, source):
 
 
 @compiled_on("tensorflow")
-@pytest.mark.parametrize("validation", [{"validation_data": (X, CLASSES)}, slow({"validation_split": 0.3})], ids=list)
-def test_validation_data_and_split_match_plain_fit(float64, validation):
-    assert_same(classifier, crossentropy, X, CLASSES, float64, epochs=1, **validation)
-
-
-@compiled_on("tensorflow")
 def test_train_on_batch_matches_plain_keras(float64):
     models = []
     for size in (None, MICRO):
@@ -158,15 +152,6 @@ def test_random_layers_draw_per_micro_batch_and_are_reproducible():
         assert int(state[1]) == 4  # one draw per micro-batch
 
 
-@compiled_on("tensorflow")
-def test_metrics_that_are_no_sums_over_rows_match_plain_fit(float64):
-    def largest(y_true, y_pred):
-        return ops.max(y_pred)  # a scalar that looks across rows
-
-    compiled = lambda: {"loss": "sparse_categorical_crossentropy", "metrics": [largest]}  # noqa: E731
-    assert_same(classifier, compiled, X, CLASSES, float64)
-
-
 @slow_where_compiled
 def test_metrics_of_outputs_larger_than_the_batch_are_streamed(float64):
     def make():
@@ -182,11 +167,6 @@ def test_metrics_of_outputs_larger_than_the_batch_are_streamed(float64):
 
     ours, _ = assert_same(make, compiled, X, CLASSES, float64, sample_weight=WEIGHTS)
     assert {plan.metrics for plan in ours.train_step.plans.values()} <= {"streamed"}
-
-
-@slow_where_compiled
-def test_a_model_without_metrics_matches_plain_fit(float64):
-    assert_same(classifier, lambda: {"loss": "sparse_categorical_crossentropy"}, X, CLASSES, float64)
 
 
 @compiled_on("tensorflow")
