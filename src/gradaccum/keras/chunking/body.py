@@ -6,7 +6,8 @@ And its two passes over a batch: outputs without activations, then each micro-ba
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -22,6 +23,27 @@ __all__ = ["Body", "OuterTensorError", "State", "two_passes"]
 
 class OuterTensorError(ValueError):
     """A layer computes with tensors that need gradients, and are neither its inputs nor its variables."""
+
+
+class _Structure:
+    """A structure of arguments or outputs; the leaves in it that count as tensors, and the masks of these, flat."""
+
+    def __init__(self, structure: Any, is_one: Callable[[Any], bool]) -> None:
+        self.structure, self.leaves = structure, tree.flatten(structure)
+        self.places = [place for place, leaf in enumerate(self.leaves) if is_one(leaf)]
+        found = [private.keras_mask(self.leaves[place]) for place in self.places]
+        self.masked = [place for place, mask in enumerate(found) if mask is not None]
+        self.masks = [mask for mask in found if mask is not None]
+
+    def tensors(self) -> list[Any]:
+        return [*(self.leaves[place] for place in self.places), *self.masks]
+
+    def filled(self, tensors: list[Any], others: Mapping[int, Any] = types.MappingProxyType({})) -> Any:
+        """The structure with these tensors and masks, and other leaves by their places."""
+        for place, mask in zip(self.masked, tensors[len(self.places) :]):
+            private.set_keras_mask(tensors[place], mask)
+        leaves = {**dict(enumerate(self.leaves)), **dict(zip(self.places, tensors)), **others}
+        return tree.pack_sequence_as(self.structure, list(leaves.values()))
 
 
 class Body:
@@ -51,21 +73,15 @@ class Body:
         self.layer, self.call, self.batch_norm = layer, call, batch_norm
         self.batch_norms = batch_norms_of(layer)
         self._around = private.surroundings_of_call()
-        self._arguments = (args, kwargs)
-        self._leaves = tree.flatten(self._arguments)
-        self._rows = [index for index, leaf in enumerate(self._leaves) if has_rows(leaf)]
-        found = [self._tensor(self._leaves[index]) for index in self._rows]
-        masks = [private.keras_mask(tensor) for tensor in found]
-        self._masked = [index for index, mask in enumerate(masks) if mask is not None]
-        self._shared = [
-            index
-            for index, leaf in enumerate(self._leaves)
-            if ops.is_tensor(leaf) and not has_rows(leaf) and is_float(leaf)
-        ]
+        self._arguments, self._keywords = _Structure((args, kwargs), has_rows), kwargs
+        leaves = self._arguments.leaves
+        for place in self._arguments.places:
+            leaves[place] = self._tensor(leaves[place])
+        self._shared = [n for n, one in enumerate(leaves) if ops.is_tensor(one) and not has_rows(one) and is_float(one)]
         # `call` takes what is beside the arguments as its last one.
         self._beside = beside is not None
-        self.shared = [*(self._leaves[index] for index in self._shared), *(beside or [])]
-        self.tensors = [*found, *(masks[index] for index in self._masked)]
+        self.shared = [*(leaves[place] for place in self._shared), *(beside or [])]
+        self.tensors = self._arguments.tensors()
         counts = {tensor.shape[0] for tensor in self.tensors} - {None}
         if len(counts) > 1 or not self.tensors:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.tensors) or "no tensor with a dimension"
@@ -98,11 +114,11 @@ class Body:
     def kind(self) -> Any:
         """What calls of a kind have in common: whether they train, and the dtypes and ranks of their inputs."""
         dtypes = [(keras.backend.standardize_dtype(tensor.dtype), len(tensor.shape)) for tensor in self.tensors]
-        return self.training, str(dtypes), len(self._leaves)
+        return self.training, str(dtypes), len(self._arguments.leaves)
 
     @property
     def training(self) -> bool:
-        training = self._arguments[1].get("training", private.training_of_call())
+        training = self._keywords.get("training", private.training_of_call())
         return isinstance(training, (bool, int)) and bool(training)
 
     @property
@@ -117,13 +133,9 @@ class Body:
 
     def arguments(self, tensors: list[Any] | None = None, shared: list[Any] | None = None) -> Any:
         """Positional and keyword arguments of `call`, with these in the place of `tensors` and `shared`."""
-        tensors, shared = self.tensors if tensors is None else tensors, self.shared if shared is None else shared
-        leaves = list(self._leaves)
-        for place, mask in zip(self._masked, tensors[len(self._rows) :]):
-            private.set_keras_mask(tensors[place], mask)
-        for index, value in [*zip(self._rows, tensors), *zip(self._shared, shared)]:
-            leaves[index] = value
-        args, kwargs = tree.pack_sequence_as(self._arguments, leaves)
+        shared = self.shared if shared is None else shared
+        given = dict(zip(self._shared, shared))
+        args, kwargs = self._arguments.filled(self.tensors if tensors is None else tensors, given)
         return ((*args, shared[len(self._shared) :]), kwargs) if self._beside else (args, kwargs)
 
     def run(
@@ -137,7 +149,7 @@ class Body:
             outputs = self.call(*args, **kwargs)
         if scope.losses:
             self._refuse_losses()
-        result = self.take_for_outputs(outputs) if is_first else _tensors_in(outputs)
+        result = self.take_for_outputs(outputs) if is_first else _Structure(outputs, ops.is_tensor).tensors()
         if is_first:
             self.specs = [Spec.of(tensor) for tensor in result]
             self.check_rows(tensors[0].shape[0], [tuple(tensor.shape) for tensor in result])
@@ -147,21 +159,12 @@ class Body:
 
     def take_for_outputs(self, outputs: Any) -> list[Any]:
         """Let outputs be of this structure. Returns the tensors in them, and their masks."""
-        flat = tree.flatten(outputs)
-        self._outputs, self._output_leaves = outputs, [None if ops.is_tensor(leaf) else leaf for leaf in flat]
-        self._output_places = [index for index, leaf in enumerate(flat) if ops.is_tensor(leaf)]
-        masks = [private.keras_mask(flat[index]) for index in self._output_places]
-        self._output_masks = [index for index, mask in enumerate(masks) if mask is not None]
-        return _tensors_in(outputs)
+        self._outputs = _Structure(outputs, ops.is_tensor)
+        return self._outputs.tensors()
 
     def outputs(self, tensors: list[Any]) -> Any:
         """The outputs of the whole batch, in their structure, from their tensors."""
-        leaves = list(self._output_leaves)
-        for place, mask in zip(self._output_masks, tensors[len(self._output_places) :]):
-            private.set_keras_mask(tensors[place], mask)
-        for index, tensor in zip(self._output_places, tensors):
-            leaves[index] = tensor
-        return tree.pack_sequence_as(self._outputs, leaves)
+        return self._outputs.filled(tensors)
 
     def check_rows(self, rows: Any, shapes: list[tuple[Any, ...]]) -> None:
         """Compare the shapes of a micro-batch's outputs with its rows, and with the first micro-batch's.
@@ -204,12 +207,6 @@ class Body:
             f"{self.name} adds losses in its forward pass{who}: those of micro-batches are not the whole batch's. Let "
             "it return what they are made of, a row for each row, and add the loss outside of it."
         )
-
-
-def _tensors_in(outputs: Any) -> list[Any]:
-    """The tensors in outputs, and their masks."""
-    found = [leaf for leaf in tree.flatten(outputs) if ops.is_tensor(leaf)]
-    return [*found, *(mask for mask in map(private.keras_mask, found) if mask is not None)]
 
 
 class State:
