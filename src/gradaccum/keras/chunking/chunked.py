@@ -9,23 +9,40 @@ model.fit([x, t], batch_size=1024)       # every row against 1023 others
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import keras
+import numpy as np
 from keras import ops, tree
 
-from gradaccum.keras import private
-from gradaccum.keras.backends.base import has_rows
-from gradaccum.keras.batch_norm import BatchNormOrExact, during_micro_batch, warn
-from gradaccum.keras.chunking.body import Body, two_passes
+from gradaccum.core.numpy_arrays import relative_error
+from gradaccum.core.proof import Comparison, Outcome
+from gradaccum.core.rounding import rounding
+from gradaccum.core.sizes import even_sizes
+from gradaccum.errors import NotEquivalentError
+from gradaccum.keras import backends, private
+from gradaccum.keras.backends.base import assign, has_rows, is_float
+from gradaccum.keras.batch_norm import BatchNorm, BatchNormOrExact, during_micro_batch, warn
+from gradaccum.keras.chunking.body import Body, OuterTensorError, two_passes
 from gradaccum.keras.chunking.exact_batch_norm import Program, exact_passes
-from gradaccum.keras.chunking.proof import Proof
-from gradaccum.keras.equivalence import held
+from gradaccum.keras.equivalence import StepRunner, as_array, held, mixing_layers, precision_of, recorded_calls
 from gradaccum.schedule import checked_count
 
 __all__ = ["chunked"]
+
+logger = logging.getLogger("gradaccum")
+
+Passes = Callable[[Body, int, int], list[Any]]
+"""`passes(body, rows of a micro-batch, keep)`, the tensors in its outputs."""
+ROWS = 6
+"""Rows that are looked at, at most: twice what a micro-batch may hold, where that is less."""
+UNKNOWN = (8, 64)
+"""What dimensions other than the rows are tried with, where they aren't known while a graph is traced."""
 
 
 def chunked(
@@ -118,7 +135,7 @@ class _Chunking:
     ) -> None:
         self.layer, self.micro_batch_size, self.keep, self.batch_norm = layer, micro_batch_size, keep, batch_norm
         self.plain: Callable[..., Any] = getattr(layer.call, "plain", layer.call)
-        self._proof, self._proves = Proof(), proves
+        self._proof, self._proves = _Proof(), proves
         self._named: set[str] = set()
 
     def install(self) -> None:
@@ -193,3 +210,259 @@ class _Chunking:
                     self.layer(*args, **kwargs)
         finally:
             vars(self.layer)["call"] = own
+
+
+class _Proof:
+    """Compares what a few rows of a call give at once and in micro-batches: outputs, gradients, moved variables.
+
+    It happens at the first call in training, and at the first outside of it. Random numbers are held, nothing is moved,
+    and BatchNormalization, which has a warning of its own, normalises by its moving statistics. While a graph is
+    traced there are no rows to look at: it makes some up, and values for variables that have none there.
+    """
+
+    def __init__(self) -> None:
+        self._proven: set[Any] = set()
+        self._warned = False
+
+    def first(self, body: Body, micro_batch_size: int, passes: Passes) -> None:
+        """Prove a call, unless one like it has been looked at."""
+        if body.kind in self._proven:
+            return
+        self._proven.add(body.kind)
+        where = backends.running().unprovable()
+        if where:
+            logger.warning(
+                "Whether %s gives the outputs and gradients of all rows at once is not proven %s. `verify(*inputs)` "
+                "proves it.",
+                body.name_inside,
+                where,
+            )
+            return
+        few = max(2, min(ROWS, 2 * micro_batch_size))
+        try:
+            doubt = self._compare(
+                body, few, (few + 1) // 2, passes, "micro" if body.batch_norm == "exact" else "frozen"
+            )
+        except (NotEquivalentError, OuterTensorError):
+            raise
+        except Exception as error:  # a layer for one number of rows, or that checks what is in them
+            doubt = f"{type(error).__name__}: {error}".splitlines()[0]
+        if doubt and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"Whether {body.name_inside} gives the outputs and gradients of all rows at once could not be proven: "
+                f"a few rows can't be evaluated so ({doubt}). `verify(*inputs)` tells with inputs of yours, and "
+                "chunked(..., verify=False) leaves the proof out.",
+                stacklevel=6,
+            )
+
+    def demanded(self, body: Body, rows: int, size: int, passes: Passes) -> None:
+        """Prove a call with its own first rows. What isn't exact of BatchNormalization counts."""
+        doubt = self._compare(body, rows, size, passes, "frozen" if body.batch_norm == "frozen" else "micro")
+        if doubt:
+            raise ValueError(f"{body.name} can't be verified: {doubt}.")
+
+    def _compare(self, body: Body, few: int, size: int, passes: Passes, batch_norm: BatchNorm) -> str:
+        """Raises what differs. Returns why it isn't known, if it isn't."""
+        reason: Exception | None = None
+        known = all(None not in tuple(tensor.shape)[1:] for tensor in body.tensors)
+        with backends.running().at_once(), private.outside_of_scopes():
+            for unknown in UNKNOWN[:1] if known else UNKNOWN:
+                try:
+                    trial = _Trial(body, few, size, passes, batch_norm, unknown)
+                    return trial.judge()
+                except (NotEquivalentError, OuterTensorError):
+                    raise
+                except Exception as error:
+                    reason = reason or error
+        assert reason is not None
+        raise reason
+
+
+class _Trial(StepRunner):
+    """A few rows of a call, with the variables it reads and the gradients that its outputs are given."""
+
+    def __init__(self, body: Body, rows: int, size: int, passes: Passes, batch_norm: BatchNorm, unknown: int) -> None:
+        self.precision = precision_of(body.layer)
+        self.tolerance, self.in_half = rounding(self.precision), self.precision in ("bfloat16", "float16")
+        self.body, self.rows, self.size, self.passes, self.batch_norm = body, rows, size, passes, batch_norm
+        self._random = np.random.default_rng(0)
+        self._layers = [body.layer, *private.layers_in(body.layer)]
+        self.real = backends.running().known([*body.tensors, *body.shared])
+        self.tensors, self.shared = self._known_rows() if self.real else self._made_up_rows(unknown)
+        moved = {id(variable) for variable in body.state.variables}
+        self.weights = [v for v in body.read if v.trainable and id(v) not in moved and is_float(v)]
+        trained = {id(variable) for variable in self.weights}
+        others = [v for v in [*body.read, *body.state.variables] if id(v) not in trained]
+        self.values = [self._value(variable) for variable in self.weights]
+        self.given = [(variable, self._value(variable)) for variable in others]
+        self.places = [n for n, tensor in enumerate(self.tensors) if is_float(tensor)]
+        self._moved: dict[str, np.ndarray] = {}
+
+    def _known_rows(self) -> tuple[list[Any], list[Any]]:
+        places = np.linspace(0, int(self.body.tensors[0].shape[0]) - 1, self.rows).astype(int)
+        tensors = [ops.take(tensor, places, axis=0) for tensor in self.body.tensors]
+        return tensors, [ops.stop_gradient(scalar) for scalar in self.body.shared]
+
+    def _made_up_rows(self, unknown: int) -> tuple[list[Any], list[Any]]:
+        tables = [layer.input_dim for layer in self._layers if isinstance(layer, keras.layers.Embedding)]
+        ids = min(tables, default=2)
+
+        def made_up(shape: tuple[int, ...], dtype: Any) -> Any:
+            dtype = keras.backend.standardize_dtype(dtype)
+            if dtype == "bool" and len(shape) > 1:  # a mask: rows of different lengths
+                lengths = 1 + np.arange(shape[0])[:, None] % shape[1]
+                shown = (np.arange(shape[1]) < lengths).reshape(*shape[:2], *[1] * (len(shape) - 2))
+                array: Any = np.broadcast_to(shown, shape)
+            elif dtype == "bool":
+                array = np.ones(shape, bool)
+            elif "int" in dtype:
+                array = self._random.integers(0, ids, shape)
+            else:
+                array = self._random.uniform(0.0 if shape else 0.5, 1.0, shape)
+            return ops.convert_to_tensor(array, dtype)
+
+        shapes = [[unknown if n is None else n for n in tuple(tensor.shape)[1:]] for tensor in self.body.tensors]
+        tensors = [made_up((self.rows, *shape), tensor.dtype) for shape, tensor in zip(shapes, self.body.tensors)]
+        return tensors, [made_up((), scalar.dtype) for scalar in self.body.shared]
+
+    def _value(self, variable: Any) -> Any:
+        if private.has_value(variable):
+            return ops.copy(ops.convert_to_tensor(variable.value))
+        shape, dtype = tuple(variable.shape), variable.dtype
+        if not is_float(variable):
+            return ops.zeros(shape, dtype)
+        if len(shape) < 2:
+            return ops.convert_to_tensor(self._random.uniform(0.5, 1.5, shape), dtype)
+        spread = max(1, int(np.prod(shape[:-1]))) ** -0.5
+        return ops.convert_to_tensor(self._random.normal(0, spread, shape), dtype)
+
+    def judge(self) -> str:
+        """Raise what the passes make different. Returns why it isn't known, if so."""
+        sizes = even_sizes(self.rows, self.size)
+        comparison = Comparison(self, range(self.rows), [(range(self.rows), sizes)], "raise")
+        before = self._attributes()
+        _ = comparison.large
+        between, moved = self._attributes(), self._moved
+        differences = comparison.differences() or []
+        aside = []
+        for (key, layer, name), (_, tensors) in self._attributes().items():
+            known = between.get((key, layer, name), (None, []))[1]
+            if len(tensors) != len(known) or any(one is not other for one, other in zip(tensors, known)):
+                aside.append(f"{layer}.{name}")
+        for layer in self._layers:
+            vars(layer).update({name: value for (key, _, name), (value, _) in before.items() if key == id(layer)})
+        in_parts = self._moved
+        if any(not difference.error <= self.tolerance for difference in differences):
+            if any(not difference.error <= self.tolerance for difference in comparison.unrepeatable()):
+                return "it draws random numbers that don't come from keras.random, or changes with every call"
+            wrong = comparison.beyond_rounding(differences)
+            if wrong:
+                self._raise(sizes, max(difference.error for difference in wrong))
+        far = [n for n, v in moved.items() if relative_error(in_parts.get(n, v), v) > 100 * self.tolerance]
+        self._warn(far, aside)
+        return ""
+
+    def _attributes(self) -> dict[tuple[int, str, str], tuple[Any, list[Any]]]:
+        """The attributes of layers that hold tensors, and these tensors."""
+        found = {}
+        for layer in self._layers:
+            for name, value in vars(layer).items():
+                if (not name.startswith("_") and isinstance(value, (list, tuple, dict))) or ops.is_tensor(value):
+                    tensors = [leaf for leaf in tree.flatten(value) if ops.is_tensor(leaf)]
+                    if tensors:
+                        found[id(layer), layer.name, name] = value, tensors
+        return found
+
+    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
+        return self._outcome(self.values, sizes is not None)
+
+    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
+        for weights in self._nearby(self.values):
+            yield self._outcome(weights, False)
+
+    def _outcome(self, values: list[Any], in_parts: bool) -> Outcome:
+        """Outputs, and gradients of weights and inputs."""
+        weights, backend = len(self.weights), backends.running()
+
+        def loss(values: list[Any]) -> Any:
+            tensors = list(self.tensors)
+            for place, value in zip(self.places, values[weights:]):
+                tensors[place] = value
+            mapping = [*zip(self.weights, values), *self.given]
+            with keras.StatelessScope(mapping) as scope:
+                body = self.body.again(tensors, self.shared, self.batch_norm)
+                if in_parts:
+                    outputs = self.passes(body, self.size, 0)
+                else:
+                    outputs, moved_to, _ = body.run(body.tensors)
+                    assign(body.state.variables, moved_to)
+            self.body.refuse_outer(backend.outer_tensors(outputs, values, self.body.layer))
+            moved = {v.path: scope.get_current_value(v) for v in body.state.averaged}
+            pulls = np.random.default_rng(0)
+            pulled = [
+                ops.sum(output * ops.convert_to_tensor(pulls.normal(size=tuple(output.shape)), output.dtype))
+                for output in outputs
+                if is_float(output)
+            ]
+            return sum(pulled, start=ops.zeros((), pulled[0].dtype if pulled else None)), (outputs, moved)
+
+        def outcome(values: list[Any]) -> Any:
+            (_, (outputs, moved)), gradients = backend.value_and_gradients(loss, values)
+            return outputs, gradients, moved
+
+        with held():  # the second pass, too
+            outputs, gradients, moved = backend.compiled(outcome)(
+                [*values, *(self.tensors[place] for place in self.places)]
+            )
+        self._moved = {name: as_array(value) for name, value in moved.items()}
+        found = [None if gradient is None else as_array(gradient) for gradient in gradients]
+        return Outcome(
+            {f"output {n}": as_array(output) for n, output in enumerate(outputs)},
+            {f"gradient {n}": gradient for n, gradient in enumerate(found)},
+        )
+
+    def _warn(self, astray: list[str], aside: list[str]) -> None:
+        """Of variables that micro-batches move elsewhere, and attributes of layers in which passes leave tensors."""
+        name = self.body.name_inside
+        if astray:
+            warnings.warn(
+                f"These variables of {name} move to the mean of where its micro-batches take them, which is not where "
+                f"all rows at once take them: {', '.join(map(repr, astray))}.",
+                stacklevel=8,
+            )
+        if aside:
+            warnings.warn(
+                f"{name[0].upper()}{name[1:]} keeps tensors of its forward pass as attributes ("
+                f"{', '.join(map(repr, aside))}). In micro-batches these are the last one's alone, and without a "
+                "gradient. Return them, with a row for every row, and reduce over the rows outside.",
+                stacklevel=8,
+            )
+
+    def _raise(self, sizes: list[int], worst: float) -> None:
+        parts = np.split(np.arange(self.rows), np.cumsum(sizes)[:-1])
+        said = ""
+        with contextlib.suppress(Exception):  # it can't be run piece by piece
+            calls, *part_calls = (self._calls(rows) for rows in (np.arange(self.rows), *parts))
+            causes = mixing_layers(self.body.layer, calls, part_calls, parts, self.tolerance)
+            said = "".join(f"\n{cause.message}" for cause in causes)
+        raise NotEquivalentError(
+            f"{self.body.name} gives {self.rows} rows{'' if self.real else ' of random numbers'} other outputs or "
+            f"gradients in micro-batches of {', '.join(map(str, sizes))} than at once (relative error {worst:.3g}, "
+            f"{self.tolerance:.3g} allowed).{said}"
+        )
+
+    def _calls(self, rows: np.ndarray) -> Any:
+        """What goes into and comes out of each layer."""
+        layer, tensors = self.body.layer, [ops.take(tensor, rows, axis=0) for tensor in self.tensors]
+        mapping = [*zip(self.weights, self.values), *self.given]
+        # What is exact over all rows isn't over a few: there it isn't what differs.
+        body = self.body.again(tensors, self.shared, "frozen" if self.body.batch_norm == "exact" else self.batch_norm)
+        own, vars(layer)["call"] = vars(layer).get("call"), body.call
+        try:
+            with keras.StatelessScope(mapping), held(), recorded_calls(layer) as calls:
+                body.call = layer.call
+                body.run(tensors)
+            return calls
+        finally:
+            vars(layer)["call"] = own

@@ -13,7 +13,6 @@ import keras
 from keras.optimizers import Optimizer as KerasOptimizer
 
 from gradaccum.keras import backends, private
-from gradaccum.keras.optimizer import checkpoint
 from gradaccum.keras.optimizer.window import StepsRule, Window
 from gradaccum.schedule import Schedule, Steps
 
@@ -277,14 +276,14 @@ class Optimizer(KerasOptimizer):
             variable.assign(weight)
 
     def save_own_variables(self, store: Any) -> None:
-        checkpoint.save(self.window, store)
+        self.window.save(store)
 
     def load_own_variables(self, store: Any) -> None:
-        checkpoint.load(self.window, store)
+        self.window.load(store)
 
     def get_config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        return {"name": self.name, "optimizer": inner, "steps": checkpoint.steps_config(self.schedule)}
+        return {"name": self.name, "optimizer": inner, "steps": _steps_config(self.schedule)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
@@ -295,7 +294,7 @@ class Optimizer(KerasOptimizer):
             )
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(config.pop("optimizer"), custom_objects=custom_objects)
-        steps = checkpoint.steps_from_config(config.pop("steps"), custom_objects)
+        steps = _steps_from_config(config.pop("steps"), custom_objects)
         self = Optimizer.__new__(cls, inner)
         Optimizer.__init__(self, inner, steps, **config)
         return self
@@ -367,3 +366,18 @@ def wrapped_optimizer(optimizer: Any) -> Optimizer | None:
     while optimizer is not None and not isinstance(optimizer, Optimizer):
         optimizer = getattr(optimizer, "inner_optimizer", None)
     return optimizer
+
+
+def _steps_config(schedule: Schedule) -> Any:
+    """`steps`, as a config can hold it: JSON would turn the epochs of a dict into strings."""
+    if schedule.constant is not None:
+        return schedule.constant
+    if schedule.largest is not None:
+        return schedule.to_pairs()
+    return keras.saving.serialize_keras_object(schedule.function)
+
+
+def _steps_from_config(steps: Any, custom_objects: dict[str, Any] | None) -> Any:
+    if isinstance(steps, list):
+        return Schedule.from_pairs(steps)
+    return keras.saving.deserialize_keras_object(steps, custom_objects=custom_objects)

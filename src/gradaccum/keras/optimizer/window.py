@@ -16,6 +16,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from gradaccum.errors import WindowError
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import wide
 from gradaccum.schedule import Schedule
@@ -23,6 +24,8 @@ from gradaccum.schedule import Schedule
 __all__ = ["Added", "Counts", "StepsRule", "Window", "added_to", "is_overwritten", "minimum", "rescaled", "where"]
 
 logger = logging.getLogger("gradaccum")
+
+COUNTS, TOUCHED, SETTINGS, SUM = "window_counts", "window_touched", "window_settings", "window_sum_"
 
 
 class Counts(NamedTuple):
@@ -236,6 +239,68 @@ class Window:
                 stacklevel=2,
             )
 
+    # Its file: the entries that the inner optimizer writes by itself, and those of the open window.
+
+    def save(self, store: Any) -> None:
+        """Write the state of the inner optimizer and of the window."""
+        self.inner.save_own_variables(store)
+        if not self.built:
+            return
+        store[SETTINGS] = self._settings
+        store[COUNTS] = ops.convert_to_numpy(self.counts.value)
+        store[TOUCHED] = ops.convert_to_numpy(self.touched.value)
+        for index, total in enumerate(self.sums):
+            store[f"{SUM}{index}"] = ops.convert_to_numpy(backends.running().total(total))
+
+    def load(self, store: Any) -> None:
+        """Read what `save` wrote, or what a plain optimizer did; the window is then empty."""
+        keys = list(store.keys())
+        ours = [key for key in keys if key.startswith("window_")]
+        counts = Counts.restored(np.asarray(store[COUNTS]).tolist(), self.rule.fixed) if ours else None
+        if self.built and counts is not None and counts.micro_batches:
+            self._check_file(counts, store)
+        self.inner.load_own_variables({key: store[key] for key in keys if key not in ours})
+        if not self.built:
+            return
+        self.in_fit = False
+        if counts is not None and counts.micro_batches:
+            self.write(counts)
+            self.touched.assign(np.asarray(store[TOUCHED]))
+            for index, total in enumerate(self.sums):
+                backends.running().put(total, np.asarray(store[f"{SUM}{index}"]))
+            self.loaded = True
+            if counts.by_rows and not (self.rule.fixed or self.driven):
+                logger.warning(
+                    "The open window that was loaded weighs micro-batches by their rows. It goes on exactly with "
+                    "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]: without it, each that follows in "
+                    "this window weighs as much as their mean, and its update is not the large batch's if they differ."
+                )
+        else:
+            self.empty()
+            if counts is not None and np.array_equal(store[SETTINGS], self._settings):
+                self.write(counts)
+
+    def _check_file(self, counts: Counts, store: Any) -> None:
+        saved, own = np.asarray(store[SETTINGS]).tolist(), self._settings.tolist()
+        if saved != own:
+            raise WindowError(
+                f"The file holds an open window of {counts.micro_batches} of {counts.steps} micro-batches, of an "
+                f"optimizer with {_words(saved)}. This one has {_words(own)}. Load it with the same ones, or save "
+                "between windows: after flush(), or where `updated` is True."
+            )
+        number = sum(key.startswith(SUM) for key in store.keys())  # noqa: SIM118  # an HDF5 group of Keras' has no `in`
+        shapes = [tuple(store[f"{SUM}{index}"].shape) for index in range(number)]
+        expected = [tuple(total.shape) for total in self.sums]
+        if shapes != expected:
+            raise ValueError(
+                f"The file's open window is of other variables than this model's. Received: shapes {shapes}, expected "
+                f"{expected}."
+            )
+
+    @property
+    def _settings(self) -> np.ndarray:
+        return np.asarray(self.rule.settings(), dtype="int64")
+
     # Inside a training step.
 
     @property
@@ -282,3 +347,12 @@ def where(condition: Any, then: Any, otherwise: Any) -> Any:
 def minimum(one: Any, other: Any) -> Any:
     """The smaller one, of numbers and of traced scalars."""
     return where(one < other, one, other)
+
+
+def _words(settings: Any) -> str:
+    """What `rule.settings()` says, in the words of an error."""
+    if settings and len(settings[0]) == 3:
+        return "maximum_batch_size={}, desired_batch_size={}, train_size={}".format(*settings[0])
+    if len(settings) == 1:
+        return f"steps={settings[0][1]}"
+    return f"steps={dict(settings)}" if settings else "a callable `steps`"
