@@ -139,17 +139,14 @@ class Training(base.TrainingBase):
     def call(self, *args: Any) -> Any:
         (data,) = args
         proof = self.step.proof
-        if proof is None or not proof.is_due(1):
-            return self._update(data)
-        super().build(data)
-        proof.run(data)
-        logs = self._update(data)
-        proof.warn()
-        return logs
-
-    def _update(self, data: Any) -> Any:
+        is_due = proof is not None and proof.is_due(1)
+        if is_due:
+            super().build(data)
+            proof.run(data)
         logs = self.step.update(data)
         self.window_state.close()
+        if is_due:
+            proof.warn()
         return logs
 
     def build(self, data: Any) -> None:
@@ -307,11 +304,11 @@ class Program:
 
     def __init__(self, body: Any, batches: MicroBatches) -> None:
         self.body = body
-        self._random: list[RandomState] = []
-        self._generators: Any = None
-        self._again: Iterator[RandomState] | None = None
+        self.random: list[RandomState] = []
+        self.generators: Any = None
+        self.again: Iterator[RandomState] | None = None
         self._variables, self._raw = list[Any](), list[Any]()
-        self._autocast = [
+        self.autocast = [
             (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
         ]
 
@@ -324,10 +321,10 @@ class Program:
 
     def evaluate(self, weights: Any, carry: list[Any] | None, tensors: list[Any]) -> Result:
         body = self.body
-        if self._again is not None:
-            next(self._again).put_back()
-        elif self._generators is not None:
-            self._random.append(RandomState(self._generators))
+        if self.again is not None:
+            next(self.again).put_back()
+        elif self.generators is not None:
+            self.random.append(RandomState(self.generators))
         if carry is None:
             result = body.run(tensors)
             body.state.read()
@@ -347,32 +344,13 @@ class Program:
         """Whether nothing can stand in for this parameter."""
         return any(tensor is parameter for parameter in self._raw)
 
-    @contextlib.contextmanager
-    def first_pass(self) -> Iterator[None]:
-        """While this is open, random states are remembered, and nothing is recorded for gradients."""
-        self._generators = all_generators(every_device())
-        with torch.no_grad():
-            yield
-        self._generators = None
-
-    @contextlib.contextmanager
-    def second_pass(self) -> Iterator[None]:
-        """While this is open, random numbers are drawn again."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(kept(self._random[0].states))
-            for kind, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype))
-            self._again = iter(self._random)
-            try:
-                yield
-            finally:
-                self._again = None
-
 
 def recomputed(passes: Any, carry: Any) -> tuple[list[Any], list[Any]]:
     program, body = passes.program, passes.body
-    with program.first_pass():
+    program.generators = all_generators(every_device())  # random states are remembered
+    with torch.no_grad():
         outputs, after = passes.first(None, body.tensors, carry)
+    program.generators = None
     start = body.state.start() if carry is None else carry
     return [*_TwoPasses.apply(passes, start, outputs, len(program.weights), *program.weights, *body.tensors)], after
 
@@ -392,9 +370,16 @@ class _TwoPasses(torch.autograd.Function):
         if all(given is None for given in upstream):
             return (None,) * (4 + len(needed))
         wanted = [n for n, need in enumerate(needed) if need]
-        with ctx.passes.program.second_pass():
-            weights, rows = tensors[: ctx.weights], tensors[ctx.weights :]
-            return None, None, None, None, *ctx.passes.second(weights, rows, ctx.start, list(upstream), wanted)
+        program, weights, rows = ctx.passes.program, tensors[: ctx.weights], tensors[ctx.weights :]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(kept(program.random[0].states))
+            for kind, dtype in program.autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
+            program.again = iter(program.random)  # random numbers are drawn again
+            try:
+                return None, None, None, None, *ctx.passes.second(weights, rows, ctx.start, list(upstream), wanted)
+            finally:
+                program.again = None
 
 
 def pullback(
