@@ -10,7 +10,7 @@ import copy
 import itertools
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -335,7 +335,9 @@ def _in_small(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     generator, memo = torch.Generator().manual_seed(1), dict[int, Any]()
     groups = []
     for group in optimizer.param_groups:
-        made = [nn.Parameter(_random(p, shape, generator)) for p, shape in _shapes(group["params"])]
+        # Of each shape two, so that those of the same shape meet.
+        kinds = {(tuple(min(n, LONGEST) for n in p.shape), p.dtype, p.device): p for p in group["params"] if p.numel()}
+        made = [nn.Parameter(_random(p, shape, generator)) for (shape, *_), p in kinds.items() for _ in range(2)]
         others = {key: value for key, value in group.items() if key != "params"}
         groups.append({"params": made, **copy.deepcopy(others, memo)})
         if isinstance(groups[-1].get("lr"), (int, float)):
@@ -350,23 +352,6 @@ def _in_small(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     vars(small).update({key: type(vars(optimizer)[key])() for key in hooks})
     small.param_groups, small.state = groups, defaultdict(dict)
     return small
-
-
-def _shapes(parameters: list[Any]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """Shapes to make parameters of, with one that has it: of each number of dimensions the most common and the largest,
-
-    and two of each, so that those of the same shape meet.
-    """
-    kinds: dict[Any, list[tuple[int, ...]]] = defaultdict(list)
-    example = {}
-    for p in parameters:
-        kind = p.dim(), p.dtype, p.device
-        kinds[kind].append(tuple(min(size, LONGEST) for size in p.shape))
-        example[kind] = p
-    for kind, shapes in kinds.items():
-        (common, _), *_ = Counter(shapes).most_common(1)
-        for shape in dict.fromkeys([common, max(shapes, key=math.prod)]):
-            yield from [(example[kind], shape)] * 2
 
 
 def _random(like: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
