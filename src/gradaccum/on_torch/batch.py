@@ -220,11 +220,10 @@ class Batch:
                 return Batch(tuple(map(operator.itemgetter(rows), self.tree)), self.batch_dims, taken, groups)
         else:
             taken, groups = len(rows), None if self.groups is None else self.groups[rows.cpu()]
-        dims = iter(self.described)
+        dims = iter([dim for _, _, dim in self.described])
 
         def pick(leaf: Any) -> Any:
-            _, _, dim = next(dims)
-            if dim is None:
+            if (dim := next(dims)) is None:
                 return leaf
             if isinstance(rows, slice):
                 return leaf[(slice(None),) * dim + (rows,)]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["all_finite", "clip_norm_", "clip_value_", "divide_", "local_groups", "norms", "scale_", "total_norm"]
+__all__ = ["all_finite", "clip_norm_", "clip_value_", "divide_", "local_groups", "scale_"]
 
 
 def local_groups(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
@@ -76,32 +76,20 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Each tensor's 2-norm, in no order; of a sharded one, what its rank knows of it."""
-    groups: dict[Any, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        dense = tensor.coalesce().values() if tensor.is_sparse else tensor
-        groups[dense.device, dense.dtype, hasattr(dense, "to_local")].append(dense)
-    return [norm for group in groups.values() for norm in torch._foreach_norm(group, 2.0)]
-
-
-@torch.no_grad()
-def total_norm(each: Sequence[Tensor]) -> Tensor:
-    """The joint 2-norm of tensors that have these norms, as of `torch.nn.utils.get_total_norm`."""
-    if not each:
-        return torch.tensor(0.0)
-    norm: Any = torch.linalg.vector_norm(torch.stack([one.to(each[0].device) for one in each]), 2.0)
-    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # each rank has summed its shards
-    return whole
-
-
-@torch.no_grad()
 def clip_norm_(tensors: list[Tensor], max_norm: float | None) -> Tensor:
     """Scale tensors so that their joint 2-norm is at most `max_norm` (None: leave them). Returns the norm before.
 
     Source: `torch.nn.utils.clip_grad_norm_`, whose formula this is: factor min(1, max_norm / (norm + 1e-6)).
     """
-    norm = total_norm(norms(tensors))
-    if max_norm is not None and tensors:
+    if not tensors:
+        return torch.tensor(0.0)
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        dense = tensor.coalesce().values() if tensor.is_sparse else tensor
+        groups[dense.device, dense.dtype, hasattr(dense, "to_local")].append(dense)
+    each = [norm for group in groups.values() for norm in torch._foreach_norm(group, 2.0)]
+    found: Any = torch.linalg.vector_norm(torch.stack([one.to(each[0].device) for one in each]), 2.0)
+    norm: Tensor = found.full_tensor() if hasattr(found, "full_tensor") else found  # each rank has summed its shards
+    if max_norm is not None:
         scale_(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm

@@ -64,10 +64,8 @@ class WholeBatch:
 
 
 def _of_the_model(batch_dims: BatchDims, takes_inputs: bool) -> Any:
-    if batch_dims is None or isinstance(batch_dims, int):
-        return 0 if batch_dims is None else batch_dims
-    if not takes_inputs:
-        return 0
+    if batch_dims is None or isinstance(batch_dims, int) or not takes_inputs:
+        return batch_dims if isinstance(batch_dims, int) else 0
     return (batch_dims[0],) if isinstance(batch_dims, (tuple, list)) else (batch_dims,)
 
 

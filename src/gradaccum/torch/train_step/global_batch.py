@@ -138,8 +138,12 @@ class GlobalBatch(Listener):
         losses = window.sum.double() * unit
         ride = losses.reshape(-1).tolist() if losses.is_cpu and losses.numel() <= SUMS else []
         mine = Total(weight, given=known is not None, largest=weight, idle=not window.ran, sums=tuple(ride))
-        rescale = functools.partial(self._rescale, unit) if known is not None and not self.ranks.sharded else None
-        total = self.ranks.total(mine, rescale)
+
+        def rescale(of_all: float) -> None:
+            if unit != of_all:
+                self._sums.scale_(unit / of_all)
+
+        total = self.ranks.total(mine, rescale if known is not None and not self.ranks.sharded else None)
         if (source := self.ranks.buffers_from) is not None:
             broadcast, gives = functools.partial(self.ranks.channel.broadcast, source=source), self.ranks.rank == source
             take_over(state.buffers(), state.device, broadcast, gives=gives, takes=not window.ran)
@@ -151,10 +155,6 @@ class GlobalBatch(Listener):
             window.take(sums)
         loss = sums.sum()
         return loss if weighs else torch.full_like(loss, float("nan")), divisor, weighs
-
-    def _rescale(self, own: float, unit: float) -> None:
-        if own != unit:
-            self._sums.scale_(own / unit)
 
     def _finished(self, window: Window, sums: Tensor, unit: float, weight: float | None) -> tuple[Tensor, Weight, bool]:
         """The losses over all ranks' rows; what the gradients are to be divided by; whether anything weighs."""

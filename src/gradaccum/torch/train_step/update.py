@@ -167,21 +167,19 @@ class Update:
             optimizer.step()
         else:
             self._scaler_involved = True
-            # The scaler leaves the step out after an overflow, or, of a fused optimizer, tells it of one: a hook is the
-            # public way to know.
-            hook = optimizer.register_step_post_hook(lambda o, *_: stepped.extend([] if _overflown(o) else [o]))
+
+            def made(own: Any, *_: Any) -> None:
+                overflow = getattr(own, "found_inf", None)  # of a fused optimizer, whose step does nothing then
+                stepped.extend([] if overflow is not None and bool(overflow) else [own])
+
+            # The scaler leaves the step out after an overflow: a hook is the public way to know.
+            hook = optimizer.register_step_post_hook(made)
             try:
                 self.scaler.step(optimizer)
             finally:
                 hook.remove()
             return
         stepped.append(optimizer)
-
-
-def _overflown(optimizer: Any) -> bool:
-    """Whether the step that a GradScaler has a fused optimizer make does nothing."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
