@@ -359,28 +359,19 @@ class Ranks:
 
     def _added(self, totals: list[Total]) -> Total:
         """What the window weighs on all ranks. Raises where some of them weigh their micro-batches and others don't."""
-        used = {total.scale for total in totals if total.scale}
-        # Where scales differ nevertheless, the sum is lost, as after an overflow.
-        overflow = any(total.overflow for total in totals) or len(used) > 1
-        scales = [total.next_scale for total in totals if total.next_scale]
-        self.loss_scale = (min if overflow else max)(scales, default=self.loss_scale)
-        largest = max(total.largest for total in totals)
-        self.unit = largest or self.unit
-        if any(total.equal for total in totals) and not all(total.equal or not total.weight for total in totals):
-            ways = ["without a weight" if t.equal else "weighed" if t.weight else "none" for t in totals]
+        weights, given, largest, scales, next_scales, overflow, equal, _, sums = zip(*totals)
+        used = {*scales} - {0.0}
+        lost = any(overflow) or len(used) > 1  # where scales differ nevertheless, as after an overflow
+        self.loss_scale = (min if lost else max)(filter(None, next_scales), default=self.loss_scale)
+        self.unit = max(largest) or self.unit
+        if any(equal) and any(weight and not one for weight, one in zip(weights, equal)):
+            ways = ["without a weight" if e else "weighed" if w else "none" for w, e in zip(weights, equal)]
             raise WindowError(
                 "Some ranks weigh their micro-batches, by batches() or backward(loss, weight=...), and others don't: "
                 f"{by_rank(ways)}. Nothing was updated. Weigh them in the same way on every rank."
             )
-        return Total(
-            sum(total.weight for total in totals),
-            any(total.given for total in totals),
-            largest,
-            min(used, default=0.0),
-            self.loss_scale,
-            overflow,
-            sums=tuple(map(sum, zip(*(total.sums for total in totals)))),
-        )
+        scale, added = min(used, default=0.0), tuple(map(sum, zip(*sums)))
+        return Total(sum(weights), any(given), max(largest), scale, self.loss_scale, lost, sums=added)
 
     def compare_settings(self) -> None:
         """Compare `settings` by a message of their own, where an update begins before `total`."""
