@@ -252,10 +252,27 @@ class CountsPasses(nn.Linear):
         return super().forward(x) * (1 + 1 / self.passes)
 
 
-def test_a_micro_batch_that_weighs_nothing_has_no_part_in_what_buffers_become() -> None:
+class Centre(nn.Module):
+    """Subtracts a moving average of the rows' mean."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - self.mean.clone()
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return centred
+
+
+@pytest.mark.parametrize("how", ["weight", "weights by name", "returned", "blocks"])
+def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_batch(how: str) -> None:
+    """Their gradient is left out; their forward pass isn't."""
     torch.manual_seed(0)
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6, dtype=torch.float64))
-    model = nn.Sequential(spectral, nn.Tanh(), CountsPasses(6, 3))
+    middle = nn.ModuleList(nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), Centre(6)) for _ in range(2))
+    model = nn.Sequential(spectral, nn.Tanh(), *middle, CountsPasses(6, 3))
     reference = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, reference)]
 
@@ -266,8 +283,20 @@ def test_a_micro_batch_that_weighs_nothing_has_no_part_in_what_buffers_become() 
         each = nn.functional.cross_entropy(m(x), y, reduction="none")
         return (each * counts(x, y)).sum() / counts(x, y).sum().clamp(min=1e-9)
 
+    def weight(x: Tensor, y: Tensor) -> Any:
+        return {"a": counts(x, y).sum()} if how == "weights by name" else counts(x, y).sum()
+
+    def compute_loss(m: nn.Module, x: Tensor, y: Tensor) -> Any:
+        found = loss(m, x, y)
+        return {"a": found} if how == "weights by name" else (found, weight(x, y)) if how == "returned" else found
+
     step = TrainStep(
-        model, optimizers[0], compute_loss=loss, weight=lambda x, y: counts(x, y).sum(), micro_batch_size=2
+        model,
+        optimizers[0],
+        compute_loss=compute_loss,
+        weight=None if how == "returned" else weight,
+        blocks=[model[2], model[3]] if how == "blocks" else None,
+        micro_batch_size=2,
     )
     for _ in range(4):
         x, y = torch.rand(12, 4, dtype=torch.float64), torch.randint(3, (12,))

@@ -88,6 +88,8 @@ class LossAccumulator:
         self._one = None if named or self.total is None else ratio(1.0, self.total)  # type: ignore[arg-type]  # no dict: not named
         self._given_unit, self._multiples = unit, multiples
         self._adds = self._summed or objective.reduction == "sum"
+        self.skips = True
+        """Whether a micro-batch known to weigh nothing has no forward pass: not where buffers move in it."""
         self.restart()
 
     def restart(self) -> None:
@@ -222,7 +224,7 @@ class LossAccumulator:
             return self._forward_named(micro_batch)
         known = None if self._summed and not share else one_weight(objective.total(micro_batch))
         if objective.weight is not None and is_zero(known):
-            return WeightedLoss(None)
+            return self._of_nothing(micro_batch)
         loss, weight = objective.evaluate(micro_batch, self._summed)
         if weight is not None:
             return self._weighed_by_forward(loss, weight)
@@ -236,6 +238,10 @@ class LossAccumulator:
         if self._adds:
             return WeightedLoss(loss, self._one, share=part)
         return WeightedLoss(where_any(loss, known), part, share=part)
+
+    def _of_nothing(self, micro_batch: Batch) -> WeightedLoss:
+        """A micro-batch that is known to weigh nothing."""
+        return WeightedLoss(None, weightless=None if self.skips else self.objective.evaluate(micro_batch)[0])
 
     def _weighed_by_forward(self, loss: Tensor, weight: Weight | Terms) -> WeightedLoss:
         """What a loss adds whose weight the forward pass has told."""
@@ -258,7 +264,7 @@ class LossAccumulator:
         objective = self.objective
         known = _by_batch(objective, micro_batch)
         if known is not None and all(is_zero(weight) for weight in known.values()):
-            return WeightedLoss(None)
+            return self._of_nothing(micro_batch)
         loss, terms = objective.evaluate(micro_batch)
         found = weighed(_checked(terms, objective), known)
         if self.total is None:
