@@ -203,6 +203,20 @@ WRONG = {
     "the largest": (lambda p, x: (x @ p).max(), W, X, "`reduce_max`"),
     "a neighbour": (lambda p, x: ((x @ p) * (jnp.roll(x, 1, 0) @ p)).mean(), W, X, "looks across the rows"),
     "a row's place": (lambda p, x: ((x @ p) ** 2 * jnp.arange(len(x))).mean(), W, X, "looks across the rows"),
+    "its place as its label": (
+        lambda p, x: cross_entropy(x @ p, jnp.arange(len(x)) % 3).mean(), WIDE, X, "looks across the rows",
+    ),
+    "a diagonal": (
+        lambda p, x: (x @ p)[jnp.arange(len(x)), jnp.arange(len(x)) % 3].mean(), WIDE, X, "looks across the rows",
+    ),
+    "columns by place": (
+        lambda p, x: jnp.take_along_axis(x @ p, jnp.arange(len(x))[:, None] % 3, 1).mean(), WIDE, X,
+        "looks across the rows",
+    ),
+    "a column by place, row by row": (
+        lambda p, x: jax.vmap(lambda row, i: (row @ p)[i % 3])(x, jnp.arange(len(x))).mean(), WIDE, X,
+        "looks across the rows",
+    ),
     "a balance of experts": (
         lambda p, x: (jax.nn.softmax(x @ p).mean(0) ** 2).sum(), WIDE, X, "looks across the rows",
     ),

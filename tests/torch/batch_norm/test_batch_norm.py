@@ -72,6 +72,24 @@ def test_pooled_statistics_are_the_large_batchs(momentum):
     assert pooled[1].momentum == momentum
 
 
+def test_pooled_statistics_have_the_rows_of_micro_batches_that_weigh_nothing():
+    model, plain = network(), network()
+    step = TrainStep(
+        model,
+        sgd(model),
+        compute_loss=cross_entropy,
+        weight=lambda x, y: (y != -100).sum(),
+        micro_batch_size=2,
+        batch_norm="pooled",
+        verify=False,
+    )
+    x, y = batch(6)
+    y[2:4] = -100
+    plain(x)
+    step(x, y)
+    assert relative_error(running(model), running(plain)) <= FLOAT64
+
+
 def test_a_micro_batch_that_is_repeated_counts_once_and_a_failed_window_not_at_all():
     whole, pooled = network(), network()
     statistics, (x, _) = PooledStatistics(pooled), batch()

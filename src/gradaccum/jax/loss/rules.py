@@ -514,7 +514,9 @@ def _gathered(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Val
     kinds = {symbol.kind for symbol in symbols_of(indices)}
     values = [lifted(value, place, equation.source) for value in inputs]
     terms = frozenset(Term(term.own or indices.place is not None, term.factor) for term in values[0].terms)
-    if kinds - {"position"} or (kinds and operand.place is None) or (indices.place is None and indices.own):
+    if kinds - {"position"} or (kinds and _asks_elsewhere(equation, operand.place, indices)):
+        terms = function(values, equation.source, equation.number)
+    elif indices.place is None and indices.own:
         terms = function(values, equation.source, equation.number)
     return walk.made(equation, inputs, terms, place)
 
@@ -540,6 +542,17 @@ def _place_gathered(walk: Interpreter, equation: Equation, operand: Place | None
         if of_axis.position:
             return walk.placed(equation, asked)
     raise MixesRows("order" if asked is not None else "some")
+
+
+def _asks_elsewhere(equation: Equation, operand: Place | None, indices: Value) -> bool:
+    """Whether a row's place in the batch asks for anything but this row: each micro-batch counts from 0."""
+    asked = equation.params["dimension_numbers"].start_index_map
+    if operand is None or operand.axis not in asked:
+        return True
+    parts = [indices] if indices.parts is None else [*indices.parts]
+    if len(parts) != len(asked):
+        return len(asked) > 1
+    return bool(symbols_of(*(part for part, axis in zip(parts, asked) if axis != operand.axis)))
 
 
 def _scattered(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:

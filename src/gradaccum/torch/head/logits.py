@@ -289,7 +289,8 @@ def _found(model: nn.Module, head: Any) -> nn.Module:
             raise ValueError(
                 f"The model has no module {head!r}. `head` is the module whose outputs are logits."
             ) from None
-    layer = getattr(model, "get_output_embeddings", lambda: None)()
+    find = getattr(model, "get_output_embeddings", None)
+    layer = find() if callable(find) else None
     if not isinstance(layer, nn.Module):
         raise ValueError(
             f'head="auto" finds the head of transformers\' models. Received: {type(model).__name__}. Name it, as in '

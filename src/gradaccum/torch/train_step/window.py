@@ -218,7 +218,7 @@ class TrainPasses:
         self._batcher, self._norm, self._layers = shared.batcher, shared.batch_norm, shared.layers
         self._scaler, self._noise = runner.scaler, runner.noise
         self._moves = not runner.state.idle  # while a window runs, that stays so
-        window.skips = not self._moves
+        window.skips = not self._moves and self._norm.idle
 
     def take(self, piece: Slice) -> Batch:
         """The micro-batch of a slice."""
