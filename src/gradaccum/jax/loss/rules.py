@@ -514,9 +514,8 @@ def _gathered(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Val
     kinds = {symbol.kind for symbol in symbols_of(indices)}
     values = [lifted(value, place, equation.source) for value in inputs]
     terms = frozenset(Term(term.own or indices.place is not None, term.factor) for term in values[0].terms)
-    if kinds - {"position"} or (kinds and _asks_elsewhere(equation, operand.place, indices)):
-        terms = function(values, equation.source, equation.number)
-    elif indices.place is None and indices.own:
+    elsewhere = kinds - {"position"} or (kinds and _asks_elsewhere(equation, operand.place, indices))
+    if elsewhere or (indices.place is None and indices.own):
         terms = function(values, equation.source, equation.number)
     return walk.made(equation, inputs, terms, place)
 
