@@ -114,3 +114,15 @@ def test_an_empty_batch_is_refused() -> None:
     step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss)
     with pytest.raises(ValueError, match="0 rows"):
         step(torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.long))
+
+
+def test_what_no_loss_can_take_is_refused_at_the_first_batch():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"the class CrossEntropyLoss. Call it: loss_fn=CrossEntropyLoss\(\)"):
+        TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss, micro_batch_size=2)
+    step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    with pytest.raises(TypeError, match="Received: a NumPy array"):
+        step(x.numpy(), y.numpy())
+    assert step((x, y)).isfinite()

@@ -81,6 +81,11 @@ class Objective:
                 raise TypeError(
                     f"`{name}` must be callable. Received: {name}={function!r} of type {type(function).__name__}."
                 )
+        if isinstance(loss_fn, type):
+            raise TypeError(
+                f"`loss_fn` must be a function or a module. Received: the class {loss_fn.__name__}. Call it: "
+                f"loss_fn={loss_fn.__name__}()."
+            )
         if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
             raise TypeError(
                 f"`autocast` must be a dtype such as torch.bfloat16, or None. Received: autocast={autocast!r}."
@@ -148,6 +153,13 @@ class Objective:
         # `batch_dims` may describe the one argument rather than the tuple of arguments around it.
         one = isinstance(self.batch_dims, dict) and len(arguments) == 1
         return Batch(arguments, (self.batch_dims,) if one else self.batch_dims)
+
+    def check(self, batch: Batch) -> None:
+        """Raise a TypeError where the first batch is none that this loss can take."""
+        if self.loss_fn is not None and type(batch.tree[0]).__module__ == "numpy":
+            raise TypeError(
+                "A model of torch takes tensors. Received: a NumPy array. Convert it: step(torch.from_numpy(x), ...)."
+            )
 
     def by_targets(self, batch: Batch) -> bool:
         """Whether the loss divides by a number that its targets say, so that sums of it are what adds up."""
