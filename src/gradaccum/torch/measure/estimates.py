@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.core.sizes import MARGIN, DoesNotFit, SizeEstimate, Slice, format_bytes, largest_size, parse_bytes
-from gradaccum.on_torch.batch import Batch, BatchDims, leaves
+from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.memory import MemoryMeter, local_part
 from gradaccum.torch.distributed import Ranks
 from gradaccum.torch.layers import Blocks, BlocksChoice, Layers, has_blocks, parameters_by_block
@@ -128,25 +128,12 @@ def _subject(
     *,
     memory_limit: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    compute_loss: Callable[..., Any] | None = None,
-    weight: Callable[..., Any] | None = None,
-    reduction: str = "mean",
-    batch_dims: BatchDims = 0,
-    autocast: torch.dtype | None = None,
+    **loss: Any,
 ) -> _Subject:
-    """What the functions above are given."""
+    """What the functions above are given; `loss`: the keywords of an objective."""
     if not 0 <= margin < 1:
         raise ValueError(f"`margin` must be a number in [0, 1). Received: margin={margin!r}.")
-    objective = Objective(
-        model,
-        loss_fn=loss_fn,
-        compute_loss=compute_loss,
-        weight=weight,
-        reduction=reduction,
-        batch_dims=batch_dims,
-        autocast=autocast,
-    )
+    objective = Objective(model, **loss)
     batch = objective.batch(batch)
     if batch.rows == 0:
         raise ValueError("A batch must have at least one row to tell what a row takes. Received: 0 rows.")

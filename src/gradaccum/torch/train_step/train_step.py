@@ -326,18 +326,6 @@ class TrainStep:
         self.losses, self.update.grad_norm = finished.losses, finished.grad_norm
         return finished
 
-    def gradients(self, batch: Batch, sizes: Sequence[int]) -> tuple[Tensor, bool]:
-        """Leave the finished gradients of a batch in `p.grad`: the loss, and whether the batch weighs anything.
-
-        Args:
-            batch: The large batch.
-            sizes: Rows of its micro-batches, in order.
-        """
-        self._state.open()
-        finished = self._windows.run(batch, sizes)
-        self._state.close()
-        return finished.loss, finished.weighs
-
     def _rehearsed(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
         """What a window does, by this rank alone: nothing is clipped, measured or learned."""
         whole = self._shared.whole
