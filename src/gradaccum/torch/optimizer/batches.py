@@ -239,12 +239,19 @@ class _Ahead:
         self._fetched += 1
         looks = self._fetched & (self._fetched - 1) == 0  # a loader that refills its batches does so from the start
         before = _Contents(self.batch) if looks else None
-        if self.arrives() and before is not None and before.changed():
-            raise ValueError(
-                "Fetching the next batch changed the one in use: the loader refills a buffer, or the container "
-                "that it yields, and batches() fetches one batch ahead. Yield new ones: buffer.clone(), or "
-                "dict(batch); or leave out batches(), and call flush() at the epoch's end."
-            )
+        try:
+            self.batch = next(self._iterator)
+        except StopIteration:
+            self.is_over = True
+        except Exception as error:
+            self.failure = error
+        else:
+            if before is not None and before.changed():
+                raise ValueError(
+                    "Fetching the next batch changed the one in use: the loader refills a buffer, or the container "
+                    "that it yields, and batches() fetches one batch ahead. Yield new ones: buffer.clone(), or "
+                    "dict(batch); or leave out batches(), and call flush() at the epoch's end."
+                )
         return state
 
 
