@@ -69,10 +69,11 @@ def failed_error(failure: BaseException | None) -> WindowError:
 
 def callers() -> set[str]:
     """The modules of all functions that run, of which one may be a trainer's."""
-    found, frame = set[str](), sys._getframe()
+    found = set[str]()
+    frame: Any = sys._getframe()
     while frame is not None:
         found.add(frame.f_globals.get("__name__", ""))
-        frame: Any = frame.f_back
+        frame = frame.f_back
     return found
 
 

@@ -130,9 +130,10 @@ class GradientMonitor:
         self.resync()
 
     def _watch(self, parameters: Iterable[Tensor]) -> None:
-        before = {id(parameter): (parameter, sum_) for parameter, sum_ in self._watched}
-        self._watched = [before.pop(id(p), None) or (p, _Sum(p, self.passes)) for p in _leaves(parameters)]
-        for _, sum_ in before.values():
+        before = {id(parameter): sum_ for parameter, sum_ in self._watched}
+        leaves = _leaves(parameters)
+        self._watched = [(p, before.pop(id(p)) if id(p) in before else _Sum(p, self.passes)) for p in leaves]
+        for sum_ in before.values():
             sum_.handle.remove()
 
     def watch_all(self) -> None:
