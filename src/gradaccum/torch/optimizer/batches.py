@@ -92,7 +92,7 @@ class Batches:
         ahead: _Ahead | None = None
         try:
             ahead = self._begin(resumed, to_skip)
-            while ahead.has_batch():
+            while ahead.arrives() if ahead.is_due else ahead.failure is None and not ahead.is_over:
                 batch = ahead.batch
                 self._loader_state = ahead.look_ahead()
                 for windows, weigh in self.members:
@@ -180,7 +180,7 @@ class _Ahead:
         self.is_over = self.is_empty = False  # nothing comes after the batch in use; nothing has come at all
         self._iterator = iter(loader)
         self._knows_end = hasattr(loader, "end_of_dataloader")
-        self._is_due = False  # the next batch is yet to be fetched
+        self.is_due = False  # the next batch is yet to be fetched
         self._has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._fetched = 0
         try:
@@ -193,10 +193,10 @@ class _Ahead:
                 raise _empty_error(loader, to_skip) from None
             self.is_empty = self.is_over = True
 
-    def has_batch(self) -> bool:
-        if self._is_due:
-            self._is_due = False
-            self._fetch()
+    def arrives(self) -> bool:
+        """Fetch the batch that is due. Returns whether there is one."""
+        self.is_due = False
+        self._fetch()
         return self.failure is None and not self.is_over
 
     def _fetch(self) -> None:
@@ -216,7 +216,7 @@ class _Ahead:
         state = _state_of(self.loader) if self._has_state else None
         if self._knows_end:
             self.is_over = bool(self.loader.end_of_dataloader)  # type: ignore[attr-defined]  # it has
-            self._is_due = not self.is_over
+            self.is_due = not self.is_over
             return state
         self._fetched += 1
         if self._fetched & (self._fetched - 1):

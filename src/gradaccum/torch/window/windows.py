@@ -191,7 +191,12 @@ class Windows:
         current.set_to_none = set_to_none
         if not current.window.micro_batches:
             current.empty()
-        elif current.passes.arrivals or current.looks or current.window.micro_batch.weight is not None:
+        elif (
+            current.passes.arrivals
+            or current.special
+            or current.monitor.looking
+            or current.window.micro_batch.weight is not None
+        ):
             current.check_untouched()
             current.monitor.modification()
 
@@ -260,7 +265,7 @@ class Windows:
         announced = current.window.micro_batch.announced
         if self._first_unused is None:
             self._first_unused = announced
-        if announced or current.passes.arrivals or current.looks:
+        if announced or current.passes.arrivals or current.special or current.monitor.looking:
             current.skip()
 
     def end_loop(self) -> None:
