@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,30 +32,29 @@ def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
         torch._foreach_mul_(group, here)
 
 
-_DIVISORS: dict[tuple[float, torch.dtype], Tensor] = {}
+_KIND = operator.attrgetter("__class__", "dtype", "is_cpu", "requires_grad")
+_DIVISIONS: dict[Any, tuple[Callable[..., None], Tensor]] = {}
+"""By divisor and kind of all tensors: an operator, and the number that it takes."""
 
 
 def divide_(tensors: list[Tensor], divisor: float) -> None:
     """Divide each tensor in place."""
-    if torch.is_grad_enabled() and [t for t in tensors if t.requires_grad]:  # after create_graph=True
-        with torch.no_grad():
-            divide_(tensors, divisor)
+    kinds = {*map(_KIND, tensors)}
+    known = _DIVISIONS.get((divisor, *kinds))
+    if known is not None:  # nearly always
+        operation, held = known
+        operation(tensors, held)
         return
-    plain = {*map(type, tensors)} == {Tensor} and len({t.dtype for t in tensors}) == 1  # as nearly always
     exact = 2 <= divisor < 2**64 and math.frexp(divisor)[0] == 0.5  # times 1/4 is divided by 4, in less time
     number, operation = (1.0 / divisor, torch._foreach_mul_) if exact else (divisor, torch._foreach_div_)
-    for group in (tensors,) if plain else _groups(tensors):
-        first: Any = group[0]
-        if not (first.is_cpu and first.dtype in (torch.float32, torch.float64)):
+    with torch.no_grad():  # after create_graph=True
+        for group in _groups(tensors):
             operation(group, number)
-            continue
-        # On CPU a number would be made into a tensor once for each gradient, at half of a small division's cost.
-        held = _DIVISORS.get((number, first.dtype))
-        if held is None:
-            held = torch.tensor(number, dtype=first.dtype, device="cpu")
-            if len(_DIVISORS) < 64:
-                _DIVISORS[number, first.dtype] = held
-        operation(group, held)
+    if len(kinds) == 1 and len(_DIVISIONS) < 64:
+        cls, dtype, is_cpu, requires_grad = kinds.pop()
+        if cls is Tensor and is_cpu and dtype in (torch.float32, torch.float64) and not requires_grad:
+            # On CPU a number would be made into a tensor once for each gradient, at half of a small division's cost.
+            _DIVISIONS[divisor, (cls, dtype, True, False)] = operation, torch.tensor(number, dtype=dtype, device="cpu")
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import global_step_hooks, without_global_step_hooks
 from gradaccum.schedule import Schedule
 from gradaccum.torch.watch import callers, check_outside_of_trainers, parameters_of
-from gradaccum.torch.window import LossScale
+from gradaccum.torch.window import LossScale, Windows
 
 __all__ = [
     "OptimizerProxy",
@@ -62,8 +62,7 @@ class OptimizerProxy(torch.optim.Optimizer):
 
     inner: torch.optim.Optimizer
     _loss_scale: LossScale
-    _rates: Callable[[], contextlib.AbstractContextManager[None] | None]
-    """Has the hyperparameters of the update in place, where they are not the inner optimizer's own."""
+    _windows: Windows
     param_groups: Any = _inners("param_groups")
     state: Any = _inners("state")
     defaults: Any = _inners("defaults")
@@ -95,14 +94,15 @@ class OptimizerProxy(torch.optim.Optimizer):
         """The inner optimizer's step, between the hooks of all optimizers and those that were registered here."""
         args: Any = (self, *(closure or self._answer))
         before_all, after_all = self._global_hooks
-        rates = self._rates()
+        windows = self._windows
+        rates = None if windows.noise_schedule is None else windows.rates()
         if not (rates or self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or before_all or after_all):
             return self.inner.step(*args[1:])  # nearly always
         kwargs = dict[str, Any]()
         with without_global_step_hooks() as (before, after):
             for pre_hook in (*before, *self._optimizer_step_pre_hooks.values()):
                 args, kwargs = pre_hook(self, args, kwargs) or (args, kwargs)
-            with self._rates() or contextlib.nullcontext():  # a hook may have changed what they are made of
+            with windows.rates() or contextlib.nullcontext():  # a hook may have changed what they are made of
                 result = self.inner.step(*args[1:], **kwargs)
             for post_hook in (*self._optimizer_step_post_hooks.values(), *after):
                 post_hook(self, args, kwargs)

@@ -81,12 +81,13 @@ class _Sum:
             self.handle = parameter.register_post_accumulate_grad_hook(arrived)
         self.look(parameter.grad)
 
-    def restart(self) -> None:
+    def restart(self, finished: Tensor | None = None) -> None:
         """In this window nothing has arrived, before the last micro-batch was counted or before the last look."""
         self.arrivals = self.counted = self.seen = self.base = 0
         self.gradient: Tensor | None = None  # kept, so that no other tensor can have its id
         self.comparable: bool | None = None
-        self.left: tuple[Tensor, int] | None = None  # what the last update was made with
+        # The last update was made with this gradient, which is not to join the next sum.
+        self.left = None if finished is None else (finished, finished._version)
 
     def look(self, gradient: Tensor | None) -> None:
         """This is how the gradient should be."""
@@ -151,8 +152,8 @@ class GradientMonitor:
 
     # A window, from its first backward pass to its update.
 
-    def restart(self) -> None:
-        """The sum is empty: whatever comes next begins a new one."""
+    def restart(self, closed: bool = False) -> None:
+        """The sum is empty, or the window `closed`: whatever comes next begins a new one."""
         passes = self.passes
         self._counted, self._last_next = 0, False
         self._modification: Modification | None = None
@@ -160,8 +161,8 @@ class GradientMonitor:
         passes.unfinished.clear()
         self.forget_arrivals()
         self._digest: Tensor | None = None
-        for _, sum_ in self._watched:
-            sum_.restart()
+        for parameter, sum_ in self._watched:
+            sum_.restart(parameter.grad if closed else None)
 
     def counted(self, last_next: bool = False) -> None:
         """A micro-batch is in, which weighs something; `last_next` if the next one closes the window."""
@@ -191,11 +192,7 @@ class GradientMonitor:
                 self.looking, self.passes.on_end = False, None
                 for _, sum_ in self._watched[1:]:
                     sum_.sees_passes = not opener
-        self.restart()
-        for parameter, sum_ in self._watched:
-            # The update is made with this gradient, which is not to join the next sum.
-            if (gradient := parameter.grad) is not None:
-                sum_.left = gradient, gradient._version
+        self.restart(closed=True)
 
     # What has arrived.
 
@@ -336,8 +333,8 @@ class ShardedMonitor(GradientMonitor):
         if not self._watched:
             self._watch(_leaves(self._parameters())[-1:])
 
-    def restart(self) -> None:
-        super().restart()
+    def restart(self, closed: bool = False) -> None:
+        super().restart(closed)
         self._kept = []
 
     def counted(self, last_next: bool = False) -> None:
