@@ -1,0 +1,681 @@
+"""Follows the rows through two traces of a loss: what is known of its arrays, their algebra, and the walk.
+
+The idea stands on top of `judge`, what each primitive does in `rules`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+__all__ = [
+    "COUNT", "DIFFERENTIATED", "FINITE", "FRESH", "LIFTED", "LOCAL", "NAN", "ONE", "ROWS", "SHARED", "UNSURE",
+    "CannotTell", "Equation", "Factor", "Lost", "MixesRows", "Place", "Rule", "Source", "Symbol", "Term", "Terms",
+    "Value", "Walk", "as_factor", "common_place", "does_alike", "function", "is_integral", "is_ours", "joined",
+    "lifted", "line", "of", "power", "power_of", "product", "shift_of", "summed", "symbols_of", "union",
+]  # fmt: skip
+
+Factor = frozenset[tuple["Symbol", Fraction]]
+"""Powers of symbols; the empty one is 1."""
+ONE: Factor = frozenset()
+FINITE, NAN = "finite", "NaN"
+"""What `Value.guard` asks where it looks for NaN: whether it is none, and whether it is."""
+DIFFERENTIATED, FRESH, LOCAL, UNSURE = "differentiated", "fresh", "local", "unsure"
+"""Tags: it follows from what is differentiated; from what is another one for each micro-batch, its key or its state; it
+is one device's part of a sum over the rows of several; what mixes rows in it may cancel out, or be one for all."""
+_MOST = 12
+"""Terms that a number may have."""
+_POSITIVE = {"abs", "exp", "exp2", "logistic", "sqrt", "square"}
+
+
+class Source(NamedTuple):
+    """The operation that computed a number, JAX' `source_info` of it, and the number of what it computed."""
+
+    primitive: str
+    info: Any = None
+    number: Any = None
+
+
+class Symbol(NamedTuple):
+    """A number that takes all rows to know and stands as a factor; equal if number and kind are.
+
+    `free`: it follows from the batch alone, not from what is differentiated. `scalar`: it is one number for all entries;
+    others are other numbers once entries have moved. `positive`: not below 0.
+    """
+
+    number: Any
+    kind: str
+    source: Source
+    free: bool = True
+    scalar: bool = True
+    positive: bool = False
+
+    def __hash__(self) -> int:
+        return hash(self[:2])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Symbol) and self[:2] == other[:2]
+
+
+class Term(NamedTuple):
+    """A part of a number."""
+
+    own: bool
+    factor: Factor = ONE
+
+
+Terms = frozenset[Term]
+"""The parts that a number is the sum of; none for 0."""
+COUNT = Symbol("rows", "count", Source("rows"), positive=True)
+ROWS: Factor = frozenset([(COUNT, Fraction(1))])
+SHARED: Terms = frozenset([Term(False)])
+"""The same for any rows."""
+
+
+class Place(NamedTuple):
+    """Where an array has its rows: in an axis of `outer * rows * inner` entries."""
+
+    axis: int
+    outer: int = 1
+    inner: int = 1
+
+
+LIFTED = Place(-1)
+"""One row of an array, in the body of a loop over rows."""
+
+
+class MixesRows(Exception):
+    """An operation takes several rows to know, in a way that terms can't express; `how` as of `Lost`."""
+
+    def __init__(self, how: str = "mixed") -> None:
+        super().__init__(how)
+        self.how = how
+
+
+class CannotTell(Exception):
+    """An operation that the judgement knows nothing about."""
+
+
+class Lost(NamedTuple):
+    """Why terms can't express a number.
+
+    `how`: "unknown" (nothing is known); else it takes several rows to know: "order" (the rows in another order), "some"
+    (some of the rows), "pairs" (an entry for each pair of rows), "mixed" (anything else), or "unsure" (in a way that may
+    be none, such as a diagonal of pairs). `certain`: a function that isn't linear has mixed rows, so nothing cancels any
+    more. `early` counts the operations before it.
+    """
+
+    how: str
+    source: Source
+    message: str = ""
+    early: int = 0
+    certain: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """What is known of an array."""
+
+    terms: Terms = frozenset()
+    place: Place | None = None  # where its rows are; None without such an axis
+    number: Any = None  # equal for arrays that are computed alike
+    whole: Any = None  # equal for arrays with one sum of entries: an array, its transpose, its sums over some axes
+    core: Any = None  # of a sum over rows, its number, which multiples by known numbers keep
+    sums: frozenset[Source] = frozenset()  # the sums over rows that it follows from
+    tags: frozenset[str] = frozenset()  # of what it follows from; the names of state; what was taken for true of it
+    scalar: bool = False  # all entries (of a row) are one number
+    values: tuple[Any, Any] | None = None  # that number at both counts of rows, where it is known
+    integral: bool = False  # its entries are whole numbers
+    positive: bool = False  # none of them is below 0
+    position: bool = False  # it counts the rows: 0, 1, 2, ...
+    parts: tuple[Value, ...] | None = None  # concatenated along the last axis, if these have one entry each
+    guard: Any = None  # what it asks: the number of a sum, whether anything is in it; or `FINITE`, `NAN`
+    lost: Lost | None = None
+
+    @property
+    def own(self) -> bool:
+        """Whether it has a part that follows from rows."""
+        return any(term.own for term in self.terms)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is the same for any rows."""
+        return self.terms <= SHARED and self.place is None and self.lost is None
+
+    @property
+    def free(self) -> bool:
+        """Whether it does not follow from what is differentiated."""
+        return DIFFERENTIATED not in self.tags
+
+    @property
+    def total(self) -> Any:
+        """The number of the sum of all its entries."""
+        return self.number if self.whole is None else self.whole
+
+    def divides(self, number: Any) -> bool:
+        """Whether it is this sum, or each part of it is divided by it: nothing where nothing is in the sum."""
+        return self.core == number or all(any(s.number == number and d < 0 for s, d in t.factor) for t in self.terms)
+
+    def but(self, **changes: Any) -> Value:
+        """The same, but for something."""
+        return dataclasses.replace(self, **changes)
+
+    def tagged(self, *tags: str) -> Value:
+        """The same with these tags, too."""
+        return self.but(tags=self.tags.union(tags))
+
+
+# The algebra: what becomes of terms.
+
+
+def of(symbol: Symbol, own: bool = False) -> Terms:
+    """A number that is this symbol, times each row's own number perhaps."""
+    return frozenset([Term(own, frozenset([(symbol, Fraction(1))]))])
+
+
+def symbols_of(*values: Value) -> list[Symbol]:
+    """All symbols in the terms of these."""
+    return [symbol for value in values for term in value.terms for symbol, _ in term.factor]
+
+
+def times(a: Factor, b: Factor) -> Factor:
+    """The product of two factors."""
+    powers = dict(a)
+    for symbol, degree in b:
+        powers[symbol] = powers.get(symbol, Fraction(0)) + degree
+    return frozenset((symbol, degree) for symbol, degree in powers.items() if degree)
+
+
+def power(factor: Factor, degree: Fraction | int) -> Factor:
+    """A power of a factor."""
+    return frozenset((symbol, each * degree) for symbol, each in factor)
+
+
+def exponent(first: float, second: float, ratio: float) -> Fraction | None:
+    """The d of `second = first * ratio ** d`, if it is a half or whole number up to 2."""
+    if first == second:
+        return Fraction(0)
+    for halves in (2, -2, 4, -4, 1, -1, 3, -3):
+        if first and abs(second / first / ratio ** (halves / 2) - 1) < 1e-5:
+            return Fraction(halves, 2)
+    return None
+
+
+def _limited(terms: Iterable[Term]) -> Terms:
+    found = frozenset(terms)
+    if len(found) > _MOST:
+        raise CannotTell("too many denominators")
+    return found
+
+
+def as_factor(value: Value, source: Source) -> Factor:
+    """A number without rows as a factor of others; a sum over rows is a symbol."""
+    factors = {term.factor for term in value.terms} or {ONE}
+    if len(factors) == 1 and not value.own:
+        return factors.pop()
+    kind, own = ("sum", factors.pop()) if len(value.terms) == 1 else ("mixed", ONE)
+    number = value.number if value.core is None else value.core
+    source = min(value.sums, key=lambda each: each.number, default=source._replace(number=number))
+    number = (LOCAL, number) if LOCAL in value.tags else number
+    return times(
+        own, frozenset([(Symbol(number, kind, source, value.free, value.scalar, value.positive), Fraction(1))])
+    )
+
+
+def _as_sum(term: Term) -> Term:
+    """A number without rows that is one sum over rows times what is known: `sqrt(s) ** 2` is that sum again."""
+    sums = [each for each in term.factor if each[0].kind == "sum" and each[1] == 1 and each[0].scalar]
+    return term if term.own or len(sums) != 1 else Term(True, term.factor - {*sums})
+
+
+def lifted(value: Value, place: Place | None, source: Source) -> Value:
+    """A number as all rows of an array have it."""
+    if place is None or value.place is not None:
+        return value
+    terms = frozenset([Term(False, as_factor(value, source))]) if value.own else value.terms
+    return value.but(terms=terms, place=place)
+
+
+def common_place(values: Sequence[Value]) -> Place | None:
+    """Where arrays of one shape have their rows."""
+    places = {value.place for value in values if value.place is not None and value.own}
+    places = places or {value.place for value in values if value.place is not None}
+    if len(places) > 1:
+        raise MixesRows("pairs")
+    return next(iter(places), None)
+
+
+def union(values: Iterable[Value]) -> Terms:
+    """Of sums of numbers, and of what is linear in all of them."""
+    return _limited(term for value in values for term in value.terms)
+
+
+def product(a: Value, b: Value, source: Source) -> Terms:
+    """Of two numbers, entry by entry."""
+    alone = a.place is None and b.place is None
+    if alone and a.own and b.own:
+        if not (b.free and b.scalar) and a.free and a.scalar:
+            a, b = b, a
+        b = b.but(terms=frozenset([Term(False, as_factor(b, source))]))
+    found = (Term(x.own or y.own, times(x.factor, y.factor)) for x in a.terms for y in b.terms)
+    return _limited(_as_sum(term) if alone and not (a.own or b.own) else term for term in found)
+
+
+def power_of(value: Value, degree: Fraction, source: Source) -> Terms:
+    """A power of a number, or what goes by a power of its size: of a factor that may be below 0, neither."""
+    factors = {term.factor for term in value.terms}
+    if not factors or (value.place is not None and len(factors) > 1):
+        return function([value], source)
+    is_sum = value.place is None and (len(factors) > 1 or value.own)
+    factor = as_factor(value, source) if is_sum else factors.pop()
+    unsigned = degree.denominator % 2 == 0 or source.primitive not in ("div", "integer_pow", "pow", "square")
+    if unsigned and any(not s.positive and (degree == 1 or d % 2 == 0) for s, d in factor):
+        return function([value], source)
+    found = Term(value.own and not is_sum, power(factor, degree))
+    return frozenset([_as_sum(found) if value.place is None else found])
+
+
+def function(values: Sequence[Value], source: Source) -> Terms:
+    """Of any other function, entry by entry."""
+    own, with_rows = any(value.own for value in values), any(value.place is not None for value in values)
+    symbols = symbols_of(*values)
+    if not symbols and (with_rows or not own):
+        return frozenset([Term(own)])
+    kinds = {"mixed" if symbol.kind == "sum" else symbol.kind for symbol in symbols}
+    kinds |= {"mixed"} if own and not with_rows else set()
+    kind = next(kind for kind in ("random", "mixed", "position", "count") if kind in kinds)
+    causes = [s.source for s in symbols if s.kind in (kind, "sum") and s.source.number is not None]
+    causes += [each for value in values for each in value.sums if kind == "mixed"]
+    cause = min(causes, key=lambda each: each.number, default=source)
+    free = all(value.free for value in values)
+    scalar = all(value.scalar for value in values) and not (own and with_rows)
+    return of(Symbol(source.number, kind, cause, free, scalar, source.primitive in _POSITIVE), own and with_rows)
+
+
+def shift_of(value: Value) -> Terms | None:
+    """The parts of a number that all rows share and that take all of them to know, if the others are plain."""
+    shift = frozenset(term for term in value.terms if not term.own and term.factor)
+    plain = all(symbol.scalar for term in shift for symbol, _ in term.factor)
+    return shift if shift and plain and all(term in shift or not term.factor for term in value.terms) else None
+
+
+def _elsewhere(terms: Terms, number: Any) -> Terms:
+    """After entries have moved or were added up: what differs between them is another number."""
+
+    def moved(symbol: Symbol) -> Symbol:
+        return symbol if symbol.scalar else symbol._replace(number=(symbol.number, number))
+
+    return frozenset(Term(term.own, frozenset((moved(s), d) for s, d in term.factor)) for term in terms)
+
+
+def summed(terms: Terms) -> Terms:
+    """After a sum over the rows."""
+    return frozenset(term if term.own else Term(False, times(term.factor, ROWS)) for term in terms)
+
+
+# The walk.
+
+_SHAPES = {
+    "axis_size", "batch_group_count", "feature_group_count", "inline", "k", "length", "name", "out_sharding",
+    "sharding", "size",
+}  # fmt: skip
+"""Parameters that go with the rows where shapes do, which is looked at; the length of a scan is by its rule."""
+_EXTENTS = {"limit_indices", "padding_config", "slice_sizes", "start_indices"}
+"""Of all axes but that of the rows, they are the same."""
+_PICKS = {"dynamic_slice", "gather", "slice", "split"}
+_LINEAR = {
+    *_PICKS, "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "cumsum",
+    "expand_dims", "neg", "pad", "psum", "reduce_sum", "reshape", "rev", "squeeze", "stop_gradient", "sub", "transpose",
+}  # fmt: skip
+_BILINEAR = {"conv_general_dilated", "div", "dot_general", "mul"}
+"""Linear where all others are the same for any rows."""
+_INTEGRAL = {
+    *_LINEAR, "abs", "dot_general", "max", "min", "mul", "reduce_max", "reduce_min", "scatter-add", "select_n", "sort",
+    "square",
+}  # fmt: skip
+"""Of whole numbers they give whole numbers; and, but for differences, of positive numbers positive ones."""
+_STEPS = {"argmax", "argmin", "ceil", "convert_element_type", "floor", "round", "sign"}
+"""Of a statistic of the batch, they may be the same for all micro-batches, as questions may."""
+_LATE = 1 << 40
+Rule = Callable[["Equation", list[Value]], Any]
+"""From what is known of an operation's inputs to what is known of its output, or of all of its outputs in a list."""
+
+
+class Equation:
+    """One operation, at both numbers of rows; `number` is equal for operations that compute the same."""
+
+    def __init__(self, walk: Walk, one: Any, other: Any, source: Source) -> None:
+        self.walk, self.name, self.source, self.number = walk, source.primitive, source, source.number
+        self.traced, self.params, self.other_params = (one, other), one.params, other.params
+        self.shapes, self.outputs, self.other_outputs = (
+            [tuple(np.shape(variable.aval)) for variable in some] for some in (one.invars, one.outvars, other.outvars)
+        )
+        self.dtypes = [[getattr(v.aval, "dtype", None) for v in some] for some in (one.invars, one.outvars)]
+
+    def check_parameters(self, first: Value | None) -> None:
+        """Numbers that it is given beside its inputs, powers say, are the same for both numbers of rows."""
+        rows = None if first is None or first.place is None else first.place.axis
+        for name, value in self.params.items():
+            other: Any = self.other_params.get(name)
+            if name in _EXTENTS and isinstance(value, tuple):
+                if first is not None and first.values is not None:
+                    continue
+                value, other = ([each for axis, each in enumerate(some) if axis != rows] for some in (value, other))
+            elif name in _SHAPES or not isinstance(value, bool | int | float | str):
+                continue
+            if repr(value) != repr(other):  # NaN is not itself
+                one, two = self.walk.rows
+                raise CannotTell(f"{name}={value} for {one} rows, {name}={other} for {two}")
+
+    def grown(self, n: int = 0) -> Place | None:
+        """Where an output has its rows by its shapes: the axis that differs."""
+        return self.walk.place_by_shapes(self.outputs[n], self.other_outputs[n])
+
+    def check_place(self, n: int, value: Value) -> None:
+        """An output grows with the rows where they are said to be, and nowhere else."""
+        first, second = self.outputs[n], self.other_outputs[n]
+        grown = {axis for axis, (a, b) in enumerate(zip(first, second)) if a != b}
+        if value.lost is None and grown != ({value.place.axis} if value.place not in (None, LIFTED) else set()):  # type: ignore[union-attr]
+            raise CannotTell(f"shape {first} for {self.walk.rows[0]} rows, {second} for {self.walk.rows[1]}")
+
+    def placed(self, place: Place | None, n: int = 0) -> Place | None:
+        """Where an output has the rows that an input has at `place`: in the axis whose length goes with them."""
+        if place is None or place == LIFTED:
+            return place
+        found = self.grown(n)
+        return None if found is None else place._replace(axis=found.axis)
+
+    def aligned(self, inputs: Sequence[Value]) -> tuple[Place | None, list[Value]]:
+        """Where arrays of one shape have their rows, and all of them as these rows have them."""
+        place = common_place(inputs)
+        return place, [lifted(value, place, self.source) for value in inputs]
+
+    def made(self, inputs: Sequence[Value], terms: Terms, place: Place | None, n: int = 0, moves: bool = True) -> Value:
+        """What is known of an output that follows from these inputs; `moves`: not entry by entry."""
+        rows = self.outputs[n][place.axis] if place is not None and place != LIFTED else 1
+        name, dtype, walk = self.name, str(self.dtypes[1][n]), self.walk
+        is_even = name == "integer_pow" and self.params["y"] % 2 == 0
+        keeps_sign = name in _INTEGRAL - {"neg", "sub"} | {"div"} and all(value.positive for value in inputs)
+        found = Value(
+            _elsewhere(terms, self.number) if moves else terms,
+            place,
+            self.number if n == 0 else walk.number("output", self.number, n),
+            scalar=math.prod(self.outputs[n]) == rows,
+            integral=is_integral(dtype) or (name in _INTEGRAL and all(value.integral for value in inputs)),
+            positive=keeps_sign or is_even or name in _POSITIVE or dtype.startswith(("bool", "uint")),
+            **_followed(inputs),
+        )
+        # No gradient goes through whole numbers. A question about the batch may have one answer in all micro-batches.
+        if is_integral(dtype):
+            found = found.but(tags=found.tags - {DIFFERENTIATED})
+        asks = (dtype == "bool" or name in _STEPS) and place is None
+        return found.tagged(UNSURE) if asks and any(s.kind == "mixed" for s in symbols_of(found)) else found
+
+
+def _followed(values: Sequence[Value]) -> dict[str, Any]:
+    """What a number inherits from those that it follows from."""
+    return {name: frozenset().union(*(getattr(v, name) for v in values)) for name in ("sums", "tags")}
+
+
+class Walk:
+    """Two traces of a loss, side by side.
+
+    `nested` has the rules of primitives that hold jaxprs, `rules` those of all others, but for the one at "".
+    """
+
+    def __init__(self, rows: tuple[int, int], nested: dict[str, Rule], rules: dict[str, Rule]) -> None:
+        self.rows, self.nested, self.rules = rows, nested, rules
+        self._numbers: dict[Any, int] = {}
+        self.callers: list[tuple[str, Any]] = []
+        """The functions that are being walked through: their names, and who has called them."""
+        self.is_derivative = False
+        """Whether it is a derivative that is walked through."""
+        self.split: frozenset[str] = frozenset()
+        """The axes of devices that the rows are split over, inside a `shard_map`."""
+        self.logarithms: dict[Symbol, Terms] = {}
+        """Of a symbol that is an exponential, the terms it is that of."""
+
+    def number(self, *key: Any) -> int:
+        """One number for all that is computed alike."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def run(self, first: Any, second: Any, inputs: Sequence[Value]) -> list[Value]:
+        """What is known of the outputs of a jaxpr, closed or not."""
+        (first, consts), (second, others) = _opened(first), _opened(second)
+        if [e.primitive.name for e in first.eqns] != [e.primitive.name for e in second.eqns]:
+            raise CannotTell("other operations")
+        known: dict[Any, Value] = dict(zip(first.invars, inputs, strict=True))
+        known.update((v, self._constant(a, b)) for v, a, b in zip(first.constvars, consts, others, strict=True))
+
+        def read(one: Any, other: Any) -> Value:
+            return self._constant(one.val, other.val) if isinstance(one, Literal) else known[one]
+
+        for one, other in zip(first.eqns, second.eqns):
+            values = [read(*pair) for pair in zip(one.invars, other.invars, strict=True)]
+            known.update(zip(one.outvars, self._outputs(one, other, values), strict=True))
+        return [read(*pair) for pair in zip(first.outvars, second.outvars, strict=True)]
+
+    def _constant(self, first: Any, second: Any) -> Value:
+        """What is known of an array that was written down."""
+        number, is_traced = self.number("constant", id(first)), isinstance(first, jax.core.Tracer)
+        if np.shape(first) != np.shape(second):
+            same = not is_traced and np.size(first) and bool((np.asarray(first) == np.ravel(first)[0]).all())
+            terms = SHARED if same else of(Symbol(number, "position", Source("constant"), scalar=False), True)
+            return Value(terms, self.place_by_shapes(np.shape(first), np.shape(second)), number)
+        if is_traced or np.size(first) != 1 or not _is_number(first):
+            integral = is_integral(getattr(first, "dtype", None))
+            return Value(SHARED, None, number, scalar=np.size(first) == 1, integral=integral)
+        return self.of_values(np.asarray(first).item(), np.asarray(second).item())
+
+    def of_values(self, first: Any, second: Any) -> Value:
+        """What is known of a number that is known at both numbers of rows."""
+        number = self.number("value", repr(first), repr(second))
+        degree = exponent(first, second, self.rows[1] / self.rows[0]) if first == first else Fraction(0)
+        terms: Terms = frozenset()
+        if degree is None:
+            terms = of(Symbol(number, "count", Source("constant")))
+        elif not first == 0 == second:
+            terms = frozenset([Term(False, power(ROWS, degree) if degree else ONE)])
+        integral = all(not isinstance(value, float) or value.is_integer() for value in (first, second))
+        positive = min(first, second) >= 0
+        return Value(terms, None, number, scalar=True, values=(first, second), integral=integral, positive=positive)
+
+    def place_by_shapes(self, first: Sequence[int], second: Sequence[int]) -> Place | None:
+        """Where an array has its rows by its shapes: the axis that differs."""
+        axes = [axis for axis, (a, b) in enumerate(zip(first, second)) if a != b]
+        if not axes:
+            return None
+        if len(axes) > 1:
+            raise MixesRows("pairs")
+        length = first[axes[0]]
+        if length % self.rows[0] or length // self.rows[0] * self.rows[1] != second[axes[0]]:
+            raise CannotTell("an axis that is no multiple of the rows")
+        return Place(axes[0], 1, length // self.rows[0])
+
+    def _outputs(self, one: Any, other: Any, values: list[Value]) -> list[Value]:
+        name, number, lost = one.primitive.name, None, [value.lost for value in values if value.lost is not None]
+        if name not in self.nested and not lost:
+            static = tuple(sorted((key, repr(value)) for key, value in one.params.items() if key != "sharding"))
+            number = self.number(name, static, *(value.number for value in values))
+        equation = Equation(self, one, other, Source(name, _called_from(one.source_info, self.callers), number))
+        try:
+            if lost and name not in self.nested:
+                zero = [value for value in values if not (value.terms or value.lost)]
+                found = zero[0] if zero and name == "mul" else Value(lost=_carried(lost, values, equation))
+                return [found] * len(one.outvars)
+            equation.check_parameters(values[0] if values and values[0].lost is None else None)
+            result = (self.nested.get(name) or self.rules.get(name) or self.rules[""])(equation, values)
+            result = result if isinstance(result, list) else [result]
+            for n, value in enumerate(result):
+                equation.check_place(n, value)
+            return result
+        except MixesRows as error:
+            return [Value(lost=self._mixed(error.how, equation, values))] * len(one.outvars)
+        except CannotTell as error:
+            return [Value(lost=Lost("unknown", equation.source, str(error)))] * len(one.outvars)
+
+    def _mixed(self, how: str, equation: Equation, values: list[Value]) -> Lost:
+        """A pattern of rows by rows, such as an identity matrix, is not what mixes them."""
+        terms = [term for value in values for term in value.terms if term.own]
+        is_lost = any(value.lost is not None for value in values)
+        if not is_lost and all(any(symbol.kind == "position" for symbol, _ in term.factor) for term in terms):
+            return Lost("unsure", equation.source, early=len(self._numbers) + _LATE)
+        certain = how in ("mixed", "some") or (how == "pairs" and equation.name not in _LINEAR)
+        return Lost(how, equation.source, early=len(self._numbers), certain=certain)
+
+
+def _carried(lost: list[Lost], values: list[Value], equation: Equation) -> Lost:
+    """What an operation makes of what is lost: is it certain that rows are mixed in a way that nothing takes back?"""
+    first, name = min(lost, key=lambda each: (each.how == "unknown", each.early)), equation.name
+    hows, how, certain = {each.how for each in lost}, first.how, first.certain
+    meets = len(lost) > 1 or any(value.own for value in values)
+    nonlinear = name not in _LINEAR and (name not in _BILINEAR or meets)
+    fewer = _growing(equation.traced, "invars") > _growing(equation.traced, "outvars")
+    if how == "order":  # sums over the rows are what they were; rows that meet others, or some of them, are not
+        alone = not meets or name in ("concatenate", "gather", "sort")
+        how = "order" if alone and (meets or not fewer) else "mixed"
+        certain = how == "mixed" and (nonlinear or (not meets and name in _PICKS))
+    elif how == "some" and len(lost) > 1:  # what is missing in one may be in the other
+        how, certain = ("order", False) if name == "concatenate" else ("mixed", nonlinear)
+    elif "mixed" in hows:
+        how, certain = "mixed", nonlinear or any(each.certain for each in lost)
+    elif how == "pairs" and fewer and name in _PICKS:  # a diagonal may be picked, or masked and summed
+        how, certain = "unsure", False
+    elif how == "pairs":
+        masked = "unsure" in hows and name in ("mul", "select_n")
+        how, certain = "mixed" if fewer else "pairs", not masked and (certain or nonlinear)
+    return first._replace(how=how, certain=certain)
+
+
+def _growing(traced: tuple[Any, Any], side: str) -> int:
+    """The most axes of an input or output whose length goes with the rows."""
+    pairs = zip(*(getattr(each, side) for each in traced))
+    return max((sum(x != y for x, y in zip(np.shape(a.aval), np.shape(b.aval))) for a, b in pairs), default=0)
+
+
+def joined(walk: Walk, a: Value, b: Value) -> Value:
+    """What is known of a number that is one of both."""
+    if a == b:
+        return a
+    lost = [value for value in (a, b) if value.lost is not None]
+    if lost:
+        return min(lost, key=lambda each: (each.lost.how == "unknown", not each.lost.certain, each.lost.early))  # type: ignore[union-attr]
+    try:
+        place = common_place([a, b])
+    except MixesRows:
+        return Value(lost=Lost("unsure", Source("branches")))
+    both: dict[str, Any] = {
+        name: getattr(a, name) if getattr(a, name) == getattr(b, name) else None for name in ("values", "guard")
+    }
+    both |= {name: getattr(a, name) and getattr(b, name) for name in ("scalar", "position", "integral", "positive")}
+    number = a.number if a.number == b.number else walk.number("either", a.number, b.number)
+    return Value(a.terms | b.terms, place, number, **both, **_followed([a, b]))
+
+
+# Whether the loss does for other rows what it does for those that it is followed for.
+
+_LAYOUT = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
+"""What a single row needs none of."""
+
+
+def does_alike(first: Any, second: Any, third: Any, rows: tuple[int, int, int]) -> bool:
+    """Whether a loss does the same for the third number of rows: the same operations, and the same numbers, or they go
+    with the power of the rows that they go with from the first to the second."""
+    traces = [list(_done(closed)) for closed in (first, second, third)]
+
+    def goes_on(one: Any, two: Any, three: Any) -> bool:
+        if isinstance(one, str) or isinstance(three, str):
+            return bool(one == three)
+        degree = exponent(one, two, rows[1] / rows[0])
+        expected = three if degree is None else one * (rows[2] / rows[0]) ** float(degree)
+        return bool(abs(three - expected) <= 1e-5 * abs(expected))
+
+    return len({len(trace) for trace in traces}) == 1 and all(map(goes_on, *traces))
+
+
+def _done(closed: Any) -> Iterator[Any]:
+    """The names of all operations of a jaxpr, and the numbers that are written down in it."""
+    jaxpr, consts = _opened(closed)
+    yield from _finite_numbers(consts)
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _LAYOUT:
+            continue
+        yield equation.primitive.name
+        yield from _finite_numbers(v.val for v in equation.invars if isinstance(v, Literal))
+        for name, value in sorted(equation.params.items()):
+            if name in ("y", "k", "reverse", "exponent"):
+                yield float(value) if isinstance(value, int | float) else str(value)
+            for each in value if isinstance(value, tuple | list) else [value]:
+                if hasattr(each, "eqns") or hasattr(each, "jaxpr"):
+                    yield from _done(each)
+
+
+def _finite_numbers(values: Any) -> Iterator[float]:
+    for value in values:
+        if not isinstance(value, jax.core.Tracer) and np.size(value) == 1 and _is_number(value):
+            number = float(np.asarray(value).item())
+            if np.isfinite(number):
+                yield number
+
+
+def _opened(jaxpr: Any) -> tuple[Any, Any]:
+    """A jaxpr and its constants."""
+    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, [])
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return np.asarray(value).dtype.kind in "biuf" or str(np.asarray(value).dtype) == "bfloat16"
+    except TypeError:
+        return False
+
+
+def is_integral(dtype: Any) -> bool:
+    """Whether numbers of this dtype are whole."""
+    return str(dtype).startswith(("bool", "int", "uint"))
+
+
+# Where in the user's code.
+
+_OWN = tuple(os.path.dirname(path) + os.sep for path in (jax.__file__, os.path.dirname(__file__)))
+_PACKAGES = f"{os.sep}site-packages{os.sep}"
+
+
+def is_ours(path: str) -> bool:
+    """Whether this is a module of JAX, or of this package."""
+    return path.startswith(_OWN)
+
+
+def _frames(info: Any) -> list[Any]:
+    """The calls that led to an operation, the innermost first, without JAX' own."""
+    frames = getattr(getattr(info, "traceback", None), "frames", None) or []
+    return [frame for frame in frames if not is_ours(frame.file_name)]
+
+
+def _called_from(info: Any, callers: list[tuple[str, Any]]) -> Any:
+    """Who has asked for an operation inside of functions that JAX may have traced for somebody else before."""
+    for name, caller in reversed(callers):
+        frames = _frames(info)
+        if not name or (frames and frames[0].function_name.rpartition(".")[2] == name):
+            break
+        info = caller
+    return info
+
+
+def line(info: Any) -> str:
+    """ "train.py:12", or "normalization.py:40, from train.py:12" for what a package does; "" where it is unknown."""
+    frames = _frames(info)
+    if not frames:
+        return ""
+    inner = frames[0]
+    mine = next((frame for frame in frames if _PACKAGES not in frame.file_name), inner)
+    text = f"{os.path.basename(inner.file_name)}:{inner.line_num}"
+    return text if mine is inner else f"{text}, from {os.path.basename(mine.file_name)}:{mine.line_num}"
