@@ -39,9 +39,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gradaccum.jax.loss.rules import NESTED_RULES, RULES
+from gradaccum.jax.loss.rules import RULES
 from gradaccum.jax.loss.walk import (
-    COUNT, ONE, ROWS, UNSURE, CannotTell, Factor, Place, Source, Symbol, Term, Value, Walk, as_factor, does_alike, is_integral,
+    COUNT, MAY_CANCEL, ONE, ROWS, CannotTell, Factor, Place, Source, Symbol, Term, Value, Walk, as_factor, does_alike, is_integral,
     line, power, symbols_of,
 )  # fmt: skip
 
@@ -87,7 +87,7 @@ def judge(spec: LossSpec) -> Verdict:
         rows, (one, names), (other, _) = _traces(spec)
     except Exception as error:  # it is written for other numbers of rows
         return Verdict("unknown", f"It can't be traced for other rows: {str(error).strip().partition(chr(10))[0]}")
-    walk = Walk(rows, NESTED_RULES, RULES)
+    walk = Walk(rows, RULES)
     inputs = [
         Value(
             frozenset([Term(axis is not None)]), None if axis is None else Place(axis), walk.number("input", n),
@@ -168,12 +168,10 @@ _AUX = {
 
 def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: str) -> Verdict:
     """Whether a leaf of the aux is what the option `aux` says of it."""
-    if (weight is not None and weight.lost) or (value.lost and value.lost.how == "unknown"):
+    symbols = symbols_of(value)
+    if (weight is not None and weight.is_lost) or any(symbol.kind == "unknown" for symbol in symbols):
         return EXACT
-    if value.lost:
-        why = f"{_at(value.lost.source)}."
-    elif how == "concat":
-        symbols = symbols_of(value)
+    if how == "concat":
         if not symbols and (value.place == Place(0) or not value.own):
             return EXACT
         why = f"{_at(symbols[0].source if symbols else None)}."
@@ -187,15 +185,14 @@ def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: 
 
 
 def _of_loss(loss: Value, weight: Value | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
-    if loss.lost is not None:
-        how, source, message, _, certain = loss.lost
-        if how == "unknown":
-            return Verdict("unknown", f"{_at(source)} is not followed{message and f' ({message})'}.")
-        return _mixes(source, statistics)._replace(certain=certain)
+    unknown = next((symbol.source for symbol in symbols_of(loss) if symbol.kind == "unknown"), None)
+    if unknown is not None:
+        why = f" ({unknown.why})" if unknown.why else ""
+        return Verdict("unknown", f"{_at(unknown)} is not followed{why}.")
     if loss.place is not None:
         return Verdict("unknown", "Its rows are not followed to the end.")
-    if weight is not None and weight.lost is not None:
-        return Verdict("unknown", f"What `weight` computes is not followed: {_at(weight.lost.source)}.")
+    if weight is not None and (lost := [s for s in symbols_of(weight) if s.kind == "unknown"]):
+        return Verdict("unknown", f"What `weight` computes is not followed: {_at(lost[0].source)}.")
     divisor = ONE if reduction == "sum" else ROWS if weight is None else as_factor(weight, Source("weight"))
     shared = ONE if reduction == "mean" else ROWS  # of a mean it comes out as it is, of a sum what goes with the rows
     right = Term(True, power(divisor, -1)), Term(False, shared)
@@ -203,7 +200,7 @@ def _of_loss(loss: Value, weight: Value | None, reduction: str, statistics: froz
     if wrong:
         verdict = _why(wrong, loss, None if weight is None else divisor, reduction, statistics)
         same_for_all = weight is not None and divisor == ONE  # right where micro-batches have as many rows
-        certain = verdict.kind == "randomness" or not (UNSURE in loss.tags or same_for_all or verdict.kind == "unknown")
+        certain = verdict.kind == "randomness" or not (loss.tags & MAY_CANCEL or same_for_all or verdict.kind == "unknown")
         return verdict._replace(certain=certain)
     if weight is not None and not weight.terms <= {Term(True), Term(False), Term(False, ROWS)}:
         why = "what it returns for the batch is not the sum of what it returns for micro-batches"

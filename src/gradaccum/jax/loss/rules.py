@@ -15,12 +15,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from gradaccum.jax.loss.walk import (
-    COUNT, FINITE, FRESH, LIFTED, LOCAL, NAN, SHARED, UNSURE, CannotTell, Equation, Lost, MixesRows, Place, Rule,
+    COUNT, FINITE, FRESH, LIFTED, LOCAL, NAN, ORDER, PAIRS, SHARED, SOME, UNSURE, CannotTell, Equation, MixesRows, Place, Rule,
     Symbol, Term, Terms, Value, common_place, function, is_integral, is_ours, joined, lifted, line, of, power_of,
     product, shift_of, summed, symbols_of, union,
 )  # fmt: skip
 
-__all__ = ["NESTED_RULES", "RULES"]
+__all__ = ["RULES"]
 
 _TINY = 1e-6
 """What is added to a denominator, or is the least that it may be, as a guard."""
@@ -49,7 +49,7 @@ def _entries(terms: Callable[[Equation, list[Value]], Terms] = _any) -> Rule:
         compute = _COMPUTED.get(e.name)
         if compute is not None and all(value.values is not None for value in inputs):
             try:
-                return e.walk.of_values(*(compute(*(v.values[n] for v in inputs if v.values)) for n in (0, 1)))
+                return e.known(*(compute(*(v.values[n] for v in inputs if v.values)) for n in (0, 1)))
             except (ArithmeticError, TypeError, ValueError):
                 pass
         cores = [value.core for value in inputs if value.values is None]
@@ -66,7 +66,7 @@ def _power(degree: Fraction | float) -> Rule:
 
 def _integer_power(e: Equation, inputs: list[Value]) -> Any:
     if inputs[0].values is not None:
-        return e.walk.of_values(*(value ** e.params["y"] for value in inputs[0].values))
+        return e.known(*(value ** e.params["y"] for value in inputs[0].values))
     return _power(e.params["y"])(e, inputs)
 
 
@@ -156,7 +156,7 @@ def _logarithm(e: Equation, inputs: list[Value]) -> Value:
 def _compared(e: Equation, inputs: list[Value]) -> Value:
     (a, b), asks = inputs, None
     if a.position and b.values == (0, 0) and e.name == "lt":
-        return e.walk.of_values(False, False)
+        return e.known(False, False)
     if a.number == b.number and a.place is None:
         asks = NAN if e.name == "ne" else FINITE
     for x, y in ((a, b), (b, a)):
@@ -222,7 +222,7 @@ def _drawn(e: Equation, inputs: list[Value]) -> Value:
 # Across some axes, and entry by entry on the others.
 
 
-def _across(*last: int, linear: bool = False, mixes: str = "mixed") -> Rule:
+def _across(*last: int, linear: bool = False, mixes: str = "") -> Rule:
     """An operation across the axes that its parameters name, or across the last ones: any function, or linear."""
 
     def rule(e: Equation, inputs: list[Value]) -> list[Value]:
@@ -288,7 +288,7 @@ def _reshaped(e: Equation, place: Place) -> Place:
             outer, inner = before // ahead, after // behind
             if outer * e.walk.rows[0] * inner == length:
                 return Place(axis, outer, inner)
-    raise MixesRows("unsure")  # groups of rows perhaps, which may be whole in each micro-batch
+    raise MixesRows(UNSURE)  # groups of rows perhaps, which may be whole in each micro-batch
 
 
 def _cut(e: Equation, place: Place, first: int, last: int, stride: int = 1) -> Place:
@@ -297,9 +297,9 @@ def _cut(e: Equation, place: Place, first: int, last: int, stride: int = 1) -> P
     if (first, last, stride) == (0, e.shapes[0][place.axis], 1):
         return place
     if stride != 1:
-        raise MixesRows("unsure")
+        raise MixesRows(UNSURE)
     if first % block or last % block:
-        raise MixesRows("some")
+        raise MixesRows(SOME)
     return place._replace(outer=(last - first) // block)
 
 
@@ -331,7 +331,7 @@ def _broadcast(e: Equation, inputs: list[Value]) -> Value:
     if place is not None and place != LIFTED:
         place = place._replace(axis=e.params["broadcast_dimensions"][place.axis])
     if place is not None and (made and made.axis) != (None if place == LIFTED else place.axis):
-        raise MixesRows("pairs")
+        raise MixesRows(PAIRS)
     if place is None and made is not None:
         value, place = lifted(value, made, e.source), made
     found = e.made(inputs, value.terms, place)
@@ -347,7 +347,7 @@ def _concatenated(e: Equation, inputs: list[Value]) -> Value:
     if place is not None and place != LIFTED:
         along = place.axis == axis
         if len({each._replace(outer=1) if along else each for each in places}) > 1:
-            raise MixesRows("mixed")
+            raise MixesRows
         if along and len(places) < len(inputs):
             raise CannotTell("concatenate")
         place = place._replace(outer=sum(each.outer for each in places)) if along else place
@@ -407,7 +407,7 @@ def _over_devices(e: Equation, inputs: list[Value]) -> Any:
         """The sum over devices: of all parts of a sum over rows, that sum."""
         local = LOCAL in value.tags
         if split & {*axes} and value.place is not None and value.own:
-            raise MixesRows("mixed")
+            raise MixesRows
         if local and {*axes} == split:
             return value.but(tags=value.tags - {LOCAL})
         if value.values and not split & {*axes}:
@@ -442,7 +442,7 @@ def _as_own(values: list[Value]) -> Place | None:
 
 def _contracted(e: Equation, left: Place | None, right: Place | None) -> Place | None:
     if left is not None and right is not None and left[1:] != right[1:]:
-        raise MixesRows("mixed")
+        raise MixesRows
     place = e.placed(left or right)  # pairs of rows grow twice
     if place is None and (left is None or right is None):
         raise CannotTell(e.name)
@@ -471,7 +471,7 @@ def _convolved(e: Equation, image: Place | None, kernel: Place | None) -> Place 
             length, of_each = (e.shapes[n][place.axis] // (features * parts) for n, place in enumerate((image, kernel)))
             keeps = image.outer == kernel.outer and image.inner * of_each == kernel.inner * length
     if not keeps:
-        raise MixesRows("mixed")
+        raise MixesRows
     return e.placed(kernel or image)
 
 
@@ -492,16 +492,16 @@ def _gathered(e: Equation, inputs: list[Value]) -> Value:
     elif rows.axis in numbers.operand_batching_dims:
         other = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(rows.axis)]
         if asked != rows._replace(axis=other):
-            raise MixesRows("mixed")
+            raise MixesRows
         place = e.placed(asked)
     elif e.params["slice_sizes"][rows.axis] == e.shapes[0][rows.axis]:
         if asked is not None:
-            raise MixesRows("pairs")
+            raise MixesRows(PAIRS)
         place = e.placed(rows)
     elif of_rows is not None and of_rows.position and rows[1:] == (1, 1):
         place = e.placed(asked)
     else:
-        raise MixesRows("order" if asked is not None else "some")
+        raise MixesRows(ORDER if asked is not None else SOME)
     values = [lifted(value, place, e.source) for value in inputs]
     terms = frozenset(Term(term.own or asked is not None, term.factor) for term in values[0].terms)
     foreign = symbols_of(*columns.values()) or any(s.kind != "position" for s in symbols_of(indices))
@@ -540,13 +540,13 @@ def _put(e: Equation, operand: Value, updates: Value) -> Value:
     found = updates.place
     if found is not None and found != LIFTED:
         if found.axis not in of_updates:
-            raise MixesRows("mixed")
+            raise MixesRows
         found = found._replace(axis=of_updates[found.axis])
     place = common_place([operand, updates.but(place=found)])
     if place is not None and place != LIFTED:
         part = [axis for axis, where in of_updates.items() if where == place.axis]
         if not part or e.shapes[2][part[0]] != e.shapes[0][place.axis]:
-            raise MixesRows("mixed")
+            raise MixesRows
     values = [lifted(value, place, e.source) for value in (operand, updates.but(place=found))]
     terms = union(values)
     if e.name == "scatter-mul":
@@ -562,7 +562,7 @@ def _at(e: Equation, inputs: list[Value]) -> Value:
     place, values = e.aligned(inputs[:count])
     part = e.params["slice_sizes"] if count == 1 else e.shapes[1]
     if place is not None and place != LIFTED and part[place.axis] != e.shapes[0][place.axis]:
-        raise MixesRows("some" if count == 1 else "mixed")
+        raise MixesRows(SOME if count == 1 else "")
     return e.made(inputs, union(values), place)
 
 
@@ -615,7 +615,7 @@ def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
     """
     outputs, traced, walk = _called(e, inputs), e.traced[0], e.walk
     where = getattr(getattr(e.params["call_jaxpr"].jaxpr, "debug_info", None), "func_src_info", None) or ""
-    if walk.is_derivative or is_ours(where.rpartition(" at ")[2]) or any(v.lost for v in (*inputs, *outputs)):
+    if walk.is_derivative or is_ours(where.rpartition(" at ")[2]) or any(v.is_lost for v in (*inputs, *outputs)):
         return outputs
     wanted = [n for n in _floats(traced.invars) if not (inputs[n].free or isinstance(traced.invars[n], Literal))]
     given = [n for n in _floats(traced.outvars) if type(traced.outvars[n]).__name__ != "DropVar"]
@@ -630,13 +630,12 @@ def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
     finally:
         walk.is_derivative = False
     for place, gradient in zip((inputs[n].place for n in wanted), found):
-        lost = gradient.lost
-        if lost is not None:
-            why = f"its derivative: {lost.message or lost.source.primitive}"
-            return [Value(lost=lost._replace(source=e.source, message=why))] * len(outputs)
+        unknown = next((symbol.source for symbol in symbols_of(gradient) if symbol.kind == "unknown"), None)
+        if unknown is not None:
+            return [e.lost("unknown", [], why=f"its derivative: {unknown.why or unknown.primitive}")] * len(outputs)
         allowed = factor | SHARED if place is None else factor
         if not gradient.terms <= allowed or (gradient.terms and gradient.place != place):
-            return [Value(lost=Lost("mixed", e.source, certain=True))] * len(outputs)
+            return [e.lost("mixed", inputs)] * len(outputs)
     return outputs
 
 
@@ -668,19 +667,19 @@ def _carry(e: Equation, body: Callable[[list[Value]], list[Value]], carry: list[
     """What is known of a loop's carry in any round."""
 
     def facts(value: Value) -> Any:
-        return value.terms, value.place, value.tags, value.lost and (value.lost.how, value.lost.certain)
+        return value.terms, value.place, value.tags
 
-    def widened(value: Value) -> Value:
+    def widened(n: int, value: Value) -> Value:
         """In a loop each round would make symbols of its own."""
-        for symbol in symbols_of(value):
-            if symbol != COUNT and symbol.kind in ("mixed", "sum", "count"):
-                unsure = UNSURE in value.tags
-                return Value(lost=Lost("unsure" if unsure else "mixed", symbol.source, certain=not unsure))
-        return value
+        symbols = [s for s in symbols_of(value) if s != COUNT and s.kind in ("mixed", "sum", "count", "unknown")]
+        if not symbols:
+            return value
+        kind = "unknown" if all(s.kind == "unknown" for s in symbols) else "mixed"
+        return value.but(terms=of(Symbol(e.walk.number("carry", id(e.traced[0]), n), kind, symbols[0].source)), place=None)
 
     carry = [value.but(values=None, position=False) for value in carry]
     for _ in range(_ROUNDS):
-        after = [widened(joined(e.walk, *pair)) for pair in zip(carry, body(carry))]
+        after = [widened(n, joined(e.walk, *pair)) for n, pair in enumerate(zip(carry, body(carry)))]
         stays = [facts(a) == facts(b) for a, b in zip(carry, after)]
         carry = [a if same else b for a, b, same in zip(carry, after, stays)]
         if all(stays):
@@ -735,15 +734,15 @@ def _looped(e: Equation, inputs: list[Value]) -> list[Value]:
 def _branched(e: Equation, inputs: list[Value]) -> list[Value]:
     which, *rest = inputs
     pairs = list(zip(e.params["branches"], e.other_params["branches"], strict=True))
-    if which.lost or not (which.values or which.guard or which.is_shared):
+    if not (which.values or which.guard or which.is_shared):
         raise CannotTell("cond")
     if which.values is not None and which.values[0] == which.values[1]:
         return e.walk.run(*pairs[int(which.values[0])], rest)
     found = [e.walk.run(one, other, rest) for one, other in pairs]
     if which.guard:  # the branches must be what it asks for, and numbers that are written down
-        known = [value for each in found for value in each if not value.lost and value.values is None]
+        known = [value for each in found for value in each if value.values is None]
         if not known or not (which.guard in (FINITE, NAN) or all(value.divides(which.guard) for value in known)):
-            raise MixesRows("unsure")
+            raise MixesRows(UNSURE)
     result = found[0]
     for each in found[1:]:
         result = [joined(e.walk, *pair) for pair in zip(result, each, strict=True)]
@@ -759,7 +758,7 @@ def _on_devices(e: Equation, inputs: list[Value]) -> list[Value]:
         return frozenset(part if isinstance(part, tuple) else () if part is None else (part,))
 
     splits = {axes_of(spec, value.place.axis) for value, spec in zip(inputs, params["in_specs"]) if value.place}
-    if len(splits) > 1 or walk.split or any(value.lost for value in inputs):
+    if len(splits) > 1 or walk.split:
         raise CannotTell(e.name)
     split = next(iter(splits), frozenset())
     count = math.prod(params["mesh"].shape[name] for name in split)
@@ -779,10 +778,10 @@ def _on_devices(e: Equation, inputs: list[Value]) -> list[Value]:
         """What all devices give: their rows behind each other, or what is the same on all of them."""
         elsewhere = value.place not in (None, LIFTED) and axes_of(spec, value.place.axis) != split  # type: ignore[union-attr]
         if elsewhere or (LOCAL in value.tags and not any(symbol.kind == "mixed" for symbol in symbols_of(value))):
-            return Value(lost=Lost("unsure", e.source))
+            return e.lost("mixed", [], UNSURE)
         return value.but(scalar=False, values=None) if value.place is None and spec else value
 
-    return [value if value.lost else together(value, spec) for value, spec in zip(found, params["out_specs"])]
+    return [together(*pair) for pair in zip(found, params["out_specs"])]
 
 
 def _solves(e: Equation, inputs: list[Value]) -> list[Value]:
@@ -797,7 +796,7 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
-NESTED_RULES: dict[str, Rule] = {
+_HOLD_JAXPRS: dict[str, Rule] = {
     **_each("pjit jit closed_call core_call remat remat2 checkpoint", _called),
     **_each("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr", _with_own_derivative),
     "scan": _scanned,
@@ -836,8 +835,8 @@ RULES: dict[str, Rule] = {
     # Across some axes, and entry by entry on the others.
     **_each("cumsum pad reduce_window_sum", _across(linear=True)),
     **_each("cumprod cummax cummin cumlogsumexp reduce_window_max reduce_window_min reduce_window fft", _across()),
-    "sort": _across(mixes="order"),
-    "rev": _across(linear=True, mixes="order"),
+    "sort": _across(mixes=ORDER),
+    "rev": _across(linear=True, mixes=ORDER),
     "stack": _across(0, linear=True),
     **_each("top_k approx_top_k lu_pivots_to_permutation", _across(1)),
     **_each("cholesky eigh eig lu qr svd geqrf householder_product schur tridiagonal_solve", _across(2)),
@@ -856,5 +855,6 @@ RULES: dict[str, Rule] = {
     "gather": _gathered,
     **_each("scatter scatter-add scatter-mul", _scattered),
     **_each("dynamic_slice dynamic_update_slice", _at),
+    **_HOLD_JAXPRS,
     "": _mapped,
 }

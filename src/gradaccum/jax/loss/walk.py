@@ -17,8 +17,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 __all__ = [
-    "COUNT", "DIFFERENTIATED", "FINITE", "FRESH", "LIFTED", "LOCAL", "NAN", "ONE", "ROWS", "SHARED", "UNSURE",
-    "CannotTell", "Equation", "Factor", "Lost", "MixesRows", "Place", "Rule", "Source", "Symbol", "Term", "Terms",
+    "COUNT", "DIFFERENTIATED", "FINITE", "FRESH", "LIFTED", "LINEAR", "LOCAL", "MAY_CANCEL", "ORDER", "PAIRS", "SOME", "NAN", "ONE", "ROWS", "SHARED", "UNSURE",
+    "CannotTell", "Equation", "Factor", "MixesRows", "Place", "Rule", "Source", "Symbol", "Term", "Terms",
     "Value", "Walk", "as_factor", "common_place", "does_alike", "function", "is_integral", "is_ours", "joined",
     "lifted", "line", "of", "power", "power_of", "product", "shift_of", "summed", "symbols_of", "union",
 ]  # fmt: skip
@@ -28,20 +28,25 @@ Factor = frozenset[tuple["Symbol", Fraction]]
 ONE: Factor = frozenset()
 FINITE, NAN = "finite", "NaN"
 """What `Value.guard` asks where it looks for NaN: whether it is none, and whether it is."""
-DIFFERENTIATED, FRESH, LOCAL, UNSURE = "differentiated", "fresh", "local", "unsure"
-"""Tags: it follows from what is differentiated; from what is another one for each micro-batch, its key or its state; it
-is one device's part of a sum over the rows of several; what mixes rows in it may cancel out, or be one for all."""
+DIFFERENTIATED, FRESH, LOCAL = "differentiated", "fresh", "local"
+"""Tags of what a number follows from: what is differentiated; what is another one for each micro-batch (its key, its
+state). And it is one device's part of a sum over the rows of several."""
+UNSURE, LINEAR, ORDER, PATTERN, PAIRS, SOME = "unsure", "linear", "order", "pattern", "pairs", "some"
+"""Tags of what mixes rows. It may cancel out or be one for all; it was linear so far, and may; it is the rows in another
+order; a pattern of rows by rows, such as an identity matrix. It has an entry for each pair of rows; some of the rows."""
+MAY_CANCEL = frozenset([UNSURE, LINEAR, ORDER, PATTERN])
 _MOST = 12
 """Terms that a number may have."""
 _POSITIVE = {"abs", "exp", "exp2", "logistic", "sqrt", "square"}
 
 
 class Source(NamedTuple):
-    """The operation that computed a number, JAX' `source_info` of it, and the number of what it computed."""
+    """The operation that computed a number, JAX' `source_info`, the number of its output, and why it is unknown."""
 
     primitive: str
     info: Any = None
     number: Any = None
+    why: str = ""
 
 
 class Symbol(NamedTuple):
@@ -93,31 +98,14 @@ LIFTED = Place(-1)
 
 
 class MixesRows(Exception):
-    """An operation takes several rows to know, in a way that terms can't express; `how` as of `Lost`."""
+    """An operation takes several rows to know, in a way that terms can't express: its output is a symbol, "mixed".
 
-    def __init__(self, how: str = "mixed") -> None:
-        super().__init__(how)
-        self.how = how
+    Its argument is a tag that says what may still take the mixing back; none, if nothing can.
+    """
 
 
 class CannotTell(Exception):
     """An operation that the judgement knows nothing about."""
-
-
-class Lost(NamedTuple):
-    """Why terms can't express a number.
-
-    `how`: "unknown" (nothing is known); else it takes several rows to know: "order" (the rows in another order), "some"
-    (some of the rows), "pairs" (an entry for each pair of rows), "mixed" (anything else), or "unsure" (in a way that may
-    be none, such as a diagonal of pairs). `certain`: a function that isn't linear has mixed rows, so nothing cancels any
-    more. `early` counts the operations before it.
-    """
-
-    how: str
-    source: Source
-    message: str = ""
-    early: int = 0
-    certain: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +126,6 @@ class Value:
     position: bool = False  # it counts the rows: 0, 1, 2, ...
     parts: tuple[Value, ...] | None = None  # concatenated along the last axis, if these have one entry each
     guard: Any = None  # what it asks: the number of a sum, whether anything is in it; or `FINITE`, `NAN`
-    lost: Lost | None = None
 
     @property
     def own(self) -> bool:
@@ -148,7 +135,12 @@ class Value:
     @property
     def is_shared(self) -> bool:
         """Whether it is the same for any rows."""
-        return self.terms <= SHARED and self.place is None and self.lost is None
+        return self.terms <= SHARED and self.place is None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether rows are mixed in it, or it is unknown."""
+        return any(symbol.kind in ("mixed", "unknown") for symbol in symbols_of(self))
 
     @property
     def free(self) -> bool:
@@ -249,7 +241,7 @@ def common_place(values: Sequence[Value]) -> Place | None:
     places = {value.place for value in values if value.place is not None and value.own}
     places = places or {value.place for value in values if value.place is not None}
     if len(places) > 1:
-        raise MixesRows("pairs")
+        raise MixesRows(PAIRS)
     return next(iter(places), None)
 
 
@@ -291,7 +283,7 @@ def function(values: Sequence[Value], source: Source) -> Terms:
         return frozenset([Term(own)])
     kinds = {"mixed" if symbol.kind == "sum" else symbol.kind for symbol in symbols}
     kinds |= {"mixed"} if own and not with_rows else set()
-    kind = next(kind for kind in ("random", "mixed", "position", "count") if kind in kinds)
+    kind = next(kind for kind in ("random", "mixed", "unknown", "position", "count") if kind in kinds)
     causes = [s.source for s in symbols if s.kind in (kind, "sum") and s.source.number is not None]
     causes += [each for value in values for each in value.sums if kind == "mixed"]
     cause = min(causes, key=lambda each: each.number, default=source)
@@ -345,6 +337,11 @@ _INTEGRAL = {
 _STEPS = {"argmax", "argmin", "ceil", "convert_element_type", "floor", "round", "sign"}
 """Of a statistic of the batch, they may be the same for all micro-batches, as questions may."""
 _LATE = 1 << 40
+HOLD_JAXPRS = {
+    "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call",
+    "custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "shard_map", "while",
+}  # fmt: skip
+"""Primitives whose outputs are described by what they hold."""
 Rule = Callable[["Equation", list[Value]], Any]
 """From what is known of an operation's inputs to what is known of its output, or of all of its outputs in a list."""
 
@@ -379,12 +376,51 @@ class Equation:
         """Where an output has its rows by its shapes: the axis that differs."""
         return self.walk.place_by_shapes(self.outputs[n], self.other_outputs[n])
 
-    def check_place(self, n: int, value: Value) -> None:
-        """An output grows with the rows where they are said to be, and nowhere else."""
+    def checked(self, n: int, value: Value) -> Value:
+        """An output, which grows with the rows where they are said to be, and nowhere else, if rows are kept apart."""
         first, second = self.outputs[n], self.other_outputs[n]
         grown = {axis for axis, (a, b) in enumerate(zip(first, second)) if a != b}
-        if value.lost is None and grown != ({value.place.axis} if value.place not in (None, LIFTED) else set()):  # type: ignore[union-attr]
+        place = value.place
+        if grown == ({place.axis} if place is not None and place != LIFTED else set()):
+            return value
+        if not value.is_lost:
             raise CannotTell(f"shape {first} for {self.walk.rows[0]} rows, {second} for {self.walk.rows[1]}")
+        return value.but(place=None)
+
+    def lost(self, kind: str, values: list[Value], tag: str = "", why: str = "") -> Value:
+        """An output that terms can't express: a symbol, whose cause is what has mixed rows first."""
+        source, pattern = self.source._replace(number=self.walk.number("lost", id(self.traced[0])), why=why), False
+        if any(value.is_lost for value in values) and not why:
+            return Value(function(values, source), None, source.number, **_followed(values))
+        own = [term for value in values for term in value.terms if term.own]
+        if tag and all(any(symbol.kind == "position" for symbol, _ in term.factor) for term in own):
+            tag, source = PATTERN, source._replace(number=source.number + _LATE)
+        tags = {tag} | ({LINEAR} if tag == PAIRS and self.name in _LINEAR else set())
+        return Value(of(Symbol(source.number, kind, source, scalar=False)), None, source.number, **_followed(values)).tagged(*tags)
+
+    def settled(self, values: list[Value], value: Value) -> Value:
+        """An output, with what may still take back that rows are mixed in it."""
+        mixed, tags = [each for each in values if each.is_lost], {*value.tags}
+        meets = sum(each.own or each.is_lost for each in values) > 1
+        nonlinear = self.name not in _LINEAR and (self.name not in _BILINEAR or meets)
+        fewer = _growing(self.traced, "invars") > _growing(self.traced, "outvars")
+        if ORDER in tags and (meets or fewer) and not (meets and self.name in ("concatenate", "gather", "sort")):
+            # sums over the rows are what they were; rows that meet others, or some of them, are not
+            tags ^= {ORDER, LINEAR} if LINEAR not in tags else {ORDER}
+            nonlinear = nonlinear or (not meets and self.name in _PICKS)
+        if sum(SOME in each.tags for each in values) > 1:  # what is missing in one may be in the other
+            tags = tags - {SOME} | {ORDER if self.name == "concatenate" else LINEAR}
+        if nonlinear:
+            tags -= {LINEAR}
+        if PAIRS in tags and (fewer or any(not each.tags & {PAIRS, PATTERN} for each in mixed)):
+            tags = tags - {PAIRS} | ({UNSURE} if fewer and self.name in _PICKS else set())  # a diagonal may be picked
+        if PATTERN in tags and any(PATTERN not in each.tags for each in mixed):  # or masked and summed
+            tags = tags - {PATTERN} | ({LINEAR} if self.name in ("mul", "select_n") else set())
+        return value.but(tags=frozenset(tags))
+
+    def known(self, first: Any, second: Any) -> Value:
+        """An output whose entries are one number that is known at both numbers of rows."""
+        return self.walk.of_values(first, second).but(place=self.grown())
 
     def placed(self, place: Place | None, n: int = 0) -> Place | None:
         """Where an output has the rows that an input has at `place`: in the axis whose length goes with them."""
@@ -416,7 +452,7 @@ class Equation:
         # No gradient goes through whole numbers. A question about the batch may have one answer in all micro-batches.
         if is_integral(dtype):
             found = found.but(tags=found.tags - {DIFFERENTIATED})
-        asks = (dtype == "bool" or name in _STEPS) and place is None
+        asks = (dtype == "bool" or name in _STEPS) and place is None and self.outputs[n] == self.other_outputs[n]
         return found.tagged(UNSURE) if asks and any(s.kind == "mixed" for s in symbols_of(found)) else found
 
 
@@ -426,13 +462,10 @@ def _followed(values: Sequence[Value]) -> dict[str, Any]:
 
 
 class Walk:
-    """Two traces of a loss, side by side.
+    """Two traces of a loss, side by side; `rules` of primitives by name, and of all others at ""."""
 
-    `nested` has the rules of primitives that hold jaxprs, `rules` those of all others, but for the one at "".
-    """
-
-    def __init__(self, rows: tuple[int, int], nested: dict[str, Rule], rules: dict[str, Rule]) -> None:
-        self.rows, self.nested, self.rules = rows, nested, rules
+    def __init__(self, rows: tuple[int, int], rules: dict[str, Rule]) -> None:
+        self.rows, self.rules = rows, rules
         self._numbers: dict[Any, int] = {}
         self.callers: list[tuple[str, Any]] = []
         """The functions that are being walked through: their names, and who has called them."""
@@ -494,65 +527,28 @@ class Walk:
         if not axes:
             return None
         if len(axes) > 1:
-            raise MixesRows("pairs")
+            raise MixesRows(PAIRS)
         length = first[axes[0]]
         if length % self.rows[0] or length // self.rows[0] * self.rows[1] != second[axes[0]]:
             raise CannotTell("an axis that is no multiple of the rows")
         return Place(axes[0], 1, length // self.rows[0])
 
     def _outputs(self, one: Any, other: Any, values: list[Value]) -> list[Value]:
-        name, number, lost = one.primitive.name, None, [value.lost for value in values if value.lost is not None]
-        if name not in self.nested and not lost:
+        name, number = one.primitive.name, None
+        if name not in HOLD_JAXPRS:
             static = tuple(sorted((key, repr(value)) for key, value in one.params.items() if key != "sharding"))
             number = self.number(name, static, *(value.number for value in values))
         equation = Equation(self, one, other, Source(name, _called_from(one.source_info, self.callers), number))
         try:
-            if lost and name not in self.nested:
-                zero = [value for value in values if not (value.terms or value.lost)]
-                found = zero[0] if zero and name == "mul" else Value(lost=_carried(lost, values, equation))
-                return [found] * len(one.outvars)
-            equation.check_parameters(values[0] if values and values[0].lost is None else None)
-            result = (self.nested.get(name) or self.rules.get(name) or self.rules[""])(equation, values)
-            result = result if isinstance(result, list) else [result]
-            for n, value in enumerate(result):
-                equation.check_place(n, value)
-            return result
+            if not any(value.is_lost for value in values):
+                equation.check_parameters(values[0] if values else None)
+            found = (self.rules.get(name) or self.rules[""])(equation, values)
+            found = [equation.checked(*pair) for pair in enumerate(found if isinstance(found, list) else [found])]
         except MixesRows as error:
-            return [Value(lost=self._mixed(error.how, equation, values))] * len(one.outvars)
+            found = [equation.lost("mixed", values, str(error))] * len(one.outvars)
         except CannotTell as error:
-            return [Value(lost=Lost("unknown", equation.source, str(error)))] * len(one.outvars)
-
-    def _mixed(self, how: str, equation: Equation, values: list[Value]) -> Lost:
-        """A pattern of rows by rows, such as an identity matrix, is not what mixes them."""
-        terms = [term for value in values for term in value.terms if term.own]
-        is_lost = any(value.lost is not None for value in values)
-        if not is_lost and all(any(symbol.kind == "position" for symbol, _ in term.factor) for term in terms):
-            return Lost("unsure", equation.source, early=len(self._numbers) + _LATE)
-        certain = how in ("mixed", "some") or (how == "pairs" and equation.name not in _LINEAR)
-        return Lost(how, equation.source, early=len(self._numbers), certain=certain)
-
-
-def _carried(lost: list[Lost], values: list[Value], equation: Equation) -> Lost:
-    """What an operation makes of what is lost: is it certain that rows are mixed in a way that nothing takes back?"""
-    first, name = min(lost, key=lambda each: (each.how == "unknown", each.early)), equation.name
-    hows, how, certain = {each.how for each in lost}, first.how, first.certain
-    meets = len(lost) > 1 or any(value.own for value in values)
-    nonlinear = name not in _LINEAR and (name not in _BILINEAR or meets)
-    fewer = _growing(equation.traced, "invars") > _growing(equation.traced, "outvars")
-    if how == "order":  # sums over the rows are what they were; rows that meet others, or some of them, are not
-        alone = not meets or name in ("concatenate", "gather", "sort")
-        how = "order" if alone and (meets or not fewer) else "mixed"
-        certain = how == "mixed" and (nonlinear or (not meets and name in _PICKS))
-    elif how == "some" and len(lost) > 1:  # what is missing in one may be in the other
-        how, certain = ("order", False) if name == "concatenate" else ("mixed", nonlinear)
-    elif "mixed" in hows:
-        how, certain = "mixed", nonlinear or any(each.certain for each in lost)
-    elif how == "pairs" and fewer and name in _PICKS:  # a diagonal may be picked, or masked and summed
-        how, certain = "unsure", False
-    elif how == "pairs":
-        masked = "unsure" in hows and name in ("mul", "select_n")
-        how, certain = "mixed" if fewer else "pairs", not masked and (certain or nonlinear)
-    return first._replace(how=how, certain=certain)
+            found = [equation.lost("unknown", values, why=str(error))] * len(one.outvars)
+        return [equation.settled(values, value) if value.is_lost else value for value in found]
 
 
 def _growing(traced: tuple[Any, Any], side: str) -> int:
@@ -565,13 +561,7 @@ def joined(walk: Walk, a: Value, b: Value) -> Value:
     """What is known of a number that is one of both."""
     if a == b:
         return a
-    lost = [value for value in (a, b) if value.lost is not None]
-    if lost:
-        return min(lost, key=lambda each: (each.lost.how == "unknown", not each.lost.certain, each.lost.early))  # type: ignore[union-attr]
-    try:
-        place = common_place([a, b])
-    except MixesRows:
-        return Value(lost=Lost("unsure", Source("branches")))
+    place = common_place([a, b])
     both: dict[str, Any] = {
         name: getattr(a, name) if getattr(a, name) == getattr(b, name) else None for name in ("values", "guard")
     }
