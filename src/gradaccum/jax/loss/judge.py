@@ -14,20 +14,20 @@ So `((x @ p) ** 2 * mask).sum() / mask.sum()` comes to one term, own / S, with t
 mean over rows is own / COUNT; and a loss of terms own / W, with W the sum that `weight` returns, and of terms that are
 the same for any rows is the weighted mean of its micro-batches. Everything else is wrong, and its symbols say why.
 
-Sums join terms, products multiply their factors, powers raise them; a function of anything else than plain rows is a new
-symbol, "mixed". Where arrays have rows in different axes, or an operation works across the rows in a way that no symbol
-expresses (sorting, sums over a part, pairs of rows), the array is `lost`, and what comes of it too; `Lost.how` says what
-may still take the mixing back. What can't cancel out any more is refused; where it may (the diagonal of pairs, rows in
-another order, a shift by the largest), or where an operation is unknown, the judgement says that it can't tell.
+Sums join terms, products multiply their factors, powers raise them; a function of anything else than plain rows is a
+new symbol, "mixed". So is what an operation across the rows gives (sorting, sums over a part, pairs of rows), and what
+one gives that is "unknown". Tags of the array say what may still take the mixing back. What can't cancel out any more
+is refused; where it may (the diagonal of pairs, rows in another order, a shift by the largest), or where an operation
+is unknown, the judgement says that it can't tell.
 
 Most primitives need no rule: what has no axis of rows is any function, and what has one is followed where `vmap` over
 the rows of the operation on one row is the operation itself, as it is for all that work entry by entry. To add another
 one, ask what it does to each row, and add a line to the table at the end of `rules`:
 
-- Across some axes, and entry by entry on the others: `_across()`, or `_across(linear=True)` for sums, and for entries
-  that change places. `"cumsum": _across(linear=True)` works across the axis in its parameter, so rows in that axis are
-  mixed, and rows in another one are not.
-- Holding a jaxpr: a rule in `NESTED_RULES` that gives it to `walk.run`.
+- Across some axes, and entry by entry on the others: `_across(axes)`, or `_across(axes, linear=True)` for sums, and for
+  entries that change places. `"cumsum": _across(_named, linear=True)` works across the axis in its parameter, so rows
+  in that axis are mixed, and rows in another one are not.
+- Holding a jaxpr: a rule that gives it to `walk.run`, and its name in `HOLD_JAXPRS`.
 - Anything else: a rule `(equation, inputs) -> output`; `_split` is a short one. `equation.made` describes an output.
 - A test in tests/jax/loss: a loss with it that passes in silence, and one across the rows that is refused.
 """
@@ -41,9 +41,24 @@ import jax
 
 from gradaccum.jax.loss.rules import RULES
 from gradaccum.jax.loss.walk import (
-    COUNT, MAY_CANCEL, ONE, ROWS, CannotTell, Factor, Place, Source, Symbol, Term, Value, Walk, as_factor, does_alike, is_integral,
-    line, power, symbols_of,
-)  # fmt: skip
+    COUNT,
+    ONE,
+    ROWS,
+    CannotTell,
+    Factor,
+    Place,
+    Source,
+    Symbol,
+    Tag,
+    Term,
+    Value,
+    Walk,
+    as_factor,
+    does_alike,
+    is_integral,
+    line,
+    power,
+)
 
 __all__ = ["LossSpec", "Verdict", "judge"]
 
@@ -62,7 +77,7 @@ class LossSpec(NamedTuple):
     axes: list[int | None]
     """Of each input, the axis of its rows, or None."""
     tags: list[frozenset[str]]
-    """Of each input, whether it is DIFFERENTIATED, or FRESH: another one for each micro-batch; a state's name."""
+    """Of each input, whether it is DIFFERENTIATED or FRESH, as of `Tag`; and its name, if it is one of the state."""
     reduction: str
     unit: int = 1
     """What a number of rows must be a multiple of."""
@@ -168,7 +183,7 @@ _AUX = {
 
 def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: str) -> Verdict:
     """Whether a leaf of the aux is what the option `aux` says of it."""
-    symbols = symbols_of(value)
+    symbols = value.symbols
     if (weight is not None and weight.is_lost) or any(symbol.kind == "unknown" for symbol in symbols):
         return EXACT
     if how == "concat":
@@ -185,13 +200,13 @@ def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: 
 
 
 def _of_loss(loss: Value, weight: Value | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
-    unknown = next((symbol.source for symbol in symbols_of(loss) if symbol.kind == "unknown"), None)
+    unknown = next((symbol.source for symbol in loss.symbols if symbol.kind == "unknown"), None)
     if unknown is not None:
         why = f" ({unknown.why})" if unknown.why else ""
         return Verdict("unknown", f"{_at(unknown)} is not followed{why}.")
     if loss.place is not None:
         return Verdict("unknown", "Its rows are not followed to the end.")
-    if weight is not None and (lost := [s for s in symbols_of(weight) if s.kind == "unknown"]):
+    if weight is not None and (lost := [s for s in weight.symbols if s.kind == "unknown"]):
         return Verdict("unknown", f"What `weight` computes is not followed: {_at(lost[0].source)}.")
     divisor = ONE if reduction == "sum" else ROWS if weight is None else as_factor(weight, Source("weight"))
     shared = ONE if reduction == "mean" else ROWS  # of a mean it comes out as it is, of a sum what goes with the rows
@@ -200,7 +215,9 @@ def _of_loss(loss: Value, weight: Value | None, reduction: str, statistics: froz
     if wrong:
         verdict = _why(wrong, loss, None if weight is None else divisor, reduction, statistics)
         same_for_all = weight is not None and divisor == ONE  # right where micro-batches have as many rows
-        certain = verdict.kind == "randomness" or not (loss.tags & MAY_CANCEL or same_for_all or verdict.kind == "unknown")
+        certain = verdict.kind == "randomness" or not (
+            loss.tags & Tag.MAY_CANCEL or same_for_all or verdict.kind == "unknown"
+        )
         return verdict._replace(certain=certain)
     if weight is not None and not weight.terms <= {Term(True), Term(False), Term(False, ROWS)}:
         why = "what it returns for the batch is not the sum of what it returns for micro-batches"

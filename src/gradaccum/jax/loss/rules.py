@@ -15,10 +15,33 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from gradaccum.jax.loss.walk import (
-    COUNT, FINITE, FRESH, LIFTED, LOCAL, NAN, ORDER, PAIRS, SHARED, SOME, UNSURE, CannotTell, Equation, MixesRows, Place, Rule,
-    Symbol, Term, Terms, Value, common_place, function, is_integral, is_ours, joined, lifted, line, of, power_of,
-    product, shift_of, summed, symbols_of, union,
-)  # fmt: skip
+    COUNT,
+    LIFTED,
+    ROWS,
+    SHARED,
+    CannotTell,
+    Equation,
+    MixesRows,
+    Place,
+    Rule,
+    Symbol,
+    Tag,
+    Term,
+    Terms,
+    Value,
+    common_place,
+    function,
+    is_integral,
+    is_ours,
+    joined,
+    lifted,
+    line,
+    of,
+    power_of,
+    product,
+    times,
+    union,
+)
 
 __all__ = ["RULES"]
 
@@ -90,8 +113,8 @@ def _bounded(e: Equation, inputs: list[Value]) -> Value:
     """What may leave a mean as it is: its bounds may be out of reach."""
     means = [value for value in inputs if value.own and value.place is None and not value.free]
     found: Value = (_power(1) if e.name == "abs" else _entries())(e, inputs)
-    is_mean = bool(means) and all(symbol.kind == "count" for symbol in symbols_of(*means))
-    return found.tagged(UNSURE) if is_mean else found
+    is_mean = bool(means) and all(symbol.kind == "count" for mean in means for symbol in mean.symbols)
+    return found.tagged(Tag.UNSURE) if is_mean else found
 
 
 def _small(value: Value, most: float = 1.0) -> float | None:
@@ -130,27 +153,20 @@ def _added(e: Equation, inputs: list[Value]) -> Value:
     found: Value = _entries(lambda e, values: union(values))(e, inputs)
     both = frozenset.intersection(*(value.terms for value in e.aligned(inputs)[1]))
     cancels = any(not term.own and any(s.kind != "count" for s, _ in term.factor) for term in both)
-    return found.tagged(UNSURE) if cancels else found
+    return found.tagged(Tag.UNSURE) if cancels else found
+
+
+def _shift(value: Value) -> bool:
+    """Whether all rows share parts of it that take all of them to know, and its others are plain."""
+    shift = [term for term in value.terms if not term.own and term.factor]
+    plain = all(symbol.scalar for term in shift for symbol, _ in term.factor)
+    return bool(shift) and plain and all(term in shift or not term.factor for term in value.terms)
 
 
 def _exponential(e: Equation, inputs: list[Value]) -> Value:
-    """`exp(own + shared)` is a product, so that a shift that cancels out behind a logarithm is seen as one."""
-    (value,) = inputs
-    if value.place is None or (shift := shift_of(value)) is None:
-        return _entries()(e, inputs)
-    symbol = next(symbol for term in shift for symbol, _ in term.factor)
-    symbol = symbol._replace(number=e.number, kind="mixed", positive=True)
-    e.walk.logarithms[symbol] = shift
-    return e.made(inputs, of(symbol, value.own), value.place, moves=False)
-
-
-def _logarithm(e: Equation, inputs: list[Value]) -> Value:
-    (value,) = inputs
-    factors = {term.factor for term in value.terms}
-    shifts = [e.walk.logarithms.get(symbol) for symbol, degree in next(iter(factors), ()) if degree == 1]
-    if len(factors) == 1 and len(shifts) == 1 and shifts[0] and value.place is not None:
-        return e.made(inputs, shifts[0] | {Term(value.own)}, value.place, moves=False)
-    return _entries()(e, inputs)
+    """A shift that all rows share may cancel out behind a logarithm."""
+    found: Value = _entries()(e, inputs)
+    return found.tagged(Tag.UNSURE) if inputs[0].place is not None and _shift(inputs[0]) else found
 
 
 def _compared(e: Equation, inputs: list[Value]) -> Value:
@@ -158,7 +174,7 @@ def _compared(e: Equation, inputs: list[Value]) -> Value:
     if a.position and b.values == (0, 0) and e.name == "lt":
         return e.known(False, False)
     if a.number == b.number and a.place is None:
-        asks = NAN if e.name == "ne" else FINITE
+        asks = Tag.NAN if e.name == "ne" else Tag.FINITE
     for x, y in ((a, b), (b, a)):
         if _small(x, 1.0 if y.integral else _TINY) is not None and y.core is not None and y.place is None and y.free:
             asks = y.core
@@ -172,28 +188,28 @@ def _select(e: Equation, inputs: list[Value]) -> Value:
     if which.values is not None and which.values[0] == which.values[1]:
         return cases[int(which.values[0])]
     kept, guard = [case for case in cases if case.values is None], which.guard
-    sure = bool(kept and guard) and (guard in (FINITE, NAN) or all(case.divides(guard) for case in kept))
-    if len(kept) == 1 and (sure or guard == (FINITE, kept[0].number)) and kept[0].place == common_place(inputs):
+    sure = bool(kept and guard) and (guard in (Tag.FINITE, Tag.NAN) or all(case.divides(guard) for case in kept))
+    if len(kept) == 1 and (sure or guard == (Tag.FINITE, kept[0].number)) and kept[0].place == common_place(inputs):
         return kept[0]
     place, (which, *cases) = e.aligned(inputs)
     if sure:  # what is asked of it is answered in one way for all micro-batches that count
         kept = [case for case in cases if case.values is None]
-        tags = which.tags - {UNSURE}
+        tags = which.tags - {Tag.UNSURE}
         return e.made([which.but(tags=tags), *cases], union(kept), place, moves=False)
     terms = frozenset(Term(term.own or which.own, term.factor) for term in union(cases))
-    if symbols_of(which) or (which.own and which.place is None):
+    if which.symbols or (which.own and which.place is None):
         terms = _any(e, [which, *cases])
     return e.made([which, *cases], terms, place, moves=False)
 
 
 def _finite(e: Equation, inputs: list[Value]) -> Value:
-    guard = FINITE if inputs[0].place is None else (FINITE, inputs[0].number)
+    guard = Tag.FINITE if inputs[0].place is None else (Tag.FINITE, inputs[0].number)
     return _entries()(e, inputs).but(guard=guard)
 
 
 def _both(e: Equation, inputs: list[Value]) -> Value:
     """`and`: whether it is NaN, and something else, is no where it is none."""
-    return _entries()(e, inputs).but(guard=NAN if any(value.guard == NAN for value in inputs) else None)
+    return _entries()(e, inputs).but(guard=Tag.NAN if any(value.guard == Tag.NAN for value in inputs) else None)
 
 
 def _iota(e: Equation, inputs: list[Value]) -> Value:
@@ -208,13 +224,13 @@ def _drawn(e: Equation, inputs: list[Value]) -> Value:
     """Random numbers, and keys, from a key: each row's own where its key is, or where micro-batches have their own."""
     key, *data = inputs
     place = e.grown()
-    by_place = any(symbol.kind == "position" for symbol in symbols_of(*data)) and not key.own
+    by_place = any(symbol.kind == "position" for each in data for symbol in each.symbols) and not key.own
     if not by_place and (place is None or any(value.own for value in inputs)):
         place = place or common_place(inputs)
         terms = _any(e, [lifted(value, place, e.source) for value in inputs])
     else:
         random = Symbol(e.number, "random", e.source._replace(number=None), key.free, False)
-        terms = frozenset([Term(True)]) if FRESH in key.tags else of(random, True)
+        terms = frozenset([Term(True)]) if Tag.FRESH in key.tags else of(random, True)
     found = e.made(inputs, terms, place)  # drawn from a state of random numbers, it is meant to be another each time
     return found.but(tags=frozenset(tag for tag in found.tags if not tag.startswith("state")))
 
@@ -222,59 +238,58 @@ def _drawn(e: Equation, inputs: list[Value]) -> Value:
 # Across some axes, and entry by entry on the others.
 
 
-def _across(*last: int, linear: bool = False, mixes: str = "") -> Rule:
-    """An operation across the axes that its parameters name, or across the last ones: any function, or linear."""
+def _across(axes: Callable[[Equation], Collection[int]], linear: bool = False, tag: str = "") -> Rule:
+    """An operation across these axes, and entry by entry on the others: any function, or linear."""
 
     def rule(e: Equation, inputs: list[Value]) -> list[Value]:
         place, values = e.aligned(inputs)
-        axes = range(len(e.shapes[0]) - last[0], len(e.shapes[0])) if last else _axes_of(e)
-        if place is not None and place != LIFTED and place.axis in axes:
-            raise MixesRows(mixes)
+        if place is not None and place.axis in axes(e):
+            raise MixesRows(tag)
         terms = union(values) if linear else _any(e, values)
-        made = [e.made(inputs, terms, e.placed(place, n), n) for n in range(len(e.outputs))]
-        return [made[0].but(whole=inputs[0].total)] if e.name == "rev" else made
+        return [e.made(inputs, terms, e.placed(place, n), n) for n in range(len(e.outputs))]
 
     return rule
 
 
-def _axes_of(e: Equation) -> Collection[int]:
-    """The axes across which it works, by its parameters."""
-    params = e.params
-    if "padding_config" in params:
-        return [axis for axis, each in enumerate(params["padding_config"]) if any(each)]
-    if "window_dimensions" in params:
-        sizes = zip(params["window_dimensions"], params["window_strides"])
-        return [axis for axis, pair in enumerate(sizes) if pair != (1, 1)]
-    if "fft_lengths" in params:
-        return range(len(e.shapes[0]) - len(params["fft_lengths"]), len(e.shapes[0]))
-    axes = next(params[name] for name in ("axes", "axis", "dimensions", "dimension") if name in params)
+def _last(count: int) -> Callable[[Equation], Collection[int]]:
+    return lambda e: range(len(e.shapes[0]) - count, len(e.shapes[0]))
+
+
+def _named(e: Equation) -> Collection[int]:
+    axes = next(e.params[name] for name in ("axis", "dimension", "dimensions") if name in e.params)
     return axes if isinstance(axes, tuple | list) else (axes,)
 
 
+def _padded(e: Equation) -> Collection[int]:
+    return [axis for axis, each in enumerate(e.params["padding_config"]) if any(each)]
+
+
+def _windows(e: Equation) -> Collection[int]:
+    sizes = zip(e.params["window_dimensions"], e.params["window_strides"])
+    return [axis for axis, pair in enumerate(sizes) if pair != (1, 1)]
+
+
+def _system(e: Equation) -> Collection[int]:
+    """Of a right side each column (or row) by itself."""
+    return (len(e.shapes[1]) - (2 if e.params["left_side"] else 1),)
+
+
 def _solved(e: Equation, inputs: list[Value]) -> Any:
-    """`triangular_solve`: each column (or row) of the right side by itself, where the matrix is none of rows."""
-    axis = len(e.shapes[1]) - (2 if e.params["left_side"] else 1)
-    if inputs[0].place is None and inputs[1].place not in (None, LIFTED) and inputs[1].place.axis != axis:  # type: ignore[union-attr]
-        place, values = e.aligned(inputs)
-        return e.made(inputs, _any(e, values), e.placed(place))
-    return _across(2)(e, inputs)
+    return _across(_system if inputs[0].place is None else _last(2))(e, inputs)
 
 
 # Entries change their places.
 
 
 def _moved(e: Equation, inputs: list[Value]) -> Value:
-    """An operation that moves entries, alike for all rows."""
     (value,) = inputs
-    place = value.place if value.place in (None, LIFTED) else _MOVED.get(e.name, Equation.placed)(e, value.place)
-    permutes = e.name == "transpose" or (e.name == "reshape" and e.params["dimensions"])
-    found = e.made(inputs, value.terms, place)
-    if value.scalar or (e.outputs[0] == e.shapes[0] and not permutes):
-        kept = {name: getattr(value, name) for name in ("terms", "number", "scalar", "core", "whole")}
-        found = found.but(**kept)
-    elif e.name != "slice":
-        found = found.but(whole=value.total)
-    return found.but(values=value.values, position=value.position and place == Place(0))
+    place = value.place
+    if place is not None and place != LIFTED:
+        place = _MOVED.get(e.name, Equation.placed)(e, place)
+    permutes = e.name == "transpose" or e.params.get("dimensions")
+    stays = value.scalar or (e.outputs[0] == e.shapes[0] and not permutes)
+    found = value.but(parts=None, place=place) if stays else e.made(inputs, value.terms, place)
+    return found.but(position=value.position and place == Place(0))
 
 
 def _reshaped(e: Equation, place: Place) -> Place:
@@ -288,7 +303,7 @@ def _reshaped(e: Equation, place: Place) -> Place:
             outer, inner = before // ahead, after // behind
             if outer * e.walk.rows[0] * inner == length:
                 return Place(axis, outer, inner)
-    raise MixesRows(UNSURE)  # groups of rows perhaps, which may be whole in each micro-batch
+    raise MixesRows(Tag.UNSURE)  # groups of rows perhaps, which may be whole in each micro-batch
 
 
 def _cut(e: Equation, place: Place, first: int, last: int, stride: int = 1) -> Place:
@@ -297,15 +312,15 @@ def _cut(e: Equation, place: Place, first: int, last: int, stride: int = 1) -> P
     if (first, last, stride) == (0, e.shapes[0][place.axis], 1):
         return place
     if stride != 1:
-        raise MixesRows(UNSURE)
+        raise MixesRows(Tag.UNSURE)
     if first % block or last % block:
-        raise MixesRows(SOME)
+        raise MixesRows(Tag.SOME)
     return place._replace(outer=(last - first) // block)
 
 
 def _sliced(e: Equation, place: Place) -> Place:
-    strides = e.params["strides"] or (1,) * len(e.shapes[0])
-    return _cut(e, place, *(e.params[n][place.axis] for n in ("start_indices", "limit_indices")), strides[place.axis])
+    first, last = (e.params[name][place.axis] for name in ("start_indices", "limit_indices"))
+    return _cut(e, place, first, last, (e.params["strides"] or (1,) * len(e.shapes[0]))[place.axis])
 
 
 _MOVED: dict[str, Callable[[Equation, Place], Place | None]] = {
@@ -317,28 +332,25 @@ _MOVED: dict[str, Callable[[Equation, Place], Place | None]] = {
 
 
 def _split(e: Equation, inputs: list[Value]) -> list[Value]:
-    (value,), axis, place = inputs, e.params["axis"], inputs[0].place
-    ends = itertools.pairwise(np.cumsum([0, *e.params["sizes"]]).tolist())
-    if place is None or place.axis != axis:
-        if e.params["sizes"] != e.other_params["sizes"]:
+    (value,), place, sizes = inputs, inputs[0].place, e.params["sizes"]
+    ends = list(itertools.pairwise(np.cumsum([0, *sizes]).tolist()))
+    if place is None or place.axis != e.params["axis"]:
+        if sizes != e.other_params["sizes"]:
             raise CannotTell("split")
-        return [e.made(inputs, value.terms, place, n) for n, _ in enumerate(ends)]
+        return [e.made(inputs, value.terms, place, n) for n in range(len(ends))]
     return [e.made(inputs, value.terms, _cut(e, place, *pair), n) for n, pair in enumerate(ends)]
 
 
 def _broadcast(e: Equation, inputs: list[Value]) -> Value:
     value, made, place = inputs[0], e.grown(), inputs[0].place
-    if place is not None and place != LIFTED:
-        place = place._replace(axis=e.params["broadcast_dimensions"][place.axis])
-    if place is not None and (made and made.axis) != (None if place == LIFTED else place.axis):
-        raise MixesRows(PAIRS)
+    if value.axis >= 0:
+        place = Place(e.params["broadcast_dimensions"][value.axis], *value.place[1:])  # type: ignore[index]
+    if place is not None and (made.axis if made else -1) != place.axis:
+        raise MixesRows(Tag.PAIRS)
     if place is None and made is not None:
         value, place = lifted(value, made, e.source), made
-    found = e.made(inputs, value.terms, place)
-    if value.scalar:
-        found = found.but(terms=value.terms, number=value.number, scalar=True, values=value.values, core=value.core)
-    is_entry = e.outputs[0][-1:] == (1,)
-    return found.but(position=value.position, parts=(value,) if is_entry else None)
+    found = value.but(place=place) if value.scalar else e.made(inputs, value.terms, place)
+    return found.but(position=value.position, parts=(value,) if e.outputs[0][-1:] == (1,) else None)
 
 
 def _concatenated(e: Equation, inputs: list[Value]) -> Value:
@@ -363,16 +375,19 @@ def _concatenated(e: Equation, inputs: list[Value]) -> Value:
 def _as_sum(e: Equation, found: Value, over_rows: bool = True) -> Value:
     """A sum over the rows: one that others may be divided by, and a part of it where devices have parts of the rows."""
     found = found.but(sums=found.sums | {e.source._replace(number=found.number)}, core=found.number)
-    return found.tagged(LOCAL) if over_rows and e.walk.split else found
+    return found.tagged(Tag.LOCAL) if over_rows and e.walk.split else found
+
+
+def _summed(terms: Terms) -> Terms:
+    return frozenset(term if term.own else Term(False, times(term.factor, ROWS)) for term in terms)
 
 
 def _sum(e: Equation, inputs: list[Value]) -> Value:
     (value,), place = inputs, inputs[0].place
-    over_rows = place is not None and place != LIFTED and place.axis in e.params["axes"]
-    terms = summed(value.terms) if over_rows else value.terms
-    found = e.made(inputs, terms, None if over_rows else e.placed(place))
-    is_all = e.outputs[0] == ()
-    found = found.but(number=e.walk.number("sum", value.total)) if is_all else found.but(whole=value.total)
+    over_rows = value.axis in e.params["axes"]
+    found = e.made(inputs, _summed(value.terms) if over_rows else value.terms, None if over_rows else e.placed(place))
+    if e.outputs[0] == ():
+        found = found.but(number=e.walk.number("sum", value.total), whole=None)
     return _as_sum(e, found, over_rows) if over_rows or value.sums else found
 
 
@@ -380,11 +395,11 @@ def _reduced(e: Equation, inputs: list[Value]) -> Any:
     """The largest, the product, ...: of what is the same for all rows it may be of rows, too."""
     value, place, alone = inputs[0], inputs[0].place, e.outputs[0] == ()
     orders = e.name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or")
-    if place is None or place == LIFTED or place.axis not in e.params["axes"]:
+    if value.axis not in e.params["axes"]:
         place, terms = e.placed(place), _any(e, [value])
         if orders and place is not None and len({term.factor for term in value.terms}) == 1:
             terms = power_of(value, Fraction(1), e.source)
-        elif orders and shift_of(value) is not None:
+        elif orders and _shift(value):
             terms = value.terms
         return e.made(inputs, terms, place)
     if orders and not value.own:
@@ -392,7 +407,7 @@ def _reduced(e: Equation, inputs: list[Value]) -> Any:
     terms = of(Symbol(e.number, "mixed", e.source, value.free, alone, value.positive))
     asks = e.walk.number("sum", value.total) if value.free and e.name == "reduce_or" and alone else None
     found = e.made(inputs, terms, None).but(guard=asks)
-    return found.tagged(LOCAL) if e.walk.split else found
+    return found.tagged(Tag.LOCAL) if e.walk.split else found
 
 
 def _over_devices(e: Equation, inputs: list[Value]) -> Any:
@@ -405,15 +420,15 @@ def _over_devices(e: Equation, inputs: list[Value]) -> Any:
 
     def of_all(value: Value) -> Value:
         """The sum over devices: of all parts of a sum over rows, that sum."""
-        local = LOCAL in value.tags
+        local = Tag.LOCAL in value.tags
         if split & {*axes} and value.place is not None and value.own:
             raise MixesRows
         if local and {*axes} == split:
-            return value.but(tags=value.tags - {LOCAL})
+            return value.but(tags=value.tags - {Tag.LOCAL})
         if value.values and not split & {*axes}:
             return value
         number, core = e.walk.number("psum", value.number), value.core and e.walk.number("psum", value.core)
-        tags = value.tags - {LOCAL} if split <= {*axes} else value.tags
+        tags = value.tags - {Tag.LOCAL} if split <= {*axes} else value.tags
         return value.but(number=number, core=core, whole=None, values=None, tags=tags)
 
     return [of_all(value) for value in inputs]
@@ -432,7 +447,7 @@ def _multiplied(e: Equation, inputs: list[Value]) -> Value:
     over_rows = place is None and (left or right) is not None
     a, b = (lifted(value, left or right, e.source) for value in inputs)
     terms = product(a, b, e.source)
-    found = e.made(inputs, summed(terms) if over_rows else terms, place)
+    found = e.made(inputs, _summed(terms) if over_rows else terms, place)
     return _as_sum(e, found) if over_rows else found
 
 
@@ -443,10 +458,7 @@ def _as_own(values: list[Value]) -> Place | None:
 def _contracted(e: Equation, left: Place | None, right: Place | None) -> Place | None:
     if left is not None and right is not None and left[1:] != right[1:]:
         raise MixesRows
-    place = e.placed(left or right)  # pairs of rows grow twice
-    if place is None and (left is None or right is None):
-        raise CannotTell(e.name)
-    return place
+    return e.placed(left or right)  # pairs of rows grow twice, what is summed over them doesn't
 
 
 def _convolved(e: Equation, image: Place | None, kernel: Place | None) -> Place | None:
@@ -496,15 +508,15 @@ def _gathered(e: Equation, inputs: list[Value]) -> Value:
         place = e.placed(asked)
     elif e.params["slice_sizes"][rows.axis] == e.shapes[0][rows.axis]:
         if asked is not None:
-            raise MixesRows(PAIRS)
+            raise MixesRows(Tag.PAIRS)
         place = e.placed(rows)
     elif of_rows is not None and of_rows.position and rows[1:] == (1, 1):
         place = e.placed(asked)
     else:
-        raise MixesRows(ORDER if asked is not None else SOME)
+        raise MixesRows(Tag.ORDER if asked is not None else Tag.SOME)
     values = [lifted(value, place, e.source) for value in inputs]
     terms = frozenset(Term(term.own or asked is not None, term.factor) for term in values[0].terms)
-    foreign = symbols_of(*columns.values()) or any(s.kind != "position" for s in symbols_of(indices))
+    foreign = any(each.symbols for each in columns.values()) or any(s.kind != "position" for s in indices.symbols)
     if foreign or (asked is None and indices.own):  # a place in the batch is another one in each micro-batch
         terms = _any(e, values)
     return e.made(inputs, terms, place)
@@ -519,14 +531,14 @@ def _scattered(e: Equation, inputs: list[Value]) -> Value:
         batch_axes = [n for n in range(len(e.shapes[2])) if n not in windows]
         moved = indices.place not in (None, rows._replace(axis=other))
         moved = moved or updates.place not in (None, rows._replace(axis=batch_axes[other]))
-        if moved or e.name == "scatter" or symbols_of(indices):
+        if moved or e.name == "scatter" or indices.symbols:
             raise CannotTell(e.name)
         terms = union(lifted(value, rows, e.source) for value in (operand, updates))
         return e.made(inputs, frozenset(Term(t.own or indices.own, t.factor) for t in terms), rows)
     if indices.is_shared:
         return _put(e, operand, updates)
     placed = rows is None and indices.place is not None and updates.place is not None
-    if not (placed and e.name.endswith("add") and not symbols_of(indices) and operand.terms <= SHARED):
+    if not (placed and e.name.endswith("add") and not indices.symbols and operand.terms <= SHARED):
         raise CannotTell(e.name)
     own = frozenset(Term(True, term.factor) for term in updates.terms)
     return _as_sum(e, e.made(inputs, operand.terms | own, None))
@@ -562,7 +574,7 @@ def _at(e: Equation, inputs: list[Value]) -> Value:
     place, values = e.aligned(inputs[:count])
     part = e.params["slice_sizes"] if count == 1 else e.shapes[1]
     if place is not None and place != LIFTED and part[place.axis] != e.shapes[0][place.axis]:
-        raise MixesRows(SOME if count == 1 else "")
+        raise MixesRows(Tag.SOME if count == 1 else "")
     return e.made(inputs, union(values), place)
 
 
@@ -626,11 +638,12 @@ def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
     gradients = [Value(factor, outputs[n].place, walk.number(factor, n)) for n in given]
     walk.is_derivative = True
     try:
-        found = walk.run(*(_pullback(each, wanted, given) for each in e.traced), [*inputs, *gradients])
+        first, second = (_pullback(each, wanted, given) for each in e.traced)
+        found = walk.run(first, second, [*inputs, *gradients])
     finally:
         walk.is_derivative = False
     for place, gradient in zip((inputs[n].place for n in wanted), found):
-        unknown = next((symbol.source for symbol in symbols_of(gradient) if symbol.kind == "unknown"), None)
+        unknown = next((symbol.source for symbol in gradient.symbols if symbol.kind == "unknown"), None)
         if unknown is not None:
             return [e.lost("unknown", [], why=f"its derivative: {unknown.why or unknown.primitive}")] * len(outputs)
         allowed = factor | SHARED if place is None else factor
@@ -671,11 +684,13 @@ def _carry(e: Equation, body: Callable[[list[Value]], list[Value]], carry: list[
 
     def widened(n: int, value: Value) -> Value:
         """In a loop each round would make symbols of its own."""
-        symbols = [s for s in symbols_of(value) if s != COUNT and s.kind in ("mixed", "sum", "count", "unknown")]
+        symbols = [s for s in value.symbols if s != COUNT and s.kind in ("mixed", "sum", "count", "unknown")]
         if not symbols:
             return value
         kind = "unknown" if all(s.kind == "unknown" for s in symbols) else "mixed"
-        return value.but(terms=of(Symbol(e.walk.number("carry", id(e.traced[0]), n), kind, symbols[0].source)), place=None)
+        return value.but(
+            terms=of(Symbol(e.walk.number("carry", id(e.traced[0]), n), kind, symbols[0].source)), place=None
+        )
 
     carry = [value.but(values=None, position=False) for value in carry]
     for _ in range(_ROUNDS):
@@ -713,11 +728,10 @@ def _scanned(e: Equation, inputs: list[Value]) -> list[Value]:
 def _entry(value: Value) -> Value:
     """What one round of a scan gets of an array."""
     value, place = value.but(values=None, position=False, parts=None), value.place
-    if place is None or place == LIFTED:
-        return value
-    if place.axis == 0 and place[1:] != (1, 1):
+    if value.axis == 0 and place != Place(0):
         raise CannotTell("scan over parts of the rows")
-    return value.but(place=place._replace(axis=place.axis - 1))  # LIFTED where it is over rows
+    # LIFTED where it is over rows
+    return value if place is None or place == LIFTED else value.but(place=place._replace(axis=place.axis - 1))
 
 
 def _looped(e: Equation, inputs: list[Value]) -> list[Value]:
@@ -741,12 +755,14 @@ def _branched(e: Equation, inputs: list[Value]) -> list[Value]:
     found = [e.walk.run(one, other, rest) for one, other in pairs]
     if which.guard:  # the branches must be what it asks for, and numbers that are written down
         known = [value for each in found for value in each if value.values is None]
-        if not known or not (which.guard in (FINITE, NAN) or all(value.divides(which.guard) for value in known)):
-            raise MixesRows(UNSURE)
+        if not known or not (
+            which.guard in (Tag.FINITE, Tag.NAN) or all(value.divides(which.guard) for value in known)
+        ):
+            raise MixesRows(Tag.UNSURE)
     result = found[0]
     for each in found[1:]:
         result = [joined(e.walk, *pair) for pair in zip(result, each, strict=True)]
-    return [value.tagged(*(which.tags - {UNSURE})) for value in result]
+    return [value.tagged(*(which.tags - {Tag.UNSURE})) for value in result]
 
 
 def _on_devices(e: Equation, inputs: list[Value]) -> list[Value]:
@@ -776,9 +792,9 @@ def _on_devices(e: Equation, inputs: list[Value]) -> list[Value]:
 
     def together(value: Value, spec: Any) -> Value:
         """What all devices give: their rows behind each other, or what is the same on all of them."""
-        elsewhere = value.place not in (None, LIFTED) and axes_of(spec, value.place.axis) != split  # type: ignore[union-attr]
-        if elsewhere or (LOCAL in value.tags and not any(symbol.kind == "mixed" for symbol in symbols_of(value))):
-            return e.lost("mixed", [], UNSURE)
+        elsewhere = value.axis >= 0 and axes_of(spec, value.axis) != split
+        if elsewhere or (Tag.LOCAL in value.tags and not any(symbol.kind == "mixed" for symbol in value.symbols)):
+            return e.lost("mixed", [], Tag.UNSURE)
         return value.but(scalar=False, values=None) if value.place is None and spec else value
 
     return [together(*pair) for pair in zip(found, params["out_specs"])]
@@ -822,7 +838,6 @@ RULES: dict[str, Rule] = {
     "integer_pow": _integer_power,
     "pow": _any_power,
     "exp": _exponential,
-    "log": _logarithm,
     "max": _largest,
     **_each("abs min clamp", _bounded),
     **_each("eq ne lt le gt ge", _compared),
@@ -833,13 +848,17 @@ RULES: dict[str, Rule] = {
     "iota": _iota,
     **_each("random_bits random_split random_fold_in", _drawn),
     # Across some axes, and entry by entry on the others.
-    **_each("cumsum pad reduce_window_sum", _across(linear=True)),
-    **_each("cumprod cummax cummin cumlogsumexp reduce_window_max reduce_window_min reduce_window fft", _across()),
-    "sort": _across(mixes=ORDER),
-    "rev": _across(linear=True, mixes=ORDER),
-    "stack": _across(0, linear=True),
-    **_each("top_k approx_top_k lu_pivots_to_permutation", _across(1)),
-    **_each("cholesky eigh eig lu qr svd geqrf householder_product schur tridiagonal_solve", _across(2)),
+    "cumsum": _across(_named, linear=True),
+    **_each("cumprod cummax cummin cumlogsumexp", _across(_named)),
+    "sort": _across(_named, tag=Tag.ORDER),
+    "rev": _across(_named, linear=True, tag=Tag.ORDER),
+    "stack": _across(lambda e: (), linear=True),
+    "pad": _across(_padded, linear=True),
+    "reduce_window_sum": _across(_windows, linear=True),
+    **_each("reduce_window_max reduce_window_min reduce_window", _across(_windows)),
+    **_each("top_k approx_top_k", _across(_last(1))),
+    **_each("cholesky eigh eig lu qr svd", _across(_last(2))),
+    "fft": lambda e, inputs: _across(_last(len(e.params["fft_lengths"])))(e, inputs),
     "triangular_solve": _solved,
     # Entries change their places.
     **_each("squeeze transpose reshape expand_dims slice tile", _moved),

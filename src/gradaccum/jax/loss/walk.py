@@ -17,27 +17,34 @@ import numpy as np
 from jax.extend.core import Literal
 
 __all__ = [
-    "COUNT", "DIFFERENTIATED", "FINITE", "FRESH", "LIFTED", "LINEAR", "LOCAL", "MAY_CANCEL", "ORDER", "PAIRS", "SOME", "NAN", "ONE", "ROWS", "SHARED", "UNSURE",
-    "CannotTell", "Equation", "Factor", "MixesRows", "Place", "Rule", "Source", "Symbol", "Term", "Terms",
-    "Value", "Walk", "as_factor", "common_place", "does_alike", "function", "is_integral", "is_ours", "joined",
-    "lifted", "line", "of", "power", "power_of", "product", "shift_of", "summed", "symbols_of", "union",
+    "COUNT", "LIFTED", "ONE", "ROWS", "SHARED", "CannotTell", "Equation", "Factor", "MixesRows", "Place", "Rule",
+    "Source", "Symbol", "Tag", "Term", "Terms", "Value", "Walk", "as_factor", "common_place", "does_alike", "function",
+    "is_integral", "is_ours", "joined", "lifted", "line", "of", "power", "power_of", "product", "times", "union",
 ]  # fmt: skip
 
 Factor = frozenset[tuple["Symbol", Fraction]]
 """Powers of symbols; the empty one is 1."""
 ONE: Factor = frozenset()
-FINITE, NAN = "finite", "NaN"
-"""What `Value.guard` asks where it looks for NaN: whether it is none, and whether it is."""
-DIFFERENTIATED, FRESH, LOCAL = "differentiated", "fresh", "local"
-"""Tags of what a number follows from: what is differentiated; what is another one for each micro-batch (its key, its
-state). And it is one device's part of a sum over the rows of several."""
-UNSURE, LINEAR, ORDER, PATTERN, PAIRS, SOME = "unsure", "linear", "order", "pattern", "pairs", "some"
-"""Tags of what mixes rows. It may cancel out or be one for all; it was linear so far, and may; it is the rows in another
-order; a pattern of rows by rows, such as an identity matrix. It has an entry for each pair of rows; some of the rows."""
-MAY_CANCEL = frozenset([UNSURE, LINEAR, ORDER, PATTERN])
 _MOST = 12
 """Terms that a number may have."""
 _POSITIVE = {"abs", "exp", "exp2", "logistic", "sqrt", "square"}
+
+
+class Tag:
+    """What an array inherits from those that it follows from; and, at last, what `Value.guard` asks."""
+
+    DIFFERENTIATED, FRESH = "differentiated", "fresh"
+    """It follows from what is differentiated; from what is another one for each micro-batch: its key, its state."""
+    LOCAL = "local"
+    """It is one device's part of a sum over the rows of several."""
+    PAIRS, SOME = "pairs", "some"
+    """It has an entry for each pair of rows; it is made of some of the rows."""
+    UNSURE, LINEAR, ORDER, PATTERN = "unsure", "linear", "order", "pattern"
+    """Rows are mixed in it: which may cancel out, or be one for all; linearly so far, which may be taken back; as rows
+    in another order; as a pattern of rows by rows, such as an identity matrix."""
+    MAY_CANCEL = frozenset([UNSURE, LINEAR, ORDER, PATTERN])
+    FINITE, NAN = "finite", "NaN"
+    """Whether it is no NaN; whether it is one."""
 
 
 class Source(NamedTuple):
@@ -52,8 +59,8 @@ class Source(NamedTuple):
 class Symbol(NamedTuple):
     """A number that takes all rows to know and stands as a factor; equal if number and kind are.
 
-    `free`: it follows from the batch alone, not from what is differentiated. `scalar`: it is one number for all entries;
-    others are other numbers once entries have moved. `positive`: not below 0.
+    `free`: it follows from the batch alone, not from what is differentiated. `scalar`: it is one number for all
+    entries; others are other numbers once entries have moved. `positive`: not below 0.
     """
 
     number: Any
@@ -133,19 +140,29 @@ class Value:
         return any(term.own for term in self.terms)
 
     @property
+    def axis(self) -> int:
+        """The axis of its rows; -1 without one."""
+        return -1 if self.place is None else self.place.axis
+
+    @property
     def is_shared(self) -> bool:
         """Whether it is the same for any rows."""
         return self.terms <= SHARED and self.place is None
 
     @property
+    def symbols(self) -> list[Symbol]:
+        """All symbols in its terms."""
+        return [symbol for term in self.terms for symbol, _ in term.factor]
+
+    @property
     def is_lost(self) -> bool:
         """Whether rows are mixed in it, or it is unknown."""
-        return any(symbol.kind in ("mixed", "unknown") for symbol in symbols_of(self))
+        return any(symbol.kind in ("mixed", "unknown") for symbol in self.symbols)
 
     @property
     def free(self) -> bool:
         """Whether it does not follow from what is differentiated."""
-        return DIFFERENTIATED not in self.tags
+        return Tag.DIFFERENTIATED not in self.tags
 
     @property
     def total(self) -> Any:
@@ -171,11 +188,6 @@ class Value:
 def of(symbol: Symbol, own: bool = False) -> Terms:
     """A number that is this symbol, times each row's own number perhaps."""
     return frozenset([Term(own, frozenset([(symbol, Fraction(1))]))])
-
-
-def symbols_of(*values: Value) -> list[Symbol]:
-    """All symbols in the terms of these."""
-    return [symbol for value in values for term in value.terms for symbol, _ in term.factor]
 
 
 def times(a: Factor, b: Factor) -> Factor:
@@ -216,7 +228,7 @@ def as_factor(value: Value, source: Source) -> Factor:
     kind, own = ("sum", factors.pop()) if len(value.terms) == 1 else ("mixed", ONE)
     number = value.number if value.core is None else value.core
     source = min(value.sums, key=lambda each: each.number, default=source._replace(number=number))
-    number = (LOCAL, number) if LOCAL in value.tags else number
+    number = (Tag.LOCAL, number) if Tag.LOCAL in value.tags else number
     return times(
         own, frozenset([(Symbol(number, kind, source, value.free, value.scalar, value.positive), Fraction(1))])
     )
@@ -241,7 +253,7 @@ def common_place(values: Sequence[Value]) -> Place | None:
     places = {value.place for value in values if value.place is not None and value.own}
     places = places or {value.place for value in values if value.place is not None}
     if len(places) > 1:
-        raise MixesRows(PAIRS)
+        raise MixesRows(Tag.PAIRS)
     return next(iter(places), None)
 
 
@@ -278,7 +290,7 @@ def power_of(value: Value, degree: Fraction, source: Source) -> Terms:
 def function(values: Sequence[Value], source: Source) -> Terms:
     """Of any other function, entry by entry."""
     own, with_rows = any(value.own for value in values), any(value.place is not None for value in values)
-    symbols = symbols_of(*values)
+    symbols = [symbol for value in values for symbol in value.symbols]
     if not symbols and (with_rows or not own):
         return frozenset([Term(own)])
     kinds = {"mixed" if symbol.kind == "sum" else symbol.kind for symbol in symbols}
@@ -292,13 +304,6 @@ def function(values: Sequence[Value], source: Source) -> Terms:
     return of(Symbol(source.number, kind, cause, free, scalar, source.primitive in _POSITIVE), own and with_rows)
 
 
-def shift_of(value: Value) -> Terms | None:
-    """The parts of a number that all rows share and that take all of them to know, if the others are plain."""
-    shift = frozenset(term for term in value.terms if not term.own and term.factor)
-    plain = all(symbol.scalar for term in shift for symbol, _ in term.factor)
-    return shift if shift and plain and all(term in shift or not term.factor for term in value.terms) else None
-
-
 def _elsewhere(terms: Terms, number: Any) -> Terms:
     """After entries have moved or were added up: what differs between them is another number."""
 
@@ -306,11 +311,6 @@ def _elsewhere(terms: Terms, number: Any) -> Terms:
         return symbol if symbol.scalar else symbol._replace(number=(symbol.number, number))
 
     return frozenset(Term(term.own, frozenset((moved(s), d) for s, d in term.factor)) for term in terms)
-
-
-def summed(terms: Terms) -> Terms:
-    """After a sum over the rows."""
-    return frozenset(term if term.own else Term(False, times(term.factor, ROWS)) for term in terms)
 
 
 # The walk.
@@ -334,6 +334,7 @@ _INTEGRAL = {
     "square",
 }  # fmt: skip
 """Of whole numbers they give whole numbers; and, but for differences, of positive numbers positive ones."""
+_SAME_TOTAL = {"expand_dims", "reduce_sum", "reshape", "rev", "squeeze", "transpose"}
 _STEPS = {"argmax", "argmin", "ceil", "convert_element_type", "floor", "round", "sign"}
 """Of a statistic of the batch, they may be the same for all micro-batches, as questions may."""
 _LATE = 1 << 40
@@ -389,33 +390,36 @@ class Equation:
 
     def lost(self, kind: str, values: list[Value], tag: str = "", why: str = "") -> Value:
         """An output that terms can't express: a symbol, whose cause is what has mixed rows first."""
-        source, pattern = self.source._replace(number=self.walk.number("lost", id(self.traced[0])), why=why), False
+        source = self.source._replace(number=self.walk.number("lost", len(self.walk._numbers)), why=why)
         if any(value.is_lost for value in values) and not why:
             return Value(function(values, source), None, source.number, **_followed(values))
         own = [term for value in values for term in value.terms if term.own]
         if tag and all(any(symbol.kind == "position" for symbol, _ in term.factor) for term in own):
-            tag, source = PATTERN, source._replace(number=source.number + _LATE)
-        tags = {tag} | ({LINEAR} if tag == PAIRS and self.name in _LINEAR else set())
-        return Value(of(Symbol(source.number, kind, source, scalar=False)), None, source.number, **_followed(values)).tagged(*tags)
+            tag, source = Tag.PATTERN, source._replace(number=source.number + _LATE)
+        tags = {tag} | ({Tag.LINEAR} if tag == Tag.PAIRS and self.name in _LINEAR else set())
+        return Value(
+            of(Symbol(source.number, kind, source, scalar=False)), None, source.number, **_followed(values)
+        ).tagged(*tags)
 
     def settled(self, values: list[Value], value: Value) -> Value:
         """An output, with what may still take back that rows are mixed in it."""
-        mixed, tags = [each for each in values if each.is_lost], {*value.tags}
+        mixed, tags, name = [each for each in values if each.is_lost], {*value.tags}, self.name
         meets = sum(each.own or each.is_lost for each in values) > 1
-        nonlinear = self.name not in _LINEAR and (self.name not in _BILINEAR or meets)
+        nonlinear = name not in _LINEAR and (name not in _BILINEAR or meets)
         fewer = _growing(self.traced, "invars") > _growing(self.traced, "outvars")
-        if ORDER in tags and (meets or fewer) and not (meets and self.name in ("concatenate", "gather", "sort")):
-            # sums over the rows are what they were; rows that meet others, or some of them, are not
-            tags ^= {ORDER, LINEAR} if LINEAR not in tags else {ORDER}
-            nonlinear = nonlinear or (not meets and self.name in _PICKS)
-        if sum(SOME in each.tags for each in values) > 1:  # what is missing in one may be in the other
-            tags = tags - {SOME} | {ORDER if self.name == "concatenate" else LINEAR}
+        # Sums over rows in another order are what they were; rows that meet others, or some of them, are not.
+        if Tag.ORDER in tags and (name not in ("concatenate", "gather", "sort") if meets else fewer):
+            tags = tags - {Tag.ORDER} | {Tag.LINEAR}
+            nonlinear = nonlinear or (not meets and name in _PICKS)
+        if sum(Tag.SOME in each.tags for each in values) > 1:  # what is missing in one may be in the other
+            tags = tags - {Tag.SOME} | {Tag.ORDER if name == "concatenate" else Tag.LINEAR}
         if nonlinear:
-            tags -= {LINEAR}
-        if PAIRS in tags and (fewer or any(not each.tags & {PAIRS, PATTERN} for each in mixed)):
-            tags = tags - {PAIRS} | ({UNSURE} if fewer and self.name in _PICKS else set())  # a diagonal may be picked
-        if PATTERN in tags and any(PATTERN not in each.tags for each in mixed):  # or masked and summed
-            tags = tags - {PATTERN} | ({LINEAR} if self.name in ("mul", "select_n") else set())
+            tags -= {Tag.LINEAR}
+        # Of pairs, the diagonal may be picked, or masked and summed.
+        if Tag.PAIRS in tags and (fewer or any(not each.tags & {Tag.PAIRS, Tag.PATTERN} for each in mixed)):
+            tags = tags - {Tag.PAIRS} | ({Tag.UNSURE} if fewer and name in _PICKS else set())
+        if Tag.PATTERN in tags and any(Tag.PATTERN not in each.tags for each in mixed):
+            tags = tags - {Tag.PATTERN} | ({Tag.LINEAR} if name in ("mul", "select_n") else set())
         return value.but(tags=frozenset(tags))
 
     def known(self, first: Any, second: Any) -> Value:
@@ -446,14 +450,15 @@ class Equation:
             self.number if n == 0 else walk.number("output", self.number, n),
             scalar=math.prod(self.outputs[n]) == rows,
             integral=is_integral(dtype) or (name in _INTEGRAL and all(value.integral for value in inputs)),
+            whole=inputs[0].total if name in _SAME_TOTAL else None,
             positive=keeps_sign or is_even or name in _POSITIVE or dtype.startswith(("bool", "uint")),
             **_followed(inputs),
         )
         # No gradient goes through whole numbers. A question about the batch may have one answer in all micro-batches.
         if is_integral(dtype):
-            found = found.but(tags=found.tags - {DIFFERENTIATED})
+            found = found.but(tags=found.tags - {Tag.DIFFERENTIATED})
         asks = (dtype == "bool" or name in _STEPS) and place is None and self.outputs[n] == self.other_outputs[n]
-        return found.tagged(UNSURE) if asks and any(s.kind == "mixed" for s in symbols_of(found)) else found
+        return found.tagged(Tag.UNSURE) if asks and any(s.kind == "mixed" for s in found.symbols) else found
 
 
 def _followed(values: Sequence[Value]) -> dict[str, Any]:
@@ -473,8 +478,6 @@ class Walk:
         """Whether it is a derivative that is walked through."""
         self.split: frozenset[str] = frozenset()
         """The axes of devices that the rows are split over, inside a `shard_map`."""
-        self.logarithms: dict[Symbol, Terms] = {}
-        """Of a symbol that is an exponential, the terms it is that of."""
 
     def number(self, *key: Any) -> int:
         """One number for all that is computed alike."""
@@ -527,7 +530,7 @@ class Walk:
         if not axes:
             return None
         if len(axes) > 1:
-            raise MixesRows(PAIRS)
+            raise MixesRows(Tag.PAIRS)
         length = first[axes[0]]
         if length % self.rows[0] or length // self.rows[0] * self.rows[1] != second[axes[0]]:
             raise CannotTell("an axis that is no multiple of the rows")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum.jax.batch import spread
-from gradaccum.jax.loss import DIFFERENTIATED, FRESH, LossSpec, Verdict, judge
+from gradaccum.jax.loss import LossSpec, Tag, Verdict, judge
 from gradaccum.jax.train_step.call import Call
 from gradaccum.jax.train_step.options import checked_options
 
@@ -92,7 +92,7 @@ def _spec(call: Call, sizes: tuple[int, ...] = ()) -> LossSpec:
 
     def tags(position: int) -> frozenset[str]:
         number = numbers[position]
-        roles = {DIFFERENTIATED: number in options.differentiated, FRESH: number in fresh}
+        roles = {Tag.DIFFERENTIATED: number in options.differentiated, Tag.FRESH: number in fresh}
         return frozenset(
             [*(role for role, is_it in roles.items() if is_it), *([states[position]] if position in states else [])]
         )
