@@ -27,7 +27,7 @@ one, ask what it does to each row, and add a line to the table at the end of `ru
 - Across some axes, and entry by entry on the others: `_across(axes)`, or `_across(axes, linear=True)` for sums, and for
   entries that change places. `"cumsum": _across(_named, linear=True)` works across the axis in its parameter, so rows
   in that axis are mixed, and rows in another one are not.
-- Holding a jaxpr: a rule that gives it to `walk.run`, and its name in `HOLD_JAXPRS`.
+- Holding a jaxpr: a rule in `HOLD_JAXPRS` that gives it to `walk.run`.
 - Anything else: a rule `(equation, inputs) -> output`; `_split` is a short one. `equation.made` describes an output.
 - A test in tests/jax/loss: a loss with it that passes in silence, and one across the rows that is refused.
 """
@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from gradaccum.jax.loss.nested import HOLD_JAXPRS
 from gradaccum.jax.loss.rules import RULES
 from gradaccum.jax.loss.walk import (
     COUNT,
@@ -102,7 +103,7 @@ def judge(spec: LossSpec) -> Verdict:
         rows, (one, names), (other, _) = _traces(spec)
     except Exception as error:  # it is written for other numbers of rows
         return Verdict("unknown", f"It can't be traced for other rows: {str(error).strip().partition(chr(10))[0]}")
-    walk = Walk(rows, RULES)
+    walk = Walk(rows, RULES, HOLD_JAXPRS)
     inputs = [
         Value(
             frozenset([Term(axis is not None)]), None if axis is None else Place(axis), walk.number("input", n),
@@ -183,10 +184,10 @@ _AUX = {
 
 def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: str) -> Verdict:
     """Whether a leaf of the aux is what the option `aux` says of it."""
-    symbols = value.symbols
-    if (weight is not None and weight.is_lost) or any(symbol.kind == "unknown" for symbol in symbols):
+    if (weight is not None and weight.is_lost) or value.unknown is not None:
         return EXACT
     if how == "concat":
+        symbols = value.symbols
         if not symbols and (value.place == Place(0) or not value.own):
             return EXACT
         why = f"{_at(symbols[0].source if symbols else None)}."
@@ -200,14 +201,16 @@ def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: 
 
 
 def _of_loss(loss: Value, weight: Value | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
-    unknown = next((symbol.source for symbol in loss.symbols if symbol.kind == "unknown"), None)
-    if unknown is not None:
-        why = f" ({unknown.why})" if unknown.why else ""
-        return Verdict("unknown", f"{_at(unknown)} is not followed{why}.")
+    if (unknown := loss.unknown) is not None:
+        return Verdict("unknown", f"{_at(unknown)} is not followed{unknown.why and f' ({unknown.why})'}.")
     if loss.place is not None:
         return Verdict("unknown", "Its rows are not followed to the end.")
-    if weight is not None and (lost := [s for s in weight.symbols if s.kind == "unknown"]):
-        return Verdict("unknown", f"What `weight` computes is not followed: {_at(lost[0].source)}.")
+    if weight is not None and weight.unknown is not None:
+        return Verdict("unknown", f"What `weight` computes is not followed: {_at(weight.unknown)}.")
+    return _of_terms(loss, weight, reduction, statistics)
+
+
+def _of_terms(loss: Value, weight: Value | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
     divisor = ONE if reduction == "sum" else ROWS if weight is None else as_factor(weight, Source("weight"))
     shared = ONE if reduction == "mean" else ROWS  # of a mean it comes out as it is, of a sum what goes with the rows
     right = Term(True, power(divisor, -1)), Term(False, shared)
@@ -215,15 +218,13 @@ def _of_loss(loss: Value, weight: Value | None, reduction: str, statistics: froz
     if wrong:
         verdict = _why(wrong, loss, None if weight is None else divisor, reduction, statistics)
         same_for_all = weight is not None and divisor == ONE  # right where micro-batches have as many rows
-        certain = verdict.kind == "randomness" or not (
-            loss.tags & Tag.MAY_CANCEL or same_for_all or verdict.kind == "unknown"
-        )
-        return verdict._replace(certain=certain)
+        unsure = loss.tags & Tag.MAY_CANCEL or same_for_all or verdict.kind == "unknown"
+        return verdict._replace(certain=verdict.kind == "randomness" or not unsure)
     if weight is not None and not weight.terms <= {Term(True), Term(False), Term(False, ROWS)}:
         why = "what it returns for the batch is not the sum of what it returns for micro-batches"
         return Verdict("unknown", f"`weight` must be a sum over the rows: {why}.")
-    doubts = [tag for tag in loss.tags if tag.startswith("It ")]
-    return Verdict("unknown", min(doubts)) if doubts else EXACT
+    doubt = min(filter(lambda tag: tag.startswith("It "), loss.tags), default="")
+    return Verdict("unknown", doubt) if doubt else EXACT
 
 
 def _why(wrong: list[Term], loss: Value, divisor: Factor | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
@@ -232,7 +233,7 @@ def _why(wrong: list[Term], loss: Value, divisor: Factor | None, reduction: str,
     if (mixing := _mixing(wrong)) is not None:
         return _random(mixing) if mixing.kind == "random" else _mixes(mixing.source, statistics)
     divisors = {power(term.factor, -1) for term in loss.terms if term.own}
-    if any(len(each) > 1 for each in divisors) or (len(divisors) > 1 and ONE in divisors):
+    if max(map(len, divisors), default=0) > 1 or (len(divisors) > 1 and ONE in divisors):
         return _mixes(symbols[0].source if symbols else Source("sum"), statistics)
     named = " and ".join(_divisor(each) for each in sorted(divisors, key=str))
     if len(divisors) > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ Factor = frozenset[tuple["Symbol", Fraction]]
 ONE: Factor = frozenset()
 _MOST = 12
 """Terms that a number may have."""
+_KINDS = ["random", "mixed", "sum", "unknown", "position", "count"]
+"""Of symbols, that of a function of several of them first."""
 _POSITIVE = {"abs", "exp", "exp2", "logistic", "sqrt", "square"}
 
 
@@ -158,6 +160,11 @@ class Value:
     def is_lost(self) -> bool:
         """Whether rows are mixed in it, or it is unknown."""
         return any(symbol.kind in ("mixed", "unknown") for symbol in self.symbols)
+
+    @property
+    def unknown(self) -> Source | None:
+        """The operation that is not followed, if one is in it."""
+        return next((symbol.source for symbol in self.symbols if symbol.kind == "unknown"), None)
 
     @property
     def free(self) -> bool:
@@ -293,15 +300,20 @@ def function(values: Sequence[Value], source: Source) -> Terms:
     symbols = [symbol for value in values for symbol in value.symbols]
     if not symbols and (with_rows or not own):
         return frozenset([Term(own)])
-    kinds = {"mixed" if symbol.kind == "sum" else symbol.kind for symbol in symbols}
-    kinds |= {"mixed"} if own and not with_rows else set()
-    kind = next(kind for kind in ("random", "mixed", "unknown", "position", "count") if kind in kinds)
-    causes = [s.source for s in symbols if s.kind in (kind, "sum") and s.source.number is not None]
-    causes += [each for value in values for each in value.sums if kind == "mixed"]
-    cause = min(causes, key=lambda each: each.number, default=source)
-    free = all(value.free for value in values)
-    scalar = all(value.scalar for value in values) and not (own and with_rows)
+    kinds = [symbol.kind for symbol in symbols] + ["sum"] * (own and not with_rows)
+    kind = min(kinds, key=_KINDS.index)
+    cause = _first_cause([symbol for symbol in symbols if symbol.kind in (kind, "sum")], values, kind, source)
+    free, alone = all(value.free for value in values), all(value.scalar for value in values)
+    scalar = alone and not (own and with_rows)
+    kind = "mixed" if kind == "sum" else kind
     return of(Symbol(source.number, kind, cause, free, scalar, source.primitive in _POSITIVE), own and with_rows)
+
+
+def _first_cause(symbols: Sequence[Symbol], values: Sequence[Value], kind: str, source: Source) -> Source:
+    causes = [symbol.source for symbol in symbols if symbol.source.number is not None]
+    if kind in ("mixed", "sum"):
+        causes += [each for value in values for each in value.sums]
+    return min(causes, key=lambda each: each.number, default=source)
 
 
 def _elsewhere(terms: Terms, number: Any) -> Terms:
@@ -338,11 +350,6 @@ _SAME_TOTAL = {"expand_dims", "reduce_sum", "reshape", "rev", "squeeze", "transp
 _STEPS = {"argmax", "argmin", "ceil", "convert_element_type", "floor", "round", "sign"}
 """Of a statistic of the batch, they may be the same for all micro-batches, as questions may."""
 _LATE = 1 << 40
-HOLD_JAXPRS = {
-    "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "shard_map", "while",
-}  # fmt: skip
-"""Primitives whose outputs are described by what they hold."""
 Rule = Callable[["Equation", list[Value]], Any]
 """From what is known of an operation's inputs to what is known of its output, or of all of its outputs in a list."""
 
@@ -413,14 +420,16 @@ class Equation:
             nonlinear = nonlinear or (not meets and name in _PICKS)
         if sum(Tag.SOME in each.tags for each in values) > 1:  # what is missing in one may be in the other
             tags = tags - {Tag.SOME} | {Tag.ORDER if name == "concatenate" else Tag.LINEAR}
-        if nonlinear:
-            tags -= {Tag.LINEAR}
-        # Of pairs, the diagonal may be picked, or masked and summed.
+        tags -= {Tag.LINEAR} if nonlinear else set()
+        return value.but(tags=self._pairs_settled(mixed, tags, fewer))
+
+    def _pairs_settled(self, mixed: list[Value], tags: set[str], fewer: bool) -> frozenset[str]:
+        """Of pairs, the diagonal may be picked, or masked and summed."""
         if Tag.PAIRS in tags and (fewer or any(not each.tags & {Tag.PAIRS, Tag.PATTERN} for each in mixed)):
-            tags = tags - {Tag.PAIRS} | ({Tag.UNSURE} if fewer and name in _PICKS else set())
+            tags = tags - {Tag.PAIRS} | ({Tag.UNSURE} if fewer and self.name in _PICKS else set())
         if Tag.PATTERN in tags and any(Tag.PATTERN not in each.tags for each in mixed):
-            tags = tags - {Tag.PATTERN} | ({Tag.LINEAR} if name in ("mul", "select_n") else set())
-        return value.but(tags=frozenset(tags))
+            tags = tags - {Tag.PATTERN} | ({Tag.LINEAR} if self.name in ("mul", "select_n") else set())
+        return frozenset(tags)
 
     def known(self, first: Any, second: Any) -> Value:
         """An output whose entries are one number that is known at both numbers of rows."""
@@ -441,17 +450,15 @@ class Equation:
     def made(self, inputs: Sequence[Value], terms: Terms, place: Place | None, n: int = 0, moves: bool = True) -> Value:
         """What is known of an output that follows from these inputs; `moves`: not entry by entry."""
         rows = self.outputs[n][place.axis] if place is not None and place != LIFTED else 1
-        name, dtype, walk = self.name, str(self.dtypes[1][n]), self.walk
-        is_even = name == "integer_pow" and self.params["y"] % 2 == 0
-        keeps_sign = name in _INTEGRAL - {"neg", "sub"} | {"div"} and all(value.positive for value in inputs)
+        name, dtype = self.name, str(self.dtypes[1][n])
         found = Value(
             _elsewhere(terms, self.number) if moves else terms,
             place,
-            self.number if n == 0 else walk.number("output", self.number, n),
+            self.number if n == 0 else self.walk.number("output", self.number, n),
+            whole=inputs[0].total if name in _SAME_TOTAL else None,
             scalar=math.prod(self.outputs[n]) == rows,
             integral=is_integral(dtype) or (name in _INTEGRAL and all(value.integral for value in inputs)),
-            whole=inputs[0].total if name in _SAME_TOTAL else None,
-            positive=keeps_sign or is_even or name in _POSITIVE or dtype.startswith(("bool", "uint")),
+            positive=dtype.startswith(("bool", "uint")) or self._keeps_sign(inputs),
             **_followed(inputs),
         )
         # No gradient goes through whole numbers. A question about the batch may have one answer in all micro-batches.
@@ -460,6 +467,11 @@ class Equation:
         asks = (dtype == "bool" or name in _STEPS) and place is None and self.outputs[n] == self.other_outputs[n]
         return found.tagged(Tag.UNSURE) if asks and any(s.kind == "mixed" for s in found.symbols) else found
 
+    def _keeps_sign(self, inputs: Sequence[Value]) -> bool:
+        if self.name in _POSITIVE or (self.name == "integer_pow" and self.params["y"] % 2 == 0):
+            return True
+        return self.name in _INTEGRAL - {"neg", "sub"} | {"div"} and all(value.positive for value in inputs)
+
 
 def _followed(values: Sequence[Value]) -> dict[str, Any]:
     """What a number inherits from those that it follows from."""
@@ -467,10 +479,13 @@ def _followed(values: Sequence[Value]) -> dict[str, Any]:
 
 
 class Walk:
-    """Two traces of a loss, side by side; `rules` of primitives by name, and of all others at ""."""
+    """Two traces of a loss, side by side.
 
-    def __init__(self, rows: tuple[int, int], rules: dict[str, Rule]) -> None:
-        self.rows, self.rules = rows, rules
+    `rules` of primitives by name, and of all others at ""; `nested`: the names of those that hold jaxprs.
+    """
+
+    def __init__(self, rows: tuple[int, int], rules: dict[str, Rule], nested: Collection[str]) -> None:
+        self.rows, self.rules, self.nested = rows, rules, nested
         self._numbers: dict[Any, int] = {}
         self.callers: list[tuple[str, Any]] = []
         """The functions that are being walked through: their names, and who has called them."""
@@ -538,7 +553,7 @@ class Walk:
 
     def _outputs(self, one: Any, other: Any, values: list[Value]) -> list[Value]:
         name, number = one.primitive.name, None
-        if name not in HOLD_JAXPRS:
+        if name not in self.nested:
             static = tuple(sorted((key, repr(value)) for key, value in one.params.items() if key != "sharding"))
             number = self.number(name, static, *(value.number for value in values))
         equation = Equation(self, one, other, Source(name, _called_from(one.source_info, self.callers), number))
