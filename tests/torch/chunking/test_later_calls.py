@@ -144,7 +144,7 @@ def edited_by_data(x):
 @pytest.mark.parametrize("edit", [edited_by_numpy, edited_by_data])
 @pytest.mark.parametrize("shape", ["plain", "not contiguous", "shared"])
 @pytest.mark.parametrize("batch_norm", ["micro", "exact"])
-def test_inputs_edited_behind_autograds_back_are_an_error_in_every_call(batch_norm, shape, edit):
+def test_inputs_edited_behind_autograds_back_are_an_error_in_calls_1_2_4(batch_norm, shape, edit):
     class Shifts(nn.Linear):
         def forward(self, x, by):
             return super().forward(x).tanh() + by
@@ -154,11 +154,11 @@ def test_inputs_edited_behind_autograds_back_are_an_error_in_every_call(batch_no
     small = chunked(module, SIZE, batch_dims=(0, None), batch_norm=batch_norm)
     x = torch.randn(5, ROWS).T if shape == "not contiguous" else torch.randn(ROWS, 5)
     by = torch.randn(3)
-    loss_of(small(x, by)).backward()
+    for _ in range(3):
+        loss_of(small(x, by)).backward()
     loss = loss_of(small(x, by))
     edit(by if shape == "shared" else x)
-    name = "1" if shape == "shared" else "0"
-    with pytest.raises(RuntimeError, match=rf"args\[{name}\] of a chunked module was edited between forward and"):
+    with pytest.raises(NotEquivalentError, match="other outputs when backward runs it again.*Was an input refilled"):
         loss.backward()
 
 
@@ -173,7 +173,7 @@ def test_arrays_that_are_refilled_are_an_error_and_nan_is_none():
     loss_of(small(x)).backward()
     loss = loss_of(small(x))
     x[:] = 1.0
-    with pytest.raises(RuntimeError, match=r"args\[0\] of a chunked module was edited between forward and backward"):
+    with pytest.raises(NotEquivalentError, match="other outputs when backward runs it again.*Was an input refilled"):
         loss.backward()
 
 

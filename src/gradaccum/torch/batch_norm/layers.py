@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,7 @@ __all__ = [
     "check_plain",
     "frozen",
     "in_eval_mode",
+    "is_of_the_user",
     "ranks_of",
     "summed_over_ranks",
     "warn_of_batch_norm",
@@ -78,11 +81,21 @@ def _warn(what: str, remedy: str) -> None:
     )
 
 
+_OTHERS = tuple(os.path.realpath(path) for path in (Path(gradaccum.__file__).parent, Path(torch.__file__).parent))
+
+
+def is_of_the_user(filename: str) -> bool:
+    """Whether code of this file is neither ours nor PyTorch's, nor that of a context manager between them."""
+    return not (filename.startswith("<") or filename == contextlib.__file__ or _real(filename).startswith(_OTHERS))
+
+
+_real = functools.lru_cache(maxsize=256)(os.path.realpath)
+
+
 def _level_of_the_user() -> int:
-    """The `stacklevel`, for a caller of this function, of the first line that is neither ours nor PyTorch's."""
-    inside = (str(Path(gradaccum.__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
+    """The `stacklevel`, for a caller of this function, of the user's first line."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+    while frame.f_back is not None and not is_of_the_user(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
 

@@ -2,6 +2,7 @@
 
 from gradaccum.torch.buffers.module_state import (
     Attributes,
+    ModuleContents,
     ModuleState,
     gradients_kept,
     left_as_found,
@@ -13,6 +14,7 @@ from gradaccum.torch.buffers.rules import combine_buffers, warn_of_buffers
 __all__ = [
     "Attributes",
     "LentBuffers",
+    "ModuleContents",
     "ModuleState",
     "WindowBuffers",
     "combine_buffers",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.on_torch.state import BufferDicts, BufferSnapshot, put, same
 from gradaccum.torch.buffers.rules import ruled, rules_of
@@ -32,36 +34,22 @@ class _Moved:
         self._together = _exactly(self.start)
         self._ends: list[Tensor] = []
         self._dtype: torch.dtype | None = None
-        self._moves = False
 
     def add(self, end: Tensor | None, rows: int) -> None:
         """A pass over so many rows led here; None: it has deleted the buffer, or not made it."""
         self._rows += rows
         if end is None:
             self._together = None if self.start is not None else self._together
-            return
-        if callable(self.rule):
+        elif callable(self.rule):
             self._ends.append(end.detach().clone())
-            return
-        self._dtype = end.dtype
-        end, start, so_far = _exactly(end.detach()), _exactly(self.start), self._together
-        assert end is not None
-        if self.rule == "once":
-            self._together = so_far if self._moves else end.clone()
-            self._moves = self._moves or start is None or not _same_kind(end, start) or not torch.equal(end, start)
-        elif so_far is None or not _same_kind(end, so_far):  # no arithmetic leads from one to the other
-            self._together = end.clone()
-        elif self.rule == "sum" and (start is None or _same_kind(end, start)):
-            more = end if start is None or end.dtype == torch.bool else end - start
-            self._together = so_far | more if end.dtype == torch.bool else so_far + more
-        elif rows == self._rows:  # the first pass
-            self._together = end.clone()
-        elif self.rule == "max":
-            self._together = torch.maximum(so_far, end)
-        elif not (end.is_floating_point() or end.is_complex()):
-            self._together = end.clone()
-        else:  # where nothing differs nothing changes, so that infinities and constants stay what they are
-            self._together = torch.where(end == so_far, so_far, so_far + (end - so_far) * (rows / self._rows))
+        else:
+            self._dtype = end.dtype
+            end, so_far = _exactly(end.detach()), self._together
+            assert end is not None
+            if rows == self._rows or so_far is None or not _same_kind(end, so_far):  # the first, or no arithmetic leads
+                self._together = end.clone()  # from one to the other
+            else:
+                self._together = _RULES[self.rule](_exactly(self.start), so_far, end, rows / self._rows)
 
     def move(self) -> None:
         """Have the buffer where all passes lead together; there is none any more where they have deleted it."""
@@ -74,6 +62,32 @@ class _Moved:
             put(buffer.owner, buffer.name, buffer.tensor, end)
         elif buffer.name in buffer.owner and buffer.tensor is not None:
             del buffer.owner[buffer.name]
+
+
+def _mean(start: Tensor | None, so_far: Tensor, end: Tensor, share: float) -> Tensor:
+    if not (end.is_floating_point() or end.is_complex()):
+        return end.clone()
+    # Where nothing differs nothing changes, so that infinities and constants stay what they are.
+    return torch.where(end == so_far, so_far, so_far + (end - so_far) * share)
+
+
+def _sum(start: Tensor | None, so_far: Tensor, end: Tensor, share: float) -> Tensor:
+    if end.dtype == torch.bool:
+        return so_far | end
+    return so_far + (end if start is None or not _same_kind(end, start) else end - start)
+
+
+def _once(start: Tensor | None, so_far: Tensor, end: Tensor, share: float) -> Tensor:
+    return end.clone() if start is not None and _same_kind(so_far, start) and torch.equal(so_far, start) else so_far
+
+
+_RULES: dict[str, Callable[[Tensor | None, Tensor, Tensor, float], Tensor]] = {
+    "mean": _mean,
+    "sum": _sum,
+    "once": _once,
+    "max": lambda start, so_far, end, share: torch.maximum(so_far, end),
+}
+"""Where passes lead together, given their start, where those before lead, where one leads, and its share of rows."""
 
 
 def _exactly(value: Tensor | None) -> Tensor | None:
@@ -134,6 +148,10 @@ class WindowBuffers(_Moves):
             self._moves[key].buffer.reset()
 
 
+def _clones(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {key: tensor.clone() for key, tensor in tensors.items()}
+
+
 class LentBuffers(_Moves):
     """Buffers of a chunked module: every forward pass finds copies of them as they were at first, and they move once.
 
@@ -141,22 +159,20 @@ class LentBuffers(_Moves):
     what doesn't depend on the rows (counters, power iterations) and for moving averages of means over rows.
     """
 
-    def __init__(
-        self,
-        places: Sequence[tuple[dict[str, Any], str, Tensor]],
-        excluded: Collection[int] = (),
-        owners: Mapping[int, nn.Module] | None = None,
-        holders: Iterable[dict[str, Any]] = (),
-    ) -> None:
+    def __init__(self, modules: Iterable[nn.Module], excluded: Collection[int] = ()) -> None:
         super().__init__()
-        self._places, self._excluded, owners = places, excluded, owners or {}
-        self._found: dict[int, BufferSnapshot] = {}
-        for holder, name, buffer in places:
+        owners = {id(module._buffers): module for module in modules}
+        self._places = [(m._buffers, n, b) for m in owners.values() for n, b in m._buffers.items() if b is not None]
+        self._excluded, self._found = excluded, dict[int, BufferSnapshot]()
+        buffers = {id(buffer): buffer for _, _, buffer in self._places}
+        memory = [b.untyped_storage().data_ptr() for b in buffers.values() if type(b) is Tensor and not b.is_meta]
+        self._copied = copy.deepcopy if len(set(memory)) < len(memory) else _clones  # views go on sharing memory
+        self._starts = self._copied({key: buffer.detach() for key, buffer in buffers.items()})
+        for holder, name, buffer in self._places:
             if id(buffer) not in self._found:
-                self._found[id(buffer)] = found = BufferSnapshot(holder, name, owners.get(id(holder)))
-                found.tensor, found.copy = buffer, buffer.detach().clone()
-        self._aliases = _sharing_memory({id(buffer): buffer for _, _, buffer in places})
-        self._dicts = BufferDicts({id(holder): owners[id(holder)] for holder in holders})
+                self._found[id(buffer)] = found = BufferSnapshot(holder, name, owners[id(holder)])
+                found.tensor, found.copy = buffer, self._starts[id(buffer)]
+        self._dicts = BufferDicts({key: m for key, m in owners.items() if not isinstance(m, _BatchNorm)})
 
     def lent(self, rows: int | None = None) -> contextlib.AbstractContextManager[Any]:
         """Around one pass: a first pass over so many rows, or, without rows, a repetition that moves nothing."""
@@ -164,8 +180,9 @@ class LentBuffers(_Moves):
 
     @contextlib.contextmanager
     def _lent(self, rows: int | None) -> Iterator[None]:
-        copies = self._copies({key for key in self._found if rows is None or key not in self._excluded})
-        versions = {key: copy._version for key, copy in copies.items() if not copy.is_inference()}
+        wanted = [key for key in self._found if rows is None or key not in self._excluded]
+        copies = self._copied({key: self._starts[key] for key in wanted})
+        versions = {key: lent._version for key, lent in copies.items() if not lent.is_inference()}
         places = [(holder, name, buffer) for holder, name, buffer in self._places if id(buffer) in copies]
         ends: dict[Hashable, tuple[BufferSnapshot, Tensor | None]] = {}
         made: dict[Hashable, tuple[BufferSnapshot, Tensor | None]] = {}
@@ -181,45 +198,15 @@ class LentBuffers(_Moves):
                 ends[id(buffer)] = self._found[id(buffer)], holder.get(name)
                 holder[name] = buffer
         if rows is not None:
-            edited = [key for key, copy in copies.items() if self._edited(*ends[key], copy, versions.get(key))]
+            edited = [key for key, lent in copies.items() if self._edited(*ends[key], lent, versions.get(key))]
             self.add({**ends, **made}, rows, [*edited, *made])
 
-    def _copies(self, keys: Collection[int]) -> dict[int, Tensor]:
-        copies = {key: found.copy.clone() for key, found in self._found.items() if key in keys}  # type: ignore[union-attr]  # there is one
-        for whole, views in self._aliases:
-            memory = whole.clone()
-            copies.update({key: memory.as_strided(*where) for key, where in views.items() if key in keys})
-        return copies
-
-    def _edited(self, found: BufferSnapshot, value: Tensor | None, copy: Tensor, version: int | None) -> bool:
+    def _edited(self, found: BufferSnapshot, value: Tensor | None, lent: Tensor, version: int | None) -> bool:
         # PyTorch's normalisation kernels don't count their moves as in-place edits.
-        if value is not copy or found.unversioned or version is None or value._version != version:
+        if value is not lent or found.unversioned or version is None or value._version != version:
             return True
         # What moves through `.data` or NumPy shows in its value alone; elsewhere a look would wait for the device.
-        return copy.is_cpu and copy.nbytes <= LOOKED_AT and not torch.equal(copy, found.copy)  # type: ignore[arg-type]  # there is
-
-
-def _sharing_memory(tensors: Mapping[int, Tensor]) -> list[tuple[Tensor, dict[int, tuple[Any, ...]]]]:
-    """Those that are views of the same numbers: these, and where in them each is."""
-    found: dict[tuple[Any, ...], dict[int, Tensor]] = {}
-    for key, tensor in tensors.items():
-        if (
-            type(tensor) is Tensor
-            and tensor.layout is torch.strided
-            and tensor.numel()
-            and tensor.device.type != "meta"
-        ):
-            memory = tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.device
-            found.setdefault(memory, {})[key] = tensor
-    groups = []
-    for views in found.values():
-        if len(views) > 1:
-            first = min(view.storage_offset() for view in views.values())
-            extents = [sum((n - 1) * s for n, s in zip(v.shape, v.stride())) for v in views.values()]
-            last = max(view.storage_offset() + extent for view, extent in zip(views.values(), extents))
-            whole = next(iter(views.values())).detach().as_strided((last - first + 1,), (1,), first).clone()
-            groups.append((whole, {k: (v.shape, v.stride(), v.storage_offset() - first) for k, v in views.items()}))
-    return groups
+        return lent.is_cpu and lent.nbytes <= LOOKED_AT and not torch.equal(lent, found.copy)  # type: ignore[arg-type]  # there is
 
 
 Key = tuple[int, str]

@@ -127,10 +127,7 @@ class ExactCall(Call):
         """All outputs. With micro-batches to run again, what crosses BatchNorm layers stays after its last use."""
         outputs: list[Any] = []
         for number, segment in enumerate(self.segmented.segments):
-            held = {id(layer._buffers) for module in segment.modules for layer in module.modules()}
-            places = [place for place in self.state.buffers if id(place[0]) in held]
-            holders = [holder for holder in self.state.holders if id(holder) in held]
-            buffers = LentBuffers(places, owners=self.state.owners, holders=holders)
+            buffers = LentBuffers(layer for module in segment.modules for layer in module.modules())
             self._segment_buffers.append(buffers)
             self.stored.update({node: [] for node in segment.stores})
             pool, here = None, Conditions(self.generators, self.devices)
@@ -236,6 +233,8 @@ class ExactCall(Call):
             roots, given = backward_roots(outputs, grads)
             del outputs
         for node in of_segment.stores:
+            if self.first_outputs is not None:
+                self.compare(tensors_of(known[node]), self._crossing[node][index].fetched())
             if node in self._gradients:
                 more, of_these = backward_roots(known[node], self._gradients[node][index])
                 roots, given = [*roots, *more], [*given, *of_these]

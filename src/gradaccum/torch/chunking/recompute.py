@@ -7,26 +7,19 @@ every device concerned, Python's, NumPy's, and those of the module's own generat
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.on_torch.batch import BatchDims, children, has_rows, leaves, map_leaves
-from gradaccum.on_torch.random_state import RandomState, is_generator
-from gradaccum.on_torch.state import same
+from gradaccum.on_torch.batch import BatchDims, children, leaves, map_leaves
+from gradaccum.on_torch.random_state import RandomState
 
 __all__ = [
     "Conditions",
     "Inputs",
-    "ModuleContents",
-    "Samples",
     "accelerators",
     "attributes_of",
     "dims_by_name",
@@ -118,134 +111,10 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-class Samples:
-    """Some numbers of each input that lies in host memory, where it may be refilled behind autograd's back."""
-
-    def __init__(self, paths: Sequence[str], tensors: Sequence[Tensor], skeleton: Any) -> None:
-        self.paths, self.skeleton = paths, skeleton
-        self._then = list(self._taken(tensors))
-
-    def _taken(self, tensors: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
-        for path, tensor in zip(self.paths, tensors, strict=True):
-            plain = type(tensor) is Tensor and not (tensor.is_nested or tensor.is_quantized)
-            if plain and tensor.device.type == "cpu" and tensor.layout is torch.strided:
-                yield path, tensor.detach().take(_positions(tensor.numel()))
-        for path, leaf in leaves(self.skeleton):
-            if type(leaf).__module__ == "numpy" and has_rows(leaf) and leaf.dtype.kind in "biufc":
-                yield path, torch.as_tensor(leaf.flat[_positions(leaf.size).numpy()])
-
-    def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raise a RuntimeError if they are others now."""
-        for (path, then), (_, now) in zip(self._then, self._taken(tensors), strict=True):
-            if not same(now, then):
-                raise RuntimeError(
-                    f"{path.removeprefix('.')} of a chunked module was edited between forward and backward, which runs "
-                    "the module on it again: through NumPy, `.data` or a buffer that is refilled. Pass a copy, or "
-                    "refill it after backward."
-                )
-
-
-@functools.lru_cache(maxsize=64)
-def _positions(count: int) -> Tensor:
-    """Up to 256 places in so many numbers, in step with no row length."""
-    return torch.arange(count) if count <= 256 else torch.arange(256) * 2654435761 % count
-
-
-_NO_CONTEXT = contextlib.nullcontext()
-_UNWATCHED = {dict, OrderedDict, set, list, tuple, *_PLAIN}
-"""Types of most attributes of a module, which need no second look."""
-
-
 def accelerators(tensors: Iterable[Any]) -> list[torch.device]:
     """The devices of these tensors, each once, without the CPU."""
     found = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
     return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
-
-
-class ModuleContents:
-    """What a module holds at this moment: parameters, buffers, submodules, hooks, and attributes such as `training`.
-
-    Attributes are remembered as they are assigned; what is edited inside one of them, say a list, is not noticed.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.buffers: list[tuple[dict[str, Any], str, Tensor]] = []
-        self.owners: dict[int, nn.Module] = {}
-        """The modules by the `id` of the dict that holds their buffers."""
-        self.holders: list[dict[str, Any]] = []
-        """These dicts, but for those of BatchNorm layers."""
-        self.generators: list[Any] = []
-        """Random number generators that are attributes."""
-        self.tensors: set[int] = set()
-        """The buffers, and the tensors that are attributes, by `id`."""
-        self.modes: set[tuple[Any, ...]] = {(-1, kind, by) for kind, by in _hooks(_EVERYWHERE)}
-        """What each module, by its place, is, whether it is in training mode, with the root's own, and its hooks."""
-        self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._held_parameters: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        submodules = {id(submodule): submodule for submodule in module.modules()}
-        waiting = list(submodules.values())
-        for place, submodule in enumerate(waiting):
-            attributes = vars(submodule)
-            self.modes.add((module.training, place, submodule.training, type(submodule).__qualname__))
-            self.modes.update([(place, kind, by) for kind, by in _hooks(attributes)])
-            for inner in self._hold_attributes(attributes):
-                if id(inner) not in submodules:
-                    submodules[id(inner)] = inner
-                    waiting.append(inner)
-            buffers = attributes["_buffers"]
-            self.owners[id(buffers)] = submodule
-            if not isinstance(submodule, _BatchNorm):
-                self.holders.append(buffers)
-            self.buffers += [(buffers, name, buffer) for name, buffer in buffers.items() if buffer is not None]
-            self.tensors.update(map(id, buffers.values()))
-            for kind in ("_buffers", "_modules", *_HOOKS):
-                self._held.append((attributes[kind], dict(attributes[kind])))
-            if own := attributes["_parameters"]:
-                self._held_parameters.append((own, dict(own)))
-        every = [p for _, own in self._held_parameters for p in own.values() if p is not None]
-        self.parameters = list({id(p): p for p in every}.values())
-        """Each once. What `torch.func.functional_call` puts in their place counts."""
-        self._frozen = [(p, version_of(p)) for p in self.parameters if not p.requires_grad]
-
-    def _hold_attributes(self, attributes: dict[str, Any]) -> list[nn.Module]:
-        """Returns the modules among them that torch doesn't know of, such as the inside of a `Chunked`."""
-        then, modules = dict(attributes), []
-        for name, value in attributes.items():
-            if type(value) in _UNWATCHED:
-                continue
-            if isinstance(value, nn.Module):
-                modules.append(value)
-            elif isinstance(value, Tensor):
-                self.tensors.add(id(value))
-                if value.grad_fn is not None:
-                    del then[name]  # made by an earlier call, whose graph would live as long as this one's
-            elif is_generator(value):
-                self.generators.append(value)
-        self._held.append((attributes, then))
-        return modules
-
-    @contextlib.contextmanager
-    def restored(self, replacements: Mapping[int, Tensor] | None = None) -> Iterator[None]:
-        """The module holds what it held then, with these in place of parameters; afterwards what it holds now."""
-        replacements = dict(replacements or {})
-        for parameter, version in self._frozen:
-            if version_of(parameter) != version:
-                raise RuntimeError(
-                    f"A frozen parameter of shape {tuple(parameter.shape)} of a chunked module was edited in place "
-                    "between forward and backward, which runs the module again. Update it after backward."
-                )
-            if parameter.requires_grad:  # unfrozen since
-                replacements[id(parameter)] = parameter.detach()
-        found = [(holder, dict(holder)) for holder, _ in (*self._held, *self._held_parameters)]
-        try:
-            for holder, then in self._held:
-                _set(holder, then)
-            for holder, then in self._held_parameters:
-                _set(holder, {name: replacements.get(id(p), p) for name, p in then.items()})
-            yield
-        finally:
-            for holder, now in found:
-                _set(holder, now)
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -259,36 +128,6 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(layer).items()
         if name not in _OF_EVERY_MODULE and all(isinstance(v, (Tensor, int, float)) for _, v in leaves(value))
     }
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_EVERYWHERE = {kind: vars(torch.nn.modules.module).get(f"_global{kind}", {}) for kind in _HOOKS}
-"""Hooks that torch calls for every module."""
-
-
-def _hooks(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Hooks, and a `forward` of a module's own, by where their code is; not this package's, which come and go."""
-    for kind in _HOOKS:
-        for hook in attributes[kind].values() if attributes[kind] else ():
-            by = _code_of(hook)
-            if not by.startswith("gradaccum."):
-                yield kind, by
-    if "forward" in attributes:
-        yield "forward", _code_of(attributes["forward"])
-
-
-def _code_of(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(function, "__code__", None)
-    named = function if code is not None and hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}:{code.co_firstlineno if code is not None else 0}"
-
-
-def _set(holder: dict[Any, Any], content: dict[Any, Any]) -> None:
-    if len(holder) != len(content) or not all(map(is_, holder.values(), content.values())):
-        holder.clear()
-        holder.update(content)
 
 
 @contextlib.contextmanager
@@ -332,7 +171,7 @@ class Conditions:
         self.random.put_back()
         casts = [cast for cast in self.autocast if cast[1] or torch.is_autocast_enabled(cast[0])]
         if not casts:
-            return _NO_CONTEXT
+            return contextlib.nullcontext()
         stack = contextlib.ExitStack()
         for type_, enabled, dtype in casts:
             stack.enter_context(torch.autocast(type_, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache))

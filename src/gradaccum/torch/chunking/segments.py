@@ -17,14 +17,13 @@ import operator
 import sys
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-import gradaccum
+from gradaccum.torch.batch_norm import is_of_the_user
 
 __all__ = ["Boundary", "Segment", "SegmentedModel", "segmented"]
 
@@ -252,24 +251,15 @@ def _in_modes(recorded: tuple[Any, ...]) -> Iterator[None]:
         yield
 
 
-_OURS = Path(gradaccum.__file__).resolve().parent
-_TORCH = Path(torch.__file__).resolve().parent
-
-
-def _is_users(filename: str) -> bool:
-    path = Path(filename)
-    return _OURS not in path.parents and _TORCH not in path.parents and not filename.startswith("<")
-
-
 def _line_of(frame: Any) -> str:
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    while frame is not None and not is_of_the_user(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'
 
 
 def _blame(error: BaseException) -> str:
     """The user's line in which it happened, and what happened."""
-    lines = [entry for entry in traceback.extract_tb(error.__traceback__) if _is_users(entry.filename)]
+    lines = [entry for entry in traceback.extract_tb(error.__traceback__) if is_of_the_user(entry.filename)]
     what = f"    {type(error).__name__}: {error}"
     if not lines:
         return what

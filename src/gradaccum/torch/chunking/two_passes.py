@@ -26,12 +26,10 @@ from gradaccum.on_torch.batch import BatchDims, concatenate, described, has_rows
 from gradaccum.on_torch.private import pass_for_parameter, run_backward
 from gradaccum.on_torch.random_state import all_generators, is_generator, kept
 from gradaccum.torch.batch_norm import BatchNormPolicy
-from gradaccum.torch.buffers import LentBuffers
+from gradaccum.torch.buffers import LentBuffers, ModuleContents
 from gradaccum.torch.chunking.recompute import (
     Conditions,
     Inputs,
-    ModuleContents,
-    Samples,
     accelerators,
     parametrizations_computed,
     tensors_of,
@@ -117,7 +115,7 @@ class Call:
             for buffer in layer.buffers(recurse=False)
         }
         # Every micro-batch starts from the buffers as they are now, and they move once.
-        self.buffers = LentBuffers(self.state.buffers, excluded, self.state.owners, self.state.holders)
+        self.buffers = LentBuffers(self.state.modules, excluded)
         parts = [self.in_two_passes(range(recomputed), tensors)] if recomputed else []
         parts += [self._first_pass(tensors, index) for index in range(recomputed, len(self.slices))]
         outputs = parts[0] if len(parts) == 1 else concatenate(parts, self.out_dims)
@@ -266,15 +264,20 @@ class Call:
 
     def compare_second(self, outputs: Any, index: int) -> None:
         """Raise a NotEquivalentError if a micro-batch's second pass gives other outputs than its first."""
-        expected = self.first_outputs.pop(index, None) if self.first_outputs is not None else None
-        for first, second in zip(expected or [], tensors_of(outputs)):
-            error = relative_error(second.detach(), first)
-            if error > rounding(str(first.dtype), first.device.type):
+        if self.first_outputs is not None:
+            self.compare(tensors_of(outputs), self.first_outputs.pop(index, []))
+
+    def compare(self, second: Sequence[Tensor], first: Sequence[Tensor]) -> None:
+        """Raise a NotEquivalentError if a second pass has made something else than the first one."""
+        for now, then in zip(second, first):
+            error = relative_error(now.detach(), then)
+            if error > rounding(str(then.dtype), then.device.type):
                 raise NotEquivalentError(
                     f"{type(self.module).__name__} gives other outputs when backward runs it again on the same inputs "
                     f"(relative error {error:.3g}), so its gradients would be those of something else. Does it ask "
                     "whether gradients are enabled, which they are in the second run alone? Does it draw from a "
-                    "generator that is neither an attribute of a module nor an input, or depend on a global that moves?"
+                    "generator that is neither an attribute of a module nor an input, or depend on a global that "
+                    "moves? Was an input refilled before backward, through NumPy or `.data`? Pass a copy of that one."
                 )
 
     def end_segment(self, segment: int) -> None:
@@ -316,7 +319,6 @@ class _TwoPasses(torch.autograd.Function):
         with _without_a_word_of_gradients():
             outputs = call.first_passes(indices, inputs)
         ctx.save_for_backward(*tensors, *call.stored_tensors())
-        ctx.samples = Samples(call.paths, inputs, call.skeleton)
         # Autocast keeps half-precision copies of parameters for reuse. In some releases a copy made here, without
         # a graph, would hide its parameter from the loss.
         if torch.is_autocast_cache_enabled():
@@ -332,7 +334,6 @@ class _TwoPasses(torch.autograd.Function):
         call: Call = ctx.call
         needed, saved = ctx.needs_input_grad[2:], ctx.saved_tensors
         tensors, stored = saved[: len(needed)], saved[len(needed) :]
-        ctx.samples.check(tensors[len(call.trained) :])
         gradients: list[Tensor | None] = [None] * len(needed)
         if any(grad is not None for grad in grads):
             gradients = call.second_passes(ctx.indices, tensors, stored, needed, grads)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,57 +19,7 @@ from gradaccum.torch.layers.arguments import Arguments, GivenTensors, replaced, 
 from gradaccum.torch.layers.blocks import Block, called
 from gradaccum.torch.layers.offload import Store, Waiting
 
-__all__ = ["BlockCall", "BufferPlace", "MicroBatch", "PassStart", "Reached"]
-
-BufferPlace = tuple[dict[str, Any], str]
-"""Where a buffer is held: a dict, and its key there."""
-
-
-class PassStart:
-    """What a pass starts from that will run again: random numbers, autocast, and the buffers at `places`.
-
-    Places whose buffers the pass doesn't move are taken from `places`, for the passes after it.
-    """
-
-    def __init__(self, generators: Iterable[Any], devices: Iterable[torch.device], places: list[BufferPlace]) -> None:
-        self._conditions, self._places = Conditions(generators, devices), places
-        self._buffers: list[tuple[dict[str, Any], str, Tensor, int, Tensor]] = [
-            (holder, name, buffer, version_of(buffer), buffer.detach().clone())
-            for holder, name in places
-            if (buffer := holder.get(name)) is not None
-        ]
-
-    def finish(self) -> Conditions:
-        """The pass is over."""
-        self._conditions.advance()
-        self._buffers = [
-            found
-            for found in self._buffers
-            for holder, name, buffer, version, _ in [found]
-            # PyTorch's normalisation kernels don't raise the version of the statistics they move.
-            if holder.get(name) is not buffer or version_of(buffer) != version or name.startswith("running_")
-        ]
-        moved = {(id(holder), name) for holder, name, *_ in self._buffers}
-        self._places[:] = [place for place in self._places if (id(place[0]), place[1]) in moved]
-        return self._conditions
-
-    @property
-    def drawn(self) -> set[Any]:
-        """The generators that the pass has drawn from."""
-        return set(self._conditions.random.states)
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Around the pass when it runs again, with a graph; what it does to buffers is forgotten."""
-        held = [(holder, name, holder.get(name)) for holder, name, *_ in self._buffers]
-        try:
-            for holder, name, _, _, copy in self._buffers:
-                holder[name] = copy.clone()
-            with torch.enable_grad(), self._conditions.restored():
-                yield
-        finally:
-            for holder, name, buffer in held:
-                holder[name] = buffer
+__all__ = ["BlockCall", "MicroBatch", "Reached"]
 
 
 class BlockCall:
@@ -86,12 +35,12 @@ class BlockCall:
         self._is_first = not self.roots  # no gradient reaches beyond it
         self.keys: dict[int, int] = {}
         """Their numbers, by place."""
-        self.start: PassStart | None = None
+        self.start: Conditions | None = None
         self._waiting: list[Waiting] = []
         self._grads: list[Tensor | None] = []  # of its outputs
         self._leaves: dict[int, Tensor] = {}  # where its graph begins, by place among the inputs
 
-    def run(self, inputs: Inputs, start: PassStart, store: Store, held: Collection[int]) -> Any:
+    def run(self, inputs: Inputs, start: Conditions, store: Store, held: Collection[int]) -> Any:
         """The outputs, without a graph of the inside. `held`: tensors that the block holds, by id."""
         self.start = start
         given = self._arguments.tensors
@@ -105,7 +54,7 @@ class BlockCall:
             # Where no input wants a gradient, the outputs may not either, as those of a reentrant checkpoint.
             with torch.set_grad_enabled(self._is_first):
                 outputs = called(self.block.module, inputs.args, inputs.kwargs)
-            start.finish()
+            start.advance()
             made.extend(_made(outputs, inputs, before))
             self._grads = [None] * len(made)
             # What the module holds, or was called with, gets no graph; and a view could not be edited in place.
@@ -166,7 +115,7 @@ class BlockCall:
         self._leaves = {place: tensors[place].detach().requires_grad_() for place in self.keys}
         inputs = self._arguments.filled([self._leaves.get(place, tensor) for place, tensor in enumerate(tensors)])
         before = {id(tensor): tensor for tensor in tensors_in(inputs)}
-        with self.start.again():
+        with torch.enable_grad(), self.start.restored():
             outputs = called(self.block.module, inputs.args, inputs.kwargs)
         made = _made(outputs, inputs, before)
         if len(made) != len(self._grads):
@@ -225,7 +174,7 @@ class Reached(BaseException):  # no error, and nothing that a loss would catch
 class MicroBatch:
     """A micro-batch's calls of blocks, and the gradients between them."""
 
-    def __init__(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any], start: PassStart) -> None:
+    def __init__(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any], start: Conditions) -> None:
         self.retake, self._forward, self.start = retake, forward, start
         self.given: GivenTensors = {}
         self.calls: list[BlockCall | None] = []
@@ -285,7 +234,7 @@ class MicroBatch:
     def drawn(self) -> set[Any]:
         """The generators that its forward pass has drawn from."""
         starts = [call.start for call in self.calls if call is not None and call.start is not None]
-        return self.start.drawn.union(*(start.drawn for start in starts))
+        return {generator for start in (self.start, *starts) for generator in start.random.states}
 
     def pop(self, place: int) -> BlockCall | None:
         """The call of the block at this place, which is no longer kept."""
@@ -310,7 +259,7 @@ class MicroBatch:
     def reach(self, batch: Batch, first: str) -> tuple[list[Tensor], list[Tensor]]:
         """What stands before the blocks runs again. Returns what the first block is called with, and its gradients."""
         grads = self.first_grads
-        with self.start.again():
+        with torch.enable_grad(), self.start.restored():
             try:
                 self._forward(batch)
             except Reached as reached:
