@@ -18,9 +18,8 @@ from torch.utils.weak import TensorWeakRef
 
 from gradaccum.core.equivalence import Difference
 from gradaccum.core.proof import Comparison, Outcome, with_fewer_rows
-from gradaccum.core.rounding import rounding
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.adapter.arrays import TorchRunner, relative_error
+from gradaccum.on_torch.adapter.arrays import TorchRunner
 from gradaccum.on_torch.adapter.probes import Trace, mixing
 from gradaccum.on_torch.adapter.rng import RowwiseRng
 from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_rows, take
@@ -110,12 +109,13 @@ def prove(
         return runner, found
 
     runner, found = with_fewer_rows(attempt, min(rows, ROWS), 2, is_out_of_memory)
-    if escaped := runner.escaped():
+    moved = [difference.name for difference in found]
+    if escaped := runner.escaped(moved):
         raise NotEquivalentError(
             f"{name} keeps {escaped}. In micro-batches it is the last one's alone, and without a gradient. "
             "Return it from forward, with a row for every row, and reduce over them outside."
         )
-    return Findings(runner.remarks([difference.name for difference in found]), runner.whole.functional)
+    return Findings(runner.remarks(moved), runner.whole.functional)
 
 
 @contextlib.contextmanager
@@ -163,17 +163,17 @@ class _Runner(TorchRunner):
         self.rng.holds(*_generators_of(module, few))
         self.state = ModuleContents(module)
         self.whole: Watch
-        self.parts: Watch
         self.alive: list[tuple[Tensor, str]] = []
         """What has a graph and is held by somebody when the rows have run at once, and where it was made."""
         self.outside: list[Tensor] = []
         """Tensors that get gradients, are neither parameters nor inputs, and outlive the call."""
+        self.attributes: dict[str, str] = {}
+        """Attributes that passes have assigned, by the names of what is in them."""
         self._cotangents: list[Tensor] = []
 
     def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
         outcome, watch = self._result(sizes)
         if sizes is not None:
-            self.parts = watch
             return outcome
         self.whole = watch
         if watch.alive() or watch.outside:
@@ -207,9 +207,13 @@ class _Runner(TorchRunner):
                 outside = [leaf for leaf in reached if leaf is not None and id(leaf) not in known]
                 with gradients_kept([*outside, *self.outside]):
                     self._backward([tensor for _, tensor in found])
-            watch.keep({n: v for n, v in attributes_of(self.module).items() if v is not before.get(n)}, outside)
-            del reached, nodes
-            buffers = self._buffers()
+            left = {n: v for n, v in attributes_of(self.module).items() if v is not before.get(n)}
+            watch.outside = [TensorWeakRef(leaf) for leaf in outside]
+            watch.with_graph = {n for n, v in left.items() if any(t.grad_fn is not None for t in tensors_of(v))}
+            kept = {f"{name}{path}": leaf for name, value in left.items() for path, leaf in leaves(value)}
+            self.attributes |= {f"{name}{path}": name for name, value in left.items() for path, _ in leaves(value)}
+            buffers = self._buffers() | {name: torch.as_tensor(leaf).detach().clone() for name, leaf in kept.items()}
+            del reached, nodes, left, kept
         outcome = Outcome(
             {f"output{path}": tensor.detach().clone() for path, tensor in found},
             {name: None if leaf.grad is None else leaf.grad.to_dense() for name, leaf in wanted.items()},
@@ -260,10 +264,9 @@ class _Runner(TorchRunner):
 
     def remarks(self, moved: Sequence[str]) -> list[str]:
         """What isn't the large batch's: sentences."""
-        kind, whole, parts = type(self.module).__name__, self.whole, self.parts
-        kept = {name: value for name, value in whole.attributes.items() if name not in whole.with_graph}
-        left = [name for name, value in kept.items() if not _same_values(parts.attributes.get(name), value)]
-        found = []
+        kind, found = type(self.module).__name__, []
+        left = list(dict.fromkeys(self.attributes[name] for name in moved if name in self.attributes))
+        moved = [name for name in moved if name not in self.attributes]
         if self.outside:
             found.append(
                 f"A chunked {kind} passes gradients to tensors that are neither its parameters "
@@ -283,11 +286,11 @@ class _Runner(TorchRunner):
             )
         return found
 
-    def escaped(self) -> str:
+    def escaped(self, moved: Sequence[str]) -> str:
         """The tensor with a graph that is left besides the outputs, if there is one."""
-        for name in self.whole.with_graph:  # where it is the same, it is made of parameters alone, as a normed weight
-            if not _same_values(self.parts.attributes.get(name), self.whole.attributes[name]):
-                return f"a tensor with a graph as its attribute {name!r}"
+        for name in moved:  # where it is the same, it is made of parameters alone, as a normed weight
+            if self.attributes.get(name) in self.whole.with_graph:
+                return f"a tensor with a graph as its attribute {self.attributes[name]!r}"
         for tensor, path in reversed(self.alive):
             made = f"made in {path!r} ({type(self.module.get_submodule(path)).__name__})" if path else "made in forward"
             return f"a tensor of shape {tuple(tensor.shape)} with a graph, {made}, in a hook, a container or a closure"
@@ -328,23 +331,15 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.neutral = False
         self.inputs = inputs  # kept, as are the containers among them, in which a module may have left something
+        self.outside: list[TensorWeakRef] = []
+        self.with_graph: set[str] = set()
+        """Attributes that the pass has left a tensor with a graph in."""
         self.functional: list[str] = []
         """Modules that call `torch.nn.functional.batch_norm` and are no BatchNorm."""
         self._modules = {layer: path for path, layer in module.named_modules()}
         self._made: list[tuple[TensorWeakRef, str]] = []
         self._running: list[nn.Module] = []
         self._handles: list[Any] = []
-
-    def keep(self, left: dict[str, Any], outside: list[Tensor]) -> None:
-        """What the pass has left: attributes that have been assigned, and leaves that are no parameters or inputs."""
-        self.with_graph = {
-            name for name, value in left.items() if any(t.grad_fn is not None for t in tensors_of(value))
-        }
-        self.attributes = {
-            name: map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
-            for name, value in left.items()
-        }
-        self.outside = [TensorWeakRef(leaf) for leaf in outside]
 
     def __enter__(self) -> Watch:
         self._handles = [
@@ -402,17 +397,3 @@ def _normalised_alone(input: Tensor, running_mean: Any = None, running_var: Any 
     variance = input.new_ones(channels) if running_var is None else running_var
     weight, bias, eps = given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
     return F.batch_norm(input, mean, variance, weight, bias, False, 0.0, eps)
-
-
-def _same_values(one: Any, other: Any) -> bool:
-    """Whether two trees of tensors and numbers are the same but for rounding."""
-    try:
-        pairs = list(zip(leaves(one), leaves(other), strict=True))
-    except ValueError:
-        return False
-    return all(
-        relative_error(a.double(), b.double()) <= rounding(str(b.dtype), b.device.type)
-        if isinstance(a, Tensor) and isinstance(b, Tensor)
-        else type(a) is type(b) and not isinstance(a, Tensor) and a == b
-        for (_, a), (_, b) in pairs
-    )
