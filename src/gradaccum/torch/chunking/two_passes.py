@@ -291,13 +291,22 @@ class Call:
         grads: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
         """The same under `create_graph=True`: gradients that can be differentiated again, so all graphs stay."""
+        # Of a gradient that reaches a module's input, its backward hooks get what came along with one of its output. Of
+        # the large batch that is all of it; here second derivatives come by themselves, and pass the hooks by.
+        for path, layer in self.module.named_modules():
+            if layer._backward_hooks or layer._backward_pre_hooks:
+                raise NotImplementedError(
+                    f"{path or 'The module'!r} ({type(layer).__name__}) in a chunked module has a backward hook, which "
+                    "second derivatives (create_graph=True) pass by. Take it off, or register hooks on parameters and "
+                    "inputs."
+                )
         # Under names of their own, so that hooks see a finished gradient, not that of each micro-batch.
         own = [_alias(tensor) if is_needed else tensor for tensor, is_needed in zip(tensors, needed, strict=True)]
         inputs = own[len(self.trained) :]
         wanted = [tensor for tensor, is_needed in zip(own, needed, strict=True) if is_needed]
         total: list[Tensor | None] = [None] * len(wanted)
         parameters = {id(p): alias for p, alias in zip(self.trained, own)}
-        with self._recomputation(parameters), _backward_hooks_only_look(self.module):
+        with self._recomputation(parameters):
             for index in indices:
                 outputs = self._second_pass(self.pieces(inputs, self.dims, index), index)
                 roots, given = backward_roots(outputs, self.pieces(grads, self.output_dims, index))
@@ -469,33 +478,3 @@ def _hooks_on_activations_explained() -> Iterator[None]:
             f"{error}: a chunked module runs twice, at first without gradients. Register hooks on activations where "
             "`output.requires_grad` alone; they are called for each micro-batch."
         ) from error
-
-
-@contextlib.contextmanager
-def _backward_hooks_only_look(module: nn.Module) -> Iterator[None]:
-    """Around passes for second derivatives: a module's full backward hook that returns a gradient is an error.
-
-    Of a gradient that reaches the module's input, PyTorch gives such hooks what came along with one of its output. Of
-    the large batch that is all of it; here second derivatives come by themselves, and pass them by.
-    """
-    changed = []
-    for path, layer in module.named_modules():
-        for key, hook in layer._backward_hooks.items():
-            changed.append((layer._backward_hooks, key, hook))
-            layer._backward_hooks[key] = _looking(hook, f"{path or 'the module'!r} ({type(layer).__name__})")
-    try:
-        yield
-    finally:
-        for hooks, key, hook in changed:
-            hooks[key] = hook
-
-
-def _looking(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def looks(*args: Any) -> None:
-        if hook(*args) is not None:
-            raise NotImplementedError(
-                f"A backward hook of {name} in a chunked module returns a gradient under create_graph=True, and second "
-                "derivatives pass it by. Leave it out, or change gradients by a hook on a parameter or on an input."
-            )
-
-    return looks
