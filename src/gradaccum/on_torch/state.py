@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.on_torch.held import held_generators
-from gradaccum.on_torch.random_state import RandomState, all_generators, torch_generators
+from gradaccum.on_torch.random_state import RandomState, all_generators, held_generators, torch_generators
 
 __all__ = [
     "BufferDicts",

@@ -30,8 +30,14 @@ from gradaccum.torch.batch_norm import (
 )
 from gradaccum.torch.chunking.exact_batch_norm import ExactCall
 from gradaccum.torch.chunking.proof import ROWS, Findings, prove, proving
-from gradaccum.torch.chunking.recompute import Inputs, dims_by_name, parametrizations_computed, tensors_of
-from gradaccum.torch.chunking.two_passes import Call, ColumnsError
+from gradaccum.torch.chunking.two_passes import (
+    Call,
+    ColumnsError,
+    Inputs,
+    dims_by_name,
+    parametrizations_computed,
+    tensors_of,
+)
 from gradaccum.torch.padding import Left, Packs, can_take_positions
 
 __all__ = ["Chunked", "chunked"]

@@ -29,15 +29,16 @@ from gradaccum.on_torch.random_state import all_generators, is_generator, kept
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import in_eval_mode
 from gradaccum.torch.buffers import Attributes, ModuleContents, gradients_kept
-from gradaccum.torch.chunking.recompute import (
+from gradaccum.torch.chunking.two_passes import (
+    Call,
     Inputs,
     accelerators,
     attributes_of,
+    gradient_leaf,
     is_floating,
     parametrizations_computed,
     tensors_of,
 )
-from gradaccum.torch.chunking.two_passes import Call, gradient_leaf
 from gradaccum.torch.proof import counting_layers, eager
 
 __all__ = ["ROWS", "Findings", "prove", "proving"]

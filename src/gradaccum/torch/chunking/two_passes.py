@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,24 +23,163 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradaccum.core.rounding import rounding
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.adapter.arrays import relative_error
-from gradaccum.on_torch.batch import BatchDims, concatenate, described, has_rows, leaves, take
+from gradaccum.on_torch.batch import BatchDims, children, concatenate, described, has_rows, leaves, map_leaves, take
 from gradaccum.on_torch.private import pass_for_parameter, run_backward
-from gradaccum.on_torch.random_state import all_generators, is_generator, kept
+from gradaccum.on_torch.random_state import RandomState, all_generators, is_generator, kept
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.buffers import LentBuffers, ModuleContents
-from gradaccum.torch.chunking.recompute import (
-    Conditions,
-    Inputs,
-    accelerators,
-    parametrizations_computed,
-    tensors_of,
-    version_of,
-    with_tensors,
-    without_tensors,
-)
 from gradaccum.torch.padding import Packs
 
-__all__ = ["Call", "ColumnsError", "GradientSums", "added", "backward_roots", "gradient_leaf"]
+__all__ = [
+    "Call", "ColumnsError", "Conditions", "GradientSums", "Inputs", "accelerators", "added", "attributes_of",
+    "backward_roots", "dims_by_name", "gradient_leaf", "is_floating", "parametrizations_computed", "tensors_of",
+    "version_of", "with_tensors", "without_tensors",
+]  # fmt: skip
+
+
+class Inputs(NamedTuple):
+    """What a module is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def dims_by_name(dims: BatchDims, inputs: Inputs, module: nn.Module) -> BatchDims:
+    """`batch_dims`, which users give for positional arguments or by name, as a prefix of the inputs."""
+    if dims is None or isinstance(dims, int):
+        return dims
+    if not isinstance(dims, Mapping):
+        return Inputs(tuple(dims), dict.fromkeys(inputs.kwargs, 0))
+    signature = inspect.signature(module.forward)
+    names = [name for name, p in signature.parameters.items() if p.kind is not p.KEYWORD_ONLY]
+    unknown = set(dims) - set(signature.parameters) - set(inputs.kwargs)
+    if unknown:
+        raise ValueError(
+            f"`batch_dims` names {sorted(unknown)}, which {type(module).__name__}.forward{signature} doesn't have."
+        )
+    return Inputs(
+        tuple(dims.get(name, 0) for name in (names + [""] * len(inputs.args))[: len(inputs.args)]),
+        {name: dims.get(name, 0) for name in inputs.kwargs},
+    )
+
+
+_PLAIN = {str, bool, int, float, type(None)}
+
+_PLACEHOLDER = torch.empty(0)
+"""Stands for a tensor in a tree that autograd shall not find tensors in: it keeps and watches them itself."""
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a tree, in order."""
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(node: Any, found: list[Tensor]) -> None:
+    kind = type(node)
+    if isinstance(node, Tensor):
+        found.append(node)
+    elif kind is tuple or kind is list or kind is Inputs:
+        for child in node:
+            _collect(child, found)
+    elif kind is dict:
+        for child in node.values():
+            _collect(child, found)
+    elif kind not in _PLAIN:  # what is left takes a longer look, for its paths as well
+        for _, _, child in children(node) or ():
+            _collect(child, found)
+
+
+def without_tensors(tree: Any) -> Any:
+    """The tree with an empty tensor in place of each tensor."""
+    return map_leaves(lambda leaf: _PLACEHOLDER if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """The tree with these in place of its tensors, in order."""
+    if isinstance(tree, Tensor):
+        return tensors[0]
+    if type(tree) is Inputs and not tree.kwargs and all([type(leaf) is Tensor for leaf in tree.args]):
+        return Inputs(tuple(tensors), {})  # the most frequent call, without the walk
+    remaining = iter(tensors)
+    return map_leaves(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether this leaf may pass gradients."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it has been edited in place; inference tensors don't count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def accelerators(tensors: Iterable[Any]) -> list[torch.device]:
+    """The devices of these tensors, each once, without the CPU."""
+    found = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
+    return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """The tensors and numbers, and containers of such, that modules have as attributes of their own."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, layer in module.named_modules()
+        for name, value in vars(layer).items()
+        if name not in _OF_EVERY_MODULE and all(isinstance(v, (Tensor, int, float)) for _, v in leaves(value))
+    }
+
+
+@contextlib.contextmanager
+def parametrizations_computed() -> Iterator[None]:
+    """Inside of `parametrize.cached()`: weights are computed, as what a pass without a graph would cache has none."""
+    enabled = getattr(nn.utils.parametrize, "_cache_enabled", 0)
+    if not enabled:
+        yield
+        return
+    nn.utils.parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        nn.utils.parametrize._cache_enabled = enabled
+
+
+class Conditions:
+    """The random state and the autocast settings that a forward pass starts from."""
+
+    def __init__(self, generators: Iterable[Any], devices: Iterable[torch.device] = ()) -> None:
+        self.random = RandomState(generators)
+        types = sorted({"cpu", *(device.type for device in devices)})
+        self.autocast = [
+            (type_, torch.is_autocast_enabled(type_), torch.get_autocast_dtype(type_))
+            for type_ in types
+            if torch.amp.is_autocast_available(type_)
+        ]
+        self.autocast_cache = torch.is_autocast_cache_enabled()
+
+    def advance(self) -> Conditions:
+        """The forward pass has run: keep the states of the generators that it has moved, only. Returns those now."""
+        following = object.__new__(Conditions)
+        following.random, following.autocast = RandomState(self.random.states), self.autocast
+        following.autocast_cache = self.autocast_cache
+        self.random = self.random.only(self.random.moved(following.random))
+        return following
+
+    def restored(self) -> contextlib.AbstractContextManager[Any]:
+        """Set the generators to these states, and enter these autocast settings."""
+        self.random.put_back()
+        casts = [cast for cast in self.autocast if cast[1] or torch.is_autocast_enabled(cast[0])]
+        if not casts:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        for type_, enabled, dtype in casts:
+            stack.enter_context(torch.autocast(type_, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache))
+        return stack
 
 
 class ColumnsError(ValueError):
@@ -90,7 +230,6 @@ class Call:
         """All that the module may draw random numbers from."""
         self.conditions: dict[Any, Conditions] = {}
         """What each first pass started from, by what it ran."""
-        self._next: Conditions | None = None  # what the next first pass starts from, while that is to be remembered
         self._shapes: dict[str, tuple[int, ...]] = {}  # of each output the shape of a row
         self.first_outputs: dict[int, list[Tensor]] | None = None
         """Of each micro-batch, for second passes to be compared with, where that is wanted: set to `{}`."""
@@ -144,20 +283,11 @@ class Call:
 
     def first_passes(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Any:
         """The outputs of these micro-batches, without activations."""
-        self._next = Conditions(self.generators, self.devices)
-        before = self._next.random
-        outputs = [self._first_pass(tensors, index) for index in indices]
-        unwatched = before.only(set(before.states) - set(self._next.random.states))
-        self._next = None
-        if unwatched.moved():  # a later micro-batch has drawn from what the first one left alone: see which ones do
-            with kept(before.states), torch.no_grad(), self.policy.recomputation():
-                before.put_back()
-                here = Conditions(self.generators, self.devices)
-                for index in indices:
-                    inputs = self._inputs_of(self.pieces(tensors, self.dims, index), index)
-                    with self.buffers.lent():
-                        self.module(*inputs.args, **inputs.kwargs)
-                    self.conditions[index], here = here, here.advance()
+        here, outputs = Conditions(self.generators, self.devices), []
+        for index in indices:
+            outputs.append(self._first_pass(tensors, index))
+            self.conditions[index], here = here, here.advance()
+            self.note_outputs(outputs[-1], index)
         return concatenate(outputs, self.out_dims)
 
     def _first_pass(self, tensors: Sequence[Tensor], index: int) -> Any:
@@ -166,10 +296,6 @@ class Call:
         versions = [version_of(tensor) for tensor in tensors]
         with self.policy.micro_batch(), self.buffers.lent(self.sizes[index]), _hooks_on_activations_explained():
             outputs = self.module(*inputs.args, **inputs.kwargs)
-        if self._next is not None:
-            self.conditions[index], self._next = self._next, self._next.advance(all_moved=index > 0)
-            if index == 0:  # it takes long to look at generators: from here on only at those that are used
-                self._next.random = self._next.random.only(self.conditions[0].random.states)
         self.policy.commit()
         for path, tensor, version in zip(self.paths, tensors, versions, strict=True):
             if version_of(tensor) != version:
@@ -177,11 +303,11 @@ class Call:
                     f"{type(self.module).__name__} edits its input {path.removeprefix('.')} in place, so it can't be "
                     "run again on the same input. Its first operation may have inplace=True; or give it a clone."
                 )
-        self.check_outputs(outputs, index, recomputed=self._next is not None)
+        self.check_outputs(outputs, index)
         return outputs
 
-    def check_outputs(self, outputs: Any, index: int, *, recomputed: bool = True) -> None:
-        """Raise a ValueError if a micro-batch's outputs aren't one per row; note them, for second passes."""
+    def check_outputs(self, outputs: Any, index: int) -> None:
+        """Raise a ValueError if a micro-batch's outputs aren't one per row."""
         rows = self.sizes[index]
         for path, leaf, dim in described(outputs, self.out_dims):
             if isinstance(leaf, Tensor) and (dim is None or leaf.shape[dim] != rows):
@@ -199,7 +325,10 @@ class Call:
                         f"over tokens in the chunked module. Received: rows of output{path} of shapes "
                         f"{self._shapes[path]} and {shape}."
                     )
-        if recomputed and self.first_outputs is not None:
+
+    def note_outputs(self, outputs: Any, index: int) -> None:
+        """Keep a micro-batch's outputs for its second pass, where these are to be compared."""
+        if self.first_outputs is not None:
             self.first_outputs[index] = [tensor.detach() for tensor in tensors_of(outputs)]
 
     def stored_tensors(self) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.core.sizes import format_bytes
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.torch.chunking.recompute import version_of
+from gradaccum.torch.chunking.two_passes import version_of
 from gradaccum.torch.layers.blocks import Block, called, intercepted
 
 __all__ = ["OffloadChoice", "OffloadedBlocks", "Store", "Waiting"]
@@ -257,7 +257,7 @@ class OffloadedBlocks:
         """The block is on the device meanwhile, and what it has moved comes back. `following` comes next."""
         copies = {id(own): (own, _parameter_like(own, copy)) for own, copy in self._arrived(place)}
         self.prefetch(following)
-        holders = [
+        holders: list[tuple[Any, str, Tensor, Tensor]] = [
             (holder, name, *copies[id(own)])
             for module in self._blocks[place].module.modules()
             for holder in (module._parameters, module._buffers)

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from gradaccum.core.sizes import Plan, Slice
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
-from gradaccum.on_torch.held import held_generators
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 from gradaccum.on_torch.oom_retry import RestartWindow, nothing_fits
 from gradaccum.on_torch.private import leaves_of
-from gradaccum.on_torch.random_state import all_generators, kept
+from gradaccum.on_torch.random_state import all_generators, held_generators, kept
 from gradaccum.on_torch.state import BufferSnapshot, Snapshot
 from gradaccum.torch.buffers import Attributes, ModuleContents
-from gradaccum.torch.chunking.recompute import (
+from gradaccum.torch.chunking.two_passes import (
     Conditions,
     Inputs,
     accelerators,
