@@ -537,34 +537,20 @@ def _noting(events: list[str], bucket: dist.GradBucket) -> torch.futures.Future[
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def penalty_later(rank: int, of: Sequence[int]) -> tuple[float, list[int]]:
+def penalty_later(rank: int, of: Sequence[int], together: bool) -> None:
     """The backward pass of a penalty, for the first time when the third window closes, on some ranks.
 
-    Returns:
-        The error, and how many messages this rank has sent for each window.
+    `together`: both forward passes come before both backward passes.
     """
-    model = network()
-    oracle = Oracle(model)
-    replica, optimizer = wrap(model, 2)
-    ranks = data([[4, 3] * 5, [2, 5] * 5])
-    messages = counted(optimizer._windows.ranks)
-    for i, rows in enumerate(optimizer.batches(ranks[rank])):
+    replica, optimizer = wrap(network(), 2)
+    for i, rows in enumerate(optimizer.batches(data([[4, 3] * 5, [2, 5] * 5])[rank])):
         optimizer.zero_grad()
-        loss_of(replica, rows).backward()
+        losses = [lambda rows=rows: loss_of(replica, rows)]
         if i == 5 and rank in of:
-            replica(rows[0] * 0.5).square().sum(1).mean().backward()
+            losses.append(lambda rows=rows: replica(rows[0] * 0.5).square().sum(1).mean())
+        for loss in [found() for found in losses] if together else losses:
+            (loss if isinstance(loss, Tensor) else loss()).backward()
         optimizer.step()
-        if not optimizer.updated:
-            continue
-        messages.append(0)
-        window = concatenated([ranks[r][j] for r in range(2) for j in (i - 1, i)])
-
-        def loss(m: nn.Module, rows: Rows, i: int = i, window: Rows = window) -> Tensor:
-            penalties = [m(ranks[r][i][0] * 0.5).square().sum() for r in of] if i == 5 else []
-            return loss_of(m, rows) + sum(penalties) / len(window[0])
-
-        oracle.update(window, loss)
-    return oracle.error(model), messages[:-1]
 
 
 def batch_norm(rank: int) -> bool:

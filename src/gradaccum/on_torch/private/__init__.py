@@ -6,11 +6,9 @@ code relies on, such as `Tensor._version`, are used where they are needed.
 """
 
 from gradaccum.on_torch.private.autograd import (
-    accumulates,
     after_backward,
     current_backward,
     graph_of,
-    hides_parameters,
     leaves_of,
     pass_for_parameter,
     queue_callback,
@@ -26,7 +24,6 @@ from gradaccum.on_torch.private.ranks import (
     joins,
     mark_ready,
     rebuild_buckets,
-    runs_in_forward,
     share_buffers,
     timeout_of,
 )
@@ -43,7 +40,6 @@ from gradaccum.on_torch.private.sharded import (
 __all__ = [
     "NAMES",
     "ShardedGroup",
-    "accumulates",
     "after_backward",
     "casts_outputs",
     "communication_hooks",
@@ -54,7 +50,6 @@ __all__ = [
     "gathering_nothing",
     "global_step_hooks",
     "graph_of",
-    "hides_parameters",
     "joins",
     "leaves_of",
     "mark_ready",
@@ -65,7 +60,6 @@ __all__ = [
     "rebuild_buckets",
     "recorded_operations",
     "run_backward",
-    "runs_in_forward",
     "sharded_groups",
     "share_buffers",
     "start_over",

@@ -17,7 +17,6 @@ __all__ = [
     "joins",
     "mark_ready",
     "rebuild_buckets",
-    "runs_in_forward",
     "share_buffers",
     "timeout_of",
 ]
@@ -80,11 +79,6 @@ def share_buffers(model: DistributedDataParallel, source: int) -> None:
 def joins(model: DistributedDataParallel) -> bool:
     """Whether this is inside of `model.join()`."""
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
-
-
-def runs_in_forward(models: Sequence[DistributedDataParallel]) -> bool:
-    """Whether this is called by the forward pass of one of them, in which somebody runs the loop's whole body."""
-    return getattr(DistributedDataParallel, "_active_ddp_module", None) in models
 
 
 def drop_static_graph(model: DistributedDataParallel) -> None:

@@ -280,9 +280,14 @@ class GradientMonitor:
         """Whether a backward pass has brought a gradient, and never came to its end."""
         return bool(self.unfinished) and current_backward() in (None, -1)
 
+    @property
+    def passes(self) -> int:
+        """How many backward passes have brought a gradient since the last micro-batch was counted."""
+        return max((watched.sum.arrivals for watched in self._watched), default=0)
+
     def warn_of_several_passes(self, steps: int) -> None:
         """Name a loop that still accumulates by hand: several backward passes reached one `step()`."""
-        passes = max((watched.sum.arrivals for watched in self._watched), default=0)
+        passes = self.passes
         if passes < 2 or self._passes_warned or not self.looking:
             return
         # Several losses share a forward pass, or have one each that differs. By hand each pass has one of its own, and

@@ -142,8 +142,11 @@ class Windows:
                 self._settle_steps()
             if self.parameter_monitor.window_begins(monitor.looking):
                 current.parameters_added()
-        if monitor.looking and self.schedule.constant != 1:
-            self._check_micro_batch(current)
+        if monitor.looking:
+            if self.schedule.constant != 1:
+                self._check_micro_batch(current)
+            if monitor.passes > 1:
+                self.ranks.reduce_manually()  # in the first of them, others are to come
         closes = current.count(scaled)
         if OtherLoops.running and not one.in_batches:
             self._other_loops.look()
@@ -151,8 +154,6 @@ class Windows:
         if closes:
             self.updated = self._update()
         if self.ranks.is_distributed:
-            if not closes:
-                self.ranks.continue_window()
             self.expect_next()
 
     def _check_micro_batch(self, current: GradientWindow) -> None:
