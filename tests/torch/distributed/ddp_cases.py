@@ -78,6 +78,7 @@ def train(
     oracle = Oracle(model, optimizer, clip)
     replica = DistributedDataParallel(model, **(ddp or {}))
     count = Count(replica) if hook_first else None
+    reductions = Collectives().__enter__()
     wrapped = Optimizer(
         OPTIMIZERS[optimizer](replica.parameters()), steps=steps, model=replica, clip_grad_norm=clip, **keywords
     )
@@ -100,6 +101,9 @@ def train(
         if way == "plain":
             wrapped.flush()
         error = max(error, oracle.error(model))
+    reductions.__exit__()
+    if ddp and "find_unused_parameters" in ddp:  # without DDP's hook
+        return error, reductions.counts["all_reduce"], wrapped.updates
     if ddp and "bucket_cap_mb" in ddp:
         return error, count.elements / sum(p.numel() for p in model.parameters()), wrapped.updates
     return error, count.buckets, wrapped.updates
@@ -107,6 +111,10 @@ def train(
 
 def static_graph(rank: int) -> list[str]:
     return lines_of(lambda: wrap(network(), 2, {"static_graph": True}))
+
+
+def sparse_table(rank: int) -> None:
+    wrap(nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 3)), 2)
 
 
 def communication_hook(rank: int, name: str) -> float:

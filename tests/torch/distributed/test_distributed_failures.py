@@ -102,6 +102,7 @@ REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
         (failures.parameters_outside, (), "ValueError", "in none of `model`'s"),
         (parts_cases.not_sharded, (), "ValueError", "are not sharded"),
     ],
+    "sparse tables": [(ddp_cases.sparse_table, (), "ValueError", "Use sparse=False")],
     "model.join()": [(parts_cases.joined, (), "ValueError", "Leave it out")],
     "local SGD": [
         (parts_cases.local_sgd, (True,), "ValueError", "post_localSGD_hook"),

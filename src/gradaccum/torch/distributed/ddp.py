@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from gradaccum.on_torch.private import (
     communication_hooks,
     drop_static_graph,
     joins,
-    mark_ready,
     rebuild_buckets,
+    reduce_by_hand,
     share_buffers,
 )
 from gradaccum.torch.distributed.engine import Engine, weakly
@@ -39,8 +39,9 @@ class Replicas(Engine):
     the same buckets in the same order through the same communication hooks, so one rank's manual reduction meets
     another's in backward.
 
-    Without DDP's buckets are reduced: gradients that may be wider than their parameters (`wide`), and a part of a
-    model's, where other optimizers have the rest, or DDP is around the optimizer's model (`outside`).
+    Without DDP's buckets are reduced: gradients that may be wider than their parameters (`wide`) or missing
+    (`find_unused_parameters`), and a part of a model's, where other optimizers have the rest, or DDP is around the
+    optimizer's model (`outside`).
     """
 
     def __init__(
@@ -64,11 +65,10 @@ class Replicas(Engine):
                 "alone: others that are trained need a wrapped optimizer, too.",
                 others,
             )
-        self._flat = wide or outside or others > 0 or not hasattr(models[0].reducer, "_autograd_hook")
+        finds_unused = any(model.find_unused_parameters for model in models)
+        self._flat = wide or outside or finds_unused or others > 0 or not hasattr(models[0].reducer, "_autograd_hook")
         # Reductions of several models would start in the order of backward: here, every rank keeps one order.
-        self.manual_reduce = (
-            self._flat or len(models) > 1 or any(m.static_graph or m.find_unused_parameters for m in models)
-        )
+        self.manual_reduce = self._flat or len(models) > 1 or any(model.static_graph for model in models)
         for model in models:
             if model.static_graph:  # it counts backward passes that don't reduce, too, and then waits for as many
                 logger.warning(
@@ -78,11 +78,10 @@ class Replicas(Engine):
                 drop_static_graph(model)
             model.require_forward_param_sync = False  # DDP's constructor has synchronised the buffers
         if self._flat and any(map(communication_hooks, models)):
-            logger.warning("Gradients of another dtype, or of a part of a model, are reduced without DDP's hook.")
-        tables = [
-            part for model in models for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)
-        ]
-        self._sparse = {table.weight for table in tables if table.sparse}
+            logger.warning(
+                "DDP's communication hook is left out where gradients are of a wider dtype (accumulate_dtype), of a "
+                "part of a model, or perhaps missing (find_unused_parameters): these are reduced as they are."
+            )
         self._reduces = self._sees_end = False
         self._filled = set[Tensor]()  # with zeros by `reduce`, in this window
 
@@ -146,15 +145,16 @@ class Replicas(Engine):
     def reduce(self) -> None:
         # DDP cannot reduce a gradient that is missing.
         for parameter in self._missing():
-            layout = torch.sparse_coo if parameter in self._sparse else parameter.layout
-            dtype = parameter.dtype if parameter in self._sparse else parameter.grad_dtype or parameter.dtype
-            parameter.grad = torch.zeros_like(parameter, layout=layout, dtype=dtype)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
             self._filled.add(parameter)
+        for model in self.modules:
+            model.require_forward_param_sync = True  # as after a forward pass of DDP's: buffers are handed out
         if self._flat:
-            _reduce_flat(self.trained(), self.group, self.modules[0].bucket_bytes_cap)
+            gradients = [p.grad for p in self.trained() if p.grad is not None]
+            _reduce_flat(gradients, self.group, self.modules[0].bucket_bytes_cap)
             return
-        for model, parameters in zip(self.modules, self._counted):
-            _reduce_by(model, parameters)
+        for model, counted in zip(self.modules, self._counted):
+            reduce_by_hand(model, len(counted), counted[0].device)
 
     def settle(self, source: int = 0) -> None:
         self.clear()
@@ -196,6 +196,10 @@ def _check(models: Sequence[DistributedDataParallel], parameters: Sequence[Tenso
             "of `model`'s DistributedDataParallel modules, so their gradients would differ from rank to rank. Make "
             "them part of the model before DDP wraps it."
         )
+    if any(getattr(part, "sparse", False) and hasattr(part, "weight") for model in models for part in model.modules()):
+        raise ValueError(
+            "Windows over several ranks don't sum the sparse gradients of nn.Embedding(sparse=True). Use sparse=False."
+        )
     hooks = [hook for model in models for hook, _ in communication_hooks(model)]
     if any(getattr(hook, "__name__", "") == "post_localSGD_hook" for hook in hooks):
         raise ValueError(
@@ -223,64 +227,11 @@ def _last_of_first_bucket(model: DistributedDataParallel, parameters: Sequence[n
     return parameters[0]
 
 
-class _Reduction(torch.autograd.Function):
-    """A backward pass in which nothing is computed, and every gradient is ready."""
-
-    @staticmethod
-    def forward(ctx: Any, ready: Callable[[], None], leaf: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.ready, ctx.parameters = ready, len(parameters)
-        return torch.zeros_like(leaf)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.ready()
-        return (None, gradients[0].clone(), *([None] * ctx.parameters))
-
-
-class _InPlaceOf(nn.Module):
-    """Stands in for DDP's module in a forward pass that only starts a reduction."""
-
-    def __init__(self, module: nn.Module, output: Callable[[], Tensor]) -> None:
-        super().__init__()
-        self._module, self._output = [module], output
-
-    def forward(self, _: Tensor) -> Tensor:
-        return self._output()
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return self._module[0].named_buffers(*args, **kwargs)  # the ones that DDP may be about to broadcast
-
-
-def _reduce_by(model: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
-    """Have DDP reduce what is in `p.grad` as if a backward pass had just added nothing to it.
-
-    The parameters' own hooks don't see it: the pass ends before them, and tells DDP's reducer that they are ready.
-    """
-    leaf = torch.zeros((), device=parameters[0].device, requires_grad=True)
-    reachable = [parameter for parameter in parameters if parameter.requires_grad]
-
-    def ready() -> None:
-        for index in range(len(parameters)):
-            mark_ready(model, index)
-
-    module = model.module
-    with torch.enable_grad():
-        model.require_backward_grad_sync = True
-        model.require_forward_param_sync = False  # buffers are handed out when it is known who had rows
-        model.module = _InPlaceOf(module, lambda: _Reduction.apply(ready, leaf, *reachable))
-        try:
-            output = DistributedDataParallel.forward(model, torch.zeros((), device=leaf.device))
-        finally:
-            model.module = module
-            model.require_backward_grad_sync = False
-        output.backward(inputs=[leaf])
-
-
 @torch.no_grad()
-def _reduce_flat(parameters: list[nn.Parameter], group: dist.ProcessGroup, bytes_at_once: int) -> None:
+def _reduce_flat(gradients: Iterable[Tensor], group: dist.ProcessGroup, bytes_at_once: int) -> None:
     """Bring gradients of any dtype to their mean over the ranks, in flat buckets."""
-    buckets, filled = list[list[Tensor]](), bytes_at_once
-    for gradient in [p.grad for p in parameters if p.grad is not None]:
+    size, buckets, filled = dist.get_world_size(group), list[list[Tensor]](), bytes_at_once
+    for gradient in gradients:
         if filled >= bytes_at_once or buckets[-1][0].dtype != gradient.dtype:
             buckets.append([])
             filled = 0
@@ -289,6 +240,6 @@ def _reduce_flat(parameters: list[nn.Parameter], group: dist.ProcessGroup, bytes
     for bucket in buckets:
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=group)
-        flat /= dist.get_world_size(group)
+        flat /= size
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket])):
             gradient.copy_(part.view_as(gradient))

@@ -34,7 +34,7 @@ from gradaccum.torch.distributed.fsdp import DIFFERENT_PASSES
 
 __all__ = ["SUMS", "Listener", "Ranks", "Total"]
 
-SUMS = WIDTH - 15
+SUMS = WIDTH - 16
 
 
 class Total(NamedTuple):
@@ -67,6 +67,8 @@ class _Report(NamedTuple):
     last: float = False
     known: float = False
     """Whether the total and the settings are what they will be at the update."""
+    manual: float = False
+    """Whether windows are reduced when their sums are finished from now on."""
     fills: float = False
     """Whether a parameter has no gradient on this rank."""
     passes: float = 0
@@ -78,8 +80,8 @@ class _Report(NamedTuple):
 
     @classmethod
     def read(cls, numbers: Sequence[float]) -> _Report:
-        kind, *fields = numbers[:7]
-        return cls(Kind(int(kind)), *fields, Total(*numbers[7:15], tuple(numbers[15:])))  # type: ignore[call-arg,arg-type]
+        kind, *fields = numbers[:8]
+        return cls(Kind(int(kind)), *fields, Total(*numbers[8:16], tuple(numbers[16:])))  # type: ignore[call-arg,arg-type]
 
 
 class Listener:
@@ -322,6 +324,7 @@ class Ranks:
         self.engine.settle(source)
         self._waits = False
         self._all_last = all(report.last for report in reports)
+        self._manual |= any(report.manual for report in reports)
 
     def _added(self, totals: list[Total]) -> Total:
         """What the window weighs on all ranks. Raises where some of them weigh their micro-batches and others don't."""
@@ -432,7 +435,7 @@ class Ranks:
         fills = idle or (kind is not Kind.WINDOW and bool(self.engine.unused()))
         settings = self.settings.number() if known else 0.0
         steps = 0 if idle else self._steps
-        return _Report(kind, steps, last, known, fills, self.engine.passes, settings, total or Total(0.0))
+        return _Report(kind, steps, last, known, self._manual, fills, self.engine.passes, settings, total or Total(0.0))
 
     def _meet(self, report: _Report) -> list[_Report]:
         """Send a message, and wait for every rank's."""
