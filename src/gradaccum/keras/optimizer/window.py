@@ -21,7 +21,7 @@ from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import wide
 from gradaccum.schedule import Schedule
 
-__all__ = ["Added", "Counts", "StepsRule", "Window", "added_to", "is_overwritten", "minimum", "rescaled", "where"]
+__all__ = ["Added", "Counts", "StepsRule", "Window", "minimum", "where"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -303,38 +303,69 @@ class Window:
 
     # Inside a training step.
 
+    def add(self, gradients: Sequence[Any], rows: Any) -> None:
+        """Add a micro-batch's gradients, of so many rows (None: not known), and close the window if it is full."""
+
+        def add(gradients: Sequence[Any], rows: Any) -> None:
+            counts, weight, rescale, closes = self.rule.add(self.read_traced(), backend.rows_of_all(rows))
+            backend.add_up(self, gradients, rows, weight, rescale)
+            present = [int(gradient is not None) for gradient in gradients]
+            with backend.host():
+                self.touched.assign(ops.maximum(self.touched.value, backend.vector(present, self.touched.dtype)))
+            absent = [gradient is None for gradient in gradients]
+            changed = [*self.variables, *self.inner.variables, *self.sums, self.counts, self.touched]
+            backend.when(closes, lambda: self.update(counts, absent), lambda: self._write_traced(counts), changed)
+
+        backend = backends.running()
+        backend.merged(add, gradients, rows)
+
+    def update(self, counts: Counts, absent: list[bool]) -> None:
+        """Let the inner optimizer take the means, and begin the next window.
+
+        `absent` are variables without a gradient in this micro-batch, where only the run knows of those before it.
+        """
+        inner, backend = self.inner, backends.running()
+        touched, before = self.touched.value, ops.copy(inner.iterations) if self.may_skip else None
+        is_known = backend.known([touched])
+
+        def apply(absent: list[bool]) -> None:
+            means = zip(backend.divided(self, counts.weight), self.variables, absent)
+            gradients = [None if none else ops.cast(mean, variable.dtype) for mean, variable, none in means]
+            if not all(absent):
+                backend.apply(inner, gradients, self.variables)
+
+        absent = self.untouched() if is_known else absent
+        if any(absent) and not is_known:
+            earlier = ops.any(ops.take(touched, np.flatnonzero(absent)) > 0)
+            none, changed = [False] * len(absent), [*self.variables, *inner.variables]
+            backend.when(
+                earlier,
+                lambda: backend.in_replicas(lambda: apply(none)),
+                lambda: backend.in_replicas(lambda: apply(absent)),
+                changed,
+            )
+        else:
+            backend.in_replicas(lambda: apply(absent))
+        backend.empty([*self.sums, self.touched])
+        updated = 1 if before is None else ops.cast(ops.convert_to_tensor(inner.iterations) != before, "int32")
+        self._write_traced(self.rule.closed(counts, updated))
+
+    def untouched(self) -> list[bool]:
+        """Which variables have had no gradient in this window."""
+        return [not touched for touched in ops.convert_to_numpy(self.touched.value).tolist()]
+
+    def read_traced(self) -> Counts:
+        """The counts, as numbers or tensors."""
+        return Counts(*backends.running().integers(self.counts.value))
+
+    def _write_traced(self, counts: Counts) -> None:
+        backend = backends.running()
+        with backend.host():
+            self.counts.assign(backend.vector(list(counts), self.counts.dtype))
+
     @property
     def may_skip(self) -> bool:
         return isinstance(self.inner, keras.optimizers.LossScaleOptimizer)
-
-    def means(self, sums: Sequence[Any], weight: Any) -> list[Any]:
-        """The finished gradients, in the dtype of their variables."""
-        finished = []
-        for total, variable in zip(sums, self.variables):
-            if not is_overwritten(variable):
-                total = total / ops.cast(weight, total.dtype)
-            finished.append(ops.cast(total, variable.dtype))
-        return finished
-
-
-def is_overwritten(variable: Any) -> bool:
-    """Whether its "gradient" is its next value, such as the largest entry seen (float8 scaling)."""
-    return getattr(variable, "overwrite_with_gradient", False)
-
-
-def added_to(total: Any, gradient: Any, variable: Any, weight: Any, rescale: Any) -> Any:
-    """A sum, `rescale` times (None: once), with one more gradient of this variable in it, `weight` times."""
-    gradient = ops.cast(gradient, total.dtype)
-    if is_overwritten(variable):
-        return ops.maximum(total, gradient)
-    return rescaled(total, variable, rescale) + gradient * ops.cast(weight, total.dtype)
-
-
-def rescaled(total: Any, variable: Any, rescale: Any) -> Any:
-    """A sum of gradients of this variable, `rescale` times; None: once."""
-    if rescale is None or is_overwritten(variable):
-        return total
-    return total * ops.cast(rescale, total.dtype)
 
 
 def where(condition: Any, then: Any, otherwise: Any) -> Any:
