@@ -114,9 +114,8 @@ class MicroBatches:
     batch that is spread over several devices, micro-batches have `size` rows of each. Backends define:
 
     - `take(start, size)`: these rows.
-    - `loop(first, stop, body, carry, specs)`: `body(index, carry) -> (carry, tensors to keep)` from number `first` on, in
-      a `tf.while_loop`, a `lax.scan` or a loop of Python's. What was kept, of the kinds `specs`, lies one behind the
-      other.
+    - `loop(first, stop, body, carry, specs)`: `body(index, carry) -> (carry, tensors to keep)` from number `first` on,
+      in a `tf.while_loop`, a `lax.scan` or a loop of Python's. What was kept, of the kinds `specs`, is put together.
     """
 
     devices = 1

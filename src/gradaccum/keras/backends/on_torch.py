@@ -55,7 +55,7 @@ class MicroBatches(base.MicroBatches):
         return carry, [torch.cat(parts) for parts in zip(*outputs)]
 
     @property
-    def count(self) -> int:  # type: ignore[override]  # it follows from the pieces
+    def count(self) -> int:
         return len(self.pieces)
 
     def bounds(self, index: int) -> tuple[int, int]:
