@@ -78,7 +78,7 @@ def _wrapped_classes(face: str) -> list[str]:
     if not stub.exists():
         return []
     names = re.findall(r"^class (\w+)\(", stub.read_text(encoding="utf-8"), re.MULTILINE)
-    return [f"By name: {', '.join(f'`{name}`' for name in names)}.", ""]
+    return [f"Wrapped classes: {', '.join(f'`{name}`' for name in names)}.", ""]
 
 
 def _example(path: str) -> str:
