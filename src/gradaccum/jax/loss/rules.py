@@ -184,13 +184,13 @@ def _select(e: Equation, inputs: list[Value]) -> Value:
     if which.values is not None and which.values[0] == which.values[1]:
         return cases[int(which.values[0])]
     kept = [case for case in cases if case.values is None]
-    sure = bool(kept and which.guard) and _answers(which.guard, kept)
-    if len(kept) == 1 and (sure or which.guard == (Tag.FINITE, kept[0].number)):
-        if kept[0].place == common_place(inputs):
-            return kept[0]
+    sure = _answers(which.guard, kept)
+    is_itself = len(kept) == 1 and kept[0].place == common_place(inputs)
+    if is_itself and (sure or which.guard == (Tag.FINITE, kept[0].number)):
+        return kept[0]
     place, (which, *cases) = e.aligned(inputs)
     if sure:  # what is asked of it is answered in one way for all micro-batches that count
-        known = union(case for case in cases if case.values is None)
+        known = union(filter(lambda case: case.values is None, cases))
         return e.made([which.but(tags=which.tags - {Tag.UNSURE}), *cases], known, place, moves=False)
     terms = frozenset(Term(term.own or which.own, term.factor) for term in union(cases))
     if which.symbols or (which.own and which.place is None):
@@ -199,7 +199,8 @@ def _select(e: Equation, inputs: list[Value]) -> Value:
 
 
 def _answers(guard: Any, cases: list[Value]) -> bool:
-    return guard in (Tag.FINITE, Tag.NAN) or all(case.divides(guard) for case in cases)
+    asked = bool(guard and cases)
+    return asked and (guard in (Tag.FINITE, Tag.NAN) or all(case.divides(guard) for case in cases))
 
 
 def _finite(e: Equation, inputs: list[Value]) -> Value:

@@ -302,7 +302,7 @@ def function(values: Sequence[Value], source: Source) -> Terms:
         return frozenset([Term(own)])
     kinds = [symbol.kind for symbol in symbols] + ["sum"] * (own and not with_rows)
     kind = min(kinds, key=_KINDS.index)
-    cause = _first_cause([symbol for symbol in symbols if symbol.kind in (kind, "sum")], values, kind, source)
+    cause = _first_cause(symbols, values, kind, source)
     free, alone = all(value.free for value in values), all(value.scalar for value in values)
     scalar = alone and not (own and with_rows)
     kind = "mixed" if kind == "sum" else kind
@@ -310,7 +310,7 @@ def function(values: Sequence[Value], source: Source) -> Terms:
 
 
 def _first_cause(symbols: Sequence[Symbol], values: Sequence[Value], kind: str, source: Source) -> Source:
-    causes = [symbol.source for symbol in symbols if symbol.source.number is not None]
+    causes = [s.source for s in symbols if s.kind in (kind, "sum") and s.source.number is not None]
     if kind in ("mixed", "sum"):
         causes += [each for value in values for each in value.sums]
     return min(causes, key=lambda each: each.number, default=source)
