@@ -224,6 +224,11 @@ class GradientMonitor:
         """Whether a backward pass has brought a gradient, and never came to its end."""
         return bool(self.passes.unfinished) and current_backward() in (None, -1)
 
+    @property
+    def passes_now(self) -> int:
+        """How many backward passes have brought a gradient since the last micro-batch was counted."""
+        return max((sum_.arrivals - sum_.counted for _, sum_ in self._watched), default=0)
+
     def warn_of_several_passes(self, steps: int) -> None:
         """Name a loop that still accumulates by hand: several backward passes reached one `step()`."""
         counts = {sum_.arrivals - sum_.counted for _, sum_ in self._watched} - {0}

@@ -520,7 +520,7 @@ class GradientWindow(Listener):
         self.window.rescale(unit)
         return factor
 
-    def forward_done(self, loss_scale: float) -> None:
+    def forward_starts(self, loss_scale: float) -> None:
         self.loss_scale.adopt(loss_scale)
 
     def backward_starts(self) -> None:

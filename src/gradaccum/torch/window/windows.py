@@ -124,8 +124,11 @@ class Windows:
                 self._settle_steps()
             if self.parameter_monitor.window_begins(current.monitor.looking):
                 current.parameters_added()
-        if current.monitor.looking and self.schedule.constant != 1:
-            self._check_micro_batch(current)
+        if current.monitor.looking:
+            if self.schedule.constant != 1:
+                self._check_micro_batch(current)
+            if current.monitor.passes_now > 1:
+                self.ranks.reduce_manually()  # in the first of them, others are to come
         closes = current.count(scaled)
         if OtherLoops.running and not one.in_batches:
             self._other_loops.look()
@@ -133,8 +136,6 @@ class Windows:
         if closes:
             self.updated = self._update()
         if self.ranks.is_distributed:
-            if not closes:
-                self.ranks.continue_window()
             self.expect_next()
 
     def _check_place(self, one: MicroBatch) -> None:
