@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from gradaccum.on_torch.grad_buffer import all_require_grad
 from gradaccum.on_torch.private import current_backward, queue_callback, recorded_operations
 from gradaccum.torch.watch.messages import SEVERAL_PASSES, several_passes_warning
 
-__all__ = ["GradientMonitor", "Modification", "ShardedMonitor", "all_require_grad"]
+__all__ = ["GradientMonitor", "Modification", "ShardedMonitor"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -410,16 +411,3 @@ def _counts_versions(gradient: Tensor) -> bool:
     if gradient._is_view() or hasattr(gradient, "to_local") or torch.compiler.is_compiling():
         return False
     return gradient.is_sparse or gradient.untyped_storage().nbytes() <= gradient.nbytes
-
-
-@contextlib.contextmanager
-def all_require_grad(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Frozen leaves require gradients meanwhile: torch hooks no others, and they may be unfrozen later."""
-    frozen = [leaf for leaf in leaves if not leaf.requires_grad]
-    for leaf in frozen:
-        leaf.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for leaf in frozen:
-            leaf.requires_grad_(False)

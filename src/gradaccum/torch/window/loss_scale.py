@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.grad_buffer import GradientBuffer
-from gradaccum.torch.watch import GradientMonitor, all_require_grad
+from gradaccum.on_torch.grad_buffer import GradientBuffer, all_require_grad
+from gradaccum.torch.watch import GradientMonitor
 
 __all__ = ["LossScale"]
 
@@ -102,16 +102,14 @@ class LossScale:
             if parameter.grad is zero and zero._version == version:
                 parameter.grad = None
 
-    def add(self, live: Tensor | None, found_inf: Tensor, counts: bool = True) -> None:
-        if not counts:
-            found_inf = torch.zeros_like(found_inf)
+    def add(self, live: Tensor | None, found_inf: Tensor) -> None:
         if self._due and live is not None:
             self.rescale_()  # no backward pass has done it
         self.overflow = found_inf.clone() if self.overflow is None else torch.maximum(self.overflow, found_inf)
         if live is not None:
             self._live = live
             self._scale = live.detach().clone()  # `live` itself is about to change in place
-        elif counts or self._scale is None:
+        else:
             self._scale = torch.ones_like(found_inf)
         self._buffer.join_restored(self._scale)
 

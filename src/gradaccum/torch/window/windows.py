@@ -165,7 +165,7 @@ class Windows:
                 "perhaps. The gradients of its micro-batches belong to different ones. Change parameters when "
                 "`updated` is True."
             )
-        if current.window.micro_batch.weight != 0 and current.monitor.idle and current.buffer.detached is None:
+        if current.in_progress[0] and current.monitor.idle:
             self._warn_once(
                 "step() counts a micro-batch whose loss reached none of the parameters, or that had no backward pass: "
                 "its rows count, with a gradient of zero. To leave them out, leave out its step(), or use "
