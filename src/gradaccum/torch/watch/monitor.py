@@ -317,6 +317,8 @@ class GradientMonitor:
         now = _digest(gradients)
         if digest is None or now is None or now.shape != digest.shape:
             return True
+        if torch.equal(digest, now):
+            return False
         sizes = [4 * torch.finfo(digest.dtype).eps * g.numel() ** 0.5 for g in gradients]
         rounding = torch.tensor(sizes, dtype=digest.dtype, device=digest.device)  # threads may differ
         same = (digest - now).abs() <= rounding * digest[0]
