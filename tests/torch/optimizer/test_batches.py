@@ -11,7 +11,7 @@ import gradaccum.torch
 from gradaccum import WindowError
 from tests.reference import FLOAT64, relative_error, windows_of
 from tests.torch.optimizer.loops import assert_same, large, train, wrapped
-from tests.torch.problems import adam, mse, regression, split
+from tests.torch.problems import mse, regression, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -44,23 +44,6 @@ def test_an_update_after_the_loop_is_told_to_who_steps_a_schedule_in_it(how, cap
     assert ("An update was made after the loop" in caplog.text) == missed
 
 
-def test_a_generator_of_unknown_length_closes_its_last_window():
-    micro_batches = split(regression(11), [2, 3, 1, 4, 1])
-    model, optimizer = wrapped(steps=3)
-    for _ in range(2):
-        train(model, optimizer, optimizer.batches(batch for batch in micro_batches))
-        assert (optimizer.updated, optimizer.micro_batches) == (True, 0)
-    assert_same(model, large(windows_of(micro_batches, 3) * 2))
-
-
-def test_a_real_data_loader_with_workers_and_a_ragged_end():
-    x, y = regression(23)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4, num_workers=1)
-    model, optimizer = wrapped(adam, steps=4)
-    train(model, optimizer, optimizer.batches(loader))
-    assert_same(model, large([[(x[:16], y[:16])], [(x[16:], y[16:])]], adam))
-
-
 @pytest.mark.parametrize("zeroes", ["before backward", "after step"])
 def test_flush_closes_the_short_window_of_a_plain_loop_and_leaves_no_gradient(zeroes):
     model, optimizer = wrapped(steps=4)
@@ -78,17 +61,6 @@ def test_flush_closes_the_short_window_of_a_plain_loop_and_leaves_no_gradient(ze
     assert_same(model, large(windows_of(PAIRS, 4) * 2))
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_a_schedule_by_epoch_goes_by_batches_or_by_flush(plain):
-    model, optimizer = wrapped(steps={0: 5, 1: 2})
-    for _ in range(3):
-        train(model, optimizer, PAIRS if plain else optimizer.batches(PAIRS))
-        if plain:
-            optimizer.flush()
-    assert optimizer.steps == 2
-    assert_same(model, large(windows_of(PAIRS, 5) + windows_of(PAIRS, 2) * 2))
-
-
 def test_closes_next_and_micro_batches_tell_where_the_window_stands():
     model, optimizer = wrapped(steps=2)
     seen = []
@@ -98,17 +70,6 @@ def test_closes_next_and_micro_batches_tell_where_the_window_stands():
         seen[-1] += (optimizer.updated, optimizer.updates)
     first, second = [(0, False, False, 0), (1, True, True, 1)], [(0, False, False, 1), (1, True, True, 2)]
     assert seen == [*first, *second, (0, True, True, 3)]
-
-
-@pytest.mark.parametrize("skipped", [(1, 4), (4,), (3, 4), (0,)])
-def test_skipped_micro_batches_leave_the_others_exact(skipped):
-    """The last one, too, whose window is then flushed."""
-    model, optimizer = wrapped(steps=3)
-    for index, batch in enumerate(optimizer.batches(PAIRS)):
-        if index not in skipped:
-            train(model, optimizer, [batch])
-    kept = [batch for index, batch in enumerate(PAIRS) if index not in skipped]
-    assert_same(model, large(windows_of(kept, 3)))
 
 
 @pytest.mark.parametrize("how", ["break", "islice"])

@@ -7,7 +7,7 @@ from torch import nn
 import gradaccum.torch
 from tests.reference import relative_error, torch_updates, windows_of
 from tests.torch.optimizer.loops import assert_same, by_rows, large, train, wrapped
-from tests.torch.problems import adam, classes, join, mse, network, regression, sgd, split
+from tests.torch.problems import adam, classes, join, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -102,27 +102,6 @@ def test_a_masked_loss_is_weighed_by_its_tokens(through):
 
     data = x.double(), y, mask
     check(loss, lambda x, y, mask: mask.sum(), data=data, sizes=[2, 4, 1, 3], make=adam, through=through)
-
-
-def test_several_losses_of_one_micro_batch_count_it_once():
-    micro_batches = split(regression(9), [2, 4, 3])
-
-    def l1(model, x, y):
-        return nn.functional.l1_loss(model(x), y)
-
-    model, optimizer = wrapped(steps=3)
-    for x, y in micro_batches:
-        optimizer.zero_grad()
-        optimizer.backward(mse(model, x, y), weight=len(x))
-        optimizer.backward(l1(model, x, y))  # the same rows: the same weight
-        optimizer.backward(l1(model, x, y) * 2, weight=len(x))
-        optimizer.step()
-    expected = network()
-    both = lambda *b: mse(*b) + 3 * l1(*b)  # noqa: E731
-    (loss,) = torch_updates(expected, sgd(expected.parameters()), [join(micro_batches)], both)
-    assert optimizer.updates == 1
-    assert_same(model, expected)
-    assert optimizer.loss.item() == pytest.approx(loss, rel=1e-12)
 
 
 def test_different_weights_in_one_micro_batch_are_refused():
