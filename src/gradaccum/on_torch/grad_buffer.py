@@ -60,14 +60,12 @@ class GradientBuffer:
         return [p for p in self.parameters() if p.is_floating_point() and torch.finfo(p.dtype).bits < wide]
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that are there."""
         return [g for p in self.parameters() if (g := p.grad) is not None] + self.pending()
 
     def get(self) -> Sums:
         return [p.grad for p in self.parameters()]
 
     def set(self, sums: Iterable[Tensor | None]) -> None:
-        """Go on from these sums."""
         for parameter, gradient in zip(self.parameters(), sums, strict=True):
             parameter.grad = gradient
 
@@ -145,7 +143,6 @@ class ArrivalScale:
         self.muted = False  # while a loss that is multiplied itself goes backward
 
     def set(self, factor: float) -> None:
-        """The factor for the gradients that arrive from now on."""
         if factor == self.factor:
             return
         self.factor = factor

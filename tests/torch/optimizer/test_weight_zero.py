@@ -4,12 +4,11 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 
 import gradaccum.torch
 from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.optimizer.loops import assert_same, large, train, wrapped
-from tests.torch.problems import adam, join, mse, network, regression, sgd, split
+from tests.torch.problems import join, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -89,36 +88,3 @@ def test_an_overflow_in_a_weightless_micro_batch_costs_no_update_and_no_halving(
         scaler.update()
     assert optimizer.updates == 1
     assert scaler.get_scale() == 8.0
-
-
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])
-@pytest.mark.parametrize("how", ["backward(weight=0)", "batches", "batches and backward"])
-@pytest.mark.parametrize("make", [sgd, adam])
-def test_a_head_that_only_a_weightless_micro_batch_uses_has_the_gradient_zero(make, how, nonfinite):
-    """As in one step over all rows, where weight decay and momentum reach it; and NaN there harms nobody."""
-    torch.manual_seed(0)
-    heads = nn.ModuleDict({"a": nn.Linear(5, 3), "b": nn.Linear(5, 3), "unused": nn.Linear(5, 3)})
-    alone = nn.ModuleDict({name: nn.Linear(5, 3) for name in heads})
-    alone.load_state_dict(heads.state_dict())
-    optimizer = gradaccum.torch.optim.Optimizer(make(heads.parameters()), steps=2, nonfinite=nonfinite)
-    inner = make(alone.parameters())
-    for update in range(2):
-        (x, y), (other, target) = regression(3, seed=update), regression(2, seed=update + 10)
-        parts = [("a", x, y, 3), ("b", other * float("nan"), target, 0)]
-        batches = optimizer.batches(parts, weight=lambda part: part[3]) if how != "backward(weight=0)" else parts
-        for name, inputs, targets, weight in batches:
-            optimizer.zero_grad()
-            loss = mse(heads[name], inputs, targets)
-            if how == "backward(weight=0)":
-                optimizer.backward(loss, weight=weight)
-            elif how == "batches":
-                loss.backward()
-            else:
-                optimizer.backward(loss)
-            optimizer.step()
-        inner.zero_grad()
-        (mse(alone["a"], x, y) + 0 * mse(alone["b"], other, target)).backward()
-        inner.step()
-        assert heads["unused"].weight.grad is None
-    assert optimizer.updates == 2
-    assert_same(heads, alone)

@@ -47,7 +47,6 @@ class _Passes:
         self.on_end: Callable[[], None] | None = None  # called when a pass is over, in windows that look
 
     def begin(self, number: int | None, opener: _Sum) -> None:
-        """The first gradient of a backward pass has arrived."""
         # FSDP2 calls hooks outside of backward passes, too.
         if number is None or number == -1 or torch.compiler.is_compiling():
             return
@@ -141,14 +140,12 @@ class GradientMonitor:
             sum_.handle.remove()
 
     def watch_all(self) -> None:
-        """Look at every parameter until the window closes."""
         self._watch(self._parameters())
         self.looking, self.passes.on_end = True, self._on_end
         for _, sum_ in self._watched:
             sum_.sees_passes = True
 
     def remove(self) -> None:
-        """Leave the parameters without hooks."""
         self._watch([])
 
     # A window, from its first backward pass to its update.
@@ -198,7 +195,6 @@ class GradientMonitor:
     # What has arrived.
 
     def forget_arrivals(self) -> None:
-        """What arrives from now on belongs to the next micro-batch."""
         self._seen = self.passes.arrivals = 0
         if self.looking:
             self.passes.began = [recorded_operations()]
@@ -301,7 +297,6 @@ class GradientMonitor:
         return self.looking and (self._counted < _COMPARED or self._last_next)
 
     def _comparable(self) -> list[Tensor]:
-        """The gradients whose values can be compared."""
         found = []
         for _, sum_ in self._watched:
             if sum_.gradient is not None:

@@ -100,7 +100,6 @@ class GradientWindow(Listener):
         self.build_stages()
 
     def build_stages(self) -> None:
-        """List what happens to the gradients at a window's end: again where something more is asked for."""
         ranks = self.ranks.is_distributed
         self.stages: list[Stage] = gradient_stages(
             self._screen if self.screened is not None else None,
@@ -118,13 +117,11 @@ class GradientWindow(Listener):
             self.window.unit = self.ranks.unit
 
     def parameters_added(self) -> None:
-        """Parameters have joined a group: they are summed and watched like the others."""
         self.buffer.prepare()
         self.loss_scale.remove()
         self.monitor.watch_all()
 
     def remove(self) -> None:
-        """Leave the parameters as they were found: no hooks, their own `grad_dtype`."""
         self.monitor.remove()
         self.loss_scale.remove()
         self.arrival_scale.set(1.0)
@@ -137,7 +134,6 @@ class GradientWindow(Listener):
     # A micro-batch, until it is counted.
 
     def expect_nothing(self) -> None:
-        """The micro-batches that come weigh the same, unless `backward` says otherwise."""
         self.window.expect_nothing()
         self._scale_arrivals(1.0)
 
@@ -265,7 +261,6 @@ class GradientWindow(Listener):
         return start  # type: ignore[return-value]  # it is one by now
 
     def add_gradients(self, gradients: Sequence[Tensor | None], weight: Any) -> None:
-        """Add a micro-batch's gradients, in the order of the parameters, as a backward pass would."""
         self.check_failed()
         self.check_sum()
         if self.by_name:
@@ -417,7 +412,6 @@ class GradientWindow(Listener):
         return True
 
     def _weigh(self, total: WindowTotal) -> None:
-        """What the window weighs has become known."""
         window, size = self.window, self.ranks.size
         total.weight, total.divisor = window.weight, window.divisor / size  # the ranks' reduction leaves a mean
         weight = window.weight / (window.unit or 1)
@@ -560,7 +554,6 @@ class GradientWindow(Listener):
             raise modification_error(found)
 
     def check_untouched(self) -> None:
-        """Raise if a gradient has arrived since the last micro-batch was counted."""
         self.check_failed()
         if self.passes.arrivals or self.window.micro_batch.weight is not None:
             raise untouched_error()

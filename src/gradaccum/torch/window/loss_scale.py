@@ -64,14 +64,12 @@ class LossScale:
         self.scaled = scaled
 
     def restore(self, overflow: bool) -> None:
-        """Go on from a checkpoint, whose sums are not scaled."""
         if overflow:
             self.known = True
             self.overflow = torch.ones(1, device=self._buffer.parameters()[0].device)
 
     @property
     def in_use(self) -> bool:
-        """Whether a GradScaler has stepped in this window."""
         return self.overflow is not None
 
     @property
@@ -129,7 +127,6 @@ class LossScale:
                 self._handle = torch.autograd.graph.register_multi_grad_hook(leaves, backward_starts, mode="any")
 
     def rescale_(self) -> None:
-        """Bring the sum to the scale of the backward pass that starts now."""
         if self._live is None or self._scale is None or self.overflow is None:
             return
         version = self._live._version  # it may change after a pass that only `torch.autograd.grad` has asked for
