@@ -43,10 +43,10 @@ class _Passes:
         self.current: int | None = None
         self.unfinished: set[int] = set()
         self.began: list[int] = []  # operations recorded when the micro-batch began, and when each of its passes did
-        self.opener: _Sum | None = None  # of the parameter that a pass reached first
         self.on_end: Callable[[], None] | None = None  # called when a pass is over, in windows that look
 
-    def begin(self, number: int | None, opener: _Sum) -> None:
+    def begin(self, number: int | None) -> None:
+        """The first gradient of a backward pass has arrived."""
         # FSDP2 calls hooks outside of backward passes, too.
         if number is None or number == -1 or torch.compiler.is_compiling():
             return
@@ -57,16 +57,14 @@ class _Passes:
             queue_callback(self.on_end)
             if len(self.unfinished) == 1:  # checkpointing runs passes inside of one
                 self.began.append(recorded_operations())
-                self.opener = opener
 
 
 class _Sum:
     """A parameter's gradient as autograd alone leaves it. The parameter's hook holds this, and no optimizer."""
 
-    __slots__ = ("arrivals", "base", "comparable", "counted", "gradient", "handle", "left", "seen", "sees_passes")
+    __slots__ = ("arrivals", "base", "comparable", "counted", "gradient", "handle", "left", "seen")
 
     def __init__(self, parameter: Tensor, passes: _Passes) -> None:
-        self.sees_passes = True
         self.restart()
 
         def arrived(parameter: Tensor) -> None:
@@ -74,8 +72,8 @@ class _Sum:
             self.arrivals += 1
             if self.gradient is None and parameter.grad is not None:  # the first one: it is the sum from here on
                 self.look(parameter.grad)
-            if self.sees_passes and (number := current_backward()) != passes.current:
-                passes.begin(number, self)
+            if (number := current_backward()) != passes.current:
+                passes.begin(number)
 
         with all_require_grad([parameter]):
             self.handle = parameter.register_post_accumulate_grad_hook(arrived)
@@ -142,8 +140,6 @@ class GradientMonitor:
     def watch_all(self) -> None:
         self._watch(self._parameters())
         self.looking, self.passes.on_end = True, self._on_end
-        for _, sum_ in self._watched:
-            sum_.sees_passes = True
 
     def remove(self) -> None:
         self._watch([])
@@ -182,14 +178,9 @@ class GradientMonitor:
         elif self.looking:
             most = max([sum_.arrivals for _, sum_ in self._watched], default=0)
             likely = [parameter for parameter, sum_ in self._watched if sum_.arrivals == most > 0]
-            opener = [
-                parameter for parameter, sum_ in self._watched if sum_ is self.passes.opener and sum_.arrivals == most
-            ]
             if likely:
-                self._watch(dict.fromkeys([*opener, likely[0], likely[len(likely) // 2], likely[-1]][:3]))
+                self._watch(likely[i] for i in sorted({0, len(likely) // 2, len(likely) - 1}))
                 self.looking, self.passes.on_end = False, None
-                for _, sum_ in self._watched[1:]:
-                    sum_.sees_passes = not opener
         self.restart(closed=True)
 
     # What has arrived.
