@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradaccum.torch
+from scripts.stubs import path_of, stub
 from tests.reference import FLOAT32, FLOAT64, WINDOWS, relative_error, torch_updates, windows_of
 from tests.torch.optimizer.loops import assert_same, wrapped
 from tests.torch.problems import adam, join, mse, network, regression, sgd, split
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 INNER = {
     "SGD with momentum": sgd,
@@ -146,3 +149,25 @@ def test_a_callable_schedule_is_asked_with_epoch_and_update(float64):
     # windows of 1, 2 and 3 in the first epoch; then 4, and the 2 that are left of a window of 5
     assert optimizer.updates == 5
     assert list(dict.fromkeys(asked)) == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4)]
+
+
+# Optimizers that are wrapped by name show the arguments of the inner one, to people and to type checkers.
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "LBFGS"])
+def test_a_signature_shows_the_inner_optimizers_arguments_then_the_wrappers(name):
+    found = inspect.signature(getattr(gradaccum.torch.optim, name)).parameters
+    inner = inspect.signature(getattr(torch.optim, name)).parameters
+    assert list(found)[: len(inner)] == list(inner)
+    assert list(found)[len(inner)] == "steps"
+    assert {"reduction", "clip_grad_norm", "accumulate_dtype"} <= found.keys()
+    assert all(found[name].default == inner[name].default for name in inner)
+
+
+def test_the_stubs_are_what_torchs_own_signatures_make():
+    """Otherwise: `python -m scripts.stubs`."""
+    face = "gradaccum.torch.optim"
+    written = path_of(face).read_text(encoding="utf-8")
+    if f"torch {torch.__version__.partition('+')[0]}:" not in written:
+        pytest.skip("made from another version")
+    assert written == stub(face)
