@@ -3,17 +3,21 @@
 import os
 import pathlib
 import time
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.errors import WindowError
 from gradaccum.torch import Blocks, TrainStep
 from gradaccum.torch.optim import Optimizer
-from tests.torch.distributed.problems import OPTIMIZERS, built, data, lines_of, loss_of, network, shard, wrap
+from tests.torch.distributed.problems import OPTIMIZERS, built, data, lines_of, loss_of, network, shard, train_on, wrap
 
 
 def step_all(replica: Any, optimizer: Optimizer, loader: Any) -> None:
@@ -38,6 +42,10 @@ def unknown(rank: int, steps: int) -> list[str]:
         step_all(replica, Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=steps), data([[4] * 4] * 2)[rank])
 
     return lines_of(train)
+
+
+def static_graph(rank: int) -> list[str]:
+    return lines_of(lambda: wrap(network(), 2, {"static_graph": True}))
 
 
 def different_steps(rank: int, schedule: bool) -> None:
@@ -311,3 +319,35 @@ def different_hyperparameters(rank: int, name: str, values: Any, way: str) -> No
     else:
         replica = DistributedDataParallel(model)
         step_all(replica, Optimizer(inner, steps=2, model=replica), data([[4] * 2] * 2)[rank])
+
+
+def joined(rank: int) -> None:
+    replica, optimizer = wrap(network(), 2)
+    with replica.join():
+        train_on(replica, optimizer, data([[4] * 4, [4] * 2])[rank])
+
+
+def local_sgd(rank: int, hook: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit.script
+        from torch.distributed.optim import PostLocalSGDOptimizer
+    model = network()
+    replica = DistributedDataParallel(model)
+    inner: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if hook:
+        state = post_localSGD_hook.PostLocalSGDState(None, None, 100)
+        replica.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    else:
+        inner = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2, warmup_steps=0))
+    Optimizer(inner, steps=2, model=replica)
+
+
+def not_sharded(rank: int) -> None:
+    """A part of the model that nobody sharded."""
+    model = network()
+    fully_shard(model[0])  # type: ignore[index]
+    Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=2, model=model)
+
+
+def sparse_table(rank: int) -> None:
+    wrap(nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 3)), 2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torch.distributed import ddp_cases, named_cases, parts_cases, sharded_cases
+from tests.torch.distributed import ddp_cases, named_cases, sharded_cases
 from tests.torch.distributed import failure_cases as failures
 from tests.torch.distributed.processes import Processes, Raised
 
@@ -100,16 +100,16 @@ REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
     "an optimizer wrapped twice": [(failures.wrapped_twice, (), "ValueError", "")],
     "parameters that no rank would reduce": [
         (failures.parameters_outside, (), "ValueError", "in none of `model`'s"),
-        (parts_cases.not_sharded, (), "ValueError", "are not sharded"),
+        (failures.not_sharded, (), "ValueError", "are not sharded"),
     ],
-    "sparse tables": [(ddp_cases.sparse_table, (), "ValueError", "Use sparse=False")],
-    "model.join()": [(parts_cases.joined, (), "ValueError", "Leave it out")],
+    "sparse tables": [(failures.sparse_table, (), "ValueError", "Use sparse=False")],
+    "model.join()": [(failures.joined, (), "ValueError", "Leave it out")],
     "local SGD": [
-        (parts_cases.local_sgd, (True,), "ValueError", "post_localSGD_hook"),
-        (parts_cases.local_sgd, (False,), "ValueError", "PostLocalSGDOptimizer(Optimizer("),
+        (failures.local_sgd, (True,), "ValueError", "post_localSGD_hook"),
+        (failures.local_sgd, (False,), "ValueError", "PostLocalSGDOptimizer(Optimizer("),
     ],
     "parts sharded by themselves that ranks choose differently, in the first window": [
-        (parts_cases.heads, (ONES, DIFFERENT, "fsdp2 nested", way), "WindowError", "different parts")
+        (ddp_cases.heads, (ONES, DIFFERENT, "fsdp2 nested", way), "WindowError", "different parts")
         for way in ("batches", "batches micro_batch", "backward")
     ],
     "clipping inside of a window": [(sharded_cases.edited, (), "WindowError", "")],
