@@ -36,6 +36,7 @@ from tests.torch.distributed.problems import (
     network,
     scaled,
     shard,
+    spread,
     train_on,
     whole,
     windows,
@@ -51,12 +52,16 @@ def train(
     steps: int,
     way: str = "batches",
     *,
+    engine: str = "ddp",
     loss: Callable[..., Any] = loss_of,
     build: Callable[[], nn.Module] = network,
     ddp: dict[str, Any] | None = None,
+    weights: Any = None,
+    heads: Any = None,
+    bad: Any = (),
     hook: str = "",
     compiles: str = "",
-    skips: Sequence[Sequence[int]] = ((), ()),
+    skips: Any = ((), ()),
     optimizer: str = "sgd",
     clip: float | None = None,
     epochs: int = 1,
@@ -64,48 +69,90 @@ def train(
 ) -> tuple[float, float, int]:
     """The user's loop. Returns (error, reductions of an element, updates).
 
-    `way`: in batches(), or in a plain loop that is flushed; with the wrapper's backward() or the losses' own. `loss`
-    may be several, which go backward one by one. `skips`: micro-batches that each rank passes over.
+    Args:
+        rank: This one.
+        sizes: Rows of each rank's micro-batches.
+        steps: Of a window.
+        way: In batches(), or in a plain loop that is flushed; with the wrapper's backward() or the losses' own.
+        engine: How the model is spread over the ranks.
+        loss: It may be several, which go backward one by one.
+        build: Makes the model.
+        ddp: DistributedDataParallel's options.
+        weights: What micro-batches weigh, by rank, in place of their rows; where that is 0, the loss is NaN.
+        heads: Which head of the model each of them uses.
+        bad: Those whose loss is infinite.
+        hook: DDP's communication hook.
+        compiles: The model "inside", or what is "outside" of it.
+        skips: Micro-batches that each rank passes over.
+        optimizer: Which one.
+        clip: Largest norm.
+        epochs: How many.
+        keywords: The wrapper's.
     """
     model = build()
     oracle = Oracle(model, optimizer, clip)
     if compiles == "inside":
         model.compile(backend="eager")
-    replica = DistributedDataParallel(model, **(ddp or {}))
-    count = None if hook else Count(replica)
+    used = spread(engine, model, ddp or {})
+    count = Count(used) if engine == "ddp" and not hook else None
     if hook == "powerSGD_hook":
         state: Any = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2)
-        replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        used.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif hook:
-        replica.register_comm_hook(None, getattr(default_hooks, hook))
-    used = torch.compile(replica, backend="eager") if compiles == "outside" else replica
-    inner = OPTIMIZERS[optimizer](replica.parameters())
+        used.register_comm_hook(None, getattr(default_hooks, hook))
+    used = torch.compile(used, backend="eager") if compiles == "outside" else used
+    inner = OPTIMIZERS[optimizer](model.parameters())
     wrapped = Optimizer(inner, steps=steps, model=used, clip_grad_norm=clip, **keywords)
+
+    def losses(m: Any, rows: Rows, place: tuple[int, int]) -> list[Tensor]:
+        found = loss(m, rows) if heads is None else loss(lambda x: m(x, heads[place[0]][place[1]]), rows)
+        return found if isinstance(found, list) else [found]
+
+    def weight(place: tuple[int, int], rows: Rows) -> float:
+        return len(rows[0]) if weights is None else weights[place[0]][place[1]]
+
     with Collectives() as collectives:
         for epoch in range(epochs):
             ranks = data(sizes, epoch)
-            kept = [[rows for i, rows in enumerate(own) if i not in skips[r]] for r, own in enumerate(ranks)]
-            oracle.see(kept, steps, lambda m, rows: sum(listed(loss(m, rows))))  # type: ignore[arg-type,return-value]
-            for i, rows in enumerate(wrapped.batches(ranks[rank]) if "batches" in way else ranks[rank]):
-                if i in skips[rank]:
+            kept = [[((r, i), x) for i, x in enumerate(own) if i not in skips[r % 2]] for r, own in enumerate(ranks)]
+            for window in windows(kept, steps):
+                seen = [(weight(p, rows), p, rows) for p, rows in window if p not in bad and len(rows[0])]
+                sums = keywords.get("reduction") == "sum"
+                total = 1 if sums and weights is None else sum(w for w, *_ in seen)
+                skipped = keywords.get("nonfinite") == "skip_window" and any(p in bad for p, _ in window)
+
+                def whole_loss(m: nn.Module, _: Any, seen: Any = seen, total: float = total, sums: bool = sums) -> Any:
+                    return sum(sum(losses(m, rows, p)) * ((1 if sums else w) / total) for w, p, rows in seen)
+
+                if total and not skipped:
+                    oracle.update(None, whole_loss)  # type: ignore[arg-type]
+            loader: Any = list(enumerate(ranks[rank]))
+            if "batches" in way:
+                given = None if weights is None else lambda one: weight((rank, one[0]), one[1])
+                loader = wrapped.batches(loader, weight=given)
+            for i, rows in loader:
+                if i in skips[rank % 2]:
                     continue
                 wrapped.zero_grad()
-                for part in listed(loss(used, rows)):
+                factor = float("nan") if not weight((rank, i), rows) else float("inf") if (rank, i) in bad else 1.0
+                for part in losses(used, rows, (rank, i)):
                     if "backward" in way:
-                        wrapped.backward(part, weight=None if "batches" in way else len(rows[0]))
+                        wrapped.backward(part * factor, weight=None if "batches" in way else weight((rank, i), rows))
                     else:
-                        part.backward()
+                        (part * factor).backward()
                 wrapped.step()
             if "batches" not in way:
                 wrapped.flush()
-    reductions: float = collectives.counts["all_reduce"]
+    reductions: float = collectives.counts["all_reduce" if engine.startswith("ddp") else "reduce_scatter"]
+    if engine == "fsdp2 hybrid":
+        assert collectives.counts["all_reduce"] == LAYERS * wrapped.updates
     if count is not None and count.elements:  # several buckets, perhaps
         reductions = count.elements / sum(p.numel() for p in model.parameters())
     return oracle.error(model), reductions, wrapped.updates
 
 
-def listed(found: Any) -> list[Tensor]:
-    return found if isinstance(found, list) else [found]
+LAYERS = 2
+"""What is sharded together."""
 
 
 def total_loss(m: nn.Module, rows: Rows) -> Tensor:
@@ -222,57 +269,6 @@ def half_reduction(rank: int, engine: str, weight: float, way: str) -> float:
     return oracle.error(wrapped)
 
 
-def weight_0(rank: int, engine: str, way: str) -> float:
-    """Weights that only the batch tells; some micro-batches weigh nothing on one rank, with a loss that is NaN.
-
-    On DDP one window weighs nothing at all.
-    """
-    weights = [[3, 0, 5, 2, 0, 0, 4, 0], [0, 7, 1, 0, 2 * (engine != "ddp"), 0, 0, 0]]
-    model = network()
-    oracle = Oracle(model)
-    used, optimizer = wrap_over(engine, model, 2)
-    ranks = data([[4] * 8, [4] * 8])
-    totals = []
-    for first in range(0, 8, 2):
-        chosen = [(ranks[r][i], weights[r][i]) for r in range(2) for i in (first, first + 1)]
-        totals.append(sum(weight for _, weight in chosen))
-        if totals[-1]:
-            oracle.update(None, lambda m, _, c=chosen, t=totals[-1]: sum(loss_of(m, rows) * w for rows, w in c) / t)  # type: ignore[misc]
-    loader: Any = list(zip(ranks[rank], weights[rank]))
-    for i, (rows, weight) in enumerate(
-        optimizer.batches(loader, weight=lambda b: b[1]) if way == "batches" else loader
-    ):
-        optimizer.zero_grad()
-        loss = loss_of(used, rows) * (1.0 if weight else float("nan"))
-        if way == "batches":
-            loss.backward()
-        else:
-            optimizer.backward(loss, weight=weight)
-        optimizer.step()
-        assert optimizer.updated == (i % 2 == 1 and totals[i // 2] > 0)
-    return oracle.error(used)
-
-
-def nonfinite(rank: int, engine: str, mode: str) -> tuple[float, int]:
-    """One rank has a micro-batch that is not finite, in the middle and at the end of a window."""
-    model = network()
-    oracle = Oracle(model)
-    used, optimizer = wrap_over(engine, model, 3, nonfinite=mode)
-    ranks = data([[4, 3, 2] * 3, [2, 2, 5] * 3])
-    bad = {(1, 1), (0, 5)}
-    for w in range(3):
-        places = [(r, i) for r in range(2) for i in range(3 * w, 3 * w + 3)]
-        if mode == "skip_micro_batch":
-            oracle.update(concatenated([ranks[r][i] for r, i in places if (r, i) not in bad]))
-        elif not bad & {*places}:
-            oracle.update(concatenated([ranks[r][i] for r, i in places]))
-    for i, rows in enumerate(optimizer.batches(ranks[rank])):
-        optimizer.zero_grad()
-        (loss_of(used, rows) * (float("inf") if (rank, i) in bad else 1.0)).backward()
-        optimizer.step()
-    return oracle.error(used), optimizer.updates
-
-
 def resumed(rank: int, engine: str, how: dict[str, Any], sync: str = "window") -> float:
     """Each rank saves in the middle of a window, trains on; and a new model and optimizer go on from there."""
     ranks = data([[4, 3, 5, 1, 2], [2, 5, 1, 4, *[2] * (engine != "ddp")]])
@@ -297,13 +293,19 @@ def resumed(rank: int, engine: str, how: dict[str, Any], sync: str = "window") -
     return oracle.error(used)
 
 
-def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int) -> tuple[float, list[float], int]:
-    """GradScaler, whose update() comes with every micro-batch; one rank overflows."""
+def scaler(
+    rank: int, engine: str, overflow_at: tuple[int, int] | None, interval: int, sync: str = "window"
+) -> tuple[float, list[float], int]:
+    """GradScaler, whose update() comes with every micro-batch; one rank's loss overflows."""
     model = network()
     oracle = Oracle(model)
-    replica, optimizer = wrap(model, 3)
-    scales = scaled(rank, replica, optimizer, oracle, overflow_at, interval)
+    used = spread(engine, model, {})
+    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=3, model=used, sync=sync)
+    scales = scaled(rank, used, optimizer, oracle, overflow_at, interval)
     return oracle.error(model), scales, optimizer.updates
+
+
+TWO_DTYPES = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
 
 
 class Heads(nn.Module):
@@ -317,54 +319,6 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor, head: int) -> Tensor:
         return self.heads[head](torch.tanh(self.trunk(x)))
-
-
-def head_loss(model: Any, rows: Any, head: int) -> Tensor:
-    return nn.functional.cross_entropy(model(rows[0], head), rows[1])
-
-
-def heads_oracle(model: nn.Module, ranks: Any, chosen: Any, weights: Any, steps: int, optimizer: str) -> nn.Module:
-    """One process that sees each window's micro-batches of all ranks."""
-    model = copy.deepcopy(model)
-    plain = OPTIMIZERS[optimizer](model.parameters())
-    for first in range(0, max(map(len, ranks)), steps):
-        places = [(r, i) for r, own in enumerate(ranks) for i in range(first, min(first + steps, len(own)))]
-        total = sum(weights[r][i] for r, i in places)
-        plain.zero_grad()
-        for r, i in places:
-            (head_loss(model, ranks[r][i], chosen[r][i]) * (weights[r][i] / total)).backward()
-        plain.step()
-    return model
-
-
-def heads(rank: int, weights: Any, chosen: Any, engine: str, way: str, optimizer: str = "sgd") -> float:
-    """A head for each micro-batch; some micro-batches weigh nothing on one rank."""
-    model = Heads()
-    ranks = data([[4] * len(own) for own in weights])
-    oracle = heads_oracle(model, ranks, chosen, weights, 2, optimizer)
-    used: Any = model
-    if engine.startswith("ddp"):
-        static = engine == "ddp static"
-        used = DistributedDataParallel(model, find_unused_parameters=not static, static_graph=static)
-    elif engine == "fsdp2":
-        fully_shard(model)
-    elif engine == "fsdp2 in two dtypes":
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64))
-    else:
-        for part in [model.trunk, *model.heads, model]:
-            fully_shard(part)
-    sync = "micro_batch" if "micro_batch" in way else "window"
-    wrapped = Optimizer(OPTIMIZERS[optimizer](model.parameters()), steps=2, model=used, sync=sync)
-    loader: Any = list(zip(ranks[rank], chosen[rank], weights[rank]))
-    for rows, head, weight in wrapped.batches(loader, weight=lambda b: b[2]) if "batches" in way else loader:
-        wrapped.zero_grad()
-        loss = head_loss(used, rows, head)
-        if "backward" in way:
-            wrapped.backward(loss, weight=weight)
-        else:
-            loss.backward()
-        wrapped.step()
-    return relative_error(whole(model), list(oracle.parameters()))
 
 
 def counted(ranks: Any) -> list[int]:
@@ -623,8 +577,65 @@ def broken_off(rank: int) -> tuple[float, int]:
     return oracle.error(model), optimizer.updates
 
 
+CLASSES = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64), ignore_index=1)
+
+
+def first_half(x: Tensor, y: Tensor) -> Tensor:
+    """What rows weigh: nothing, if they are of the first class."""
+    return (y > 0).double()
+
+
+def of_half(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    each = nn.functional.cross_entropy(m(x), y, reduction="none") * first_half(x, y)
+    return each.sum() / first_half(x, y).sum()
+
+
+def summed_loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(m(x), y, reduction="sum") / 10
+
+
+def terms(m: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
+    """Several losses, with a denominator each; of the third, ranks and micro-batches have nothing now and then."""
+    outputs = m(x)
+    found = {
+        "ce": (nn.functional.cross_entropy(outputs, y, ignore_index=1), (y != 1).sum()),
+        "rows": (outputs.square().mean(), len(x)),
+        "rare": (outputs[y == 2].sum() / (y == 2).sum(), (y == 2).sum()),
+    }
+    return {name: term for name, term in found.items() if term[1] > 0}
+
+
+def each_term(m: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    return {name: loss for name, (loss, _) in terms(m, x, y).items()}
+
+
+def counts_of_terms(x: Tensor, y: Tensor) -> dict[str, Any]:
+    return {"ce": (y != 1).sum(), "rows": len(x), "rare": (y == 2).sum()}
+
+
+def of_rows(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(m(x), y)
+
+
+def all_terms(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return sum(each_term(m, x, y).values())  # type: ignore[return-value]
+
+
+STEPS: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
+    # TrainStep's arguments, and the loss of the large batch.
+    "rows": ({"loss_fn": nn.CrossEntropyLoss()}, of_rows),
+    "classes": ({"loss_fn": CLASSES}, lambda m, x, y: CLASSES(m(x), y)),
+    "told": ({"compute_loss": lambda m, x, y: (of_half(m, x, y), first_half(x, y).sum())}, of_half),
+    "weight": ({"compute_loss": of_half, "weight": lambda x, y: first_half(x, y).sum()}, of_half),
+    "sum": ({"compute_loss": summed_loss, "reduction": "sum"}, summed_loss),
+    "scaler": ({"loss_fn": nn.CrossEntropyLoss()}, of_rows),
+    "terms": ({"compute_loss": terms}, all_terms),
+    "terms, counted": ({"compute_loss": each_term, "weight": counts_of_terms}, all_terms),
+}
+
+
 def train_step(
-    rank: int, sizes: Any, micro: Any, kind: str = "rows", optimizer: str = "sgd"
+    rank: int, engine: str, sizes: Any, micro: Any, kind: str, optimizer: str = "sgd", sync: str = "window"
 ) -> tuple[float, float, int, int]:
     """TrainStep on batches of different rows.
 
@@ -633,79 +644,32 @@ def train_step(
     """
     model = network()
     oracle = Oracle(model, optimizer)
-    replica = DistributedDataParallel(model)
-    count = Count(replica)
-    weights = torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64)
-    losses: dict[str, Any] = {
-        "rows": {"loss_fn": nn.CrossEntropyLoss()},
-        "classes": {"loss_fn": nn.CrossEntropyLoss(weight=weights, ignore_index=1)},
-        "told": {"compute_loss": lambda m, x, y: (nn.functional.cross_entropy(m(x), y), float(len(x)))},
-        "sum": {"compute_loss": lambda m, x, y: nn.functional.cross_entropy(m(x), y, reduction="sum") / 10},
-        "scaler": {"loss_fn": nn.CrossEntropyLoss(), "scaler": torch.amp.GradScaler("cpu", growth_interval=1)},
-    }
-    keywords = losses[kind]
-    if kind == "sum":
-        keywords["reduction"] = "sum"
-    step = TrainStep(replica, OPTIMIZERS[optimizer](model.parameters()), micro_batch_size=micro[rank], **keywords)
-
-    def plain(m: nn.Module, rows: Rows) -> Tensor:
-        if kind == "sum":
-            return nn.functional.cross_entropy(m(rows[0]), rows[1], reduction="sum") / 10
-        return losses["classes" if kind == "classes" else "rows"]["loss_fn"](m(rows[0]), rows[1])
-
+    used = spread(engine, model, {})
+    count = Count(used) if engine == "ddp" else None
+    keywords, plain = STEPS[kind]
+    if kind == "scaler":
+        keywords = {**keywords, "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)}
+    inner = OPTIMIZERS[optimizer](model.parameters())
+    step = TrainStep(used, inner, micro_batch_size=micro[rank], sync=sync, **keywords)  # type: ignore[arg-type]  # window
     ranks, worst, messages, reductions = data(sizes), 0.0, counted(step.ranks), [0]
     for i in range(len(sizes[0])):
-        window = concatenated([own[i] for own in ranks])
-        expected = plain(oracle.model, window).item()
-        oracle.update(window, plain)
+        own = [rows[i] for rows in ranks]
+        if "terms" in kind:
+            own[1] = own[1][0], torch.where(own[1][1] == 2, 0, own[1][1])  # which never has the rare one
+        rows = concatenated(own)
+        expected = {"": plain(oracle.model, *rows).item()}
+        if "terms" in kind:
+            expected |= {name: loss.item() for name, loss in each_term(oracle.model, *rows).items()}
+        oracle.update(rows, lambda m, rows: plain(m, *rows))
         messages.append(0)
         with Collectives() as others:
-            loss = step(*ranks[rank][i])
-        worst = max(worst, abs(loss.item() - expected) / abs(expected))
-        reductions.append(count.take())
-    collectives = messages[-1] + others.counts["all_reduce"] - reductions[-1]
-    return oracle.error(model), worst, sum(reductions), collectives
-
-
-def several_losses(rank: int, sizes: Any, micro: Any, told: bool) -> tuple[float, float]:
-    """TrainStep with losses of a denominator each. Returns (error, largest error of the losses)."""
-    model = network()
-    oracle = Oracle(model, "adam")
-
-    def terms(m: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
-        outputs = m(x)
-        found = {
-            "ce": (nn.functional.cross_entropy(outputs, y, ignore_index=1), (y != 1).sum()),
-            "rows": (outputs.square().mean(), len(x)),
-            "rare": (outputs[y == 2].sum() / (y == 2).sum(), (y == 2).sum()),
-        }
-        return {name: term for name, term in found.items() if term[1] > 0}
-
-    def counts(x: Tensor, y: Tensor) -> dict[str, Any]:
-        return {"ce": (y != 1).sum(), "rows": len(x), "rare": (y == 2).sum()}
-
-    def alone(m: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {name: loss for name, (loss, _) in terms(m, x, y).items()}
-
-    def plain(m: nn.Module, rows: Rows) -> Tensor:
-        return sum(alone(m, *rows).values())  # type: ignore[return-value]
-
-    keywords: dict[str, Any] = {"compute_loss": alone, "weight": counts} if told else {"compute_loss": terms}
-    optimizer = OPTIMIZERS["adam"](model.parameters())
-    step = TrainStep(DistributedDataParallel(model), optimizer, micro_batch_size=micro[rank], **keywords)
-    ranks, worst = data(sizes), 0.0
-    for i in range(len(sizes[0])):
-        window = [own[i] for own in ranks]
-        window[1] = window[1][0], torch.where(window[1][1] == 2, 0, window[1][1])  # which never has the rare one
-        rows = concatenated(window)
-        expected = {name: loss.item() for name, loss in alone(oracle.model, *rows).items()}
-        oracle.update(rows, plain)
-        total = step(*window[rank]).item()
-        found = {name: loss.item() for name, loss in step.losses.items() if not loss.isnan()}
+            loss = step(*own[rank])
+        found = {"": loss.item(), **{name: loss.item() for name, loss in step.losses.items() if not loss.isnan()}}
         assert found.keys() == expected.keys()
         worst = max(worst, *(abs(found[name] - mean) / abs(mean) for name, mean in expected.items()))
-        worst = max(worst, abs(total - sum(expected.values())) / abs(sum(expected.values())))
-    return oracle.error(model), worst
+        reductions.append(0 if count is None else count.take())
+    collectives = messages[-1] + others.counts["all_reduce"] - reductions[-1]
+    return oracle.error(model), worst, sum(reductions), collectives
 
 
 def out_of_memory(rank: int, backward: bool) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -17,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum.errors import WindowError
 from gradaccum.torch import Blocks, TrainStep
 from gradaccum.torch.optim import Optimizer
-from tests.torch.distributed.problems import OPTIMIZERS, built, data, lines_of, loss_of, network, shard, train_on, wrap
+from tests.torch.distributed.ddp_cases import Heads, train
+from tests.torch.distributed.problems import OPTIMIZERS, built, data, lines_of, loss_of, network, shard, spread, wrap
 
 
 def step_all(replica: Any, optimizer: Optimizer, loader: Any) -> None:
@@ -27,43 +29,122 @@ def step_all(replica: Any, optimizer: Optimizer, loader: Any) -> None:
         optimizer.step()
 
 
-def wrapped_later(rank: int) -> None:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["sgd"](model.parameters())
+
+
+def wrapped(model: nn.Module, inner: Any = None, steps: int = 2, **keywords: Any) -> Optimizer:
+    return Optimizer(sgd(model) if inner is None else inner, steps=steps, model=model, **keywords)
+
+
+def local_sgd(model: Any) -> Any:
+    state = post_localSGD_hook.PostLocalSGDState(None, None, 100)
+    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    return model
+
+
+def post_local(inner: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit.script
+        from torch.distributed.optim import PostLocalSGDOptimizer
+    return PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2, warmup_steps=0))
+
+
+def later(shards: bool) -> None:
+    """The model is wrapped when the optimizer is there, or when its inner one is."""
+    model, rows = network(), data([[4] * 4] * 2)[dist.get_rank()]
+    if shards:
+        inner = sgd(model)
+        wrapped(shard(model), inner)
+    else:
+        optimizer = wrapped(model)
+        step_all(ddp(model), optimizer, rows)
+
+
+def with_extra(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["sgd"]([*model.parameters(), *nn.Linear(2, 2).parameters()])
+
+
+def joined() -> None:
+    replica, optimizer = wrap(network(), 2)
+    with replica.join():
+        step_all(replica, optimizer, data([[4] * 4, [4] * 2])[dist.get_rank()])
+
+
+def first_layer_sharded() -> nn.Module:
     model = network()
-    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=2, model=model)
-    step_all(DistributedDataParallel(model), optimizer, data([[4] * 4] * 2)[rank])
+    fully_shard(model[0])  # type: ignore[index]
+    return model
 
 
-def unknown(rank: int, steps: int) -> list[str]:
-    """DDP, and no model=: a line says what that means, or an error where it cannot work."""
+def ddp(model: nn.Module | None = None) -> DistributedDataParallel:
+    return DistributedDataParallel(network() if model is None else model)
 
-    def train() -> None:
-        model = network()
-        replica = DistributedDataParallel(model)
-        step_all(replica, Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=steps), data([[4] * 4] * 2)[rank])
 
-    return lines_of(train)
+def lbfgs(model: nn.Module, by_step: bool) -> None:
+    inner = torch.optim.LBFGS(model.parameters())
+    if by_step:
+        TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
+    else:
+        wrapped(model, inner, 1)
+
+
+MADE: dict[str, Any] = {
+    "wrapped twice": lambda: wrapped(replica := ddp(), wrapped(replica)),
+    "wrapped later": lambda: later(False),
+    "sharded later": lambda: later(True),
+    "parameters outside": lambda: wrapped(replica := ddp(), with_extra(replica)),
+    "parameters not sharded": lambda: wrapped(first_layer_sharded()),
+    "LBFGS": lambda: lbfgs(ddp(), False),
+    "LBFGS, TrainStep": lambda: lbfgs(ddp(), True),
+    "LBFGS, shards": lambda: lbfgs(shard(network()), False),
+    "LBFGS, shards, TrainStep": lambda: lbfgs(shard(network()), True),
+    "local SGD by a hook": lambda: wrapped(local_sgd(ddp())),
+    "local SGD by an optimizer": lambda: wrapped(replica := ddp(), post_local(sgd(replica))),
+    "a sparse table": lambda: wrap(nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 3)), 2),
+    "join()": joined,
+}
+
+
+def made(rank: int, what: str) -> None:
+    MADE[what]()
 
 
 def static_graph(rank: int) -> list[str]:
     return lines_of(lambda: wrap(network(), 2, {"static_graph": True}))
 
 
+def unknown(rank: int, engine: str, steps: int) -> list[str]:
+    """A data-parallel model, and no model=: a line says what that means, or an error where it cannot work."""
+
+    def run() -> None:
+        used = spread(engine, network(), {})
+        step_all(used, Optimizer(sgd(used), steps=steps), data([[4] * 4] * 2)[rank])
+
+    return lines_of(run)
+
+
+def step_of(model: nn.Module, **keywords: Any) -> TrainStep:
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(m(x), y, reduction=keywords.get("reduction", "mean"))
+
+    return TrainStep(model, sgd(model), compute_loss=loss, **{"micro_batch_size": 4, **keywords})
+
+
+def different_options(rank: int, engine: str, option: str, values: Any) -> None:
+    """Each rank has its own value of an option."""
+    (wrapped if engine == "ddp" else step_of)(ddp(), **{option: values[rank]})
+
+
+def different_parts(rank: int, way: str, sync: str) -> None:
+    heads, engine = [[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1, 0]], "fsdp2 nested"
+    train(rank, [[4] * 6] * 2, 2, way, engine=engine, build=Heads, heads=heads, sync=sync)
+
+
 def different_steps(rank: int, schedule: bool) -> None:
     steps = (lambda epoch, update: 2 + 2 * rank) if schedule else 2 + 2 * rank
     replica, optimizer = wrap(network(), steps)
     step_all(replica, optimizer, data([[4] * 4] * 2)[rank])
-
-
-def wrapped_twice(rank: int) -> None:
-    replica, optimizer = wrap(network(), 2)
-    Optimizer(optimizer, steps=2, model=replica)
-
-
-def parameters_outside(rank: int) -> None:
-    model, extra = network(), nn.Linear(2, 2)
-    Optimizer(
-        OPTIMIZERS["sgd"]([*model.parameters(), *extra.parameters()]), steps=2, model=DistributedDataParallel(model)
-    )
 
 
 def raises(rank: int, where: str, way: str) -> None:
@@ -199,34 +280,6 @@ def bad_batch(rank: int, engine: str, at: int, why: str) -> None:
     step_all(model, optimizer, optimizer.batches(loader()))
 
 
-def sharded_unknown(rank: int, steps: int) -> list[str]:
-    """A sharded model, and no model=."""
-
-    def train() -> None:
-        sharded = shard(network())
-        step_all(sharded, Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=steps), data([[4] * 4] * 2)[rank])
-
-    return lines_of(train)
-
-
-def different_options(rank: int, engine: str, option: str, values: Any) -> None:
-    """Each rank has its own value of an option."""
-    keywords, model = {option: values[rank]}, network()
-    if engine == "ddp":
-        wrap(model, 2, **keywords)
-        return
-    step_of(DistributedDataParallel(model), **keywords)
-
-
-def step_of(model: nn.Module, **keywords: Any) -> TrainStep:
-    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(m(x), y, reduction=keywords.get("reduction", "mean"))
-
-    return TrainStep(
-        model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss, **{"micro_batch_size": 4, **keywords}
-    )
-
-
 def weighed_on_one_rank(rank: int) -> None:
     """Rank 0 weighs its micro-batches, rank 1 does not."""
     replica, optimizer = wrap(network(), 2)
@@ -258,15 +311,6 @@ def never_built(rank: int) -> None:
     if rank == 0:
         Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
     raise ArithmeticError("rank 1 failed")
-
-
-def evaluates_closures(rank: int, engine: str, way: str) -> None:
-    model = DistributedDataParallel(network()) if engine == "ddp" else shard(network())
-    inner = torch.optim.LBFGS(model.parameters())
-    if way == "optimizer":
-        Optimizer(inner, steps=1, model=model)
-    else:
-        TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
 
 
 def two_on_one_sharded_model(rank: int) -> None:
@@ -319,35 +363,3 @@ def different_hyperparameters(rank: int, name: str, values: Any, way: str) -> No
     else:
         replica = DistributedDataParallel(model)
         step_all(replica, Optimizer(inner, steps=2, model=replica), data([[4] * 2] * 2)[rank])
-
-
-def joined(rank: int) -> None:
-    replica, optimizer = wrap(network(), 2)
-    with replica.join():
-        train_on(replica, optimizer, data([[4] * 4, [4] * 2])[rank])
-
-
-def local_sgd(rank: int, hook: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch.jit.script
-        from torch.distributed.optim import PostLocalSGDOptimizer
-    model = network()
-    replica = DistributedDataParallel(model)
-    inner: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    if hook:
-        state = post_localSGD_hook.PostLocalSGDState(None, None, 100)
-        replica.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    else:
-        inner = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2, warmup_steps=0))
-    Optimizer(inner, steps=2, model=replica)
-
-
-def not_sharded(rank: int) -> None:
-    """A part of the model that nobody sharded."""
-    model = network()
-    fully_shard(model[0])  # type: ignore[index]
-    Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=2, model=model)
-
-
-def sparse_table(rank: int) -> None:
-    wrap(nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 3)), 2)

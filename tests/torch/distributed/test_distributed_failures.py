@@ -26,7 +26,6 @@ def fragile_ranks(new_ranks: Processes) -> Iterator[Processes]:
 
 
 UNEVEN = [[4, 4, 4, 4, 4, 4, 4, 4, 3], [4, 4, 4, 2]]
-ONES, DIFFERENT = [[1] * 6] * 2, [[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1, 0]]
 OPTIONS: list[tuple[str, str, Any, Any]] = [
     ("ddp", "clip_grad_norm", None, 0.05),
     ("ddp", "reduction", "mean", "sum"),
@@ -62,13 +61,27 @@ def differing_hyperparameter(name: str, first: Any, second: Any, way: str) -> tu
 
 
 REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
-    "a model that was wrapped after the optimizer was built": [
-        (failures.wrapped_later, (), "ValueError", "after the optimizer was built"),
-        (sharded_cases.sharded_later, (), "ValueError", "Shard the model first"),
+    "what is made": [
+        (failures.made, (what,), "ValueError", says)
+        for what, says in {
+            "wrapped twice": "",
+            "wrapped later": "after the optimizer was built",
+            "sharded later": "Shard the model first",
+            "parameters outside": "in none of `model`'s",
+            "parameters not sharded": "are not sharded",
+            **dict.fromkeys(
+                ("LBFGS", "LBFGS, TrainStep", "LBFGS, shards", "LBFGS, shards, TrainStep"),
+                "LBFGS evaluates its closure several times in an update, and each time 2 ranks",
+            ),
+            "local SGD by a hook": "post_localSGD_hook",
+            "local SGD by an optimizer": "PostLocalSGDOptimizer(Optimizer(",
+            "a sparse table": "Use sparse=False",
+            "join()": "Leave it out",
+        }.items()
     ],
     "a data-parallel model that the optimizer doesn't know": [
-        (failures.unknown, (2,), "ValueError", "Pass model=ddp"),
-        (failures.sharded_unknown, (2,), "ValueError", "Pass model=, the sharded model"),
+        (failures.unknown, ("ddp", 2), "ValueError", "Pass model=ddp"),
+        (failures.unknown, ("fsdp2", 2), "ValueError", "Pass model=, the sharded model"),
     ],
     "options that differ": [differing_option(*one) for one in OPTIONS],
     "hyperparameters that differ, before the update": [
@@ -87,30 +100,9 @@ REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
     "weights on some ranks": [
         (failures.weighed_on_one_rank, (), "WindowError", "weighed on rank 0, without a weight on rank 1"),
     ],
-    "an optimizer that evaluates closures": [
-        (
-            failures.evaluates_closures,
-            (engine, way),
-            "ValueError",
-            "LBFGS evaluates its closure several times in an update, and each time 2 ranks",
-        )
-        for engine in ("ddp", "fsdp2")
-        for way in ("optimizer", "train step")
-    ],
-    "an optimizer wrapped twice": [(failures.wrapped_twice, (), "ValueError", "")],
-    "parameters that no rank would reduce": [
-        (failures.parameters_outside, (), "ValueError", "in none of `model`'s"),
-        (failures.not_sharded, (), "ValueError", "are not sharded"),
-    ],
-    "sparse tables": [(failures.sparse_table, (), "ValueError", "Use sparse=False")],
-    "model.join()": [(failures.joined, (), "ValueError", "Leave it out")],
-    "local SGD": [
-        (failures.local_sgd, (True,), "ValueError", "post_localSGD_hook"),
-        (failures.local_sgd, (False,), "ValueError", "PostLocalSGDOptimizer(Optimizer("),
-    ],
     "parts sharded by themselves that ranks choose differently, in the first window": [
-        (ddp_cases.heads, (ONES, DIFFERENT, "fsdp2 nested", way), "WindowError", "different parts")
-        for way in ("batches", "batches micro_batch", "backward")
+        (failures.different_parts, (way, sync), "WindowError", "different parts")
+        for way, sync in (("batches", "window"), ("batches", "micro_batch"), ("backward", "window"))
     ],
     "clipping inside of a window": [(sharded_cases.edited, (), "WindowError", "")],
     "a wrapped sharded model with different numbers of micro-batches": [
@@ -153,18 +145,11 @@ def test_what_cannot_be_right_is_named_on_every_rank(
     ranks.refuse(case, *arguments, kind=kind, says=says)
 
 
-def test_the_process_group_is_usable_after_such_errors(ranks: Processes) -> None:
-    for _ in range(2):
-        ranks.refuse(failures.wrapped_twice, kind="ValueError", says="")
-
-
-@pytest.mark.parametrize(
-    ("case", "says"), [(failures.unknown, "Pass model=ddp"), (failures.sharded_unknown, "Pass model=, the sharded")]
-)
+@pytest.mark.parametrize(("engine", "says"), [("ddp", "Pass model=ddp"), ("fsdp2", "Pass model=, the sharded")])
 def test_a_model_that_the_optimizer_is_not_told_of_is_a_warning_where_it_can_work(
-    ranks: Processes, case: Any, says: str
+    ranks: Processes, engine: str, says: str
 ) -> None:
-    for lines in ranks.run(case, 1, limit=LIMIT):
+    for lines in ranks.run(failures.unknown, engine, 1, limit=LIMIT):
         assert len([line for line in lines if says in line]) == 1
 
 
