@@ -147,60 +147,58 @@ def different_steps(rank: int, schedule: bool) -> None:
     step_all(replica, optimizer, data([[4] * 4] * 2)[rank])
 
 
-def raises(rank: int, where: str, way: str) -> None:
-    """Rank 1 raises in its third micro-batch, inside a window; the error is handled, and the process lives on."""
-    replica, optimizer = wrap(network(), 4)
-    loader = data([[4] * 8] * 2)[rank]
-    for i, rows in enumerate(optimizer.batches(loader) if way == "batches" else loader):
-        optimizer.zero_grad()
-        if rank == 1 and i == 2 and where == "forward":
-            raise ArithmeticError("rank 1 failed")
-        loss = loss_of(replica, rows)
-        if rank == 1 and i == 2 and where == "backward":
-            loss.register_hook(_fails)
-        optimizer.backward(loss, weight=4)
-        optimizer.step()
+def fails(rank: int, engine: str, way: str, what: str, at: int = 2, given_up: pathlib.Path | None = None) -> None:
+    """Something happens on rank 1 in a micro-batch, inside a window; errors are handled, and the process lives on."""
+    model, optimizer = wrap(network(), 4) if engine == "ddp" else built(steps=4)
 
+    def failure(*_: Any) -> None:
+        raise ArithmeticError("rank 1 failed")
 
-def _fails(gradient: torch.Tensor) -> None:
-    raise ArithmeticError("rank 1 failed")
+    def loader() -> Any:
+        for i, (x, y) in enumerate(data([[4] * 8] * 2)[rank][: at if what == "fewer" and rank == 1 else None]):
+            here = (rank, i) == (1, at)
+            if here and what == "loader":
+                failure()
+            yield (x, y[:1]) if here and what == "rows" else (x, y)
 
-
-def breaks(rank: int) -> None:
-    """One rank alone leaves its loop."""
-    replica, optimizer = wrap(network(), 4)
-    for i, rows in enumerate(optimizer.batches(data([[4] * 8] * 2)[rank])):
-        if rank == 1 and i == 2:
+    for i, rows in enumerate(optimizer.batches(loader()) if way == "batches" else loader()):
+        here = what if (rank, i) == (1, at) else ""
+        if here == "break":
             break
-        optimizer.zero_grad()
-        loss_of(replica, rows).backward()
-        optimizer.step()
-
-
-def dies(rank: int) -> None:
-    """One rank's process ends in the middle of a window."""
-    replica, optimizer = wrap(network(), 4)
-    for i, rows in enumerate(data([[4] * 8] * 2)[rank]):
-        if rank == 1 and i == 2:
+        if here == "dies":
             os._exit(1)
+        while (
+            here == "is late" and given_up is not None and not given_up.exists()
+        ):  # comes when nobody waits any longer
+            time.sleep(0.01)
         optimizer.zero_grad()
-        loss_of(replica, rows).backward()
-        optimizer.step()
-
-
-def is_late(rank: int, given_up: pathlib.Path) -> None:
-    """One rank comes when the other no longer waits, and has said so in a file."""
-    replica, optimizer = wrap(network(), 2)
-    try:
-        for i, rows in enumerate(data([[4] * 2] * 2)[rank]):
-            while rank == 1 and i == 1 and not given_up.exists():
-                time.sleep(0.01)
-            optimizer.zero_grad()
-            loss_of(replica, rows).backward()
+        if here == "forward":
+            failure()
+        loss = loss_of(model, rows)
+        if here == "backward":
+            loss.register_hook(failure)
+        try:
+            optimizer.backward(loss, weight=4)
             optimizer.step()
-    finally:
-        if rank == 0:
-            given_up.touch()
+        finally:
+            if rank == 0 and optimizer.updates == 0 and i == 3 and given_up is not None:
+                given_up.touch()
+    if what == "fewer":
+        optimizer.flush()
+
+
+def step_fails(rank: int, what: str) -> None:
+    """TrainStep fails on rank 1: its labels are too few, or it has no memory, or no rows for a loss that needs some."""
+
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if rank == 1 and what == "memory":
+            raise torch.OutOfMemoryError("no memory")
+        return nn.functional.cross_entropy(m(x).view(len(x), -1) if what == "no rows" else m(x), y)
+
+    model = ddp() if what == "labels" else shard(network())
+    step = TrainStep(model, sgd(model), compute_loss=loss, micro_batch_size=4)
+    x, y = data([[8], [0 if what == "no rows" else 8]])[rank][0]
+    step(x, y[: 8 - rank] if what == "labels" else y)
 
 
 def another_rank(rank: int) -> None:
@@ -211,73 +209,6 @@ def another_rank(rank: int) -> None:
     state["gradaccum"]["rank"] = [0, 2]
     optimizer.discard()
     optimizer.load_state_dict(state)
-
-
-def train_step_raises(rank: int) -> None:
-    model = network()
-    replica = DistributedDataParallel(model)
-    step = TrainStep(replica, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
-    x, y = data([[4]] * 2)[rank][0]
-    step(x, y)
-    step(x, y[: 4 - rank])
-
-
-def out_of_step(rank: int) -> None:
-    """A plain loop over a sharded model, in which one rank has fewer batches."""
-    sharded, optimizer = built(steps=4)
-    step_all(sharded, optimizer, data([[4] * 3, [4] * 2])[rank])
-    optimizer.flush()
-
-
-def sharded_raises(rank: int) -> None:
-    """One rank's loop raises inside a window of a sharded model, whose passes the others wait in."""
-    sharded, optimizer = built(steps=4)
-    for i, rows in enumerate(optimizer.batches(data([[4] * 4] * 2)[rank])):
-        if (rank, i) == (1, 1):
-            raise ArithmeticError("rank 1 failed")
-        optimizer.zero_grad()
-        loss_of(sharded, rows).backward()
-        optimizer.step()
-
-
-def sharded_out_of_memory(rank: int) -> None:
-    """One rank runs out of memory in a pass of a sharded model."""
-    sharded = shard(network())
-
-    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if rank == 1:
-            raise torch.OutOfMemoryError("no memory")
-        return nn.functional.cross_entropy(m(x), y)
-
-    step = TrainStep(sharded, OPTIMIZERS["sgd"](sharded.parameters()), compute_loss=loss, micro_batch_size=4)
-    step(*data([[8]] * 2)[rank][0])
-
-
-def rows_needed(rank: int) -> None:
-    """A loss that can't do without rows, of which rank 1 has none."""
-    sharded = shard(network())
-
-    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(m(x).view(len(x), -1), y)
-
-    step = TrainStep(sharded, OPTIMIZERS["sgd"](sharded.parameters()), compute_loss=loss, micro_batch_size=4)
-    step(*data([[8], [0]])[rank][0])
-
-
-def bad_batch(rank: int, engine: str, at: int, why: str) -> None:
-    """Rank 1's batches cannot be used, by an error of the library's own or of the loader."""
-    if engine == "ddp":
-        model, optimizer = wrap(network(), 2)
-    else:
-        model, optimizer = built(steps=2)
-
-    def loader() -> Any:
-        for i, (x, y) in enumerate(data([[4] * 8] * 2)[rank]):
-            if rank == 1 and i == at and why == "loader":
-                raise ArithmeticError("rank 1 failed")
-            yield (x, y) if rank == 0 or i != at else (x, y[:1])
-
-    step_all(model, optimizer, optimizer.batches(loader()))
 
 
 def weighed_on_one_rank(rank: int) -> None:

@@ -172,21 +172,19 @@ def test_one_rank_s_open_window_is_not_another_s(ranks: Processes) -> None:
 LEFT = "Rank 1 left in the middle"
 ONE_RANK: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
     "raises inside a window": [
-        (failures.raises, (where, way), "ArithmeticError", LEFT)
+        (failures.fails, ("ddp", way, where), "ArithmeticError", LEFT)
         for where in ("forward", "backward")
         for way in ("batches", "plain")
     ],
     "has a second backward pass behind a reduction": [
         (ddp_cases.penalty_later, ((1,), together), "WindowError", LEFT) for together in (False, True)
     ],
-    "breaks off alone": [(failures.breaks, (), "", LEFT)],
-    "raises in TrainStep": [(failures.train_step_raises, (), "ValueError", "Rank 1 left")],
-    "has no rows for a sharded model that needs some": [(failures.rows_needed, (), "ValueError", "")],
-    "runs out of memory before the first pass": [
-        (failures.sharded_out_of_memory, (), "OutOfMemoryError", "on rank 1"),
-    ],
+    "breaks off alone": [(failures.fails, ("ddp", "batches", "break"), "", LEFT)],
+    "raises in TrainStep": [(failures.step_fails, ("labels",), "ValueError", "Rank 1 left")],
+    "has no rows for a sharded model that needs some": [(failures.step_fails, ("no rows",), "ValueError", "")],
+    "runs out of memory before the first pass": [(failures.step_fails, ("memory",), "OutOfMemoryError", "on rank 1")],
     "has a batch that cannot be used": [
-        (failures.bad_batch, (engine, at, why), kind, LEFT)
+        (failures.fails, (engine, "batches", why, at), kind, LEFT)
         for at in range(5)
         for why, kind in (("rows", "ValueError"), ("loader", "ArithmeticError"))
         for engine in ("ddp", "fsdp2")
@@ -197,9 +195,7 @@ ONE_RANK: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
 @pytest.mark.parametrize(
     ("case", "arguments", "kind", "says"),
     [
-        pytest.param(
-            *one, id=f"{claim}-{i}", marks=[pytest.mark.slow] * (one[0] is failures.bad_batch and one[1][1] % 2)
-        )
+        pytest.param(*one, id=f"{claim}-{i}", marks=[pytest.mark.slow] * (one[1][-1] in (1, 2, 3)))
         for claim, several in ONE_RANK.items()
         for i, one in enumerate(several)
     ],
@@ -212,7 +208,7 @@ def test_one_rank_that_fails_is_an_error_on_the_others_at_once(
     assert first.kind == ("OutOfMemoryError" if kind == "OutOfMemoryError" else "WindowError")
     assert says in first.message
     assert not kind or (isinstance(second, Raised) and second.kind == kind)
-    if case is failures.rows_needed:
+    if arguments == ("no rows",):
         assert "for which this rank has no rows" in second.message
 
 
@@ -223,14 +219,16 @@ def test_a_rank_that_builds_nothing_is_an_error_after_the_process_group_s_timeou
     assert "waited for the other ranks to build their Optimizer or TrainStep" in first.message
 
 
-@pytest.mark.parametrize("case", ["dies", "is_late", "out_of_step", "sharded_raises"])
+@pytest.mark.parametrize(
+    ("engine", "what"), [("ddp", "dies"), ("ddp", "is late"), ("fsdp2", "fewer"), ("fsdp2", "forward")]
+)
 def test_ranks_that_wait_for_one_that_is_gone_wait_no_longer_than_the_process_group(
-    fragile_ranks: Processes, tmp_path: pathlib.Path, case: str
+    fragile_ranks: Processes, tmp_path: pathlib.Path, engine: str, what: str
 ) -> None:
-    arguments = (tmp_path / "given up",) if case == "is_late" else ()
-    first, second = fragile_ranks.try_run(getattr(failures, case), *arguments, limit=LIMIT)
+    at, given_up = 3 if what == "is late" else 2, tmp_path / "given up"
+    first, second = fragile_ranks.try_run(failures.fails, engine, "plain", what, at, given_up, limit=LIMIT)
     assert isinstance(first, Raised)
     assert isinstance(second, Raised)
-    assert case not in ("dies", "is_late") or first.kind == "WindowError"
-    assert case != "dies" or "is gone" in first.message
-    assert case != "sharded_raises" or second.kind == "ArithmeticError"
+    assert engine != "ddp" or first.kind == "WindowError"
+    assert what != "dies" or "is gone" in first.message
+    assert what != "forward" or second.kind == "ArithmeticError"
