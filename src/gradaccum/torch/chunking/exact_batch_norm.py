@@ -145,7 +145,8 @@ class ExactCall(Call):
                 for node in segment.stores:
                     self.stored[node].append(Stored.of(values[node], self.offload))
                 if segment.boundary is not None:
-                    pool = Pool.of(values[segment.boundary.source]).onto(pool)
+                    own = Pool.of(values[segment.boundary.source])
+                    pool = own if pool is None else pool.merged(own)
                 else:
                     outputs.append(self.segmented.filled(self.segmented.outputs, values))
                     self.check_outputs(outputs[-1], index)

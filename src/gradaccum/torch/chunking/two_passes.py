@@ -8,6 +8,7 @@ called several times see what they would see of the large batch.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -63,32 +64,15 @@ def dims_by_name(dims: BatchDims, inputs: Inputs, module: nn.Module) -> BatchDim
     )
 
 
-_PLAIN = {str, bool, int, float, type(None)}
-
 _PLACEHOLDER = torch.empty(0)
 """Stands for a tensor in a tree that autograd shall not find tensors in: it keeps and watches them itself."""
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors in a tree, in order."""
-    found: list[Tensor] = []
-    _collect(tree, found)
-    return found
-
-
-def _collect(node: Any, found: list[Tensor]) -> None:
-    kind = type(node)
-    if isinstance(node, Tensor):
-        found.append(node)
-    elif kind is tuple or kind is list or kind is Inputs:
-        for child in node:
-            _collect(child, found)
-    elif kind is dict:
-        for child in node.values():
-            _collect(child, found)
-    elif kind not in _PLAIN:  # what is left takes a longer look, for its paths as well
-        for _, _, child in children(node) or ():
-            _collect(child, found)
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [tensor for _, _, child in children(tree) or () for tensor in tensors_of(child)]
 
 
 def without_tensors(tree: Any) -> Any:
@@ -139,9 +123,6 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 def parametrizations_computed() -> Iterator[None]:
     """Inside of `parametrize.cached()`: weights are computed, as what a pass without a graph would cache has none."""
     enabled = getattr(nn.utils.parametrize, "_cache_enabled", 0)
-    if not enabled:
-        yield
-        return
     nn.utils.parametrize._cache_enabled = 0
     try:
         yield
@@ -164,9 +145,8 @@ class Conditions:
 
     def advance(self) -> Conditions:
         """The forward pass has run: keep the states of the generators that it has moved, only. Returns those now."""
-        following = object.__new__(Conditions)
-        following.random, following.autocast = RandomState(self.random.states), self.autocast
-        following.autocast_cache = self.autocast_cache
+        following = copy.copy(self)
+        following.random = RandomState(self.random.states)
         self.random = self.random.only(self.random.moved(following.random))
         return following
 
