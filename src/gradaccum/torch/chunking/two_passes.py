@@ -283,11 +283,11 @@ class Call:
                     f"{type(self.module).__name__} edits its input {path.removeprefix('.')} in place, so it can't be "
                     "run again on the same input. Its first operation may have inplace=True; or give it a clone."
                 )
-        self.check_outputs(outputs, index)
-        return outputs
+        return self.checked(outputs, index)
 
-    def check_outputs(self, outputs: Any, index: int) -> None:
-        """Raise a ValueError if a micro-batch's outputs aren't one per row."""
+    def checked(self, outputs: Any, index: int) -> Any:
+        """A micro-batch's outputs, computed. Raises a ValueError if they aren't one per row."""
+        outputs = _computed(outputs)
         rows = self.sizes[index]
         for path, leaf, dim in described(outputs, self.out_dims):
             if isinstance(leaf, Tensor) and (dim is None or leaf.shape[dim] != rows):
@@ -305,6 +305,7 @@ class Call:
                         f"over tokens in the chunked module. Received: rows of output{path} of shapes "
                         f"{self._shapes[path]} and {shape}."
                     )
+        return outputs
 
     def note_outputs(self, outputs: Any, index: int) -> None:
         """Keep a micro-batch's outputs for its second pass, where these are to be compared."""
@@ -364,17 +365,18 @@ class Call:
         self, segment: int, index: int, values: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> None:
         """Run a segment again on a micro-batch, with a graph from these leaves, and backward."""
-        outputs = self._second_pass(values, index)
-        self.compare_second(outputs, index)
+        outputs = self.compared(self._second_pass(values, index), index)
         roots, given = backward_roots(outputs, grads)
         del outputs
         if roots:
             run_backward(roots, given)
 
-    def compare_second(self, outputs: Any, index: int) -> None:
-        """Raise a NotEquivalentError if a micro-batch's second pass gives other outputs than its first."""
+    def compared(self, outputs: Any, index: int) -> Any:
+        """A second pass's outputs. Raises a NotEquivalentError if they aren't those of the first one."""
+        outputs = _computed(outputs)
         if self.first_outputs is not None:
             self.compare(tensors_of(outputs), self.first_outputs.pop(index, []))
+        return outputs
 
     def compare(self, second: Sequence[Tensor], first: Sequence[Tensor]) -> None:
         """Raise a NotEquivalentError if a second pass has made something else than the first one."""
@@ -417,13 +419,24 @@ class Call:
         parameters = {id(p): alias for p, alias in zip(self.trained, own)}
         with self._recomputation(parameters):
             for index in indices:
-                outputs = self._second_pass(self.pieces(inputs, self.dims, index), index)
+                outputs = _computed(self._second_pass(self.pieces(inputs, self.dims, index), index))
                 roots, given = backward_roots(outputs, self.pieces(grads, self.output_dims, index))
                 if roots:
                     parts = torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True)
                     total = [added(one, other) for one, other in zip(total, parts, strict=True)]
         summed = iter(total)
         return [next(summed) if is_needed else None for is_needed in needed]
+
+
+def _computed(outputs: Any) -> Any:
+    """Outputs with tensors in place of what stands for them until a loss takes it, as the logits of a `head`."""
+    if not any(_stands_for_tensor(leaf) for _, leaf in leaves(outputs)):
+        return outputs
+    return map_leaves(lambda leaf: torch.cat([leaf]) if _stands_for_tensor(leaf) else leaf, outputs)
+
+
+def _stands_for_tensor(leaf: Any) -> bool:
+    return hasattr(type(leaf), "__torch_function__") and not isinstance(leaf, Tensor)
 
 
 class _TwoPasses(torch.autograd.Function):

@@ -58,7 +58,7 @@ class Arguments:
         nodes = _nodes(inputs, into_objects=False)
         direct, others = {id(node) for node in nodes if isinstance(node, Tensor)}, dict[int, Tensor]()
         for node in nodes:
-            if _is_object(node) and not dataclasses.is_dataclass(node):  # which are containers
+            if _is_written_to(node):
                 inside = tensors_in(node)
                 own = {id(tensor) for tensor in given.setdefault(id(node), (node, inside))[1]}
                 for tensor in inside:
@@ -143,6 +143,10 @@ def _is_object(value: Any) -> bool:
     if not hasattr(value, "__dict__") or isinstance(value, (*_AS_THEY_ARE, *containers)):
         return False
     return not is_generator(value) and not type(value).__name__.endswith("Config")
+
+
+def _is_written_to(value: Any) -> bool:
+    return _is_object(value) and not dataclasses.is_dataclass(value)  # which are containers
 
 
 def _children(node: Any) -> list[Any]:
