@@ -89,7 +89,7 @@ def _warn(what: str, remedy: str) -> None:
     )
 
 
-_OTHERS = tuple(os.path.join(os.path.realpath(os.path.dirname(p.__file__)), "") for p in (gradaccum, torch))  # type: ignore[type-var]  # they have files
+_OTHERS = tuple(os.path.join(os.path.realpath(package.__path__[0]), "") for package in (gradaccum, torch))
 
 
 @functools.lru_cache(maxsize=256)
