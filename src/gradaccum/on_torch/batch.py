@@ -26,6 +26,7 @@ __all__ = [
     "leaves",
     "map_leaves",
     "number_of_rows",
+    "read_early",
     "rebuild",
     "take",
     "with_dims",
@@ -295,3 +296,19 @@ def _same(one: Any, other: Any) -> bool:
         )
     except (TypeError, ValueError, RuntimeError):  # what can't be compared
         return False
+
+
+def read_early(number: Any) -> Any:
+    """A function that returns a number which a device holds: it is on its way from now on, so nobody waits for it."""
+    if not (isinstance(number, torch.Tensor) and number.is_cuda):
+        return float(number)
+    host = torch.empty_like(number, device="cpu", pin_memory=True)
+    host.copy_(number, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def read() -> float:
+        event.synchronize()
+        return float(host)
+
+    return read
