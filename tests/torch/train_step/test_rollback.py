@@ -238,4 +238,3 @@ def test_an_error_in_a_closures_window_leaves_everything_as_before_the_call(eval
     evaluations = 99
     step(*data[1])
     assert step.updates == 2
-

@@ -13,7 +13,7 @@ from gradaccum.torch.padding.columns import (
     what_is_cut,
     widths_apart,
 )
-from gradaccum.torch.padding.joined import causal_lm, mixing_module
+from gradaccum.torch.padding.joined import causal_lm
 
 __all__ = [
     "IGNORED",
@@ -24,7 +24,6 @@ __all__ = [
     "extents",
     "kept_columns",
     "mask_of",
-    "mixing_module",
     "packed_rows",
     "text_of",
     "what_is_cut",

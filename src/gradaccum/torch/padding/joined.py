@@ -1,18 +1,18 @@
-"""Padded rows laid one behind the other, for models that keep them apart, and where one doesn't."""
+"""Padded rows laid one behind the other, for models that keep them apart."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradaccum.on_torch.batch import has_rows, leaves, map_leaves
 from gradaccum.torch.padding.columns import IGNORED, extents, mask_of, masks, text_of
 
-__all__ = ["causal_lm", "mixing_module"]
+__all__ = ["causal_lm"]
 
 
 def causal_lm(batch: Any, rows: Sequence[Sequence[int]]) -> Any:
@@ -115,51 +115,3 @@ def _check(batch: Any, mask: Tensor, spans: list[tuple[int, int]], text: frozens
                         f"Row {row} of a micro-batch begins behind padding, from which a causal model predicts its "
                         "first label. Packed, there is no padding: set the first label of such rows to -100."
                     )
-
-
-def mixing_module(model: nn.Module, run: Callable[[list[int]], None], length: int) -> str | None:
-    """The module that lets a row see another one that lies before it, by name and class; None if none is found."""
-    alone, joined = _calls(model, lambda: run([0]), length), _calls(model, lambda: run([1, 0]), length)
-    if [name for name, _, _ in alone] != [name for name, _, _ in joined]:
-        return None
-    for (name, given, made), (_, given_too, made_too) in zip(alone, joined, strict=True):
-        if made and _same(given, given_too) and not _same(made, made_too):
-            return f"{name!r} ({type(model.get_submodule(name)).__name__})"
-    return None
-
-
-def _calls(
-    model: nn.Module, run: Callable[[], None], length: int
-) -> list[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
-    """Of each module, as it ends: what it was given and what it made for the last tokens of a packed row."""
-    found: list[tuple[str, dict[str, Tensor], dict[str, Tensor]]] = []
-
-    def last(tree: Any) -> dict[str, Tensor]:
-        return {
-            path: leaf[:, -length:].detach().clone()
-            for path, leaf in leaves(tree)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim == 3 and leaf.shape[0] == 1
-        }
-
-    def hook(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs, output: found.append((name, last((args, kwargs)), last(output)))
-
-    hooks = [
-        module.register_forward_hook(hook(name), with_kwargs=True) for name, module in model.named_modules() if name
-    ]
-    try:
-        run()
-    finally:
-        for handle in hooks:
-            handle.remove()
-    return found
-
-
-def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether two modules' tensors are the same but for rounding."""
-    return one.keys() == other.keys() and all(
-        a.shape == (b := other[path]).shape
-        and float((a - b).abs().amax()) <= 64 * torch.finfo(a.dtype).eps * float(a.abs().amax())
-        for path, a in one.items()
-        if a.numel()
-    )

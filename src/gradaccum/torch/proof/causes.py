@@ -16,7 +16,7 @@ from gradaccum.core.causes import LossFacts, LossSplit, loss_cause, mixing_cause
 from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.numpy_arrays import leaf_of
 from gradaccum.core.proof import Outcome, Way, differences_between
-from gradaccum.on_torch.adapter.probes import Outputs, Trace, mixing
+from gradaccum.on_torch.adapter.probes import Outputs, Trace, mixing, others_differ, part_differs
 from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
@@ -182,7 +182,7 @@ def _module_causes(trial: Trial, large: Trace, ways: Sequence[Way]) -> dict[str,
             if part.failed is not None:
                 path, error = part.failed
                 culprits.setdefault(path, _failure(path, large.kinds.get(path), len(rows), error))
-            for path in mixing(large, part, trial.rows, taken=rows):
+            for path in mixing(large, part, part_differs(trial.rows, rows), sums=False):
                 culprits.setdefault(path, _mixes(path, large.kinds[path]))
         if culprits:
             break
@@ -223,7 +223,7 @@ def _suspects(trial: Trial, large: Trace) -> list[Cause]:
     rows = torch.arange(trial.rows)
     changed = [trial.batch.take(torch.where(rows == 0, other, rows)) for other in (1, trial.rows - 1)]
     traces = [trial.trace(None, batch) for batch in (*changed, trial.batch.map(tainted))]
-    found = [mixing(large, trace, trial.rows, changed=0) for trace in traces if trace.failed is None]
+    found = [mixing(large, trace, others_differ(trial.rows, 0)) for trace in traces if trace.failed is None]
     return [_mixes(path, large.kinds[path]) for path in dict.fromkeys(path for paths in found for path in paths)]
 
 
@@ -259,7 +259,7 @@ def counting_layers(modules: Iterable[nn.Module]) -> list[Cause]:
 
 def nondeterminism_cause(trial: Trial, error: float) -> Cause:
     """The large batch differs from itself: name the module, if it is one."""
-    found = mixing(trial.trace(None), trial.trace(None), trial.rows)
+    found = mixing(trial.trace(None), trial.trace(None))
     where = (found[0] or "model") if found else "loss"
     return Cause(
         "nondeterminism",
