@@ -78,7 +78,7 @@ class LossAccumulator:
         self._batch_rows, self._rows = batch.rows, rows or float(batch.rows)
         self._summed = objective.reduction == "mean" and objective.weight is None and objective.by_targets(batch)
         # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
-        self._one = None if named or self.total is None else ratio(1.0, self.total)
+        self._one = None if named or self.total is None else ratio(1.0, self.total)  # type: ignore[arg-type]  # no dict
         self._given_unit, self._multiples = unit, multiples
         self._adds = self._summed or objective.reduction == "sum"
         self.restart()
@@ -258,7 +258,7 @@ class LossAccumulator:
             if micro_batch.rows != self._batch_rows:
                 raise RestartWindow
             self.total = counted(objective, [_checked(terms, objective)])
-            self._known = list(self.total.values())  # type: ignore[arg-type]  # numbers
+            self._known = list(self.total.values())
         parts: dict[Hashable, tuple[Tensor, Weight]] = {}
         for name, (value, weight) in found.items():
             if name not in self.total:

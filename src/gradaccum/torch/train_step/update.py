@@ -144,7 +144,7 @@ class Update:
     def _step(self, optimizer: torch.optim.Optimizer) -> bool:
         """One optimizer's step. Returns whether it was made: an overflow leaves it out."""
         if self.scaler is None:
-            optimizer.step(*[self._closures[optimizer]] if optimizer in self._closures else ())  # type: ignore[arg-type]  # a closure may return a tensor
+            optimizer.step(*[self._closures[optimizer]] if optimizer in self._closures else ())
             return True
         self._scaler_involved, made = True, []
         # The scaler leaves the step out after an overflow: a hook is the public way to know. A fused optimizer's step
@@ -192,9 +192,11 @@ class _Closure:
     def __init__(self, parameters: Callable[[], list[Tensor]], *, always_check: bool = False) -> None:
         self._parameters, self._always_check = parameters, always_check
         self._evaluates_first: bool | None = None
+        self._loss: Tensor | None = None
+        self._window: Callable[[], Tensor] | None = None
+        self._found: list[float | None] | None = None
         self.error: BaseException | None = None
         """What the window has raised that was evaluated last."""
-        self.end()
 
     def begin(self, loss: Tensor, window: Callable[[], Tensor]) -> None:
         """An update begins, with the finished gradients in place."""
@@ -203,9 +205,7 @@ class _Closure:
 
     def end(self) -> None:
         """The update has been made: let go of its batch."""
-        self._loss: Tensor | None = None
-        self._window: Callable[[], Tensor] | None = None
-        self._found: list[float | None] | None = None
+        self._loss = self._window = self._found = None
 
     def __call__(self) -> Tensor:
         assert self._window is not None
