@@ -46,7 +46,6 @@ def largest(array: Any) -> float:
 
 
 def relative_error(actual: Any, expected: Any, floor: float = 0.0) -> float:
-    """`max|actual - expected| / max|expected|`; inf where only one of both is finite."""
     return _measured(actual, expected).error(floor)
 
 

@@ -89,12 +89,10 @@ class Slice(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its number of rows."""
         return self.rows.stop - self.rows.start if isinstance(self.rows, slice) else len(self.rows)
 
     @property
     def tokens(self) -> int:
-        """Rows times columns; its rows where there are no columns."""
         rows = self.size if self.packs is None else len(self.packs)
         return rows * (self.columns[1] - self.columns[0] if self.columns is not None else 1)
 

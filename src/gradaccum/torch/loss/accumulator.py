@@ -136,7 +136,6 @@ class LossAccumulator:
         return self._sum
 
     def take(self, sums: Tensor) -> None:
-        """Go on from the sums of all ranks."""
         self._sum = sums
 
     @property
@@ -226,7 +225,6 @@ class LossAccumulator:
         return WeightedLoss(where_any(loss, known), part, share=part)
 
     def _of_nothing(self, micro_batch: Batch) -> WeightedLoss:
-        """A micro-batch that is known to weigh nothing."""
         return WeightedLoss(None, weightless=None if self.skips else self.objective.evaluate(micro_batch)[0])
 
     def _weighed_by_forward(self, loss: Tensor, weight: Weight | Terms) -> WeightedLoss:

@@ -123,7 +123,6 @@ def divisor(loss_fn: Any, targets: Tensor, batch: Batch | None = None) -> Weight
 
 
 def summed(loss_fn: Callable[..., Any], before: Any = None) -> Callable[..., Any]:
-    """The same loss as a sum: a shallow copy that shares weights and buffers with the original."""
     new: Any = object.__new__(type(loss_fn)) if before is None else before
     new.__dict__.update(loss_fn.__dict__, reduction="sum")
     return new
@@ -133,7 +132,6 @@ def summed(loss_fn: Callable[..., Any], before: Any = None) -> Callable[..., Any
 
 
 def plain_weight(weight: Any) -> Weight:
-    """A weight as a float, or as a tensor where reading it would wait for its device."""
     waits = isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1
     if waits and not weight.requires_grad and weight.dtype is not torch.bool:
         return weight.reshape(())
@@ -141,7 +139,6 @@ def plain_weight(weight: Any) -> Weight:
 
 
 def is_zero(weight: Any) -> bool:
-    """Whether this is 0, as far as that is known without waiting for a device."""
     return isinstance(weight, float) and weight == 0
 
 

@@ -61,7 +61,6 @@ Resyncing = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def terms_of(result: Any, by_batch: bool) -> Terms | None:
-    """The terms that `compute_loss` has returned; None where it returned one loss."""
     if type(result) is tuple and result and all(isinstance(pair, (tuple, list)) for pair in result):
         raise TypeError(
             "Several losses come as {name: (loss, weight)} or as a list of pairs; a tuple is one loss with its weight. "
@@ -165,7 +164,6 @@ def read_totals(weights: dict[Hashable, list[Weight]]) -> dict[Hashable, float]:
 
 
 def added(terms: Terms, totals: Totals | None = None, divided: bool = False) -> Tensor:
-    """The terms' sum: of a batch at once."""
     found = weighed(terms, totals) if totals is not None or all(t.weight is not None for t in terms.values()) else {}
     values = [
         times(wide(where_any(loss, weight)), ratio(1.0, weight) if divided else 1.0) for loss, weight in found.values()
@@ -181,7 +179,6 @@ def wide(loss: Tensor) -> Tensor:
 
 
 def summed(values: list[Tensor]) -> Tensor:
-    """The sum of scalars that may be on several devices."""
     total = values[0]
     for value in values[1:]:
         total = total + (value if value.device == total.device else value.to(total.device))
@@ -238,7 +235,6 @@ class WindowLosses:
         return {name for index, _, _, name in self.entries if index == micro_batch}
 
     def weights(self, name: Hashable) -> list[float]:
-        """What this loss has weighed in each of its micro-batches."""
         return [weight for _, _, weight, of in self.entries if of == name]
 
     def means(self) -> dict[Hashable, Tensor]:
@@ -311,7 +307,6 @@ class NamedSums(GradientBuffer):
 
     @contextlib.contextmanager
     def _in_place(self, name: Hashable, resyncing: Resyncing) -> Iterator[None]:
-        """Backward passes add to this loss's sum."""
         first = next(iter(self.sums))
         if name != first:
             self._swap(first, name, resyncing)

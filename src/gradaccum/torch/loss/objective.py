@@ -170,7 +170,6 @@ class Objective:
         return targets is None or not targets.is_floating_point()
 
     def _targets(self, batch: Batch) -> Tensor | None:
-        """The targets of the loss, where the batch says them before the forward pass."""
         if len(batch.tree) != 2:
             return None
         targets = batch.tree[1]

@@ -315,7 +315,6 @@ class _Copies:
         self._convert = convert
 
     def of_all(self, things: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Of the model, `loss_fn`, `compute_loss` and `weight`."""
         copies = []
         for name, thing in zip(("The model", "`loss_fn`", "`compute_loss`", "`weight`"), things):
             try:

@@ -179,7 +179,6 @@ class InAdvance:
         self.empty = True
 
     def check(self) -> None:
-        """Ask the other ranks."""
         self._window.check()
         assert self._ranks.together is not None
         self._ranks.together.end()  # the forward passes
@@ -243,5 +242,4 @@ def spans_ranks(model: nn.Module, ranks: Ranks, *, exact: bool, verify: bool) ->
 
 
 def inside(model: nn.Module) -> nn.Module:
-    """The model that DistributedDataParallel replicates."""
     return model.get_submodule("module") if isinstance(model, nn.parallel.DistributedDataParallel) else model

@@ -18,11 +18,14 @@ from gradaccum.torch.distributed import Ranks
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure import largest_fitting
 from gradaccum.torch.padding import what_is_cut
-from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE
 from gradaccum.torch.train_step.options import Options, with_groups
 from gradaccum.torch.train_step.padding import Joining, Packing
 
-__all__ = ["MicroBatcher"]
+__all__ = ["EXACT_MICRO_BATCH_SIZE", "MicroBatcher"]
+
+EXACT_MICRO_BATCH_SIZE = 32
+"""Rows, for "auto" with exact BatchNorm: all rows' boundary activations are kept in any case, and larger micro-batches
+are hardly faster."""
 
 ROWS = 16
 """Rows of a forward pass without gradients while the size of micro-batches is still searched for."""
@@ -64,7 +67,6 @@ class MicroBatcher:
             self.predicting = False
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on with the sizes of a TrainStep's `state_dict`."""
         if not isinstance(state, Mapping) or not {"updates", "sizes"} <= state.keys():
             found = [*state] if isinstance(state, Mapping) else repr(state)
             raise ValueError(
@@ -83,7 +85,6 @@ class MicroBatcher:
         return batch
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Plan:
-        """The micro-batches of a batch."""
         if self.packing is not None and (sizes is None or len(sizes) > 1):
             return self.packing.plan(batch, sizes)
         groups = None if batch.groups is None else Groups(batch.groups.tolist())
@@ -117,7 +118,6 @@ class MicroBatcher:
         return plan
 
     def take(self, batch: Batch, piece: Slice) -> Batch:
-        """The micro-batch of a piece."""
         rows = piece.rows
         if type(rows) is slice:
             return batch.take(rows)
@@ -130,6 +130,5 @@ class MicroBatcher:
         return None if self.packing is None else self.packing.cause(batch, sure)
 
     def close(self, plan: Plan, batch: Batch) -> None:
-        """A window that followed this plan is over."""
         if isinstance(plan, Rows) and batch.rows:
             self.finder.close(plan.sizer, batch.rows)

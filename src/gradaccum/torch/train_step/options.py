@@ -91,7 +91,6 @@ class Options:
             )
 
     def closures(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that demand a closure."""
         return [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
 
     def check_ranks(self, layers: Layers | None, ranks: Ranks) -> None:
@@ -111,7 +110,6 @@ class Options:
             )
 
     def check_backward(self) -> None:
-        """Raise a WindowError where `step.backward()` has no gradients to leave."""
         if self.blocks is not None and self.blocks.update == "in_backward":
             raise WindowError(
                 "step.backward() leaves the large batch's gradient in `.grad`, and update='in_backward' frees it block "
@@ -196,7 +194,6 @@ def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:
 
 
 def checked_groups(groups: Any) -> GroupsChoice:
-    """`groups`, if it can be."""
     if isinstance(groups, int) and not isinstance(groups, bool):
         checked_count(groups, "groups")
     elif groups is not None and not callable(groups) and not isinstance(groups, (Tensor, list, tuple)):

@@ -56,7 +56,6 @@ class Packing:
         self._judged: dict[Edge, Left] = {}
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
-        """The micro-batches of a batch."""
         text = self.text(batch)
         found, width = extents(batch.tree), mask_of(batch.tree).shape[1]
         groups = None if batch.groups is None else Groups(batch.groups.tolist())
@@ -72,7 +71,6 @@ class Packing:
         self._judge, self.left = False, "keep"
 
     def take(self, batch: Batch, piece: Slice) -> Batch:
-        """The micro-batch of a piece."""
         return packed_rows(batch, piece, self.left, self.apart)
 
     def cause(self, batch: Batch, sure: bool) -> Cause | None:
@@ -101,7 +99,6 @@ class Packing:
         return max(ways, key=WAYS.index, default="cut")
 
     def text(self, batch: Batch) -> frozenset[str]:
-        """The paths of what is cut in this batch: as wide as its attention mask, in it and in all batches before."""
         rows, columns = mask_of(batch.tree).shape
         if rows != batch.rows:
             raise ValueError(
@@ -128,7 +125,6 @@ class Joining:
         self._told = False
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
-        """The micro-batches of a batch, as `Packing.plan` has them."""
         if batch.groups is not None:
             raise ValueError("`pack` puts rows where they fit best, and `groups` keeps some together. Leave out one.")
         if mask_of(batch.tree).shape[0] != batch.rows:
@@ -149,11 +145,9 @@ class Joining:
         return plan
 
     def text(self, batch: Batch) -> frozenset[str]:
-        """Nothing is cut."""
         return frozenset()
 
     def take(self, batch: Batch, piece: Slice) -> Batch:
-        """The micro-batch of a piece: as many rows as went into it."""
         assert piece.packs is not None
         few, places = batch.take(torch.tensor(piece.rows)), iter(range(piece.size))
         one = len(few.tree) == 1
@@ -293,7 +287,6 @@ def _gradient(objective: Objective, batch: Batch) -> list[Tensor | None]:
 
 
 def _differ(objective: Objective, expected: list[Tensor | None], actual: list[Tensor | None]) -> bool:
-    """Whether two gradients differ by more than rounding, or are not finite."""
     zero = torch.zeros(())
     pairs = [(zero if a is None else a, zero if b is None else b) for a, b in zip(expected, actual, strict=True)]
     largest = max(float(a.abs().max()) for a, _ in pairs)
@@ -304,7 +297,6 @@ def _differ(objective: Objective, expected: list[Tensor | None], actual: list[Te
 
 @contextlib.contextmanager
 def _undisturbed(objective: Objective) -> Iterator[None]:
-    """Evaluation mode, eager; everything as before afterwards."""
     modules = [
         m for root in (objective.model, objective.loss_fn) if isinstance(root, nn.Module) for m in root.modules()
     ]

@@ -22,12 +22,11 @@ from gradaccum.torch.head import tiling
 from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, proof_of
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof import Proof
-from gradaccum.torch.train_step.exact_batch_norm import WholeBatch
 from gradaccum.torch.train_step.global_batch import check_members, find_ranks, inside, spans_ranks
 from gradaccum.torch.train_step.micro_batcher import MicroBatcher
 from gradaccum.torch.train_step.options import GroupsChoice, Options, check_optimized, loss_by_name
 from gradaccum.torch.train_step.update import Update
-from gradaccum.torch.train_step.window import Finished, WindowRunner
+from gradaccum.torch.train_step.window import Finished, WholeBatch, WindowRunner
 
 __all__ = ["TrainStep"]
 
@@ -315,7 +314,6 @@ class TrainStep:
         return self._windows.rehearse(objective, batch, sizes, self.update.scaler and self._proof.scale)
 
     def _prove(self, batch: Batch) -> None:
-        """Prove that micro-batches make this batch's update, where that is due."""
         if not self._verify or not (self._windows.whole is not None or self.batcher.splits(batch)):
             return
         if not self._proof.is_due(batch, self._state.modes, self.batcher.text(batch)):

@@ -73,7 +73,6 @@ class Update:
         return known
 
     def check_empty(self) -> None:
-        """Raise if a parameter has a gradient already, other than zero."""
         if any(p.grad is not None and bool(p.grad.count_nonzero()) for p in self.parameters()):
             raise WindowError(
                 "step.backward() found gradients in `.grad`, of another loss or of an update that has been made. It "
@@ -142,7 +141,6 @@ class Update:
         return stepped
 
     def _step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """One optimizer's step. Returns whether it was made: an overflow leaves it out."""
         if self.scaler is None:
             optimizer.step(*[self._closures[optimizer]] if optimizer in self._closures else ())
             return True
@@ -178,7 +176,6 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its `step` may evaluate a closure more than once. Those of torch.optim call it at first."""
     step = type(optimizer).step
     return not step.__module__.startswith("torch.optim.") and "closure" in inspect.signature(step).parameters
 
@@ -204,7 +201,6 @@ class _Closure:
         self._found = self._norms() if self._evaluates_first is None else None
 
     def end(self) -> None:
-        """The update has been made: let go of its batch."""
         self._loss = self._window = self._found = None
 
     def __call__(self) -> Tensor:
@@ -278,7 +274,6 @@ class _Snapshot:
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All that a step may write to."""
     values = [leaf for group in optimizer.param_groups for _, leaf in leaves(group)]
     values += [leaf for state in optimizer.state.values() for _, leaf in leaves(state)]
     return [value for value in values if isinstance(value, Tensor)]

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,24 +15,26 @@ from torch import Tensor, nn
 
 from gradaccum.core.sizes import Plan, Rows, Slice
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.held import held_generators
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.on_torch.oom_retry import OneRow, OomRetry, RestartWindow
+from gradaccum.on_torch.oom_retry import OneRow, OomRetry, RestartWindow, nothing_fits
 from gradaccum.on_torch.random_state import all_generators
 from gradaccum.on_torch.stages import WindowTotal, gradient_stages, run_stages
 from gradaccum.on_torch.state import Snapshot, WindowState, as_found
-from gradaccum.torch.batch_norm import BatchNormPolicy
+from gradaccum.torch.batch_norm import BatchNormPolicy, batch_norms
 from gradaccum.torch.buffers import WindowBuffers
+from gradaccum.torch.chunking import chunked
 from gradaccum.torch.distributed import Ranks, run_by_blocks, run_together
 from gradaccum.torch.layers import Layers
 from gradaccum.torch.loss import MIXED_TERMS, Objective, Term, Terms, WeightedLoss
-from gradaccum.torch.train_step.exact_batch_norm import WholeBatch
 from gradaccum.torch.train_step.global_batch import GlobalBatch, Window, inside
-from gradaccum.torch.train_step.micro_batcher import MicroBatcher
+from gradaccum.torch.train_step.micro_batcher import EXACT_MICRO_BATCH_SIZE, MicroBatcher
 from gradaccum.torch.train_step.update import Update
 
-__all__ = ["Finished", "WindowRunner"]
+__all__ = ["Finished", "WholeBatch", "WindowRunner"]
+
+logger = logging.getLogger("gradaccum")
 
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -125,7 +128,6 @@ class WindowRunner:
         return as_found(self.modules(), self.objective.device, generators)
 
     def scale(self) -> float | Tensor:
-        """What the scaler multiplies with, on its device."""
         if self.scaler is None:
             return 1.0
         return self.scaler.scale(torch.ones((), dtype=torch.float64, device=self.buffer.parameters()[0].device))
@@ -140,7 +142,6 @@ class WindowRunner:
             self.ranks.expect(closes=False, steps=1)
 
     def run(self, batch: Batch, sizes: Sequence[int] | None = None) -> Finished:
-        """Leave the finished gradients of a batch in `p.grad`, as the optimizers get them."""
         self.clear()
         plan: Plan | None = None
         window = self._global_batch.open(self.objective, batch, lambda: self._count(batch, sizes, True))
@@ -171,7 +172,6 @@ class WindowRunner:
         return finished
 
     def _run(self, batch: Batch, window: Window, plan: Plan) -> None:
-        """Run all micro-batches of a batch."""
         passes = TrainPasses(self, window, batch)
         self.buffers.open()
         with self.batch_norm.window():
@@ -259,7 +259,6 @@ class TrainPasses:
             raise
 
     def backward(self, piece: Slice, weighted: WeightedLoss) -> None:
-        """The backward pass of a slice, which counts from here on."""
         loss, window = weighted.loss, self.window
         if loss is not None:
             window.retain_graph = self._layers is not None and self._layers.shares(loss)
@@ -313,7 +312,6 @@ class CountingPasses:
         self._found: list[Terms] = []
 
     def run(self, plan: Plan) -> list[Terms]:
-        """The terms of each micro-batch, without graphs; nothing where the loss turns out to be a single one."""
         for piece in plan:
             buffers = Snapshot.of(self._runner.modules())  # each of them finds what the first one does
             self._runner.oom.run([piece], plan, self)
@@ -344,6 +342,54 @@ class CountingPasses:
         return None
 
     def backward(self, piece: Slice, terms: Terms | None) -> None:
-        """There is none: the slice is counted."""
         if terms is not None:
             self._found.append(terms)
+
+
+class WholeBatch:
+    """A model that takes the large batch, in micro-batches, with exact BatchNorm."""
+
+    def __init__(self, model: nn.Module, batch_dims: BatchDims, takes_inputs: bool, *, offload: bool = False) -> None:
+        self.outer = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        self.inner = model if self.outer is None else self.outer.get_submodule("module")
+        dims: BatchDims = batch_dims if isinstance(batch_dims, int) else 0
+        if takes_inputs and not isinstance(batch_dims, int | None):  # of (x, y), those of x
+            dims = (batch_dims[0] if isinstance(batch_dims, (tuple, list)) else batch_dims,)
+        self.chunks = chunked(
+            self.inner, EXACT_MICRO_BATCH_SIZE, batch_dims=dims, batch_norm="exact", offload=offload, verify=False
+        )
+        self.model = self.chunks if self.outer is None else self.outer
+        """What to call on the large batch."""
+
+    @property
+    def needed(self) -> bool:
+        """Whether the model looks across rows as it is now."""
+        return bool(batch_norms(self.inner))
+
+    @contextlib.contextmanager
+    def _in_micro_batches(self, size: int) -> Iterator[None]:
+        self.chunks.micro_batch_size = size
+        if self.outer is not None:
+            self.outer._modules["module"] = self.chunks
+        try:
+            yield
+        finally:
+            if self.outer is not None:
+                self.outer._modules["module"] = self.inner
+
+    def run(self, rows: int, plan: Rows, passes: TrainPasses, oom: OomRetry) -> None:
+        """All rows at once, in smaller micro-batches where these don't fit."""
+        size = plan.sizer.next_size(rows)
+        try:
+            with self._in_micro_batches(size):
+                oom.once(Slice(slice(0, rows)), plan, passes)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            smaller = plan.too_large(size) if size > 1 else None
+            if smaller is None:
+                raise nothing_fits(error) from error
+        oom.meter.release()
+        logger.warning("Out of memory with micro-batches of %d rows: all over again with %d.", size, smaller.size)
+        raise RestartWindow(smaller)
