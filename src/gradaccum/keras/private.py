@@ -294,27 +294,6 @@ def metric_function(metric: Any) -> Any:
 # Variables and optimizers.
 
 
-@contextlib.contextmanager
-def recorded_reads() -> Iterator[dict[int, Any]]:
-    """While this is open, each variable whose value is read is kept, by its id."""
-    reads: dict[int, Any] = {}
-    kind = keras.Variable
-    own, inherited = kind.value, "value" not in vars(kind)
-
-    def value(variable: Any) -> Any:
-        reads[id(variable)] = variable
-        return own.fget(variable)
-
-    kind.value = property(value)
-    try:
-        yield reads
-    finally:
-        if inherited:
-            del kind.value
-        else:
-            kind.value = own
-
-
 def has_value(variable: Any) -> bool:
     """Whether a variable holds its value, asked outside of graphs.
 

@@ -17,6 +17,9 @@ What `on_tensorflow`, `on_jax` and `on_torch` define, beside other versions of w
 - `recomputed(passes, carry)`: what `passes.first` returns, whose gradient is that of `passes.second`.
 - `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)` the gradients that `given`
   ones of the outputs give, and the others.
+- `free_memory(of_host)`: bytes that the device has left. `prepared(function, arguments, model)`: its call with these,
+  compiled as the model is, and the bytes that it needs, where the compiler says. Not on PyTorch, which finds `"auto"`
+  by updates.
 - `at_once()`: while it is open, operations run at once, whatever is traced.
 - `when(condition, then, otherwise, variables)`: one of these functions, which assign to these variables.
 """

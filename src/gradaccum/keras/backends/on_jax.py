@@ -203,6 +203,18 @@ def value_and_gradients(function: Callable[[list[Any]], Any], values: list[Any])
     return jax.value_and_grad(function, has_aux=True)(values)
 
 
+def free_memory(of_host: Callable[[], Any]) -> float | None:
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else of_host()
+
+
+def prepared(function: Callable[..., Any], arguments: Any, model: Any) -> tuple[Callable[[], Any], float | None]:
+    program = jax.jit(function).lower(*arguments).compile()
+    analysis = program.memory_analysis()
+    needed = None if analysis is None else float(analysis.temp_size_in_bytes)
+    return lambda: jax.block_until_ready(program(*arguments)), needed
+
+
 def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     # Not apply(): that of a LossScaleOptimizer assigns inside of a branch.
     own = optimizer.variables

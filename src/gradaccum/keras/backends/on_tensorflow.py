@@ -178,6 +178,16 @@ def value_and_gradients(function: Callable[[list[Any]], Any], values: list[Any])
     return found, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
 
+def free_memory(of_host: Callable[[], Any]) -> float | None:
+    # Not told of a GPU: there the first size that runs out of memory ends the search.
+    return None if tf.config.list_logical_devices("GPU") else of_host()
+
+
+def prepared(function: Callable[..., Any], arguments: Any, model: Any) -> tuple[Callable[[], Any], float | None]:
+    run = function if model.run_eagerly else tf.function(function, jit_compile=model.jit_compile)
+    return lambda: keras.ops.convert_to_numpy(run(*arguments)[0][0]), None
+
+
 # A chunked layer.
 
 
