@@ -19,7 +19,17 @@ from keras import ops, tree
 
 from gradaccum.core.proof import Outcome
 from gradaccum.keras import backends, private
-from gradaccum.keras.backends.base import Spec, assign, copies_of, discarded, has_rows, rows_of, unpack, values_of
+from gradaccum.keras.backends.base import (
+    RestartWindow,
+    Spec,
+    assign,
+    copies_of,
+    discarded,
+    has_rows,
+    rows_of,
+    unpack,
+    values_of,
+)  # fmt: skip
 from gradaccum.keras.batch_norm import BatchNorm, Pool, batch_norms_of, during_micro_batch, warn
 from gradaccum.keras.equivalence import Draws, held, outcome_of
 from gradaccum.keras.loss import Measured, update_trackers, weighed_losses
@@ -71,7 +81,7 @@ class MicroBatchedStep:
     ) -> None:
         self.model, self.micro_batch_size, self.batch_norm = model, micro_batch_size, batch_norm
         self.backend = backends.running()
-        self.training = self.backend.Training(self)
+        self.training = self.backend.training(self)
         self.proof = Proof(self) if verify else None
         self.plans: dict[Any, Plan] = {}
         self._built: list[Any] = [self] * 3
@@ -289,7 +299,7 @@ class _Pass:
         rows = [batches.joined([part]) for part in parts]
         if self.divisors.unplanned:
             self.step.has_terms()
-            raise self.step.backend.RestartWindow
+            raise RestartWindow
         scale = self.divisors.scale()
         assign(self.pool.variables, self.pool.moved(pooled, before))
         own, queue = len(self.gradients.specs), iter(rows[len(self.gradients.specs) :])
