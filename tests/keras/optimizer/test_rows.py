@@ -12,14 +12,12 @@ from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizers import Optimizer
 from tests.keras.problems import (
     BACKEND,
-    SHAPES,
     Batches,
     adam,
     compiled,
     compiled_on,
     error,
     join,
-    micro_gradients,
     network,
     plain,
     regression,
@@ -28,10 +26,9 @@ from tests.keras.problems import (
     slow_where_compiled,
     split,
     train_by_hand,
-    variables_like,
     wrapped,
 )
-from tests.reference import keras_updates, relative_error
+from tests.reference import keras_updates
 
 LossScale = keras.optimizers.LossScaleOptimizer
 
@@ -130,23 +127,6 @@ def test_a_window_that_fit_with_the_callback_opened_is_closed_without_it(make, t
     for batch in batches[2:]:
         loaded.train_on_batch(*batch)
     assert error(loaded, plain(network(), make(), batches, 3, 1)) <= fit_bound
-
-
-def test_rows_that_become_known_and_unknown_inside_one_window(bound):
-    gradients = micro_gradients(5)
-    variables, expected = variables_like(SHAPES), variables_like(SHAPES)
-    optimizer = Optimizer(sgd(), 5)
-    for gradient, rows in zip(gradients, [None, None, 4, 2, None]):
-        if rows is None:
-            train_by_hand(optimizer, variables, [gradient], by="eager")
-        else:
-            with optimizer.window.with_rows(0, rows):
-                train_by_hand(optimizer, variables, [gradient], by="eager")
-    weights = [4, 4, 4, 2, 4]  # 4 as the first that is known; 4 is the mean of 4, 4, 4 and 2, rounded
-    mean = [np.average([g[i] for g in gradients], axis=0, weights=weights) for i in range(len(SHAPES))]
-    train_by_hand(sgd(), expected, [mean], by="eager")
-    assert optimizer.updated
-    assert relative_error(variables, expected) <= bound
 
 
 @compiled_on("jax")
