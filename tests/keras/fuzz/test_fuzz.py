@@ -64,6 +64,18 @@ TABLE = {
     "a wrapped optimizer in windows of one": Scenario(batches=(4, 4, 2), steps=(1,)),
     "a wrapped optimizer without the callback": Scenario(batches=(4,) * 16, steps=(4,), callback=False, epochs=2),
     "a wrapped optimizer in steps per execution": Scenario(batches=(4,) * 7, steps=(3,), per_execution=2, epochs=2),
+    "exact BatchNormalization in a model that is called twice, masked": Scenario(
+        kind="exact", batches=(11,), masked=True, layers=("dense", "twice", "gru"), losses=("across",)
+    ),
+    "exact BatchNormalization called twice, frozen, and beside a branch": Scenario(
+        kind="exact", batches=(11,), layers=("dense", "shared norm", "shared norm", "frozen norm", "norm and branch")
+    ),
+    "exact BatchNormalization with weights": Scenario(
+        kind="exact", batches=(11,), masked=True, layers=("dense", "norm"), weights="random"
+    ),
+    "chunked layers that count their calls": Scenario(
+        kind="chunked", batches=(11, 11), layers=("own", "dense", "own"), losses=("across",)
+    ),
     "sizes": Scenario(batches=(3,) * 5, steps=(2,), sized=True, epochs=2),
 }
 

@@ -184,13 +184,6 @@ def test_batch_normalization_is_named(name):
     model.fit(*regression(8), batch_size=4, verbose=0, callbacks=[GradientAccumulation()])
 
 
-@compiled_on("jax")
-def test_layer_normalization_is_not_named():
-    model = keras.Sequential([keras.Input((5,)), keras.layers.LayerNormalization(), keras.layers.Dense(3)])
-    model.compile(optimizer=Optimizer(sgd(), 2), loss="mse", jit_compile=False)
-    model.fit(*regression(8), batch_size=4, verbose=0, callbacks=[GradientAccumulation()])
-
-
 WAYS = [("", "eager"), ("inside", "eager"), ("outside", "eager")]
 if BACKEND == "jax":
     WAYS.pop()  # Keras can't: it assigns inside of a branch
