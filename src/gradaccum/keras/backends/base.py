@@ -384,9 +384,10 @@ class Backend:
     lazy_divisors = False
     """Whether what a loss divides by may be found while gradients are summed. Else a first pass counts it, of which
     compilers drop all that the counts don't depend on."""
-    unrecorded = host = random_kept = contextlib.nullcontext
+    unrecorded: Any = contextlib.nullcontext
+    random_kept: Any = contextlib.nullcontext
     """While `unrecorded` is open, nothing is recorded for gradients; while `random_kept` is, generators beside
-    variables move for nobody. `host` is where the counts are kept: reading them must not wait for an accelerator."""
+    variables move for nobody."""
 
     def no_gradient_yet(self, weight: Any) -> Any:
         """What gradients are added to."""
@@ -443,6 +444,10 @@ class Backend:
     def close(self, window: Any) -> None:
         """Close a window with what it holds, outside of a compiled function."""
         window.update(window.read_traced(), [])
+
+    def host(self) -> Any:
+        """Where the counts are kept: reading them must not wait for an accelerator."""
+        return contextlib.nullcontext()
 
     def rows_of_all(self, rows: Any) -> Any:
         """The rows of all replicas."""

@@ -367,7 +367,8 @@ class Backend(base.Backend):
         replica = getattr(tf.distribute.get_replica_context(), "replica_id_in_sync_group", 0)
         return replica if isinstance(replica, int) else 0
 
-    place_of = private.strategy_of
+    def place_of(self, optimizer: Any) -> Any:
+        return private.strategy_of(optimizer)
 
     def beside(self, place: Any, variable: Any) -> Any:
         own = variable.value if isinstance(variable, keras.Variable) else variable
