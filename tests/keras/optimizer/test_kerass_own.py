@@ -15,6 +15,13 @@ MODULES = sorted(path.stem for path in (Path(keras.__file__).parent / "src" / "o
 
 
 OTHERWISE = {
+    # Call private methods of the optimizer, or update_step, past any window.
+    "muon_test": {
+        "test_adamw_single_step",
+        "test_adamw_weight_decay",
+        "test_muon_single_step",
+        "test_should_use_adamw",
+    },
     "nadam_test": {"test_build_with_empty_var_list"},  # looks at a private attribute
     "sgd_test": {"test_single_step"},  # counts the optimizer's variables
 }
@@ -61,6 +68,7 @@ def outcomes(tests):
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("module", MODULES)
 def test_kerass_own_tests_pass_with_wrapped_optimizers(module, steps, monkeypatch):
+    monkeypatch.setitem(vars(pytest.mark), "requires_trainable_backend", lambda test: test)  # not one of ours
     tests = importlib.import_module(f"keras.src.optimizers.{module}")
     plain = outcomes(tests)
     for name, kind in list(vars(tests).items()):
