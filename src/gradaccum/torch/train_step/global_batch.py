@@ -179,10 +179,8 @@ class InAdvance:
         self.empty = True
 
     def check(self) -> None:
-        """Ask the other ranks."""
         self._window.check()
-        assert self._ranks.together is not None
-        self._ranks.together.end()  # the forward passes
+        self._ranks.engine.end()  # the forward passes
         known = self._window.unit_and_weight()
         factor, weight = (1.0, 0.0) if known is None else known
         self._ranks.compare_settings()
@@ -243,5 +241,4 @@ def spans_ranks(model: nn.Module, ranks: Ranks, *, exact: bool, verify: bool) ->
 
 
 def inside(model: nn.Module) -> nn.Module:
-    """The model that DistributedDataParallel replicates."""
     return model.get_submodule("module") if isinstance(model, nn.parallel.DistributedDataParallel) else model
