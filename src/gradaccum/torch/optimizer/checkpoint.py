@@ -97,6 +97,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
     open_.saved = True
     windows.parameter_monitor.check_parameters()
     open_.check_failed()
+    open_.check_sum()  # an ordinary window does so at its end, which is elsewhere
     if ranks.sharded:
         ranks.reduce_pending()
         open_.monitor.forget_arrivals()  # of the reduction
