@@ -227,7 +227,10 @@ class TrainStep:
         return self.update.noise.estimate()
 
     def __call__(self, *batch: Any) -> Tensor:
-        """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device."""
+        """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device.
+
+        A batch in which nothing counts, as its targets are all ignored, makes no update, and its loss is NaN.
+        """
         return self._call(batch, self._make_update)
 
     def backward(self, *batch: Any) -> Tensor:
