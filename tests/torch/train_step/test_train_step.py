@@ -51,7 +51,7 @@ def assert_same_updates(
     losses = [step(*batch) for batch in data]
     assert not any(loss.requires_grad or loss.dim() for loss in losses)
     assert relative_error(model.parameters(), reference.parameters()) <= tolerance
-    assert relative_error([torch.stack(losses)], [torch.tensor(expected)]) <= tolerance
+    assert relative_error([torch.stack(losses).double()], [torch.tensor(expected, dtype=torch.float64)]) <= tolerance
     assert step.updates == len(data)
     return step
 

@@ -12,8 +12,21 @@ from torch import Tensor
 from gradaccum.on_torch.batch import Batch, read_early
 from gradaccum.on_torch.oom_retry import RestartWindow
 from gradaccum.on_torch.private import run_backward
-from gradaccum.torch.loss.divisors import Weight, is_zero, ratio, times, where_any
-from gradaccum.torch.loss.named import MIXED_TERMS, Terms, Totals, read_totals, summed, weighed, weighted_sum, wide
+from gradaccum.torch.loss.named import (
+    MIXED_TERMS,
+    Terms,
+    Totals,
+    Weight,
+    is_zero,
+    ratio,
+    read_totals,
+    summed,
+    times,
+    weighed,
+    weighted_sum,
+    where_any,
+    wide,
+)
 from gradaccum.torch.loss.objective import Objective, one_weight
 
 __all__ = ["LossAccumulator", "WeightedLoss", "accumulator", "counted"]

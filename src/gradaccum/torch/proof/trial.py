@@ -184,15 +184,9 @@ class Trial(BatchRunner):
         model, loss_fn, compute_loss, weight = copies.of_all(
             (_bare(objective.model), objective.loss_fn, objective.compute_loss, objective.weight)
         )
-        copied = Objective(
-            model,
-            loss_fn=loss_fn,
-            compute_loss=compute_loss,
-            weight=weight,
-            reduction=objective.reduction,
-            batch_dims=objective.batch_dims,
-        )
-        copied.found = objective.found
+        copied = objective.on(model)
+        copied.loss_fn, copied.compute_loss, copied.weight, copied.autocast = loss_fn, compute_loss, weight, None
+        copied.forget()
         self.hooks = copies.of_hooks(objective)
         """Hooks on the gradients of parameters, by the parameter's name."""
         parameters = named_parameters(copied)
