@@ -16,7 +16,7 @@ from gradaccum.core.causes import LossFacts, LossSplit, loss_cause, mixing_cause
 from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.numpy_arrays import leaf_of
 from gradaccum.core.proof import Outcome, Way, differences_between
-from gradaccum.on_torch.adapter.probes import Outputs, Trace, mixing, others_differ, part_differs
+from gradaccum.on_torch.adapter.probes import Trace, mixing, others_differ, part_differs
 from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
@@ -44,8 +44,10 @@ def find_causes(trial: Trial, differences: Sequence[Difference], ways: Sequence[
         shared = _shared_input(trial, ways, tolerance)
         if shared is not None:
             return [shared]
-    causes += _loss_causes(trial, bool(culprits))
     wrong = [difference for difference in differences if not difference.error <= tolerance]
+    # Where a module is wrong, the loss is given other outputs; where its value is right, the gradient is the model's.
+    if not culprits and any(difference.part == "loss" for difference in wrong):
+        causes += _loss_causes(trial)
     causes += _buffer_causes(large, wrong, culprits)
     return causes or _suspects(trial, large) or [_unknown(wrong)]
 
@@ -53,36 +55,27 @@ def find_causes(trial: Trial, differences: Sequence[Difference], ways: Sequence[
 # Losses.
 
 
-def _loss_causes(trial: Trial, model_differs: bool) -> list[Cause]:
-    """What is wrong with the loss, or with each of several.
-
-    It is judged on the large batch's outputs; together with the model, where that is innocent.
-    """
+def _loss_causes(trial: Trial) -> list[Cause]:
+    """What is wrong with the loss, or with each of several, judged together with the model, which is innocent."""
     found = []
     for term in trial.terms() or [None]:
         try:
-            outputs = trial.outputs()
-            cause = _loss_cause(trial, term, outputs) if outputs.calls else None
-            if not (model_differs or (outputs.calls and outputs.complete)):
-                cause = _loss_cause(trial, term, None)
+            splits = [_split(trial, term, parts) for parts in _splits(trial)]
         except Exception:  # the loss fails on these parts: what fails is named where it fails
             continue
-        if cause is not None:
+        if (cause := loss_cause(splits, _facts(trial, term))) is not None:
             of = "" if term is None else f"Of the loss term {term!r}: "
             found.append(dataclasses.replace(cause, message=of + cause.message))
     return found
 
 
-def _loss_cause(trial: Trial, term: Any, outputs: Outputs | None) -> Cause | None:
+def _split(trial: Trial, term: Any, parts: tuple[Tensor, Tensor]) -> LossSplit:
     def vectors(rows: Tensor | None) -> tuple[list[Tensor], float | None]:
-        blocks, weight = trial.raw(rows, outputs, term)
+        blocks, weight = trial.raw(rows, term)
         return [(block if block.is_complex() else block.double()).cpu() for block in blocks], weight
 
-    splits = []
-    for parts in _splits(trial):
-        (whole, _), (a, weight_a), (b, weight_b) = (vectors(rows) for rows in (None, *parts))
-        splits.append(LossSplit(parts, whole, (a, b), (weight_a, weight_b)))
-    return None if outputs is not None and not outputs.complete else loss_cause(splits, _facts(trial, term))
+    (whole, _), (a, weight_a), (b, weight_b) = (vectors(rows) for rows in (None, *parts))
+    return LossSplit(parts, whole, (a, b), (weight_a, weight_b))
 
 
 def _splits(trial: Trial) -> list[tuple[Tensor, Tensor]]:
