@@ -18,6 +18,7 @@ from gradaccum.core.numpy_arrays import leaf_of
 from gradaccum.core.proof import Outcome, Way, differences_between
 from gradaccum.on_torch.adapter.probes import Trace, mixing, others_differ, part_differs
 from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
+from gradaccum.on_torch.random_state import names_of
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof.trial import Trial
@@ -134,23 +135,19 @@ def _facts(trial: Trial, term: Any) -> LossFacts:
 
 def _class_weights(original: Objective) -> list[tuple[str, Any]]:
     """Vectors of weights that the loss refers to, with their names."""
-    found: dict[str, Any] = {}
-    for function in (original.loss_fn, original.compute_loss):
-        while isinstance(function, functools.partial):
-            found.update(function.keywords)
-            function = function.func
-        if isinstance(function, nn.Module):
-            found.update(function.named_buffers())
-            found.update({name: value for name, value in vars(function).items() if isinstance(value, Tensor)})
-        elif inspect.isfunction(function):
-            variables = inspect.getclosurevars(function)
-            named = {**variables.globals, **variables.nonlocals}
-            found.update(named)
-            for name, value in named.items():
-                if isinstance(value, nn.Module):
-                    found.update({f"{name}.{inner}": buffer for inner, buffer in value.named_buffers()})
-    vectors = [(name, value) for name, value in found.items() if isinstance(value, Tensor) and value.dim() == 1]
-    return [(n, v.detach().double().cpu().numpy()) for n, v in vectors if v.is_floating_point() and (v >= 0).all()]
+    found: list[tuple[str, Any]] = []
+    looked: list[tuple[str, Any]] = [("", function) for function in (original.loss_fn, original.compute_loss)]
+    for name, value in looked:  # which grows
+        if isinstance(value, functools.partial):
+            looked += [*value.keywords.items(), (name, value.func)]
+        elif isinstance(value, nn.Module):
+            inner = {**vars(value), **dict(value.named_buffers())}
+            looked += [(f"{name}.{n}".lstrip("."), t) for n, t in inner.items() if isinstance(t, Tensor)]
+        elif inspect.isfunction(value):
+            looked += [(n, v) for n, v in names_of(value) if not inspect.isfunction(v)]
+        elif isinstance(value, Tensor) and value.dim() == 1 and value.is_floating_point() and (value >= 0).all():
+            found.append((name, value.detach().double().cpu().numpy()))
+    return found
 
 
 def _argument_names(compute_loss: Any, batch: tuple[Any, ...]) -> list[str]:
