@@ -107,7 +107,7 @@ class LossAccumulator:
         """By name, None for a single one: the losses, and what each is multiplied by."""
         self._weights: dict[Hashable, list[Weight]] = {}
         totals = self.total.values() if isinstance(self.total, dict) else () if self.total is None else (self.total,)
-        self._known: list[Callable[[], float] | float] = [read_early(total) for total in totals]
+        self._known: list[Callable[[], float] | float] = [t if type(t) is float else read_early(t) for t in totals]
         """What the window weighs, on the host or on its way there; and what forward passes have told instead."""
         self._by_passes: list[Callable[[], float] | float] = []
         self._sum: Tensor | None = None
@@ -143,7 +143,8 @@ class LossAccumulator:
                 self._sum = found[None]
                 return self._sum
             parameter, device = next(self.objective.model.parameters(), torch.zeros(())), self.objective.device
-            zero = torch.zeros_like(wide(next(iter(found.values()), parameter.new_zeros(()))), device=device)
+            some = next(iter(found.values()), torch.zeros((), dtype=parameter.dtype))
+            zero = torch.zeros_like(wide(some), device=device)
             names = list(self.total or ()) if self.named else []
             self._sum = torch.stack([found.get(name, zero).to(device) for name in names]) if names else zero
         return self._sum
