@@ -647,7 +647,7 @@ def test_a_lightning_that_is_too_old_is_refused(monkeypatch):
 
 
 def test_strategies_that_it_does_not_know_are_refused(monkeypatch):
-    monkeypatch.setattr("gradaccum.integrations.lightning.checks.SingleDeviceStrategy", ())
+    monkeypatch.setattr("gradaccum.integrations.lightning.trainer.SingleDeviceStrategy", ())
     with pytest.raises(ValueError, match=r"a single device and with strategy='ddp'. Received: SingleDeviceStrategy"):
         fit(Module())
 
