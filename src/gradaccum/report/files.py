@@ -23,11 +23,14 @@ def write(path: str | os.PathLike[str], content: bytes) -> pathlib.Path:
     Raises:
         OSError: It cannot be written; names the file.
     """
-    with _written(path, content) as (target, unfinished):
-        if unfinished is None:
+    with _target(path) as target:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not target.is_file():  # a device or a pipe cannot be replaced
             target.write_bytes(content)
         else:
-            unfinished.replace(target)
+            with _unfinished(target) as unfinished:
+                unfinished.write_bytes(content)
+                unfinished.replace(target)
     return pathlib.Path(path)
 
 
@@ -38,40 +41,36 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         OSError: The folder is read-only or can't be made, the disk is full, `path` is a folder itself, ...; names the
             file.
     """
-    target = pathlib.Path(os.path.realpath(path))
-    missing = itertools.takewhile(lambda folder: not os.path.exists(folder), target.parents)
-    with contextlib.ExitStack() as undo:
+    with _target(path) as target, contextlib.ExitStack() as undo:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if target.exists() and not target.is_file():  # a device or a pipe: whoever reads it would read this
+            return
+        missing = itertools.takewhile(lambda folder: not folder.exists(), target.parents)
         for folder in reversed(list(missing)):
             undo.callback(_remove_empty, folder)
-        with _written(path, bytes(ROOM)):
-            if target.is_dir():
-                raise _named(IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)), path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _unfinished(target) as unfinished:
+            unfinished.write_bytes(bytes(ROOM))
 
 
 @contextlib.contextmanager
-def _written(path: str | os.PathLike[str], content: bytes) -> Iterator[tuple[pathlib.Path, pathlib.Path | None]]:
-    """What a link leads to, and a file beside it with the content, which is gone at the end; errors name the path.
-
-    A device or a pipe cannot be replaced, so that there is no such file.
-    """
+def _target(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """What a link leads to; a link to itself is an error when it is used. Errors inside name the path."""
     try:
-        target = pathlib.Path(os.path.realpath(path))  # a link to itself is an error when it is used
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
-        if target.exists() and not (target.is_file() or target.is_dir()):
-            yield target, None
-            return
-        try:
-            unfinished.write_bytes(content)
-            yield target, unfinished
-        finally:
-            unfinished.unlink(missing_ok=True)
+        yield pathlib.Path(os.path.realpath(path))
     except OSError as error:
-        raise _named(error, path) from None
+        raise OSError(error.errno, error.strerror, str(pathlib.Path(path))) from None
 
 
-def _named(error: OSError, path: str | os.PathLike[str]) -> OSError:
-    return OSError(error.errno, error.strerror, str(pathlib.Path(path)))
+@contextlib.contextmanager
+def _unfinished(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A file beside the `target`, which is gone at the end, also where that is an error or Ctrl-C."""
+    file = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
+    try:
+        yield file
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _remove_empty(folder: pathlib.Path) -> None:

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from gradaccum.report.report import Bars, Curves, format_value
+from gradaccum.report.blocks import Bars, Curves, format_value
 
 __all__ = ["data_uri", "picture"]
 

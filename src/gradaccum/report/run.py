@@ -16,7 +16,8 @@ from typing import Any
 
 from gradaccum.core.noise import NoiseScale
 from gradaccum.core.sizes import format_bytes
-from gradaccum.report.report import Block, Curve, Curves, Report, Table, Text, format_value
+from gradaccum.report.blocks import Block, Curve, Curves, Table, Text, format_value
+from gradaccum.report.report import Report
 
 __all__ = ["Run", "encode", "read"]
 

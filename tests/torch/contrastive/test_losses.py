@@ -228,7 +228,7 @@ ERRORS = {
     "ints": ((GOOD[0].long(), GOOD[1]), {}, ValueError, "`a` must be a dense tensor of floats, of shape"),
     "a vector": ((GOOD[0], GOOD[1][0]), {}, ValueError, r"`b` must be .* Received: float64 of shape \(6,\)"),
     "other sizes": ((GOOD[0], GOOD[1][:, :3]), {}, ValueError, r"rows of the same size.*\(4, 6\) and \(4, 3\)"),
-    "fewer rows of b": ((GOOD[0], GOOD[1][:3]), {}, ValueError, r"4 rows of a, 3 of b. Swap them, or pass positives=\(ids"),
+    "fewer rows of b": ((GOOD[0], GOOD[1][:3]), {}, ValueError, "4 rows of a, 3 of b. Swap them, or pass pos"),
     "no tile": (GOOD, {"tile": 0}, ValueError, "`tile` must be an int >= 1"),
     "temperature 0": (GOOD, {"temperature": 0}, ValueError, "positive number.*Received: temperature=0"),
     "negative": (GOOD, {"temperature": torch.tensor(-1.0)}, ValueError, "Received: temperature=-1.0"),

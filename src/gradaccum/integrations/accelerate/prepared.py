@@ -289,7 +289,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
             return self._last_clips
         for key, (name, parameters, args, keywords) in self._clips.items():
             self._clips[key] = name, self._owned(parameters), args, keywords
-        return [*self._clips.values()]  # type: ignore[arg-type]  # lists by now
+        return [*self._clips.values()]  # type: ignore[list-item]  # lists by now
 
     def _has(self, parameter: Tensor) -> bool:
         """Whether the optimizer updates this parameter."""
