@@ -178,6 +178,8 @@ class GradientAccumulation(Callback):
                 "module's optimizer_step. It would have to run the whole window again. Remove GradientAccumulation, or "
                 "use gradaccum.torch.TrainStep under manual optimization."
             )
+        if trainer.world_size > 1:  # whose reduction writes to the gradients
+            self._check_sum()
         factor = self._window.weigh()
         self._closes = not trainer.fit_loop._should_accumulate()
         if self._closes:
@@ -198,8 +200,9 @@ class GradientAccumulation(Callback):
         if self._left_out:
             self._left_out = []
             monitor.resync()
-        if not monitor.count_untouched():
-            self._check_sum()
+        if trainer.world_size > 1 or not monitor.count_untouched():
+            if trainer.world_size == 1:
+                self._check_sum()
             if not window.micro_batches and monitor.looking:
                 self._settings = self._others.settings.hyperparameters(wait=False)
             monitor.counted(last_next=window.micro_batches + 2 >= trainer.accumulate_grad_batches)
