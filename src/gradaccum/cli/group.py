@@ -217,7 +217,7 @@ def one_line(error: BaseException) -> str:
 
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Where it passed, outside of libraries and of this package."""
-    libraries = {pathlib.Path(module.__file__).parent for module in (gradaccum, traceback)}
+    libraries = {pathlib.Path(str(module.__file__)).parent for module in (gradaccum, traceback)}
     return [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
