@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.on_torch.held import held_generators
-from gradaccum.on_torch.random_state import RandomState, all_generators, torch_generators
+from gradaccum.on_torch.random_state import RandomState, all_generators, held_generators, torch_generators
 
 __all__ = [
     "BufferDicts",
@@ -34,8 +33,6 @@ logger = logging.getLogger("gradaccum")
 
 SMALL = 1 << 20
 """Bytes of a buffer whose copy takes no time beside an update."""
-SAMPLED = 1 << 10
-"""Numbers of a larger one that are looked at."""
 
 _TOO_LARGE = (
     "The buffer %r moves for the first time, and is too large to be copied for that case: in this update it moves once "
@@ -58,7 +55,6 @@ class BufferSnapshot:
         """What was there; None where a pass has made it."""
         self.copy: Tensor | None = None
         """Its value; None where a copy would be too large."""
-        self.sample: Tensor | None = None
         self.version = 0
         self.moves, self.met = True, False
         """Whether windows move it, as far as is known, and whether this one has."""
@@ -68,14 +64,14 @@ class BufferSnapshot:
     def take(self, *, whole: bool = False) -> bool:
         """Remember it as it is now. Returns whether its value is still to be copied into `copy`."""
         tensor: Tensor | None = self.owner.get(self.name)
-        self.met, self.sample = False, None
-        if tensor is not self.tensor:
-            self.tensor, self.copy = tensor, None
+        wanted = tensor is not None and (whole or self.moves or tensor.nbytes <= SMALL)
+        if tensor is not self.tensor or not wanted:
+            self.copy = None
+        self.met, self.tensor = False, tensor
         if tensor is None:
             return False
         self.version = tensor._version
-        if not (whole or self.moves or tensor.nbytes <= SMALL):
-            self.copy = None
+        if not wanted:
             return False
         if self.copy is not None and type(tensor) is Tensor and self.copy.shape == tensor.shape:
             return True
@@ -92,11 +88,7 @@ class BufferSnapshot:
 
     def differs(self) -> bool:
         """Whether its value is another one, as what moves through `.data` shows in that alone."""
-        if self.tensor is None or self.moved:
-            return self.tensor is not None
-        if self.copy is None:
-            return self.sample is not None and not same(_sample(self.tensor), self.sample)
-        return not same(self.tensor, self.copy)
+        return self.moved or (self.copy is not None and not same(self.tensor, self.copy))
 
     def put_back(self) -> bool:
         """Have the same tensor there, with the value that it had. Returns whether that is so."""
@@ -241,13 +233,9 @@ class WindowState:
     @torch.no_grad()
     def retake(self) -> None:
         """Remember the buffers as they are now."""
-        stale = [buffer for buffer in self._start.buffers if buffer.take()]
+        stale = [buffer for buffer in self._start.buffers if buffer.take(whole=self.looks)]
         if stale:
             torch._foreach_copy_([b.copy for b in stale], [b.tensor for b in stale])  # type: ignore[misc]  # there are
-        if self.looks:
-            for buffer in self._own:
-                if buffer.copy is None and buffer.tensor is not None:
-                    buffer.sample = _sample(buffer.tensor)
 
     def _find(self) -> None:
         """Look which modules, buffers and parameters there are."""
@@ -257,17 +245,14 @@ class WindowState:
         if modes != self.modes:  # others may move from now on
             self.modes, known, self._windows, self._drawn_from = modes, {}, 1, []
             self._generators = held_generators(*self._modules, *self._functions)
+        found = [BufferSnapshot(*place) for place in self._find_others()]
         owners = {id(module._buffers): module for module in self._modules}
-        places: list[tuple[Any, str, nn.Module | None]] = [(*place, None) for place in self._find_others()]
-        places += [(m._buffers, name, m) for m in owners.values() for name, b in m._buffers.items() if b is not None]
-        buffers = []
-        for owner, name, module in places:
-            buffer = known.get((id(owner), name))
-            stays = buffer is not None and buffer.owner is owner
-            buffers.append(buffer if buffer and stays else BufferSnapshot(owner, name, module))
+        for module in owners.values():
+            found += [BufferSnapshot(module._buffers, n, module) for n, b in module._buffers.items() if b is not None]
+        buffers = [known.get((id(buffer.owner), buffer.name), buffer) for buffer in found]
         owners = {key: module for key, module in owners.items() if not isinstance(module, _BatchNorm)}
         self._start = Snapshot(buffers, BufferDicts(owners), self._start.random)
-        self._own = [b for b in buffers if b.module is not None and not isinstance(b.module, _BatchNorm)]
+        self._own = [buffer for buffer in buffers if id(buffer.owner) in owners]
         self._find_not_optimized()
         self._moving, self.looks = self._own, True
 
@@ -287,16 +272,9 @@ class WindowState:
             return [buffer for buffer in self._moving if buffer.moved]
         found = self._start.dicts.made()
         for buffer in self._own:
-            if not buffer.moved and not buffer.unversioned:
-                if not buffer.differs():
-                    continue
-                buffer.unversioned = True
-            if buffer.tensor is None:
-                continue
-            buffer.met = True
-            if buffer.copy is None:
-                logger.warning(_TOO_LARGE, buffer.name)
-            else:
+            if buffer.differs():
+                buffer.unversioned = buffer.unversioned or not buffer.moved
+                buffer.met = True
                 found.append(buffer)
         return found
 
@@ -405,13 +383,6 @@ def put(holder: dict[str, Any], name: str, tensor: Tensor | None, value: Tensor)
     holder[name] = tensor
     # PyTorch's normalisation kernels don't count their moves as edits of what a graph has saved: told by name.
     set_to(tensor.data if name.startswith("running_") else tensor, value)
-
-
-def _sample(tensor: Tensor) -> Tensor | None:
-    """Some numbers from all over a large tensor; None where that takes a copy of all."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.is_contiguous():
-        return None
-    return tensor.detach().view(-1)[:: max(1, tensor.numel() // SAMPLED)].clone()
 
 
 def same(one: Tensor | None, other: Tensor) -> bool:

@@ -144,7 +144,7 @@ def edited_by_data(x):
 @pytest.mark.parametrize("edit", [edited_by_numpy, edited_by_data])
 @pytest.mark.parametrize("shape", ["plain", "not contiguous", "shared"])
 @pytest.mark.parametrize("batch_norm", ["micro", "exact"])
-def test_inputs_edited_behind_autograds_back_are_an_error_in_every_call(batch_norm, shape, edit):
+def test_inputs_edited_behind_autograds_back_are_an_error_in_calls_1_2_4(batch_norm, shape, edit):
     class Shifts(nn.Linear):
         def forward(self, x, by):
             return super().forward(x).tanh() + by
@@ -154,11 +154,11 @@ def test_inputs_edited_behind_autograds_back_are_an_error_in_every_call(batch_no
     small = chunked(module, SIZE, batch_dims=(0, None), batch_norm=batch_norm)
     x = torch.randn(5, ROWS).T if shape == "not contiguous" else torch.randn(ROWS, 5)
     by = torch.randn(3)
-    loss_of(small(x, by)).backward()
+    for _ in range(3):
+        loss_of(small(x, by)).backward()
     loss = loss_of(small(x, by))
     edit(by if shape == "shared" else x)
-    name = "1" if shape == "shared" else "0"
-    with pytest.raises(RuntimeError, match=rf"args\[{name}\] of a chunked module was edited between forward and"):
+    with pytest.raises(NotEquivalentError, match="other outputs when backward runs it again.*Was an input refilled"):
         loss.backward()
 
 
@@ -173,28 +173,18 @@ def test_arrays_that_are_refilled_are_an_error_and_nan_is_none():
     loss_of(small(x)).backward()
     loss = loss_of(small(x))
     x[:] = 1.0
-    with pytest.raises(RuntimeError, match=r"args\[0\] of a chunked module was edited between forward and backward"):
+    with pytest.raises(NotEquivalentError, match="other outputs when backward runs it again.*Was an input refilled"):
         loss.backward()
 
 
-@pytest.mark.parametrize("changes", [False, True])
-def test_a_modules_backward_hook_that_changes_gradients_is_refused_under_create_graph(changes):
+def test_a_modules_backward_hook_is_refused_under_create_graph_alone():
     whole, x = encoder(), torch.randn(ROWS, 5)
-    module, found = copy.deepcopy(whole), []
-    for call, inside in ((whole, whole), (chunked(module, SIZE), module)):
-        inside[2].register_full_backward_hook(
-            lambda m, given, received: tuple(2 * g for g in given) if changes else None
-        )
-        loss = loss_of(call(x))
-        if changes and inside is module:
-            with pytest.raises(NotImplementedError, match=r"hook of '2' \(Linear\) in a chunked module returns a grad"):
-                torch.autograd.grad(loss, list(inside.parameters()), create_graph=True)
-            loss = loss_of(call(x))
-            loss.backward()  # first derivatives are the hook's
-            expected = torch.autograd.grad(loss_of(whole(x)), list(whole.parameters()))
-            assert relative_error([p.grad for p in module.parameters()], expected) <= FLOAT64
-            return
-        first = torch.autograd.grad(loss, list(inside.parameters()), create_graph=True)
-        sum(g.square().sum() for g in first).backward()
-        found.append([*first, *(p.grad for p in inside.parameters())])
-    assert relative_error(found[1], found[0]) <= FLOAT64
+    module = copy.deepcopy(whole)
+    for inside in (whole, module):
+        inside[2].register_full_backward_hook(lambda m, given, received: tuple(2 * g for g in given))
+    small = chunked(module, SIZE)
+    with pytest.raises(NotImplementedError, match=r"'2' \(Linear\) in a chunked module has a backward hook"):
+        torch.autograd.grad(loss_of(small(x)), list(module.parameters()), create_graph=True)
+    for m in (whole, small):
+        loss_of(m(x)).backward()
+    assert relative_error([p.grad for p in module.parameters()], [p.grad for p in whole.parameters()]) <= FLOAT64

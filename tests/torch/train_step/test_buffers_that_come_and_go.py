@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.torch import TrainStep, chunked, combine_buffers
-from gradaccum.torch.buffers.rules import rules_of
+from gradaccum.torch.buffers import rules_of
 from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.test_memory import OUT
 from tests.torch.train_step.test_train_step import assert_same_updates, batches, step_of

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.held import held_generators
-from gradaccum.on_torch.random_state import RandomState, all_generators
+from gradaccum.on_torch.random_state import RandomState, all_generators, held_generators
 
 __all__ = ["RowwiseRng", "row_dimension", "rows_in", "watched"]
 

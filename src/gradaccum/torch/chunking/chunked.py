@@ -30,8 +30,14 @@ from gradaccum.torch.batch_norm import (
 )
 from gradaccum.torch.chunking.exact_batch_norm import ExactCall
 from gradaccum.torch.chunking.proof import ROWS, Findings, prove, proving
-from gradaccum.torch.chunking.recompute import Inputs, dims_by_name, parametrizations_computed, tensors_of
-from gradaccum.torch.chunking.two_passes import Call, ColumnsError
+from gradaccum.torch.chunking.two_passes import (
+    Call,
+    ColumnsError,
+    Inputs,
+    dims_by_name,
+    parametrizations_computed,
+    tensors_of,
+)
 from gradaccum.torch.padding import Left, Packs, can_take_positions
 
 __all__ = ["Chunked", "chunked"]
@@ -100,6 +106,8 @@ class Chunked(nn.Module):
     max_tokens: int | None = None
     _left: Left = "cut"
     """What happens to padding."""
+    _calls = 0
+    """Those that went forward with gradients."""
     _proven: frozenset[Any] | None = None
     """The modes of modules, and the sides with padding, in which a call has proven itself; None where none is to."""
 
@@ -172,9 +180,13 @@ class Chunked(nn.Module):
                 "transform the module inside."
             )
         modes = frozenset(call.state.modes) | (plan.packs.padded | plan.packs.text if plan.packs is not None else set())
-        if self._proven is not None and not modes <= self._proven:
-            call, is_proven = self._proven_call(plan, call, differentiated)
-            self._proven |= modes if is_proven else frozenset()
+        if self._proven is not None:  # second passes are compared in calls 1, 2, 4, 8, ..., and in new modes
+            new = not modes <= self._proven
+            if new:
+                call, is_proven = self._proven_call(plan, call, differentiated)
+                self._proven |= modes if is_proven else frozenset()
+            self._calls += differentiated
+            call.first_outputs = {} if new or not self._calls & (self._calls - 1) else None
         with self.policy.window(), parametrizations_computed():
             return call.run(tensors, self.keep, differentiated=differentiated)
 
@@ -194,7 +206,6 @@ class Chunked(nn.Module):
         self._prove(plan)
         if plan.packs is not None:
             call = self._call(self._plan(plan.inputs, self._left), self.policy)
-        call.first_outputs = {}
         return call, True
 
     def _plan(self, inputs: Inputs, left: Left) -> _Plan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,30 +12,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from gradaccum.core.equivalence import Difference
 from gradaccum.core.proof import Comparison, Outcome, with_fewer_rows
-from gradaccum.core.rounding import rounding
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.adapter.arrays import TorchRunner, relative_error
+from gradaccum.on_torch.adapter.arrays import TorchRunner
+from gradaccum.on_torch.adapter.probes import Trace, mixing
 from gradaccum.on_torch.adapter.rng import RowwiseRng
 from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_rows, take
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.on_torch.private import run_backward
+from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.on_torch.random_state import all_generators, is_generator, kept
-from gradaccum.torch.buffers import Attributes, LentBuffers, gradients_kept
-from gradaccum.torch.chunking.recompute import (
+from gradaccum.on_torch.state import as_found
+from gradaccum.torch.batch_norm import in_eval_mode
+from gradaccum.torch.buffers import Attributes, ModuleContents, gradients_kept
+from gradaccum.torch.chunking.two_passes import (
+    Call,
     Inputs,
-    ModuleContents,
     accelerators,
     attributes_of,
+    gradient_leaf,
     is_floating,
     parametrizations_computed,
     tensors_of,
 )
-from gradaccum.torch.chunking.two_passes import Call, gradient_leaf
 from gradaccum.torch.proof import counting_layers, eager
 
 __all__ = ["ROWS", "Findings", "prove", "proving"]
@@ -76,13 +78,14 @@ def prove(
     Random numbers follow their rows, so dropout is no difference. `call_of` makes the call of the module on some inputs
     in micro-batches of these sizes.
     """
-    for cause in counting_layers([module]):
-        raise NotEquivalentError(cause.message)
+    name, causes = type(module).__name__, counting_layers([module])
+    if causes:
+        raise NotEquivalentError(causes[0].message)
     rows = number_of_rows(inputs, batch_dims)
     if rows < 2:
         raise ValueError(f"Two rows at least are needed to compare two chunkings. Received: {rows}.")
 
-    def attempt(count: int) -> tuple[_Runner, list[Difference], list[int]]:
+    def attempt(count: int) -> tuple[_Runner, list[Difference]]:
         picked = torch.linspace(0, rows - 1, count).round().long()
         with torch.no_grad():
             few = map_leaves(_leaf_like, take(inputs, picked, batch_dims), inputs)
@@ -91,27 +94,29 @@ def prove(
             # Single rows are cut as much as any micro-batch cuts them; 5 and 3 are in step with no period.
             sizes = [1] * count if trims or count == 2 else [count // 2 + 1, count - count // 2 - 1]
             comparison = Comparison(runner, range(count), [(range(count), sizes)], "raise")
-            return runner, comparison.beyond_rounding(comparison.differences() or []), sizes
+            found = comparison.beyond_rounding(comparison.differences() or [])
+            wrong = [difference for difference in found if difference.part != "buffer"]
+            if wrong:
+                runner.rng.check(name)
+                of = {"loss": "", "gradient": "gradient of "}
+                listing = "\n".join(
+                    f"  {of[d.part]}{d.name}   relative error {d.error:.3g}   ({runner.tolerance:g} allowed)"
+                    for d in wrong
+                )
+                raise NotEquivalentError(
+                    f"{name} is not per-row: {count} rows at once differ from the same in micro-batches of "
+                    f"{' and '.join(map(str, dict.fromkeys(sizes)))}.\n{listing}\n{runner.culprit(sizes, batch_dims)}"
+                )
+        return runner, found
 
-    runner, found, sizes = with_fewer_rows(attempt, min(rows, ROWS), 2, is_out_of_memory)
-    name = type(module).__name__
-    wrong = [difference for difference in found if difference.part != "buffer"]
-    if wrong:
-        runner.rng.check(name)
-        of = {"loss": "", "gradient": "gradient of "}
-        listing = "\n".join(
-            f"  {of[d.part]}{d.name}   relative error {d.error:.3g}   ({runner.tolerance:g} allowed)" for d in wrong
-        )
-        raise NotEquivalentError(
-            f"{name} is not per-row: {runner.rows} rows at once differ from the same in micro-batches of "
-            f"{' and '.join(map(str, dict.fromkeys(sizes)))}.\n{listing}\n{runner.culprit(len(sizes))}"
-        )
-    if escaped := runner.escaped():
+    runner, found = with_fewer_rows(attempt, min(rows, ROWS), 2, is_out_of_memory)
+    moved = [difference.name for difference in found]
+    if escaped := runner.escaped(moved):
         raise NotEquivalentError(
             f"{name} keeps {escaped}. In micro-batches it is the last one's alone, and without a gradient. "
             "Return it from forward, with a row for every row, and reduce over them outside."
         )
-    return Findings(runner.remarks([difference.name for difference in found]), runner.whole.functional)
+    return Findings(runner.remarks(moved), runner.whole.functional)
 
 
 @contextlib.contextmanager
@@ -159,17 +164,17 @@ class _Runner(TorchRunner):
         self.rng.holds(*_generators_of(module, few))
         self.state = ModuleContents(module)
         self.whole: Watch
-        self.parts: Watch
         self.alive: list[tuple[Tensor, str]] = []
         """What has a graph and is held by somebody when the rows have run at once, and where it was made."""
         self.outside: list[Tensor] = []
         """Tensors that get gradients, are neither parameters nor inputs, and outlive the call."""
+        self.attributes: dict[str, str] = {}
+        """Attributes that passes have assigned, by the names of what is in them."""
         self._cotangents: list[Tensor] = []
 
     def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
         outcome, watch = self._result(sizes)
         if sizes is not None:
-            self.parts = watch
             return outcome
         self.whole = watch
         if watch.alive() or watch.outside:
@@ -191,35 +196,50 @@ class _Runner(TorchRunner):
         names = {id(p): name for name, p in self.module.named_parameters()}
         wanted = {names.get(key, f"a hidden parameter ({n})"): leaf for n, (key, leaf) in enumerate(leaf_of.items())}
         wanted.update({f"the input {path}": t for path, t in leaves(few) if is_floating(t) and t.requires_grad})
-        watch = Watch(self.module, few, neutral=not (self.exact or self.batch_norm))
-        with self.state.restored(leaf_of), LentBuffers(self.state.buffers).lent():
+        watch = Watch(self.module, few)
+        with self.state.restored(leaf_of), as_found(self.state.modules, self.device):
             before = attributes_of(self.module)
-            with watch, self.rng:
-                try:
-                    outputs = self._outputs(few, sizes)
-                    found = [(path, leaf) for path, leaf in leaves(outputs) if is_floating(leaf)]
-                    outside = _leaves_besides([tensor for _, tensor in found], [*wanted.values()])
-                    with gradients_kept([*outside, *self.outside]):
-                        self._backward([tensor for _, tensor in found])
-                finally:
-                    self.rng.rewind()
-            watch.keep({n: v for n, v in attributes_of(self.module).items() if v is not before.get(n)}, outside)
-            # BatchNorm's buffers where they are the large batch's.
-            buffers = {
-                f"{path}.{name}" if path else name: buffer.detach().clone()
-                for path, layer in self.module.named_modules()
-                if self.exact or not isinstance(layer, _BatchNorm)
-                for name, buffer in layer.named_buffers(recurse=False)
-            }
-        # A mean that is zero but for rounding has the scale of what it averages; a count has its own.
-        averaged = [name for name, buffer in buffers.items() if is_floating(buffer)]
+            with self._watching(watch, neutral=not (self.exact or self.batch_norm)):
+                outputs = self._outputs(few, sizes)
+                found = [(path, leaf) for path, leaf in leaves(outputs) if is_floating(leaf)]
+                known = {id(tensor) for tensor in wanted.values()}
+                nodes = graph_of(*[tensor.grad_fn for _, tensor in found])
+                reached = [getattr(node, "variable", None) for node in nodes]
+                outside = [leaf for leaf in reached if leaf is not None and id(leaf) not in known]
+                with gradients_kept([*outside, *self.outside]):
+                    self._backward([tensor for _, tensor in found])
+            left = {n: v for n, v in attributes_of(self.module).items() if v is not before.get(n)}
+            watch.outside = [TensorWeakRef(leaf) for leaf in outside]
+            watch.with_graph = {n for n, v in left.items() if any(t.grad_fn is not None for t in tensors_of(v))}
+            kept = {f"{name}{path}": leaf for name, value in left.items() for path, leaf in leaves(value)}
+            self.attributes |= {f"{name}{path}": name for name, value in left.items() for path, _ in leaves(value)}
+            buffers = self._buffers() | {name: torch.as_tensor(leaf).detach().clone() for name, leaf in kept.items()}
+            del reached, nodes, left, kept
         outcome = Outcome(
             {f"output{path}": tensor.detach().clone() for path, tensor in found},
             {name: None if leaf.grad is None else leaf.grad.to_dense() for name, leaf in wanted.items()},
             buffers,
-            {name: 1e-3 * watch.sizes.get(name.rpartition(".")[0], 0.0) for name in averaged},
         )
         return outcome, watch
+
+    @contextlib.contextmanager
+    def _watching(self, watch: Watch, *, neutral: bool) -> Iterator[None]:
+        """A pass runs, with random numbers of its own. `neutral`: BatchNorm normalises as in eval mode."""
+        watch.neutral = neutral
+        with in_eval_mode(self.module) if neutral else contextlib.nullcontext(), watch, self.rng:
+            try:
+                yield
+            finally:
+                self.rng.rewind()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Copies of them; of BatchNorm's where they are the large batch's."""
+        return {
+            f"{path}.{name}" if path else name: buffer.detach().clone()
+            for path, layer in self.module.named_modules()
+            if self.exact or not isinstance(layer, _BatchNorm)
+            for name, buffer in layer.named_buffers(recurse=False)
+        }
 
     def _outputs(self, few: Inputs, sizes: Sequence[int] | None) -> Any:
         self.rng.start(None)
@@ -246,6 +266,8 @@ class _Runner(TorchRunner):
     def remarks(self, moved: Sequence[str]) -> list[str]:
         """What isn't the large batch's: sentences."""
         kind, found = type(self.module).__name__, []
+        left = list(dict.fromkeys(self.attributes[name] for name in moved if name in self.attributes))
+        moved = [name for name in moved if name not in self.attributes]
         if self.outside:
             found.append(
                 f"A chunked {kind} passes gradients to tensors that are neither its parameters "
@@ -258,9 +280,6 @@ class _Runner(TorchRunner):
                 f"These buffers of a chunked {kind} move to the mean of where its micro-batches "
                 f"take them, which is not where all rows at once take them: {_listed(moved)}."
             )
-        whole, parts = self.whole, self.parts
-        kept = {name: value for name, value in whole.attributes.items() if name not in whole.with_graph}
-        left = [name for name, value in kept.items() if not _same_values(parts.attributes.get(name), value)]
         if left:
             found.append(
                 f"These attributes of a chunked {kind} are what its micro-batches make of them "
@@ -268,41 +287,38 @@ class _Runner(TorchRunner):
             )
         return found
 
-    def escaped(self) -> str:
+    def escaped(self, moved: Sequence[str]) -> str:
         """The tensor with a graph that is left besides the outputs, if there is one."""
-        for name in self.whole.with_graph:  # where it is the same, it is made of parameters alone, as a normed weight
-            if not _same_values(self.parts.attributes.get(name), self.whole.attributes[name]):
-                return f"a tensor with a graph as its attribute {name!r}"
+        for name in moved:  # where it is the same, it is made of parameters alone, as a normed weight
+            if self.attributes.get(name) in self.whole.with_graph:
+                return f"a tensor with a graph as its attribute {self.attributes[name]!r}"
         for tensor, path in reversed(self.alive):
             made = f"made in {path!r} ({type(self.module.get_submodule(path)).__name__})" if path else "made in forward"
             return f"a tensor of shape {tuple(tensor.shape)} with a graph, {made}, in a hook, a container or a closure"
         return ""
 
-    def culprit(self, count: int) -> str:
-        """The first layer whose outputs differ."""
-        whole, parts = self.whole.layers, self.parts.layers
-        for path, calls in whole.items():
-            pieces = parts.get(path, [])[:count]
-            if path and len(calls) == 1 and len(pieces) == count:
-                inputs, outputs = zip(*calls, *pieces)
-                if self._differ(*outputs):
-                    if self._differ(*inputs):
-                        break
-                    layer = self.module.get_submodule(path)
-                    advice = ' Use batch_norm="exact", or GroupNorm.' if isinstance(layer, _BatchNorm) else ""
-                    return f"{path!r} is the first layer of which that is so: a {type(layer).__name__}.{advice}"
+    def culprit(self, sizes: Sequence[int], batch_dims: BatchDims) -> str:
+        """The first layer whose outputs differ where its inputs don't, by running the module on each micro-batch."""
+        pieces = [None, *torch.arange(self.rows).split(list(sizes))]
+        whole, *parts = [self._trace(piece, batch_dims) for piece in pieces]
+        found = [mixing(whole, part, self.rows, taken=piece) for part, piece in zip(parts, pieces[1:], strict=True)]
+        for path in (path for paths in found for path in paths if path):
+            layer = self.module.get_submodule(path)
+            advice = ' Use batch_norm="exact", or GroupNorm.' if isinstance(layer, _BatchNorm) else ""
+            return f"{path!r} is the first layer of which that is so: a {type(layer).__name__}.{advice}"
         if functional := self.whole.functional:
             return f"torch.nn.functional.batch_norm is called in {_listed(functional)}: use GroupNorm there."
         return "It happens outside its layers. Do what looks across rows after the chunked module, on the whole batch."
 
-    def _differ(self, whole: Tensor | None, *parts: Tensor | None) -> bool:
-        """Whether the rows of the parts are others than those of the whole; not where that can't be told."""
-        kept = [part for part in parts if part is not None]
-        if whole is None or not whole.dim() or sum(len(part) for part in kept) != len(whole):
-            return False
-        if any(part.shape[1:] != whole.shape[1:] for part in kept):  # columns were cut off
-            return False
-        return not relative_error(torch.cat(kept), whole) <= self.tolerance
+    def _trace(self, piece: Tensor | None, batch_dims: BatchDims) -> Trace:
+        few = self.few if piece is None else take(self.few, piece, batch_dims)
+        attributes, owners = Attributes(self.module.modules()), self.state.modules
+        try:
+            with as_found(owners, self.device), self._watching(Watch(self.module, few), neutral=not self.batch_norm):
+                self.rng.start(piece)
+                return Trace(self.module).run(lambda: self.module(*few.args, **few.kwargs))
+        finally:
+            attributes.put_back()  # the trace's hooks among them
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:
@@ -310,83 +326,57 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 
 
 class Watch(TorchFunctionMode):
-    """What a forward pass does inside besides returning its outputs, and what it leaves in the module.
+    """What a forward pass does inside besides returning its outputs: every tensor that is made with a graph."""
 
-    It notes the outputs of layers and every tensor that is made with a graph.
-    """
-
-    def __init__(self, module: nn.Module, inputs: Inputs, *, neutral: bool) -> None:
+    def __init__(self, module: nn.Module, inputs: Inputs) -> None:
         super().__init__()
-        self.module, self.neutral = module, neutral
+        self.neutral = False
         self.inputs = inputs  # kept, as are the containers among them, in which a module may have left something
-        self.layers: dict[str, list[tuple[Tensor | None, Tensor]]] = {}
-        """First input and output of the innermost layers, by path, of one call after the other."""
-        self.sizes: dict[str, float] = {}
-        """The largest number that a module with buffers takes or returns, by path."""
+        self.outside: list[TensorWeakRef] = []
+        self.with_graph: set[str] = set()
+        """Attributes that the pass has left a tensor with a graph in."""
         self.functional: list[str] = []
         """Modules that call `torch.nn.functional.batch_norm` and are no BatchNorm."""
+        self._modules = {layer: path for path, layer in module.named_modules()}
         self._made: list[tuple[TensorWeakRef, str]] = []
-        self._running: list[str] = []
-        self._stack = contextlib.ExitStack()
-
-    def keep(self, left: dict[str, Any], outside: list[Tensor]) -> None:
-        """What the pass has left: attributes that have been assigned, and leaves that are no parameters or inputs."""
-        self.with_graph = {
-            name for name, value in left.items() if any(t.grad_fn is not None for t in tensors_of(value))
-        }
-        self.attributes = {
-            name: map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
-            for name, value in left.items()
-        }
-        self.outside = [TensorWeakRef(leaf) for leaf in outside]
+        self._running: list[nn.Module] = []
+        self._handles: list[Any] = []
 
     def __enter__(self) -> Watch:
-        for path, layer in self.module.named_modules():
-            begins, ends = functools.partial(self._begins, path), functools.partial(self._ends, path)
-            self._stack.enter_context(layer.register_forward_pre_hook(begins, prepend=True))
-            self._stack.enter_context(layer.register_forward_hook(ends, always_call=True))
-            if self.neutral and isinstance(layer, nn.SyncBatchNorm) and layer.training:  # it calls kernels of its own
-                self._stack.callback(setattr, layer, "training", True)
-                layer.training = False
+        self._handles = [
+            register_module_forward_pre_hook(lambda layer, args: self._running.append(layer)),
+            register_module_forward_hook(self._ends, always_call=True),
+        ]
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._stack.close()
+        for handle in self._handles:
+            handle.remove()
 
-    def _begins(self, path: str, layer: nn.Module, args: Any) -> None:
-        self._running.append(path)
-
-    def _ends(self, path: str, layer: nn.Module, args: Any, output: Any) -> None:
-        while self._running and self._running.pop() != path:
+    def _ends(self, layer: nn.Module, args: Any, output: Any) -> None:
+        while self._running and self._running.pop() is not layer:
             pass  # what has been left by an exception, such as those that end recomputations
-        self._note(output, path)
-        if layer._buffers:
-            seen = [t.detach() for _, t in leaves((args, output)) if is_floating(t)]
-            finite = [t[t.isfinite()] for t in seen]
-            largest = max([t.abs().max().item() for t in finite if t.numel()] or [0.0])
-            self.sizes[path] = max(self.sizes.get(path, 0.0), largest)
-        if isinstance(output, Tensor) and output.dim() and not list(layer.children()):
-            first = args[0].detach() if args and isinstance(args[0], Tensor) else None
-            self.layers.setdefault(path, []).append((first, output.detach()))
+        self._note(output, layer)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        path = self._running[-1] if self._running else ""
+        layer = self._running[-1] if self._running else None
         if func is F.batch_norm:
             given = dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args))
             given.update(kwargs)
-            if given.get("training"):
-                if not isinstance(self.module.get_submodule(path), _BatchNorm) and path not in self.functional:
-                    self.functional.append(path)
+            path = self._modules.get(layer, "")
+            if given.get("training") and not isinstance(layer, _BatchNorm):
+                self.functional += [] if path in self.functional else [path]
                 if self.neutral:
                     return _normalised_alone(**given)
         result = func(*args, **kwargs)
-        self._note(result, path)
+        self._note(result, layer)
         return result
 
-    def _note(self, result: Any, path: str) -> None:
+    def _note(self, result: Any, layer: nn.Module | None) -> None:
+        path = self._modules.get(layer, "")
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 self._made.append((TensorWeakRef(value), path))
@@ -408,34 +398,3 @@ def _normalised_alone(input: Tensor, running_mean: Any = None, running_var: Any 
     variance = input.new_ones(channels) if running_var is None else running_var
     weight, bias, eps = given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
     return F.batch_norm(input, mean, variance, weight, bias, False, 0.0, eps)
-
-
-def _leaves_besides(outputs: list[Tensor], known: list[Tensor]) -> list[Tensor]:
-    """The leaves of these tensors' graphs that are not known."""
-    found = {id(tensor): tensor for tensor in known}
-    waiting, seen = [tensor.grad_fn for tensor in outputs], set()
-    outside = []
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in found:
-            outside.append(leaf)
-        waiting += [following for following, _ in node.next_functions]
-    return outside
-
-
-def _same_values(one: Any, other: Any) -> bool:
-    """Whether two trees of tensors and numbers are the same but for rounding."""
-    try:
-        pairs = list(zip(leaves(one), leaves(other), strict=True))
-    except ValueError:
-        return False
-    return all(
-        relative_error(a.double(), b.double()) <= rounding(str(b.dtype), b.device.type)
-        if isinstance(a, Tensor) and isinstance(b, Tensor)
-        else type(a) is type(b) and not isinstance(a, Tensor) and a == b
-        for (_, a), (_, b) in pairs
-    )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,26 +23,163 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradaccum.core.rounding import rounding
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.adapter.arrays import relative_error
-from gradaccum.on_torch.batch import BatchDims, concatenate, described, has_rows, leaves, take
+from gradaccum.on_torch.batch import BatchDims, children, concatenate, described, has_rows, leaves, map_leaves, take
 from gradaccum.on_torch.private import pass_for_parameter, run_backward
-from gradaccum.on_torch.random_state import all_generators, is_generator, kept
+from gradaccum.on_torch.random_state import RandomState, all_generators, is_generator, kept
 from gradaccum.torch.batch_norm import BatchNormPolicy
-from gradaccum.torch.buffers import LentBuffers
-from gradaccum.torch.chunking.recompute import (
-    Conditions,
-    Inputs,
-    ModuleContents,
-    Samples,
-    accelerators,
-    parametrizations_computed,
-    tensors_of,
-    version_of,
-    with_tensors,
-    without_tensors,
-)
+from gradaccum.torch.buffers import LentBuffers, ModuleContents
 from gradaccum.torch.padding import Packs
 
-__all__ = ["Call", "ColumnsError", "GradientSums", "added", "backward_roots", "gradient_leaf"]
+__all__ = [
+    "Call", "ColumnsError", "Conditions", "GradientSums", "Inputs", "accelerators", "added", "attributes_of",
+    "backward_roots", "dims_by_name", "gradient_leaf", "is_floating", "parametrizations_computed", "tensors_of",
+    "version_of", "with_tensors", "without_tensors",
+]  # fmt: skip
+
+
+class Inputs(NamedTuple):
+    """What a module is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def dims_by_name(dims: BatchDims, inputs: Inputs, module: nn.Module) -> BatchDims:
+    """`batch_dims`, which users give for positional arguments or by name, as a prefix of the inputs."""
+    if dims is None or isinstance(dims, int):
+        return dims
+    if not isinstance(dims, Mapping):
+        return Inputs(tuple(dims), dict.fromkeys(inputs.kwargs, 0))
+    signature = inspect.signature(module.forward)
+    names = [name for name, p in signature.parameters.items() if p.kind is not p.KEYWORD_ONLY]
+    unknown = set(dims) - set(signature.parameters) - set(inputs.kwargs)
+    if unknown:
+        raise ValueError(
+            f"`batch_dims` names {sorted(unknown)}, which {type(module).__name__}.forward{signature} doesn't have."
+        )
+    return Inputs(
+        tuple(dims.get(name, 0) for name in (names + [""] * len(inputs.args))[: len(inputs.args)]),
+        {name: dims.get(name, 0) for name in inputs.kwargs},
+    )
+
+
+_PLAIN = {str, bool, int, float, type(None)}
+
+_PLACEHOLDER = torch.empty(0)
+"""Stands for a tensor in a tree that autograd shall not find tensors in: it keeps and watches them itself."""
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a tree, in order."""
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(node: Any, found: list[Tensor]) -> None:
+    kind = type(node)
+    if isinstance(node, Tensor):
+        found.append(node)
+    elif kind is tuple or kind is list or kind is Inputs:
+        for child in node:
+            _collect(child, found)
+    elif kind is dict:
+        for child in node.values():
+            _collect(child, found)
+    elif kind not in _PLAIN:  # what is left takes a longer look, for its paths as well
+        for _, _, child in children(node) or ():
+            _collect(child, found)
+
+
+def without_tensors(tree: Any) -> Any:
+    """The tree with an empty tensor in place of each tensor."""
+    return map_leaves(lambda leaf: _PLACEHOLDER if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """The tree with these in place of its tensors, in order."""
+    if isinstance(tree, Tensor):
+        return tensors[0]
+    if type(tree) is Inputs and not tree.kwargs and all([type(leaf) is Tensor for leaf in tree.args]):
+        return Inputs(tuple(tensors), {})  # the most frequent call, without the walk
+    remaining = iter(tensors)
+    return map_leaves(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether this leaf may pass gradients."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it has been edited in place; inference tensors don't count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def accelerators(tensors: Iterable[Any]) -> list[torch.device]:
+    """The devices of these tensors, each once, without the CPU."""
+    found = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
+    return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """The tensors and numbers, and containers of such, that modules have as attributes of their own."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, layer in module.named_modules()
+        for name, value in vars(layer).items()
+        if name not in _OF_EVERY_MODULE and all(isinstance(v, (Tensor, int, float)) for _, v in leaves(value))
+    }
+
+
+@contextlib.contextmanager
+def parametrizations_computed() -> Iterator[None]:
+    """Inside of `parametrize.cached()`: weights are computed, as what a pass without a graph would cache has none."""
+    enabled = getattr(nn.utils.parametrize, "_cache_enabled", 0)
+    if not enabled:
+        yield
+        return
+    nn.utils.parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        nn.utils.parametrize._cache_enabled = enabled
+
+
+class Conditions:
+    """The random state and the autocast settings that a forward pass starts from."""
+
+    def __init__(self, generators: Iterable[Any], devices: Iterable[torch.device] = ()) -> None:
+        self.random = RandomState(generators)
+        types = sorted({"cpu", *(device.type for device in devices)})
+        self.autocast = [
+            (type_, torch.is_autocast_enabled(type_), torch.get_autocast_dtype(type_))
+            for type_ in types
+            if torch.amp.is_autocast_available(type_)
+        ]
+        self.autocast_cache = torch.is_autocast_cache_enabled()
+
+    def advance(self) -> Conditions:
+        """The forward pass has run: keep the states of the generators that it has moved, only. Returns those now."""
+        following = object.__new__(Conditions)
+        following.random, following.autocast = RandomState(self.random.states), self.autocast
+        following.autocast_cache = self.autocast_cache
+        self.random = self.random.only(self.random.moved(following.random))
+        return following
+
+    def restored(self) -> contextlib.AbstractContextManager[Any]:
+        """Set the generators to these states, and enter these autocast settings."""
+        self.random.put_back()
+        casts = [cast for cast in self.autocast if cast[1] or torch.is_autocast_enabled(cast[0])]
+        if not casts:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        for type_, enabled, dtype in casts:
+            stack.enter_context(torch.autocast(type_, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache))
+        return stack
 
 
 class ColumnsError(ValueError):
@@ -92,7 +230,6 @@ class Call:
         """All that the module may draw random numbers from."""
         self.conditions: dict[Any, Conditions] = {}
         """What each first pass started from, by what it ran."""
-        self._next: Conditions | None = None  # what the next first pass starts from, while that is to be remembered
         self._shapes: dict[str, tuple[int, ...]] = {}  # of each output the shape of a row
         self.first_outputs: dict[int, list[Tensor]] | None = None
         """Of each micro-batch, for second passes to be compared with, where that is wanted: set to `{}`."""
@@ -117,7 +254,7 @@ class Call:
             for buffer in layer.buffers(recurse=False)
         }
         # Every micro-batch starts from the buffers as they are now, and they move once.
-        self.buffers = LentBuffers(self.state.buffers, excluded, self.state.owners, self.state.holders)
+        self.buffers = LentBuffers(self.state.modules, excluded)
         parts = [self.in_two_passes(range(recomputed), tensors)] if recomputed else []
         parts += [self._first_pass(tensors, index) for index in range(recomputed, len(self.slices))]
         outputs = parts[0] if len(parts) == 1 else concatenate(parts, self.out_dims)
@@ -146,20 +283,11 @@ class Call:
 
     def first_passes(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Any:
         """The outputs of these micro-batches, without activations."""
-        self._next = Conditions(self.generators, self.devices)
-        before = self._next.random
-        outputs = [self._first_pass(tensors, index) for index in indices]
-        unwatched = before.only(set(before.states) - set(self._next.random.states))
-        self._next = None
-        if unwatched.moved():  # a later micro-batch has drawn from what the first one left alone: see which ones do
-            with kept(before.states), torch.no_grad(), self.policy.recomputation():
-                before.put_back()
-                here = Conditions(self.generators, self.devices)
-                for index in indices:
-                    inputs = self._inputs_of(self.pieces(tensors, self.dims, index), index)
-                    with self.buffers.lent():
-                        self.module(*inputs.args, **inputs.kwargs)
-                    self.conditions[index], here = here, here.advance()
+        here, outputs = Conditions(self.generators, self.devices), []
+        for index in indices:
+            outputs.append(self._first_pass(tensors, index))
+            self.conditions[index], here = here, here.advance()
+            self.note_outputs(outputs[-1], index)
         return concatenate(outputs, self.out_dims)
 
     def _first_pass(self, tensors: Sequence[Tensor], index: int) -> Any:
@@ -168,10 +296,6 @@ class Call:
         versions = [version_of(tensor) for tensor in tensors]
         with self.policy.micro_batch(), self.buffers.lent(self.sizes[index]), _hooks_on_activations_explained():
             outputs = self.module(*inputs.args, **inputs.kwargs)
-        if self._next is not None:
-            self.conditions[index], self._next = self._next, self._next.advance(all_moved=index > 0)
-            if index == 0:  # it takes long to look at generators: from here on only at those that are used
-                self._next.random = self._next.random.only(self.conditions[0].random.states)
         self.policy.commit()
         for path, tensor, version in zip(self.paths, tensors, versions, strict=True):
             if version_of(tensor) != version:
@@ -179,11 +303,11 @@ class Call:
                     f"{type(self.module).__name__} edits its input {path.removeprefix('.')} in place, so it can't be "
                     "run again on the same input. Its first operation may have inplace=True; or give it a clone."
                 )
-        self.check_outputs(outputs, index, recomputed=self._next is not None)
+        self.check_outputs(outputs, index)
         return outputs
 
-    def check_outputs(self, outputs: Any, index: int, *, recomputed: bool = True) -> None:
-        """Raise a ValueError if a micro-batch's outputs aren't one per row; note them, for second passes."""
+    def check_outputs(self, outputs: Any, index: int) -> None:
+        """Raise a ValueError if a micro-batch's outputs aren't one per row."""
         rows = self.sizes[index]
         for path, leaf, dim in described(outputs, self.out_dims):
             if isinstance(leaf, Tensor) and (dim is None or leaf.shape[dim] != rows):
@@ -201,7 +325,10 @@ class Call:
                         f"over tokens in the chunked module. Received: rows of output{path} of shapes "
                         f"{self._shapes[path]} and {shape}."
                     )
-        if recomputed and self.first_outputs is not None:
+
+    def note_outputs(self, outputs: Any, index: int) -> None:
+        """Keep a micro-batch's outputs for its second pass, where these are to be compared."""
+        if self.first_outputs is not None:
             self.first_outputs[index] = [tensor.detach() for tensor in tensors_of(outputs)]
 
     def stored_tensors(self) -> list[Tensor]:
@@ -266,15 +393,20 @@ class Call:
 
     def compare_second(self, outputs: Any, index: int) -> None:
         """Raise a NotEquivalentError if a micro-batch's second pass gives other outputs than its first."""
-        expected = self.first_outputs.pop(index, None) if self.first_outputs is not None else None
-        for first, second in zip(expected or [], tensors_of(outputs)):
-            error = relative_error(second.detach(), first)
-            if error > rounding(str(first.dtype), first.device.type):
+        if self.first_outputs is not None:
+            self.compare(tensors_of(outputs), self.first_outputs.pop(index, []))
+
+    def compare(self, second: Sequence[Tensor], first: Sequence[Tensor]) -> None:
+        """Raise a NotEquivalentError if a second pass has made something else than the first one."""
+        for now, then in zip(second, first):
+            error = relative_error(now.detach(), then)
+            if error > rounding(str(then.dtype), then.device.type):
                 raise NotEquivalentError(
                     f"{type(self.module).__name__} gives other outputs when backward runs it again on the same inputs "
                     f"(relative error {error:.3g}), so its gradients would be those of something else. Does it ask "
                     "whether gradients are enabled, which they are in the second run alone? Does it draw from a "
-                    "generator that is neither an attribute of a module nor an input, or depend on a global that moves?"
+                    "generator that is neither an attribute of a module nor an input, or depend on a global that "
+                    "moves? Was an input refilled before backward, through NumPy or `.data`? Pass a copy of that one."
                 )
 
     def end_segment(self, segment: int) -> None:
@@ -288,13 +420,22 @@ class Call:
         grads: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
         """The same under `create_graph=True`: gradients that can be differentiated again, so all graphs stay."""
+        # Of a gradient that reaches a module's input, its backward hooks get what came along with one of its output. Of
+        # the large batch that is all of it; here second derivatives come by themselves, and pass the hooks by.
+        for path, layer in self.module.named_modules():
+            if layer._backward_hooks or layer._backward_pre_hooks:
+                raise NotImplementedError(
+                    f"{path or 'The module'!r} ({type(layer).__name__}) in a chunked module has a backward hook, which "
+                    "second derivatives (create_graph=True) pass by. Take it off, or register hooks on parameters and "
+                    "inputs."
+                )
         # Under names of their own, so that hooks see a finished gradient, not that of each micro-batch.
         own = [_alias(tensor) if is_needed else tensor for tensor, is_needed in zip(tensors, needed, strict=True)]
         inputs = own[len(self.trained) :]
         wanted = [tensor for tensor, is_needed in zip(own, needed, strict=True) if is_needed]
         total: list[Tensor | None] = [None] * len(wanted)
         parameters = {id(p): alias for p, alias in zip(self.trained, own)}
-        with self._recomputation(parameters), _backward_hooks_only_look(self.module):
+        with self._recomputation(parameters):
             for index in indices:
                 outputs = self._second_pass(self.pieces(inputs, self.dims, index), index)
                 roots, given = backward_roots(outputs, self.pieces(grads, self.output_dims, index))
@@ -316,7 +457,6 @@ class _TwoPasses(torch.autograd.Function):
         with _without_a_word_of_gradients():
             outputs = call.first_passes(indices, inputs)
         ctx.save_for_backward(*tensors, *call.stored_tensors())
-        ctx.samples = Samples(call.paths, inputs, call.skeleton)
         # Autocast keeps half-precision copies of parameters for reuse. In some releases a copy made here, without
         # a graph, would hide its parameter from the loss.
         if torch.is_autocast_cache_enabled():
@@ -332,7 +472,6 @@ class _TwoPasses(torch.autograd.Function):
         call: Call = ctx.call
         needed, saved = ctx.needs_input_grad[2:], ctx.saved_tensors
         tensors, stored = saved[: len(needed)], saved[len(needed) :]
-        ctx.samples.check(tensors[len(call.trained) :])
         gradients: list[Tensor | None] = [None] * len(needed)
         if any(grad is not None for grad in grads):
             gradients = call.second_passes(ctx.indices, tensors, stored, needed, grads)
@@ -468,33 +607,3 @@ def _hooks_on_activations_explained() -> Iterator[None]:
             f"{error}: a chunked module runs twice, at first without gradients. Register hooks on activations where "
             "`output.requires_grad` alone; they are called for each micro-batch."
         ) from error
-
-
-@contextlib.contextmanager
-def _backward_hooks_only_look(module: nn.Module) -> Iterator[None]:
-    """Around passes for second derivatives: a module's full backward hook that returns a gradient is an error.
-
-    Of a gradient that reaches the module's input, PyTorch gives such hooks what came along with one of its output. Of
-    the large batch that is all of it; here second derivatives come by themselves, and pass them by.
-    """
-    changed = []
-    for path, layer in module.named_modules():
-        for key, hook in layer._backward_hooks.items():
-            changed.append((layer._backward_hooks, key, hook))
-            layer._backward_hooks[key] = _looking(hook, f"{path or 'the module'!r} ({type(layer).__name__})")
-    try:
-        yield
-    finally:
-        for hooks, key, hook in changed:
-            hooks[key] = hook
-
-
-def _looking(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def looks(*args: Any) -> None:
-        if hook(*args) is not None:
-            raise NotImplementedError(
-                f"A backward hook of {name} in a chunked module returns a gradient under create_graph=True, and second "
-                "derivatives pass it by. Leave it out, or change gradients by a hook on a parameter or on an input."
-            )
-
-    return looks

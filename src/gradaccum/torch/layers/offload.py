@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.core.sizes import format_bytes
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.torch.chunking.recompute import version_of
+from gradaccum.torch.chunking.two_passes import version_of
 from gradaccum.torch.layers.blocks import Block, called, intercepted
 
 __all__ = ["OffloadChoice", "OffloadedBlocks", "Store", "Waiting"]
@@ -31,8 +31,7 @@ OffloadChoice = bool | str | os.PathLike[str]
 
 _streams: dict[tuple[str, torch.device], Any] = {}
 
-_Copies = list[tuple[Tensor, Tensor]]
-"""Parameters and buffers of a block, each with its copy on the device."""
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 def _stream(use: str, device: torch.device) -> Any:
@@ -167,7 +166,7 @@ class OffloadedBlocks:
         """Where the blocks compute: where the parameters outside of them are."""
         self.count: Counter[str] = Counter()
         """How often each block has been copied, by its path."""
-        self._coming: tuple[int, _Copies] | None = None
+        self._coming: tuple[int, list[tuple[Tensor, Tensor]]] | None = None
         for block in blocks:
             self._check(block, set(map(id, outside)))
         if self.device.type == "cuda":  # from other memory they could not be copied while the device computes
@@ -208,7 +207,7 @@ class OffloadedBlocks:
 
     @contextlib.contextmanager
     def reachable(self) -> Iterator[None]:
-        """Around an update: blocks can be called, in passes of any kind."""
+        """Around an update: blocks can be called, in passes without a backward pass."""
         for block in self._blocks:
             for name, p in block.module.named_parameters():
                 if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
@@ -216,11 +215,12 @@ class OffloadedBlocks:
                         f"{block.path}.{name} has a hook on its gradient, and with Blocks(on='cpu') the gradient adds "
                         "up in a copy on the device. Leave out the hook, or `on`."
                     )
-        with intercepted([block.module for block in self._blocks], self._called):
+        modules = [block.module for block in self._blocks] if self.device.type != "cpu" else []
+        with intercepted(modules, self._called):
             yield
 
     def _called(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.on_device(place, joined=True):
+        with self.on_device(place):
             return called(self._blocks[place].module, args, kwargs)
 
     def prefetch(self, place: int) -> None:
@@ -233,16 +233,16 @@ class OffloadedBlocks:
         """No block comes any more."""
         self._coming = None
 
-    def _copies(self, place: int) -> _Copies:
+    def _copies(self, place: int) -> list[tuple[Tensor, Tensor]]:
+        """Its parameters and buffers, each with its copy on the device."""
         block = self._blocks[place]
         own = {id(t): t for t in (*block.module.parameters(), *block.module.buffers())}.values()
         self.count[block.path] += 1
-        if self.device.type != "cuda":
-            return [(tensor, tensor.detach().to(self.device, copy=True)) for tensor in own]
-        with torch.cuda.stream(_stream("blocks", self.device)):
+        beside = torch.cuda.stream(_stream("blocks", self.device)) if self.device.type == "cuda" else _NO_CONTEXT
+        with beside:
             return [(tensor, tensor.detach().to(self.device, copy=True, non_blocking=True)) for tensor in own]
 
-    def _arrived(self, place: int) -> _Copies:
+    def _arrived(self, place: int) -> list[tuple[Tensor, Tensor]]:
         coming, self._coming = self._coming, None
         copies = coming[1] if coming is not None and coming[0] == place else self._copies(place)
         if self.device.type == "cuda":
@@ -253,47 +253,42 @@ class OffloadedBlocks:
         return copies
 
     @contextlib.contextmanager
-    def on_device(self, place: int, *, following: int = -1, joined: bool = False) -> Iterator[None]:
-        """The block is on the device meanwhile; then its gradients and its buffers come back.
-
-        The block at `following` comes next. `joined`: graphs lead through the copies, for a backward pass later.
-        """
-        copies: dict[int, Tensor] = {}
-        leaves: _Copies = []
-        for own, copy in self._arrived(place):
-            copies[id(own)] = copy
-            if isinstance(own, nn.Parameter) and not joined:
-                leaf = nn.Parameter(copy, requires_grad=own.requires_grad)
-                leaf.__dict__.update(own.__dict__)
-                if own.requires_grad and getattr(own, "grad_dtype", None) not in (None, own.dtype):
-                    leaf.grad_dtype = own.grad_dtype
-                copies[id(own)] = leaf
-                leaves.append((own, leaf))
-            elif joined and isinstance(own, nn.Parameter) and own.requires_grad:
-                copies[id(own)] = own.to(self.device, copy=True)
+    def on_device(self, place: int, following: int = -1) -> Iterator[None]:
+        """The block is on the device meanwhile, and what it has moved comes back. `following` comes next."""
+        copies = {id(own): (own, _parameter_like(own, copy)) for own, copy in self._arrived(place)}
         self.prefetch(following)
-        holders: list[tuple[dict[str, Any], str, Tensor, Tensor, int]] = [
-            (holder, name, tensor, copies[id(tensor)], copies[id(tensor)]._version)
+        holders: list[tuple[Any, str, Tensor, Tensor]] = [
+            (holder, name, *copies[id(own)])
             for module in self._blocks[place].module.modules()
             for holder in (module._parameters, module._buffers)
-            for name, tensor in holder.items()
-            if tensor is not None and id(tensor) in copies
+            for name, own in holder.items()
+            if own is not None
         ]
-        for holder, name, _, copy, _ in holders:
+        versions = [copy._version for *_, copy in holders]
+        for holder, name, _, copy in holders:
             holder[name] = copy
         try:
             yield
         finally:
-            with torch.no_grad():
-                for holder, name, own, copy, version in holders:
-                    now, holder[name] = holder.get(name), own
-                    if isinstance(own, nn.Parameter):
-                        continue
+            for (holder, name, own, copy), version in zip(holders, versions, strict=True):
+                now, holder[name] = holder.get(name), own
+                if not isinstance(own, nn.Parameter):
                     if now is not copy:
                         holder[name] = now if now is None else now.to(own.device)
                     elif copy._version != version or name.startswith("running_"):  # BatchNorm's kernels don't raise it
-                        own.copy_(copy)
-        for own, copy in leaves:
-            if copy.grad is not None:
+                        own.detach().copy_(copy)
+        for own, copy in copies.values():
+            if isinstance(own, nn.Parameter) and copy.grad is not None:
                 grad = copy.grad.to(own.device)
                 own.grad = grad if own.grad is None else own.grad.add_(grad)
+
+
+def _parameter_like(own: Tensor, copy: Tensor) -> Tensor:
+    """The copy of a parameter as one with a gradient of its own; that of a buffer as it is."""
+    if not isinstance(own, nn.Parameter):
+        return copy
+    leaf = nn.Parameter(copy, requires_grad=own.requires_grad)
+    leaf.__dict__.update(own.__dict__)
+    if own.requires_grad and getattr(own, "grad_dtype", None) not in (None, own.dtype):
+        leaf.grad_dtype = own.grad_dtype
+    return leaf

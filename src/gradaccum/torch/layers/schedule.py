@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from gradaccum.core.sizes import Plan, Slice
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
-from gradaccum.on_torch.held import held_generators
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 from gradaccum.on_torch.oom_retry import RestartWindow, nothing_fits
 from gradaccum.on_torch.private import leaves_of
-from gradaccum.on_torch.random_state import all_generators, kept
-from gradaccum.torch.buffers import Attributes
-from gradaccum.torch.chunking.recompute import (
+from gradaccum.on_torch.random_state import all_generators, held_generators, kept
+from gradaccum.on_torch.state import BufferSnapshot, Snapshot
+from gradaccum.torch.buffers import Attributes, ModuleContents
+from gradaccum.torch.chunking.two_passes import (
     Conditions,
     Inputs,
-    ModuleContents,
     accelerators,
     attributes_of,
     parametrizations_computed,
@@ -31,7 +30,7 @@ from gradaccum.torch.chunking.recompute import (
 from gradaccum.torch.distributed import ByBlocks
 from gradaccum.torch.layers.backward_optimizer import BackwardOptimizer
 from gradaccum.torch.layers.blocks import Blocks, called, find_blocks, intercepted
-from gradaccum.torch.layers.calls import BlockCall, BufferPlace, MicroBatch, PassStart, Reached
+from gradaccum.torch.layers.calls import BlockCall, MicroBatch, Reached
 from gradaccum.torch.layers.offload import OffloadChoice, OffloadedBlocks, Store
 
 __all__ = ["Layers", "proof_of"]
@@ -68,8 +67,8 @@ class Layers:
         self._store = Store(offload)
         # From the place of the tail on, blocks run once, with their graph.
         self._tail = len(self.blocks) - (self.offloaded is None)
-        # Of the generators with long states, blocks look at those that the first window has drawn from.
-        self._drawn, self._learned = set[Any](), False
+        self._drawn = set[Any]()
+        """Of the generators with long states, those that micro-batches have drawn from: blocks look at these alone."""
         self._at_once = self._proving = False
         self._clear()
 
@@ -93,8 +92,6 @@ class Layers:
                     for piece in plan:
                         self._at_once = plan.measuring  # so that what it costs is all of it
                         forward_and_loss(piece)
-                if not self.waits:  # others would wait for one that starts over
-                    self._learned = True
                 if listener is not None:
                     listener.begin(window, {**self._reached, **ranks.places()}, rehearsal=proving)
                 self._backward_that_fits(plan, gauge)
@@ -110,7 +107,8 @@ class Layers:
         """Forget what forward passes have kept."""
         self._states = dict[int, ModuleContents]()
         """What blocks that run again hold, by place: gathered, if sharded, and not copied to a device yet."""
-        self._buffers = dict[int, list[BufferPlace]]()
+        self._moving = dict[int, list[BufferSnapshot]]()
+        """The buffers that their first passes move, as they were before."""
         self._reached = dict[int, int]()
         """Of what graphs between blocks lead to, by id, after which block's turn its gradient is in."""
         self._current: MicroBatch | None = None
@@ -118,7 +116,6 @@ class Layers:
         self._micro_batches: list[MicroBatch] = []
         self._largest: Any = None
         self._around: list[nn.Module] = []
-        self._outside: list[BufferPlace] = []
         if self.offloaded is not None:
             self.offloaded.forget()
 
@@ -127,7 +124,6 @@ class Layers:
         self._clear()
         known = {module for block in self._modules for module in block.modules()}
         self._inside, self._around = known, [module for module in self.model.modules() if module not in known]
-        self._outside = [(module._buffers, name) for module in self._around for name in module._buffers]
         self._generators: list[Any] | None = None
 
     @property
@@ -151,24 +147,50 @@ class Layers:
         if self._generators is None:  # the user's own
             self._generators = held_generators(self.model, forward)
         devices = accelerators([torch.empty(0, device=device)])
-        start = PassStart([*all_generators([device]), *self._generators], devices, self._outside)
+        start = Conditions([*all_generators([device]), *self._generators], devices)
         self._current = current = MicroBatch(retake, forward, start)
         try:
-            yield
+            with self._moves_noted(-1, self._around):
+                yield
         except BaseException:
             self._current = None
             raise
         if current.calls:
             current.check_turn(len(self.blocks), self.blocks)
-        self._note_drawn(start.finish())
+        start.advance()
+        self._note_drawn(start)
         current.done, current.given = True, {}  # which would hold what the blocks have written to
+
+    @contextlib.contextmanager
+    def _moves_noted(self, place: int, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Around a first pass, the window's first one of a block: notes which buffers move, and where from."""
+        if place in self._moving:
+            yield
+            return
+        buffers = Snapshot.of(modules).buffers
+        yield
+        self._moving[place] = [buffer for buffer in buffers if buffer.moved]
+
+    @contextlib.contextmanager
+    def _passes_again(self, place: int, modules: Iterable[nn.Module], *hooked: nn.Module) -> Iterator[None]:
+        """Around a second pass: buffers are as they were before the first ones, and it leaves nothing behind."""
+        attributes, moving = Attributes(modules, hooked), self._moving.get(place, ())
+        held = [(buffer.owner, buffer.name, buffer.owner.get(buffer.name)) for buffer in moving]
+        try:
+            for buffer, (owner, name, now) in zip(moving, held, strict=True):
+                assert buffer.copy is not None
+                owner[name] = buffer.copy.to(buffer.copy.device if now is None else now.device, copy=True)
+            yield
+        finally:
+            attributes.put_back()
+            for owner, name, now in held:
+                owner[name] = now
 
     def _note_drawn(self, conditions: Conditions) -> None:
         """A micro-batch, which looks at all generators, has drawn from those of these conditions."""
-        drawn = _LONG.intersection(g for g in conditions.random.states if isinstance(g, str))
-        unseen = drawn - self._drawn if self._learned else set()
-        self._drawn |= drawn
-        if unseen:
+        unseen = _LONG.intersection(g for g in conditions.random.states if isinstance(g, str)) - self._drawn
+        self._drawn |= unseen
+        if unseen and not self.waits:  # where others wait, blocks look at all of them
             conditions.random.only(unseen).put_back()
             logger.info(
                 "Drawn from %s for the first time in a forward pass: all over again.", ", ".join(sorted(unseen))
@@ -211,9 +233,9 @@ class Layers:
         before = attributes_of(block.module) if self._proving else {}
         with self.ranks.call(place):
             if place < self._tail and torch.is_grad_enabled() and place not in self._states:
-                self._states[place] = state = ModuleContents(block.module)
-                self._buffers[place] = [(holder, name) for holder, name, _ in state.buffers]
-            with self._on_device(place, place + 1):
+                self._states[place] = ModuleContents(block.module)
+            kept = self._moves_noted(place, block.module.modules()) if place in self._states else _NO_CONTEXT
+            with kept, self._on_device(place, place + 1):
                 outputs = self._first_pass(place, Inputs(args, kwargs), current)
         if self._proving:
             now = attributes_of(block.module)
@@ -241,10 +263,10 @@ class Layers:
                 return called(module, inputs.args, inputs.kwargs)
         devices = accelerators([*tensors_of(inputs), *state.parameters])
         given = held_generators(*(leaf for _, leaf in leaves(inputs)), *(self._generators or ()))
-        long = _LONG - self._drawn if self._learned else set()
+        long = set() if self.waits else _LONG - self._drawn
         generators = [*(g for g in all_generators(devices) if g not in long), *state.generators, *given]
         self._note(place, call, current)
-        return call.run(inputs, PassStart(generators, devices, self._buffers[place]), self._store, state.tensors)
+        return call.run(inputs, Conditions(generators, devices), self._store, state.tensors)
 
     def _note(self, place: int, call: BlockCall, current: MicroBatch) -> None:
         current.calls.append(call)
@@ -300,7 +322,6 @@ class Layers:
             return
         block = self.blocks[place]
         with self._states[place].restored(), parametrizations_computed(), self._on_device(place, place - 1):
-            attributes = Attributes(block.module.modules())  # what first passes have set counts
             for index, micro_batch in enumerate(waiting):
                 last = index + 1 == len(waiting)
                 following = waiting[0].calls[place - 1] if last else waiting[index + 1].calls[place]
@@ -309,15 +330,14 @@ class Layers:
                 call = micro_batch.pop(place)
                 assert call is not None
                 try:
-                    if self._proving:
-                        micro_batch.retake()
-                    found = call.again()
+                    with self._passes_again(place, block.module.modules()):
+                        if self._proving:
+                            micro_batch.retake()
+                        found = call.again()
                 except Exception as error:
                     self.failed[block.path] = error
                     getattr(error, "add_note", str)(f"Raised where backward runs the block {block.path!r} again.")
                     raise
-                finally:
-                    attributes.put_back()
                 micro_batch.arrive(place, call, found)
                 self.ranks.add_up(place)
 
@@ -326,14 +346,13 @@ class Layers:
         if not micro_batch.first_grads:
             return
         batch = micro_batch.retake()
-        attributes = Attributes(self._around, hooked=self._inside)
         self._reaching = True
         try:
-            roots, grads = micro_batch.reach(batch, self.blocks[0].path)
+            # An exception leaves out what the user's code does after its forward pass, such as removing hooks.
+            with self._passes_again(-1, self._around, *self._inside):
+                roots, grads = micro_batch.reach(batch, self.blocks[0].path)
         finally:
             self._reaching = False
-            # The exception has left out what the user's code does after its forward pass, such as removing hooks.
-            attributes.put_back()
         if roots:
             torch.autograd.backward(roots, grads)
             self.ranks.add_up()

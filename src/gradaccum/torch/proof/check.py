@@ -18,7 +18,7 @@ from gradaccum.core.sizes import Groups, even_sizes
 from gradaccum.on_torch import random_state
 from gradaccum.on_torch.adapter.arrays import largest
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.held import held_generators
+from gradaccum.on_torch.random_state import held_generators
 from gradaccum.torch.batch_norm import BatchNormChoice
 from gradaccum.torch.buffers import gradients_kept
 from gradaccum.torch.loss import Objective

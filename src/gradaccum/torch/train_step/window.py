@@ -15,11 +15,10 @@ from gradaccum.core.sizes import Plan, Rows, Slice
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.grad_buffer import GradientBuffer
-from gradaccum.on_torch.held import held_generators
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.oom_retry import OneRow, OomRetry, RestartWindow
-from gradaccum.on_torch.random_state import all_generators
+from gradaccum.on_torch.random_state import all_generators, held_generators
 from gradaccum.on_torch.stages import Stage, WindowTotal, run_stages
 from gradaccum.on_torch.state import Snapshot, WindowState, as_found
 from gradaccum.torch.batch_norm import BatchNormPolicy

@@ -1,0 +1,379 @@
+"""What to do about BatchNorm during a window.
+
+BatchNorm looks across rows, so micro-batches change what it computes. One word says what is to be done about it, for
+the optimizer, `TrainStep` and `chunked` alike:
+
+| | normalises with | running statistics |
+|---|---|---|
+| `"warn"` | the micro-batch's statistics, and says so once, naming the modules | as without a policy |
+| `"micro"` | the micro-batch's statistics, silently | moved by every micro-batch |
+| `"pooled"` | the micro-batch's statistics | moved once per update, with the window's pooled mean and variance |
+| `"frozen"` | the running statistics, as in eval mode | not moved |
+| `"exact"` | the large batch's statistics | moved once per update, as by the large batch |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import gradaccum
+from gradaccum.on_torch.arguments import checked_choice
+
+__all__ = [
+    "BatchNormChoice", "BatchNormPolicy", "Pool", "PooledStatistics", "batch_norms", "check_plain",
+    "checked_batch_norm", "frozen", "in_eval_mode", "is_of_the_user", "move_running_statistics", "ranks_of",
+    "summed_over_ranks", "warn_of_batch_norm", "warn_of_functional_batch_norm",
+]  # fmt: skip
+
+
+def batch_norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    """The BatchNorm layers that would normalise with their batch's statistics, by path.
+
+    Those in eval mode that have running statistics are per row, and not among them.
+    """
+    return [
+        (path, layer)
+        for path, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+    ]
+
+
+def check_plain(module: nn.Module) -> None:
+    """Raise a ValueError if a BatchNorm layer does more than normalise: it has hooks or parametrizations."""
+    for path, layer in batch_norms(module):
+        hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
+        if hooks or "parametrizations" in layer._modules:
+            what = "hooks" if hooks else "parametrizations"
+            raise ValueError(
+                f'{path or "The module"!r} ({type(layer).__name__}) has {what}, which batch_norm="exact" would leave '
+                f"out, as it normalises in the layer's place. Received: {what} on a BatchNorm layer; put them on a "
+                "layer before or behind it."
+            )
+
+
+def described(layers: list[tuple[str, _BatchNorm]], most: int = 8) -> str:
+    """Paths and kinds, for a message."""
+    named = ", ".join(f"{path or 'the module'!r} ({type(layer).__name__})" for path, layer in layers[:most])
+    return named if len(layers) <= most else f"{named} and {len(layers) - most} more"
+
+
+def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
+    """Name the BatchNorm layers in a warning. Returns whether there were any."""
+    layers = batch_norms(module)
+    if layers:
+        _warn(described(layers), remedy)
+    return bool(layers)
+
+
+def warn_of_functional_batch_norm(module: nn.Module, paths: Sequence[str], remedy: str) -> None:
+    """Name the modules that call `torch.nn.functional.batch_norm` in a warning."""
+    named = ", ".join(f"{path or 'the module'!r} ({type(module.get_submodule(path)).__name__})" for path in paths)
+    _warn(f"torch.nn.functional.batch_norm, called by {named}", remedy)
+
+
+def _warn(what: str, remedy: str) -> None:
+    warnings.warn(
+        f"BatchNorm normalises each micro-batch by itself, so the update is not the large batch's: {what}. {remedy}",
+        stacklevel=_level_of_the_user(),
+    )
+
+
+_OTHERS = tuple(os.path.realpath(path) for path in (Path(gradaccum.__file__).parent, Path(torch.__file__).parent))
+
+
+def is_of_the_user(filename: str) -> bool:
+    """Whether code of this file is neither ours nor PyTorch's, nor that of a context manager between them."""
+    return not (filename.startswith("<") or filename == contextlib.__file__ or _real(filename).startswith(_OTHERS))
+
+
+_real = functools.lru_cache(maxsize=256)(os.path.realpath)
+
+
+def _level_of_the_user() -> int:
+    """The `stacklevel`, for a caller of this function, of the user's first line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and not is_of_the_user(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+@contextlib.contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """BatchNorm as in eval mode inside the block, everything else as it is."""
+    layers = batch_norms(module)
+    without = [(path, layer) for path, layer in layers if layer.running_mean is None]
+    if without:
+        raise ValueError(
+            'batch_norm="frozen" normalises with running statistics, and these layers keep none: '
+            f"{described(without)}. Build them with track_running_stats=True."
+        )
+    try:
+        for _, layer in layers:
+            layer.training = False
+        yield
+    finally:
+        for _, layer in layers:
+            layer.training = True
+
+
+def ranks_of(layer: nn.Module | None) -> int:
+    """How many ranks' rows a layer normalises over: those of its group, if it is a SyncBatchNorm."""
+    if not isinstance(layer, nn.SyncBatchNorm):
+        return 1
+    group = torch.distributed
+    return group.get_world_size(layer.process_group) if group.is_available() and group.is_initialized() else 1
+
+
+def summed_over_ranks(layer: nn.Module | None, *tensors: Tensor) -> list[Tensor]:
+    """Sums over the ranks that a SyncBatchNorm spans; for other layers the tensors themselves."""
+    if ranks_of(layer) == 1:
+        return list(tensors)
+    joined = torch.cat(tensors)
+    torch.distributed.all_reduce(joined, group=getattr(layer, "process_group", None))
+    return list(joined.split([len(tensor) for tensor in tensors]))
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """BatchNorm layers in eval mode; those without running statistics get neutral ones meanwhile."""
+    layers = batch_norms(model)
+    lent = [layer for _, layer in layers if layer.running_mean is None]
+    modes = [(layer, layer.training) for _, layer in layers]
+    try:
+        for layer, _ in modes:
+            layer.training = False
+        for layer in lent:
+            place = next(iter(layer.parameters()), torch.zeros(layer.num_features))
+            layer._buffers["running_mean"] = place.new_zeros(layer.num_features)
+            layer._buffers["running_var"] = place.new_ones(layer.num_features)
+        yield
+    finally:
+        for layer in lent:
+            layer._buffers["running_mean"] = layer._buffers["running_var"] = None
+        for layer, training in modes:
+            layer.training = training
+
+
+@dataclasses.dataclass
+class Pool:
+    """Mean and sum of squared deviations of what has been seen, per channel, merged as Chan, Golub and LeVeque do."""
+
+    count: float
+    mean: Tensor
+    deviations: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, x: Tensor) -> Pool:
+        """Of a batch, channels in dimension 1."""
+        x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        dims, count = [0, *range(2, x.dim())], x.numel() // x.shape[1]
+        if x.device.type != "cpu":
+            variance, mean = torch.var_mean(x, dims, correction=0)
+            return cls(count, mean, variance * count)
+        mean = x.mean(dims, keepdim=True)  # twenty times as fast as var_mean, which the CPU doesn't vectorise
+        return cls(count, mean.flatten(), (x - mean).square_().sum(dims))
+
+    def merged(self, other: Pool) -> Pool:
+        """Of the rows of both."""
+        total = self.count + other.count
+        difference = other.mean - self.mean
+        return Pool(
+            total,
+            self.mean + difference * (other.count / total),
+            self.deviations + other.deviations + difference.square() * (self.count * other.count / total),
+        )
+
+    def onto(self, others: Pool | None) -> Pool:
+        """Merged with what was there before, if anything was."""
+        return self if others is None else others.merged(self)
+
+    def over_ranks(self, layer: nn.Module | None) -> Pool:
+        """Of the rows of all ranks that a SyncBatchNorm spans; other layers are each rank's own."""
+        if ranks_of(layer) == 1:
+            return self
+        own = torch.cat([self.mean.new_tensor([self.count]), self.mean, self.deviations])
+        parts = [torch.empty_like(own) for _ in range(ranks_of(layer))]
+        torch.distributed.all_gather(parts, own, group=getattr(layer, "process_group", None))
+        channels = len(self.mean)
+        pools = [Pool(part[0].item(), part[1 : 1 + channels], part[1 + channels :]) for part in parts]
+        return functools.reduce(Pool.merged, pools)
+
+    @property
+    def unbiased_variance(self) -> Tensor:
+        return self.deviations / (self.count - 1)
+
+
+@torch.no_grad()
+def move_running_statistics(layer: _BatchNorm, mean: Tensor, unbiased_variance: Tensor) -> None:
+    """One move of a layer's running statistics, as one forward pass over a batch of these statistics makes it."""
+    if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
+        return
+    factor: float | Tensor = 0.0 if layer.momentum is None else layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:  # the cumulative mean; as a tensor, which waits for no device
+            factor = 1.0 / layer.num_batches_tracked.to(mean.dtype)
+    # `.data`, because PyTorch's own kernels don't count these moves as in-place edits of what a graph has saved either.
+    for running, new in ((layer.running_mean, mean), (layer.running_var, unbiased_variance)):
+        running.data.copy_((1 - factor) * running.data + factor * new.to(running.dtype))
+
+
+class PooledStatistics:
+    """Running statistics that move once per window, with the pooled mean and variance of its micro-batches.
+
+        mean = sum_i n_i mean_i / N        variance = sum_i ((n_i - 1) var_i + n_i (mean_i - mean)^2) / (N - 1)
+
+    n_i counts what a channel's statistics are over (rows times positions), and N is their sum. A layer that is called
+    several times per micro-batch moves once per call, as it would on the large batch.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.pools: dict[_BatchNorm, list[Pool]] = {}
+        self.micro: dict[_BatchNorm, list[Pool]] = {}
+        self.collecting = False
+        self.borrowed: dict[_BatchNorm, tuple[Any, ...]] = {}
+
+    @contextlib.contextmanager
+    def window(self) -> Iterator[None]:
+        """Around a window's forward and backward passes; the statistics move at its end, if nothing was raised.
+
+        Passes inside it that are in no `micro_batch()`, such as recomputations, leave the statistics alone.
+        """
+        layers = [layer for _, layer in batch_norms(self.module) if layer.running_mean is not None]
+        handles: list[Any] = []
+        self.pools, self.micro = {}, {}
+        try:
+            for layer in layers:
+                handles.append(layer.register_forward_pre_hook(self._lend))
+                handles.append(layer.register_forward_hook(self._collect, always_call=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for layer, pools in self.pools.items():
+            for pool in pools:
+                move_running_statistics(layer, pool.mean, pool.unbiased_variance)
+        self.pools = {}
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Around a micro-batch's forward pass, which counts once `commit` says so."""
+        self.micro, self.collecting = {}, True
+        try:
+            yield
+        finally:
+            self.collecting = False
+
+    def commit(self) -> None:
+        """The last micro-batch is in: it won't be repeated in smaller ones for want of memory."""
+        for layer, pools in self.micro.items():
+            known = self.pools.setdefault(layer, [])
+            for index, pool in enumerate(pools):
+                if index < len(known):
+                    known[index] = known[index].merged(pool)
+                else:
+                    known.append(pool)
+        self.micro = {}
+
+    def _lend(self, layer: _BatchNorm, args: tuple[Any, ...]) -> None:
+        """Before a forward pass: buffers to write into that, with momentum 1, end up as the batch's statistics."""
+        if not layer.training:
+            return
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        self.borrowed[layer] = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
+        layer.momentum = 1.0
+        layer._buffers["running_mean"] = torch.zeros_like(layer.running_mean)
+        layer._buffers["running_var"] = torch.zeros_like(layer.running_var)
+        if layer.num_batches_tracked is not None:
+            layer._buffers["num_batches_tracked"] = torch.zeros_like(layer.num_batches_tracked)
+
+    def _collect(self, layer: _BatchNorm, args: tuple[Any, ...], output: Any) -> None:
+        if layer not in self.borrowed:
+            return
+        mean, variance = layer._buffers["running_mean"], layer._buffers["running_var"]
+        *buffers, layer.momentum = self.borrowed.pop(layer)
+        for name, buffer in zip(("running_mean", "running_var", "num_batches_tracked"), buffers, strict=True):
+            layer._buffers[name] = buffer
+        if self.collecting and output is not None and args:
+            assert mean is not None
+            assert variance is not None
+            count = args[0].numel() // args[0].shape[1]
+            count *= ranks_of(layer)
+            self.micro.setdefault(layer, []).append(Pool(count, mean, variance * (count - 1)))
+
+
+BatchNormChoice = Literal["warn", "micro", "pooled", "frozen", "exact"]
+
+
+def checked_batch_norm(batch_norm: Any) -> BatchNormChoice:
+    """`batch_norm`, if it is one of the five words."""
+    return checked_choice("batch_norm", batch_norm, get_args(BatchNormChoice))
+
+
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+class BatchNormPolicy:
+    """One of the five words, applied to a module."""
+
+    def __init__(self, batch_norm: Any, module: nn.Module, *, moved_once: bool = False, remedy: str = "") -> None:
+        self.choice = checked_batch_norm(batch_norm)
+        self.module = module
+        self.remedy = remedy
+        self.warned = False
+        self._has_layers: bool | None = None
+        self.idle = False
+        """Whether there is nothing to do in this window's micro-batches."""
+        self.micro_batches = 0
+        self.pooled = self.choice == "pooled" or (self.choice == "warn" and moved_once)
+        self.statistics: PooledStatistics | None = None
+
+    def window(self) -> contextlib.AbstractContextManager[Any]:
+        """Around all of a window's forward and backward passes."""
+        self.micro_batches = 0
+        self.idle = not self.pooled and (self.choice != "warn" or self.warned or self._has_layers is False)
+        if self.choice == "frozen":
+            return frozen(self.module)
+        return self._pooling() if self.pooled else _NO_CONTEXT
+
+    @contextlib.contextmanager
+    def _pooling(self) -> Iterator[None]:
+        self.statistics = PooledStatistics(self.module)
+        try:
+            with self.statistics.window():
+                yield
+        finally:
+            self.statistics = None
+
+    def micro_batch(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the forward pass of each micro-batch of a window."""
+        self.micro_batches += 1
+        if self.choice == "warn" and self.micro_batches == 2 and not self.warned:  # one alone is the large batch
+            if self._has_layers is None:
+                self._has_layers = any(isinstance(layer, _BatchNorm) for layer in self.module.modules())
+            self.warned = self._has_layers and warn_of_batch_norm(self.module, self.remedy)
+        return _NO_CONTEXT if self.statistics is None else self.statistics.micro_batch()
+
+    def commit(self) -> None:
+        """The last micro-batch is in."""
+        if self.statistics is not None:
+            self.statistics.commit()
+
+    def recomputation(self) -> contextlib.AbstractContextManager[Any]:
+        """Around a forward pass that repeats one made before, outside the window."""
+        return frozen(self.module) if self.choice == "frozen" else _NO_CONTEXT
