@@ -291,18 +291,18 @@ class PreparedOptimizer(AcceleratedOptimizer):
             self._clips[key] = name, self._owned(parameters), args, keywords
         return [*self._clips.values()]  # type: ignore[list-item]  # lists by now
 
-    def _has(self, parameter: Tensor) -> bool:
-        """Whether the optimizer updates this parameter."""
-        groups = self.param_groups
-        lengths = [len(group["params"]) for group in groups]
+    def _own_ids(self) -> set[int]:
+        """Of the parameters that it updates."""
+        lengths = [len(group["params"]) for group in self.param_groups]
         if self._known[0] != lengths:
             self._known = lengths, _ids(self)
-        return id(parameter) in self._known[1]
+        return self._known[1]
 
     def _owned(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Those that it updates: the sharded ones, where a forward pass has put whole ones in their place."""
         names = {} if self._model is None else {id(p): self._sharded[n] for n, p in self._model.named_parameters()}
-        return [one for p in parameters if self._has(one := names.get(id(p), p))]
+        own = self._own_ids()
+        return [one for p in parameters if id(one := names.get(id(p), p)) in own]
 
     def _all_parameters(self) -> list[Tensor]:
         """Every parameter that clipping may have been asked for, in the same order on all ranks."""
@@ -329,7 +329,9 @@ def _clipping_at_the_end(accelerator: Accelerator, name: str, original: Callable
         rest = iter([parameters] if isinstance(parameters, Tensor) else parameters)
         found, optimizers = list(itertools.islice(rest, 1)), accelerator._optimizers
         owners = optimizers if len(optimizers) == 1 and isinstance(optimizers[0], PreparedOptimizer) else []
-        if not (owners and found and owners[0]._has(found[0])):  # else the rest isn't looked at before the end
+        if not (
+            owners and found and id(found[0]) in owners[0]._own_ids()
+        ):  # else the rest isn't looked at before the end
             found += rest
             ids = {id(p) for p in found}
             owners = [o for o in optimizers if (o._owned(found) if isinstance(o, PreparedOptimizer) else ids & _ids(o))]

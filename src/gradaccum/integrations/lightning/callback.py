@@ -200,7 +200,11 @@ class GradientAccumulation(Callback):
         if self._left_out:
             self._left_out = []
             monitor.resync()
-        if trainer.world_size > 1 or not monitor.count_untouched():
+        if trainer.world_size == 1 and monitor.passes.arrivals and not monitor.looking:  # nearly always
+            monitor.passes.arrivals = 0
+            if self._closes:
+                self._check_sum()
+        else:
             if trainer.world_size == 1:
                 self._check_sum()
             if not window.micro_batches and monitor.looking:
