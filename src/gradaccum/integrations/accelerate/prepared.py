@@ -18,11 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.errors import WindowError
 from gradaccum.extras import PrivateName
-from gradaccum.integrations.accelerate.files import WindowFiles, loading_together
-from gradaccum.integrations.accelerate.following import CLIPPING, Clip, Following
+from gradaccum.integrations.accelerate.ranks import CLIPPING, Clip, ClipSettings, Schedules, WindowFiles
 from gradaccum.schedule import Steps
 from gradaccum.torch.optim import Optimizer
-from gradaccum.torch.optimizer import KEY
 
 __all__ = ["PreparedOptimizer", "prepare_optimizer"]
 
@@ -101,7 +99,6 @@ def prepare_optimizer(
     if not hasattr(accelerator, "_gradaccum_methods"):
         for method in CLIPPING:
             setattr(accelerator, method, _clipping_at_the_end(accelerator, method, getattr(accelerator, method)))
-        accelerator.load_state = loading_together(accelerator, accelerator.load_state)
         accelerator._gradaccum_methods = True
     return prepared
 
@@ -125,11 +122,12 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._is_accelerate_prepared = True
         self._model = model
         self._sharded = {} if model is None else dict(model.named_parameters())
-        self._gradaccum_files = (
-            None if accelerator.num_processes == 1 or model is not None else WindowFiles(accelerator, self)
-        )
+        several = accelerator.num_processes > 1
+        self._files = WindowFiles(accelerator, self) if several and model is None else None
         self._clips: dict[Any, tuple[str, Iterable[Tensor], tuple[Any, ...], dict[str, Any]]] = {}
         """What the body has asked for in this window. Until its end parameters are not looked at."""
+        self._last_clips: list[Clip] = []
+        """What it asked for in its last one."""
         self._norm: Tensor | None = None
         self._known: tuple[Any, set[int]] = (None, set())
         self._in_body = False
@@ -139,9 +137,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._ended: Any = None
         """The loader, and its epoch, whose last batch has closed a window here."""
         self._warned = False
-        self._following = Following(accelerator, self)
-        if accelerator.num_processes > 1:
-            optimizer._windows.ranks.settings = self._following
+        self._schedules = Schedules(accelerator, self)
+        if several:
+            optimizer._windows.ranks.settings = ClipSettings(self)
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._after_update)
 
@@ -187,7 +185,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Count a micro-batch; with the one that closes the window, or the loader's last, make the update."""
         _check_alone(self.gradient_state)
-        self._following.look()
+        self._schedules.look()
         self._in_body, self._is_updating, self._updated_at_end = True, False, False
         try:
             if self.scaler is None:  # Accelerate's own step looks for optimizers and devices that this is not
@@ -238,20 +236,16 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """What goes into a checkpoint, open window included."""
         state: dict[str, Any] = super().state_dict()
-        if self._gradaccum_files is not None:
-            state[KEY]["save"] = self._gradaccum_files.save_point(state[KEY])
-        return state
+        return state if self._files is None else self._files.marked(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint, open window included.
 
         Raises:
-            WindowError: From `load_state`: a part of an open window is not there, or loading failed elsewhere.
+            WindowError: From `load_state`: a process's part of an open window is not there.
         """
         self._clips.clear()
-        super().load_state_dict(
-            state_dict if self._gradaccum_files is None else self._gradaccum_files.own_part(state_dict)
-        )
+        super().load_state_dict(state_dict if self._files is None else self._files.own_part(state_dict))
 
     def _is_epochs_last(self) -> bool:
         """Whether a plain loop over one of Accelerate's loaders has come to its last batch."""
@@ -287,41 +281,44 @@ class PreparedOptimizer(AcceleratedOptimizer):
         if not self.optimizer.micro_batches:
             self._clips.clear()
             if self.updated:
-                self._following.body_goes_on()
+                self._schedules.body_goes_on()
 
-    def _clipped(self) -> list[Clip]:
-        """What is clipped at the end of this window."""
-        found = {k: (name, self._owned(those), args, kw) for k, (name, those, args, kw) in self._clips.items()}
-        self._clips.update(found)
-        return [*found.values()]
+    def _clips_now(self) -> list[Clip]:
+        """What is clipped at the end of this window; after the loop, as at its last one."""
+        if not self._clips and not self._in_body:
+            return self._last_clips
+        for key, (name, parameters, args, keywords) in self._clips.items():
+            self._clips[key] = name, self._owned(parameters), args, keywords
+        return [*self._clips.values()]  # type: ignore[list-item]  # lists by now
 
-    def _has(self, parameter: Tensor) -> bool:
-        """Whether the optimizer updates this parameter."""
-        groups = self.param_groups
-        lengths = [len(group["params"]) for group in groups]
+    def _own_ids(self) -> set[int]:
+        """Of the parameters that it updates."""
+        lengths = [len(group["params"]) for group in self.param_groups]
         if self._known[0] != lengths:
             self._known = lengths, _ids(self)
-        return id(parameter) in self._known[1]
+        return self._known[1]
 
     def _owned(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Those that it updates: the sharded ones, where a forward pass has put whole ones in their place."""
         names = {} if self._model is None else {id(p): self._sharded[n] for n, p in self._model.named_parameters()}
-        return [one for p in parameters if self._has(one := names.get(id(p), p))]
+        own = self._own_ids()
+        return [one for p in parameters if id(one := names.get(id(p), p)) in own]
 
     def _all_parameters(self) -> list[Tensor]:
         """Every parameter that clipping may have been asked for, in the same order on all ranks."""
         return [*(p for group in self.param_groups for p in group["params"]), *self._sharded.values()]
 
     def _before_update(self, *_: Any) -> None:
-        self._following.look()
-        self._is_updating, self._norm = True, None
-        for name, parameters, args, keywords in self._clipped():
+        self._schedules.look()
+        self._is_updating, self._norm, self._last_clips = True, None, self._clips_now()
+        for name, parameters, args, keywords in self._last_clips:
             norm: Tensor | None = CLIPPING[name](parameters, *args, **keywords)
             self._norm = self._norm if norm is None else norm
         self._clips.clear()
 
     def _after_update(self, *_: Any) -> None:
-        self._following.updated(self._in_body)
+        if not self._in_body:
+            self._schedules.updated_after_loop()
 
 
 def _clipping_at_the_end(accelerator: Accelerator, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -330,25 +327,23 @@ def _clipping_at_the_end(accelerator: Accelerator, name: str, original: Callable
     @functools.wraps(original)
     def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **keywords: Any) -> Any:
         rest = iter([parameters] if isinstance(parameters, Tensor) else parameters)
-        first: Any = next(rest, None)
-        found: Iterable[Tensor] = itertools.chain([] if first is None else [first], rest)
-        optimizers = accelerator._optimizers
-        only = optimizers[0] if len(optimizers) == 1 else None
-        if isinstance(only, PreparedOptimizer) and only._has(first):  # the rest isn't looked at before the end
-            only._clips[name, id(first)] = name, found, args, keywords
-            return None
-        found = list(found)
-        owners = [o for o in optimizers if isinstance(o, PreparedOptimizer) and o._owned(found)]
-        if not owners:
+        found, optimizers = list(itertools.islice(rest, 1)), accelerator._optimizers
+        owners = optimizers if len(optimizers) == 1 and isinstance(optimizers[0], PreparedOptimizer) else []
+        if not (
+            owners and found and id(found[0]) in owners[0]._own_ids()
+        ):  # else the rest isn't looked at before the end
+            found += rest
+            ids = {id(p) for p in found}
+            owners = [o for o in optimizers if (o._owned(found) if isinstance(o, PreparedOptimizer) else ids & _ids(o))]
+        owner = next((o for o in owners if isinstance(o, PreparedOptimizer)), None)
+        if owner is None:
             return original(found, *args, **keywords)
-        ids = {id(p) for p in found}
-        others = [o for o in optimizers if o not in owners and ids & _ids(o)]
-        if len(owners) + len(others) > 1:
+        if len(owners) > 1:
             raise ValueError(
-                f"accelerator.{name} was given parameters of {len(owners) + len(others)} optimizers, whose windows "
+                f"accelerator.{name} was given parameters of {len(owners)} optimizers, whose windows "
                 "close apart. Call it for the parameters of each."
             )
-        owners[0]._clips[name, tuple(map(id, found))] = name, found, args, keywords
+        owner._clips[name, id(found[0])] = name, itertools.chain(found, rest), args, keywords
         return None  # the norm is not known before the window closes: `grad_norm`
 
     return clip

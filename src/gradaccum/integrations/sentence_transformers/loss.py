@@ -27,7 +27,7 @@ logger = logging.getLogger("gradaccum")
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 
 
-class ChunkedMultipleNegativesRankingLoss(nn.Module):
+class ChunkedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
     """`CachedMultipleNegativesRankingLoss` on `chunked` and `info_nce`: the same arguments, loss and gradients.
 
     Texts are embedded in micro-batches whose activations are computed again in backward, dropout and all, and the
@@ -77,9 +77,7 @@ class ChunkedMultipleNegativesRankingLoss(nn.Module):
         *,
         tile: int = 1024,
     ) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = MultipleNegativesRankingLoss(  # it checks these, and is the loss where there are no tiles
+        super().__init__(  # it checks these, and is the loss where there are no tiles
             model,  # type: ignore[arg-type]  # a SentenceTransformer, or a trainer's wrapper of one
             scale=scale,
             similarity_fct=similarity_fct,
@@ -108,11 +106,11 @@ class ChunkedMultipleNegativesRankingLoss(nn.Module):
 
     @property
     def _in_tiles(self) -> bool:
-        loss = self.loss
-        both = set(loss.directions) == {"query_to_doc", "doc_to_query"} and loss.partition_mode == "per_direction"
-        is_hardened = loss.hardness_mode is not None and loss.hardness_strength > 0
-        one_way = set(loss.directions) == {"query_to_doc"}
-        return (one_way or both) and loss.similarity_fct in (cos_sim, dot_score) and not is_hardened
+        directions = set(self.directions)
+        both = directions == {"query_to_doc", "doc_to_query"} and self.partition_mode == "per_direction"
+        is_hardened = self.hardness_mode is not None and self.hardness_strength > 0
+        is_known = self.similarity_fct in (cos_sim, dot_score) and not is_hardened
+        return is_known and (both or directions == {"query_to_doc"})
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         columns = list(sentence_features)
@@ -126,14 +124,14 @@ class ChunkedMultipleNegativesRankingLoss(nn.Module):
         rows = self.mini_batch_size if self.mini_batch_num_tokens is None else sys.maxsize
         embeddings = _embedded(self.model, columns, rows, self.mini_batch_num_tokens, self._chunked)
         if not self._in_tiles:
-            return self.loss.compute_loss_from_embeddings(embeddings, labels)  # type: ignore[arg-type]  # unused there
+            return self.compute_loss_from_embeddings(embeddings, labels)  # type: ignore[arg-type]  # unused there
         queries, documents = embeddings[0], torch.cat(embeddings[1:])
         if len(documents) < len(queries):
             raise ValueError(
                 "Text i of the first column and text i of the second are a pair, so there are as many documents as "
                 f"queries, or more: negatives. Received: columns of {', '.join(str(len(e)) for e in embeddings)} texts."
             )
-        if self.loss.similarity_fct is cos_sim:
+        if self.similarity_fct is cos_sim:
             queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
         spans_ranks = self.gather_across_devices and dist.is_available() and dist.is_initialized()
         return info_nce(
@@ -148,34 +146,15 @@ class ChunkedMultipleNegativesRankingLoss(nn.Module):
     def get_config_dict(self) -> dict[str, Any]:
         """What a model card says of the loss."""
         sizes = {name: getattr(self, name) for name in ("mini_batch_size", "mini_batch_num_tokens", "tile")}
-        return {**self.loss.get_config_dict(), **sizes}
+        return {**super().get_config_dict(), **sizes}
 
     @property
     def citation(self) -> str:
         """What a model card cites."""
-        return self.loss.citation
-
-    # The loss inside has these; `loss.scale = 5.0` sets them there.
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _INSIDE and "loss" in self.__dict__.get("_modules", {}):
-            return getattr(self.loss, name)
-        return super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _INSIDE:
-            setattr(self.loss, name, value)
-        else:
-            super().__setattr__(name, value)
+        return super().citation
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_chunked": {}}  # found by identity
-
-
-_INSIDE = {
-    "scale", "similarity_fct", "gather_across_devices", "directions", "partition_mode", "hardness_mode",
-    "hardness_strength", "temperature",
-}  # fmt: skip
 
 
 # The columns of a batch, embedded in micro-batches by the model that the trainer has wrapped.

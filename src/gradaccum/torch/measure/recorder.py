@@ -128,8 +128,8 @@ class Recorder:
             return {}
         self._noise = self._updates
         noise = {"value": scale.value, "low": scale.interval[0], "high": scale.interval[1]}
-        more = {"batch_size": scale.batch_size, "updates": scale.updates, "unit": scale.unit}
-        return {"noise_scale": scale.value, "noise": noise | more}
+        noise |= {"batch_size": scale.batch_size, "updates": scale.updates, "unit": scale.unit}
+        return {"noise_scale": scale.value, "noise": noise}
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None
@@ -147,12 +147,9 @@ class Recorder:
 
     def close(self) -> None:
         """Close the files. The report can still be made."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        for writer in filter(None, (self._file, self._board)):
+            writer.close()
+        self._file = self._board = None
 
     def __enter__(self) -> Recorder:
         return self
