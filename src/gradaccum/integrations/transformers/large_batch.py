@@ -216,7 +216,7 @@ class LargeBatch:
         return ({} if self.step is None else self.step.state_dict()) | {"trims": self.trims}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` wrote."""
+        """Continue from what `state_dict` returned."""
         self._state, self.trims = state, state.get("trims", False)
         if self.step is not None:
             self.step.load_state_dict(state)
