@@ -35,7 +35,7 @@ def micro_batched(
 
     Args:
         model: Any `keras.Model` that doesn't override `train_step`: functional, sequential or subclassed, built or not,
-            compiled or not. Its training step is replaced in place, and its file doesn't record this.
+            compiled or not. Its training step is replaced, which its file doesn't record.
         micro_batch_size: Rows that one forward and backward pass holds at most, on each device where the batch is
             spread over several; or `"auto"`, the fastest that fits, found during the first updates on PyTorch, and
             measured before the first one where the update is compiled.
@@ -48,9 +48,9 @@ def micro_batched(
             once.
         verify: Prove updates: loss, gradients and moved variables of a few rows are computed at once and in
             micro-batches, by the same code that then trains. This takes two passes over at most 16 rows for the first
-            batch of each `fit`, for each batch of another kind or with rows of a new sort (missing labels, uneven
-            weights, a new class, larger targets), and if a variable that the loss reads has changed. Random numbers are
-            the same in both, and BatchNormalization has its own warning. A warning names what can't be compared.
+            batch of each `fit`, for updates 2, 4, 8, ..., and for batches of another kind. The rows are those with rare
+            sorts (missing labels, uneven weights, a class) and extremes. Random numbers are the same in both, and
+            BatchNormalization has its own warning. A warning names what can't be compared.
 
     Returns:
         `model`.

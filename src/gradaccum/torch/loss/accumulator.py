@@ -130,7 +130,9 @@ class LossAccumulator:
                 self._sum = found[None]
                 return self._sum
             parameter, device = next(self.objective.model.parameters(), torch.zeros(())), self.objective.device
-            zero = torch.zeros_like(wide(next(iter(found.values()), parameter.new_zeros(()))), device=device)
+            zero = torch.zeros_like(
+                wide(next(iter(found.values()), torch.zeros((), dtype=parameter.dtype))), device=device
+            )
             names = list(self.total or ()) if self.named else []
             self._sum = torch.stack([found.get(name, zero).to(device) for name in names]) if names else zero
         return self._sum
