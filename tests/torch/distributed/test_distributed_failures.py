@@ -104,7 +104,10 @@ REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
         (failures.different_parts, (way, sync), "WindowError", "different parts")
         for way, sync in (("batches", "window"), ("batches", "micro_batch"), ("backward", "window"))
     ],
-    "clipping inside of a window": [(sharded_cases.edited, (), "WindowError", "")],
+    "clipping inside of a window, or of replicas that are not reduced yet": [
+        (failures.edited, one, "WindowError", "The gradients were edited")
+        for one in (("fsdp2", 3), ("ddp", 3), ("ddp", 1))
+    ],
     "a wrapped sharded model with different numbers of micro-batches": [
         (
             sharded_cases.uneven,
