@@ -108,6 +108,9 @@ def train(
         found = loss(m, rows) if heads is None else loss(lambda x: m(x, heads[place[0]][place[1]]), rows)
         return found if isinstance(found, list) else [found]
 
+    def named_losses(m: Any, rows: Rows) -> Any:
+        return sum(part for part, weight in loss(m, rows).values() if weight)
+
     def weight(place: tuple[int, int], rows: Rows) -> float:
         return len(rows[0]) if weights is None else weights[place[0]][place[1]]
 
@@ -124,7 +127,9 @@ def train(
                 def whole_loss(m: nn.Module, _: Any, seen: Any = seen, total: float = total, sums: bool = sums) -> Any:
                     return sum(sum(losses(m, rows, p)) * ((1 if sums else w) / total) for w, p, rows in seen)
 
-                if total and not skipped:
+                if loss is by_name:
+                    oracle.update(concatenated([rows for _, rows in window]), named_losses)
+                elif total and not skipped:
                     oracle.update(None, whole_loss)  # type: ignore[arg-type]
             loader: Any = list(enumerate(ranks[rank]))
             if "batches" in way:
@@ -134,9 +139,11 @@ def train(
                 if i in skips[rank % 2]:
                     continue
                 wrapped.zero_grad()
-                factor = float("nan") if not weight((rank, i), rows) else float("inf") if (rank, i) in bad else 1.0
+                factor = float("inf") if (rank, i) in bad else 1.0 if weight((rank, i), rows) else float("nan")
                 for part in losses(used, rows, (rank, i)):
-                    if "backward" in way:
+                    if loss is by_name:
+                        wrapped.backward(part)
+                    elif "backward" in way:
                         wrapped.backward(part * factor, weight=None if "batches" in way else weight((rank, i), rows))
                     else:
                         (part * factor).backward()
@@ -187,6 +194,13 @@ def gradient_penalty(m: nn.Module, rows: Rows) -> Tensor:
     x = rows[0].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
     return loss_of(m, rows) + gradient.square().sum(1).mean()
+
+
+def by_name(m: nn.Module, rows: Rows) -> Any:
+    """Two losses with denominators of their own: one over rows, one over those whose first entry is positive."""
+    outputs, kept = m(rows[0]), rows[0][:, 0] > 0
+    second = outputs[kept].square().mean() if kept.any() else outputs.sum() * 0.0
+    return {"rows": (nn.functional.cross_entropy(outputs, rows[1]), len(rows[0])), "kept": (second, int(kept.sum()))}
 
 
 class Checkpointed(nn.Module):
@@ -478,6 +492,19 @@ def collectives(rank: int, way: str) -> tuple[list[int], list[str]]:
                 begun, reductions.counts["all_reduce"], last = channel.line.begun, 0, events.copy()
                 events.clear()
     return found, last
+
+
+def overlapping(rank: int) -> list[str]:
+    """What happens in the last of some windows, of a model whose layers are reduced one by one."""
+    model, events = network(), list[str]()
+    replica = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=1, model=replica)
+    model[0].weight.register_hook(lambda _: events.append("first layer"))  # type: ignore[index]
+    replica.register_comm_hook(events, _noting)
+    for rows in data([[4] * 5] * 2)[rank]:
+        events.clear()
+        train_on(replica, optimizer, [rows])
+    return events
 
 
 def _noted(events: list[str], name: str, function: Any) -> Any:

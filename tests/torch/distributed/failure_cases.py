@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum.errors import WindowError
 from gradaccum.torch import Blocks, TrainStep
 from gradaccum.torch.optim import Optimizer
-from tests.torch.distributed.ddp_cases import Heads, train
+from tests.torch.distributed.ddp_cases import Heads, by_name, train
 from tests.torch.distributed.problems import (
     OPTIMIZERS,
     built,
@@ -219,6 +219,16 @@ def edited(rank: int, engine: str, steps: int) -> None:
         optimizer.zero_grad()
         loss_of(model, rows).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+
+def named_later(rank: int) -> None:
+    """Losses by name come in a later window than the first."""
+    model, optimizer = wrap(network(), 1)
+    for i, rows in enumerate(data([[4] * 3] * 2)[rank]):
+        optimizer.zero_grad()
+        losses = by_name(model, rows)
+        optimizer.backward(losses) if i else optimizer.backward(*losses["rows"])
         optimizer.step()
 
 
