@@ -69,25 +69,9 @@ def train(
 ) -> tuple[float, float, int]:
     """The user's loop. Returns (error, reductions of an element, updates).
 
-    Args:
-        rank: This one.
-        sizes: Rows of each rank's micro-batches.
-        steps: Of a window.
-        way: In batches(), or in a plain loop that is flushed; with the wrapper's backward() or the losses' own.
-        engine: How the model is spread over the ranks.
-        loss: It may be several, which go backward one by one.
-        build: Makes the model.
-        ddp: DistributedDataParallel's options.
-        weights: What micro-batches weigh, by rank, in place of their rows; where that is 0, the loss is NaN.
-        heads: Which head of the model each of them uses.
-        bad: Those whose loss is infinite.
-        hook: DDP's communication hook.
-        compiles: The model "inside", or what is "outside" of it.
-        skips: Micro-batches that each rank passes over.
-        optimizer: Which one.
-        clip: Largest norm.
-        epochs: How many.
-        keywords: The wrapper's.
+    `way`: in batches(), or in a plain loop that is flushed; with the wrapper's backward() or the losses' own. `loss` may
+    be several, which go backward one by one. What micro-batches weigh in place of their rows, which head of the model
+    they use, whose loss is infinite (`bad`) and which are passed over (`skips`), by rank; weight 0 has a loss of NaN.
     """
     model = build()
     oracle = Oracle(model, optimizer, clip)
@@ -313,8 +297,7 @@ def scaler(
     """GradScaler, whose update() comes with every micro-batch; one rank's loss overflows."""
     model = network()
     oracle = Oracle(model)
-    used = spread(engine, model, {})
-    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=3, model=used, sync=sync)
+    used, optimizer = wrap_over(engine, model, 3, sync=sync)
     scales = scaled(rank, used, optimizer, oracle, overflow_at, interval)
     return oracle.error(model), scales, optimizer.updates
 
