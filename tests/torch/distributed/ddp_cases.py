@@ -69,9 +69,9 @@ def train(
 ) -> tuple[float, float, int]:
     """The user's loop. Returns (error, reductions of an element, updates).
 
-    `way`: in batches(), or in a plain loop that is flushed; with the wrapper's backward() or the losses' own. `loss` may
-    be several, which go backward one by one. What micro-batches weigh in place of their rows, which head of the model
-    they use, whose loss is infinite (`bad`) and which are passed over (`skips`), by rank; weight 0 has a loss of NaN.
+    `way`: in batches(), or in a plain loop that is flushed; with the wrapper's backward() or the losses' own. `loss`:
+    one, or several, which go backward one by one. What micro-batches weigh in place of their rows, which head they use,
+    whose loss is infinite (`bad`) and which are passed over (`skips`), by rank; weight 0 has a loss of NaN.
     """
     model = build()
     oracle = Oracle(model, optimizer, clip)

@@ -61,8 +61,8 @@ class _Plan(NamedTuple):
 class Chunked(nn.Module):
     """A module with the same outputs and gradients that keeps the activations of one micro-batch at a time.
 
-    The large batch goes forward in micro-batches of which nothing but the outputs is kept; backward runs each of them
-    again. It costs one more forward pass, and any loss on the outputs gets the large batch's gradient exactly:
+    The forward pass runs in micro-batches and keeps only their outputs; backward runs each of them again. This costs
+    one more forward pass, and any loss on the outputs gets the large batch's gradient exactly:
 
         dL/dp = sum_i (dL/d out_i) (d out_i/dp)        over micro-batches i, with dL/d out from the whole batch's loss
 
@@ -75,21 +75,21 @@ class Chunked(nn.Module):
         max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted by length, trimmed to the
             longest of their micro-batch and packed. Outputs come in the rows' order.
         keep: Micro-batches that keep their activations and are not recomputed; with `max_tokens` the shortest rows'.
-        batch_dims: Like `torch.vmap`'s `in_dims`, over the positional arguments, or a dict by argument name: the
-            dimension that holds the rows; None for what all micro-batches share.
-        out_dims: The same for the outputs; default: `batch_dims` where that is an int, else 0.
+        batch_dims: The dimension that holds the rows, like `torch.vmap`'s `in_dims` over the positional arguments, or a
+            dict by argument name; None for tensors that all micro-batches share.
+        out_dims: The same for the outputs; default: `batch_dims` if that is an int, else 0.
         batch_norm: What to do about BatchNorm: `"warn"` and `"pooled"` move the running statistics once per forward
             pass, `"micro"` once per micro-batch, `"frozen"` never; `"exact"` normalises with the large batch's
             statistics.
-        offload: With `batch_norm="exact"`: keep what crosses the BatchNorm layers in host memory.
-        verify: Prove at the first call that needs gradients, and where a module is in another mode, that a few of its
+        offload: With `batch_norm="exact"`, keep tensors that cross the BatchNorm layers in host memory.
+        verify: Prove at the first call that needs gradients, and again in another mode of a module, that a few of its
             rows have the same outputs and gradients in micro-batches as at once. BatchNorm that isn't exact is left
-            out; what can't be evaluated is said.
+            out; a warning names what can't be evaluated.
 
     Raises:
-        TypeError, ValueError: An argument is none of what it must be.
-        NotEquivalentError: At the first call, from `verify`: the message names what looks across rows, or what leaves
-            the module besides its outputs.
+        TypeError, ValueError: An argument is invalid.
+        NotEquivalentError: At the first call, from `verify`. The message names the part that looks across rows, or the
+            tensor that leaves the module besides its outputs.
 
     Example:
         >>> import torch
@@ -179,34 +179,28 @@ class Chunked(nn.Module):
                 "jvp ...), and its two passes are torch.autograd's. Use backward() or torch.autograd.grad, or "
                 "transform the module inside."
             )
-        modes = frozenset(call.state.modes) | (plan.packs.padded | plan.packs.text if plan.packs is not None else set())
-        if self._proven is not None:  # second passes are compared in calls 1, 2, 4, 8, ..., and in new modes
-            new = not modes <= self._proven
-            if new:
-                call, is_proven = self._proven_call(plan, call, differentiated)
-                self._proven |= modes if is_proven else frozenset()
-            self._calls += differentiated
-            call.first_outputs = {} if new or not self._calls & (self._calls - 1) else None
+        if self._proven is not None:
+            call = self._proven_call(plan, call, self._proven, differentiated)
         with self.policy.window(), parametrizations_computed():
             return call.run(tensors, self.keep, differentiated=differentiated)
 
-    def _proven_call(self, plan: _Plan, call: Call, differentiated: bool) -> tuple[Call, bool]:
+    def _proven_call(self, plan: _Plan, call: Call, proven: frozenset[Any], differentiated: bool) -> Call:
         """The call, once one in these modes has proven itself; padding is treated as the proof has found right."""
-        if plan.packs is not None and plan.rows < 2:  # nothing to compare it with: padding stays
-            return self._call(self._plan(plan.inputs, "whole"), self.policy), False
-        if not differentiated and plan.packs is None:
-            return call, False
-        if plan.spans_ranks:
-            logger.warning(
-                "Whether a chunked %s gives the outputs and gradients of all rows at once is not proven here: the "
-                "ranks of its SyncBatchNorm wait for each other in every pass. Prove it on one process.",
-                type(self.module).__name__,
-            )
-            return call, True
-        self._prove(plan)
-        if plan.packs is not None:
-            call = self._call(self._plan(plan.inputs, self._left), self.policy)
-        return call, True
+        modes = frozenset(call.state.modes()) | (
+            plan.packs.padded | plan.packs.text if plan.packs is not None else set()
+        )
+        new = not modes <= proven
+        if new and plan.packs is not None and plan.rows < 2:  # nothing to compare it with: padding stays
+            call = self._call(self._plan(plan.inputs, "whole"), self.policy)
+        elif new and (differentiated or plan.packs is not None):
+            self._prove(plan)
+            self._proven = proven | modes
+            if plan.packs is not None:
+                call = self._call(self._plan(plan.inputs, self._left), self.policy)
+        self._calls += differentiated
+        # Second passes are compared in calls 1, 2, 4, 8, ..., and in new modes.
+        call.first_outputs = {} if new or not self._calls & (self._calls - 1) else None
+        return call
 
     def _plan(self, inputs: Inputs, left: Left) -> _Plan:
         """How a call is cut."""
@@ -240,6 +234,13 @@ class Chunked(nn.Module):
     def _prove(self, plan: _Plan) -> None:
         """The first call in these modes: prove it, or say why it can't be proven."""
         name = type(self.module).__name__
+        if plan.spans_ranks:
+            logger.warning(
+                "Whether a chunked %s gives the outputs and gradients of all rows at once is not proven here: the "
+                "ranks of its SyncBatchNorm wait for each other in every pass. Prove it on one process.",
+                name,
+            )
+            return
         try:
             with torch.inference_mode(False):
                 found = self._findings(plan, batch_norm=self.policy.choice == "exact")
@@ -314,7 +315,7 @@ class Chunked(nn.Module):
         Raises:
             NotEquivalentError: They don't; the message names the first layer whose outputs depend on other rows, or
                 what leaves the module besides its outputs.
-            ValueError: It can't be told; the message says why.
+            ValueError: The rows can't be compared; the message says why.
 
         Example:
             >>> chunked(nn.Linear(4, 2), 32).verify(torch.randn(256, 4))

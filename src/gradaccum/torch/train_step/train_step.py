@@ -16,20 +16,17 @@ from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
 from gradaccum.on_torch.oom_retry import OomRetry
-from gradaccum.on_torch.stages import gradient_stages
-from gradaccum.on_torch.state import WindowState
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
-from gradaccum.torch.distributed import Ranks, leaving_on_error
+from gradaccum.torch.distributed import leaving_on_error
 from gradaccum.torch.head import tiling
 from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, proof_of
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof import Proof
-from gradaccum.torch.train_step.exact_batch_norm import WholeBatch
 from gradaccum.torch.train_step.global_batch import check_members, find_ranks, inside, spans_ranks
-from gradaccum.torch.train_step.micro_batcher import GroupsChoice, MicroBatcher
-from gradaccum.torch.train_step.options import Options, check_optimized
+from gradaccum.torch.train_step.micro_batcher import MicroBatcher
+from gradaccum.torch.train_step.options import GroupsChoice, Options, check_optimized, loss_by_name
 from gradaccum.torch.train_step.update import Update
-from gradaccum.torch.train_step.window import Finished, Shared, WindowRunner
+from gradaccum.torch.train_step.window import Finished, WholeBatch, WindowRunner
 
 __all__ = ["TrainStep"]
 
@@ -48,45 +45,46 @@ class TrainStep:
     Args:
         model: The model.
         optimizer: A `torch.optim.Optimizer`, or a list of them. Those that evaluate a closure re-run the window.
-        loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. What a
-            `torch.nn` loss divides by is known; any other callable is taken to be a mean over rows, and verified.
-        compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`; or several losses, each
+        loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. The
+            denominator of a `torch.nn` loss is known; any other callable is taken for a mean over rows, and verified.
+        compute_loss: In its place, `compute_loss(model, *batch) -> loss` or `(loss, weight)`; or several losses, each
             with its own denominator, `{name: (loss, weight)}` or a list of pairs, which are added up.
-        micro_batch_size: Rows, or `"auto"`: the fastest size that fits, found during the first updates, all exact.
+        micro_batch_size: Rows, or `"auto"`, the fastest size that fits, found during the first updates, all exact.
         max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted, trimmed and packed.
-        pack: `pack(batch, rows) -> batch`: lays rows one behind the other for `max_tokens`, in place of padding.
-        weight: `weight(*micro_batch) -> number`: what the loss is a mean over, where that isn't rows. Additive. Of
-            several losses `{name: number}`, which saves a counting pass: `compute_loss` returns `{name: loss}` then.
+        pack: `pack(batch, rows) -> batch`, which joins rows for `max_tokens`, in place of padding.
+        weight: `weight(*micro_batch) -> number`, what the loss is a mean over, if not rows. It must add up over rows.
+            For several losses, return `{name: number}` here and `{name: loss}` there, which saves a counting pass.
         reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
-        batch_dims: Where the rows are, like `in_dims` of `torch.vmap`; None marks what every micro-batch shares.
-        groups: Rows that stay together, as pairs do: an int (so many in a row), the rows' group ids as a tensor, or
-            `groups(*batch) -> ids`. Rows of a group that lie apart are brought together.
-        clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` tells the norm before.
+        batch_dims: Where the rows are, like `in_dims` of `torch.vmap`; None marks tensors that all micro-batches share.
+        groups: Rows that stay together, such as pairs: an int (so many consecutive rows), the rows' group ids as a
+            tensor, or `groups(*batch) -> ids`. A group's rows may be anywhere in the batch.
+        clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` has the norm before.
         clip_grad_value: Largest absolute value of its entries.
         scaler: A `torch.amp.GradScaler`.
         autocast: A dtype for the forward pass, such as `torch.bfloat16`.
-        accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32`.
-        batch_norm: What is done about BatchNorm: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
+        accumulate_dtype: Dtype in which gradients of narrower parameters are summed, such as `torch.float32`.
+        batch_norm: How BatchNorm is handled: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
             update, pooled over the window), `"frozen"`, or `"exact"`.
-        offload: Keep in host memory what crosses exact BatchNorm layers or lies between `blocks`; a folder: in files.
+        offload: Keep tensors that cross exact BatchNorm layers or `blocks` in host memory; a folder keeps them in
+            files.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
-        noise_scale: Measure the gradient noise scale while training, for `noise_scale`; `"layer_norm"`: by the rows'
+        noise_scale: Measure the gradient noise scale for the property `noise_scale`; `"layer_norm"` uses the rows'
             gradients of normalization layers alone.
-        verify: Prove at the first update, on a few rows, that its micro-batches give what these rows give at once;
-            again where a batch is of a new kind, and at updates 2, 4, 8, ..., 1024, 2048, 3072, ...
+        verify: Prove on a few rows that micro-batches give the same as these rows at once, at the first update, at
+            updates 2, 4, 8, ..., 1024, 2048, 3072, ..., and for batches of a new kind.
         sync: When ranks reduce their gradients: `"window"`, once per update; `"micro_batch"`, on every micro-batch, for
             sharded models whose unsharded gradients don't fit; with `blocks`, forward passes gather one at a time.
         blocks: Layer by layer: the model's blocks, an `nn.ModuleList`, its dotted path, a list of modules, or `"auto"`;
-            or `gradaccum.torch.Blocks(...)` around any of these, which says when they are updated and where they live.
-            Of a micro-batch only what the blocks are called with is kept; backward runs the blocks again, one after
-            the other, each on all micro-batches. A sharded model gathers a block once per pass.
+            or `gradaccum.torch.Blocks(...)` around any of these, which sets when they are updated and where they live.
+            Only the blocks' inputs are kept; backward runs the blocks again, one after the other, each on all
+            micro-batches. A sharded model gathers a block once per pass.
         head: The linear layer whose outputs are logits over a huge vocabulary, its dotted path, or `"auto"` for models
-            of transformers: it and the cross entropy run in tiles, so that the logits never exist.
+            of transformers. It and the cross entropy run in tiles, so the logits never exist as a whole.
 
     Raises:
-        TypeError, ValueError: An argument is not what it must be.
+        TypeError, ValueError: An argument is invalid.
         NotEquivalentError: `verify` found that micro-batches don't add up to the large batch.
-        torch.OutOfMemoryError: Even one row does not fit, or the optimizer's step doesn't.
+        torch.OutOfMemoryError: One row doesn't fit, or the optimizer's step doesn't.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -97,6 +95,7 @@ class TrainStep:
         (torch.Size([]), 1, 3)
     """
 
+    @loss_by_name
     @leaving_on_error
     def __init__(
         self,
@@ -127,7 +126,7 @@ class TrainStep:
         head: nn.Module | str | None = None,
     ) -> None:
         self.model = checked_model(model)
-        self.options = options = Options(
+        self._options = options = Options(
             optimizers=optimizer,
             micro_batch_size=micro_batch_size,
             max_tokens=max_tokens,
@@ -161,58 +160,45 @@ class TrainStep:
             autocast=autocast,
         )
         plain = self.objective.on(inside(model))
-        self.meter = MemoryMeter(self.objective.device, parse_bytes(memory_limit))
-        self.update = Update(options, self.meter, noise_meter(checked_noise(noise_scale), model))
-        self.batcher = MicroBatcher(plain, self.meter, options, judge=verify)
-        layers = None if options.blocks is None else Layers(model, options.blocks, offload)
-        self.ranks = find_ranks(model, self.objective, self.update, options)
-        self._shared = Shared(
-            roots=[model, *(module for prefix, module in self.objective.modules.items() if prefix)],
-            functions=[self.objective.evaluate],
-            device=self.objective.device,
-            batcher=self.batcher,
-            buffer=self.update.buffer,
-            batch_norm=BatchNormPolicy(batch_norm, model, remedy=_REMEDY),
-            oom=OomRetry(self.meter, None if head is None else tiling(inside(model), head)),
-            layers=layers,
-            whole=whole,
-        )
+        meter = MemoryMeter(self.objective.device, parse_bytes(memory_limit))
+        self.update = update = Update(options, meter, noise_meter(checked_noise(noise_scale), model))
+        self.batcher = MicroBatcher(plain, meter, options, judge=verify)
+        self._layers = layers = None if options.blocks is None else Layers(model, options.blocks, offload)
+        self.ranks = find_ranks(model, self.objective, update, options)
         spans = spans_ranks(model, self.ranks, exact=exact, verify=verify)
         self._verify = verify and not spans and (layers is None or layers.proves)
-        self.update.buffer.attach(self.ranks.engine.pending)
+        update.buffer.attach(self.ranks.engine.pending)
         options.check_ranks(layers, self.ranks)
         if self.ranks.sharded:
-            self.batcher.without_trying(self.update.optimizers, self.ranks, proves=verify)
+            self.batcher.without_trying(update.optimizers, self.ranks, proves=verify)
         if layers is not None:
-            self.update.by_blocks(layers, self.ranks)
-        self._make_windows(plain, spans)
-
-    def _make_windows(self, plain: Objective, spans: bool) -> None:
-        """What runs the windows of updates, and those of proofs: by this rank alone, without clipping or measuring."""
-        shared, update = self._shared, self.update
-        known: dict[str, Any] = {"parameters": update.parameters, "functions": shared.functions}
-        # Where all ranks run passes together, or blocks are updated on the way, no window restarts by itself.
-        always = spans or update.in_backward is not None
-        self._state = WindowState(shared.roots, shared.device, **known, always=always)
+            update.by_blocks(layers, self.ranks)
         self._windows = WindowRunner(
-            shared,
             self.objective,
+            model,
             self.ranks,
-            self._state,
-            stages=update.stages,
-            scaler=update.scaler,
-            noise=update.noise,
-            not_proven=self._prove,
+            update,
+            self.batcher,
+            batch_norm=BatchNormPolicy(batch_norm, model, remedy=_REMEDY),
+            oom=OomRetry(meter, None if head is None else tiling(inside(model), head)),
+            layers=layers,
+            whole=whole,
+            # Where all ranks run passes together, or blocks are updated on the way, no window restarts by itself.
+            always=spans or update.in_backward is not None,
         )
+        self._windows.not_proven, self._state = self._prove, self._windows.state
         self._proof = Proof(
             plain,
-            self._rehearsed,
+            self._rehearse,
             parameters=update.parameters,
-            batch_norm=self.options.batch_norm,
+            batch_norm=options.batch_norm,
             scaler=update.scaler,
             explain=self.batcher.cause,
         )
-        self._rehearsal = WindowState(shared.roots, shared.device, **known, always=True)
+
+    def __dir__(self) -> list[str]:
+        """What is public: the methods and properties, `losses`, `model` and `updates`."""
+        return sorted({*dir(type(self)), "losses", "model", "updates"})
 
     def __repr__(self) -> str:
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.update.optimizers)
@@ -242,18 +228,21 @@ class TrainStep:
         return self.update.noise.estimate()
 
     def __call__(self, *batch: Any) -> Tensor:
-        """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device."""
+        """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device.
+
+        A batch in which nothing counts, as its targets are all ignored, makes no update, and its loss is NaN.
+        """
         return self._call(batch, self._make_update)
 
     def backward(self, *batch: Any) -> Tensor:
         """Leave the finished gradient of this batch in `.grad`, as a plain loop's `loss.backward()` does.
 
-        What comes next is up to the loop: clipping (`clip_grad_norm` has been done), `optimizer.step()`, or
-        `scaler.step(optimizer)` on gradients that a `scaler` still scales. None is left where nothing in the batch
-        weighs anything. Returns what a call of the step does; `updates` counts only those.
+        Call `optimizer.step()` then, or `scaler.step(optimizer)`, because the gradients are still scaled.
+        `clip_grad_norm` has been applied. A batch that weighs nothing leaves no gradient. Returns the loss;
+        `updates` doesn't count this call.
 
         Raises:
-            WindowError: There are gradients already: call `zero_grad()` before. Else what a call of the step raises.
+            WindowError: There are gradients already; call `zero_grad()` first. Otherwise as a call of the step.
 
         Example:
             >>> model = nn.Linear(4, 1)
@@ -265,11 +254,10 @@ class TrainStep:
         return self._call(batch, self._leave_gradients)
 
     def _call(self, arguments: tuple[Any, ...], run: Callable[[Batch], Tensor]) -> Tensor:
-        layers = self._shared.layers
         try:
-            if layers is None:
+            if self._layers is None:
                 return self._guarded(self.objective.batch(arguments), run)
-            with layers.reachable():
+            with self._layers.reachable():
                 return self._guarded(self.objective.batch(arguments), run)
         except BaseException:
             self.ranks.abort(notified=True)
@@ -281,7 +269,7 @@ class TrainStep:
         batch = self.batcher.grouped(batch)
         if not self._is_checked:
             check_members(self.model, self.update.parameters(), self.ranks)
-            check_optimized(self.update.optimizers, self._shared.roots)
+            check_optimized(self.update.optimizers, self._windows.roots)
             self.objective.check(batch)
             self._is_checked = True
         self._state.open()
@@ -314,7 +302,7 @@ class TrainStep:
         return self._finished(batch).loss
 
     def _leave_gradients(self, batch: Batch) -> Tensor:
-        self.options.check_backward()
+        self._options.check_backward()
         self.update.check_empty()
         finished = self._finished(batch)
         if not finished.weighs:
@@ -326,33 +314,18 @@ class TrainStep:
         self.losses, self.update.grad_norm = finished.losses, finished.grad_norm
         return finished
 
-    def _rehearsed(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
-        """What a window does, by this rank alone: nothing is clipped, measured or learned."""
-        whole = self._shared.whole
-        self._rehearsal.open()
-        windows = WindowRunner(
-            self._shared,
-            objective.on(inside(self.model) if whole is None else whole.chunks),
-            Ranks(),
-            self._rehearsal,
-            stages=gradient_stages(accumulates_wide=self.update.buffer.dtype is not None),
-            scaler=self.update.scaler and self._proof.scale,
-            proving=True,
-        )
-        try:
-            return windows.run(batch, sizes).loss
-        finally:
-            self._rehearsal.forget()
+    def _rehearse(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
+        return self._windows.rehearse(objective, batch, sizes, self.update.scaler and self._proof.scale)
 
     def _prove(self, batch: Batch) -> None:
-        """Prove that micro-batches make this batch's update, where that is due."""
-        split = self._shared.whole is not None or self.batcher.splits(batch)
-        if not (self._verify and split and self._proof.is_due(batch, self._state.modes, self.batcher.text(batch))):
+        if not self._verify or not (self._windows.whole is not None or self.batcher.splits(batch)):
+            return
+        if not self._proof.is_due(batch, self._state.modes, self.batcher.text(batch)):
             return
         self.proving = True
         try:
             self.batcher.plan(batch)  # max_tokens judges the padding
-            with proof_of(self._shared.layers), self._shared.oom.around():
+            with proof_of(self._layers), self._windows.oom.around():
                 self._proof.run(batch, self.batcher.finder.given)
         finally:
             self.proving = False
@@ -363,6 +336,6 @@ class TrainStep:
         return {"updates": self.updates, "sizes": self.batcher.finder.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` wrote."""
+        """Continue from what `state_dict` returned."""
         self.batcher.load_state_dict(state)
         self.updates = state["updates"]
