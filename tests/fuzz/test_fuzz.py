@@ -135,6 +135,14 @@ FOUND_ON_RANKS = {
     "a window that is saved between its reductions": replace(
         DECAYS, epochs=((SAVED, ONE),), others=((SAVED, ONE),), sync="micro_batch", steps=4
     ),
+    "a window of several backward passes, the first that one rank has any in": Scenario(
+        epochs=((ONE, ONE, ONE),),
+        others=((NOTHING, ONE, ONE),),
+        engine="ddp",
+        way="batches backward",
+        losses=2,
+        steps=1,
+    ),
     "a second forward pass after the reduction beside a rank that weighs nothing": Scenario(
         others=((NOTHING,),), engine="ddp", way="batches backward", losses=2
     ),

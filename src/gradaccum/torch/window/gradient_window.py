@@ -549,7 +549,8 @@ class GradientWindow(Listener):
         if found is None:
             return
         window = self.window
-        alone = not window.micro_batches and window.closes_next
+        early = found == "edited" and self.ranks.is_distributed and not self.ranks.sharded  # reduced later, perhaps
+        alone = not window.micro_batches and window.closes_next and not early
         if not (alone and not (window.reduction == "sum" and window.micro_batch.given)):
             raise modification_error(found)
 
