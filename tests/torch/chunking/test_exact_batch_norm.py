@@ -387,11 +387,6 @@ def test_edits_in_place_across_a_layer_are_an_error_that_names_the_line():
         chunked(Edits(), 5, batch_norm="exact")(torch.randn(ROWS, 4))
 
 
-def test_keep_and_exact_exclude_each_other():
-    with pytest.raises(ValueError, match="recomputes every micro-batch"):
-        chunked(sequential(), 5, batch_norm="exact", keep=1)
-
-
 def test_autocast_stays_on_in_the_recomputation():
     torch.set_default_dtype(torch.float32)
     module, x, seen = sequential(), torch.randn(ROWS, 4), []
