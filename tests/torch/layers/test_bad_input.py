@@ -40,17 +40,6 @@ def test_blocks_that_are_none() -> None:
         build(nn.Linear(2, 2), "auto")
 
 
-def test_options_that_blocks_exclude_are_named() -> None:
-    model = network()
-    for options, words in (
-        ({"batch_norm": "exact"}, 'batch_norm="exact"'),
-        ({"noise_scale": True}, "noise_scale=True"),
-    ):
-        with pytest.raises(ValueError, match="Leave out one of them") as raised:
-            build(model, "auto", **options)
-        assert words in str(raised.value)
-
-
 class Wrong(Network):
     """Calls its layers as it is told."""
 
