@@ -173,13 +173,15 @@ def main() -> None:
     rounds = 3 if options.quick else 25
     against = ratios(rivals, "GradCache's algorithm", rounds, about="where freed memory is kept")["chunked"]
     body = (
-        f"Two encoders, {ROWS} rows, {SIZE} at a time; a contrastive loss over all {ROWS}. Forward and backward, as "
-        "ratios to the whole batch's.\n\n"
+        f"Two encoders and a contrastive loss of {ROWS} rows, {SIZE} at a time. Forward and backward, relative to "
+        "the whole batch.\n\n"
         + table(["", "time", "live activations"], rows)
-        + f"\n\nTo the C library, the memory of the whole batch costs more than that of a chunk. Where it keeps freed "
-        f"memory, `chunked` takes {against} of the time of GradCache's algorithm."
-        + "\n\nLive activation bytes of the picture encoder, without its outputs, by rows:\n\n"
-        + table(["rows", "chunked, MiB", "whole batch, MiB"], flat)
+        + f"\n\nIf the C library keeps freed memory, `chunked` takes {against} of the time of GradCache's "
+        "algorithm.\n\n"
+        f"From {flat[0][0]} to {flat[-1][0]} rows, the live activations of the picture encoder, without its outputs, "
+        f"go from {flat[0][2]:.0f} to {flat[-1][2]:.0f} MiB for the whole batch, and from {flat[0][1]:.1f} to "
+        f"{flat[-1][1]:.1f} MiB "
+        "in chunks."
     )
     publish(
         "chunked",

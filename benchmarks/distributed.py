@@ -151,9 +151,8 @@ def main() -> None:
     lines = [[name, *(run[i][1] for run in found), sent] for i, (name, _, sent) in enumerate(found[0])]
     text = (
         f"{RANKS} ranks over gloo, windows of {STEPS} micro-batches, the guide's network "
-        f"(784-512-512-10). Time: median over {rounds} rounds, each of {windows} windows, after {WARM_UP} windows of "
-        "warm-up, of the ratio to the hand-written loop in the same round. Sent: gradient bytes that each rank hands "
-        "to its reductions, per window.\n\n"
+        f"(784-512-512-10). Time relative to the hand-written loop, median of {rounds} rounds of {windows} windows "
+        f"after {WARM_UP}. Sent are gradient bytes that each rank gives to its reductions, per window.\n\n"
     )
     publish(
         "distributed",

@@ -63,9 +63,8 @@ def main() -> None:
     time = ratios(contenders, "large batch", rounds=2 if options.quick else 7, about="forward and backward")
     memory = {name: live_bytes(one, [*model.parameters(), x]) for name, one in contenders.items()}
     body = (
-        f"A ResNet-18 of width {WIDTH}, {rows} pictures of 32 x 32 pixels, {SIZE} at a time. Forward and backward, as "
-        "ratios to the large batch's. With `offload=True` what the layers normalise lies in host memory, and "
-        "activations on the device are those of one micro-batch.\n\n"
+        f"A ResNet-18 of width {WIDTH}, {rows} pictures of 32 x 32 pixels, {SIZE} at a time. Forward and backward, "
+        "relative to the large batch.\n\n"
         + table(
             ["batch_norm", "time", "live activations"],
             [[name, time[name], memory[name] / memory["large batch"]] for name in contenders],

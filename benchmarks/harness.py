@@ -188,8 +188,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     def cell(value: object) -> str:
         return f"{value:.2f}" if isinstance(value, float) and not isinstance(value, Ratio) else str(value)
 
-    lines = [head, ["---"] * len(head), *([cell(value) for value in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = [head, *([cell(value) for value in row] for row in rows)]
+    first, *others = ("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
 def machine() -> str:

@@ -62,12 +62,12 @@ def main() -> None:
     rows = [[name, found[name], peaks[name] / peaks["whole logits"]] for name in contenders]
     logits, weights = (4 * classes * numbers / 2**20 for numbers in (MICRO * (COLUMNS - 1), WIDTH))
     whole, tiled = (peaks[name] / 2**20 for name in contenders)
-    body = f"""{classes:,} classes, {WIDTH} features, micro-batches of {MICRO * COLUMNS} tokens, float32. The logits
-of a micro-batch take {logits:.0f} MiB, the weights of the head {weights:.0f} MiB, and as much their gradient.
+    body = f"""{classes:,} classes, {WIDTH} features, micro-batches of {MICRO * COLUMNS} tokens, float32. A
+micro-batch's logits take {logits:.0f} MiB, the head's weights and their gradient {weights:.0f} MiB each.
 
 {table(["logits", "time per update", "peak of live bytes"], rows)}
 
-Beside the parameters an update takes {tiled:.0f} MiB in tiles, and {whole:.0f} MiB with whole logits."""
+Besides the parameters an update takes {tiled:.0f} MiB in tiles, and {whole:.0f} MiB with whole logits."""
     publish("head", "A head over 128k classes", body, ["torch"], options, ours=["head in tiles"])
 
 

@@ -147,16 +147,16 @@ def main() -> None:
     updates[-1][0] = "`chunked` encoders, `info_nce`"
     copy = f"{largest**2 * 4 / 2**30:.1f} GiB"
     body = (
-        f"Loss and gradients of pairs of {SIZE} numbers, float32: the time as a ratio to the matrix of all pairs, and "
-        "MiB of tensors alive at the most, gradients included and inputs left out.\n\n"
+        f"Loss and gradients of pairs of {SIZE} numbers in float32: time relative to the matrix of all pairs, and "
+        "peak MiB of live tensors without the inputs.\n\n"
         + table(["pairs", *(f"time, {name}" for name in LOSSES), *(f"MiB, {name}" for name in LOSSES)], rows)
-        + f"\n\nOf {largest:,} pairs every copy of the matrix takes {copy}. `info_nce` takes {memory_of_largest:.0f} "
-        f"MiB of the process, inputs left out, and {full / half:.1f} times as long as for half as many pairs.\n\n"
+        + f"\n\nFor {largest:,} pairs each copy of the matrix takes {copy}. `info_nce` takes {memory_of_largest:.0f} "
+        f"MiB without the inputs, and {full / half:.1f} times as long as for half as many pairs.\n\n"
         f"A whole update, two encoders of two layers, {pairs:,} pairs, {MICRO_BATCH} at a time:\n\n"
         + table(["", "time", "MiB"], updates)
     )
     block = (
-        f"{at_most} of its memory; {largest:,} pairs, whose matrix\ntakes {copy} a copy, take "
+        f"{at_most} of its memory. {largest:,} pairs, whose matrix\ntakes {copy} a copy, take "
         f"{memory_of_largest:.0f} MiB with their gradients ([measured](benchmarks.md#contrastive-losses-in-tiles))."
     )
     publish(

@@ -67,11 +67,12 @@ def main() -> None:
     timed = {name: (lambda step=step: jax.block_until_ready(step(params, *batch))) for name, step in contenders.items()}
     time = ratios(timed, "whole batch", rounds=3 if options.quick else 25, about="loss and gradient, 512 rows")
     body = (
-        f"Two encoders of {LAYERS} layers with {WIDTH} units and a contrastive loss, {SIZE} rows at a time. What XLA "
-        f"needs beside inputs and outputs, in MiB (the parameters are {weights:.1f}):\n\n"
+        f"Two encoders of {LAYERS} layers with {WIDTH} units and a contrastive loss, {SIZE} rows at a time. MiB "
+        f"that XLA needs besides inputs and outputs (the parameters take {weights:.1f}):\n\n"
         + table(["rows", "whole batch", "chunked", "the loss on given outputs"], memory)
-        + f"\n\nTime of loss and gradient at {rows} rows, as a ratio to the whole batch:\n\n"
-        + table(["", "time"], [[name, ratio] for name, ratio in time.items()])
+        + f"\n\nLoss and gradient at {rows} rows, relative to the whole batch's time: "
+        + ", ".join(f"{name} {ratio}" for name, ratio in list(time.items())[1:])
+        + "."
     )
     publish(
         "jax_chunked",

@@ -1,9 +1,7 @@
-"""`fit` at 256 rows in micro-batches of 16: epoch time and peak memory on each backend, in one run.
-
-Against (a) plain `fit(batch_size=256)`, (b) Keras' own `gradient_accumulation_steps=16` at 16 rows, and (c) a loop that
-is written by hand for the backend: fused on the device where it compiles, without Keras' losses, metrics or callbacks.
-An epoch is 64 batches, 16 of the CNN: what `fit` takes to start is in it. On a CPU, JAX's compiler makes slow code of
-convolutions' gradients inside a loop, such as the one by hand; gradaccum writes them so that it doesn't.
+"""Epoch time and peak memory, compared with plain `fit(batch_size=256)`, Keras' own `gradient_accumulation_steps=16`,
+and a loop written by hand for the backend, without Keras' losses, metrics or callbacks. An epoch is 64 batches, 16 of
+the CNN, and includes the start of `fit`. On a CPU, JAX compiles convolutions' gradients in a plain loop to slow code,
+which gradaccum avoids.
 """
 
 from __future__ import annotations

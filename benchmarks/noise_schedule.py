@@ -116,9 +116,9 @@ def main() -> None:
         counts = [reached(path, goal) for path in found]
         rows.append([contender, *(f"{statistics.median(each):,.0f}" for each in zip(*counts, strict=True))])
     head = ["windows", f"rows to a validation loss of {goal}", "updates to it"]
-    body = f"""SGD with momentum, {sets[0]}, micro-batches of {ROWS}, learning rate {RATE:g} at {SMALLEST * ROWS} rows
-and proportional to the rows; median of {seeds} seeds. The schedule is
-`NoiseSchedule({SMALLEST}, {LARGEST}, every={EVERY}, scale_learning_rate="linear")`; it ended at {last} rows.
+    body = f"""SGD with momentum on {sets[0]}, micro-batches of {ROWS}, a learning rate of {RATE:g} at
+{SMALLEST * ROWS} rows and proportional to the rows, median of {seeds} seeds.
+`NoiseSchedule({SMALLEST}, {LARGEST}, every={EVERY}, scale_learning_rate="linear")` ended at {last} rows.
 
 {table(head, rows)}
 

@@ -200,18 +200,16 @@ def main() -> None:
     per_network = per_micro_batch(rounds, count)
     _, looking, skipping = only_finite(rounds, count).values()
     _, clipping = with_clipping(rounds, count).values()
-    body = f"""Time per micro-batch of 16 rows, windows of 4, SGD, as a ratio to the hand-written loop (one thread,
-median of {rounds} interleaved rounds; networks and optimizers are built anew for every third, with {count // 4} windows
-of warm-up).
+    body = f"""Time per micro-batch of 16 rows in windows of 4 with SGD, relative to the loop written by hand (one
+thread, median of {rounds} rounds, after {count // 4} windows).
 
 {per_network}
 
-- With `nonfinite="skip_window"` it takes {skipping} of the hand-written loop's time on the guide's network; a
-  hand-written loop that looks at the norm of its gradients before each step takes {looking}.
-- With `clip_grad_norm=` it takes {clipping} of the time of a hand-written loop that clips.
-- A window of 256 micro-batches takes {long_windows(rounds):.2f} times as long per micro-batch as one of 4.
-- An open `step()` with `zero_grad()` takes {open_step(rounds, 4):.1f} microseconds, with 1000 parameters; in windows 1,
-  2, 4, 8, ..., where every parameter is watched, {open_step(rounds, 1):.0f}.
+- With `nonfinite="skip_window"`, {skipping} on the guide's network; a loop by hand that tests the norm takes {looking}.
+- With `clip_grad_norm=`, {clipping} of a loop by hand that clips.
+- In windows of 256, {long_windows(rounds):.2f} of the time per micro-batch in windows of 4.
+- An open `step()` with `zero_grad()` takes {open_step(rounds, 4):.1f} microseconds with 1000 parameters; in the watched
+  windows 1, 2, 4, 8, ..., {open_step(rounds, 1):.0f}.
 - `import gradaccum` takes {imported:.0f} ms."""
     publish(
         "optimizer",

@@ -74,27 +74,18 @@ def main() -> None:
     for steps in STEPS:
         window, every = middle[f"window of {steps}"], middle[f"each of {steps}"]
         model = [job.update_time(RANKS, steps, every_micro_batch=each) for each in (False, True)]
-        rows.append(
-            [steps, window / unit, model[0] / unit, model[0] / window, every / unit, model[1] / unit, model[1] / every]
-        )
-    head = [
-        "steps",
-        "one reduction: measured",
-        "model",
-        "model / measured",
-        "a reduction each: measured",
-        "model",
-        "model / measured",
-    ]
+        rows.append([steps, window / unit, model[0] / window, every / unit, model[1] / every])
+    head = ["steps", "one reduction", "model / measured", "a reduction each", "model / measured"]
     block = (
         f"{RANKS} ranks over gloo, one core each, {ROWS} rows in a micro-batch, the guide's network. The model's "
-        "numbers are measured in the same rounds, by themselves: passes, a reduction of the gradients and of two "
-        "numbers, an optimizer's step. Times of an update, as ratios to that of one step:\n\n"
+        "inputs "
+        "(passes, a reduction, an optimizer's step) are measured separately in the same rounds. Times of an update, "
+        "relative to windows of one step:\n\n"
         f"{table(head, rows)}\n\n"
         f"A reduction takes {statistics.median(parts['reduction']) / job.seconds:.2f} of a micro-batch's passes, whose "
         f"spread is {job.spread:.2f}."
     )
-    once, each = ([row[column] for row in rows] for column in (3, 6))
+    once, each = ([row[column] for row in rows] for column in (2, 4))
     in_short = (
         f"For windows of {STEPS[0]} to {STEPS[-1]} steps the model predicts {min(once):.2f} to {max(once):.2f} of the "
         f"measured time with one reduction a window, and {min(each):.2f} to {max(each):.2f} with one in\n"

@@ -86,8 +86,8 @@ def main() -> None:
         rows.append([name, time[name], f"{live.peak / 2**20:.1f}", f"{error():.1e}"])
     body = (
         f"{pairs} pairs of texts of 2 to {COLUMNS} tokens, most of them short, padded to {COLUMNS}; two layers of a "
-        f"transformer of {WIDTH}, float32, without dropout. Loss and gradients: the time as a ratio to the cached "
-        "loss's, MiB of tensors alive at the most, and the gradient's largest error against the whole batch in "
+        f"transformer of {WIDTH}, float32, without dropout. Loss and gradients: time relative to the cached "
+        "loss, peak MiB of live tensors, and the gradient's largest error compared with the whole batch in "
         "float64.\n\n" + table(["", "time", "MiB", "gradient error"], rows)
     )
     rows_alone, tokens = time[f"Chunked, mini_batch_size={ROWS}"], time[f"Chunked, mini_batch_num_tokens={TOKENS}"]

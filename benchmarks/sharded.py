@@ -152,11 +152,10 @@ def main() -> None:
         lines += [[name, ratios[name], f"{100 * idle[name]:.1f} %" if name in idle else ""] for name in names]
     about = (
         f"{RANKS} ranks over gloo, {ROWS} rows a window on each, of log-normal lengths; six blocks, an embedding and a "
-        "head, each sharded by itself. The first two: micro-batches of 16 padded rows, with and without the messages "
-        "by which the ranks ask each other before each collective. The others: `max_tokens` of "
-        f"{MAX_TOKENS}, beside windows whose rows were dealt out evenly beforehand, at no cost. Time: median over "
-        f"{rounds} rounds of the ratio in the same round. Idle: of the tokens that all ranks could compute in their "
-        "passes, those that a rank with fewer in a pass doesn't.\n\n"
+        "head, each sharded by itself. The first two rows are micro-batches of 16 padded rows, with and without the "
+        f"messages that precede each collective. The others are `max_tokens` of {MAX_TOKENS}, relative to rows dealt "
+        f"out evenly beforehand at no cost. Time is the median of {rounds} rounds; idle is the part of the tokens that "
+        "ranks could have computed and didn't.\n\n"
     )
     body = about + table(["", "time", "idle"], lines)
     publish("sharded", "Sharded models", body, ["torch"], options, ours=["TrainStep"])

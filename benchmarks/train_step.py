@@ -102,8 +102,8 @@ def proofs(rounds: int) -> str:
         first.append([time / min(times[4:]) for time in times[:2]])
     one, two = (ratio_of([each[i] for each in first]) for i in (0, 1))
     return (
-        f"The first 100 updates together, seven of them proven, take {ratio_of(whole)} of those with `verify=False`.\n"
-        f"With ten million parameters the first update takes {one} of an ordinary one, the second {two}."
+        f"The first 100 updates, seven of them proven, take {ratio_of(whole)} of the time with `verify=False`. With "
+        f"ten\nmillion parameters the first update takes {one} of an ordinary one, the second {two}."
     )
 
 
@@ -185,15 +185,14 @@ def terms(rounds: int) -> str:
         about = f"two losses, {total} rows, {size} at a time"
         found = ratios(contenders, "by hand, told", rounds, about=about, warm_up=WARM_UP)
         counted = found["TrainStep, counted"]
-        rows.append([total, size, found["TrainStep, told"], counted / found["by hand, counted"], counted])
-    head = [
-        "rows",
-        "micro-batch",
-        "told: TrainStep / by hand",
-        "counted: TrainStep / by hand",
-        "counted / told by hand",
-    ]
-    return table(head, rows)
+        rows.append([found["TrainStep, told"], counted / found["by hand, counted"], counted])
+    told, counting, cost = (f"{min(column):.2f} to {max(column):.2f}" for column in zip(*rows, strict=True))
+    return (
+        f"Two losses with a denominator each, of the same rows and sizes: {told} if `weight=` gives the "
+        "denominators, and\n"
+        f"{counting} if forward passes without gradients count them, each relative to a loop that does the same. "
+        f"Counting\ntakes {cost} of the time without."
+    )
 
 
 def searched(rounds: int, fraction: int) -> str:
@@ -215,7 +214,7 @@ def searched(rounds: int, fraction: int) -> str:
                 "yes" if settled else "no",
             ]
         )  # fmt: skip
-    return table(["network", "rows", "best of the sweep", "auto", "auto / best", "settled after two updates"], rows)
+    return table(["network", "rows", "best of the sweep", "auto", "auto / best", "settled in two updates"], rows)
 
 
 def live_bytes() -> float:
@@ -242,24 +241,21 @@ def main() -> None:
     rounds = 1 if options.quick else 5
     found = searched(rounds, 16 if options.quick else 1)
     keep_freed_memory()
-    body = f"""Time per update of SGD on the guide's network (784-512-512-10), median of {20 * rounds} interleaved
-rounds on {torch.get_num_threads()} threads, after {WARM_UP} updates. Both loops return the large batch's loss.
+    body = f"""Time per update of SGD on the guide's network (784-512-512-10), median of {20 * rounds} rounds on
+{torch.get_num_threads()} threads, after {WARM_UP} updates. Both loops return the large batch's loss.
 
 {fixed(20 * rounds)}
 
-Two losses with a denominator each: told by the batch beforehand (`weight=`), or counted by forward passes without
-gradients. The loop by hand makes the same passes; the last column is what counting costs.
-
 {terms(5 * rounds)}
 
-`micro_batch_size="auto"`, once settled, against the best of all powers of two (median of {rounds} rounds):
+`micro_batch_size="auto"` compared with the best power of two (median of {rounds} rounds):
 
 {found}
 
 {proofs(3 if options.quick else 7)}
 
-Peak bytes of live tensors: {live_bytes():.3f} of the hand-written loop's. Peak memory of the process, on the small CNN
-with 256 rows, 16 at a time, proofs included: {resident():.2f} of the hand-written loop's."""
+Peak bytes of live tensors are {live_bytes():.3f} of the hand-written loop's. The process' peak on the small CNN with
+256 rows, 16 at a time, proofs included, is {resident():.2f} of it."""
     publish(
         "train_step",
         "Splitting the batch",

@@ -112,9 +112,8 @@ def main() -> None:
             )
         rows.append([name, found["prepare_optimizer"], found["GradientAccumulation"]])
     body = (
-        f"Time of an epoch of {len(batches)} micro-batches of {ROWS} rows, {STEPS} to an update, over that of the "
-        "trainer's own accumulation, which is exact only where the batches are equal and the windows full. "
-        "One thread.\n\n"
+        f"Time of an epoch of {len(batches)} micro-batches of {ROWS} rows in windows of {STEPS}, relative to the "
+        "trainer's own accumulation, which is exact only for equal batches and full windows (one thread).\n\n"
         + table(["network", "`prepare_optimizer` / Accelerate", "`GradientAccumulation` / Lightning"], rows)
     )
     versions = ["torch", "accelerate", "lightning"]

@@ -86,11 +86,10 @@ def main() -> None:
         found = ratios(contenders, rival, 1 if options.quick else ROUNDS, time.process_time, f"texts of {kind}")
         rows += [[kind, name, found[name], first[name]] for name in contenders]
     head = ["texts", "micro-batches", "time per update", f"updates 1 to {updates}"]
-    body = f"""A Llama of two layers on texts of log-normal lengths, {ROWS} of them for an update,
-{torch.get_num_threads()} threads, processor time. The stock Trainer pads {MICRO} texts at a time to the longest of
-them; `micro_batch_size={MICRO}` takes as many from a batch that is padded at once and, in a single process, sorts and
-trims them; `max_tokens={MICRO * LONGEST}` packs them as well. Updates 1, 2, 4, 8, ... are proven, seven of the first
-hundred: the last column has these, the one before it none.
+    body = f"""Processor time of a Llama of two layers with {ROWS} texts of log-normal lengths per update, on
+{torch.get_num_threads()} threads. The stock Trainer pads {MICRO} texts to the longest of them;
+`micro_batch_size={MICRO}` sorts and trims the batch's rows, and `max_tokens={MICRO * LONGEST}` packs them as well. The
+last column includes seven proofs, the one before it none.
 
 {table(head, rows)}"""
     publish(

@@ -18,7 +18,8 @@ from mkdocs.structure.files import File, Files
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.source import FACES, TREES, definition  # noqa: E402  # mkdocs loads this file by its path
+from scripts.formulas import mathml, rendered  # noqa: E402  # mkdocs loads this file by its path
+from tests.source import FACES, TREES, definition  # noqa: E402
 
 WHOLE_FILES = {
     "README.md": "index.md",
@@ -77,7 +78,7 @@ def _wrapped_classes(face: str) -> list[str]:
     if not stub.exists():
         return []
     names = re.findall(r"^class (\w+)\(", stub.read_text(encoding="utf-8"), re.MULTILINE)
-    return [f"By name: {', '.join(f'`{name}`' for name in names)}.", ""]
+    return [f"Wrapped classes: {', '.join(f'`{name}`' for name in names)}.", ""]
 
 
 def _example(path: str) -> str:
@@ -119,5 +120,10 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         return f"]({posixpath.relpath(to, posixpath.dirname(uri) or '.')}{anchor})"
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
-    parts[::2] = [re.sub(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", lead, part) for part in parts[::2]]
+    parts[::2] = [rendered(re.sub(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", lead, part)) for part in parts[::2]]
+    parts[1::2] = [re.sub(r"^```math\n(.*?)```$", _formula, part, flags=re.DOTALL) for part in parts[1::2]]
     return "".join(parts)
+
+
+def _formula(block: re.Match[str]) -> str:
+    return f'<div class="formula">{mathml(block[1], display=True)}</div>'

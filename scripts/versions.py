@@ -135,7 +135,7 @@ def shown(said: str) -> str:
 
 def table(records: list[dict[str, dict[str, str]]]) -> str:
     """The records as Markdown: a row per environment, a column per suite."""
-    lines = [f"| versions | {' | '.join(SUITES.values())} |", f"| --- |{' ---: |' * len(SUITES)}"]
+    lines = [f"| versions | {' | '.join(SUITES.values())} |", f"|---|{'---:|' * len(SUITES)}"]
     for row in records:
         versions = ", ".join(f"{name} {version}" for name, version in row["packages"].items())
         lines.append(f"| {versions} | {' | '.join(shown(row['suites'].get(suite, '')) for suite in SUITES)} |")

@@ -5,9 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts import layers_picture, pictures
+from scripts import gallery_pictures, layers_picture, pictures
 
 DRAWN = ("window", "ways", "exactness", "scaling", "loss", "memory", "layers")
+GALLERY = [f"gallery_{name}" for name in gallery_pictures.NAMES]
 
 
 @pytest.mark.parametrize("name", ["window", "ways", "exactness", "scaling"])
@@ -20,6 +21,19 @@ def test_the_order_of_passes_is_what_its_script_draws():
     assert layers_picture.PAGE.read_text(encoding="utf-8") == layers_picture.picture()
 
 
+@pytest.mark.parametrize("name", ["elastic", "large_models"])
+def test_the_gallerys_picture_is_what_the_script_draws(name):
+    drawn = (pictures.IMAGES / f"gallery_{name}.svg").read_text(encoding="utf-8")
+    assert drawn == getattr(gallery_pictures, name)()
+
+
+def test_each_entry_of_the_gallery_has_a_picture():
+    page = (pictures.ROOT / "docs/gallery.md").read_text(encoding="utf-8")
+    entries = page.split("\n## ")[1:]
+    assert [entry.splitlines()[0] for entry in entries if "](images/" not in entry] == []
+    assert len(re.findall(r"\d\.\de[+-]\d\d</text>", gallery_pictures.bars("Errors", {"a": 1e-16, "b": 0.5}))) == 2
+
+
 def test_the_heat_map_has_every_cell_of_the_table_in_its_colour():
     page = (pictures.ROOT / "docs/peers.md").read_text(encoding="utf-8")
     table = "\n".join(line for line in page.splitlines() if line.startswith("| **"))
@@ -29,7 +43,7 @@ def test_the_heat_map_has_every_cell_of_the_table_in_its_colour():
     assert drawn.count("var(--none)") == len(re.findall(r"\| (?:refused|not possible)", table))
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", [*DRAWN, *GALLERY])
 def test_a_picture_is_small_says_what_it_shows_and_fetches_nothing(name):
     text = (pictures.IMAGES / f"{name}.svg").read_text(encoding="utf-8")
     assert len(text) < 20_000

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from scripts.formulas import mathml
 from tests.documents import ROOT
 from tests.source import FACES
 
@@ -58,6 +59,16 @@ def test_nothing_is_fetched_from_elsewhere(site):
         assert [address for address in fetched if "//" in address] == []
     for style in site.rglob("*.css"):
         assert re.findall(r"url\([\"']?(?:https?:)?//[^)]*", style.read_text(encoding="utf-8")) == []
+
+
+def test_formulas_are_rendered_without_a_script(site):
+    page = (site / "theory.html").read_text(encoding="utf-8")
+    assert page.count('<math display="block">') == 4
+    assert re.search(r"<math[^>]*>.*\\|\$\\", page) is None, "a formula is left in LaTeX"
+    text = re.sub(r"<p>\s*</p>", "", page)
+    assert "<p>by <span><math>" not in text, "an inline formula has broken its paragraph"
+    with pytest.raises(ValueError, match=r"a formula has \\oint"):
+        mathml(r"\oint f")
 
 
 def test_a_link_to_nowhere_would_be_seen(tmp_path):

@@ -31,24 +31,15 @@ Reduction = Literal["mean", "sum"]
 class MicroBatch:
     """The micro-batch in progress, or the next one."""
 
-    default: float = 1.0
-    """What it weighs where no loss says so: under `batches()` its rows, or `weight(batch)`."""
-    default_given: bool = False
-    """Whether the user gave the default."""
+    default: float = 1.0  # what it weighs where no loss says so: under `batches()` its rows, or `weight(batch)`
+    default_given: bool = False  # by the user
     in_batches: bool = False
-    """Whether it is one of `batches()`."""
-    announced: bool = False
-    """Whether `batches()` has handed out its batch, and it is not counted yet."""
-    last: bool = False
-    """Whether it is the epoch's last, so that it closes the window however short that is."""
-    weight: float | None = None
-    """What it weighs; None until a loss, or its end, says so."""
-    given: bool = False
-    """Whether the user gave the weight."""
-    factor: float = 1.0
-    """What its gradient is multiplied by when it joins the sum."""
-    weighed: int = 0
-    """Gradients that arrived multiplied by the factor."""
+    announced: bool = False  # `batches()` has handed out its batch, and it is not counted yet
+    last: bool = False  # of its epoch, so that it closes the window however short that is
+    weight: float | None = None  # None until a loss, or its end, says so
+    given: bool = False  # by the user
+    factor: float = 1.0  # what its gradient is multiplied by when it joins the sum
+    weighed: int = 0  # gradients that arrived multiplied by the factor
 
     def restart(self) -> None:
         """Forget what losses said."""
@@ -72,22 +63,16 @@ class Window:
     """
 
     def __init__(self, steps: int = 1, reduction: Reduction = "mean") -> None:
-        self.steps = steps
-        self.reduction = reduction
-        self.micro_batch = MicroBatch()
-        self.number = 0
-        """How many windows have been closed."""
+        self.steps, self.reduction, self.micro_batch = steps, reduction, MicroBatch()
         self.close()
 
     def close(self) -> None:
         """Empty the window; the next micro-batch is the first of a new one."""
-        self.number += 1
         self.weights: list[float] = []
-        """Of each micro-batch that is in."""
         self.micro_batches, self.weight, self.largest = 0, 0.0, 0.0
         self.unit: float | None = None
-        self.weights_given = self.unsaid = False
-        """Whether the user gave a weight; whether a micro-batch counts of which nobody has said what it weighs."""
+        self.weights_given = False  # anywhere in it, by the user
+        self.unsaid = False  # whether a micro-batch counts of which nobody has said what it weighs
         self.micro_batch.restart()
 
     @property
@@ -143,6 +128,8 @@ class Window:
             TypeError, ValueError: `weight` is no such number, or another than was said for this micro-batch.
         """
         one = self.micro_batch
+        if weight is None and one.weight is None and one.default_given:
+            weight = one.default
         if weight is None:
             weight = one.default if one.weight is None else one.weight
         else:
@@ -174,21 +161,21 @@ class Window:
             WindowError: Some losses of the window have a weight, and others, which count as 1, have none.
         """
         one = self.micro_batch
-        weight = one.weight
+        weight, given = one.weight, one.given
         if weight is None:
-            weight = one.default
+            weight, given = one.default, one.default_given
             if not self.unit and weight > 0 and self.reduction == "mean":
                 self.unit = weight
-        given = self.weights_given or one.given
-        unsaid = self.unsaid or not (one.given or one.in_batches or weight == 0)
+        unsaid = self.unsaid or not (given or one.in_batches or weight == 0)
+        given = given or self.weights_given
         if given and unsaid and any(w not in (0, 1) for w in (*self.weights, weight)):
             raise mixed_error()
+        self.weights_given, self.unsaid = given, unsaid
         self.micro_batches += 1
         self.weights.append(weight)
         self.weight += weight
         if weight > self.largest:
             self.largest = weight
-        self.weights_given, self.unsaid = given, unsaid
         closes = one.last or self.micro_batches >= self.steps
         one.weight, one.given, one.factor, one.weighed, one.announced, one.last = None, False, 1.0, 0, False, False
         return closes
@@ -208,9 +195,9 @@ class Window:
         """Go on from what `state_dict` wrote, with the weights of its micro-batches, if they are known."""
         self.close()
         self.expect_nothing()
-        for name in ("steps", "weight", "unit", "largest", "weights_given"):
+        for name in ("steps", "unit", "largest", "weights_given"):
             setattr(self, name, state[name])
-        self.restore(state["micro_batches"], self.weight, weights)
+        self.restore(state["micro_batches"], state["weight"], weights)
         self.unsaid = self.is_open and not self.weights_given
 
     def restore(self, micro_batches: int, weight: float, weights: list[float] | None = None) -> None:

@@ -56,7 +56,6 @@ def during_micro_batch(layers: list[Any], batch_norm: BatchNormOrExact) -> Itera
     if batch_norm not in ("pooled", "frozen"):
         yield valid
         return
-    before = [dict(layer.__dict__) for layer in layers]
 
     def replacement(index: int, layer: Any) -> Any:
         call = layer.call
@@ -76,19 +75,12 @@ def during_micro_batch(layers: list[Any], batch_norm: BatchNormOrExact) -> Itera
 
         return frozen if batch_norm == "frozen" else pooled
 
-    # Straight into __dict__: Keras would track what is set as attributes of a layer.
-    for index, layer in enumerate(layers):
-        layer.__dict__["call"] = replacement(index, layer)
-        if batch_norm == "pooled":
-            layer.__dict__["momentum"] = 0.0  # the moving statistics become those of this micro-batch, exactly
-    try:
+    # Without momentum, the moving statistics become those of this micro-batch, exactly.
+    more = {"momentum": 0.0} if batch_norm == "pooled" else {}
+    with contextlib.ExitStack() as stack:
+        for index, layer in enumerate(layers):
+            stack.enter_context(private.replaced(layer, call=replacement(index, layer), **more))
         yield valid
-    finally:
-        for layer, own in zip(layers, before):
-            for name in ("call", "momentum"):
-                layer.__dict__.pop(name, None)
-                if name in own:
-                    layer.__dict__[name] = own[name]
 
 
 class Pool:

@@ -31,6 +31,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from gradaccum.core.numpy_arrays import relative_error
 from gradaccum.keras import backends, private
 
 __all__ = ["Measured", "coupled_losses", "divisors_of", "update_trackers", "weighed_losses"]
@@ -105,7 +106,12 @@ def _weighed(
     """A micro-batch's part of the large batch's loss, over `share`; and `D_ij`, or None where it isn't counted."""
     in_mask = private.keras_mask(y_pred)
     values: list[Any] = []
-    with _recorded(loss, values):
+
+    def recording(y_true: Any, y_pred: Any, call: Callable[..., Any] = loss.call) -> Any:
+        values.append(call(y_true, y_pred))
+        return values[-1]
+
+    with private.replaced(loss, call=recording):  # what it returns before it is reduced
         value = loss(y_true, y_pred, sample_weight)
     if not values or len(getattr(values[-1], "shape", ())) == 0:  # a number of Python's has none
         return value, None  # a scalar that the loss reduced by itself: a mean over rows, or it is refused
@@ -133,24 +139,6 @@ def _weighed(
     summed = private.reduce_weighted_values(values[-1], sample_weight, mask, "sum", loss.dtype)
     part = private.scale_loss_for_distribution(summed / divisor)
     return ops.where(total != 0, part, ops.zeros_like(part)), count
-
-
-@contextlib.contextmanager
-def _recorded(loss: Any, values: list[Any]) -> Iterator[None]:
-    """While this is open, what `loss.call` returns before it is reduced is appended to `values`."""
-    call, own = loss.call, loss.__dict__.get("call")
-
-    def recording(y_true: Any, y_pred: Any) -> Any:
-        values.append(call(y_true, y_pred))
-        return values[-1]
-
-    loss.call = recording
-    try:
-        yield
-    finally:
-        del loss.call
-        if own is not None:
-            loss.call = own
 
 
 def _count(mask: Any, weights: Any, dtype: Any) -> Any:
@@ -238,15 +226,7 @@ def _couples_rows(loss: Any, arguments: Sequence[Any], parts: Sequence[np.ndarra
     for index, expected in enumerate(gradient):
         pieces = [gradients[index] for _, gradients in results]
         pairs.append((expected, np.concatenate(pieces)[back] if len(expected) == rows else sum(pieces)))
-    return any(_differ(np.asarray(a), np.asarray(b), tolerance) for a, b in pairs)
-
-
-def _differ(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
-    finite = np.isfinite(a)
-    if not np.array_equal(finite, np.isfinite(b)):
-        return True
-    scale = max(np.abs(a[finite]).max(initial=0.0), np.abs(b[finite]).max(initial=0.0))
-    return bool(np.abs(a - b)[finite].max(initial=0.0) > tolerance * scale)
+    return any(relative_error(a, b) > tolerance for a, b in pairs)
 
 
 def _masked(output: Any, mask: Any) -> Any:

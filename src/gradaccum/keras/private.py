@@ -162,6 +162,19 @@ def uncast_values(variables: Iterable[Any]) -> list[Any]:
         return [variable.value for variable in variables]
 
 
+@contextlib.contextmanager
+def replaced(thing: Any, **attributes: Any) -> Iterator[None]:
+    """While this is open, these are attributes of an object, past Keras' tracking of what is set."""
+    own = {name: vars(thing)[name] for name in attributes if name in vars(thing)}
+    vars(thing).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            vars(thing).pop(name, None)
+        vars(thing).update(own)
+
+
 # Models and layers.
 
 
@@ -334,6 +347,11 @@ def averages_of(optimizer: Any) -> Any:
 def lend_averages(optimizer: Any, averages: Any) -> None:
     """Let SwapEMAWeights find these where it looks, past Keras' tracking of attributes."""
     vars(optimizer)["_model_variables_moving_average"] = averages
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Whether its "gradient" is its next value, such as the largest entry seen (float8 scaling)."""
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 strategy_of = operator.attrgetter("_distribution_strategy")

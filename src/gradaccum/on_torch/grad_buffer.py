@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradaccum.on_torch.foreach import all_finite, scale_
 from gradaccum.on_torch.private import leaves_of
 
-__all__ = ["ArrivalScale", "GradientBuffer", "ScreenedBuffer"]
+__all__ = ["ArrivalScale", "GradientBuffer", "ScreenedBuffer", "add_gradient"]
 
 
 class GradientBuffer:
@@ -292,3 +292,13 @@ def _give(parameter: Tensor, dtype: torch.dtype) -> None:
     parameter.grad_dtype = dtype
     if gradient is not None:
         parameter.grad = gradient.to(dtype)
+
+
+@torch.no_grad()
+def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Add a gradient that comes from no backward pass, in the dtype in which autograd would."""
+    dtype, held = getattr(parameter, "grad_dtype", None) or parameter.dtype, parameter.grad
+    if held is None or gradient.is_sparse or held.is_sparse:
+        parameter.grad = gradient.to(dtype) if held is None else held + gradient.to(dtype)
+    else:
+        held.add_(gradient)

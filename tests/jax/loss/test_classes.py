@@ -54,12 +54,12 @@ def test_a_weight_that_counts_other_entries_than_the_loss_is_a_line(weight, is_i
 
 BY_ROWS = {
     "a branch between the sizes that are tried and the real ones": (
-        lambda p, x: (x @ p).mean() * (2.0 if len(x) > 4 else 1.0), W, X, "It does other things for 6 rows than for 2",
+        lambda p, x: (x @ p).mean() * (2.0 if len(x) > 4 else 1.0), W, X, "looks across the rows",
     ),
     "a number of rounds": (
-        lambda p, x: jax.lax.fori_loop(0, len(x), lambda i, a: a * 0.9, 1.0) * (x @ p).mean(), W, X, "6 rounds",
+        lambda p, x: jax.lax.fori_loop(0, len(x), lambda i, a: a * 0.9, 1.0) * (x @ p).mean(), W, X, "3 rounds",
     ),
-    "a power": (lambda p, x: (x @ p).mean() * p[0] ** len(x), W, X, "y=6 for 6 rows, y=12 for 12"),
+    "a power": (lambda p, x: (x @ p).mean() * p[0] ** len(x), W, X, "y=3 for 3 rows, y=8 for 8"),
     "as many of a row as there are rows": (
         lambda p, x: jax.lax.top_k(x.reshape(len(x), -1) * p[0], len(x) // 3)[0].sum(1).mean(), W, TEXT, "top_k",
     ),

@@ -255,7 +255,7 @@ UNSURE = {
         lambda p, x: jnp.where((x > 9).any(), 1.0, 2.0) * (x @ p).mean(), W, X, "reduce_or",
     ),
     "a branch by what is in the batch": (
-        lambda p, x: jax.lax.cond((x > 9).any(), lambda: 1.0, lambda: 2.0) * (x @ p).mean(), W, X, "`cond`",
+        lambda p, x: jax.lax.cond((x > 9).any(), lambda: 1.0, lambda: 2.0) * (x @ p).mean(), W, X, "`reduce_or`",
     ),
     "rows that are written down": (lambda p, x: (x.reshape(-1, 3, 4) @ p).mean(), W, X[:6], "can't be traced for"),
     "an unknown operation": (
@@ -293,8 +293,11 @@ def test_what_cannot_be_told_is_one_line_that_check_equivalence_silences(name, c
 
 
 def test_a_branch_by_the_number_of_rows_is_a_line(caplog):
-    traced((lambda p, x: (x @ p).mean() if len(x) > 8 else jnp.tanh(x @ p).mean(), W, X))
-    assert "other things for 6 rows than for 12" in caplog.text
+    traced((lambda p, x: (x @ p).mean() if len(x) > 4 else jnp.tanh(x @ p).mean(), W, X))
+    assert "other things for 3 rows than for 8" in caplog.text
+    caplog.clear()
+    traced((lambda p, x: (x @ p).mean() * (1.0 if len(x) > 2 else 2.0), W, X))
+    assert "other things for 3 rows than for 2" in caplog.text
 
 
 class Network(nnx.Module):

@@ -14,7 +14,7 @@ from keras import layers, losses, ops
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras.micro_batched import micro_batched
-from gradaccum.keras.train_step.proof import Proof, Sorts, few_rows, ragged_size
+from gradaccum.keras.train_step.proof import Proof, few_rows, ragged_size
 from tests.keras.problems import ACTIVITY, BACKEND, Batches, compiled_on, slow_where_compiled
 from tests.reference import relative_error
 
@@ -412,16 +412,7 @@ def test_an_ordinary_update_makes_no_call_of_the_proofs(monkeypatch):
     with_proofs, without = calls(True), calls(False)
     more = with_proofs - without
     assert not without - with_proofs
-    assert set(more) <= {"proof.is_due"} | ({"on_tensorflow.guarded", "on_jax.guarded"} & set(more)), more
-
-
-def test_targets_that_grow_for_ever_are_proved_ever_more_rarely():
-    known, times = Sorts(), 0
-    for batch in range(2000):
-        sorts = Sorts.of((X, Y + batch))
-        times += bool(known.new_in(sorts, 16))
-        known.join(sorts, sorts)
-    assert times < 120
+    assert set(more) <= {"proof.is_due"}, more
 
 
 @compiled_on("jax")

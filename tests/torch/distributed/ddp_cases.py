@@ -78,6 +78,7 @@ def train(
     oracle = Oracle(model, optimizer, clip)
     replica = DistributedDataParallel(model, **(ddp or {}))
     count = Count(replica) if hook_first else None
+    reductions = Collectives().__enter__()
     wrapped = Optimizer(
         OPTIMIZERS[optimizer](replica.parameters()), steps=steps, model=replica, clip_grad_norm=clip, **keywords
     )
@@ -100,6 +101,9 @@ def train(
         if way == "plain":
             wrapped.flush()
         error = max(error, oracle.error(model))
+    reductions.__exit__()
+    if ddp and "find_unused_parameters" in ddp:  # without DDP's hook
+        return error, reductions.counts["all_reduce"], wrapped.updates
     if ddp and "bucket_cap_mb" in ddp:
         return error, count.elements / sum(p.numel() for p in model.parameters()), wrapped.updates
     return error, count.buckets, wrapped.updates
@@ -107,6 +111,10 @@ def train(
 
 def static_graph(rank: int) -> list[str]:
     return lines_of(lambda: wrap(network(), 2, {"static_graph": True}))
+
+
+def sparse_table(rank: int) -> None:
+    wrap(nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 3)), 2)
 
 
 def communication_hook(rank: int, name: str) -> float:
@@ -537,34 +545,20 @@ def _noting(events: list[str], bucket: dist.GradBucket) -> torch.futures.Future[
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def penalty_later(rank: int, of: Sequence[int]) -> tuple[float, list[int]]:
+def penalty_later(rank: int, of: Sequence[int], together: bool) -> None:
     """The backward pass of a penalty, for the first time when the third window closes, on some ranks.
 
-    Returns:
-        The error, and how many messages this rank has sent for each window.
+    `together`: both forward passes come before both backward passes.
     """
-    model = network()
-    oracle = Oracle(model)
-    replica, optimizer = wrap(model, 2)
-    ranks = data([[4, 3] * 5, [2, 5] * 5])
-    messages = counted(optimizer._windows.ranks)
-    for i, rows in enumerate(optimizer.batches(ranks[rank])):
+    replica, optimizer = wrap(network(), 2)
+    for i, rows in enumerate(optimizer.batches(data([[4, 3] * 5, [2, 5] * 5])[rank])):
         optimizer.zero_grad()
-        loss_of(replica, rows).backward()
+        losses = [lambda rows=rows: loss_of(replica, rows)]
         if i == 5 and rank in of:
-            replica(rows[0] * 0.5).square().sum(1).mean().backward()
+            losses.append(lambda rows=rows: replica(rows[0] * 0.5).square().sum(1).mean())
+        for loss in [found() for found in losses] if together else losses:
+            (loss if isinstance(loss, Tensor) else loss()).backward()
         optimizer.step()
-        if not optimizer.updated:
-            continue
-        messages.append(0)
-        window = concatenated([ranks[r][j] for r in range(2) for j in (i - 1, i)])
-
-        def loss(m: nn.Module, rows: Rows, i: int = i, window: Rows = window) -> Tensor:
-            penalties = [m(ranks[r][i][0] * 0.5).square().sum() for r in of] if i == 5 else []
-            return loss_of(m, rows) + sum(penalties) / len(window[0])
-
-        oracle.update(window, loss)
-    return oracle.error(model), messages[:-1]
 
 
 def batch_norm(rank: int) -> bool:

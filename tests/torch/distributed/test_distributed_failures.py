@@ -102,6 +102,7 @@ REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
         (failures.parameters_outside, (), "ValueError", "in none of `model`'s"),
         (parts_cases.not_sharded, (), "ValueError", "are not sharded"),
     ],
+    "sparse tables": [(ddp_cases.sparse_table, (), "ValueError", "Use sparse=False")],
     "model.join()": [(parts_cases.joined, (), "ValueError", "Leave it out")],
     "local SGD": [
         (parts_cases.local_sgd, (True,), "ValueError", "post_localSGD_hook"),
@@ -132,13 +133,9 @@ REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
         for sizes in (UNEVEN, [[], [4, 2, 3]])
         for steps in (1, 2)
     ],
-    "a second backward pass on one rank in a window that is not compared": [
-        (
-            ddp_cases.penalty_later,
-            ((1,),),
-            "WindowError",
-            "Rank 1 changed a window's gradient or weight after its reduction had begun",
-        )
+    "a second backward pass that comes for the first time behind a reduction": [
+        (ddp_cases.penalty_later, ((0, 1), together), "WindowError", "was changed after a backward pass had reduced it")
+        for together in (False, True)
     ],
     "names that come later than the first window": [
         (named_cases.train, ([[4] * 3] * 2, 1, True), "WindowError", "Use names from the first window on")
@@ -193,6 +190,9 @@ ONE_RANK: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
         (failures.raises, (where, way), "ArithmeticError", LEFT)
         for where in ("forward", "backward")
         for way in ("batches", "plain")
+    ],
+    "has a second backward pass behind a reduction": [
+        (ddp_cases.penalty_later, ((1,), together), "WindowError", LEFT) for together in (False, True)
     ],
     "breaks off alone": [(failures.breaks, (), "", LEFT)],
     "raises in TrainStep": [(failures.train_step_raises, (), "ValueError", "Rank 1 left")],

@@ -168,14 +168,20 @@ def assign(model):
 @pytest.mark.parametrize("window", [1, 2, 3, 6])
 @pytest.mark.parametrize("edit", [clip, scale, assign, torch.nn.Module.zero_grad])
 def test_an_edit_inside_any_window_is_refused(edit, window, micro_batch):
-    """Also in windows that watch three parameters only, and before anything but autograd has seen the gradient."""
+    """Also in windows that compare three parameters at their end, where another micro-batch has followed by then."""
     model, optimizer = wrapped(steps=3)
     train(model, optimizer, [regression(2)] * (3 * window - 3 + micro_batch))
+    before = [p.detach().clone() for p in model.parameters()]
     optimizer.zero_grad()
     backward(model)
     edit(model)
     with pytest.raises(WindowError, match="inside an open window|were assigned"):
         optimizer.step()
+        train(model, optimizer, [regression(2)] * (2 - micro_batch))
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.discard()
+    train(model, optimizer, [regression(2)] * 3)
+    assert optimizer.updates == window
 
 
 @pytest.mark.parametrize("window", [1, 3])

@@ -1,7 +1,8 @@
 """Whether a loss is the weighted mean, or the sum, of what its micro-batches give: judged by what it computes.
 
-The loss is traced for two numbers of rows, 6 and 12, and nothing is evaluated. An axis whose length differs between
-both traces has the rows. Walking both traces side by side, each array is described by a `Value`:
+The loss is traced for two numbers of rows (those of a micro-batch and of the whole batch), and nothing is evaluated. An
+axis whose length differs between both traces has the rows. Walking both traces side by side, each array is described by
+a `Value`:
 
 - `place`: the axis of its rows, or None.
 - `terms`: what it is the sum of. A term is each row's `own` number (a function of that row and of what all rows share,
@@ -13,21 +14,21 @@ So `((x @ p) ** 2 * mask).sum() / mask.sum()` comes to one term, own / S, with t
 mean over rows is own / COUNT; and a loss of terms own / W, with W the sum that `weight` returns, and of terms that are
 the same for any rows is the weighted mean of its micro-batches. Everything else is wrong, and its symbols say why.
 
-The algebra has what becomes of terms: sums join them, products multiply their factors, powers raise them. A function of
-anything else than plain rows is a new symbol, "mixed". Where arrays have rows in different axes, or an operation works
-across the rows in a way that no symbol expresses (sorting, sums over a part, pairs of rows), the array is `Lost`, and
-what comes of it too; `Lost.how` says what may still take the mixing back. What can't cancel out any more is refused;
-where it may (the diagonal of pairs, rows in another order, a shift by the largest), or where an operation is unknown,
-the judgement says that it can't tell.
+Sums join terms, products multiply their factors, powers raise them; a function of anything else than plain rows is a
+new symbol, "mixed". So is what an operation across the rows gives (sorting, sums over a part, pairs of rows), and what
+one gives that is "unknown". Tags of the array say what may still take the mixing back. What can't cancel out any more
+is refused; where it may (the diagonal of pairs, rows in another order, a shift by the largest), or where an operation
+is unknown, the judgement says that it can't tell.
 
-To add a primitive, ask what it does to each row, and add a line to the table at the end of `rules`:
+Most primitives need no rule: what has no axis of rows is any function, and what has one is followed where `vmap` over
+the rows of the operation on one row is the operation itself, as it is for all that work entry by entry. To add another
+one, ask what it does to each row, and add a line to the table at the end of `rules`:
 
-- Entry by entry, any function: its name in the first group, such as "tanh".
-- Across some axes, and entry by entry on the others: `_across(axes)`, or `_across(axes, "linear")` for sums, and for
-  entries that change places. `"cumsum": _across(_axis, "linear")` works across the axis in its parameter, so rows in
-  that axis are mixed, and rows in another one are not.
-- Holding a jaxpr: a rule in `NESTED_RULES` that gives it to `walk.run`.
-- Anything else: a rule `(walk, equation, inputs) -> output`; `_split` is a short one. `walk.made` describes an output.
+- Across some axes, and entry by entry on the others: `_across(axes)`, or `_across(axes, linear=True)` for sums, and for
+  entries that change places. `"cumsum": _across(_named, linear=True)` works across the axis in its parameter, so rows
+  in that axis are mixed, and rows in another one are not.
+- Holding a jaxpr: a rule in `HOLD_JAXPRS` that gives it to `walk.run`.
+- Anything else: a rule `(equation, inputs) -> output`; `_split` is a short one. `equation.made` describes an output.
 - A test in tests/jax/loss: a loss with it that passes in silence, and one across the rows that is refused.
 """
 
@@ -38,48 +39,47 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gradaccum.jax.loss.algebra import (
+from gradaccum.jax.loss.nested import HOLD_JAXPRS
+from gradaccum.jax.loss.rules import RULES
+from gradaccum.jax.loss.walk import (
     COUNT,
     ONE,
     ROWS,
     CannotTell,
     Factor,
-    Known,
-    Lost,
     Place,
     Source,
     Symbol,
+    Tag,
     Term,
     Value,
+    Walk,
     as_factor,
+    does_alike,
+    is_integral,
+    line,
     power,
-    symbols_of,
-)  # fmt: skip
-from gradaccum.jax.loss.interpreter import Interpreter, does_alike, is_integral, line
-from gradaccum.jax.loss.rules import RULES
+)
 
 __all__ = ["LossSpec", "Verdict", "judge"]
 
 _ROWS = 6
-"""The smaller number of rows that a loss is traced for; the other one is twice that."""
+"""The smaller number of rows that a loss is traced for where no sizes are known; the other one is twice that."""
 
 
 class LossSpec(NamedTuple):
     """A loss, and the roles that its inputs play."""
 
     function: Callable[[list[Any]], tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
-    """From the inputs to losses by name, their weights by name (none: rows), and a dict with the new `state` in the
-    order of its inputs, the `statistics` that move, and the `aux` by how they are put together, and their paths."""
+    """From the inputs to losses by name, their weights by name (none: rows), and a dict with the new `state` by name,
+    the `statistics` that move, and the `aux` by how they are put together, and their paths."""
     kinds: Callable[[int], list[Any]]
     """The inputs' types for so many rows."""
     axes: list[int | None]
     """Of each input, the axis of its rows, or None."""
-    fresh: list[bool]
-    """Whether it is another one for each micro-batch, whatever its rows are: its key, its state."""
-    differentiated: list[bool]
+    tags: list[frozenset[str]]
+    """Of each input, whether it is DIFFERENTIATED or FRESH, as of `Tag`; and its name, if it is one of the state."""
     reduction: str
-    state: list[str]
-    """Of each input, its name if it is one of the state."""
     unit: int = 1
     """What a number of rows must be a multiple of."""
     sizes: tuple[int, ...] = ()
@@ -99,30 +99,26 @@ EXACT = Verdict("exact")
 
 def judge(spec: LossSpec) -> Verdict:
     """Whether the loss of a batch follows from those of its micro-batches."""
-    rows, (first, second) = _traces(spec)
-    if isinstance(second, Exception):  # it is written for other numbers of rows
-        reason = str(second).strip().partition("\n")[0]
-        return Verdict("unknown", f"It can't be traced for {rows} and {2 * rows} rows, which are tried: {reason}")
-    walk = Interpreter((rows, 2 * rows), RULES)
-    (one, names), (other, _) = first, second
+    try:
+        rows, (one, names), (other, _) = _traces(spec)
+    except Exception as error:  # it is written for other numbers of rows
+        return Verdict("unknown", f"It can't be traced for other rows: {str(error).strip().partition(chr(10))[0]}")
+    walk = Walk(rows, RULES, HOLD_JAXPRS)
     inputs = [
         Value(
             frozenset([Term(axis is not None)]), None if axis is None else Place(axis), walk.number("input", n),
-            fresh=fresh, free=not wanted, integral=is_integral(kind.dtype), positive=str(kind.dtype) == "bool",
-            state=frozenset([n] if name else []),
+            tags=tags, integral=is_integral(kind.dtype), positive=str(kind.dtype) == "bool",
         )
-        for n, (kind, axis, fresh, wanted, name) in enumerate(
-            zip(one.in_avals, spec.axes, spec.fresh, spec.differentiated, spec.state)
-        )
+        for n, (kind, axis, tags) in enumerate(zip(one.in_avals, spec.axes, spec.tags))
     ]  # fmt: skip
     try:
         found = walk.run(one, other, inputs)
     except CannotTell:
-        return Verdict("unknown", f"It does other things for {rows} rows than for {2 * rows}.")
+        return Verdict("unknown", f"It does other things for {rows[0]} rows than for {rows[1]}.")
     except Exception as error:  # what looks at a loss must not keep it from training
         return Verdict("unknown", f"It can't be followed: {type(error).__name__}: {error}")
     losses, weights, more = jax.tree.unflatten(names, found)
-    statistics = frozenset(number for v in more["statistics"] if isinstance(v, Value) for number, _ in v.sums)
+    statistics = frozenset(source.number for value in more["statistics"] for source in value.sums)
     verdicts = []
     for name, loss in losses.items():
         verdict = _of_loss(loss, weights.get(name), spec.reduction, statistics)
@@ -132,21 +128,21 @@ def judge(spec: LossSpec) -> Verdict:
     if wrong:
         return max(wrong, key=lambda verdict: verdict.certain)
     verdicts.append(_of_state(spec, inputs, [*losses.values(), *weights.values()], more["state"]))
-    verdicts.append(_of_sizes(spec, rows, (one, other)))
+    verdicts.append(_of_sizes(spec, rows, one, other))
     weight = weights.get("")
     verdicts += [_of_aux(how, path, value, weight, spec.reduction) for (how, path), value in more["aux"].items()]
     return next((verdict for verdict in verdicts if verdict.kind != "exact"), EXACT)
 
 
-def _traces(spec: LossSpec) -> tuple[int, tuple[Any, Any]]:
-    """The rows, and the loss for these and for twice as many; or an error in place of the second."""
-    failed: Exception | None = None
-    for rows in (_ROWS * spec.unit, *sorted(spec.sizes)[:1]):
-        try:
-            return rows, (_traced(spec, rows), _traced(spec, 2 * rows))
-        except Exception as error:
-            failed = failed or error
-    return _ROWS * spec.unit, (None, failed)
+def _traces(spec: LossSpec) -> tuple[tuple[int, int], Any, Any]:
+    """Two numbers of rows, and the loss for each: those of a micro-batch and of the batch, if these tell rows apart."""
+    sizes = sorted({size for size in spec.sizes if size > 1})
+    rows = (
+        (sizes[0] if len(sizes) == 2 else sizes[-2], sizes[-1])
+        if len(sizes) > 1
+        else (_ROWS * spec.unit, 2 * _ROWS * spec.unit)
+    )
+    return rows, _traced(spec, rows[0]), _traced(spec, rows[1])
 
 
 def _traced(spec: LossSpec, rows: int) -> tuple[Any, Any]:
@@ -154,29 +150,28 @@ def _traced(spec: LossSpec, rows: int) -> tuple[Any, Any]:
     return closed, jax.tree.structure(shape)
 
 
-def _of_state(spec: LossSpec, inputs: list[Value], losses: list[Known], state: list[Known]) -> Verdict:
+def _of_state(spec: LossSpec, inputs: list[Value], losses: list[Value], state: dict[str, Value]) -> Verdict:
     """Whether a loss is computed from state that moves."""
-    old = [n for n, name in enumerate(spec.state) if name]
-    moving = {n for n, new in zip(old, state) if isinstance(new, Lost) or new.number != inputs[n].number}
-    read = moving & frozenset().union(*(loss.state for loss in losses if isinstance(loss, Value)))
+    still = {tag for value in inputs for tag in value.tags if tag in state and state[tag].number == value.number}
+    read = sorted(frozenset().union(*(loss.tags for loss in losses)) & state.keys() - still)
     if not read:
         return EXACT
     return Verdict(
         "state",
-        f"The loss is computed from state that each micro-batch moves: {spec.state[min(read)]}. So later micro-batches "
-        "are computed with another one than the large batch. Move it once per update, outside of loss_fn.",
+        f"The loss is computed from state that each micro-batch moves: {read[0]}. So later micro-batches are computed "
+        "with another one than the large batch. Move it once per update, outside of loss_fn.",
     )
 
 
-def _of_sizes(spec: LossSpec, rows: int, known: tuple[Any, Any]) -> Verdict:
+def _of_sizes(spec: LossSpec, rows: tuple[int, int], one: Any, other: Any) -> Verdict:
     """Whether the loss does for the rows that it is really given what it does for those that it was followed for."""
-    for size in sorted({*spec.sizes} - {rows, 2 * rows}):
+    for size in sorted({*spec.sizes} - {*rows}):
         try:
             closed, _ = _traced(spec, size)
         except Exception:  # the same error comes when it is traced in earnest
             return EXACT
-        if not does_alike(*known, closed, (rows, size)):
-            return Verdict("unknown", f"It does other things for {rows} rows than for {size}.")
+        if not does_alike(one, other, closed, (*rows, size)):
+            return Verdict("unknown", f"It does other things for {rows[0]} rows than for {size}.")
     return EXACT
 
 
@@ -187,14 +182,12 @@ _AUX = {
 }
 
 
-def _of_aux(how: str, path: str, value: Known, weight: Known | None, reduction: str) -> Verdict:
+def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: str) -> Verdict:
     """Whether a leaf of the aux is what the option `aux` says of it."""
-    if isinstance(weight, Lost) or (isinstance(value, Lost) and value.how == "unknown"):
+    if (weight is not None and weight.is_lost) or value.unknown is not None:
         return EXACT
-    if isinstance(value, Lost):
-        why = f"{_at(value.source)}."
-    elif how == "concat":
-        symbols = symbols_of(value)
+    if how == "concat":
+        symbols = value.symbols
         if not symbols and (value.place == Place(0) or not value.own):
             return EXACT
         why = f"{_at(symbols[0].source if symbols else None)}."
@@ -207,16 +200,17 @@ def _of_aux(how: str, path: str, value: Known, weight: Known | None, reduction: 
     return Verdict("aux", _AUX[how].format(path, *over, why))
 
 
-def _of_loss(loss: Known, weight: Known | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
-    if isinstance(loss, Lost):
-        if loss.how == "unknown":
-            why = f" ({loss.message})" if loss.message else ""
-            return Verdict("unknown", f"{_at(loss.source)} is not followed{why}.")
-        return _mixes(loss.source, loss.origin, statistics)._replace(certain=loss.certain)
+def _of_loss(loss: Value, weight: Value | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
+    if (unknown := loss.unknown) is not None:
+        return Verdict("unknown", f"{_at(unknown)} is not followed{unknown.why and f' ({unknown.why})'}.")
     if loss.place is not None:
         return Verdict("unknown", "Its rows are not followed to the end.")
-    if isinstance(weight, Lost):
-        return Verdict("unknown", f"What `weight` computes is not followed: {_at(weight.source)}.")
+    if weight is not None and weight.unknown is not None:
+        return Verdict("unknown", f"What `weight` computes is not followed: {_at(weight.unknown)}.")
+    return _of_terms(loss, weight, reduction, statistics)
+
+
+def _of_terms(loss: Value, weight: Value | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
     divisor = ONE if reduction == "sum" else ROWS if weight is None else as_factor(weight, Source("weight"))
     shared = ONE if reduction == "mean" else ROWS  # of a mean it comes out as it is, of a sum what goes with the rows
     right = Term(True, power(divisor, -1)), Term(False, shared)
@@ -224,22 +218,23 @@ def _of_loss(loss: Known, weight: Known | None, reduction: str, statistics: froz
     if wrong:
         verdict = _why(wrong, loss, None if weight is None else divisor, reduction, statistics)
         same_for_all = weight is not None and divisor == ONE  # right where micro-batches have as many rows
-        certain = verdict.kind == "randomness" or not (loss.unsure or same_for_all or verdict.kind == "unknown")
-        return verdict._replace(certain=certain)
+        unsure = loss.tags & Tag.MAY_CANCEL or same_for_all or verdict.kind == "unknown"
+        return verdict._replace(certain=verdict.kind == "randomness" or not unsure)
     if weight is not None and not weight.terms <= {Term(True), Term(False), Term(False, ROWS)}:
         why = "what it returns for the batch is not the sum of what it returns for micro-batches"
         return Verdict("unknown", f"`weight` must be a sum over the rows: {why}.")
-    return Verdict("unknown", min(loss.doubts)) if loss.doubts else EXACT
+    doubt = min(filter(lambda tag: tag.startswith("It "), loss.tags), default="")
+    return Verdict("unknown", doubt) if doubt else EXACT
 
 
 def _why(wrong: list[Term], loss: Value, divisor: Factor | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
     """Why it is not exact, by the symbols of the terms that are wrong; `divisor` is what `weight` returns."""
     symbols = [symbol for term in wrong for symbol, _ in term.factor if symbol != COUNT]
     if (mixing := _mixing(wrong)) is not None:
-        return _random(mixing) if mixing.kind == "random" else _mixes(mixing.source, mixing.origin, statistics)
+        return _random(mixing) if mixing.kind == "random" else _mixes(mixing.source, statistics)
     divisors = {power(term.factor, -1) for term in loss.terms if term.own}
-    if any(len(each) > 1 for each in divisors) or (len(divisors) > 1 and ONE in divisors):
-        return _mixes(symbols[0].source if symbols else Source("sum"), None, statistics)
+    if max(map(len, divisors), default=0) > 1 or (len(divisors) > 1 and ONE in divisors):
+        return _mixes(symbols[0].source if symbols else Source("sum"), statistics)
     named = " and ".join(_divisor(each) for each in sorted(divisors, key=str))
     if len(divisors) > 1:
         each = "{name: (loss, weight)}, each with what it is a mean over"
@@ -284,7 +279,7 @@ def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:
     return Verdict("regulariser", f"It is {how}")
 
 
-def _mixes(source: Source, origin: Any, statistics: frozenset[Any]) -> Verdict:
+def _mixes(source: Source, statistics: frozenset[Any]) -> Verdict:
     if source.primitive.startswith(("custom_v", "custom_j")):
         return Verdict(
             "loss",
@@ -292,7 +287,7 @@ def _mixes(source: Source, origin: Any, statistics: frozenset[Any]) -> Verdict:
             "that row: it clips gradients, say, normalises them, or takes a mean over rows. What it makes of the large "
             "batch's gradient does not follow from what it makes of those of micro-batches.",
         )
-    if origin is not None and origin in statistics:
+    if source.number in statistics:
         return Verdict(
             "batch_norm",
             "A row's output depends on the other rows of its micro-batch by statistics that are returned with the "
@@ -321,7 +316,7 @@ def _divisor(factor: Factor) -> str:
     symbols = [symbol for symbol, _ in factor]
     if symbols == [COUNT] or not symbols:
         return "rows" if symbols else "nothing"
-    where = line(symbols[0].source.info) if symbols[0].source else ""
+    where = line(symbols[0].source.info)
     return f"what is summed at {where}" if where else "a sum"
 
 

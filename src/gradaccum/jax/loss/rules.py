@@ -9,32 +9,35 @@ from collections.abc import Callable, Collection
 from fractions import Fraction
 from typing import Any
 
+import jax
 import numpy as np
 
-from gradaccum.jax.loss.algebra import (
-    FINITE,
+from gradaccum.jax.loss.nested import HOLD_JAXPRS
+from gradaccum.jax.loss.walk import (
     LIFTED,
-    NAN,
+    ROWS,
     SHARED,
     CannotTell,
+    Equation,
     MixesRows,
     Place,
+    Rule,
     Symbol,
+    Tag,
     Term,
     Terms,
     Value,
     common_place,
     function,
+    is_integral,
     lifted,
+    line,
     of,
     power_of,
     product,
-    shift_of,
-    summed,
-    symbols_of,
+    times,
     union,
-)  # fmt: skip
-from gradaccum.jax.loss.interpreter import NESTED_RULES, Equation, Interpreter, Rule, is_integral, line
+)
 
 __all__ = ["RULES"]
 
@@ -42,68 +45,72 @@ _TINY = 1e-6
 """What is added to a denominator, or is the least that it may be, as a guard."""
 _ROUNDED, _ROUNDED_IN_DOUBLE = {True: 1e-6, False: 1e-8}, 1e-12
 """What may be added without a change beyond rounding: in float32 to a sum of whole numbers or to others, in float64."""
-Axes = Callable[[Equation], Collection[int]]
+_COMPUTED: dict[str, Callable[..., Any]] = {
+    "abs": abs, "add": operator.add, "add_any": operator.add, "convert_element_type": int, "div": operator.truediv,
+    "eq": operator.eq, "ge": operator.ge, "gt": operator.gt, "le": operator.le, "log": math.log, "lt": operator.lt,
+    "max": max, "min": min, "mul": operator.mul, "ne": operator.ne, "neg": operator.neg, "pow": operator.pow,
+    "rsqrt": lambda x: x**-0.5, "sqrt": lambda x: x**0.5, "square": lambda x: x * x, "sub": operator.sub,
+}  # fmt: skip
+"""What comes of numbers that are known."""
 
 
 # Entry by entry.
 
 
-def _entries(terms: Callable[[list[Value], Equation], Terms], compute: Callable[..., Any] | None = None) -> Rule:
-    """An operation entry by entry: the terms of its output, and its value where those of the inputs are known."""
+def _any(e: Equation, values: list[Value]) -> Terms:
+    return function(values, e.source)
 
-    def rule(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
+
+def _entries(terms: Callable[[Equation, list[Value]], Terms] = _any) -> Rule:
+    """An operation entry by entry, whose output has these terms."""
+
+    def rule(e: Equation, inputs: list[Value]) -> Value:
+        compute = _COMPUTED.get(e.name)
         if compute is not None and all(value.values is not None for value in inputs):
             try:
-                return walk.of_values(*(compute(*(v.values[n] for v in inputs if v.values)) for n in (0, 1)))
+                return e.known(*(compute(*(v.values[n] for v in inputs if v.values)) for n in (0, 1)))
             except (ArithmeticError, TypeError, ValueError):
                 pass
         cores = [value.core for value in inputs if value.values is None]
-        place, values = walk.aligned(equation, inputs)
-        found = walk.made(equation, values, terms(values, equation), place, moves=False)
-        return found.but(core=cores[0]) if len(cores) == 1 and equation.name in ("mul", "div", "neg") else found
+        place, values = e.aligned(inputs)
+        found = e.made(values, terms(e, values), place, moves=False)
+        return found.but(core=cores[0]) if len(cores) == 1 and e.name in ("mul", "div", "neg") else found
 
     return rule
 
 
-def _any(inputs: list[Value], equation: Equation) -> Terms:
-    return function(inputs, equation.source, equation.number)
+def _power(degree: Fraction | float) -> Rule:
+    return _entries(lambda e, values: power_of(values[0], Fraction(degree), e.source))
 
 
-def _power(degree: Fraction | float) -> Callable[[list[Value], Equation], Terms]:
-    return lambda inputs, equation: power_of(inputs[0], Fraction(degree), equation.source, equation.number)
+def _integer_power(e: Equation, inputs: list[Value]) -> Any:
+    if inputs[0].values is not None:
+        return e.known(*(value ** e.params["y"] for value in inputs[0].values))
+    return _power(e.params["y"])(e, inputs)
 
 
-def _quotient(inputs: list[Value], equation: Equation) -> Terms:
-    inverse = power_of(inputs[1], Fraction(-1), equation.source, equation.number)
-    return product(inputs[0], inputs[1].but(terms=inverse), equation.source)
-
-
-def _same(walk: Interpreter, equation: Equation, inputs: list[Value]) -> list[Value]:
-    return list(inputs)
-
-
-def _converted(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
-    rounds = is_integral(equation.dtypes[1][0]) and not is_integral(equation.dtypes[0][0])
-    return _entries(_any, int)(walk, equation, inputs) if rounds else inputs[0]
-
-
-def _any_power(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
+def _any_power(e: Equation, inputs: list[Value]) -> Any:
     degree = inputs[1].values
-    if degree is not None and degree[0] == degree[1] and abs(degree[0]) <= 8:
-        return _entries(_power(Fraction(degree[0]).limit_denominator(64)))(walk, equation, inputs[:1])
-    return _entries(_any, operator.pow)(walk, equation, inputs)
+    if degree is not None and degree[0] == degree[1] and abs(degree[0]) <= 8 and inputs[0].values is None:
+        return _power(Fraction(degree[0]).limit_denominator(64))(e, inputs[:1])
+    return _entries()(e, inputs)
 
 
-def _bounded(terms: Callable[[list[Value], Equation], Terms], compute: Callable[..., Any] | None) -> Rule:
+def _quotient(e: Equation, values: list[Value]) -> Terms:
+    return product(values[0], values[1].but(terms=power_of(values[1], Fraction(-1), e.source)), e.source)
+
+
+def _converted(e: Equation, inputs: list[Value]) -> Any:
+    rounds = is_integral(e.dtypes[1][0]) and not is_integral(e.dtypes[0][0])
+    return _entries()(e, inputs) if rounds else inputs[0]
+
+
+def _bounded(e: Equation, inputs: list[Value]) -> Value:
     """What may leave a mean as it is: its bounds may be out of reach."""
-
-    def rule(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
-        means = [value for value in inputs if value.own and value.place is None and not value.free]
-        found: Value = _entries(terms, compute)(walk, equation, inputs)
-        is_mean = bool(means) and all(symbol.kind == "count" for symbol in symbols_of(*means))
-        return found.but(unsure=found.unsure or is_mean)
-
-    return rule
+    means = [value for value in inputs if value.own and value.place is None and not value.free]
+    found: Value = (_power(1) if e.name == "abs" else _entries())(e, inputs)
+    is_mean = bool(means) and all(symbol.kind == "count" for mean in means for symbol in mean.symbols)
+    return found.tagged(Tag.UNSURE) if is_mean else found
 
 
 def _small(value: Value, most: float = 1.0) -> float | None:
@@ -117,187 +124,177 @@ def _is_count(value: Value) -> bool:
     return value.place is None and value.free and value.values is None and not value.terms <= SHARED
 
 
-def _largest(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
+def _largest(e: Equation, inputs: list[Value]) -> Value:
     """`max`: of a sum of the batch and a small number, that sum."""
     for a, b in (inputs, inputs[::-1]):
         least = _small(a)
         if least is not None and _is_count(b):
-            if b.integral or least <= _TINY:
-                return b
-            doubt = f"It divides by {least:g} where the sum at {line(equation.source.info)} is smaller, which "
-            return b.but(doubts=b.doubts | {f"{doubt}a micro-batch's may be: it is not one of whole numbers."})
+            doubt = f"It divides by {least:g} where the sum at {line(e.source.info)} is smaller, which "
+            doubt += "a micro-batch's may be: it is not one of whole numbers."
+            return b if b.integral or least <= _TINY else b.tagged(doubt)
         if least == 0 and b.place is not None and len({term.factor for term in b.terms}) == 1:
-            return _entries(_power(1))(walk, equation, [b])
+            return _power(1)(e, [b])
         if a.values is not None and a.values[0] == -np.inf:
             return b
-    return _bounded(_any, max)(walk, equation, inputs)
+    return _bounded(e, inputs)
 
 
-def _added(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
-    is_sum = equation.name != "sub"
-    for a, b in (inputs, inputs[::-1]) if is_sum else ():
+def _added(e: Equation, inputs: list[Value]) -> Value:
+    for a, b in (inputs, inputs[::-1]) if e.name != "sub" else ():
         tiny = _small(a, _TINY)
         if tiny is not None and _is_count(b):
-            double = equation.dtypes[1][0] == np.float64
-            if tiny <= (_ROUNDED_IN_DOUBLE if double else _ROUNDED[b.integral]):
-                return b
-            doubt = f"It adds {tiny:g} to the sum at {line(equation.source.info)}, and micro-batches do so each "
-            return b.but(doubts=b.doubts | {f"{doubt}to its own: off by that, in relation to their sums."})
-    found: Value = _entries(lambda given, _: union(given), operator.add if is_sum else operator.sub)(
-        walk, equation, inputs
-    )
-    both = frozenset.intersection(*(value.terms for value in walk.aligned(equation, inputs)[1]))
+            is_rounding = tiny <= (_ROUNDED_IN_DOUBLE if e.dtypes[1][0] == np.float64 else _ROUNDED[b.integral])
+            doubt = f"It adds {tiny:g} to the sum at {line(e.source.info)}, and micro-batches do so each to its own: "
+            return b if is_rounding else b.tagged(f"{doubt}off by that, in relation to their sums.")
+    found: Value = _entries(lambda e, values: union(values))(e, inputs)
+    both = frozenset.intersection(*(value.terms for value in e.aligned(inputs)[1]))
     cancels = any(not term.own and any(s.kind != "count" for s, _ in term.factor) for term in both)
-    return found.but(unsure=found.unsure or cancels)
+    return found.tagged(Tag.UNSURE) if cancels else found
 
 
-def _exponential(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
-    """`exp(own + shared)` is a product, so that a shift that cancels out behind a logarithm is seen as one."""
-    (value,) = inputs
-    if value.place is None or (shift := shift_of(value)) is None:
-        return _entries(_any)(walk, equation, inputs)
-    symbol = next(symbol for term in shift for symbol, _ in term.factor)
-    symbol = symbol._replace(number=equation.number, kind="mixed", positive=True)
-    walk.logarithms[symbol] = shift
-    return walk.made(equation, inputs, of(symbol, value.own), value.place, moves=False)
+def _shift(value: Value) -> bool:
+    """Whether all rows share parts of it that take all of them to know, and its others are plain."""
+    shift = [term for term in value.terms if not term.own and term.factor]
+    plain = all(symbol.scalar for term in shift for symbol, _ in term.factor)
+    return bool(shift) and plain and all(term in shift or not term.factor for term in value.terms)
 
 
-def _logarithm(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
-    (value,) = inputs
-    factors = {term.factor for term in value.terms}
-    shifts = [walk.logarithms.get(symbol) for symbol, degree in next(iter(factors), ()) if degree == 1]
-    if len(factors) == 1 and len(shifts) == 1 and shifts[0] and value.place is not None:
-        return walk.made(equation, inputs, shifts[0] | {Term(value.own)}, value.place, moves=False)
-    return _entries(_any, math.log)(walk, equation, inputs)
+def _exponential(e: Equation, inputs: list[Value]) -> Value:
+    """A shift that all rows share may cancel out behind a logarithm."""
+    found: Value = _entries()(e, inputs)
+    return found.tagged(Tag.UNSURE) if inputs[0].place is not None and _shift(inputs[0]) else found
 
 
-def _compared(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
+def _compared(e: Equation, inputs: list[Value]) -> Value:
     (a, b), asks = inputs, None
-    if a.position and b.values == (0, 0) and equation.name == "lt":
-        return walk.of_values(False, False)
+    if a.position and b.values == (0, 0) and e.name == "lt":
+        return e.known(False, False)
     if a.number == b.number and a.place is None:
-        asks = NAN if equation.name == "ne" else FINITE
+        asks = Tag.NAN if e.name == "ne" else Tag.FINITE
     for x, y in ((a, b), (b, a)):
         if _small(x, 1.0 if y.integral else _TINY) is not None and y.core is not None and y.place is None and y.free:
             asks = y.core
-    found: Value = _entries(_any, getattr(operator, equation.name))(walk, equation, inputs)
+    found: Value = _entries()(e, inputs)
     return found if asks is None or found.values else found.but(guard=asks)
 
 
-def _select(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
+def _select(e: Equation, inputs: list[Value]) -> Value:
     """`select_n`: one of several numbers, entry by entry."""
     which, *cases = inputs
     if which.values is not None and which.values[0] == which.values[1]:
         return cases[int(which.values[0])]
-    kept, guard = [case for case in cases if case.values is None], which.guard
-    sure = bool(kept and guard) and (guard in (FINITE, NAN) or all(case.divides(guard) for case in kept))
-    if len(kept) == 1 and (sure or guard == (FINITE, kept[0].number)) and kept[0].place == common_place(inputs):
+    kept = [case for case in cases if case.values is None]
+    sure = _answers(which.guard, kept)
+    is_itself = len(kept) == 1 and kept[0].place == common_place(inputs)
+    if is_itself and (sure or which.guard == (Tag.FINITE, kept[0].number)):
         return kept[0]
-    place, values = walk.aligned(equation, inputs)
-    which, *cases = values
+    place, (which, *cases) = e.aligned(inputs)
     if sure:  # what is asked of it is answered in one way for all micro-batches that count
-        terms = union([case for case in cases if case.values is None])
-        found = walk.made(equation, values, terms, place, moves=False)
-        return found.but(unsure=any(case.unsure for case in cases))
+        known = union(filter(lambda case: case.values is None, cases))
+        return e.made([which.but(tags=which.tags - {Tag.UNSURE}), *cases], known, place, moves=False)
     terms = frozenset(Term(term.own or which.own, term.factor) for term in union(cases))
-    if symbols_of(which) or (which.own and which.place is None):
-        terms = _any(values, equation)
-    return walk.made(equation, values, terms, place, moves=False)
+    if which.symbols or (which.own and which.place is None):
+        terms = _any(e, [which, *cases])
+    return e.made([which, *cases], terms, place, moves=False)
 
 
-def _finite(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
-    guard = FINITE if inputs[0].place is None else (FINITE, inputs[0].number)
-    return _entries(_any)(walk, equation, inputs).but(guard=guard)
+def _answers(guard: Any, cases: list[Value]) -> bool:
+    asked = bool(guard and cases)
+    return asked and (guard in (Tag.FINITE, Tag.NAN) or all(case.divides(guard) for case in cases))
 
 
-def _both(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
+def _finite(e: Equation, inputs: list[Value]) -> Value:
+    guard = Tag.FINITE if inputs[0].place is None else (Tag.FINITE, inputs[0].number)
+    return _entries()(e, inputs).but(guard=guard)
+
+
+def _both(e: Equation, inputs: list[Value]) -> Value:
     """`and`: whether it is NaN, and something else, is no where it is none."""
-    guard = NAN if any(value.guard == NAN for value in inputs) else None
-    return _entries(_any)(walk, equation, inputs).but(guard=guard)
+    return _entries()(e, inputs).but(guard=Tag.NAN if any(value.guard == Tag.NAN for value in inputs) else None)
 
 
-def _iota(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
-    place = walk.place_by_shapes(equation.outputs[0], equation.other_outputs[0])
-    if place is None or place.axis != equation.params["dimension"]:
-        return walk.made(equation, [], SHARED, place)
-    symbol = Symbol("position", "position", scalar=False, source=equation.source)
-    return walk.made(equation, [], of(symbol, True), place).but(position=place[1:] == (1, 1))
+def _iota(e: Equation, inputs: list[Value]) -> Value:
+    place = e.grown()
+    if place is None or place.axis != e.params["dimension"]:
+        return e.made([], SHARED, place)
+    symbol = Symbol("position", "position", e.source._replace(number=None), scalar=False)
+    return e.made([], of(symbol, True), place).but(position=place[1:] == (1, 1))
 
 
-def _drawn(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
+def _drawn(e: Equation, inputs: list[Value]) -> Value:
     """Random numbers, and keys, from a key: each row's own where its key is, or where micro-batches have their own."""
     key, *data = inputs
-    place = walk.place_by_shapes(equation.outputs[0], equation.other_outputs[0])
-    by_place = any(symbol.kind == "position" for symbol in symbols_of(*data)) and not key.own
+    place = e.grown()
+    by_place = any(symbol.kind == "position" for each in data for symbol in each.symbols) and not key.own
     if not by_place and (place is None or any(value.own for value in inputs)):
         place = place or common_place(inputs)
-        values = [lifted(value, place, equation.source) for value in inputs]
-        terms = function(values, equation.source, equation.number)
+        terms = _any(e, [lifted(value, place, e.source) for value in inputs])
     else:
-        random = Symbol(equation.number, "random", key.free, False, equation.source)
-        terms = frozenset([Term(True)]) if key.fresh else of(random, True)
-    # What is drawn from a state of random numbers is meant to be another one each time.
-    return walk.made(equation, inputs, terms, place).but(state=frozenset())
+        random = Symbol(e.number, "random", e.source._replace(number=None), key.free, False)
+        terms = frozenset([Term(True)]) if Tag.FRESH in key.tags else of(random, True)
+    found = e.made(inputs, terms, place)  # drawn from a state of random numbers, it is meant to be another each time
+    return found.but(tags=frozenset(tag for tag in found.tags if not tag.startswith("state")))
 
 
-# Across some axes.
+# Across some axes, and entry by entry on the others.
 
 
-def _across(axes: Axes, how: str = "function", mixes: str = "mixed") -> Rule:
-    """An operation across these axes of its inputs, and on the others entry by entry: any function, or linear."""
+def _across(axes: Callable[[Equation], Collection[int]], linear: bool = False, tag: str = "") -> Rule:
+    """An operation across these axes, and entry by entry on the others: any function, or linear."""
 
-    def rule(walk: Interpreter, equation: Equation, inputs: list[Value]) -> list[Value]:
-        place, values = walk.aligned(equation, inputs)
-        if place is not None and place != LIFTED and place.axis in axes(equation):
-            raise MixesRows(mixes)
-        terms = union(values) if how == "linear" else _any(values, equation)
-        made = [
-            walk.made(equation, inputs, terms, walk.placed(equation, place, n), n) for n in range(len(equation.outputs))
-        ]
-        return [made[0].but(whole=inputs[0].total)] if equation.name == "rev" else made
+    def rule(e: Equation, inputs: list[Value]) -> list[Value]:
+        place, values = e.aligned(inputs)
+        if place is not None and place.axis in axes(e):
+            raise MixesRows(tag)
+        terms = union(values) if linear else _any(e, values)
+        return [e.made(inputs, terms, e.placed(place, n), n) for n in range(len(e.outputs))]
 
     return rule
 
 
-def _last(count: int) -> Axes:
-    return lambda equation: range(len(equation.shapes[0]) - count, len(equation.shapes[0]))
+def _last(count: int) -> Callable[[Equation], Collection[int]]:
+    return lambda e: range(len(e.shapes[0]) - count, len(e.shapes[0]))
 
 
-def _axis(equation: Equation) -> Collection[int]:
-    return (equation.params["axis"] if "axis" in equation.params else equation.params["dimension"],)
+def _named(e: Equation) -> Collection[int]:
+    axes = next(e.params[name] for name in ("axis", "dimension", "dimensions") if name in e.params)
+    return axes if isinstance(axes, tuple | list) else (axes,)
 
 
-def _windows(equation: Equation) -> Collection[int]:
-    sizes = zip(equation.params["window_dimensions"], equation.params["window_strides"])
+def _padded(e: Equation) -> Collection[int]:
+    return [axis for axis, each in enumerate(e.params["padding_config"]) if any(each)]
+
+
+def _windows(e: Equation) -> Collection[int]:
+    sizes = zip(e.params["window_dimensions"], e.params["window_strides"])
     return [axis for axis, pair in enumerate(sizes) if pair != (1, 1)]
 
 
-def _solved(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Any:
-    """`triangular_solve`: each column (or row) of the right side by itself, where the matrix is none of rows."""
-    axis = len(equation.shapes[1]) - (2 if equation.params["left_side"] else 1)
-    return _across(_last(2) if inputs[0].place is not None else lambda _: (axis,))(walk, equation, inputs)
+def _system(e: Equation) -> Collection[int]:
+    """Of a right side each column (or row) by itself."""
+    return (len(e.shapes[1]) - (2 if e.params["left_side"] else 1),)
 
 
-def _moving(place_of: Callable[[Interpreter, Equation, Place], Place | None]) -> Rule:
-    """An operation that moves entries, alike for all rows; `place_of` says where the rows go."""
-
-    def rule(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
-        (value,) = inputs
-        place = value.place if value.place in (None, LIFTED) else place_of(walk, equation, value.place)
-        permutes = equation.name == "transpose" or (equation.name == "reshape" and equation.params["dimensions"])
-        found = walk.made(equation, inputs, value.terms, place)
-        if value.scalar or (equation.outputs[0] == equation.shapes[0] and not permutes):
-            kept = {"terms": value.terms, "number": value.number, "scalar": value.scalar, "core": value.core}
-            found = found.but(**kept, whole=value.whole)
-        elif equation.name != "slice":
-            found = found.but(whole=value.total)
-        return found.but(values=value.values, position=value.position and place == Place(0))
-
-    return rule
+def _solved(e: Equation, inputs: list[Value]) -> Any:
+    return _across(_system if inputs[0].place is None else _last(2))(e, inputs)
 
 
-def _reshaped(walk: Interpreter, equation: Equation, place: Place) -> Place:
-    old, new, order = equation.shapes[0], equation.outputs[0], equation.params.get("dimensions")
+# Entries change their places.
+
+
+def _moved(e: Equation, inputs: list[Value]) -> Value:
+    (value,) = inputs
+    place = value.place
+    if place is not None and place != LIFTED:
+        place = _MOVED.get(e.name, Equation.placed)(e, place)
+    permutes = e.name == "transpose" or e.params.get("dimensions")
+    stays = value.scalar or (e.outputs[0] == e.shapes[0] and not permutes)
+    found = value.but(parts=None, place=place) if stays else e.made(inputs, value.terms, place)
+    return found.but(position=value.position and place == Place(0))
+
+
+def _reshaped(e: Equation, place: Place) -> Place:
+    old, new, order = e.shapes[0], e.outputs[0], e.params.get("dimensions")
     if order is not None:  # it transposes first, as `vmap` has it of convolutions
         place, old = place._replace(axis=order.index(place.axis)), tuple(old[axis] for axis in order)
     before, after = math.prod(old[: place.axis]) * place.outer, place.inner * math.prod(old[place.axis + 1 :])
@@ -305,312 +302,317 @@ def _reshaped(walk: Interpreter, equation: Equation, place: Place) -> Place:
         ahead, behind = math.prod(new[:axis]), math.prod(new[axis + 1 :])
         if ahead and behind and before % ahead == 0 and after % behind == 0:
             outer, inner = before // ahead, after // behind
-            if outer * walk.rows[0] * inner == length:
+            if outer * e.walk.rows[0] * inner == length:
                 return Place(axis, outer, inner)
-    raise MixesRows("unsure")  # groups of rows perhaps, which may be whole in each micro-batch
+    raise MixesRows(Tag.UNSURE)  # groups of rows perhaps, which may be whole in each micro-batch
 
 
-def _cut(walk: Interpreter, place: Place, first: int, last: int, length: int, stride: int = 1) -> Place:
+def _cut(e: Equation, place: Place, first: int, last: int, stride: int = 1) -> Place:
     """The rows from `first` to `last` of their axis: all of them, or whole blocks of them where it has several."""
-    block = walk.rows[0] * place.inner
-    if (first, last, stride) == (0, length, 1):
+    block = e.walk.rows[0] * place.inner
+    if (first, last, stride) == (0, e.shapes[0][place.axis], 1):
         return place
     if stride != 1:
-        raise MixesRows("unsure")
+        raise MixesRows(Tag.UNSURE)
     if first % block or last % block:
-        raise MixesRows("some")
+        raise MixesRows(Tag.SOME)
     return place._replace(outer=(last - first) // block)
 
 
-def _sliced(walk: Interpreter, equation: Equation, place: Place) -> Place:
-    params, axis = equation.params, place.axis
-    stride = 1 if params["strides"] is None else params["strides"][axis]
-    bounds = params["start_indices"][axis], params["limit_indices"][axis]
-    return _cut(walk, place, *bounds, equation.shapes[0][axis], stride)
+def _sliced(e: Equation, place: Place) -> Place:
+    first, last = (e.params[name][place.axis] for name in ("start_indices", "limit_indices"))
+    return _cut(e, place, first, last, (e.params["strides"] or (1,) * len(e.shapes[0]))[place.axis])
 
 
-def _split(walk: Interpreter, equation: Equation, inputs: list[Value]) -> list[Value]:
-    (value,), axis, place = inputs, equation.params["axis"], inputs[0].place
-    ends = itertools.pairwise(np.cumsum([0, *equation.params["sizes"]]).tolist())
-    over_rows = place is not None and place.axis == axis
-    if not over_rows and equation.params["sizes"] != equation.other_params["sizes"]:
-        raise CannotTell("split")
-    places = [_cut(walk, place, *pair, equation.shapes[0][axis]) if over_rows and place else place for pair in ends]
-    return [walk.made(equation, inputs, value.terms, place, n) for n, place in enumerate(places)]
+_MOVED: dict[str, Callable[[Equation, Place], Place | None]] = {
+    "expand_dims": _reshaped,
+    "reshape": _reshaped,
+    "slice": _sliced,
+    "tile": lambda e, place: place._replace(outer=place.outer * e.params["reps"][place.axis]),
+}
 
 
-def _broadcast(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
-    value = inputs[0]
-    made, place = walk.place_by_shapes(equation.outputs[0], equation.other_outputs[0]), value.place
-    if place is not None and place != LIFTED:
-        place = place._replace(axis=equation.params["broadcast_dimensions"][place.axis])
-    if place is not None and (made and made.axis) != (None if place == LIFTED else place.axis):
-        raise MixesRows("pairs")
+def _split(e: Equation, inputs: list[Value]) -> list[Value]:
+    (value,), place, sizes = inputs, inputs[0].place, e.params["sizes"]
+    ends = list(itertools.pairwise(np.cumsum([0, *sizes]).tolist()))
+    if place is None or place.axis != e.params["axis"]:
+        if sizes != e.other_params["sizes"]:
+            raise CannotTell("split")
+        return [e.made(inputs, value.terms, place, n) for n in range(len(ends))]
+    return [e.made(inputs, value.terms, _cut(e, place, *pair), n) for n, pair in enumerate(ends)]
+
+
+def _broadcast(e: Equation, inputs: list[Value]) -> Value:
+    value, made, place = inputs[0], e.grown(), inputs[0].place
+    if value.axis >= 0:
+        place = Place(e.params["broadcast_dimensions"][value.axis], *value.place[1:])  # type: ignore[index]
+    if place is not None and (made.axis if made else -1) != place.axis:
+        raise MixesRows(Tag.PAIRS)
     if place is None and made is not None:
-        value, place = lifted(value, made, equation.source), made
-    found = walk.made(equation, inputs, value.terms, place)
-    if value.scalar:
-        found = found.but(terms=value.terms, number=value.number, scalar=True, values=value.values, core=value.core)
-    is_entry = bool(equation.outputs[0]) and equation.outputs[0][-1] == 1
-    return found.but(position=value.position, parts=(value,) if is_entry else None)
+        value, place = lifted(value, made, e.source), made
+    found = value.but(place=place) if value.scalar else e.made(inputs, value.terms, place)
+    return found.but(position=value.position, parts=(value,) if e.outputs[0][-1:] == (1,) else None)
 
 
-def _concatenated(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
-    axis, places = equation.params["dimension"], [value.place for value in inputs if value.place is not None]
+def _concatenated(e: Equation, inputs: list[Value]) -> Value:
+    axis, places = e.params["dimension"], [value.place for value in inputs if value.place is not None]
     place = next(iter(places), None)
     if place is not None and place != LIFTED:
         along = place.axis == axis
         if len({each._replace(outer=1) if along else each for each in places}) > 1:
-            raise MixesRows("mixed")
+            raise MixesRows
         if along and len(places) < len(inputs):
             raise CannotTell("concatenate")
         place = place._replace(outer=sum(each.outer for each in places)) if along else place
-    values = [lifted(value, place, equation.source) for value in inputs]
+    values = [lifted(value, place, e.source) for value in inputs]
     parts = tuple(value.parts[0] for value in inputs if value.parts is not None and len(value.parts) == 1)
-    whole = len(parts) == len(inputs) and axis == len(equation.outputs[0]) - 1
-    return walk.made(equation, inputs, union(values), place).but(parts=parts if whole else None)
+    whole = len(parts) == len(inputs) and axis == len(e.outputs[0]) - 1
+    return e.made(inputs, union(values), place).but(parts=parts if whole else None)
 
 
 # Sums, and other reductions.
 
 
-def _as_sum(walk: Interpreter, equation: Equation, found: Value, over_rows: bool = True) -> Value:
+def _as_sum(e: Equation, found: Value, over_rows: bool = True) -> Value:
     """A sum over the rows: one that others may be divided by, and a part of it where devices have parts of the rows."""
-    sums = found.sums | {(found.number, equation.source)}
-    return found.but(sums=sums, core=found.number, local=found.local or (over_rows and bool(walk.split)))
+    found = found.but(sums=found.sums | {e.source._replace(number=found.number)}, core=found.number)
+    return found.tagged(Tag.LOCAL) if over_rows and e.walk.split else found
 
 
-def _sum(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
+def _summed(terms: Terms) -> Terms:
+    return frozenset(term if term.own else Term(False, times(term.factor, ROWS)) for term in terms)
+
+
+def _sum(e: Equation, inputs: list[Value]) -> Value:
     (value,), place = inputs, inputs[0].place
-    over_rows = place is not None and place != LIFTED and place.axis in equation.params["axes"]
-    terms = summed(value.terms) if over_rows else value.terms
-    found = walk.made(equation, inputs, terms, None if over_rows else walk.placed(equation, place))
-    is_all = equation.outputs[0] == ()
-    found = found.but(number=walk.number("sum", value.total)) if is_all else found.but(whole=value.total)
-    return _as_sum(walk, equation, found, over_rows) if over_rows or value.sums else found
+    over_rows = value.axis in e.params["axes"]
+    found = e.made(inputs, _summed(value.terms) if over_rows else value.terms, None if over_rows else e.placed(place))
+    if e.outputs[0] == ():
+        found = found.but(number=e.walk.number("sum", value.total), whole=None)
+    return _as_sum(e, found, over_rows) if over_rows or value.sums else found
 
 
-def _reduced(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Any:
+def _reduced(e: Equation, inputs: list[Value]) -> Any:
     """The largest, the product, ...: of what is the same for all rows it may be of rows, too."""
-    value, place, outputs = inputs[0], inputs[0].place, range(len(equation.outputs))
-    orders = equation.name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or")
-    if place is None or place == LIFTED or place.axis not in equation.params["axes"]:
-        place = walk.placed(equation, place)
-        terms = function([value], equation.source, equation.number)
+    value, place, alone = inputs[0], inputs[0].place, e.outputs[0] == ()
+    orders = e.name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or")
+    if value.axis not in e.params["axes"]:
+        place, terms = e.placed(place), _any(e, [value])
         if orders and place is not None and len({term.factor for term in value.terms}) == 1:
-            terms = power_of(value, Fraction(1), equation.source, equation.number)
-        elif orders and shift_of(value) is not None:
+            terms = power_of(value, Fraction(1), e.source)
+        elif orders and _shift(value):
             terms = value.terms
-        return [walk.made(equation, inputs, terms, place, n) for n in outputs]
+        return e.made(inputs, terms, place)
     if orders and not value.own:
-        return walk.made(equation, inputs, value.terms, None)
-    alone = equation.outputs[0] == ()
-    number, source = equation.number, equation.source
-    terms = of(Symbol(number, "mixed", value.free, alone, source, number, value.positive))
-    asks = walk.number("sum", value.total) if value.free and equation.name == "reduce_or" and alone else None
-    return [walk.made(equation, inputs, terms, None, n).but(guard=asks, local=bool(walk.split)) for n in outputs]
+        return e.made(inputs, value.terms, None)
+    terms = of(Symbol(e.number, "mixed", e.source, value.free, alone, value.positive))
+    asks = e.walk.number("sum", value.total) if value.free and e.name == "reduce_or" and alone else None
+    found = e.made(inputs, terms, None).but(guard=asks)
+    return found.tagged(Tag.LOCAL) if e.walk.split else found
 
 
-def _over_devices(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Any:
+def _over_devices(e: Equation, inputs: list[Value]) -> Any:
     """`psum`: of a `vmap`'s axis, a sum over it; of a mesh's, of the parts that its devices have."""
-    axes = equation.params["axes"]
+    axes, split = e.params["axes"], e.walk.split
     if all(isinstance(axis, int) for axis in axes) and len(inputs) == 1:
-        return _sum(walk, equation, inputs)
+        return _sum(e, inputs)
     if any(isinstance(axis, int) for axis in axes):
-        raise CannotTell(equation.name)
-    return [_of_all(walk, value, set(axes)) for value in inputs]
+        raise CannotTell(e.name)
 
+    def of_all(value: Value) -> Value:
+        """The sum over devices: of all parts of a sum over rows, that sum."""
+        local = Tag.LOCAL in value.tags
+        if split & {*axes} and value.place is not None and value.own:
+            raise MixesRows
+        if local and {*axes} == split:
+            return value.but(tags=value.tags - {Tag.LOCAL})
+        if value.values and not split & {*axes}:
+            return value
+        number, core = e.walk.number("psum", value.number), value.core and e.walk.number("psum", value.core)
+        tags = value.tags - {Tag.LOCAL} if split <= {*axes} else value.tags
+        return value.but(number=number, core=core, whole=None, values=None, tags=tags)
 
-def _of_all(walk: Interpreter, value: Value, axes: set[str]) -> Value:
-    """The sum over devices: of all parts of a sum over rows, that sum."""
-    if walk.split & axes and value.place is not None and value.own:
-        raise MixesRows("mixed")
-    if value.local and axes == walk.split:
-        return value.but(local=False)
-    if value.values and not walk.split & axes:
-        return value
-    core, local = value.core and walk.number("psum", value.core), value.local and not walk.split <= axes
-    return value.but(number=walk.number("psum", value.number), core=core, whole=None, values=None, local=local)
+    return [of_all(value) for value in inputs]
 
 
 # Sums of products.
 
 
-def _multiplied(place_of: Callable[[Interpreter, Equation, Place | None, Place | None], Place | None]) -> Rule:
-    """Sums of products: `place_of` says where their rows are; nowhere, if they are summed over them."""
-
-    def rule(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
-        left, right = (value.place for value in inputs)
-        place = (
-            _as_own(inputs) if LIFTED in (left, right) else (left or right) and place_of(walk, equation, left, right)
-        )
-        over_rows = place is None and (left or right) is not None
-        a, b = (lifted(value, left or right, equation.source) for value in inputs)
-        terms = product(a, b, equation.source)
-        found = walk.made(equation, inputs, summed(terms) if over_rows else terms, place)
-        return _as_sum(walk, equation, found) if over_rows else found
-
-    return rule
+def _multiplied(e: Equation, inputs: list[Value]) -> Value:
+    """A sum of products; where it does not grow with the rows, it is summed over them."""
+    left, right = (value.place for value in inputs)
+    if LIFTED in (left, right):
+        place = _as_own(inputs)
+    else:
+        place = (left or right) and (_contracted if e.name == "dot_general" else _convolved)(e, left, right)
+    over_rows = place is None and (left or right) is not None
+    a, b = (lifted(value, left or right, e.source) for value in inputs)
+    terms = product(a, b, e.source)
+    found = e.made(inputs, _summed(terms) if over_rows else terms, place)
+    return _as_sum(e, found) if over_rows else found
 
 
 def _as_own(values: list[Value]) -> Place | None:
     return common_place([value.but(terms=frozenset([Term(True)])) for value in values])
 
 
-def _contracted(walk: Interpreter, equation: Equation, left: Place | None, right: Place | None) -> Place | None:
-    contract, batch = equation.params["dimension_numbers"]
-    taken = [(*contract[side], *batch[side]) for side in (0, 1)]
-    if left is not None and right is not None:
-        for pairs in (batch, contract):
-            if left.axis in pairs[0] and right.axis == pairs[1][pairs[0].index(left.axis)]:
-                if left[1:] != right[1:]:
-                    raise MixesRows("mixed")
-                return walk.placed(equation, left)
-        raise MixesRows("mixed" if left.axis in taken[0] or right.axis in taken[1] else "pairs")
-    if (left and left.axis in taken[0]) or (right and right.axis in taken[1]):
-        raise CannotTell("dot_general")
-    return walk.placed(equation, left or right)
+def _contracted(e: Equation, left: Place | None, right: Place | None) -> Place | None:
+    if left is not None and right is not None and left[1:] != right[1:]:
+        raise MixesRows
+    return e.placed(left or right)  # pairs of rows grow twice, what is summed over them doesn't
 
 
-def _convolved(walk: Interpreter, equation: Equation, image: Place | None, kernel: Place | None) -> Place | None:
+def _convolved(e: Equation, image: Place | None, kernel: Place | None) -> Place | None:
     """Rows in the image, as rows of its batch or in an axis of space with a window of 1; a kernel, and perhaps a group
     of the image, for each row; or features of both, which are summed over."""
-    params, numbers = equation.params, equation.params["dimension_numbers"]
-    names = "feature_group_count", "batch_group_count"
-    features, parts = (params[name] for name in names)  # one of them is 1
-    grow = any(params[name] != equation.other_params[name] for name in names)
-    keeps = False
-    if image is not None and kernel is None:
-        if image.axis == numbers.lhs_spec[0] and image.outer % parts == 0:
-            return walk.placed(equation, image._replace(outer=image.outer // parts))
-        if image.axis in numbers.lhs_spec[2:]:
-            n = numbers.lhs_spec[2:].index(image.axis)
-            window = equation.shapes[1][numbers.rhs_spec[2 + n]]
-            keeps = window == params["window_strides"][n] == params["lhs_dilation"][n] == 1
-            keeps = keeps and tuple(params["padding"][n]) == (0, 0)
-    elif kernel is not None and kernel.axis == numbers.rhs_spec[1]:
+    numbers, counts = e.params["dimension_numbers"], ("feature_group_count", "batch_group_count")
+    features, parts = (e.params[name] for name in counts)  # one of them is 1
+    grow = any(e.params[name] != e.other_params[name] for name in counts)
+    if kernel is None:
+        keeps = image is not None and _keeps_images(e, image, parts)
+        image = image and image._replace(outer=image.outer // parts)
+    elif kernel.axis == numbers.rhs_spec[1]:
         keeps = image == Place(numbers.lhs_spec[1], kernel.outer * features, kernel.inner)
-    elif kernel is not None and kernel.axis == numbers.rhs_spec[0] and image is None:
-        keeps = not grow and kernel.outer % (features * parts) == 0
-    elif kernel is not None and image is not None and grow:
-        length = equation.shapes[0][image.axis] // (features * parts)
-        of_each = equation.shapes[1][kernel.axis] // (features * parts)
-        in_groups = image.axis == numbers.lhs_spec[1 if parts == 1 else 0] and kernel.axis == numbers.rhs_spec[0]
-        keeps = in_groups and image.outer == kernel.outer and image.inner * of_each == kernel.inner * length
+    elif image is None:
+        keeps = kernel.axis == numbers.rhs_spec[0] and not grow and kernel.outer % (features * parts) == 0
+    else:  # a group for each row
+        in_groups = numbers.lhs_spec[1 if parts == 1 else 0], numbers.rhs_spec[0]
+        length, of_each = (e.shapes[n][place.axis] // (features * parts) for n, place in enumerate((image, kernel)))
+        keeps = grow and (image.axis, kernel.axis) == in_groups
+        keeps = keeps and image.outer == kernel.outer and image.inner * of_each == kernel.inner * length
     if not keeps:
-        raise MixesRows("mixed")
-    return walk.placed(equation, kernel or image)
+        raise MixesRows
+    return e.placed(kernel or image)
+
+
+def _keeps_images(e: Equation, image: Place, parts: int) -> bool:
+    params, spec = e.params, e.params["dimension_numbers"]
+    if image.axis == spec.lhs_spec[0]:
+        return image.outer % parts == 0
+    if image.axis not in spec.lhs_spec[2:]:
+        return False
+    n = spec.lhs_spec[2:].index(image.axis)
+    window = e.shapes[1][spec.rhs_spec[2 + n]], params["window_strides"][n], params["lhs_dilation"][n]
+    return window == (1, 1, 1) and tuple(params["padding"][n]) == (0, 0)
 
 
 # By indices.
 
 
-def _gathered(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
-    (operand, indices), place = inputs, None
+def _gathered(e: Equation, inputs: list[Value]) -> Value:
+    """Rows of the indices, or of the operand in an axis that stays whole; or each row asks for itself, by its place."""
+    (operand, indices), axes = inputs, e.params["dimension_numbers"].start_index_map
+    parts = indices.parts if indices.parts is not None and len(indices.parts) == len(axes) else (indices,)
+    columns = dict(zip(axes, parts)) if len(parts) == len(axes) else {None: indices}
+    of_rows = columns.pop(operand.axis, None)
     if LIFTED in (operand.place, indices.place):
         place = _as_own(inputs)
-    elif operand.place is not None or indices.place is not None:
-        place = _place_gathered(walk, equation, operand.place, indices)
-    kinds = {symbol.kind for symbol in symbols_of(indices)}
-    values = [lifted(value, place, equation.source) for value in inputs]
+    else:
+        by_place = of_rows is not None and of_rows.position
+        place = e.placed(_place_gathered(e, operand.place, indices.place, by_place))
+    values = [lifted(value, place, e.source) for value in inputs]
     terms = frozenset(Term(term.own or indices.place is not None, term.factor) for term in values[0].terms)
-    elsewhere = kinds - {"position"} or (kinds and _asks_elsewhere(equation, operand.place, indices))
-    if elsewhere or (indices.place is None and indices.own):
-        terms = function(values, equation.source, equation.number)
-    return walk.made(equation, inputs, terms, place)
+    foreign = any(each.symbols for each in columns.values()) or any(s.kind != "position" for s in indices.symbols)
+    if foreign or (indices.place is None and indices.own):  # a place in the batch is another in each micro-batch
+        terms = _any(e, values)
+    return e.made(inputs, terms, place)
 
 
-def _place_gathered(walk: Interpreter, equation: Equation, operand: Place | None, indices: Value) -> Place | None:
-    """Where the result has its rows: those of the indices, or those that the operand has in an axis it keeps whole."""
-    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    if operand is None:
-        return walk.placed(equation, indices.place)
-    axis, asked = operand.axis, indices.place
-    if axis in numbers.operand_batching_dims:
-        other = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
-        if asked != operand._replace(axis=other):
-            raise MixesRows("mixed")
-        return walk.placed(equation, asked)
-    if sizes[axis] == equation.shapes[0][axis]:
-        if asked is not None:
-            raise MixesRows("pairs")
-        return walk.placed(equation, operand)
-    if axis in numbers.start_index_map and sizes[axis] == 1 and operand[1:] == (1, 1):
-        n = numbers.start_index_map.index(axis)
-        of_axis = indices.parts[n] if indices.parts is not None and n < len(indices.parts) else indices
-        if of_axis.position:
-            return walk.placed(equation, asked)
-    raise MixesRows("order" if asked is not None else "some")
+def _place_gathered(e: Equation, rows: Place | None, asked: Place | None, by_place: bool) -> Place | None:
+    numbers = e.params["dimension_numbers"]
+    if rows is None or (by_place and rows[1:] == (1, 1)):
+        return asked
+    if rows.axis in numbers.operand_batching_dims:
+        other = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(rows.axis)]
+        if asked != rows._replace(axis=other):
+            raise MixesRows
+        return asked
+    if e.params["slice_sizes"][rows.axis] != e.shapes[0][rows.axis]:
+        raise MixesRows(Tag.ORDER if asked is not None else Tag.SOME)
+    if asked is not None:
+        raise MixesRows(Tag.PAIRS)
+    return rows
 
 
-def _asks_elsewhere(equation: Equation, operand: Place | None, indices: Value) -> bool:
-    """Whether a row's place in the batch asks for anything but this row: each micro-batch counts from 0."""
-    asked = equation.params["dimension_numbers"].start_index_map
-    if operand is None or operand.axis not in asked:
-        return True
-    parts = [indices] if indices.parts is None else [*indices.parts]
-    if len(parts) != len(asked):
-        return len(asked) > 1
-    return bool(symbols_of(*(part for part, axis in zip(parts, asked) if axis != operand.axis)))
-
-
-def _scattered(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
+def _scattered(e: Equation, inputs: list[Value]) -> Value:
     """Sums into an array that has no rows (counts, histograms), and what is put at the same place of all rows."""
-    (operand, indices, updates), numbers = inputs, equation.params["dimension_numbers"]
-    rows = operand.place
+    (operand, indices, updates), numbers = inputs, e.params["dimension_numbers"]
+    rows, windows = operand.place, numbers.update_window_dims
     if rows not in (None, LIFTED) and rows.axis in numbers.operand_batching_dims:
         other = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(rows.axis)]
-        batch_axes = [n for n in range(len(equation.shapes[2])) if n not in numbers.update_window_dims]
+        batch_axes = [n for n in range(len(e.shapes[2])) if n not in windows]
         moved = indices.place not in (None, rows._replace(axis=other))
         moved = moved or updates.place not in (None, rows._replace(axis=batch_axes[other]))
-        if moved or equation.name == "scatter" or symbols_of(indices):
-            raise CannotTell(equation.name)
-        terms = union([lifted(value, rows, equation.source) for value in (operand, updates)])
-        return walk.made(equation, inputs, frozenset(Term(t.own or indices.own, t.factor) for t in terms), rows)
+        if moved or e.name == "scatter" or indices.symbols:
+            raise CannotTell(e.name)
+        terms = union(lifted(value, rows, e.source) for value in (operand, updates))
+        return e.made(inputs, frozenset(Term(t.own or indices.own, t.factor) for t in terms), rows)
     if indices.is_shared:
-        return _put(walk, equation, operand, updates)
+        return _put(e, operand, updates)
     placed = rows is None and indices.place is not None and updates.place is not None
-    plain = not symbols_of(indices) and operand.terms <= SHARED
-    if not (placed and plain and equation.name.endswith("add")):
-        raise CannotTell(equation.name)
+    if not (placed and e.name.endswith("add") and not indices.symbols and operand.terms <= SHARED):
+        raise CannotTell(e.name)
     own = frozenset(Term(True, term.factor) for term in updates.terms)
-    found = walk.made(equation, inputs, operand.terms | own, None)
-    return _as_sum(walk, equation, found)
+    return _as_sum(e, e.made(inputs, operand.terms | own, None))
 
 
-def _put(walk: Interpreter, equation: Equation, operand: Value, updates: Value) -> Value:
-    numbers = equation.params["dimension_numbers"]
+def _put(e: Equation, operand: Value, updates: Value) -> Value:
+    numbers = e.params["dimension_numbers"]
     taken = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    of_updates = dict(
-        zip(numbers.update_window_dims, [axis for axis in range(len(equation.shapes[0])) if axis not in taken])
-    )
+    kept = [axis for axis in range(len(e.shapes[0])) if axis not in taken]
+    of_updates = dict(zip(numbers.update_window_dims, kept))
     found = updates.place
     if found is not None and found != LIFTED:
         if found.axis not in of_updates:
-            raise MixesRows("mixed")
+            raise MixesRows
         found = found._replace(axis=of_updates[found.axis])
     place = common_place([operand, updates.but(place=found)])
     if place is not None and place != LIFTED:
         part = [axis for axis, where in of_updates.items() if where == place.axis]
-        if not part or equation.shapes[2][part[0]] != equation.shapes[0][place.axis]:
-            raise MixesRows("mixed")
-    values = [lifted(value, place, equation.source) for value in (operand, updates.but(place=found))]
+        if not part or e.shapes[2][part[0]] != e.shapes[0][place.axis]:
+            raise MixesRows
+    values = [lifted(value, place, e.source) for value in (operand, updates.but(place=found))]
     terms = union(values)
-    if equation.name == "scatter-mul":
-        terms = values[0].terms | product(values[0], values[1], equation.source)
-    return walk.made(equation, values, terms, place)
+    if e.name == "scatter-mul":
+        terms = values[0].terms | product(values[0], values[1], e.source)
+    return e.made(values, terms, place)
 
 
-def _at(walk: Interpreter, equation: Equation, inputs: list[Value]) -> Value:
+def _at(e: Equation, inputs: list[Value]) -> Value:
     """`dynamic_slice` and `dynamic_update_slice`."""
-    count = 1 if equation.name == "dynamic_slice" else 2
+    count = 1 if e.name == "dynamic_slice" else 2
     if any(not start.is_shared for start in inputs[count:]):
-        raise CannotTell(equation.name)
-    place, values = walk.aligned(equation, inputs[:count])
-    part = equation.params["slice_sizes"] if count == 1 else equation.shapes[1]
-    if place is not None and place != LIFTED and part[place.axis] != equation.shapes[0][place.axis]:
-        raise MixesRows("some" if count == 1 else "mixed")
-    return walk.made(equation, inputs, union(values), place)
+        raise CannotTell(e.name)
+    place, values = e.aligned(inputs[:count])
+    part = e.params["slice_sizes"] if count == 1 else e.shapes[1]
+    if place is not None and place != LIFTED and part[place.axis] != e.shapes[0][place.axis]:
+        raise MixesRows(Tag.SOME if count == 1 else "")
+    return e.made(inputs, union(values), place)
+
+
+def _mapped(e: Equation, inputs: list[Value]) -> list[Value]:
+    """Any other primitive: a function of what has no axis of rows, or entry by entry on that axis, where `vmap` over it
+    of the operation on one row is the very same operation."""
+    place, values = e.aligned(inputs)
+    if e.walk.split and not inputs:
+        raise CannotTell(e.name)
+    if place is not None and place != LIFTED and not _is_own_vmap(e, inputs):
+        raise CannotTell(e.name)
+    return [e.made(inputs, _any(e, values), e.placed(place, n), n) for n in range(len(e.outputs))]
+
+
+def _is_own_vmap(e: Equation, inputs: list[Value]) -> bool:
+    traced = e.traced[0]
+    axes = [None if value.place is None else value.place.axis for value in inputs]
+    outs = [place and place.axis for place in (e.grown(n) for n in range(len(e.outputs)))]
+    kinds = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.invars]
+    bind = lambda *one: traced.primitive.bind(*one, **traced.params)  # noqa: E731
+    try:
+        mapped = jax.make_jaxpr(jax.vmap(bind, axes, outs if traced.primitive.multiple_results else outs[0]))(*kinds)
+    except Exception:  # it is another operation on one row
+        return False
+    names = [(each.primitive, repr(each.params), each.invars) for each in mapped.eqns]
+    return names == [(traced.primitive, repr(traced.params), mapped.jaxpr.invars)]
 
 
 def _each(names: str, rule: Rule) -> dict[str, Rule]:
@@ -619,69 +621,57 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
 
 RULES: dict[str, Rule] = {
     **_each(
-        "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clz complex cos "
-        "cosh digamma erf erf_inv erfc exp2 expm1 floor igamma igamma_grad_a igammac imag le_to lgamma log1p logistic "
-        "lt_to nextafter not or polygamma population_count random_gamma_grad random_seed regularized_incomplete_beta "
-        "rem round shift_left shift_right_arithmetic shift_right_logical sign sin sinh tan tanh xor zeta",
-        _entries(_any),
-    ),
-    **_each(
         "copy copy_p real conj reduce_precision stop_gradient optimization_barrier pcast pvary pbroadcast reshard name "
         "sharding_constraint random_wrap random_unwrap device_put mesh_cast",
-        _same,
+        lambda e, inputs: list(inputs),
     ),
-    "log": _logarithm,
-    "neg": _entries(lambda inputs, _: union(inputs), operator.neg),
-    "mul": _entries(lambda inputs, equation: product(inputs[0], inputs[1], equation.source), operator.mul),
-    "div": _entries(_quotient, operator.truediv),
-    "square": _entries(_power(2), lambda x: x * x),
-    "sqrt": _entries(_power(0.5), lambda x: x**0.5),
-    "rsqrt": _entries(_power(-0.5), lambda x: x**-0.5),
-    "integer_pow": lambda w, e, i: _entries(_power(e.params["y"]), lambda x: x ** e.params["y"])(w, e, i),
+    # Entry by entry.
+    **_each("add add_any sub", _added),
+    "neg": _entries(lambda e, values: union(values)),
+    "mul": _entries(lambda e, values: product(values[0], values[1], e.source)),
+    "div": _entries(_quotient),
+    "square": _power(2),
+    "sqrt": _power(0.5),
+    "rsqrt": _power(-0.5),
+    "integer_pow": _integer_power,
     "pow": _any_power,
-    "abs": _bounded(_power(1), abs),
-    "max": _largest,
-    "min": _bounded(_any, min),
-    "clamp": _bounded(_any, None),
     "exp": _exponential,
+    "max": _largest,
+    **_each("abs min clamp", _bounded),
+    **_each("eq ne lt le gt ge", _compared),
     "select_n": _select,
     "is_finite": _finite,
     "and": _both,
     "convert_element_type": _converted,
     "iota": _iota,
-    **_each("add add_any sub", _added),
-    **_each("eq ne lt le gt ge", _compared),
     **_each("random_bits random_split random_fold_in", _drawn),
     # Across some axes, and entry by entry on the others.
-    "cumsum": _across(_axis, "linear"),
-    **_each("cumprod cummax cummin cumlogsumexp", _across(_axis)),
-    "sort": _across(_axis, mixes="order"),
-    "rev": _across(lambda e: e.params["dimensions"], "linear", "order"),
-    "pad": _across(lambda e: [n for n, each in enumerate(e.params["padding_config"]) if any(each)], "linear"),
-    "reduce_window_sum": _across(_windows, "linear"),
+    "cumsum": _across(_named, linear=True),
+    **_each("cumprod cummax cummin cumlogsumexp", _across(_named)),
+    "sort": _across(_named, tag=Tag.ORDER),
+    "rev": _across(_named, linear=True, tag=Tag.ORDER),
+    "stack": _across(lambda e: (), linear=True),
+    "pad": _across(_padded, linear=True),
+    "reduce_window_sum": _across(_windows, linear=True),
     **_each("reduce_window_max reduce_window_min reduce_window", _across(_windows)),
-    **_each("top_k approx_top_k lu_pivots_to_permutation", _across(_last(1))),
-    **_each("cholesky eigh eig lu qr svd geqrf householder_product schur tridiagonal_solve", _across(_last(2))),
+    **_each("top_k approx_top_k", _across(_last(1))),
+    **_each("cholesky eigh eig lu qr svd", _across(_last(2))),
+    "fft": lambda e, inputs: _across(_last(len(e.params["fft_lengths"])))(e, inputs),
     "triangular_solve": _solved,
-    "fft": lambda w, e, i: _across(_last(len(e.params["fft_lengths"])))(w, e, i),
     # Entries change their places.
-    **_each("squeeze transpose", _moving(lambda w, e, p: w.placed(e, p))),
-    **_each("reshape expand_dims", _moving(_reshaped)),
-    "slice": _moving(_sliced),
+    **_each("squeeze transpose reshape expand_dims slice tile", _moved),
     "split": _split,
-    "tile": _moving(lambda w, e, p: p._replace(outer=p.outer * e.params["reps"][p.axis])),
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenated,
-    "stack": lambda w, e, i: _across(lambda _: (), "linear")(w, e, i),
     # Over axes, which may be that of the rows.
     "reduce_sum": _sum,
     **_each("reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin reduce_xor", _reduced),
     **_each("psum psum2 psum_invariant", _over_devices),
-    "dot_general": _multiplied(_contracted),
-    "conv_general_dilated": _multiplied(_convolved),
+    **_each("dot_general conv_general_dilated", _multiplied),
     # By indices.
     "gather": _gathered,
     **_each("scatter scatter-add scatter-mul", _scattered),
     **_each("dynamic_slice dynamic_update_slice", _at),
-    **NESTED_RULES,
+    **HOLD_JAXPRS,
+    "": _mapped,
 }

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum.jax.batch import spread
-from gradaccum.jax.loss import LossSpec, Verdict, judge
+from gradaccum.jax.loss import LossSpec, Tag, Verdict, judge
 from gradaccum.jax.train_step.call import Call
 from gradaccum.jax.train_step.options import checked_options
 
@@ -85,17 +85,23 @@ def _spec(call: Call, sizes: tuple[int, ...] = ()) -> LossSpec:
     fresh = {options.rng_argnum, options.state_argnum} - {None}
     roles = {*options.differentiated, *options.batches, *fresh}
     inputs = [position for position, number in enumerate(numbers) if number in roles]
-    names: dict[int, str] = {}
-    if options.state_argnum is not None:
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(call.state)[0]]
-        mine = [position for position, number in enumerate(numbers) if number == options.state_argnum]
-        names = {position: f"state{jax.tree_util.keystr(path)}" for position, path in zip(mine, paths)}
+    paths = jax.tree_util.tree_flatten_with_path(call.state)[0]
+    names = [f"state{jax.tree_util.keystr(path)}" for path, _ in paths]
+    mine = iter(names)
+    states = {position: next(mine) for position in inputs if numbers[position] == options.state_argnum}
+
+    def tags(position: int) -> frozenset[str]:
+        number = numbers[position]
+        roles = {Tag.DIFFERENTIATED: number in options.differentiated, Tag.FRESH: number in fresh}
+        return frozenset(
+            [*(role for role, is_it in roles.items() if is_it), *([states[position]] if position in states else [])]
+        )
 
     def function(values: list[Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         args = [*call.filled(inputs, values)[0]]
         weights = {} if options.weight is None else {"": call.weight(args)}
         outcome = call.outcome(args)
-        return outcome.losses, outcome.weights or weights, _more(call, outcome)
+        return outcome.losses, outcome.weights or weights, _more(call, outcome, names)
 
     def kinds(rows: int) -> list[Any]:
         def resized(position: int) -> Any:
@@ -111,16 +117,14 @@ def _spec(call: Call, sizes: tuple[int, ...] = ()) -> LossSpec:
         function,
         kinds,
         [axes[position] for position in inputs],
-        [numbers[position] in fresh for position in inputs],
-        [numbers[position] in options.differentiated for position in inputs],
+        [tags(position) for position in inputs],
         options.reduction,
-        [names.get(position, "") for position in inputs],
         call.batch.devices,
         sizes,
     )
 
 
-def _more(call: Call, outcome: Any) -> dict[str, Any]:
+def _more(call: Call, outcome: Any, names: list[str]) -> dict[str, Any]:
     """What comes with the loss: what moves (the state, and means in its aux that are no single numbers), and aux."""
     state = jax.tree.leaves(outcome.state)
     aux: dict[tuple[str, str], Any] = {}
@@ -131,6 +135,6 @@ def _more(call: Call, outcome: Any) -> dict[str, Any]:
     moving = [*state, *(leaf for (how, _), leaf in aux.items() if how != "concat" and jnp.ndim(leaf))]
     return {
         "statistics": [x for x in moving if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)],
-        "state": state,
+        "state": dict(zip(names, state)),
         "aux": {key: leaf for key, leaf in aux.items() if key[0] != "last"},
     }

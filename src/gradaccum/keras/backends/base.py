@@ -5,11 +5,12 @@ What `on_tensorflow`, `on_jax` and `on_torch` define, beside other versions of w
 - `take_rows(leaf, rows)`: these rows of an array, dense or sparse.
 - `value_and_gradients(function, values)`: `function(values)`, a scalar tensor and others, and its gradients; None for
   those it doesn't depend on, zeros on JAX.
-- `Training`: see `TrainingBase`. `GradientSum`: gradients of a model's trainable variables, added up in at least 32
-  bits; of those that are overwritten with their gradient, the largest. `zeros()` is the carry before the first
-  micro-batch, `add(sums, forward, share)` takes `forward() -> (loss to differentiate, others)` and returns the sums
-  with `share` of its gradient, the others, and rows to keep, of the kinds `specs`. `finish(sums, rows, scale)`: the
-  gradients, times `scale` where there is one.
+- `look(function)`: runs it for the shapes that it sees, and nothing moves.
+- `Training`: see below. `GradientSum`: gradients of a model's trainable variables, added up in at least 32 bits; of
+  those that are overwritten with their gradient, the largest. `zeros()` is the carry before the first micro-batch,
+  `add(sums, forward, share)` takes `forward() -> (loss to differentiate, others)` and returns the sums with `share` of
+  its gradient, the others, and rows to keep, of the kinds `specs`. `finish(sums, rows, scale)`: the gradients, times
+  `scale` where there is one.
 - `chunks(tensors, size)`: the inputs of a chunked layer in micro-batches. `Program(body, micro-batches)`: its call as a
   function of `weights`, which it reads and may need gradients; `start()` is the carry before the first micro-batch,
   `evaluate(weights, carry, tensors)` a `Result`, with its own weights for None.
@@ -17,26 +18,27 @@ What `on_tensorflow`, `on_jax` and `on_torch` define, beside other versions of w
 - `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)` the gradients that `given`
   ones of the outputs give, and the others.
 - `at_once()`: while it is open, operations run at once, whatever is traced.
-- `accumulate(window, gradients, rows)` adds a micro-batch's gradients to an optimizer's window, and closes it if it is
-  full; `close(window)` closes it with what it holds, outside of a compiled function.
+- `when(condition, then, otherwise, variables)`: one of these functions, which assign to these variables.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
 from gradaccum.keras import private
 
 __all__ = [
-    "PARTS", "MicroBatchesBase", "RestartWindow", "Result", "Scope", "Spec", "TrainingBase", "assign", "copies_of",
-    "discarded", "has_rows", "is_float", "leaves_with_rows", "listing", "rows_of", "unpack", "values_of", "wide",
+    "PARTS", "MicroBatches", "RestartWindow", "Result", "Scope", "Spec", "Training", "assign", "copies_of", "discarded",
+    "has_rows", "is_float", "leaves_with_rows", "listing", "rows_of", "unpack", "values_of", "wide",
 ]  # fmt: skip
 
 # Rows and tensors.
@@ -105,20 +107,83 @@ class Spec:
         return cls(keras.backend.standardize_dtype(tensor.dtype), shape[1:] if shape else None, masked)
 
 
-class MicroBatchesBase:
-    """A batch that is cut along its rows.
+class MicroBatches:
+    """A batch, cut along its rows into `count` micro-batches of `size` rows, the first `larger` of them of one more.
 
-    - `rows`, `count`: numbers, or tensors where only the run will tell.
-    - `at(index)`: a micro-batch, and its rows. `start_of(index)`: its first row.
-    - `run(micro, carry, specs, threads, begin)`: `micro(micro-batch, its rows, carry) -> (carry, tensors to keep)` on
-      each from number `begin` on, in a `tf.while_loop`, a `lax.scan` or a loop of Python's. `specs` are the kinds of
-      what is kept. `threads` are variables that move: where a loop is a function, it takes their values along.
+    As `gradaccum.core.sizes.even_sizes` cuts it; but all of these may be tensors, where only the run will tell. Of a
+    batch that is spread over several devices, micro-batches have `size` rows of each. Backends define:
+
+    - `take(start, size)`: these rows.
+    - `loop(first, stop, body, carry, specs)`: `body(index, carry) -> (carry, tensors to keep)` from number `first` on,
+      in a `tf.while_loop`, a `lax.scan` or a loop of Python's. What was kept, of the kinds `specs`, is put together.
     """
 
-    data: Any
+    devices = 1
+    static = True
+    """Whether a loop is over micro-batches of one size."""
+    axis = 0
+    """Of rows, in what was kept."""
+    take: Callable[[Any, Any], Any]
+    loop: Callable[..., tuple[Any, list[Any]]]
 
-    def start_of(self, index: int) -> Any:
-        raise NotImplementedError
+    def __init__(self, data: Any, rows: Any, most: int) -> None:
+        self.data, self.rows = data, rows
+        own = rows // self.devices
+        self.count = (own + most - 1) // most
+        self.size, self.larger = own // self.count, own % self.count
+
+    def bounds(self, index: Any) -> tuple[Any, Any]:
+        """The first row of a micro-batch on each device, and its rows there."""
+        if isinstance(index, int) and isinstance(self.larger, int):
+            return index * self.size + min(index, self.larger), self.size + (index < self.larger)
+        start = index * self.size + ops.minimum(index, self.larger)
+        return start, self.size + ops.cast(index < self.larger, "int32")
+
+    def at(self, index: int) -> tuple[Any, Any]:
+        """A micro-batch, and its rows."""
+        start, size = self.bounds(index)
+        return self.take(start, size), size * self.devices
+
+    def segments(self, begin: int) -> Iterator[tuple[Any, Any, Callable[[Any], tuple[Any, Any]]]]:
+        """Loops over the micro-batches: `(first, behind the last, index -> (its first row, its size))`."""
+        size, larger = self.size, self.larger
+        # XLA compiles this loop even where no micro-batch is longer: its slices must exist.
+        longest = size + 1 if isinstance(larger, int) else ops.minimum(size + 1, self.rows)
+        segments: list[tuple[Any, Any, Any]]
+        if isinstance(larger, int) and larger == 0:
+            segments = [(0, self.count, lambda index: (index * size, size))]
+        elif self.static:
+            segments = [(0, larger, lambda index: (index * (size + 1), longest))]
+            segments.append((larger, self.count, lambda index: (index * size + larger, size)))
+        else:
+            segments = [(0, self.count, self.bounds)]
+        for first, stop, bounds in segments:
+            first = max(first, begin) if begin else first  # some are kept only where all numbers are known
+            if not isinstance(stop, int) or first < stop:
+                yield first, stop, bounds
+
+    def run(self, micro: Any, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0) -> tuple[Any, list[Any]]:
+        """`micro(micro-batch, its rows, carry) -> (carry, tensors to keep)` on each from number `begin` on.
+
+        `specs` are the kinds of what is kept. `threads` are variables that move: where a scope keeps what is assigned,
+        loops take their values along.
+        """
+        in_scope = private.in_stateless_scope()
+        threads = threads if in_scope else ()
+        state, pieces = (values_of(threads), carry), []
+        for first, stop, bounds in self.segments(begin):
+
+            def body(index: Any, state: Any, bounds: Any = bounds) -> tuple[Any, list[Any]]:
+                start, size = bounds(index)
+                values, carry = state
+                with Scope(zip(threads, values)) if in_scope else contextlib.nullcontext():
+                    carry, kept = micro(self.take(start, size), size * self.devices, carry)
+                    return (values_of(threads), carry), kept
+
+            state, kept = self.loop(first, stop, body, state, specs)
+            pieces.append(kept)
+        assign(threads, state[0])
+        return state[1], [self._concatenated(parts) for parts in zip(*pieces)]
 
     def of(self, data: Any) -> Any:
         """The same cut of other tensors with as many rows."""
@@ -126,15 +191,20 @@ class MicroBatchesBase:
         other.data = data
         return other
 
+    def part(self, output: Any) -> Any:
+        """An output for one micro-batch, as what was kept."""
+        return output
+
     def joined(self, parts: Sequence[Any], begin: int = 0) -> Any:
         """What was kept of consecutive micro-batches, in the order of the batch; zeros for those before `begin`."""
         if begin:
-            parts = [ops.zeros((self.start_of(begin), *ops.shape(parts[0])[1:]), parts[0].dtype), *parts]
-        return ops.concatenate(list(parts)) if len(parts) > 1 else parts[0]
+            shape = list(ops.shape(parts[0]))
+            shape[self.axis] = self.bounds(begin)[0]
+            parts = [ops.zeros(shape, parts[0].dtype), *parts]
+        return self._concatenated(parts)
 
-    def part(self, output: Any) -> Any:
-        """What one of `at` gave, for `joined`."""
-        return output
+    def _concatenated(self, parts: Sequence[Any]) -> Any:
+        return ops.concatenate(list(parts), self.axis) if len(parts) > 1 else parts[0]
 
 
 # Variables.
@@ -193,18 +263,16 @@ class RestartWindow(Exception):  # no error: the window runs again
     """The window has to begin again."""
 
 
-class TrainingBase:
-    """What a training step leaves to its backend.
+class Training:
+    """What a training step leaves to its backend, beside this.
 
-    - `attempt(data, rows, size, run)`: `run(micro-batches, gradient sum)`, and once more where it must start over.
-    - `look(function, batches)`: what `function(micro-batch)` returns for shapes, or a few rows, without side effects.
-    - `eagerly()`: while it is open, operations run at once and move nothing.
-    - `apply(gradients)`: an update.
-    - `make_train_function(make)`: Keras' own, with the proofs before those updates that are due.
+    `attempt(data, rows, size, run)`: `run(micro-batches, gradient sum)`, and once more where it must start over.
     """
 
     drew = False
     """Whether the batch that was evaluated last drew random numbers that nobody holds."""
+    eagerly: Callable[[], Any]
+    """While it is open, operations run at once and move nothing."""
 
     def __init__(self, step: Any) -> None:
         self.step = step
@@ -217,11 +285,18 @@ class TrainingBase:
         """Build the model, its losses, metrics and optimizer, where that is still to do."""
         private.build_symbolically(self.step.model, data)
 
+    def forget(self) -> None:
+        """The model has been built, or compiled anew."""
+
     @contextlib.contextmanager
     def counting(self, batches: Any) -> Iterator[Any]:
         """While this is open, forward passes move nothing. Yields the micro-batches."""
         with discarded(self.step.model):
             yield batches
+
+    def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
+        """What `function(micro-batch)` returns for shapes, or a few rows, without side effects."""
+        return self.step.backend.look(lambda: function(batches.at(0)[0]))
 
     def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
         """Loss times the optimizer's scale, loss and outputs of a micro-batch, as `fit` computes them."""
@@ -252,6 +327,52 @@ class TrainingBase:
     def abandon(self) -> None:
         """A batch has been evaluated, and is not trained on."""
 
+    # Keras' training function: a state, on JAX, and an iterator over batches.
+
+    def make_train_function(self, make: Callable[[], None]) -> None:
+        """Keras' own; where an update is to be proved, behind a look at its batches, which are drawn here for that."""
+        make()
+        model, proof = self.step.model, self.step.proof
+        function: Callable[..., Any] = model.train_function
+
+        def guarded(*args: Any) -> Any:
+            *state, iterator = args
+            is_due = proof is not None and proof.is_due(model.steps_per_execution)
+            try:
+                if not (is_due or self.must_look(iterator)):
+                    return function(*args)
+                drawn = iter(iterator)
+                batches = [next(drawn), *itertools.islice(drawn, model.steps_per_execution - 1)]
+                for data in map(self.all_rows, batches):
+                    rows_of(data)
+                    if is_due:
+                        self.build(data)
+                        proof.run(data, *state)
+                result = function(*state, self.again(batches, iterator))
+                if is_due:
+                    proof.warn()
+                return result
+            except Exception:
+                self.recover(*state)
+                raise
+
+        model.train_function = guarded
+
+    def must_look(self, iterator: Any) -> bool:
+        """Whether errors of these batches would not be told so well by the step itself."""
+        return False
+
+    def all_rows(self, batch: Any) -> Any:
+        """A batch; of one that is spread over replicas, all rows."""
+        return batch
+
+    def again(self, batches: list[Any], iterator: Any) -> Any:
+        """An iterator over these batches of an iterator."""
+        return iter(batches)
+
+    def recover(self, state: Any = None) -> None:
+        """A training function has raised."""
+
 
 # Of a backend that says nothing else.
 
@@ -280,6 +401,11 @@ def dense(gradient: Any, tensor: Any) -> Any:
     return ops.zeros_like(tensor) if gradient is None else ops.convert_to_tensor(gradient)
 
 
+def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+    """An update."""
+    optimizer.apply(gradients, variables)
+
+
 def plainly(run: Callable[[], Any]) -> Any:
     """`run()`, not as part of a graph that can't hold it."""
     return run()
@@ -303,6 +429,65 @@ def outer_tensors(outputs: list[Any], values: list[Any], layer: Any) -> list[tup
 def compiled(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """`function(values)`, compiled as quickly as possible where running it at once would compile each operation."""
     return function
+
+
+# Of an optimizer's window.
+
+
+def merged(function: Callable[..., None], gradients: list[Any], rows: Any) -> None:
+    """`function(gradients, rows)`, once for all replicas."""
+    function(gradients, rows)
+
+
+def in_replicas(function: Callable[[], None]) -> None:
+    """`function()` in each replica."""
+    function()
+
+
+def close(window: Any) -> None:
+    """Close a window with what it holds, outside of a compiled function."""
+    window.update(window.read_traced(), [])
+
+
+def rows_of_all(rows: Any) -> Any:
+    """The rows of all replicas."""
+    return rows
+
+
+def integers(value: Any) -> list[Any]:
+    """The entries of a vector, as this backend computes with them in a step."""
+    return list(ops.unstack(value))
+
+
+def vector(numbers: list[Any], dtype: str) -> Any:
+    """Integers, of which some may be traced."""
+    if any(map(ops.is_tensor, numbers)):
+        return ops.stack([ops.cast(number, dtype) for number in numbers])
+    return ops.convert_to_tensor(np.asarray(numbers), dtype)
+
+
+def add_up(window: Any, gradients: list[Any], rows: Any, weight: Any, rescale: Any) -> None:
+    """Add a micro-batch's gradients `weight` times to the sums, which are multiplied by `rescale` before."""
+    for total, gradient, variable in zip(window.sums, gradients, window.variables):
+        value, overwritten = total.value, private.is_overwritten(variable)
+        if rescale is not None and not overwritten:
+            value = value * ops.cast(rescale, value.dtype)
+        if gradient is not None:
+            gradient = ops.cast(gradient, value.dtype)
+            value = ops.maximum(value, gradient) if overwritten else value + gradient * ops.cast(weight, value.dtype)
+        total.assign(value)
+
+
+def divided(window: Any, weight: Any) -> list[Any]:
+    """The sums divided by what they weigh. They are emptied next."""
+    pairs = zip(values_of(window.sums), window.variables)
+    return [s if private.is_overwritten(v) else s / ops.cast(weight, s.dtype) for s, v in pairs]
+
+
+def empty(variables: list[Any]) -> None:
+    """Let these be zeros."""
+    for variable in variables:
+        variable.assign(ops.zeros(variable.shape, variable.dtype))
 
 
 def replica() -> Any:

@@ -1,4 +1,4 @@
-"""Keras on JAX: `lax.scan` over stacked micro-batches, and values of variables that go in and out of functions.
+"""Keras on JAX: `lax.scan` over micro-batches, and values of variables that go in and out of functions.
 
 An unrolled loop would hold more memory than the whole batch: XLA runs its micro-batches side by side. Where
 `keras.distribution` spreads the batch over several devices, each micro-batch has rows of all of them: rows that follow
@@ -7,26 +7,21 @@ one another lie on one device, and the others would wait, or do the same again.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.sparse import BCOO
 from keras import tree
 
-from gradaccum.core.sizes import even_sizes
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
 from gradaccum.keras.backends.base import Result, Scope, Spec, assign, has_rows, values_of, wide
-from gradaccum.keras.optimizer.window import Counts, Window, added_to, rescaled
 from gradaccum.on_jax import scan
 
 __all__: list[str] = []
@@ -46,94 +41,50 @@ def devices_of(rows: int) -> int:
     return count if rows % count == 0 else 1
 
 
-class MicroBatches(base.MicroBatchesBase):
-    """A batch in micro-batches of so many rows on each device."""
+class MicroBatches(base.MicroBatches):
+    """A batch in micro-batches of so many rows on each device. What was kept of it is `(device, its rows, ...)`."""
+
+    axis = 1
 
     def __init__(self, data: Any, rows: int, size: Callable[[int], int]) -> None:
-        self.data, self.rows = data, rows
         self.devices = devices_of(rows)
-        self.sizes = even_sizes(rows // self.devices, size(rows // self.devices))
+        super().__init__(data, rows, size(rows // self.devices))
 
-    @property
-    def count(self) -> int:
-        return len(self.sizes)
+    def take(self, start: Any, size: int) -> Any:
+        return tree.map_structure(lambda leaf: self._slice(leaf, start, size) if has_rows(leaf) else leaf, self.data)
 
-    def at(self, index: int) -> tuple[Any, int]:
-        rows = self.devices * self.sizes[index]
-        stacked = tree.map_structure(self._stacked(index, 1), self.data)
-        return self._take(rows, _first(stacked)), rows
-
-    def run(self, micro: Any, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0) -> tuple[Any, list[Any]]:
-        values, outputs, start = values_of(threads), [], begin
-        for size in sorted(set(self.sizes[begin:]), reverse=True):
-            count = self.sizes[begin:].count(size)
-
-            def body(state: Any, stacked: Any, size: int = size) -> Any:
-                values, carry = state
-                micro_batch = self._take(self.devices * size, stacked)
-                with Scope(zip(threads, values)):
-                    after = micro(micro_batch, self.devices * size, carry)
-                    moved = values_of(threads)
-                # In the dtypes of a loop's carry.
-                return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), (moved, after[0]), state), after[1]
-
-            stacks = tree.map_structure(self._stacked(start, count), self.data)
-            if count > 1:
-                (values, carry), kept = scan(body, (values, carry), stacks)
-            else:
-                (values, carry), kept = body((values, carry), _first(stacks))
-                kept = jax.tree.map(lambda one: one[None], kept)
-            outputs.append([self._by_device(tensor) for tensor in kept])
-            start += count
-        assign(threads, values)
-        return carry, [jnp.concatenate(parts, 1) for parts in zip(*outputs)]
-
-    def joined(self, parts: Sequence[Any], begin: int = 0) -> Any:
-        if begin:
-            zeros = jnp.zeros((self.devices, sum(self.sizes[:begin]), *parts[0].shape[2:]), parts[0].dtype)
-            parts = [zeros, *parts]
-        return jnp.concatenate(parts, 1).reshape(-1, *parts[0].shape[2:])
-
-    def part(self, output: Any) -> Any:
-        return self._by_device(output[None])
-
-    def _stacked(self, number: int, count: int) -> Callable[[Any], Any]:
-        """A leaf in `count` micro-batches of one size, stacked; of a sparse array, where each of them begins."""
-        size, start = self.sizes[number], sum(self.sizes[:number])
-
-        def stacked(leaf: Any) -> Any:
-            if not has_rows(leaf):
-                return None if leaf is None else jnp.broadcast_to(leaf, (count, *jnp.shape(leaf)))
-            if isinstance(leaf, BCOO):
-                return start + size * jnp.arange(count)
-            rest = leaf.shape[1:]
-            parts = leaf.reshape(self.devices, -1, *rest)[:, start : start + count * size]
-            parts = parts.reshape(self.devices, count, size, *rest)
-            return parts.swapaxes(0, 1).reshape(count, self.devices * size, *rest)
-
-        return stacked
-
-    def _take(self, rows: int, stacked: Any) -> Any:
-        """A micro-batch of what was stacked: of a sparse array, its rows."""
-
-        def taken(leaf: Any, part: Any) -> Any:
-            if not isinstance(leaf, BCOO):
-                return part
-            own, size = leaf.shape[0] // self.devices, rows // self.devices
-            row = leaf.indices[:, 0] % own - part
+    def _slice(self, leaf: Any, start: Any, size: int) -> Any:
+        if isinstance(leaf, BCOO):
+            own, rows = leaf.shape[0] // self.devices, size * self.devices
+            row = leaf.indices[:, 0] % own - start
             place = leaf.indices[:, 0] // own * size + row
             return _with_rows(leaf, jnp.where((row >= 0) & (row < size), place, rows), rows)
+        parts = self.part(jnp.asarray(leaf))
+        return jax.lax.dynamic_slice_in_dim(parts, start, size, 1).reshape(-1, *leaf.shape[1:])
 
-        return tree.map_structure(taken, self.data, stacked)
+    def loop(self, first: int, stop: int, body: Any, carry: Any, specs: Any) -> tuple[Any, list[Any]]:
+        def step(carry: Any, index: Any) -> tuple[Any, list[Any]]:
+            after, kept = body(index, carry)
+            # In the dtypes of a loop's carry.
+            return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), after, carry), kept
 
-    def _by_device(self, stacked: Any) -> Any:
-        """Outputs of the micro-batches, stacked, as `(device, its rows, ...)`."""
-        count, rest = stacked.shape[0], stacked.shape[2:]
-        return stacked.reshape(count, self.devices, -1, *rest).swapaxes(0, 1).reshape(self.devices, -1, *rest)
+        def by_device(stacked: Any) -> Any:
+            shape = (self.devices, -1, *stacked.shape[2:])
+            return stacked.reshape(stop - first, *shape).swapaxes(0, 1).reshape(shape)
 
+        if stop - first > 1:
+            carry, kept = scan(step, carry, jnp.arange(first, stop))
+        else:
+            carry, kept = step(carry, first)
+            kept = [one[None] for one in kept]
+        return carry, list(map(by_device, kept))
 
-def _first(stacks: Any) -> Any:
-    return tree.map_structure(lambda leaf: None if leaf is None else leaf[0], stacks)
+    def part(self, output: Any) -> Any:
+        return output.reshape(self.devices, -1, *output.shape[1:])
+
+    def joined(self, parts: Sequence[Any], begin: int = 0) -> Any:
+        found = super().joined(parts, begin)
+        return found.reshape(-1, *found.shape[2:])
 
 
 def _with_rows(leaf: Any, places: Any, rows: int) -> Any:
@@ -147,6 +98,12 @@ def take_rows(leaf: Any, rows: Any) -> Any:
         return leaf[rows]
     places = jnp.full(leaf.shape[0], len(rows)).at[rows].set(jnp.arange(len(rows)))
     return _with_rows(leaf, places[leaf.indices[:, 0]], len(rows))
+
+
+def look(function: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    jax.eval_shape(lambda: found.append(function()))
+    return found[0]
 
 
 class GradientSum:
@@ -177,7 +134,7 @@ class GradientSum:
         return sums
 
 
-class Training(base.TrainingBase):
+class Training(base.Training):
     """What a training step leaves to JAX."""
 
     _gradients_of: Callable[..., Any] | None = None
@@ -198,29 +155,7 @@ class Training(base.TrainingBase):
     def attempt(self, data: Any, rows: Any, size: Callable[[Any], int], run: Callable[[Any, Any], Any]) -> Any:
         return run(MicroBatches(data, rows, size), GradientSum(self.step.model, self.step.overwriting))
 
-    def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
-        found: list[Any] = []
-        jax.eval_shape(lambda micro_batch: found.append(function(micro_batch)), batches.at(0)[0])
-        return found[0]
-
     eagerly = staticmethod(jax.ensure_compile_time_eval)
-
-    def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
-        model = self.step.model
-        trained, *moving = model.trainable_variables, model.non_trainable_variables, model.metrics_variables
-        optimizer = [] if model.optimizer is None else model.optimizer.variables
-        scaled, (loss, y_pred, *moved) = model.compute_loss_and_updates(
-            values_of(trained), *map(values_of, moving), x, y, sample_weight, True, values_of(optimizer)
-        )
-        for variables, values in zip(moving, moved):
-            assign(variables, values)
-        return scaled, loss, y_pred
-
-    def apply(self, gradients: list[Any]) -> None:
-        optimizer, variables = self.step.model.optimizer, self.step.model.trainable_variables
-        own = optimizer.variables
-        trained, state = optimizer.stateless_apply(values_of(own), gradients, values_of(variables))
-        assign([*variables, *own], [*trained, *state])
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
         step = self.step
@@ -238,51 +173,41 @@ class Training(base.TrainingBase):
         return loss, gradients, state[1], after
 
     def make_train_function(self, make: Callable[[], None]) -> None:
-        """Keras' own, with one thing more: an error while a step is traced leaves the model's variables as they were.
+        step = self.step
+        if isinstance(step.model.train_step, type(step)):  # not what the GradientAccumulation callback put around it
+            step.model.train_step = copy.copy(
+                step
+            )  # a new one: `jax.jit` would find what was compiled for the old loss
+        super().make_train_function(make)
 
-        `fit` takes the values out of the variables before the first step and puts them back after it.
-        """
-        model, own, proof = self.step.model, self.step, self.step.proof
-        if isinstance(model.train_step, type(own)):  # not what the GradientAccumulation callback put around it
-            model.train_step = copy.copy(own)  # a new one: `jax.jit` would find what was compiled for the old loss
-        make()
-        step: Callable[[Any, Any], Any] = model.train_function
+    def recover(self, state: Any = None) -> None:
+        """`fit` takes the values out of the variables before the first step and puts them back after it: do so here."""
+        for variables, values in zip(self.step.variables(), state):
+            for variable, value in zip(variables, values):
+                if not private.has_value(variable) and not value.is_deleted():
+                    private.put_value(variable, value)
+        optimizer = self.step.model.optimizer
+        if optimizer is None:
+            return
 
-        def guarded(state: Any, iterator: Any) -> Any:
-            try:
-                if proof is None or not proof.is_due(model.steps_per_execution):
-                    return step(state, iterator)
-                batches = [*itertools.islice(iterator, model.steps_per_execution)]
-                for data in batches:
-                    proof.run(data, state)
-                result = step(state, iter(batches))
-                proof.warn()
-                return result
-            except Exception:
-                for variables, values in zip(own.variables(), state):
-                    for variable, value in zip(variables, values):
-                        if not private.has_value(variable) and not value.is_deleted():
-                            private.put_value(variable, value)
-                _finalize_only_after_updates(model.optimizer)
-                raise
+        def finalize(variables: Any) -> None:
+            """Else `fit` puts the averages of `use_ema` into the variables, which are zeros before an update."""
+            del vars(optimizer)["finalize_variable_values"]
+            if int(optimizer.iterations) > 0:
+                optimizer.finalize_variable_values(variables)
 
-        model.train_function = guarded
-
-
-def _finalize_only_after_updates(optimizer: Any) -> None:
-    """After an error, Keras' `fit` still puts the averages of `use_ema` into the variables: zeros before an update."""
-
-    def finalize(variables: Any) -> None:
-        del vars(optimizer)["finalize_variable_values"]
-        if int(optimizer.iterations) > 0:
-            optimizer.finalize_variable_values(variables)
-
-    if int(optimizer.iterations) == 0:
         vars(optimizer)["finalize_variable_values"] = finalize
 
 
 def value_and_gradients(function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
     return jax.value_and_grad(function, has_aux=True)(values)
+
+
+def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+    # Not apply(): that of a LossScaleOptimizer assigns inside of a branch.
+    own = optimizer.variables
+    trained, state = optimizer.stateless_apply(values_of(own), gradients, values_of(variables))
+    assign([*variables, *own], [*trained, *state])
 
 
 # A chunked layer.
@@ -297,37 +222,20 @@ class Program:
 
     def __init__(self, body: Any, batches: MicroBatches) -> None:
         self.body, self.weights = body, list[Any]()
-        sizes = sorted({batches.devices * size for size in batches.sizes})
-        self._discover(sizes[-1])
-        body.state.read()
-        self._traced = {size: self._trace(size) for size in sizes}
+        body.discover(batches, look)
+        self._traced: dict[int, Any] = {}
+        for index in {0, batches.count - 1}:
+            self._trace(jax.eval_shape(lambda index=index: batches.at(index)[0]), batches.at(index)[1])
 
-    def _shapes(self, size: int) -> list[Any]:
-        return [jax.ShapeDtypeStruct((size, *tensor.shape[1:]), tensor.dtype) for tensor in self.body.tensors]
-
-    def _discover(self, size: int) -> None:
-        """What the layer moves, and that its outputs have rows, at two sizes."""
-        shapes: list[Any] = []
-
-        def outputs(tensors: list[Any]) -> None:
-            shapes.append([tensor.shape for tensor in self.body.run(tensors).outputs])
-
-        jax.eval_shape(outputs, self._shapes(size))
-        other = size - 1 if size > 1 else 2
-        with contextlib.suppress(Exception):  # a layer that is written for one size
-            jax.eval_shape(outputs, self._shapes(other))
-            size = other
-        self.body.check_rows(size, shapes[-1])
-
-    def _trace(self, size: int) -> tuple[Any, list[int], Any]:
+    def _trace(self, tensors: list[Any], size: int) -> None:
         state = self.body.state
 
         def micro_batch(values: list[Any], tensors: list[Any]) -> Any:
             return tuple(self.body.run(tensors, zip(state.variables, values)))
 
-        shapes = self._shapes(size)
-        closed, results = jax.make_jaxpr(micro_batch, return_shape=True)(state.values(state.start()), shapes)
-        return closed.jaxpr, [self._place(const) for const in closed.consts], jax.tree.structure(results)
+        closed, results = jax.make_jaxpr(micro_batch, return_shape=True)(state.values(state.start()), tensors)
+        places = [self._place(const) for const in closed.consts]
+        self._traced[size] = closed.jaxpr, places, jax.tree.structure(results)
 
     def _place(self, const: Any) -> int:
         for place, known in enumerate(self.weights):
@@ -396,62 +304,18 @@ def compiled(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]
     return jax.jit(function, compiler_options=QUICKLY)
 
 
-# An optimizer's window.
+def when(condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]) -> None:
+    """No assignment happens in a branch: branches return values."""
+    if not isinstance(condition, jax.core.Tracer):
+        (then if condition else otherwise)()
+        return
 
+    def branch(function: Callable[[], None]) -> Callable[[list[Any]], list[Any]]:
+        def values_after(values: list[Any]) -> list[Any]:
+            with Scope(zip(variables, values)):
+                function()
+                return values_of(variables)
 
-def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
-    counts, weight, rescale, closes = window.rule.add(Counts(*window.counts.value), rows)
-    sums = [
-        rescaled(total.value, variable, rescale)
-        if gradient is None
-        else added_to(total.value, gradient, variable, weight, rescale)
-        for total, gradient, variable in zip(window.sums, gradients, window.variables)
-    ]
-    present = jnp.asarray([gradient is not None for gradient in gradients], window.touched.dtype)
-    touched = jnp.maximum(window.touched.value, present)
-    _assign(window, sums, counts, touched, closes, [gradient is None for gradient in gradients])
+        return values_after
 
-
-def close(window: Window) -> None:
-    _assign(window, values_of(window.sums), Counts(*window.counts.value), window.touched.value, True, [])
-
-
-def _assign(window: Window, sums: Any, counts: Counts, touched: Any, closes: Any, absent: list[bool]) -> None:
-    """Let the window be so, and close it if it is full. No assignment happens in a branch: branches return values."""
-    inner, variables, own = window.inner, window.variables, window.inner.variables
-    is_traced = isinstance(closes, jax.core.Tracer)
-    if not is_traced:  # what has had no gradient in this window is known
-        absent = [not one for one in np.asarray(touched).tolist()]
-
-    def update(weights: Any, state: Any, sums: Any) -> Any:
-        means = window.means(sums, counts.weight)
-
-        def all_of_them() -> Any:
-            return inner.stateless_apply(state, means, weights)
-
-        def without_absent() -> Any:
-            # Not apply(): that of a LossScaleOptimizer assigns inside of a branch.
-            some = [None if none else mean for mean, none in zip(means, absent)]
-            return inner.stateless_apply(state, some, weights)
-
-        if any(absent) and is_traced:
-            # Whether an earlier micro-batch of the window had a gradient for one of them is known only at run time.
-            weights, state = jax.lax.cond(jnp.any(touched[np.flatnonzero(absent)] > 0), all_of_them, without_absent)
-        else:
-            weights, state = without_absent()
-        return list(weights), list(state), [jnp.zeros_like(total) for total in sums]
-
-    before = jnp.asarray(inner.iterations)
-    values = values_of(variables), values_of(own), sums
-    if is_traced:
-        values = jax.lax.cond(closes, update, lambda *unchanged: unchanged, *values)
-    elif closes:
-        values = update(*values)
-    assign([*variables, *own, *window.sums], itertools.chain(*values))
-    updated = jnp.asarray(inner.iterations) != before if window.may_skip else 1
-    vector = jnp.where(closes, _vector(window.rule.closed(counts, updated)), _vector(counts))
-    assign([window.counts, window.touched], [vector, jnp.where(closes, 0, touched)])
-
-
-def _vector(counts: Counts) -> Any:
-    return jnp.stack([jnp.asarray(count, "int32") for count in counts])
+    assign(variables, jax.lax.cond(condition, branch(then), branch(otherwise), values_of(variables)))

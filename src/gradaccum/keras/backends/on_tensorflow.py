@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,92 +13,40 @@ from tensorflow.python.eager import record  # whether a tape watches a tensor is
 
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
-from gradaccum.keras.backends.base import Result, Scope, Spec, assign, has_rows, is_float, rows_of, values_of, wide
-from gradaccum.keras.optimizer.window import Counts, Window, is_overwritten, rescaled
+from gradaccum.keras.backends.base import Result, Spec, has_rows, is_float, wide
 
 __all__: list[str] = []
 
 
-class MicroBatches(base.MicroBatchesBase):
-    """A batch in `count` micro-batches of `size` rows, the first `larger` of them of one row more.
-
-    As `gradaccum.core.sizes.even_sizes` cuts it; but while TensorFlow traces, the number of rows is mostly a tensor.
-    """
+class MicroBatches(base.MicroBatches):
+    """A batch in micro-batches; while TensorFlow traces, the number of rows is mostly a tensor."""
 
     def __init__(self, data: Any, rows: int | None, size: Callable[[Any], int], static: bool) -> None:
-        self.data, self.static = data, static
-        self.rows = _checked_rows(data) if rows is None else rows
-        most = size(rows)
-        self.count = (self.rows + most - 1) // most
-        self.size, self.larger = self.rows // self.count, self.rows % self.count
+        self.static = static
+        super().__init__(data, _checked_rows(data) if rows is None else rows, size(rows))
 
     def take(self, start: Any, size: Any) -> Any:
         return tree.map_structure(lambda leaf: _slice(leaf, start, size) if has_rows(leaf) else leaf, self.data)
 
-    def at(self, index: int) -> tuple[Any, Any]:
-        start, size = self.ragged(index)
-        return self.take(start, size), size
+    def loop(self, first: Any, stop: Any, body: Any, carry: Any, specs: Any) -> tuple[Any, list[Any]]:
+        arrays = [
+            tf.TensorArray(spec.dtype, stop - first, element_shape=[None, *(spec.row or ())], infer_shape=False)
+            for spec in specs
+        ]
 
-    def start_of(self, index: int) -> Any:
-        return self.ragged(index)[0]
+        def step(index: Any, state: Any, arrays: Any) -> Any:
+            (values, carry), kept = body(index, state)
+            pairs = zip(arrays, kept)
+            arrays = [array.write(index - first, tf.cast(one, array.dtype)) for array, one in pairs]
+            return index + 1, ([tf.convert_to_tensor(value) for value in values], carry), arrays
 
-    def ragged(self, index: Any) -> tuple[Any, Any]:
-        """The first row of a micro-batch, and its size."""
-        if isinstance(index, int) and isinstance(self.larger, int):
-            return index * self.size + min(index, self.larger), self.size + (index < self.larger)
-        start = index * self.size + tf.minimum(index, self.larger)
-        return start, self.size + tf.cast(index < self.larger, tf.int32)
-
-    def _segments(self, begin: int) -> Iterator[tuple[Any, Any, Callable[[Any], tuple[Any, Any]]]]:
-        """Loops over the micro-batches: `(first, behind the last, index -> (its first row, its size))`."""
-        size, larger = self.size, self.larger
-
-        def longer(index: Any) -> tuple[Any, Any]:
-            # XLA compiles this loop even where no micro-batch is longer: its slices must exist.
-            return index * (size + 1), tf.minimum(size + 1, self.rows)
-
-        def shorter(index: Any) -> tuple[Any, Any]:
-            return index * size + larger, size
-
-        if isinstance(larger, int) and larger == 0:
-            segments = [(0, self.count, shorter)]
-        elif self.static:
-            segments = [(0, larger, longer), (larger, self.count, shorter)]
-        else:
-            segments = [(0, self.count, self.ragged)]
-        for first, stop, bounds in segments:
-            first = max(first, begin) if begin else first  # some are kept only where all numbers are known
-            if not isinstance(stop, int) or first < stop:
-                yield first, stop, bounds
-
-    def run(self, micro: Any, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0) -> tuple[Any, list[Any]]:
-        if not private.in_stateless_scope():  # variables are assigned where they are
-            threads = ()
-        state, parts = (values_of(threads), carry), []
-        for first, stop, bounds in self._segments(begin):
-            arrays = [
-                tf.TensorArray(spec.dtype, stop - first, element_shape=[None, *(spec.row or ())], infer_shape=False)
-                for spec in specs
-            ]
-
-            def body(index: Any, state: Any, arrays: Any, first: Any = first, bounds: Any = bounds) -> Any:
-                start, size = bounds(index)
-                values, carry = state
-                with Scope(zip(threads, values)) if threads else contextlib.nullcontext():
-                    carry, kept = micro(self.take(start, size), size, carry)
-                    state = [tf.convert_to_tensor(value) for value in values_of(threads)], carry
-                pairs = zip(arrays, kept)
-                return index + 1, state, [array.write(index - first, tf.cast(one, array.dtype)) for array, one in pairs]
-
-            _, state, arrays = tf.while_loop(
-                lambda index, state, arrays, stop=stop: index < stop,
-                body,
-                (tf.constant(0, tf.int32) + first, state, arrays),
-                parallel_iterations=1,  # more of them would be in memory at once
-            )
-            parts.append([array.concat() for array in arrays])
-        assign(threads, state[0])
-        return state[1], [tf.concat(pieces, 0) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts)]
+        _, carry, arrays = tf.while_loop(
+            lambda index, state, arrays: index < stop,
+            step,
+            (tf.constant(0, tf.int32) + first, carry, arrays),
+            parallel_iterations=1,  # more of them would be in memory at once
+        )
+        return carry, [array.concat() for array in arrays]
 
 
 def _checked_rows(data: Any) -> Any:
@@ -132,6 +79,11 @@ def take_rows(leaf: Any, rows: Any) -> Any:
     if not isinstance(leaf, tf.SparseTensor):
         return tf.gather(leaf, rows)
     return tf.sparse.concat(0, [_slice(leaf, int(row), 1) for row in rows])
+
+
+def look(function: Callable[[], Any]) -> Any:
+    with tf.__internal__.FuncGraph("gradaccum_look").as_default():
+        return function()
 
 
 class GradientSum:
@@ -184,8 +136,10 @@ class _SparseGradientsError(Exception):
     """Other gradients than was thought are `tf.IndexedSlices`, which shows while a loop is traced."""
 
 
-class Training(base.TrainingBase):
+class Training(base.Training):
     """What a training step leaves to TensorFlow."""
+
+    eagerly = staticmethod(tf.init_scope)
 
     def attempt(self, data: Any, rows: Any, size: Callable[[Any], int], run: Callable[[Any, Any], Any]) -> Any:
         model = self.step.model
@@ -194,59 +148,26 @@ class Training(base.TrainingBase):
             with contextlib.suppress(_SparseGradientsError):
                 return run(batches, sums)
 
-    def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
-        with tf.__internal__.FuncGraph("gradaccum_plan").as_default():
-            return function(batches.take(0, batches.size))
+    def must_look(self, iterator: Any) -> bool:
+        # Not into what a graph draws. Of other batches, another number of rows would be an error of TensorFlow's.
+        return not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator))
 
-    eagerly = staticmethod(tf.init_scope)
+    def all_rows(self, batch: Any) -> Any:
+        def joined(leaf: Any) -> Any:
+            if isinstance(leaf, tf.experimental.Optional):
+                return None
+            parts = self.step.model.distribute_strategy.experimental_local_results(leaf)
+            return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
-    def apply(self, gradients: list[Any]) -> None:
-        self.step.model.optimizer.apply_gradients(zip(gradients, self.step.model.trainable_weights))
+        return tree.map_structure(joined, batch)
 
-    def make_train_function(self, make: Callable[[], None]) -> None:
-        """Keras' own; where an update is to be proved, behind a look at its batch, which is drawn here for that.
-
-        In all other updates the graph draws its batches by itself.
-        """
-        make()
-        model, proof = self.step.model, self.step.proof
-        step: Callable[[Any], Any] = model.train_function
-
-        def guarded(iterator: Any) -> Any:
-            drawn_here = not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator))
-            is_due = proof is not None and proof.is_due(model.steps_per_execution)
-            if not (drawn_here or is_due):
-                return step(iterator)
-            batches = [next(iterator), *itertools.islice(iterator, model.steps_per_execution - 1)]
-            for batch in batches:
-                batch = tree.map_structure(lambda leaf: _of_all_replicas(leaf, model.distribute_strategy), batch)
-                rows_of(batch)  # in a graph, another number of rows would be an error of TensorFlow's
-                if is_due:
-                    self.build(batch)
-                    proof.run(batch)
-            result = step(_again(batches, iterator))
-            if is_due:
-                proof.warn()
-            return result
-
-        model.train_function = guarded
-
-
-def _again(batches: list[Any], iterator: Any) -> Any:
-    """An iterator over these batches of an iterator, of the same kind if possible: `fit` has a function for that."""
-    spec = iterator.element_spec if isinstance(iterator, tf.data.Iterator) else None
-    known = (tf.TensorSpec, tf.SparseTensorSpec, tf.RaggedTensorSpec)
-    if spec is None or not all(isinstance(one, known) for one in tf.nest.flatten(spec)):
-        return iter(batches)
-    return iter(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec))
-
-
-def _of_all_replicas(leaf: Any, strategy: Any) -> Any:
-    """A batch's tensor; of one that is spread over replicas, all rows."""
-    if isinstance(leaf, tf.experimental.Optional):
-        return None
-    parts = strategy.experimental_local_results(leaf)
-    return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+    def again(self, batches: list[Any], iterator: Any) -> Any:
+        """An iterator of the same kind if possible: `fit` has a function for that."""
+        spec = iterator.element_spec if isinstance(iterator, tf.data.Iterator) else None
+        known = (tf.TensorSpec, tf.SparseTensorSpec, tf.RaggedTensorSpec)
+        if spec is None or not all(isinstance(one, known) for one in tf.nest.flatten(spec)):
+            return iter(batches)
+        return iter(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec))
 
 
 def value_and_gradients(function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
@@ -276,26 +197,18 @@ class Program:
                     f"{body.name} takes dense tensors. Received: a {type(tensor).__name__} of shape "
                     f"{tuple(tensor.shape)}."
                 )
-        self._discover(batches)
-        body.state.read()
+        body.discover(batches, self._look)
         self._variables = [v for v in body.read if v.trainable and is_float(v)]
         self._frozen = [v for v in body.read if all(v is not variable for variable in self._variables)]
         self._frozen_values = [tf.convert_to_tensor(value) for value in private.uncast_values(self._frozen)]
         weights = [*private.uncast_values(self._variables), *body.shared]
         self.weights = [tf.convert_to_tensor(value) for value in weights]
 
-    def _discover(self, batches: MicroBatches) -> None:
-        """What the layer reads and moves, and what its outputs are."""
+    def _look(self, function: Callable[[], Any]) -> Any:
+        """Refuse what a gradient should go to, or is random, of which `tf.custom_gradient` knows nothing."""
         body, graph = self.body, tf.__internal__.FuncGraph("gradaccum_chunked")
-        shapes: list[tuple[Any, ...]] = []
         with graph.as_default():
-            body.run(batches.take(0, batches.size))
-            size = batches.size if isinstance(batches.size, int) else 4
-            with contextlib.suppress(Exception):  # a layer that is written for one size
-                other = [tf.zeros((size + 1, *t.shape[1:]), t.dtype) for t in body.tensors]
-                shapes = [tuple(output.shape) for output in body.run(other).outputs]
-        body.check_rows(size + 1, shapes)
-        # Refuse what a gradient should go to, of which `tf.custom_gradient` knows nothing.
+            found = function()
         own = [*body.tensors, *body.shared, *private.uncast_values([*body.read, *body.state.variables])]
         of_own = {id(tensor) for tensor in own}
         outer = [tensor for tensor, _ in graph.captures if tensor.dtype.is_floating and id(tensor) not in of_own]
@@ -306,6 +219,7 @@ class Program:
                 f"{body.name} draws random numbers with TensorFlow's own generator ({', '.join(sorted(drawn))}), which "
                 "the second pass can't draw again. Use keras.random with a keras.random.SeedGenerator."
             )
+        return found
 
     def start(self) -> Any:
         return [tf.convert_to_tensor(value) for value in self.body.state.start()]
@@ -362,7 +276,7 @@ def added(total: Any, gradient: Any) -> Any:
 
 
 def known(tensors: list[Any]) -> bool:
-    return all(not tf.is_tensor(tensor) or isinstance(tensor, tf.__internal__.EagerTensor) for tensor in tensors)
+    return not tf.inside_function() and all(not tf.is_tensor(t) or hasattr(t, "numpy") for t in tensors)
 
 
 def unprovable() -> str:
@@ -372,128 +286,83 @@ def unprovable() -> str:
 at_once = tf.init_scope
 
 
+def when(condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]) -> None:
+    tf.cond(condition, then, otherwise)
+
+
 # An optimizer's window.
 
 
-def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
+def merged(function: Callable[..., None], gradients: list[Any], rows: Any) -> None:
     if tf.distribute.in_cross_replica_context():
         raise ValueError(
             "Gradients must be applied by a replica. Call strategy.run(train_step), and apply them in train_step."
         )
     rows = None if rows is None else tf.cast(rows, "int64")
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        _accumulate(window, gradients, rows, None)
+        function(gradients, rows)
     else:
-        tf.distribute.get_replica_context().merge_call(
-            lambda strategy, gradients, rows: _accumulate(window, gradients, rows, strategy), args=(gradients, rows)
-        )
+        tf.distribute.get_replica_context().merge_call(lambda strategy, *args: function(*args), args=(gradients, rows))
 
 
-def close(window: Window) -> None:
-    strategy, untouched = window.place, _untouched(window)
-    if strategy.num_replicas_in_sync == 1:
-        return _close(window, _read(window), untouched, None)
-    with strategy.scope():
+def in_replicas(function: Callable[[], None]) -> None:
+    if tf.distribute.in_cross_replica_context():
+        tf.distribute.get_strategy().extended.call_for_each_replica(function)
+    else:
+        function()
+
+
+def close(window: Any) -> None:
+    if window.place.num_replicas_in_sync == 1:
+        base.close(window)
+        return
+    absent = window.untouched()
+    with window.place.scope():
         # In a graph: run eagerly, replicas wait for each other's reductions in an order that can lock.
-        tf.function(lambda: _close(window, _read(window), untouched, strategy))()
+        tf.function(lambda: window.update(window.read_traced(), absent))()
 
 
-def _accumulate(window: Any, gradients: Any, rows: Any, strategy: Any) -> None:
-    """`gradients` and `rows` are one replica's for `strategy=None`, else those of every replica."""
-    replicas = strategy.num_replicas_in_sync if strategy else 1
-    all_rows = strategy.reduce("SUM", rows, axis=None) if strategy and rows is not None else rows
-    counts, weight, rescale, closes = window.rule.add(_read(window), all_rows)
+def _of_replicas(value: Any) -> list[Any]:
+    """What replicas have of a value or variable; in a replica, its own alone."""
+    value = value.value if isinstance(value, keras.Variable) else value
+    parts = getattr(value, "values", None) if tf.distribute.in_cross_replica_context() else None
+    return list(parts) if isinstance(parts, tuple) else [value]
 
-    def update(total: Any, function: Callable[..., None], *args: Any) -> None:
-        if strategy:
-            strategy.extended.update(total.value, function, args=args, group=False)
-        else:
-            function(total.value, *args)
 
-    def scale(total: Any, variable: Any) -> None:
-        total.assign(rescaled(total, variable, rescale))
+def rows_of_all(rows: Any) -> Any:
+    return None if rows is None else tf.add_n(_of_replicas(rows))
 
-    def add(total: Any, gradient: Any, rows: Any, variable: Any) -> None:
-        gradient = tf.cast(gradient, total.dtype)
-        if is_overwritten(variable):
-            total.assign(tf.maximum(total, gradient))
-            return
-        # Keras divides each replica's loss by their number; where rows are known it shall count by its rows.
-        gradient = _times(gradient, tf.cast(weight if rows is None else rows * replicas, total.dtype))
-        if isinstance(gradient, tf.IndexedSlices):
-            total.scatter_add(gradient)
-        else:
-            total.assign_add(gradient)
 
-    def scale_sums() -> None:
+def integers(value: Any) -> list[Any]:
+    return tf.unstack(tf.convert_to_tensor(value))
+
+
+def add_up(window: Any, gradients: list[Any], rows: Any, weight: Any, rescale: Any) -> None:
+    def scale() -> None:
         for total, variable in zip(window.sums, window.variables):
-            update(total, scale, variable)
+            for part in () if private.is_overwritten(variable) else _of_replicas(total):
+                part.assign(part * tf.cast(rescale, part.dtype))
 
     if rescale is not None:
-        tf.cond(tf.cast(rescale, "int64") == 1, lambda: None, scale_sums)
+        tf.cond(tf.cast(rescale, "int64") == 1, lambda: None, scale)
     for total, gradient, variable in zip(window.sums, gradients, window.variables):
-        if gradient is not None:
-            update(total, add, gradient, rows, variable)
-    absent = [gradient is None for gradient in gradients]
-    present = tf.constant([not none for none in absent], window.touched.value.dtype)
-    window.touched.value.assign(tf.maximum(window.touched.value, present))
-    tf.cond(
-        closes,
-        lambda: _close(window, counts, absent if tf.inside_function() else _untouched(window), strategy),
-        lambda: _write(window, counts),
-    )
+        parts = _of_replicas(total)
+        # Keras divides each replica's loss by their number; where rows are known it shall count by its rows.
+        weights = [weight] * len(parts) if rows is None else [own * len(parts) for own in _of_replicas(rows)]
+        for part, one, factor in zip(parts, () if gradient is None else _of_replicas(gradient), weights):
+            with tf.device(part.device):
+                _add(part, tf.cast(one, part.dtype), tf.cast(factor, part.dtype), private.is_overwritten(variable))
 
 
-def _close(window: Any, counts: Counts, absent: list[bool], strategy: Any) -> None:
-    inner, touched = window.inner, window.touched.value
-
-    def apply(leave_out: list[bool]) -> None:
-        def in_replica() -> None:
-            means = window.means([total.value for total in window.sums], counts.weight)
-            inner.apply([None if none else mean for mean, none in zip(means, leave_out)], window.variables)
-
-        if not all(leave_out):
-            if strategy:
-                strategy.extended.call_for_each_replica(in_replica)
-            else:
-                in_replica()
-
-    before = tf.identity(inner.iterations)
-    if any(absent) and tf.inside_function():
-        # Whether an earlier micro-batch of the window had a gradient for one of them is known only at run time.
-        tf.cond(
-            tf.reduce_any(tf.boolean_mask(touched, absent) > 0),
-            lambda: apply([False] * len(absent)),
-            lambda: apply(absent),
-        )
-    else:
-        apply(absent)
-    for total in [*(total.value for total in window.sums), touched]:
-        total.assign(tf.zeros(total.shape, total.dtype))
-    updated = tf.cast(inner.iterations != before, "int64") if window.may_skip else 1
-    _write(window, window.rule.closed(counts, updated))
-
-
-def _untouched(window: Window) -> list[bool]:
-    """Which variables have had no gradient in this window."""
-    return [not touched for touched in window.touched.value.numpy().tolist()]
-
-
-def _times(gradient: Any, factor: Any) -> Any:
+def _add(total: Any, gradient: Any, factor: Any, overwritten: bool) -> None:
     # A replica without rows has a NaN for its mean, and counts for nothing.
-    if isinstance(gradient, tf.IndexedSlices):
+    if overwritten:
+        total.assign(tf.maximum(total, gradient))
+    elif isinstance(gradient, tf.IndexedSlices):
         values = tf.math.multiply_no_nan(gradient.values, factor)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.math.multiply_no_nan(gradient, factor)
-
-
-def _read(window: Window) -> Counts:
-    return Counts(*tf.unstack(tf.convert_to_tensor(window.counts.value)))
-
-
-def _write(window: Window, counts: Counts) -> None:
-    variable = window.counts.value
-    variable.assign(tf.stack([tf.cast(count, variable.dtype) for count in counts]))
+        total.scatter_add(tf.IndexedSlices(values, gradient.indices, gradient.dense_shape))
+    else:
+        total.assign_add(tf.math.multiply_no_nan(gradient, factor))
 
 
 def replica() -> Any:
@@ -510,15 +379,11 @@ def beside(place: Any, variable: Any) -> Any:
 
 
 def total(variable: Any) -> Any:
-    return tf.add_n([tf.convert_to_tensor(part) for part in _parts(variable)])
+    return tf.add_n([tf.convert_to_tensor(part) for part in getattr(variable.value, "values", [variable.value])])
 
 
 def put(variable: Any, value: Any) -> None:
-    first, *others = _parts(variable)
+    first, *others = getattr(variable.value, "values", [variable.value])
     first.assign(value)
     for part in others:
         part.assign(tf.zeros(part.shape, part.dtype))
-
-
-def _parts(variable: Any) -> list[Any]:
-    return list(getattr(variable.value, "values", [variable.value]))

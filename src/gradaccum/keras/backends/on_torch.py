@@ -20,7 +20,6 @@ from gradaccum.core.sizes import BatchSizeFinder, Rows, Slice
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
 from gradaccum.keras.backends.base import RestartWindow, Result, Spec, assign, discarded, has_rows, values_of
-from gradaccum.keras.optimizer.window import Counts, Window, is_overwritten
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.private import run_backward
@@ -32,7 +31,7 @@ __all__: list[str] = []
 lazy_divisors = True  # a first pass that counts costs a third
 
 
-class MicroBatches(base.MicroBatchesBase):
+class MicroBatches(base.MicroBatches):
     """A batch, cut in pieces as they come: while a size is searched for, each has another one."""
 
     def __init__(self, data: Any, rows: int, pieces: Any, around: Callable[[Slice], Any] | None = None) -> None:
@@ -40,14 +39,17 @@ class MicroBatches(base.MicroBatchesBase):
         self.around: Callable[[Slice], Any] = around or contextlib.nullcontext
         self.ran: list[Slice] = []
 
-    def take(self, piece: Slice) -> Any:
-        return tree.map_structure(lambda leaf: leaf[piece.rows] if has_rows(leaf) else leaf, self.data)
+    def take(self, start: int, size: int) -> Any:
+        return tree.map_structure(lambda leaf: leaf[start : start + size] if has_rows(leaf) else leaf, self.data)
 
-    def run(self, micro: Any, carry: Any, specs: Any = (), threads: Any = (), begin: int = 0) -> tuple[Any, list[Any]]:
+    def segments(self, begin: int) -> Iterator[tuple[Any, Any, Callable[[Any], tuple[Any, Any]]]]:
+        yield begin, None, lambda piece: (piece.rows.start, piece.size)
+
+    def loop(self, first: int, stop: None, body: Any, carry: Any, specs: Any) -> tuple[Any, list[Any]]:
         self.ran, outputs = [], []
-        for piece in itertools.islice(self.pieces, begin, None):
+        for piece in itertools.islice(self.pieces, first, None):
             with self.around(piece):
-                carry, kept = micro(self.take(piece), piece.size, carry)
+                carry, kept = body(piece, carry)
             self.ran.append(piece)
             outputs.append(kept)
         return carry, [torch.cat(parts) for parts in zip(*outputs)]
@@ -56,11 +58,8 @@ class MicroBatches(base.MicroBatchesBase):
     def count(self) -> int:
         return len(self.pieces)
 
-    def at(self, index: int) -> tuple[Any, int]:
-        return self.take(self.pieces[index]), self.pieces[index].size
-
-    def start_of(self, index: int) -> int:
-        return sum(piece.size for piece in self.pieces[:index])
+    def bounds(self, index: int) -> tuple[int, int]:
+        return sum(piece.size for piece in self.pieces[:index]), self.pieces[index].size
 
 
 def take_rows(leaf: Any, rows: Any) -> Any:
@@ -120,7 +119,7 @@ def _detached(one: Any) -> Any:
     return detached
 
 
-class Training(base.TrainingBase):
+class Training(base.Training):
     """What a training step leaves to PyTorch: memory, and random numbers of PyTorch's own."""
 
     def __init__(self, step: Any) -> None:
@@ -137,20 +136,11 @@ class Training(base.TrainingBase):
         """The micro-batches in which divisors were counted, where these hang on random numbers."""
 
     def call(self, *args: Any) -> Any:
-        (data,) = args
-        proof = self.step.proof
-        is_due = proof is not None and proof.is_due(1)
-        if is_due:
-            super().build(data)
-            proof.run(data)
-        logs = self.step.update(data)
+        logs = super().call(*args)
         self.window_state.close()
-        if is_due:
-            proof.warn()
         return logs
 
-    def build(self, data: Any) -> None:
-        super().build(data)
+    def forget(self) -> None:
         self.window_state.forget()
 
     def attempt(self, data: Any, rows: Any, size: Any, run: Callable[[Any, Any], Any]) -> Any:
@@ -210,15 +200,14 @@ class Training(base.TrainingBase):
             self._live = self.gauge.live()
 
     def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
-        two, one = (Slice(slice(0, rows)) for rows in (2, 1))
         if batches.rows > 1:
             try:
-                return self._looked(function, batches.take(two))
+                return self._looked(function, batches.take(0, 2))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
             self.gauge.release()
-        return self._looked(function, batches.take(one))
+        return self._looked(function, batches.take(0, 1))
 
     @torch.no_grad()
     def _looked(self, function: Callable[[Any], Any], micro_batch: Any) -> Any:
@@ -244,10 +233,6 @@ class Training(base.TrainingBase):
         weights = tree.map_structure(lambda one: one.clone() if torch.is_tensor(one) else one, sample_weight)
         return super().compute(x, y, weights)
 
-    @torch.no_grad()
-    def apply(self, gradients: list[Any]) -> None:
-        self.step.model.optimizer.apply(gradients, self.step.model.trainable_weights[:])
-
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
         self.as_cut = True
         own = [value.grad for value in self._trained()]
@@ -269,7 +254,10 @@ class Training(base.TrainingBase):
                 "jit_compile=True. Pass jit_compile=False to compile(), or train on the JAX or TensorFlow backend, "
                 "where the loop is compiled."
             )
-        make()
+        super().make_train_function(make)
+
+    def again(self, batches: list[Any], iterator: Any) -> Any:
+        return batches
 
     def _trained(self) -> list[torch.Tensor]:
         return values_of(self.step.model.trainable_weights)
@@ -289,6 +277,11 @@ def value_and_gradients(function: Callable[[list[Any]], Any], values: list[Any])
     # A loss of nothing that has a gradient has none.
     gradients = torch.autograd.grad(loss, values, allow_unused=True) if loss.requires_grad else [None] * len(values)
     return (loss.detach(), others), list(gradients)
+
+
+@torch.no_grad()
+def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+    optimizer.apply(gradients, variables[:])
 
 
 # A chunked layer.
@@ -445,66 +438,53 @@ def at_once() -> Iterator[None]:
         yield
 
 
-# An optimizer's window.
+def when(condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]) -> None:
+    (then if condition else otherwise)()
+
+
+# An optimizer's window, whose numbers are on the host: they are known, and gradients are added in place.
+
+
+def integers(value: Any) -> list[Any]:
+    return value.tolist()
+
+
+def vector(numbers: list[Any], dtype: str) -> Any:
+    return torch.tensor(numbers)
 
 
 @torch.no_grad()
-def accumulate(window: Window, gradients: list[Any], rows: Any) -> None:
+def add_up(window: Any, gradients: list[Any], rows: Any, weight: int, rescale: int | None) -> None:
     if private.in_stateless_scope():  # what the caller gave stays as it is
-        own = [*window.sums, window.counts, window.touched]
-        assign(own, [value.clone() for value in values_of(own)])
-    counts, weight, rescale, closes = window.rule.add(_read(window), rows)
-    if rescale not in (None, 1):
-        scaled = [t.value for t, v in zip(window.sums, window.variables) if not is_overwritten(v)]
-        if scaled:
-            torch._foreach_mul_(scaled, rescale)
+        assign(window.sums, [value.clone() for value in values_of(window.sums)])
     plain: list[tuple[Any, Any]] = []
-    for index, (total, gradient) in enumerate(zip(window.sums, gradients)):
-        if gradient is None:
-            continue
-        window.touched.value[index] = 1
-        if is_overwritten(window.variables[index]):
-            total.assign(torch.maximum(total.value, gradient.to(total.value.dtype)))
-        else:
-            plain.append((total.value, gradient))
+    for total, gradient, variable in zip(values_of(window.sums), gradients, window.variables):
+        if not private.is_overwritten(variable):
+            plain.append((total, gradient))
+        elif gradient is not None:
+            total.copy_(torch.maximum(total, gradient.to(total.dtype)))
+    if rescale not in (None, 1) and plain:
+        torch._foreach_mul_([total for total, _ in plain], rescale)
+    plain = [(total, gradient) for total, gradient in plain if gradient is not None]
     if plain:
         torch._foreach_add_(*map(list, zip(*plain)), alpha=weight)
-    _write(window, counts)
-    if closes:
-        close(window)
 
 
 @torch.no_grad()
-def close(window: Window) -> None:
-    inner, variables = window.inner, window.variables
-    counts, sums = _read(window), values_of(window.sums)
-    mean = [t for t, v in zip(sums, variables) if not is_overwritten(v)]
-    if counts.weight != 1 and mean:
-        torch._foreach_div_(mean, counts.weight)  # in place: the sums are emptied below
-    touched = window.touched.value.tolist()
-    gradients = [
-        total.to(variable.value.dtype) if is_touched else None
-        for total, variable, is_touched in zip(sums, variables, touched)
-    ]
-    # Reading the count waits for the device, so only where the inner optimizer may have skipped the update.
-    before = int(inner.iterations) if window.may_skip else -1
-    if any(touched):
-        inner.apply(gradients, variables)
-    updated = int(not window.may_skip or int(inner.iterations) != before)
+def divided(window: Any, weight: int) -> list[Any]:
+    sums = values_of(window.sums)
+    mean = [total for total, variable in zip(sums, window.variables) if not private.is_overwritten(variable)]
+    if weight != 1 and mean:
+        torch._foreach_div_(mean, weight)  # in place: the sums are emptied next
+    return sums
+
+
+@torch.no_grad()
+def empty(variables: list[Any]) -> None:
     if private.in_stateless_scope():  # where assigning keeps the tensor: these may be the new values of something
-        assign(window.sums, [torch.zeros_like(total) for total in sums])
+        assign(variables, [torch.zeros_like(value) for value in values_of(variables)])
     else:
-        torch._foreach_zero_(sums)
-    window.touched.value.zero_()
-    _write(window, window.rule.closed(counts, updated))
-
-
-def _read(window: Window) -> Counts:
-    return Counts(*window.counts.value.tolist())
-
-
-def _write(window: Window, counts: Counts) -> None:
-    window.counts.value.copy_(torch.tensor(counts))
+        torch._foreach_zero_(values_of(variables))
 
 
 def host() -> Any:

@@ -5,6 +5,7 @@ And its two passes over a batch: outputs without activations, then each micro-ba
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -156,6 +157,20 @@ class Body:
             self.state = State(self, scope.assigned.values())
             self.read = [variable for key, variable in scope.read.items() if key not in scope.assigned]
         return Result(result, [scope.get_current_value(v) for v in self.state.variables], valid)
+
+    def discover(self, batches: Any, look: Callable[[Callable[[], Any]], Any]) -> None:
+        """Find out what the call reads and moves, what its outputs are, and that they have rows, at two sizes."""
+
+        def run() -> tuple[int, list[tuple[Any, ...]]]:
+            self.run(batches.at(0)[0])
+            size = 1 + (batches.at(0)[1] if isinstance(batches.count, int) else 4)
+            with contextlib.suppress(Exception):  # a layer that is written for one size
+                other = [ops.zeros((size, *tensor.shape[1:]), tensor.dtype) for tensor in self.tensors]
+                return size, [tuple(output.shape) for output in self.run(other).outputs]
+            return size, []
+
+        self.check_rows(*look(run))
+        self.state.read()
 
     def take_for_outputs(self, outputs: Any) -> list[Any]:
         """Let outputs be of this structure. Returns the tensors in them, and their masks."""

@@ -106,14 +106,10 @@ def _statistics(layer: Any, args: Any, kwargs: Any) -> list[Any]:
     """Mean and variance of all rows, as the layer takes them; its moving statistics make a step towards them."""
     moving = [layer.moving_mean, layer.moving_variance]
     before, momentum = private.uncast_values(moving), layer.momentum
-    # Without momentum the moving statistics become the batch's. Straight into __dict__: Keras tracks attributes.
-    vars(layer)["momentum"] = 0.0
-    try:
-        with Scope() as scope:
-            layer(*args, **{**kwargs, "training": True})
-            found = [scope.get_current_value(variable) for variable in moving]
-    finally:
-        vars(layer)["momentum"] = momentum
+    # Without momentum the moving statistics become the batch's.
+    with private.replaced(layer, momentum=0.0), Scope() as scope:
+        layer(*args, **{**kwargs, "training": True})
+        found = [scope.get_current_value(variable) for variable in moving]
     for variable, old, new in zip(moving, before, found):
         variable.assign(old * momentum + ops.stop_gradient(new) * (1.0 - momentum))
     return found

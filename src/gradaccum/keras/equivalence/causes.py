@@ -34,12 +34,31 @@ def find_causes(
     """Why these micro-batches differ from the whole batch: losses, layers, terms of the loss, variables that move."""
     found: list[Cause] = []
     wrong = [difference for difference in differences if not difference.error <= tolerance]
+    rows = np.arange(sum(map(len, parts)))
+
+    @contextlib.contextmanager
+    def comparable() -> Iterator[None]:
+        with held(), during_micro_batch(batch_norms_of(model), batch_norm):
+            yield
+
+    def run(rows: np.ndarray) -> tuple[dict[int, _LayerCall], Measured]:
+        with comparable(), recorded_calls(model) as calls:
+            return calls, divisors_of(model, state, *take_rows(data, rows))[0]
+
+    def added_terms(rows: np.ndarray) -> np.ndarray:
+        kwargs = {"training": True} if private.takes_training(model) else {}
+        with comparable():
+            *_, losses = model.stateless_call(*state[:2], take_rows(data, rows)[0], return_losses=True, **kwargs)
+        return np.array([float(ops.convert_to_numpy(ops.sum(loss))) for loss in losses])
+
     try:
-        search = _Search(model, state, data, parts, tolerance, batch_norm)
-        found += search.losses()
-        found += mixing_layers(model, search.calls, [run[0] for run in search.part_runs], parts, tolerance)
+        (calls, measured), part_calls = run(rows), [run(part)[0] for part in parts]
+        losses = coupled_losses(model, measured, parts, tolerance)
+        found += [Cause("loss", output, message) for output, message in losses]
+        found += mixing_layers(model, calls, part_calls, parts, tolerance)
         if not found and any(difference.part != "buffer" for difference in wrong):
-            found += [*search.terms()] or search.own_loss()
+            together = sum(added_terms(part) * (len(part) / len(rows)) for part in parts)
+            found += _wrong_terms(added_terms(rows), np.ravel(together), tolerance) or _own_loss(model)
     except Exception as error:  # it can't be run once more, piece by piece
         if not found:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -56,60 +75,26 @@ def find_causes(
     )
 
 
-class _Search:
-    def __init__(
-        self,
-        model: Any,
-        state: Sequence[Any],
-        data: tuple[Any, Any, Any],
-        parts: Sequence[np.ndarray],
-        tolerance: float,
-        batch_norm: BatchNorm,
-    ) -> None:
-        self.model, self.state, self.data, self.parts = model, state, data, parts
-        self.tolerance, self.batch_norm = tolerance, batch_norm
-        self.calls, self.measured = self._run(np.arange(sum(map(len, parts))))
-        self.part_runs = [self._run(part) for part in parts]
+def _wrong_terms(terms: np.ndarray, together: np.ndarray, tolerance: float) -> list[Cause]:
+    """Terms of `add_loss` that are no means over rows."""
+    return [
+        Cause(
+            "regulariser",
+            f"losses[{index}]",
+            f"model.losses[{index}] is no mean over rows: {term:.6g} for the whole batch, {parts:.6g} for its "
+            "micro-batches. Give `add_loss` a mean over rows: ops.mean in place of ops.sum.",
+        )
+        for index, (term, parts) in enumerate(zip(terms, together))
+        if not abs(term - parts) <= tolerance * max(abs(term), abs(parts))
+    ]
 
-    def _run(self, rows: np.ndarray) -> tuple[dict[int, _LayerCall], Measured]:
-        frozen = during_micro_batch(batch_norms_of(self.model), self.batch_norm)
-        with held(), frozen, recorded_calls(self.model) as calls:
-            return calls, divisors_of(self.model, self.state, *take_rows(self.data, rows))[0]
 
-    def losses(self) -> Iterator[Cause]:
-        for output, message in coupled_losses(self.model, self.measured, self.parts, self.tolerance):
-            yield Cause("loss", output, message)
-
-    def terms(self) -> Iterator[Cause]:
-        """Terms of `add_loss` that are no means over rows."""
-
-        def terms(rows: np.ndarray) -> np.ndarray:
-            kwargs = {"training": True} if private.takes_training(self.model) else {}
-            with held(), during_micro_batch(batch_norms_of(self.model), self.batch_norm):
-                x = take_rows(self.data, rows)[0]
-                *_, losses = self.model.stateless_call(*self.state[:2], x, return_losses=True, **kwargs)
-            return np.array([float(ops.convert_to_numpy(ops.sum(loss))) for loss in losses])
-
-        rows = sum(map(len, self.parts))
-        added = sum(terms(part) * (len(part) / rows) for part in self.parts)
-        for index, (term, together) in enumerate(zip(terms(np.arange(rows)), np.ravel(added))):
-            if not abs(term - together) <= self.tolerance * max(abs(term), abs(together)):
-                yield Cause(
-                    "regulariser",
-                    f"losses[{index}]",
-                    f"model.losses[{index}] is no mean over rows: {term:.6g} for the whole batch, {together:.6g} for "
-                    "its micro-batches. Give `add_loss` a mean over rows: ops.mean in place of ops.sum.",
-                )
-
-    def own_loss(self) -> Iterator[Cause]:
-        """The model's own `compute_loss`, where nothing else is left."""
-        if type(self.model).compute_loss is not keras.Model.compute_loss:
-            yield Cause(
-                "loss",
-                "compute_loss",
-                f"`compute_loss` of {type(self.model).__name__} is no mean over rows: what it adds to the compiled "
-                "loss must be one.",
-            )
+def _own_loss(model: Any) -> list[Cause]:
+    """The model's own `compute_loss`, where nothing else is left."""
+    if type(model).compute_loss is keras.Model.compute_loss:
+        return []
+    said = f"`compute_loss` of {type(model).__name__} is no mean over rows: what it adds to the compiled loss must be"
+    return [Cause("loss", "compute_loss", f"{said} one.")]
 
 
 # Layers.
@@ -130,27 +115,23 @@ def recorded_calls(model: Any) -> Iterator[dict[int, _LayerCall]]:
     """While this is open, the first call of each layer and operation is kept, the inner ones before the outer ones."""
     calls: dict[int, _LayerCall] = {}
 
+    def arrays(values: Any) -> list[np.ndarray]:
+        return [ops.convert_to_numpy(leaf) for leaf in tree.flatten(values) if ops.is_tensor(leaf) and len(leaf.shape)]
+
     def keep(layer: Any, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def recording(*args: Any, **kwargs: Any) -> Any:
             outputs = call(*args, **kwargs)
             # Inside a loop of the backend there are no numbers: such layers are left out.
             with contextlib.suppress(Exception):
-                calls.setdefault(id(layer), _LayerCall(layer, path, _arrays((args, kwargs)), _arrays(outputs)))
+                calls.setdefault(id(layer), _LayerCall(layer, path, arrays((args, kwargs)), arrays(outputs)))
             return outputs
 
         return recording
 
-    called = list(_operations(model))
-    own = [vars(layer).get("call") for layer, _ in called]
-    for layer, path in called:  # straight into __dict__: Keras would track what is set as attributes
-        vars(layer)["call"] = keep(layer, path, layer.call)
-    try:
+    with contextlib.ExitStack() as stack:
+        for layer, path in _operations(model):
+            stack.enter_context(private.replaced(layer, call=keep(layer, path, layer.call)))
         yield calls
-    finally:
-        for (layer, _), call in zip(called, own):
-            del vars(layer)["call"]
-            if call is not None:
-                vars(layer)["call"] = call
 
 
 def _operations(model: Any) -> Iterator[tuple[Any, str]]:
@@ -166,10 +147,6 @@ def _operations(model: Any) -> Iterator[tuple[Any, str]]:
             if id(one) not in seen and hasattr(one, "call"):
                 seen.add(id(one))
                 yield one, paths.get(id(one), "") or one.name
-
-
-def _arrays(values: Any) -> list[np.ndarray]:
-    return [ops.convert_to_numpy(leaf) for leaf in tree.flatten(values) if ops.is_tensor(leaf) and len(leaf.shape)]
 
 
 def mixing_layers(
@@ -207,9 +184,8 @@ def _same_rows(parts: list[list[np.ndarray]], whole: list[np.ndarray], order: np
         if any(piece.shape[1:] != expected.shape[1:] for piece in pieces):
             return False
         found = np.concatenate(pieces)
-        if len(found) != len(expected) or len(order) != len(found):
-            return all(same(piece, expected) for piece in pieces)
-        if not same(found[order], expected):
+        by_rows = len(order) == len(found) == len(expected)
+        if not (same(found[order], expected) if by_rows else all(same(piece, expected) for piece in pieces)):
             return False
     return True
 

@@ -211,7 +211,7 @@ class Optimizer(KerasOptimizer):
         if all(gradient is None for gradient in gradients):
             raise ValueError("No gradients provided for any variable.")
         self._check_driven()
-        backends.running().accumulate(self.window, gradients, self.window.rows_in(backends.running().replica()))
+        self.window.add(gradients)
 
     def _by_variable(self, grads: list[Any], variables: Any) -> list[Any]:
         """The gradients in the order of our own variables; None for those that have none."""

@@ -21,7 +21,7 @@ from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import wide
 from gradaccum.schedule import Schedule
 
-__all__ = ["Added", "Counts", "StepsRule", "Window", "added_to", "is_overwritten", "minimum", "rescaled", "where"]
+__all__ = ["Added", "Counts", "StepsRule", "Window", "minimum", "where"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -37,7 +37,6 @@ class Counts(NamedTuple):
     """
 
     micro_batches: Any
-    """Micro-batches in it."""
     steps: Any
     """Micro-batches that close it."""
     next_steps: Any
@@ -73,9 +72,7 @@ class Added(NamedTuple):
     """What a rule says about one more micro-batch."""
 
     counts: Counts
-    """Those of the window with it."""
     weight: Any
-    """Its own."""
     rescale: Any
     """The factor for the sums so far, whose weights it changes; None: 1."""
     closes: Any
@@ -132,16 +129,13 @@ class Window:
 
     def __init__(self, inner: Any, rule: Any, place: Any = None) -> None:
         self.inner, self.rule, self.place = inner, rule, place
-        self.driven = False
-        """Whether the GradientAccumulation callback tells of epochs and rows."""
+        # Of the GradientAccumulation callback: whether it tells of epochs and rows, and that of the latest `fit`;
+        # whether it has trained in a `fit` that has not ended; whether an open window was loaded since.
+        self.driven = self.in_fit = self.loaded = False
         self.driver: Any = None
-        """That callback, of the latest `fit`."""
-        self.in_fit = False
-        """Whether it has trained in a `fit` with that callback which has not ended."""
-        self.loaded = False
-        """Whether it was loaded, open, since a `fit` with that callback began or an epoch of it did."""
+        self.counting_function: Any = None
+        """The compiled training function that tells of rows, once there is one."""
         self.warned: set[str] = set()
-        """What has been said once."""
         self.variables: list[Any] = []
         """The trainable variables, in order."""
         self.sums: list[Any] = []
@@ -150,8 +144,6 @@ class Window:
         """A variable: the `Counts`, as a vector."""
         self.touched: Any = None
         """A variable: which trainable variables have had a gradient in this window, as 0 and 1."""
-        self.counting_function: Any = None
-        """The compiled training function that tells of rows, once there is one."""
         self._first_steps: int | None = None
         self._rows: dict[Any, Any] = {}
 
@@ -200,8 +192,7 @@ class Window:
             self._first_steps = steps
             return
         counts = self.read()
-        steps_now = counts.steps if counts.micro_batches else steps
-        self.write(counts._replace(steps=steps_now, next_steps=steps))
+        self.write(counts._replace(steps=counts.steps if counts.micro_batches else steps, next_steps=steps))
 
     def begin_epoch(self) -> None:
         """The first micro-batch of an epoch comes next."""
@@ -216,10 +207,6 @@ class Window:
             yield
         finally:
             self._rows = {key: value for key, value in self._rows.items() if key != replica}
-
-    def rows_in(self, replica: Any) -> Any:
-        """Rows of the micro-batch in progress in this replica; None where they are not known."""
-        return self._rows.get(replica)
 
     def warn_once(self, message: str, *values: Any) -> None:
         """Log a warning, unless it has been."""
@@ -242,7 +229,6 @@ class Window:
     # Its file: the entries that the inner optimizer writes by itself, and those of the open window.
 
     def save(self, store: Any) -> None:
-        """Write the state of the inner optimizer and of the window."""
         self.inner.save_own_variables(store)
         if not self.built:
             return
@@ -257,30 +243,31 @@ class Window:
         keys = list(store.keys())
         ours = [key for key in keys if key.startswith("window_")]
         counts = Counts.restored(np.asarray(store[COUNTS]).tolist(), self.rule.fixed) if ours else None
-        if self.built and counts is not None and counts.micro_batches:
+        is_open = self.built and counts is not None and counts.micro_batches > 0
+        if is_open:
             self._check_file(counts, store)
         self.inner.load_own_variables({key: store[key] for key in keys if key not in ours})
         if not self.built:
             return
         self.in_fit = False
-        if counts is not None and counts.micro_batches:
-            self.write(counts)
-            self.touched.assign(np.asarray(store[TOUCHED]))
-            for index, total in enumerate(self.sums):
-                backends.running().put(total, np.asarray(store[f"{SUM}{index}"]))
-            self.loaded = True
-            if counts.by_rows and not (self.rule.fixed or self.driven):
-                logger.warning(
-                    "The open window that was loaded weighs micro-batches by their rows. It goes on exactly with "
-                    "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]: without it, each that follows in "
-                    "this window weighs as much as their mean, and its update is not the large batch's if they differ."
-                )
-        else:
+        if not is_open:
             self.empty()
-            if counts is not None and np.array_equal(store[SETTINGS], self._settings):
-                self.write(counts)
+        if counts is not None and (is_open or np.array_equal(store[SETTINGS], self._settings)):
+            self.write(counts)
+        if not is_open:
+            return
+        self.loaded = True
+        self.touched.assign(np.asarray(store[TOUCHED]))
+        for index, total in enumerate(self.sums):
+            backends.running().put(total, np.asarray(store[f"{SUM}{index}"]))
+        if counts is not None and counts.by_rows and not (self.rule.fixed or self.driven):
+            logger.warning(
+                "The open window that was loaded weighs micro-batches by their rows. It goes on exactly with "
+                "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]: without it, each that follows in "
+                "this window weighs as much as their mean, and its update is not the large batch's if they differ."
+            )
 
-    def _check_file(self, counts: Counts, store: Any) -> None:
+    def _check_file(self, counts: Any, store: Any) -> None:
         saved, own = np.asarray(store[SETTINGS]).tolist(), self._settings.tolist()
         if saved != own:
             raise WindowError(
@@ -303,38 +290,66 @@ class Window:
 
     # Inside a training step.
 
-    @property
-    def may_skip(self) -> bool:
-        return isinstance(self.inner, keras.optimizers.LossScaleOptimizer)
+    def add(self, gradients: Sequence[Any]) -> None:
+        """Add a micro-batch's gradients, and close the window if it is full."""
 
-    def means(self, sums: Sequence[Any], weight: Any) -> list[Any]:
-        """The finished gradients, in the dtype of their variables."""
-        finished = []
-        for total, variable in zip(sums, self.variables):
-            if not is_overwritten(variable):
-                total = total / ops.cast(weight, total.dtype)
-            finished.append(ops.cast(total, variable.dtype))
-        return finished
+        def add(gradients: Sequence[Any], rows: Any) -> None:
+            counts, weight, rescale, closes = self.rule.add(self.read_traced(), backend.rows_of_all(rows))
+            backend.add_up(self, gradients, rows, weight, rescale)
+            present = [int(gradient is not None) for gradient in gradients]
+            with backend.host():
+                self.touched.assign(ops.maximum(self.touched.value, backend.vector(present, self.touched.dtype)))
+            absent = [gradient is None for gradient in gradients]
+            changed = [*self.variables, *self.inner.variables, *self.sums, self.counts, self.touched]
+            backend.when(closes, lambda: self.update(counts, absent), lambda: self._write_traced(counts), changed)
 
+        backend = backends.running()
+        backend.merged(add, gradients, self._rows.get(backend.replica()))
 
-def is_overwritten(variable: Any) -> bool:
-    """Whether its "gradient" is its next value, such as the largest entry seen (float8 scaling)."""
-    return getattr(variable, "overwrite_with_gradient", False)
+    def update(self, counts: Counts, absent: list[bool]) -> None:
+        """Let the inner optimizer take the means, and begin the next window.
 
+        `absent` are variables without a gradient in this micro-batch, where only the run knows of those before it.
+        """
+        inner, backend = self.inner, backends.running()
+        may_skip = isinstance(inner, keras.optimizers.LossScaleOptimizer)
+        touched, before = self.touched.value, ops.copy(inner.iterations) if may_skip else None
+        is_known = backend.known([touched])
+        absent = self.untouched() if is_known else absent
 
-def added_to(total: Any, gradient: Any, variable: Any, weight: Any, rescale: Any) -> Any:
-    """A sum, `rescale` times (None: once), with one more gradient of this variable in it, `weight` times."""
-    gradient = ops.cast(gradient, total.dtype)
-    if is_overwritten(variable):
-        return ops.maximum(total, gradient)
-    return rescaled(total, variable, rescale) + gradient * ops.cast(weight, total.dtype)
+        def apply(absent: list[bool]) -> None:
+            means = zip(backend.divided(self, counts.weight), self.variables, absent)
+            gradients = [None if none else ops.cast(mean, variable.dtype) for mean, variable, none in means]
+            if not all(absent):
+                backend.apply(inner, gradients, self.variables)
 
+        def with_absent() -> None:
+            backend.in_replicas(lambda: apply(absent))
 
-def rescaled(total: Any, variable: Any, rescale: Any) -> Any:
-    """A sum of gradients of this variable, `rescale` times; None: once."""
-    if rescale is None or is_overwritten(variable):
-        return total
-    return total * ops.cast(rescale, total.dtype)
+        def with_all() -> None:
+            backend.in_replicas(lambda: apply([False] * len(absent)))
+
+        if any(absent) and not is_known:
+            earlier = ops.any(ops.take(touched, np.flatnonzero(absent)) > 0)
+            backend.when(earlier, with_all, with_absent, [*self.variables, *inner.variables])
+        else:
+            with_absent()
+        backend.empty([*self.sums, self.touched])
+        updated = 1 if before is None else ops.cast(ops.convert_to_tensor(inner.iterations) != before, "int32")
+        self._write_traced(self.rule.closed(counts, updated))
+
+    def untouched(self) -> list[bool]:
+        """Which variables have had no gradient in this window."""
+        return [not touched for touched in ops.convert_to_numpy(self.touched.value).tolist()]
+
+    def read_traced(self) -> Counts:
+        """The counts, as numbers or tensors."""
+        return Counts(*backends.running().integers(self.counts.value))
+
+    def _write_traced(self, counts: Counts) -> None:
+        backend = backends.running()
+        with backend.host():
+            self.counts.assign(backend.vector(list(counts), self.counts.dtype))
 
 
 def where(condition: Any, then: Any, otherwise: Any) -> Any:

@@ -142,7 +142,7 @@ class MicroBatchedStep:
         private.loss_tracker(model).update_state(loss, sample_weight=window.rows)
         update_trackers(model, window.tracked, window.rows)
         if model.trainable_weights:
-            self.training.apply(window.gradients)
+            self.backend.apply(model.optimizer, window.gradients, model.trainable_weights)
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         if window.y_pred is None:
@@ -156,6 +156,7 @@ class MicroBatchedStep:
         compiled = [private.compiled_losses(model), private.compiled_metrics(model), model.optimizer]
         if not all(one is other for one, other in zip(compiled, self._built)):
             self.training.build(data)
+            self.training.forget()
             self._warn(stacklevel=2)
             self._check_states(rows)
             self._built = compiled

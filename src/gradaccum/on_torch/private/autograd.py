@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "accumulates",
     "after_backward",
     "current_backward",
     "graph_of",
-    "hides_parameters",
     "leaves_of",
     "pass_for_parameter",
     "queue_callback",
@@ -63,26 +61,6 @@ queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 def pass_for_parameter(tensor: Tensor) -> None:
     """Have `isinstance(tensor, torch.nn.Parameter)` say yes."""
     tensor._is_param = True
-
-
-def accumulates(parameters: Sequence[Tensor]) -> bool:
-    """In a backward pass: whether it adds to any of these gradients. `torch.autograd.grad` does not."""
-    executes = getattr(torch._C, "_will_engine_execute_node", None)
-    if executes is None:
-        return True
-    for parameter in parameters:
-        if parameter.requires_grad:
-            try:
-                if executes(torch.autograd.graph.get_gradient_edge(parameter).node):
-                    return True
-            except RuntimeError:  # torch.autograd.grad(loss, parameters) captures this gradient
-                return False
-    return False
-
-
-def hides_parameters(output: Tensor) -> bool:
-    """Whether reentrant checkpointing runs backward passes of its own inside of the one from this output."""
-    return any(node.name() == "CheckpointFunctionBackward" for node in graph_of(output.grad_fn))
 
 
 def leaves_of(output: Tensor) -> set[int]:

@@ -15,7 +15,6 @@ _TABLE = """
 torch | autograd.graph._engine_run_backward | starts a backward pass at once | torch.autograd.backward
 torch | _C._current_graph_task_id | counts backward passes | no micro-batch is ever repeated
 torch | autograd.Variable._execution_engine.queue_callback | runs at the end of a backward pass
-torch | _C._will_engine_execute_node | tells torch.autograd.grad from backward() | taken for one
 torch | nn.parameter._ParameterMeta | reads a tensor's `_is_param` | hooks see parts of gradients
 torch | _foreach_mul_ _foreach_div_ _foreach_norm _foreach_copy_ | one kernel for many gradients; documented as a beta
 torch | _foreach_max _foreach_clamp_min_ _foreach_clamp_max_ | one kernel for many gradients; documented as a beta

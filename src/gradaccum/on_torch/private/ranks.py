@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,8 @@ __all__ = [
     "default_store",
     "drop_static_graph",
     "joins",
-    "mark_ready",
     "rebuild_buckets",
-    "runs_in_forward",
+    "reduce_by_hand",
     "share_buffers",
     "timeout_of",
 ]
@@ -52,9 +51,18 @@ def communication_hooks(model: DistributedDataParallel) -> Sequence[tuple[Any, A
     return getattr(model, "_comm_hooks", ())
 
 
-def mark_ready(model: DistributedDataParallel, index: int) -> None:
-    """In a backward pass: tell DDP's reducer that this parameter's gradient is finished."""
-    model.reducer._autograd_hook(index)  # type: ignore[attr-defined]
+def reduce_by_hand(model: DistributedDataParallel, parameters: int, device: torch.device) -> None:
+    """Have DDP reduce what is in `p.grad` as if a backward pass had just added nothing to so many parameters.
+
+    They become ready in the opposite order of their use, as in a backward pass: DDP makes its buckets by the first one.
+    """
+    leaf, reducer = torch.zeros((), device=device, requires_grad=True), cast(Any, model.reducer)
+    with torch.enable_grad():
+        output = leaf.clone()
+    output.register_hook(lambda _: [reducer._autograd_hook(index) for index in reversed(range(parameters))] and None)
+    reducer.prepare_for_forward()
+    reducer.prepare_for_backward([])
+    output.backward(inputs=[leaf])
 
 
 def rebuild_buckets(model: DistributedDataParallel) -> None:
@@ -80,11 +88,6 @@ def share_buffers(model: DistributedDataParallel, source: int) -> None:
 def joins(model: DistributedDataParallel) -> bool:
     """Whether this is inside of `model.join()`."""
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
-
-
-def runs_in_forward(models: Sequence[DistributedDataParallel]) -> bool:
-    """Whether this is called by the forward pass of one of them, in which somebody runs the loop's whole body."""
-    return getattr(DistributedDataParallel, "_active_ddp_module", None) in models
 
 
 def drop_static_graph(model: DistributedDataParallel) -> None:

@@ -11,7 +11,7 @@ import enum
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -31,26 +31,16 @@ WIDTH = 24
 class Kind(enum.IntEnum):
     """What a message is about."""
 
-    WINDOW = 1
-    """A backward pass that reduces the window has started here; what the window will weigh, if that is known."""
-    IDLE = 2
-    """This rank has nothing to reduce, and takes part if others have."""
-    ABORTED = 3
-    """This rank has dropped out."""
-    TOTAL = 4
-    """What the window weighs, after its reduction: where that was not known before, or is compared."""
-    START = 5
-    """At the start: how long the windows are, and what else must be the same."""
-    MICRO_BATCH = 6
-    """A micro-batch begins, or an open window is about to be reduced as far as it has come."""
-    NUMBER = 7
-    """Something to add up over the ranks."""
-    FORWARD = 8
-    """The forward pass of a sharded part begins, or all of them are done."""
-    FINISHED = 9
-    """A window's sum is finished and about to be reduced; what it weighs."""
-    ENDED = 10
-    """This rank's epoch is over, and it can't take part in others' windows."""
+    WINDOW = 1  # a backward pass that reduces the window has started; what the window will weigh, if that is known
+    IDLE = 2  # this rank has nothing to reduce, and takes part if others have
+    ABORTED = 3  # this rank has dropped out
+    TOTAL = 4  # what the window weighs, after its reduction: where that was not known before
+    START = 5  # how long the windows are, and what else must be the same
+    MICRO_BATCH = 6  # a micro-batch begins
+    NUMBER = 7  # something to add up over the ranks
+    FORWARD = 8  # the forward pass of a sharded part begins, or all of them are done
+    FINISHED = 9  # a window's sum is finished, and what it weighs
+    ENDED = 10  # this rank's epoch is over, and it can't take part in others' windows
 
 
 class Channel:
@@ -91,28 +81,28 @@ class Channel:
         if self.line is None:
             return None, mine[None]
         received = torch.empty(self.size, WIDTH, dtype=torch.float64)
-        try:
+        with self._naming_who_is_gone():
             return self.line.begin().allgather([list(received)], [mine]), received
-        except RuntimeError as error:
-            raise self._gone(error) from error
 
     def receive(self, message: tuple[Any, Tensor]) -> list[list[float]]:
         """What `exchange` returns."""
         work, received = message
         if self.line is not None:
-            try:
+            with self._naming_who_is_gone():
                 work.wait()
-            except RuntimeError as error:
-                raise self._gone(error) from error
             self.line.met += 1
         return received.tolist()
 
-    def _gone(self, error: RuntimeError) -> WindowError:
-        return WindowError(
-            f"Rank {self.rank} waited for the other ranks at a window's end, and at least one of them is gone, or took "
-            "longer than the process group's timeout: it raised an error in the middle of the window, or left its "
-            f"loop. Look at its own message. ({error})"
-        )
+    @contextlib.contextmanager
+    def _naming_who_is_gone(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise WindowError(
+                f"Rank {self.rank} waited for the other ranks at a window's end, and at least one of them is gone, or "
+                "took longer than the process group's timeout: it raised an error in the middle of the window, or left "
+                f"its loop. Look at its own message. ({error})"
+            ) from error
 
     def post(self, *numbers: float) -> None:
         """Send these numbers without waiting for the others; `posted` returns theirs later."""
@@ -123,9 +113,9 @@ class Channel:
 
     def posted(self) -> list[list[list[float]]]:
         """What all ranks sent in the exchanges that `post` began, each once."""
-        if self.line is None:
-            return []
-        messages, self.line.posted = self.line.posted, []
+        messages = []
+        if self.line is not None:
+            messages, self.line.posted = self.line.posted, []
         return [self.receive(message) for message in messages]
 
     def gather(self, mine: Any) -> list[Any]:
@@ -183,16 +173,16 @@ class Line:
 
 def _meet(members: Sequence[int], timeout: timedelta | None) -> Line:
     """Wait until every rank is about to make a channel, or one says that it won't: no collective waits for that one."""
-    store, place, name = default_store(), _place(members), _meeting(members)
-    Line.idle = [line for line in Line.idle if line.group() is not None]
+    store, (meeting, place) = default_store(), _place(members)
     # A group that all ranks know by the same name, and in which as much has been sent, can be used again.
-    fit = [line for line in Line.idle if line.name.startswith(name) and line.timeout == timeout]
+    Line.idle = [line for line in Line.idle if line.group() is not None]
+    fit = [line for line in Line.idle if line.name.startswith(meeting) and line.timeout == timeout]
     offered = {f"{line.name} {line.begun}": line for line in fit}
     store.set(f"{place}/offers/{dist.get_rank()}", "\n".join(offered))
     if store.add(f"{place}/arrived", 1) == len(members):
         offers = [store.get(f"{place}/offers/{member}").decode().splitlines() for member in members]
-        everybody_has = [name for name in offers[0] if all(name in theirs for theirs in offers)]
-        store.set(f"{place}/outcome", f"use {everybody_has[0]}" if everybody_has else "new")
+        known = [name for name in offers[0] if all(name in theirs for theirs in offers)]
+        store.set(f"{place}/outcome", f"use {known[0]}" if known else "new")
     store.wait([f"{place}/outcome"], timeout or timedelta(minutes=30))
     outcome, _, name = store.get(f"{place}/outcome").decode().partition(" ")
     if outcome == "absent":
@@ -213,17 +203,14 @@ def stay_away(members: Sequence[int]) -> None:
     """This rank won't make the channel that the other ones are about to make, or wait for. Waits for nobody."""
     if len(members) > 1:
         with contextlib.suppress(RuntimeError):
-            default_store().set(f"{_place(members)}/outcome", f"absent {dist.get_rank()}")
+            default_store().set(f"{_place(members)[1]}/outcome", f"absent {dist.get_rank()}")
 
 
-def _place(members: Sequence[int]) -> str:
-    """Where these ranks leave word about the channel that each of them tries to make for the n-th time."""
-    name = _meeting(members)
-    return f"{name}{default_store().add(f'{name}{dist.get_rank()}', 1)}"
-
-
-def _meeting(members: Sequence[int]) -> str:
-    return f"gradaccum/{'-'.join(map(str, members))}/"
+def _place(members: Sequence[int]) -> tuple[str, str]:
+    """Where these ranks leave word about channels, and about the one that each of them tries to make for the n-th
+    time."""
+    meeting = f"gradaccum/{'-'.join(map(str, members))}/"
+    return meeting, f"{meeting}{default_store().add(f'{meeting}{dist.get_rank()}', 1)}"
 
 
 class Settings:

@@ -49,20 +49,26 @@ def detect_ranks(
     def groups() -> list[dict[str, Any]]:
         return [group for optimizer in optimizers for group in optimizer.param_groups]
 
-    parameters: list[Tensor] = [*dict.fromkeys(p for group in groups() for p in group["params"])]
+    def parameters() -> list[Tensor]:
+        return [p for group in groups() for p in group["params"]]
+
     dtype, always = options["accumulate_dtype"], options["sync"] == "micro_batch"
     wide = dtype is not None and any(
-        p.is_floating_point() and torch.finfo(p.dtype).bits < torch.finfo(dtype).bits for p in parameters
+        p.is_floating_point() and torch.finfo(p.dtype).bits < torch.finfo(dtype).bits for p in parameters()
     )
     engine: Engine
     if replicas:
         parts = set() if model is None else {*model.modules()}
-        outside = any(replica not in parts for replica in replicas)
-        engine = Replicas(replicas, parameters, always=always, wide=wide, own_only=outside)
+        engine = Replicas(replicas, parameters, wide=wide, outside=any(replica not in parts for replica in replicas))
+        if always:
+            logger.warning(
+                'sync="micro_batch" is for sharded models: each rank has all gradients of a DistributedDataParallel '
+                "model, so they are reduced once per window."
+            )
     else:
-        _check_shards(parameters, options.get("nonfinite"), wide)
+        _check_shards(parameters(), options.get("nonfinite"), wide)
         engine = Shards(shards, parameters, always)
-    return Ranks(engine, parameters, Settings(groups), steps=steps, options=options, manual_reduce=manual_reduce)
+    return Ranks(engine, Settings(groups), steps=steps, options=options, manual_reduce=manual_reduce)
 
 
 def _has_ranks() -> bool:

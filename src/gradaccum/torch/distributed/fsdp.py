@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import leaves
+from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import (
     ShardedGroup,
     finish_sharded_backward,
@@ -22,7 +25,28 @@ from gradaccum.on_torch.private import (
 )
 from gradaccum.torch.distributed.engine import Engine, weakly
 
-__all__ = ["Shards", "is_sharded", "members_of", "sharded_modules"]
+__all__ = ["DIFFERENT_PASSES", "RankOutOfMemory", "Shards", "is_sharded", "members_of", "sharded_modules"]
+
+DIFFERENT_PASSES = (
+    "A sharded model needs the same passes on every rank, and the ranks ran different parts of it: a head that the "
+    "batch chooses, perhaps, where a rank whose batches are used up repeated its last micro-batch. Nothing was "
+    "updated. Give all ranks batches of the same kind and number, or shard such parts together with the whole model."
+)
+
+_AGAIN, _FINAL = 1, 2
+"""In a message: memory ran out; smaller micro-batches may do, or nothing will."""
+
+
+class RankOutOfMemory(Exception):  # no error of its own: all ranks hear of one's at once
+    """Memory ran out on some ranks, in passes that all of them run together.
+
+    `costs`: by rank, the rows or tokens of the micro-batch that did not fit; `final`: nothing smaller can be tried.
+    """
+
+    def __init__(self, costs: Mapping[int, int], final: bool) -> None:
+        self.costs, self.final = dict(costs), final
+        self.ranks = f"rank{'s' * (len(costs) > 1)} {', '.join(map(str, sorted(costs)))}"
+        super().__init__(f"Memory ran out on {self.ranks}.")
 
 
 def sharded_modules(model: nn.Module) -> list[nn.Module]:
@@ -66,38 +90,41 @@ class Shards(Engine):
     next forward pass. With `always=True` it reduces on every micro-batch (with HSDP within the shard group only) and
     keeps the shard's gradient alone.
 
-    Every forward and backward pass gathers parameters, so all ranks must run the same passes.
+    Every forward and backward pass gathers parameters, so all ranks must run the same passes. In the first window they
+    compare them as they come; between `begin` and `end` they ask each other before each collective (`sharded_passes`).
     """
 
     sharded = True
     alone_now = asking_now = False
     """Of all, as another wrapper's may still watch the same model."""
 
-    def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[Tensor], always: bool) -> None:
+    def __init__(self, modules: Sequence[nn.Module], parameters: Callable[[], Iterable[Tensor]], always: bool) -> None:
         super().__init__(modules, parameters)
         self.always = always
         self._groups = [group for module in self.modules for group in sharded_groups(module)]
         self._mesh = self._groups[0].mesh
         self.members = members_of(self.modules)
         self.group = self._mesh.get_group() if self._mesh.ndim == 1 else None
-        self._reduces = self._closes = False
+        self._closes = False
+        self._used = set[Tensor]()  # had a gradient of this rank's own in this window
         self.factor, self._idle = 1.0, False
         """What gradients are multiplied with as they arrive."""
-        self._first = True  # in the first window, the ranks' passes are compared as they come
-        self.asks = False
+        self._first = True
+        self._asks = False
+        self.failure: RankOutOfMemory | None = None
+        """What the ranks know of each other's memory since `begin`."""
 
     def attach(self, ranks: Any) -> None:
-        super().attach(ranks)
-        if self._take():
+        if self._is_shared():
             gc.collect()  # it may be gone, but for a cycle
-            if self._take():
-                self._release()
+            if self._is_shared():
                 raise ValueError(
                     "Another wrapped optimizer has other parameters of this sharded model (fully_shard), and would "
                     "have them reduced in the middle of its windows. Shard their parts by themselves, and pass each "
                     "optimizer its own: Optimizer(..., model=model.generator); or use DistributedDataParallel, under "
                     "which several optimizers may share a model."
                 )
+        super().attach(ranks)
         for module in self.modules:
             module.set_reduce_scatter_unused_params(True)  # other ranks may have a gradient where this one has none
         for group in self._groups:
@@ -107,21 +134,26 @@ class Shards(Engine):
         named = [(name, part) for module in self.modules for name, part in module.named_modules()]
         parts = [(name, part) for name, part in named if next(own_sharded_groups(part), None) is not None]
         for number, (name, part) in enumerate(parts, start=1):
-            self._hooks.append(part.register_forward_pre_hook(self._starting(name, number), prepend=True))
+            starts = weakly(lambda shards, *_, name=name, number=number: shards._forward_starts(name, number), self)
+            self._hooks.append(part.register_forward_pre_hook(torch.compiler.disable(starts), prepend=True))
 
-    def remove(self) -> None:
-        super().remove()
+    def _is_shared(self) -> bool:
+        """Whether another optimizer is there that has taken a module, and has other parameters of it."""
+        others = [self.owners[module]() for module in self.modules if module in self.owners]
+        own = {*self.parameters()}
+        return any(other is not None and own.isdisjoint(other.parameters()) for other in others)
+
+    def remove(self) -> bool:
+        was_last = super().remove()
         for group in self._groups:
             group.ignore()
-        if self._release():
+        if was_last:
             self._set(True)
             for module in self.modules:
                 module.set_reduce_scatter_unused_params(False)
+        return was_last
 
     # Passes.
-
-    def _starting(self, name: str, number: int) -> Callable[..., None]:
-        return torch.compiler.disable(weakly(lambda shards, *_: shards._forward_starts(name, number), self))
 
     def _watching(self) -> Any:
         """The ranks that are to hear of a pass; None where it isn't one of a window."""
@@ -131,16 +163,15 @@ class Shards(Engine):
         if (ranks := self._watching()) is not None:
             self.passes = (self.passes * 31 + number) % 2**48
             if self._first and not Shards.asking_now:
-                ranks.together.meet(name)
+                self.meet(name)
+            ranks.forward_starts()
 
     def _forward_done(self, module: Any, inputs: Any, outputs: Any) -> None:
-        if (ranks := self._watching()) is None:
+        if self._watching() is None:
             return
         if self._first and not Shards.asking_now:
-            ranks.together.meet("")
+            self.meet("")
         self.watch(self._groups)
-        if self._reduces:
-            ranks.forward_done()
         starts = weakly(lambda shards, gradient: shards._backward_starts(), self)
         for _, leaf in leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -167,8 +198,8 @@ class Shards(Engine):
         # The optimizer's parameters have no hooks that would run: autograd works on gathered ones.
         self.factor, self._idle = factor, idle
 
-    def hold(self, closes: bool, reduces: bool = False) -> None:
-        self._reduces, self._closes = closes or reduces, closes
+    def hold(self, closes: bool) -> None:
+        self._closes = closes
         self._set(closes)
 
     def _set(self, closes: bool) -> None:
@@ -179,22 +210,75 @@ class Shards(Engine):
             module.set_is_last_backward(closes)
             module.set_reshard_after_backward(closes or self.always)
 
-    def ask_before(self, ask: Callable[[str], object] | None) -> None:
+    # Passes in which all ranks ask each other before each collective.
+
+    def begin(self) -> None:
+        """The passes of a window begin."""
+        self.failure = None
+        self._ask_before(self.meet)
+
+    def end(self) -> None:
+        """They are over, and the reduction is to come; a RankOutOfMemory where they aren't on all ranks."""
+        self.meet("")
+
+    def meet(self, name: str, number: float = 0.0) -> float:
+        """A collective is about to begin, or a sharded part's forward pass; `""`: all passes are done.
+
+        Returns the largest number that a rank has come with; a RankOutOfMemory where some ranks won't come.
+        """
+        if self.failure is not None:  # code of the user's has gone on after the error
+            raise self.failure
+        messages = self._exchange(zlib.crc32(name.encode()), 0, 0, number)
+        if self.failure is not None:
+            raise self.failure
+        if len({numbers[1] for numbers in messages}) > 1:
+            raise WindowError(f"{DIFFERENT_PASSES} This rank has come to {name or 'the end'!r}.")
+        return max(numbers[4] for numbers in messages)
+
+    def ran_out(self, cost: int, *, final: bool) -> RankOutOfMemory:
+        """Tell the other ranks that memory ran out here, on so many rows or tokens. Returns what they all know."""
+        if self.failure is None:
+            self._exchange(0, _FINAL if final else _AGAIN, cost)
+        assert self.failure is not None
+        return self.failure
+
+    def _exchange(self, *numbers: float) -> list[list[float]]:
+        ranks = self._ranks()
+        assert ranks is not None
+        messages = ranks.exchange_passes(*numbers)
+        costs = {rank: int(numbers[3]) for rank, numbers in enumerate(messages) if numbers[2]}
+        if costs:
+            self.failure = RankOutOfMemory(costs, any(numbers[2] == _FINAL for numbers in messages))
+        return messages
+
+    def _ask_before(self, ask: Callable[[str], object] | None) -> None:
         """Call this before each gathering and each reduction, with its name; None: no more."""
-        if self.asks or ask is not None:
-            self.asks = Shards.asking_now = ask is not None
+        if self._asks or ask is not None:
+            self._asks = Shards.asking_now = ask is not None
             for number, group in enumerate(self._groups):
                 group.ask_before(ask, str(number))
 
+    def _stop(self) -> None:
+        self.failure = None
+        self._ask_before(None)
+
     def start_over(self) -> None:
         """Forget the passes of this window: one of them failed, and no collective is under way."""
+        self._stop()
         start_over(self.modules)
         self.clear()
+
+    def abort(self) -> None:
+        if self._asks:
+            self.start_over()
+
+    # Passes that gather nothing by themselves.
 
     @contextlib.contextmanager
     def in_turns(self) -> Iterator[list[ShardedGroup]]:
         """Passes inside gather nothing and reduce nothing: somebody else does so, with these groups."""
-        self.start_over()
+        start_over(self.modules)
+        self.clear()
         with self.alone():
             yield self._groups
 
@@ -226,6 +310,20 @@ class Shards(Engine):
     # The window's sum.
 
     def reduce(self) -> None:
+        try:
+            self._reduce()
+        except RankOutOfMemory as found:
+            raise torch.OutOfMemoryError(
+                f"Memory ran out on {found.ranks} while the gradients of a sharded model were reduced, which smaller "
+                "micro-batches cannot help. No update was made."
+            ) from None
+        except Exception as error:
+            if self._asks and is_out_of_memory(error):
+                self.ran_out(0, final=True)
+            raise
+        self._stop()
+
+    def _reduce(self) -> None:
         self._set(True)
         for group in self._groups:
             group.add_zeros_to_reduce()
@@ -238,6 +336,9 @@ class Shards(Engine):
 
     def settle(self, source: int = 0) -> None:
         self.factor, self._idle, self._first = 1.0, False, False
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
         self._used.clear()
         self.passes = 0
 
@@ -247,8 +348,7 @@ class Shards(Engine):
     def clear(self) -> None:
         for group in self._groups:
             group.clear()
-        self._used.clear()
-        self.passes = 0
+        self._forget_passes()
 
     def restored(self, parameters: Iterable[Tensor]) -> None:
         self._used.update(parameters)
@@ -263,12 +363,8 @@ class Shards(Engine):
     def trained(self) -> list[nn.Parameter]:
         return [parameter for group in self._groups for parameter in group.trained()]
 
-    @property
-    def filled(self) -> bool:
-        return bool(self.unused())
-
-    def unused_among(self, groups: Collection[ShardedGroup]) -> list[int]:
-        """As `unused`, of the parameters of these groups."""
-        among = {id(parameter) for group in groups for parameter in group.trained()}
-        trained = self.trained()
-        return [i for i in self.unused() if id(trained[i]) in among]
+    def unused(self, among: Collection[ShardedGroup] | None = None) -> list[int]:
+        """As everywhere; those of these groups alone, if some are given."""
+        chosen = None if among is None else {id(parameter) for group in among for parameter in group.trained()}
+        trained = enumerate(self.trained())
+        return [i for i, p in trained if p not in self._used and (chosen is None or id(p) in chosen)]

@@ -12,16 +12,13 @@ A window's message says that this rank comes to the reduction, and what its part
 
     backward()   DDP: WINDOW is sent, travels during the pass, and is read before the first bucket is reduced
     step()       where no backward pass has reduced: FINISHED is sent and read, then the sum is reduced
-    step()       TOTAL, where a WINDOW could not say the weight, and in windows 1, 2, 4, 8, ... to compare
+    step()       TOTAL, only where a WINDOW could not say the weight: a GradScaler's verdict comes after the pass
 
-A sharded model's ranks meet in each of its collectives, so one TOTAL after the last backward pass does. A rank whose
-window came to weigh something else than its WINDOW said (another backward pass, another weight) sends a TOTAL that the
-others don't expect: exact if all ranks do so, and an error on all of them otherwise.
+A sharded model's ranks meet in each of its collectives, so one FINISHED after the last backward pass does.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +29,8 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import after_backward
 from gradaccum.torch.distributed.channel import WIDTH, Channel, Kind, Settings, by_rank
-from gradaccum.torch.distributed.ddp import Replicas
 from gradaccum.torch.distributed.engine import Engine
-from gradaccum.torch.distributed.fsdp import Shards
-from gradaccum.torch.distributed.sharded_passes import DIFFERENT_PASSES, Together
+from gradaccum.torch.distributed.fsdp import DIFFERENT_PASSES
 
 __all__ = ["SUMS", "Listener", "Ranks", "Total"]
 
@@ -72,10 +67,10 @@ class _Report(NamedTuple):
     last: float = False
     known: float = False
     """Whether the total and the settings are what they will be at the update."""
-    late: float = False
-    """Whether another backward pass came after the one that reduced."""
+    manual: float = False
+    """Whether windows are reduced when their sums are finished from now on."""
     fills: float = False
-    """Whether zeros are reduced for a parameter that has no gradient on this rank."""
+    """Whether a parameter has no gradient on this rank."""
     passes: float = 0
     settings: float = 0.0
     total: Total = Total(0.0)
@@ -92,8 +87,8 @@ class _Report(NamedTuple):
 class Listener:
     """What an optimizer's window does while its ranks run a micro-batch; on a single device it is never called."""
 
-    def forward_done(self, loss_scale: float) -> None:
-        """The forward pass of the micro-batch that closes the window is done; the ranks agreed on this loss scale."""
+    def forward_starts(self, loss_scale: float) -> None:
+        """A forward pass of the micro-batch that closes the window; the ranks agreed on this loss scale."""
 
     def backward_starts(self) -> None:
         """A backward pass starts: any of a sharded model, else one that reduces."""
@@ -120,7 +115,7 @@ _SILENT = Listener()
 class Ranks:
     """The windows of all ranks, closed together; on a single device there is nobody to agree with.
 
-    `options` must be the same on every rank. Where the engine reduces on every micro-batch, part of the sum is the
+    `options` must be the same on every rank. Where a sharded model reduces on every micro-batch, part of the sum is the
     ranks' mean already, and its mean over the ranks is itself, so nothing else changes.
     """
 
@@ -137,7 +132,6 @@ class Ranks:
     def __init__(
         self,
         engine: Engine | None = None,
-        parameters: Sequence[Tensor] = (),
         settings: Settings | None = None,
         *,
         steps: int | None = None,
@@ -145,38 +139,36 @@ class Ranks:
         manual_reduce: bool = False,
     ) -> None:
         self.is_distributed = engine is not None
-        self.engine = engine = engine or Engine()
-        self.sharded = engine.sharded
+        self.engine: Any = engine or Engine()
+        self.sharded = self.engine.sharded
         self.settings = settings or Settings(list)
         """What all ranks compare at a window's end."""
-        self._manual, self._parameters = manual_reduce, list(parameters)
+        self._manual = manual_reduce or self.engine.manual_reduce
         self._listener: Callable[[], Listener | None] = lambda: None
-        engine.attach(self)
-        weakref.finalize(self, engine.remove).atexit = False
-        self.together: Together | None = None
-        """Passes of a sharded model, which all ranks run together."""
-        if isinstance(engine, Shards):
-            self.together = Together(engine, functools.partial(self._exchange, Kind.FORWARD))
-        try:
-            self.channel = Channel(engine.members, engine.group)
-            if self.is_distributed:
-                self._check_same(steps, options or {})
-        except BaseException:
-            engine.remove()
-            raise
-        self.size, self.rank = self.channel.size, self.channel.rank
         self._closes = self._notified = False
         self._waits = False  # with its reduction for the window's end, whichever backward pass closes it
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
-        self._steps = self._windows = 0
-        self._settings: float | None = None  # the number that a message of this window's end has said
+        self._steps = 0
         self._sent: Any = None  # a message that the other ranks' answers have not been read of
+        self.engine.attach(self)
+        weakref.finalize(self, self.engine.remove).atexit = False
+        try:
+            self.channel = Channel(self.engine.members, self.engine.group)
+            if self.is_distributed:
+                self._check_same(steps, options or {})
+        except BaseException:
+            self.engine.remove()
+            raise
+        self.size, self.rank = self.channel.size, self.channel.rank
         self._restart()
-        engine.hold(False)
+        self.engine.hold(False)
 
     def attach(self, listener: Listener) -> None:
         """Call this listener from now on. It is not kept alive."""
         self._listener = weakref.ref(listener)
+
+    def _listening(self) -> Listener:
+        return self._listener() or _SILENT
 
     def _restart(self) -> None:
         """A micro-batch begins."""
@@ -184,7 +176,7 @@ class Ranks:
             self._read()
         self._reports: list[_Report] | None = None  # of all ranks, about the window that closes
         self._share: Total | None = None  # what this rank's has said that it weighs
-        self._reducing = False
+        self._adopted = self._reducing = False
         self._versions: list[tuple[int, int]] | None = None  # of the gradients, when a backward pass had reduced them
 
     def reduce_manually(self) -> None:
@@ -195,7 +187,7 @@ class Ranks:
     def manual_reduce(self) -> bool:
         """Whether the open window is reduced when its sum is finished, rather than in its last backward pass."""
         # A backward pass reduces in a unit that is known before.
-        return self._manual or self.engine.manual_reduce or (self.unit is None and not self.sharded)
+        return self._manual or (self.unit is None and not self.sharded)
 
     def _check_same(self, steps: int | None, options: Mapping[str, Any]) -> None:
         texts = {name: repr(value) for name, value in options.items()}
@@ -216,10 +208,8 @@ class Ranks:
         """Before the next micro-batch: whether it closes the window, is the epoch's last here, weighs anything."""
         self._closes, self._steps, self._last = closes, steps, last
         self._restart()
-        # DDP remembers which parameters a micro-batch used, although its gradient is taken out of the sum.
-        self._waits |= not counts and self.engine.finds_unused
         waits = self.manual_reduce or self._waits or not (counts or self.sharded)
-        self.engine.hold(closes and not waits, self.engine.always and not waits)
+        self.engine.hold(closes and not waits)
 
     def agree_on_last(self, last: bool) -> None:
         """A micro-batch of `batches()` begins, this rank's `last` one perhaps. A WindowError where that can't be."""
@@ -232,42 +222,28 @@ class Ranks:
                     "DistributedDataParallel, which take different numbers."
                 )
 
-    def continue_window(self) -> None:
-        """A micro-batch was counted, and the window stays open."""
-        if self._sent is not None:
-            self._read()
-        if self.engine.always and not self.manual_reduce and not self.reduced:
-            self._meet(_Report(Kind.MICRO_BATCH, self._steps, self._last))
-            self.engine.reduce()
-            self.engine.continues()
-            self._reduction_done()
-
-    def forward_done(self) -> None:
-        """A forward pass whose backward pass reduces is done."""
-        if self._closes:
-            (self._listener() or _SILENT).forward_done(self.loss_scale)
+    def forward_starts(self) -> None:
+        """A forward pass starts whose backward pass may reduce."""
+        if self._closes and not self._adopted:
+            self._adopted = True
+            self._listening().forward_starts(self.loss_scale)
 
     def backward_starts(self) -> None:
-        """Its backward pass starts, or any of a sharded model."""
-        listener, engine = self._listener() or _SILENT, self.engine
+        """A backward pass starts that reduces, or any of a sharded model."""
+        listener, engine = self._listening(), self.engine
         listener.backward_starts()
-        together = self.together
-        if together is not None and self.unit is None and (unit := together.meet("unit", listener.own_unit())):
+        if self.sharded and self.unit is None and (unit := engine.meet("unit", listener.own_unit())):
             self.unit = self.reduced_unit = unit
-            factor = listener.take_unit(unit)
-            together.shards.factor *= factor
+            engine.factor *= listener.take_unit(unit)
         if not (self._closes or engine.always) or self.manual_reduce:
             return
         if not self._reducing:
             self._reducing = True
-            if isinstance(engine, Replicas):
-                if self._closes:
-                    self._share = listener.share() if self.settings.known_early else None
-                    self._send(self._report(Kind.WINDOW, self._share, fills=engine.filled))
-                else:
-                    self._send(_Report(Kind.MICRO_BATCH, self._steps, self._last))
-                engine.await_first_bucket()
-            after_backward(self._reduction_done)
+            if not self.sharded:
+                self._share = listener.share() if self.settings.known_early else None
+                self._send(self._report(Kind.WINDOW, self._share))
+            if self.sharded:
+                after_backward(self.pass_over)
         engine.starts()
 
     def first_bucket(self) -> None:
@@ -275,14 +251,20 @@ class Ranks:
         if self._sent is not None:
             self._read()
 
-    def _reduction_done(self) -> None:
-        self._versions = self._current_versions()
-        (self._listener() or _SILENT).reduced()
+    def pass_over(self) -> None:
+        """A backward pass is over, in which a model has reduced, perhaps."""
+        if self._reducing and self._versions is None:
+            self._versions = self._current_versions()
+            self._listening().reduced()
 
     def _current_versions(self) -> list[tuple[int, int]]:
         if self.sharded:  # it reduces in every backward pass of this micro-batch
             return []
-        return [(0, -1) if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
+        return [(0, -1) if p.grad is None else (id(p.grad), p.grad._version) for p in self.engine.trained()]
+
+    def exchange_passes(self, *numbers: float) -> list[list[float]]:
+        """What the ranks of a sharded model tell each other before a pass, or a collective of it."""
+        return self._exchange(Kind.FORWARD, *numbers)
 
     # The window's sum.
 
@@ -296,23 +278,20 @@ class Ranks:
 
         `rescale` brings this rank's sum to the unit that it is called with, where no backward pass has reduced it.
         """
-        engine = self.engine
-        self._windows += 1
-        self._settings = None  # what a message has said before is compared
-        if self.reduced:
-            self.reduced_unit = self.unit or 1.0
-        late = self.reduced and self._versions != self._current_versions()
-        changed = late or self._share not in (None, mine)
-        if self.sharded and self.reduced:
-            reports = self._meet(self._report(Kind.TOTAL, mine, fills=engine.filled))
-        else:
-            reports = self._closing(mine)
-            if not self.reduced:
-                self._reduce(reports, rescale)
-            engine.prepare()
-            compares = self._windows & (self._windows - 1) == 0 and any(r.kind is Kind.WINDOW for r in reports)
-            if changed or compares or not all(report.known for report in reports):
-                reports = self._meet(self._report(Kind.TOTAL, mine, late=late, fills=engine.filled))
+        self._check_unchanged(mine)
+        if self._sent is None and self._reports is None:
+            self._send(self._report(Kind.FINISHED, mine))
+        if self._sent is not None:
+            self._read()
+        reports, self.reduced_unit = self._reports or [], self.unit or 1.0
+        if not self.reduced:
+            if not (self.sharded or any(report.kind is Kind.WINDOW for report in reports)):
+                self.reduced_unit = max(report.total.largest for report in reports) or self.reduced_unit
+            if rescale is not None:
+                rescale(self.reduced_unit)
+            self.engine.reduce()
+        if not all(report.known for report in reports):
+            reports = self._meet(self._report(Kind.TOTAL, mine))
         self._restart()
         self._finish(reports)
         total = self._added([report.total for report in reports])
@@ -320,42 +299,32 @@ class Ranks:
             self.settings.settle(self.channel)
         return total
 
-    def _closing(self, mine: Total) -> list[_Report]:
-        """What all ranks have said before the reduction."""
-        if self._sent is None and self._reports is None:
-            self._send(self._report(Kind.FINISHED, mine, fills=self.engine.will_fill))
-        if self._sent is not None:
-            self._read()
-        assert self._reports is not None
-        return self._reports
-
-    def _reduce(self, reports: list[_Report], rescale: Callable[[float], None] | None) -> None:
-        """Reduce the finished sum, in the unit of those that a backward pass reduces, else the largest weight."""
-        self.reduced_unit = self.unit or 1.0
-        if not (self.sharded or any(report.kind is Kind.WINDOW for report in reports)):
-            self.reduced_unit = max(report.total.largest for report in reports) or self.reduced_unit
-        if rescale is not None:
-            rescale(self.reduced_unit)
-        (self.together or self.engine).reduce()
+    def _check_unchanged(self, mine: Total) -> None:
+        """Raise where the window has become another one than a backward pass has reduced."""
+        if self.reduced and (self._versions != self._current_versions() or self._share not in (None, mine)):
+            self._restart()
+            self.abort()  # the others may have made their update: they learn it in the next window
+            raise WindowError(
+                "This window's gradient or weight was changed after a backward pass had reduced it over the ranks, by "
+                "another backward pass or weight. Other ranks may have made the update without it: go on from a "
+                "checkpoint. Run the backward passes of a micro-batch as one, (loss + other_loss).backward(), or as "
+                "many from the first window on."
+            )
 
     def _finish(self, reports: list[_Report]) -> None:
-        """The window is reduced: what stands beside the mean over the ranks goes, and the engine begins anew."""
+        """The window is reduced: the engine begins anew."""
         if len({report.passes for report in reports}) > 1:
             self.engine.settle()
             raise WindowError(DIFFERENT_PASSES)
-        if any(report.late for report in reports):
-            # Another backward pass came after the one that reduced. Its gradients stand beside the mean over the ranks,
-            # and the mean of that sum is right. From now on the reduction waits until step().
-            self.engine.reduce()
-            self._manual = True
-        if any(report.fills or report.late for report in reports):
-            self._drop_unused()
+        if any(report.fills for report in reports):
+            self.drop_common(self.engine.unused())
         idle = [report.total.idle for report in reports]
         source = next((rank for rank, had_none in enumerate(idle) if not had_none), 0)
         self.buffers_from = source if any(idle) and not all(idle) else None
         self.engine.settle(source)
         self._waits = False
         self._all_last = all(report.last for report in reports)
+        self._manual |= any(report.manual for report in reports)
 
     def _added(self, totals: list[Total]) -> Total:
         """What the window weighs on all ranks. Raises where some of them weigh their micro-batches and others don't."""
@@ -378,15 +347,15 @@ class Ranks:
         if len({*self._numbers(self.settings.number())}) > 1:
             self.settings.settle(self.channel)
 
-    def _drop_unused(self) -> None:
-        """What no rank has used in this window has no gradient, as on one device: an optimizer passes it over."""
-        self.engine.drop(set.intersection(*map(set, self.channel.gather(self.engine.unused()))))
+    def drop_common(self, unused: list[int]) -> None:
+        """Of these parameters, by number, drop the gradients of those that all ranks name."""
+        self.engine.drop(set.intersection(*map(set, self.channel.gather(unused))))
 
     def reduce_pending(self) -> None:
         """Have all that a sharded model's open window has added up in `p.grad`, to be saved. All ranks take part."""
         # The mean over the ranks of a part of the sum; what comes is added to it, and the mean of that is right.
         self.engine.reduce()
-        self._drop_unused()
+        self.drop_common(self.engine.unused())
 
     def restored(self, parameters: Sequence[Tensor]) -> None:
         """The open window came from a checkpoint, in which these parameters have a gradient."""
@@ -422,7 +391,7 @@ class Ranks:
     def others_continue(self) -> bool:
         """Whether other ranks close one more window, in which this one takes part with nothing."""
         while self.is_distributed and not self._all_last:
-            idle = self._report(Kind.IDLE, Total(0.0, idle=True) if self.settings.known_early else None, fills=True)
+            idle = self._report(Kind.IDLE, Total(0.0, idle=True) if self.settings.known_early else None)
             if self.sharded and self._last:
                 idle = _Report(Kind.ENDED, last=True)
             reports = self._meet(idle)
@@ -454,21 +423,19 @@ class Ranks:
         `notified`: whoever called has an error of this rank's own, and may go on with all ranks.
         """
         self._notified = notified
-        if self.together is not None:
-            self.together.abort()
+        self.engine.abort()
         if not (self._all_last or self._sent is not None or self._reports is not None):
             self.channel.post(Kind.ABORTED, 0, True)
 
     # Messages.
 
-    def _report(self, kind: Kind, total: Total | None, *, late: bool = False, fills: bool = False) -> _Report:
+    def _report(self, kind: Kind, total: Total | None) -> _Report:
         """A message about a window, which is complete where the total is known."""
-        known = total is not None
-        steps, last = 0 if kind is Kind.IDLE else self._steps, self._last or self._all_last
-        if known and (kind is not Kind.TOTAL or self._settings is None):
-            self._settings = self.settings.number()
-        settings = self._settings if known and self._settings is not None else 0.0
-        return _Report(kind, steps, last, known, late, fills, self.engine.passes, settings, total or Total(0.0))
+        idle, known, last = kind is Kind.IDLE, total is not None, self._last or self._all_last
+        fills = idle or (kind is not Kind.WINDOW and bool(self.engine.unused()))
+        settings = self.settings.number() if known else 0.0
+        steps = 0 if idle else self._steps
+        return _Report(kind, steps, last, known, self._manual, fills, self.engine.passes, settings, total or Total(0.0))
 
     def _meet(self, report: _Report) -> list[_Report]:
         """Send a message, and wait for every rank's."""
@@ -529,8 +496,5 @@ _ELSEWHERE = {
     Kind.ENDED: "came to the end of an epoch while other ranks went on. Nothing was updated. Ranks of a sharded model, "
     "and those on which several optimizers share batches, need the same number of batches: pad or drop some "
     "(DistributedSampler does). TrainStep, and one optimizer over DistributedDataParallel, take different numbers.",
-    Kind.TOTAL: "changed a window's gradient or weight after its reduction had begun, by another backward pass or "
-    "weight, and other ranks did not: they have made the update without it. Go on from a checkpoint. Run the backward "
-    "passes of a micro-batch on all ranks, or as one: (loss + other_loss).backward().",
 }
 """What a rank that is elsewhere has done."""

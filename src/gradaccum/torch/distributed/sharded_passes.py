@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,110 +29,11 @@ from gradaccum.errors import WindowError
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.oom_retry import OomRetry, RestartWindow, nothing_fits
 from gradaccum.on_torch.private import ShardedGroup
-from gradaccum.torch.distributed.fsdp import Shards
+from gradaccum.torch.distributed.fsdp import RankOutOfMemory, Shards
 
-__all__ = ["DIFFERENT_PASSES", "ByBlocks", "Together", "run_by_blocks", "run_together"]
+__all__ = ["ByBlocks", "run_by_blocks", "run_together"]
 
 logger = logging.getLogger("gradaccum")
-
-DIFFERENT_PASSES = (
-    "A sharded model needs the same passes on every rank, and the ranks ran different parts of it: a head that the "
-    "batch chooses, perhaps, where a rank whose batches are used up repeated its last micro-batch. Nothing was "
-    "updated. Give all ranks batches of the same kind and number, or shard such parts together with the whole model."
-)
-
-_AGAIN, _FINAL = 1, 2
-"""In a message: memory ran out; smaller micro-batches may do, or nothing will."""
-
-
-class RankOutOfMemory(Exception):  # no error of its own: all ranks hear of one's at once
-    """Memory ran out on some ranks, in passes that all of them run together.
-
-    `costs`: by rank, the rows or tokens of the micro-batch that did not fit; `final`: nothing smaller can be tried.
-    """
-
-    def __init__(self, costs: Mapping[int, int], final: bool) -> None:
-        self.costs, self.final = dict(costs), final
-        self.ranks = f"rank{'s' * (len(costs) > 1)} {', '.join(map(str, sorted(costs)))}"
-        super().__init__(f"Memory ran out on {self.ranks}.")
-
-
-class Together:
-    """Has the ranks ask each other before each collective of a sharded model.
-
-    `exchange` sends numbers, and returns every rank's, behind one that says what they are about.
-    """
-
-    def __init__(self, shards: Shards, exchange: Callable[..., list[list[float]]]) -> None:
-        self.shards, self._exchange = shards, exchange
-        self.failure: RankOutOfMemory | None = None
-        """What the ranks know of each other's memory since `begin`."""
-
-    def begin(self) -> None:
-        """The passes of a window begin."""
-        self.failure = None
-        self.shards.ask_before(self.meet)
-
-    def end(self) -> None:
-        """They are over, and the reduction is to come; a RankOutOfMemory where they aren't on all ranks."""
-        self.meet("")
-
-    def meet(self, name: str, number: float = 0.0) -> float:
-        """A collective is about to begin, or a sharded part's forward pass; `""`: all passes are done.
-
-        Returns the largest number that a rank has come with; a RankOutOfMemory where some ranks won't come.
-        """
-        if self.failure is not None:  # code of the user's has gone on after the error
-            raise self.failure
-        messages = self._ask(zlib.crc32(name.encode()), 0, 0, number)
-        if self.failure is not None:
-            raise self.failure
-        if len({numbers[1] for numbers in messages}) > 1:
-            raise WindowError(f"{DIFFERENT_PASSES} This rank has come to {name or 'the end'!r}.")
-        return max(numbers[4] for numbers in messages)
-
-    def ran_out(self, cost: int, *, final: bool) -> RankOutOfMemory:
-        """Tell the other ranks that memory ran out here, on so many rows or tokens. Returns what they all know."""
-        if self.failure is None:
-            self._ask(0, _FINAL if final else _AGAIN, cost)
-        assert self.failure is not None
-        return self.failure
-
-    def _ask(self, *numbers: float) -> list[list[float]]:
-        messages = self._exchange(*numbers)
-        costs = {rank: int(numbers[3]) for rank, numbers in enumerate(messages) if numbers[2]}
-        if costs:
-            self.failure = RankOutOfMemory(costs, any(numbers[2] == _FINAL for numbers in messages))
-        return messages
-
-    def reduce(self) -> None:
-        """Reduce the window's sum."""
-        try:
-            self.shards.reduce()
-        except RankOutOfMemory as found:
-            raise torch.OutOfMemoryError(
-                f"Memory ran out on {found.ranks} while the gradients of a sharded model were reduced, which smaller "
-                "micro-batches cannot help. No update was made."
-            ) from None
-        except Exception as error:
-            if self.shards.asks and is_out_of_memory(error):
-                self.ran_out(0, final=True)
-            raise
-        self._stop()
-
-    def start_over(self) -> None:
-        """Forget the passes that failed; all ranks do."""
-        self._stop()
-        self.shards.start_over()
-
-    def abort(self) -> None:
-        """An error: the passes will not be finished."""
-        if self.shards.asks:
-            self.start_over()
-
-    def _stop(self) -> None:
-        self.failure = None
-        self.shards.ask_before(None)
 
 
 class ByBlocks:
@@ -268,9 +168,9 @@ class ByBlocks:
         if self._shards is not None:
             for group in self._groups[place]:
                 group.wait()
-            unused = self._shards.unused_among(self._groups[place])
+            unused = self._shards.unused(self._groups[place])
             if self._ranks.sum_number(len(unused)):
-                self._shards.drop(set.intersection(*map(set, self._ranks.channel.gather(unused))))
+                self._ranks.drop_common(unused)
 
 
 def run_together(
@@ -304,7 +204,7 @@ def run_together(
         for _ in range(most - len(pieces)):
             passes.idle(passes.take(filler))
 
-    _run(ranks.together, oom, plan, run, lambda: running)
+    _run(ranks.engine, oom, plan, run, lambda: running)
 
 
 def run_by_blocks(ranks: Any, by_blocks: ByBlocks, oom: OomRetry, plan: Plan, run: Callable[[], None]) -> None:
@@ -315,28 +215,28 @@ def run_by_blocks(ranks: Any, by_blocks: ByBlocks, oom: OomRetry, plan: Plan, ru
     pieces = list(plan)
     largest = max(pieces, key=lambda piece: piece.tokens, default=Slice(slice(0, 0)))
     by_blocks.agree(len(pieces))
-    _run(ranks.together, oom, plan, run, lambda: largest)
+    _run(ranks.engine, oom, plan, run, lambda: largest)
 
 
-def _run(together: Together, oom: OomRetry, plan: Plan, run: Callable[[], None], running: Callable[[], Slice]) -> None:
+def _run(shards: Shards, oom: OomRetry, plan: Plan, run: Callable[[], None], running: Callable[[], Slice]) -> None:
     """Run the passes of a window. Where memory runs out on a rank, all begin the batch again, in smaller slices."""
-    together.begin()
+    shards.begin()
     try:
         run()
-        together.end()
+        shards.end()
         return
     except Exception as error:
         smaller = isinstance(error, RestartWindow)  # this rank has taken a smaller size already
-        if not (smaller or together.failure is not None or is_out_of_memory(error)):
+        if not (smaller or shards.failure is not None or is_out_of_memory(error)):
             raise
         piece = running()
         alone = None if smaller else plan.indivisible(piece) if piece.size else "no row"
         cost = 2 * plan.size if smaller else piece.tokens
-        found = together.ran_out(cost, final=alone is not None)
+        found = shards.ran_out(cost, final=alone is not None)
         if found.final:
             raise _final(error, found, alone) from error
     oom.meter.release()  # only here, out of reach of the error's frames, is its memory free
-    together.start_over()
+    shards.start_over()
     cost = min(found.costs.values())
     fewer = plan.too_large(cost) if plan.size > cost // 2 else plan  # where slices are small already, they stay
     logger.warning("Out of memory on %s: all ranks begin the batch again, in smaller micro-batches.", found.ranks)

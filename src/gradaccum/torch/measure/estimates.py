@@ -78,8 +78,7 @@ def largest_fitting(
 
     in use now + optimizer state to come + gathered parameters + gradients + activations(rows)   <=   0.9 * limit
     """
-    assert ranks.together is not None, "only the ranks of a sharded model would wait"
-    limit, shards = gauge.limit(), ranks.together.shards
+    limit, shards = gauge.limit(), ranks.engine
     if limit is None:
         return batch.rows
     new = [optimizer for optimizer in optimizers if not optimizer.state]

@@ -100,7 +100,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
     if open_.ranks.sharded:
         open_.ranks.reduce_pending()
         open_.monitor.forget_arrivals()  # of the reduction
-    elif open_.buffer.detached is None and open_.monitor.arrivals:
+    elif open_.buffer.detached is None and open_.passes.arrivals:
         raise uncounted_error()
     scale = open_.loss_scale
     state["scaled"] = scale.in_use or open_.buffer.restored is not None

@@ -327,7 +327,7 @@ class Optimizer(OptimizerProxy):
         Raises:
             WindowError: The sum of an open window was edited or cleared from outside, or a backward pass failed.
         """
-        if closure is None and self._checked and (self.inner.state or self._windows.current.monitor.arrivals):
+        if closure is None and self._checked and self._windows.current.passes.arrivals:
             self._windows.count(self._scaled)  # nearly always
             return None
         windows, self._answer, result = self._windows, (), None
@@ -343,7 +343,7 @@ class Optimizer(OptimizerProxy):
             if left_out(closure, result):
                 windows.current.window.leave_out()
             self._answer = (evaluated(self.inner, result),) if again else ()
-        if not windows.current.monitor.arrivals and checkpoint.is_initialisation(windows):
+        if not windows.current.passes.arrivals and checkpoint.is_initialisation(windows):
             return checkpoint.initialise(windows)
         if not self._checked:
             check_detected(self._model, windows.parameters(), windows.ranks, windows.schedule.constant)

@@ -181,8 +181,7 @@ class InAdvance:
     def check(self) -> None:
         """Ask the other ranks."""
         self._window.check()
-        assert self._ranks.together is not None
-        self._ranks.together.end()  # the forward passes
+        self._ranks.engine.end()  # the forward passes
         known = self._window.unit_and_weight()
         factor, weight = (1.0, 0.0) if known is None else known
         self._ranks.compare_settings()

@@ -8,8 +8,8 @@ from typing import Any
 from gradaccum.errors import WindowError
 
 __all__ = [
-    "KEPT_VALUES",
     "SEVERAL_PASSES",
+    "callers",
     "check_outside_of_trainers",
     "failed_error",
     "modification_error",
@@ -22,11 +22,18 @@ SEVERAL_PASSES = (
     "Where they are of several micro-batches, call step() after each of them."
 )
 
-KEPT_VALUES = (
-    "The gradients were written inside an open window and kept their values, as clip_grad_norm_(parameters, inf) does "
-    "to read a norm. From now on they are compared on every micro-batch; torch.nn.utils.get_total_norm reads a norm "
-    "without that. Clipping that has an effect is an error there: pass clip_grad_norm= to the wrapper."
-)
+_MODIFICATIONS = {
+    "cleared": "cleared or replaced inside an open window, by model.zero_grad() perhaps. Use optimizer.zero_grad(), "
+    "which waits for the window's end. Gradients of torch.autograd.grad are added by optimizer.add_gradients().",
+    "edited": "edited inside an open window, by clipping perhaps. Until step() closes the window p.grad holds "
+    "an undivided sum. Pass clip_grad_norm= to the wrapper, or edit the finished gradient in a hook: "
+    "register_step_pre_hook. Gradients of torch.autograd.grad are added by optimizer.add_gradients(), not copied "
+    "into p.grad. To read a norm without editing use torch.nn.utils.get_total_norm.",
+    "left": "left from the last window: the finished mean gradient would join this window's sum. Call "
+    "optimizer.zero_grad() on every micro-batch, which waits for the window's end.",
+    "assigned": "assigned, where backward passes add to them: each assignment replaces the sum of the window's "
+    "micro-batches. Hand gradients of torch.autograd.grad or torch.func.grad to optimizer.add_gradients(gradients).",
+}
 
 
 def several_passes_warning(passes: int) -> str:
@@ -39,24 +46,8 @@ def several_passes_warning(passes: int) -> str:
 
 
 def modification_error(modification: str) -> WindowError:
-    trainer = _inside_the_trainer()
-    if trainer is not None:
-        return WindowError(trainer)
-    advice = {
-        "cleared": "cleared or replaced inside an open window, by model.zero_grad() perhaps. Use "
-        "optimizer.zero_grad(), which waits for the window's end. Gradients of torch.autograd.grad are added by "
-        "optimizer.add_gradients().",
-        "edited": "edited inside an open window, by clipping perhaps. Until step() closes the window p.grad holds "
-        "an undivided sum. Pass clip_grad_norm= to the wrapper, or edit the finished gradient in a hook: "
-        "register_step_pre_hook. Gradients of torch.autograd.grad are added by optimizer.add_gradients(), not copied "
-        "into p.grad. To read a norm without editing use torch.nn.utils.get_total_norm.",
-        "left": "left from the last window: the finished mean gradient would join this window's sum. Call "
-        "optimizer.zero_grad() on every micro-batch, which waits for the window's end.",
-        "assigned": "assigned, where backward passes add to them: each assignment replaces the sum of the window's "
-        "micro-batches. Hand gradients of torch.autograd.grad or torch.func.grad to "
-        "optimizer.add_gradients(gradients).",
-    }[modification]
-    return WindowError(f"The gradients were {advice} discard() drops the window.")
+    check_outside_of_trainers()
+    return WindowError(f"The gradients were {_MODIFICATIONS[modification]} discard() drops the window.")
 
 
 def untouched_error() -> WindowError:
@@ -76,23 +67,22 @@ def failed_error(failure: BaseException | None) -> WindowError:
     )
 
 
-def check_outside_of_trainers() -> None:
-    """Raise WindowError where transformers' Trainer is the caller: nothing closes its epochs' last windows."""
-    trainer = _inside_the_trainer()
-    if trainer is not None:
-        raise WindowError(trainer)
-
-
-def _inside_the_trainer() -> str | None:
-    """What to do about transformers' Trainer, if that is the caller."""
+def callers() -> set[str]:
+    """The modules of all functions that run, of which one may be a trainer's."""
+    found = set[str]()
     frame: Any = sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__") == "transformers.trainer":
-            return (
-                "transformers' Trainer clips p.grad and calls model.zero_grad() after every micro-batch, where an "
-                "open window holds its sum. Pass the inner optimizer to a Trainer that splits its batches exactly, "
-                "gradaccum.integrations.transformers.MicroBatchTrainer, without gradient_accumulation_steps; or write "
-                "the loop with optimizer.batches(), or with gradaccum.torch.TrainStep."
-            )
+        found.add(frame.f_globals.get("__name__", ""))
         frame = frame.f_back
-    return None
+    return found
+
+
+def check_outside_of_trainers() -> None:
+    """Raise WindowError where transformers' Trainer is the caller: nothing closes its epochs' last windows."""
+    if "transformers.trainer" in callers():
+        raise WindowError(
+            "transformers' Trainer clips p.grad and calls model.zero_grad() after every micro-batch, where an "
+            "open window holds its sum. Pass the inner optimizer to a Trainer that splits its batches exactly, "
+            "gradaccum.integrations.transformers.MicroBatchTrainer, without gradient_accumulation_steps; or write "
+            "the loop with optimizer.batches(), or with gradaccum.torch.TrainStep."
+        )

@@ -23,48 +23,42 @@ class ParameterMonitor:
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._inner, self._warned, self._looking = inner, False, False
-        self._versions: list[int] = []
         self.note_parameters()
 
     def window_begins(self, looking: bool) -> bool:
         """The window's first micro-batch is in. Returns whether other parameters are there than before."""
-        groups, self._looking = self._inner.param_groups, looking
-        if not looking and len(groups) == len(self._lists):
-            for group, (parameters, count) in zip(groups, self._lists):
-                if group["params"] is not parameters or len(parameters) != count:
-                    break
-            else:
-                return False
+        self._looking = looking
+        if not looking and self._same_lists():
+            return False
         before = self._parameters
         self.note_parameters()
         return not same_objects(before, self._parameters)
 
-    def note_parameters(self) -> None:
+    def note_parameters(self, looking: bool | None = None) -> None:
         """The parameters that are there now are those of the window, and written from here on at the user's risk."""
-        self._parameters, self._lists = parameters_of(self._inner), self._look()
-        self._settings = [*map(dict, self._inner.param_groups)]
+        self._looking = self._looking if looking is None else looking
+        groups = self._inner.param_groups
+        self._lists = [(group["params"], len(group["params"])) for group in groups]
+        self._parameters, self._settings = parameters_of(self._inner), [*map(dict, groups)]
         self._versions = [parameter._version for parameter in self._parameters]
 
-    def resume(self) -> None:
-        self._looking = True
-        self.note_parameters()
-
-    def _look(self) -> list[tuple[list[Tensor], int]]:
-        return [(group["params"], len(group["params"])) for group in self._inner.param_groups]
+    def _same_lists(self) -> bool:
+        """Whether no parameter has come or gone; what replaces one, or stands elsewhere, shows at the window's end."""
+        groups = self._inner.param_groups
+        if len(groups) != len(self._lists):
+            return False
+        for group, (parameters, count) in zip(groups, self._lists):
+            if group["params"] is not parameters or len(parameters) != count:
+                return False
+        return True
 
     def check_lists(self) -> None:
-        """A micro-batch is in: has a parameter come or gone? What replaces one, or stands elsewhere, shows at the
-        end.
-        """
-        now = self._look()
-        if len(now) != len(self._lists) or any(a is not b or n != m for (a, n), (b, m) in zip(now, self._lists)):
+        if not self._same_lists():
             raise self._changed_error()
 
     def written(self) -> bool:
         """Whether a parameter was written since the window began."""
-        return self._looking and any(
-            parameter._version != version for parameter, version in zip(self._parameters, self._versions, strict=True)
-        )
+        return self._looking and any(p._version != v for p, v in zip(self._parameters, self._versions, strict=True))
 
     def check_parameters(self) -> None:
         if not same_objects(self._parameters, parameters_of(self._inner)):
@@ -72,7 +66,7 @@ class ParameterMonitor:
 
     def check_settings(self) -> None:
         """Hyperparameters belong to an update: warn, once, if one has changed inside the window."""
-        if self._warned or not self._looking or not _differ(self._inner.param_groups, self._settings):
+        if self._warned or not self._looking:
             return
         changed = dict[str, str]()
         for group, before in zip(self._inner.param_groups, self._settings):

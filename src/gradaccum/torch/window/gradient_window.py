@@ -1,13 +1,14 @@
 """The open window of gradient accumulation: count micro-batches, add weights, and finish the gradient at its end.
 
-An ordinary micro-batch compares three gradients' tensors and versions, and adds its weight. At the window's end
+An ordinary micro-batch adds its weight, and nothing else. At the window's end one comparison shows whether autograd
+alone has written the sum, and
 
     for stage in stages:
         if not stage(total):
             return False
 
 leaves the mean gradient in `p.grad`. What else there may be (a GradScaler, several ranks, losses by name, the sum of a
-checkpoint, micro-batches that are screened) makes a window `special`: then `_count_special` is in charge.
+checkpoint, micro-batches that are screened) makes a window `special`: then each micro-batch is looked at.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from gradaccum.core.window import Reduction, Window, mixed_error
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.foreach import all_finite, scale_
-from gradaccum.on_torch.grad_buffer import ArrivalScale, GradientBuffer, ScreenedBuffer
+from gradaccum.on_torch.grad_buffer import ArrivalScale, GradientBuffer, ScreenedBuffer, add_gradient
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.stages import Stage, Unscale, WindowTotal, gradient_stages
@@ -84,15 +85,14 @@ class GradientWindow(Listener):
         self.monitor = (
             ShardedMonitor(parameters, ranks.engine.pending) if ranks.sharded else GradientMonitor(parameters)
         )
+        self.passes = self.monitor.passes
         self.loss_scale = LossScale(self.buffer, self.monitor)
         self.arrival_scale = ArrivalScale(parameters)
         ranks.attach(self)
         self.grad_norm: Tensor | None = None
         self._failure: BaseException | None = None
-        self.saved = False
-        """Whether a checkpoint holds all of it: it may go on elsewhere."""
-        self.set_to_none = True
-        """What the user's loop passes to `zero_grad`."""
+        self.saved = False  # a checkpoint holds all of it: it may go on elsewhere
+        self.set_to_none = True  # what the user's loop passes to `zero_grad`
         self._folded = False
         self._always_special = self.screened is not None or noise is not None or ranks.is_distributed
         self.begin()
@@ -132,6 +132,11 @@ class GradientWindow(Listener):
     @property
     def by_name(self) -> bool:
         return self.named is not None and bool(self.named.sums)
+
+    @property
+    def looks(self) -> bool:
+        """Whether each micro-batch is looked at."""
+        return self.special or self.monitor.looking
 
     # A micro-batch, until it is counted.
 
@@ -173,12 +178,11 @@ class GradientWindow(Listener):
         """What comes through `loss.backward()` cannot be multiplied there, so it is on its way to the sum."""
         if self.ranks.sharded:
             self.ranks.engine.scale(factor)
-        else:
+        elif factor != self.arrival_scale.factor:
             self.arrival_scale.set(factor)
-            self.special = self.special or factor != 1.0
 
     def backward(self, loss: Any, weight: Any, retain_graph: bool | None, create_graph: bool) -> None:
-        if self._failure is not None or self.monitor.unfinished:
+        if self._failure is not None or self.passes.unfinished:
             self.check_failed()
         window, one = self.window, self.window.micro_batch
         if type(loss) is not Tensor or loss.ndim:
@@ -188,11 +192,8 @@ class GradientWindow(Listener):
             loss = checked_scalar(loss, "`loss`")
         if self.special and self.by_name:
             raise mixed_terms_error()
-        if one.weight is None:
-            if not window.micro_batches:
-                self.losses.restart()
-            if weight is None and one.default_given:
-                weight = one.default
+        if one.weight is None and not window.micro_batches:
+            self.losses.restart()
         if weight is not None and self.ranks.sharded and self.ranks.unit is None:
             window.unit = None  # the ranks agree on one in this pass, by what it weighs
         factor = window.weigh(weight)
@@ -231,7 +232,7 @@ class GradientWindow(Listener):
         window, one, named = self.window, self.window.micro_batch, self.named
         if named is None or self.noise is not None or self.ranks.sharded or one.default_given:
             raise not_by_name_error()
-        if not named.sums and (window.weight > 0 or one.weight is not None or self.monitor.arrivals):
+        if not named.sums and (window.weight > 0 or one.weight is not None or self.passes.arrivals):
             raise mixed_terms_error()
         if self.ranks.is_distributed and not self.ranks.manual_reduce:
             raise WindowError(
@@ -249,7 +250,7 @@ class GradientWindow(Listener):
 
     def _run_backward(self, loss: Tensor, factor: float, retain_graph: bool | None, create_graph: bool) -> None:
         one, scaling = self.window.micro_batch, self.arrival_scale
-        others = self.monitor.arrivals - one.weighed
+        others = self.passes.arrivals - one.weighed
         try:
             if self.ranks.sharded:
                 self.ranks.engine.scale(1.0 if one.weight else 0.0)
@@ -265,7 +266,7 @@ class GradientWindow(Listener):
             raise
         finally:
             scaling.muted = False
-        one.weighed = self.monitor.arrivals - others
+        one.weighed = self.passes.arrivals - others
 
     def add_gradients(self, gradients: Sequence[Tensor | None], weight: Any) -> None:
         """Add a micro-batch's gradients, in the order of the parameters, as a backward pass would."""
@@ -274,35 +275,36 @@ class GradientWindow(Listener):
         if self.by_name:
             raise mixed_terms_error()
         one = self.window.micro_batch
-        if weight is None and one.default_given:
-            weight = one.default
         factor = self.window.weigh(weight)
         self.special = True
         self.loss_scale.rescale_()
         if one.weight == 0:
             return
+        before = self.passes.arrivals
         for parameter, gradient in zip(self.buffer.parameters(), gradients, strict=True):
             if gradient is not None:
-                _add(parameter, gradient.detach() * factor)
-        before = self.monitor.arrivals
+                add_gradient(parameter, gradient.detach() * factor)
         self.monitor.arrived()
-        one.weighed += self.monitor.arrivals - before
+        one.weighed += self.passes.arrivals - before
 
     # A micro-batch is counted.
 
     def count(self, scaled: Sequence[Any] = ()) -> bool:
         """Count the micro-batch. Returns whether the window closes with it."""
-        window, monitor, one = self.window, self.monitor, self.window.micro_batch
-        mixed = one.weight is not None and one.factor != 1.0 and monitor.arrivals != one.weighed
-        if mixed or self.special or scaled or not monitor.count_untouched():
-            return self._count_special(scaled)
-        if one.weight is None and one.default_given:
-            window.weigh(one.default)
-        self.loss_scale.unscaled, self.saved = True, False
+        window, passes = self.window, self.passes
+        one = window.micro_batch
+        mixed = one.factor != 1.0 and passes.arrivals != one.weighed
+        if mixed or scaled or self.special or self.monitor.looking or not passes.arrivals:
+            return self._count_and_look(scaled)
+        if one.last or window.micro_batches + 1 >= window.steps:
+            self.check_failed()
+            self.check_sum()
+        passes.arrivals = 0
+        self.loss_scale.scaled, self.saved = False, False
         return window.add()
 
-    def _count_special(self, scaled: Sequence[Any]) -> bool:
-        """`count`, where there is more to do than to compare and to add."""
+    def _count_and_look(self, scaled: Sequence[Any]) -> bool:
+        """`count`, where there is more to do than to add."""
         window, monitor, one = self.window, self.monitor, self.window.micro_batch
         if scaled and scaled[0] is None:
             monitor.forget_values()  # `unscale_` has changed them, and raises no version
@@ -311,13 +313,13 @@ class GradientWindow(Listener):
         in_reach = self.buffer.detached is None
         if not in_reach:
             self._reattach()
-        if monitor.arrivals != one.weighed:
+        if self.passes.arrivals != one.weighed:
             if self.by_name:
                 raise mixed_terms_error()
             if one.weight is not None and one.factor != 1.0:
                 raise mixed_error()
         if one.weight is None:  # it came through loss.backward(), or had no backward pass
-            window.weigh(one.default if one.default_given else None)
+            window.weigh()
         self._scale_sum(scaled, in_reach)
         weight = one.weight
         closes = window.add()
@@ -330,16 +332,16 @@ class GradientWindow(Listener):
 
     def _scale_sum(self, scaled: Sequence[Any], in_reach: bool) -> None:
         """Have the sum in one scale, with that of a checkpoint in it."""
-        monitor, scale, weight = self.monitor, self.loss_scale, self.window.micro_batch.weight
+        scale, weight = self.loss_scale, self.window.micro_batch.weight
         unscaled = bool(scaled) and scaled[0] is None
         # One that weighs nothing has no say, unless `unscale_` has divided the others' sum in it.
         has_say = weight or (unscaled and in_reach)
-        if has_say and self.screened is None and (scaled or monitor.arrivals or not monitor.idle):
+        if has_say and self.screened is None and (scaled or self.passes.arrivals or not self.monitor.idle):
             scale.check(bool(scaled))
         if not scaled:
             if self.buffer.restored is not None:
                 self.buffer.join_restored()
-                monitor.resync()
+                self.monitor.resync()
             return
         if not scale.known:
             scale.known = True
@@ -354,7 +356,7 @@ class GradientWindow(Listener):
             self._check_unscaled()
         if weight or scale.in_use or self.ranks.is_distributed:
             scale.add(scaled[0], scaled[1], in_reach)
-            monitor.resync()
+            self.monitor.resync()
 
     def _check_unscaled(self) -> None:
         """`scaler.unscale_` has divided what is in `p.grad`: all of a window that closes."""
@@ -373,23 +375,20 @@ class GradientWindow(Listener):
     def _restart_arrivals(self, weight: float | None) -> None:
         """The micro-batch is in: what arrives from now on belongs to the next one."""
         monitor, noise = self.monitor, self.noise
-        if self.ranks.sharded or self.arrival_scale.factor != 1.0:
-            self._scale_arrivals(1.0)
+        self._scale_arrivals(1.0)
         if self.screened is not None:
             self.screened.add()
             monitor.resync()  # its gradient has moved into the sum
-        if weight and not self.ranks.sharded:
+        if weight or self.ranks.sharded:
             monitor.counted(self.window.closes_next)
         else:
             monitor.forget_arrivals()
-            if isinstance(monitor, ShardedMonitor):
-                monitor.keep()
         if noise is not None and noise.waiting and self.window.weight > 0 and not self.ranks.reduced:
             self._measure(noise)
 
     def _settle(self) -> None:
         """Whether there is more in this window than gradients that autograd adds up."""
-        moved = self.buffer.restored is not None or self.buffer.detached is not None or self.arrival_scale.factor != 1.0
+        moved = self.buffer.restored is not None or self.buffer.detached is not None
         self.special = (
             self._always_special or moved or self.by_name or self.loss_scale.in_use or self._failure is not None
         )
@@ -491,20 +490,22 @@ class GradientWindow(Listener):
 
     # What `ranks` calls: a `gradaccum.torch.distributed.Listener`.
 
+    def _weighs(self) -> tuple[float, bool]:
+        """What the micro-batch in progress weighs as far as is known, and whether the user said so."""
+        one = self.window.micro_batch
+        return (one.default, one.default_given) if one.weight is None else (one.weight, one.given)
+
     def share(self) -> Total | None:
         """What the window weighs with the micro-batch in progress; a GradScaler's verdict comes after its pass."""
-        window, one = self.window, self.window.micro_batch
         if self.loss_scale.known:
             return None
-        weight = one.default if one.weight is None else one.weight
-        given = window.weights_given or one.given or (one.weight is None and one.default_given)
-        total = window.weight + weight
-        equal = not (given or one.in_batches) and total > 0 and window.reduction == "mean"
+        window, (weight, given) = self.window, self._weighs()
+        given, total = given or window.weights_given, window.weight + weight
+        equal = not (given or window.micro_batch.in_batches) and total > 0 and window.reduction == "mean"
         return Total(total, given, max(window.largest, weight), equal=equal)
 
     def own_unit(self) -> float:
-        window, one = self.window, self.window.micro_batch
-        weight = one.default if one.weight is None else one.weight
+        window, (weight, _) = self.window, self._weighs()
         return (window.unit or weight) if weight and window.reduction == "mean" else float(weight > 0)
 
     def take_unit(self, unit: float) -> float:
@@ -512,7 +513,7 @@ class GradientWindow(Listener):
         self.window.rescale(unit)
         return factor
 
-    def forward_done(self, loss_scale: float) -> None:
+    def forward_starts(self, loss_scale: float) -> None:
         self.loss_scale.adopt(loss_scale)
 
     def backward_starts(self) -> None:
@@ -527,33 +528,34 @@ class GradientWindow(Listener):
 
     def close(self) -> None:
         """The update is made, or given up: the next micro-batch is the first of a new window."""
-        self.begin()
-        self.buffer.close()
-        self.monitor.close()
+        if self.special:
+            self.buffer.close()
         self._restart()
+        self.monitor.close()
+        self.begin()
 
     def empty(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, too; None: in the way of the loop's own `zero_grad`."""
         self.window.micro_batch.restart()
         self.monitor.restart()
-        self._failure = None
+        self.buffer.clear(self.set_to_none if set_to_none is None else set_to_none)
         if self.special:
             self.ranks.engine.clear()
-        self.buffer.clear(self.set_to_none if set_to_none is None else set_to_none)
-        self._restart()
-        if self.special:
+            self._failure = None
+            self._restart()
             self._settle()
 
     def _restart(self) -> None:
-        self.loss_scale.close()
-        self.saved = False
-        if self.noise is not None:
-            self.noise.restart()
+        self.loss_scale.scaled, self.saved = None, False
+        if self.special:
+            self.loss_scale.close()
+            if self.noise is not None:
+                self.noise.restart()
 
     # Misuse.
 
     def check_failed(self) -> None:
-        if self._failure is not None or self.monitor.failed:
+        if self._failure is not None or (self.passes.unfinished and self.monitor.failed):
             raise failed_error(self._failure) from self._failure
 
     def check_sum(self) -> None:
@@ -569,16 +571,5 @@ class GradientWindow(Listener):
     def check_untouched(self) -> None:
         """Raise if a gradient has arrived since the last micro-batch was counted."""
         self.check_failed()
-        if self.monitor.arrivals or self.window.micro_batch.weight is not None:
+        if self.passes.arrivals or self.window.micro_batch.weight is not None:
             raise untouched_error()
-
-
-@torch.no_grad()
-def _add(parameter: Tensor, gradient: Tensor) -> None:
-    """Add a gradient that comes from no backward pass, in the dtype in which autograd would."""
-    if parameter.grad is None:
-        parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
-    elif gradient.is_sparse or parameter.grad.is_sparse:
-        parameter.grad = parameter.grad + gradient.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
-    else:
-        parameter.grad.add_(gradient)

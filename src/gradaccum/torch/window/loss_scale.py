@@ -37,15 +37,12 @@ class LossScale:
     neutral = _Neutral()
 
     def __init__(self, buffer: GradientBuffer, monitor: GradientMonitor) -> None:
-        self._buffer = buffer
-        self._monitor = monitor
-        self.known = False
-        """Whether a GradScaler has ever stepped."""
+        self._buffer, self._monitor = buffer, monitor
+        self.known = False  # a GradScaler has stepped, in some window
+        self.scaled: bool | None = None  # whether this window's micro-batches come through one; None: none has come yet
         self._live: Tensor | None = None
         self._handle: Any = None
-        self._due = False
-        self._rescaled_to = -1
-        """The version of the live scale that the sum was brought to last."""
+        self._rescaled_to = -1  # the version of the live scale that the sum was brought to last
         self._shown: tuple[Tensor, Tensor, int] | None = None
         self.close()
 
@@ -54,20 +51,17 @@ class LossScale:
         self.overflow: Tensor | None = None
         self._due = False
         self._own: Tensor | None = None
-        self._scaled: bool | None = None
-        self.unscaled = False
-        """Whether a micro-batch of this window came without the scaler."""
 
     def check(self, scaled: bool) -> None:
         """A micro-batch that weighs something came through the scaler, or without it: as those before it."""
-        if (self._scaled is not None and scaled != self._scaled) or (scaled and self.unscaled):
+        if self.scaled is not None and scaled != self.scaled:
             raise WindowError(
                 "Some micro-batches of this window came through a GradScaler's step(optimizer), others through "
                 "optimizer.step(): their gradients are of different scales. Use scaler.scale(loss) and "
                 "scaler.step(optimizer) for all of them, or for none; GradScaler(enabled=False) does without in the "
                 "same loop. discard() drops the window."
             )
-        self._scaled = scaled
+        self.scaled = scaled
 
     def restore(self, overflow: bool) -> None:
         """Go on from a checkpoint, whose sums are not scaled."""
@@ -128,8 +122,7 @@ class LossScale:
             this = weakref.ref(self)  # the parameters shall not keep the optimizer alive
 
             def backward_starts(gradient: Tensor) -> None:
-                scale = this()
-                if scale is not None:
+                if (scale := this()) is not None:
                     scale.rescale_()
 
             # Frozen ones, too: which ones are may change at any time.
@@ -167,14 +160,11 @@ class LossScale:
 
     def agreement(self) -> tuple[float, float, bool]:
         """The scale of the sum (0 without a scaler), the scale that this rank's scaler has come to, any overflow."""
-        if not self.in_use:
-            return 0.0, 0.0, False
-        assert self._scale is not None
-        assert self.overflow is not None
+        if self._scale is None or self.overflow is None:
+            return 0.0, 0.0, self.overflowed()
         own = self._own if self._own is not None else self._live if self._live is not None else self._scale
-        scale, own_scale, overflow = torch.stack(
-            [t.detach().double().reshape(()) for t in (self._scale, own, self.overflow)]
-        ).tolist()
+        found = [t.detach().double().reshape(()) for t in (self._scale, own, self.overflow)]
+        scale, own_scale, overflow = torch.stack(found).tolist()
         return scale, own_scale, bool(overflow)
 
     def agree(self, scale: float) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.core.noise import NoiseSchedule
-from gradaccum.core.window import Window
+from gradaccum.core.window import MicroBatch, Window
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.noise import inside_step
 from gradaccum.schedule import Schedule
@@ -53,18 +53,13 @@ class Windows:
         self.inner, self.schedule, self.current, self.ranks = inner, schedule, current, current.ranks
         self.epoch = self.updates = 0
         self.updated = False
-        self.in_epoch = False
-        """Whether this epoch has a micro-batch."""
+        self.in_epoch = False  # this epoch has a micro-batch
         self._phase = _Phase.PLAIN
-        self.source: Any = None
-        """The `Batches` whose loop runs."""
-        self.left_over: Any = None
-        """What a loop of `batches()` over an iterator had fetched ahead when it was broken off."""
-        self._first_unused: bool | None = None
-        """Whether the loop's first batch had no `step()`; None while it is in use."""
+        self.source: Any = None  # the `Batches` whose loop runs
+        self.left_over: Any = None  # what a loop over an iterator had fetched ahead when it was broken off
+        self._first_unused: bool | None = None  # the loop's first batch had no `step()`; None while it is in use
         self._updates_in_loop = 0
-        self.before_update: Callable[[], None] | None = None
-        """Called before the inner optimizer's step: a checkpoint may have reserved room in its state."""
+        self.before_update: Callable[[], None] | None = None  # a checkpoint may have reserved room in the state
         self._other_loops = OtherLoops(current.window)
         self._step, self._check_steps = step, check_steps
         self._scheduled_for: tuple[int, int] | None = None
@@ -86,10 +81,9 @@ class Windows:
     @property
     def steps(self) -> int:
         """Micro-batches of the open window, or of the next one."""
-        window = self.current.window
-        if not window.micro_batches:
+        if not self.current.window.micro_batches:
             self._settle_steps()
-        return window.steps
+        return self.current.window.steps
 
     def reschedule(self, schedule: Schedule) -> None:
         self._check_steps(schedule)
@@ -121,29 +115,20 @@ class Windows:
     def count(self, scaled: Sequence[Any] = ()) -> None:
         """A micro-batch is in; with the one that closes the window, make the update."""
         current = self.current
-        window, monitor = current.window, current.monitor
+        window = current.window
         one = window.micro_batch
-        if one.in_batches and not one.announced:
-            raise WindowError(
-                "step() was called twice for one batch of batches(), which weighs a batch by its rows and closes the "
-                "epoch's last window with its last batch. Call step() once per batch; to split a batch further, or to "
-                "use it several times, loop over the loader itself and call flush() at the epoch's end. discard() "
-                "drops the window."
-            )
-        if self._phase is _Phase.AHEAD and not one.in_batches:
-            raise WindowError(
-                "step() came after the loop of batches() was over, whose first batch had none: something around "
-                "batches() fetches ahead, list() or a prefetcher perhaps, or is another loop over the same optimizer's "
-                "batches(), so batches were weighed by others' rows. Put batches() around it: "
-                "optimizer.batches(prefetched(loader)); and have one such loop at a time. discard() forgets that loop."
-            )
+        if one.in_batches is not one.announced or self._phase is _Phase.AHEAD:
+            self._check_place(one)
         if not window.micro_batches:
             if window.steps != self.schedule.constant:
                 self._settle_steps()
-            if self.parameter_monitor.window_begins(monitor.looking):
+            if self.parameter_monitor.window_begins(current.monitor.looking):
                 current.parameters_added()
-        if monitor.looking and self.schedule.constant != 1:
-            self._check_micro_batch(current)
+        if current.monitor.looking:
+            if self.schedule.constant != 1:
+                self._check_micro_batch(current)
+            if current.monitor.passes_now > 1:
+                self.ranks.reduce_manually()  # in the first of them, others are to come
         closes = current.count(scaled)
         if OtherLoops.running and not one.in_batches:
             self._other_loops.look()
@@ -151,13 +136,27 @@ class Windows:
         if closes:
             self.updated = self._update()
         if self.ranks.is_distributed:
-            if not closes:
-                self.ranks.continue_window()
             self.expect_next()
+
+    def _check_place(self, one: MicroBatch) -> None:
+        """Raise if this `step()` belongs to no batch of the loop of `batches()`."""
+        if one.in_batches and not one.announced:
+            raise WindowError(
+                "step() was called twice for one batch of batches(), which weighs a batch by its rows and closes the "
+                "epoch's last window with its last batch. Call step() once per batch; to split a batch further, or to "
+                "use it several times, loop over the loader itself and call flush() at the epoch's end. discard() "
+                "drops the window."
+            )
+        if not one.in_batches:
+            raise WindowError(
+                "step() came after the loop of batches() was over, whose first batch had none: something around "
+                "batches() fetches ahead, list() or a prefetcher perhaps, or is another loop over the same optimizer's "
+                "batches(), so batches were weighed by others' rows. Put batches() around it: "
+                "optimizer.batches(prefetched(loader)); and have one such loop at a time. discard() forgets that loop."
+            )
 
     def _check_micro_batch(self, current: GradientWindow) -> None:
         """In windows 1, 2, 4, 8, ...: raise if parameters came or went; say what is no error and may be wrong."""
-        monitor, one = current.monitor, current.window.micro_batch
         if current.window.micro_batches:
             self.parameter_monitor.check_lists()
         if self.parameter_monitor.written():
@@ -166,13 +165,13 @@ class Windows:
                 "perhaps. The gradients of its micro-batches belong to different ones. Change parameters when "
                 "`updated` is True."
             )
-        if one.weight != 0 and monitor.idle and current.buffer.detached is None:
+        if current.window.micro_batch.weight != 0 and current.monitor.idle and current.buffer.detached is None:
             self._warn_once(
                 "step() counts a micro-batch whose loss reached none of the parameters, or that had no backward pass: "
                 "its rows count, with a gradient of zero. To leave them out, leave out its step(), or use "
                 "backward(loss, weight=0)."
             )
-        monitor.warn_of_several_passes(current.window.steps)
+        current.monitor.warn_of_several_passes(current.window.steps)
 
     def _warn_once(self, what: str) -> None:
         if what not in self._warned:
@@ -193,9 +192,7 @@ class Windows:
         current.set_to_none = set_to_none
         if not current.window.micro_batches:
             current.empty()
-            return
-        weighed = current.window.micro_batch.weight is not None
-        if weighed or current.special or current.monitor.looking or current.monitor.arrivals:
+        elif current.passes.arrivals or current.looks or current.window.micro_batch.weight is not None:
             current.check_untouched()
             current.monitor.modification()
 
@@ -223,15 +220,15 @@ class Windows:
 
     def discard(self) -> None:
         """Drop the open window without an update. A line in the log says so, unless a checkpoint holds the window."""
-        window = self.current.window
-        if window.micro_batches and not self.current.saved:
+        current, window = self.current, self.current.window
+        if window.micro_batches and not current.saved:
             logger.warning("Discarding an open window of %d of %d micro-batches", window.micro_batches, window.steps)
         if self._phase is _Phase.AHEAD:
             self._phase = _Phase.PLAIN
-        self.current.begin()
-        self.current.special = True
-        self.current.empty()
-        self.current.losses.restart()  # what it had belongs to no update
+        current.begin()
+        current.special = True
+        current.empty()
+        current.losses.restart()  # what it had belongs to no update
         self.expect_next()
 
     # A loop of `batches()`: begin_loop, then for each batch expect_batch and end_batch, then end_loop and end_epoch.
@@ -264,7 +261,7 @@ class Windows:
         announced = current.window.micro_batch.announced
         if self._first_unused is None:
             self._first_unused = announced
-        if announced or current.special or current.monitor.looking or current.monitor.arrivals:
+        if announced or current.passes.arrivals or current.looks:
             current.skip()
 
     def end_loop(self) -> None:
@@ -368,7 +365,7 @@ class Windows:
         self._set_source(None, _Phase.RESTORED if restored else _Phase.PLAIN)
         self._scheduled_for = (self.epoch, self.updates) if restored else None
         if restored:
-            self.parameter_monitor.resume()
+            self.parameter_monitor.note_parameters(looking=True)
         self.expect_next()
 
 
@@ -393,8 +390,7 @@ class OtherLoops:
     An optimizer that steps inside of one counts its micro-batches equally, where the other weighs them: a warning.
     """
 
-    running: ClassVar[dict[int, weakref.ref[Window]]] = {}
-    """Windows that such a loop fills, of all optimizers."""
+    running: ClassVar[dict[int, weakref.ref[Window]]] = {}  # windows that such a loop fills, of all optimizers
 
     def __init__(self, window: Window) -> None:
         self._window = window
