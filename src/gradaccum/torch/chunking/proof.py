@@ -36,7 +36,6 @@ from gradaccum.torch.chunking.two_passes import (
     attributes_of,
     gradient_leaf,
     is_floating,
-    parametrizations_computed,
     tensors_of,
 )
 from gradaccum.torch.proof import counting_layers, eager
@@ -129,7 +128,6 @@ def _alone(module: nn.Module, few: Inputs) -> Iterator[None]:
         with (
             kept([*generators, *_generators_of(module, few)]),
             eager(),
-            parametrizations_computed(),
             # In place of those around, a checkpoint's say. Detached, because a saved output would keep itself alive.
             torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor),
             torch.enable_grad(),

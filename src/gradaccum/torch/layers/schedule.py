@@ -24,7 +24,7 @@ from gradaccum.torch.chunking.two_passes import (
     Inputs,
     accelerators,
     attributes_of,
-    parametrizations_computed,
+    check_nothing_cached,
     tensors_of,
 )
 from gradaccum.torch.distributed import ByBlocks
@@ -83,6 +83,7 @@ class Layers:
     ) -> None:
         """All passes of a window, whose loss and divisor the listener asks for."""
         self._proving, listener, ranks = proving, self.listener, self.ranks
+        check_nothing_cached()
         self._open()
         if listener is not None:
             listener.open()
@@ -321,7 +322,7 @@ class Layers:
         if not waiting:
             return
         block = self.blocks[place]
-        with self._states[place].restored(), parametrizations_computed(), self._on_device(place, place - 1):
+        with self._states[place].restored(), self._on_device(place, place - 1):
             for index, micro_batch in enumerate(waiting):
                 last = index + 1 == len(waiting)
                 following = waiting[0].calls[place - 1] if last else waiting[index + 1].calls[place]
