@@ -20,7 +20,7 @@ from gradaccum.core.equivalence import Difference
 from gradaccum.core.proof import Comparison, Outcome, with_fewer_rows
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.adapter.arrays import TorchRunner
-from gradaccum.on_torch.adapter.probes import Trace, mixing
+from gradaccum.on_torch.adapter.probes import Trace, mixing, part_differs
 from gradaccum.on_torch.adapter.rng import RowwiseRng
 from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_rows, take
 from gradaccum.on_torch.memory import is_out_of_memory
@@ -303,7 +303,8 @@ class _Runner(TorchRunner):
         """The first layer whose outputs differ where its inputs don't, by running the module on each micro-batch."""
         pieces = [None, *torch.arange(self.rows).split(list(sizes))]
         whole, *parts = [self._trace(piece, batch_dims) for piece in pieces]
-        found = [mixing(whole, part, self.rows, taken=piece) for part, piece in zip(parts, pieces[1:], strict=True)]
+        cut = [(part, part_differs(self.rows, piece)) for part, piece in zip(parts, pieces[1:]) if piece is not None]
+        found = [mixing(whole, part, differ, sums=False) for part, differ in cut]
         for path in (path for paths in found for path in paths if path):
             layer = self.module.get_submodule(path)
             advice = ' Use batch_norm="exact", or GroupNorm.' if isinstance(layer, _BatchNorm) else ""
