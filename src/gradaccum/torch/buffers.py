@@ -98,15 +98,16 @@ class ModuleContents:
         """The buffers, and the tensors that are attributes, by `id`."""
         self._held = [(vars(part)[name], dict(vars(part)[name])) for part in self.modules for name in _INSIDE]
         self._held += [(values, dict(values)) for values in attributes]
-        for value in own:  # one that an earlier call has made has a graph, which would live as long as this one's
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                self._forget(value)
+        self._forget_graphs([value for value in own if isinstance(value, Tensor)])
         self._frozen = [(p, p._version) for p in self.parameters if not (p.requires_grad or p.is_inference())]
 
-    def _forget(self, value: Tensor) -> None:
-        for _, then in self._held:
-            for name in [name for name, held in then.items() if held is value]:
-                del then[name]
+    def _forget_graphs(self, tensors: Sequence[Tensor]) -> None:
+        """A tensor that an earlier call has made has a graph, which would live as long as this one's."""
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                for _, then in self._held:
+                    for name in [name for name, held in then.items() if held is tensor]:
+                        del then[name]
 
     def modes(self) -> set[tuple[Any, ...]]:
         """What each module, by its place, is, whether it is in training mode, with the root's own, and its hooks."""
