@@ -315,9 +315,9 @@ class _Runner(TorchRunner):
 
     def _trace(self, piece: Tensor | None, batch_dims: BatchDims) -> Trace:
         few = self.few if piece is None else take(self.few, piece, batch_dims)
-        attributes, owners = Attributes(self.module.modules()), self.state.modules
+        attributes, neutral = Attributes(self.module.modules()), self.exact or not self.batch_norm
         try:
-            with as_found(owners, self.device), self._watching(Watch(self.module, few), neutral=not self.batch_norm):
+            with as_found(self.state.modules, self.device), self._watching(Watch(self.module, few), neutral=neutral):
                 self.rng.start(piece)
                 return Trace(self.module).run(lambda: self.module(*few.args, **few.kwargs))
         finally:
