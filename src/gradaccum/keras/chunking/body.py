@@ -49,19 +49,14 @@ class _Structure:
 
 
 class Body:
-    """One call of a chunked layer.
-
-    Attributes:
-        tensors: What has rows in the arguments: tensors, and the masks that travel with them.
-        shared: Scalars in the arguments, and what is beside them: what all rows share and may need a gradient.
-        specs: Of the outputs of a micro-batch, once it has run.
-        state: The variables that the call moves, likewise.
-        read: The variables that it reads and doesn't move, likewise.
-    """
+    """One call of a chunked layer: `tensors` have rows, masks among them; what is `shared` may need a gradient, too."""
 
     specs: list[Spec]
+    """Of the outputs of a micro-batch, once it has run."""
     state: State
+    """The variables that the call moves, likewise."""
     read: list[Any]
+    """The variables that it reads and doesn't move, likewise."""
 
     def __init__(
         self,
@@ -183,11 +178,7 @@ class Body:
         return self._outputs.filled(tensors)
 
     def check_rows(self, rows: Any, shapes: list[tuple[Any, ...]]) -> None:
-        """Compare the shapes of a micro-batch's outputs with its rows, and with the first micro-batch's.
-
-        Raises:
-            ValueError: An output has no row for each row, or differs in more than its rows.
-        """
+        """Compare the shapes of a micro-batch's outputs with its rows, and with the first micro-batch's."""
         wrong = [shape for shape in shapes if not shape or None is not shape[0] != rows is not None]
         if wrong:
             raise ValueError(
@@ -204,11 +195,7 @@ class Body:
                 )
 
     def refuse_outer(self, shapes: list[tuple[int, ...]]) -> None:
-        """Refuse tensors of these shapes, if there are any.
-
-        Raises:
-            OuterTensorError: There are some.
-        """
+        """Refuse tensors of these shapes, if there are any."""
         if shapes:
             raise OuterTensorError(
                 f"{self.name} computes with tensors that need a gradient and are neither its inputs nor its variables, "
@@ -226,17 +213,12 @@ class Body:
 
 
 class State:
-    """The variables that a layer's forward pass assigns, and where they are before, between and after micro-batches.
+    """The variables that a layer's forward pass assigns, in a flat list of tensors that loops take along (`carry`).
 
-    - Seeds, metrics, and the moving statistics that `batch_norm` lets move with every micro-batch, go from one
-      micro-batch to the next.
+    - First seeds, metrics, and the moving statistics that move with every micro-batch: they go from one to the next.
     - Each micro-batch finds all others as they were, and they end up where it takes them on average over rows: exact
       for counters, for what depends on the weights alone, and for moving averages of means over rows.
-    - Statistics that are pooled move once, by mean and variance of the whole batch.
-
-    The carry that a backend's loop takes along is a flat list of tensors, in this order.
-
-    `read` it before anything else.
+    - Last statistics that are pooled: they move once, by mean and variance of the whole batch.
     """
 
     def __init__(self, body: Body, assigned: Iterable[Any]) -> None:
@@ -484,11 +466,8 @@ def _statistics(layer: Any, args: Any, kwargs: Any) -> list[Any]:
 class Graph:
     """The calls of a functional or sequential model, one after the other, and the segments that they run in.
 
-    Attributes:
-        steps: The calls.
-        outputs: The numbers of the model's outputs; its inputs come first.
-        segments: How many there are.
-        last_use: The last segment that each tensor is needed in; behind all of them, for an output.
+    Tensors have numbers, the inputs the first ones. `last_use` is the last segment that each is needed in; behind all
+    of them for an output.
     """
 
     def __init__(self, model: Any) -> None:

@@ -107,30 +107,30 @@ class MicroBatchedStep:
 
     def install(self) -> None:
         """Make this the model's training step."""
-        proof = self.proof
         self._warn(stacklevel=4)
         self.model.train_step = self
         self.model.train_function = None
         self.model.make_train_function = self._make_train_function
-        if proof is not None:
-            self.model.fit = _after(lambda *args, **kwargs: proof.begin_fit(), self.model.fit)
-        self.model.train_on_batch = _after(self._see, self.model.train_on_batch)
+        train_on_batch = self.model.train_on_batch
+
+        @functools.wraps(train_on_batch)
+        def seen(x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+            rows_of((x, y, sample_weight))  # an error of its own where Keras would build the model from it, and fail
+            if self.proof is not None:
+                self.proof.see((x, y, sample_weight))
+            return train_on_batch(x, y, sample_weight, *args, **kwargs)
+
+        self.model.train_on_batch = seen
 
     def _make_train_function(self, force: bool = False) -> Any:
         """Keras' own, which `fit` and `train_on_batch` begin with, around this step."""
-        model = self.model
-        if model.train_function is None or force:
+        model, is_new = self.model, self.model.train_function is None or force
+        if self.proof is not None:
+            self.proof.begin(is_new)
+        if is_new:
             self._trials.clear()
-            if self.proof is not None:
-                self.proof.restart()
             self.training.make_train_function(lambda: type(model).make_train_function(model, force=force))
         return model.train_function
-
-    def _see(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
-        """`train_on_batch` has this: an error of its own where Keras would build the model from it, and fail."""
-        rows_of((x, y, sample_weight))
-        if self.proof is not None:
-            self.proof.see((x, y, sample_weight))
 
     def __call__(self, *args: Any) -> Any:
         return self.training.call(*args)
@@ -235,12 +235,8 @@ class MicroBatchedStep:
 
     @property
     def overwriting(self) -> frozenset[int]:
-        """Trainable variables, by index, whose gradient is their next value, as the scales of float8 are.
-
-        Of several micro-batches' the largest is taken: they hold maxima.
-        """
-        weights = self.model.trainable_variables
-        return frozenset(i for i, v in enumerate(weights) if getattr(v, "overwrite_with_gradient", False))
+        """Trainable variables, by index, whose gradient is their next value: of several, the largest is taken."""
+        return frozenset(i for i, v in enumerate(self.model.trainable_variables) if private.is_overwritten(v))
 
     def _size_for(self, data: Any, rows: int | None) -> int:
         """Rows of a micro-batch at most, for a batch of so many."""
@@ -398,17 +394,8 @@ def _times(value: Any, share: Any) -> Any:
 def remove_step(model: Any) -> None:
     """Let a model train as it did before a step was installed; nothing where there is none."""
     if isinstance(vars(model).get("train_step"), MicroBatchedStep):
-        for name in ("train_step", "make_train_function", "fit", "train_on_batch"):
+        for name in ("train_step", "make_train_function", "train_on_batch"):
             vars(model).pop(name, None)
-
-
-def _after(first: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def both(*args: Any, **kwargs: Any) -> Any:
-        first(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    return both
 
 
 def _overrides(model: Any, method: str) -> bool:
