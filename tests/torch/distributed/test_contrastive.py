@@ -52,7 +52,7 @@ def test_ranks_that_differ_are_an_error_on_all_of_them(what, received, three_ran
         if what != "an error":
             expected = f"The ranks call info_nce differently: {what} must be the same. Received, by rank: {received}."
         elif rank == 1:
-            expected = "Without `positives` row i of a and row i of b are a pair"
+            expected = "Row i of a and row i of b are a pair"
         else:
             expected = "info_nce was called with arguments that it refuses on rank 1"
         assert result.message.startswith(expected)
