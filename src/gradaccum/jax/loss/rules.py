@@ -594,25 +594,27 @@ def _mapped(e: Equation, inputs: list[Value]) -> list[Value]:
     """Any other primitive: a function of what has no axis of rows, or entry by entry on that axis, where `vmap` over it
     of the operation on one row is the very same operation."""
     place, values = e.aligned(inputs)
-    if e.walk.split and not inputs:
-        raise CannotTell(e.name)
-    if place is not None and place != LIFTED and not _is_own_vmap(e, inputs):
+    if (e.walk.split and not inputs) or (place is not None and place.axis >= 0 and not _is_own_vmap(e, place.axis)):
         raise CannotTell(e.name)
     return [e.made(inputs, _any(e, values), e.placed(place, n), n) for n in range(len(e.outputs))]
 
 
-def _is_own_vmap(e: Equation, inputs: list[Value]) -> bool:
-    traced = e.traced[0]
-    axes = [None if value.place is None else value.place.axis for value in inputs]
+def _is_own_vmap(e: Equation, axis: int) -> bool:
+    traced, axes, kinds = e.traced[0], [], []
+    for variable, other in zip(traced.invars, e.traced[1].invars):
+        shape, mapped = [*variable.aval.shape], variable.aval.shape != other.aval.shape
+        if shape[axis : axis + 1] == [1]:  # it is the same for all rows
+            shape[axis], mapped = e.walk.rows[0], True
+        axes.append(axis if mapped else None)
+        kinds.append(jax.ShapeDtypeStruct(tuple(shape), variable.aval.dtype))
     outs = [place and place.axis for place in (e.grown(n) for n in range(len(e.outputs)))]
-    kinds = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.invars]
     bind = lambda *one: traced.primitive.bind(*one, **traced.params)  # noqa: E731
     try:
-        mapped = jax.make_jaxpr(jax.vmap(bind, axes, outs if traced.primitive.multiple_results else outs[0]))(*kinds)
+        jaxpr = jax.make_jaxpr(jax.vmap(bind, axes, outs if traced.primitive.multiple_results else outs[0]))(*kinds)
     except Exception:  # it is another operation on one row
         return False
-    names = [(each.primitive, repr(each.params), each.invars) for each in mapped.eqns]
-    return names == [(traced.primitive, repr(traced.params), mapped.jaxpr.invars)]
+    names = [(each.primitive, repr(each.params), each.invars) for each in jaxpr.eqns]
+    return names == [(traced.primitive, repr(traced.params), jaxpr.jaxpr.invars)]
 
 
 def _each(names: str, rule: Rule) -> dict[str, Rule]:
