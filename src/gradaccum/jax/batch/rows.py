@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import operator
@@ -114,14 +113,6 @@ class Batch:
     def axes_of(self, position: int) -> list[int | None]:
         """The axis of each leaf of one of the arguments."""
         return self.axes[self._ends[position] : self._ends[position + 1]]
-
-    def with_leaves(self, leaves: list[Any], axes: list[int | None] | None = None) -> Batch:
-        """The same rows of other leaves: in the same structure and axes, or in a list, each with its axis."""
-        other = copy.copy(self)
-        other.leaves = leaves
-        if axes is not None:
-            other.axes, other.structure = axes, jax.tree.structure([0] * len(leaves))
-        return other
 
     def groups(self, micro_batch_size: int) -> list[Group]:
         """The micro-batches, of at most this many rows; sets the `blocks` that they are taken from."""

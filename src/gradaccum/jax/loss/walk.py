@@ -579,7 +579,10 @@ def joined(walk: Walk, a: Value, b: Value) -> Value:
     """What is known of a number that is one of both."""
     if a == b:
         return a
-    place = common_place([a, b])
+    try:
+        place = common_place([a, b])
+    except MixesRows:
+        raise MixesRows(Tag.UNSURE) from None
     both: dict[str, Any] = {
         name: getattr(a, name) if getattr(a, name) == getattr(b, name) else None for name in ("values", "guard")
     }
