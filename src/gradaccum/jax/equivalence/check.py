@@ -89,15 +89,10 @@ def check_equivalence(
 def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None) -> Equivalence:
     rows, precision, device = trial.rows, trial.precision(), jax.default_backend()
     allowed = trial.tolerance = rounding(precision, device) if tolerance is None else tolerance
-    comparisons = [Comparison(trial, order, ways, "differs") for order, ways in _partitions(rows, micro_batch_size)]
-    for comparison in comparisons:
-        for loss in comparison.large.losses.values():
-            if not np.isfinite(loss).all():
-                raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
-        comparison.differences()
+    comparisons = [_compared(trial, order, ways) for order, ways in _partitions(rows, micro_batch_size)]
     found = sorted((one for each in comparisons for one in each.compared), key=lambda one: -one.error)
     differences = worst(d for one in found if one.distances for d in one.differences)
-    causes = [cause for each in comparisons if (cause := _failure(each)) is not None][:1]
+    causes = [*filter(None, map(_failure, comparisons))][:1]
     differs, verdict = not found[0].error <= allowed, trial.verdict()
     if differs and not causes:
         order, parts = found[0].way
@@ -114,6 +109,15 @@ def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None
         tuple(differences), allowed, tuple(causes), rows=rows, partitions=partitions, notes=tuple(notes),
         precision=precision, device=device,
     )  # fmt: skip
+
+
+def _compared(trial: Trial, order: Sequence[int], ways: list[Way]) -> Comparison:
+    comparison = Comparison(trial, order, ways, "differs")
+    for loss in comparison.large.losses.values():
+        if not np.isfinite(loss).all():
+            raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
+    comparison.differences()
+    return comparison
 
 
 def _partitions(rows: int, micro_batch_size: int | None) -> list[tuple[Sequence[int], list[Way]]]:

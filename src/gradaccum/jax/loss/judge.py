@@ -39,7 +39,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gradaccum.jax.loss.nested import HOLD_JAXPRS
 from gradaccum.jax.loss.rules import RULES
 from gradaccum.jax.loss.walk import (
     COUNT,
@@ -103,7 +102,7 @@ def judge(spec: LossSpec) -> Verdict:
         rows, (one, names), (other, _) = _traces(spec)
     except Exception as error:  # it is written for other numbers of rows
         return Verdict("unknown", f"It can't be traced for other rows: {str(error).strip().partition(chr(10))[0]}")
-    walk = Walk(rows, RULES, HOLD_JAXPRS)
+    walk = Walk(rows, RULES)
     inputs = [
         Value(
             frozenset([Term(axis is not None)]), None if axis is None else Place(axis), walk.number("input", n),

@@ -19,6 +19,7 @@ from gradaccum.jax.loss.walk import (
     MixesRows,
     Place,
     Rule,
+    Source,
     Symbol,
     Tag,
     Terms,
@@ -38,7 +39,7 @@ def _called(e: Equation, inputs: list[Value]) -> list[Value]:
     name = next((name for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in e.params), None)
     if name is None:
         raise CannotTell(e.name)
-    e.walk.callers.append((e.params.get("name", ""), e.source.info))
+    e.walk.callers.append((e.params.get("name", ""), e.info))
     try:
         return e.walk.run(e.params[name], e.other_params[name], inputs)
     finally:
@@ -58,7 +59,7 @@ def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
     if not (wanted and given):
         return outputs
     number = walk.number("gradient", id(traced))
-    factor = of(Symbol(number, "mixed", e.source._replace(number=number), False), True)
+    factor = of(Symbol(number, "mixed", Source(e.name, e.info, number), False), True)
     gradients = [Value(factor, outputs[n].place, walk.number(factor, n)) for n in given]
     walk.is_derivative = True
     try:

@@ -129,7 +129,7 @@ def _largest(e: Equation, inputs: list[Value]) -> Value:
     for a, b in (inputs, inputs[::-1]):
         least = _small(a)
         if least is not None and _is_count(b):
-            doubt = f"It divides by {least:g} where the sum at {line(e.source.info)} is smaller, which "
+            doubt = f"It divides by {least:g} where the sum at {line(e.info)} is smaller, which "
             doubt += "a micro-batch's may be: it is not one of whole numbers."
             return b if b.integral or least <= _TINY else b.tagged(doubt)
         if least == 0 and b.place is not None and len({term.factor for term in b.terms}) == 1:
@@ -144,7 +144,7 @@ def _added(e: Equation, inputs: list[Value]) -> Value:
         tiny = _small(a, _TINY)
         if tiny is not None and _is_count(b):
             is_rounding = tiny <= (_ROUNDED_IN_DOUBLE if e.dtypes[1][0] == np.float64 else _ROUNDED[b.integral])
-            doubt = f"It adds {tiny:g} to the sum at {line(e.source.info)}, and micro-batches do so each to its own: "
+            doubt = f"It adds {tiny:g} to the sum at {line(e.info)}, and micro-batches do so each to its own: "
             return b if is_rounding else b.tagged(f"{doubt}off by that, in relation to their sums.")
     found: Value = _entries(lambda e, values: union(values))(e, inputs)
     both = frozenset.intersection(*(value.terms for value in e.aligned(inputs)[1]))

@@ -6,9 +6,10 @@ The idea stands on top of `judge`, what each primitive does in `rules`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -355,15 +356,27 @@ Rule = Callable[["Equation", list[Value]], Any]
 
 
 class Equation:
-    """One operation, at both numbers of rows; `number` is equal for operations that compute the same."""
+    """One operation, at both numbers of rows."""
 
-    def __init__(self, walk: Walk, one: Any, other: Any, source: Source) -> None:
-        self.walk, self.name, self.source, self.number = walk, source.primitive, source, source.number
-        self.traced, self.params, self.other_params = (one, other), one.params, other.params
+    def __init__(self, walk: Walk, one: Any, other: Any, values: list[Value]) -> None:
+        self.walk, self.name, self.traced, self._values = walk, one.primitive.name, (one, other), values
+        self.params, self.other_params = one.params, other.params
         self.shapes, self.outputs, self.other_outputs = (
             [tuple(np.shape(variable.aval)) for variable in some] for some in (one.invars, one.outvars, other.outvars)
         )
         self.dtypes = [[getattr(v.aval, "dtype", None) for v in some] for some in (one.invars, one.outvars)]
+        self.info = _called_from(one.source_info, walk.callers)
+
+    @functools.cached_property
+    def number(self) -> int:
+        """Equal for operations that compute the same."""
+        static = tuple(sorted((key, repr(value)) for key, value in self.params.items() if key != "sharding"))
+        return self.walk.number(self.name, static, *(value.number for value in self._values))
+
+    @functools.cached_property
+    def source(self) -> Source:
+        """The operation, as the cause of what it gives."""
+        return Source(self.name, self.info, self.number)
 
     def check_parameters(self, first: Value | None) -> None:
         """Numbers that it is given beside its inputs, powers say, are the same for both numbers of rows."""
@@ -397,7 +410,7 @@ class Equation:
 
     def lost(self, kind: str, values: list[Value], tag: str = "", why: str = "") -> Value:
         """An output that terms can't express: a symbol, whose cause is what has mixed rows first."""
-        source = self.source._replace(number=self.walk.number("lost", len(self.walk._numbers)), why=why)
+        source = Source(self.name, self.info, self.walk.number("lost", len(self.walk._numbers)), why)
         if any(value.is_lost for value in values) and not why:
             return Value(function(values, source), None, source.number, **_followed(values))
         own = [term for value in values for term in value.terms if term.own]
@@ -479,13 +492,10 @@ def _followed(values: Sequence[Value]) -> dict[str, Any]:
 
 
 class Walk:
-    """Two traces of a loss, side by side.
+    """Two traces of a loss, side by side; `rules` of primitives by name, and of all others at ""."""
 
-    `rules` of primitives by name, and of all others at ""; `nested`: the names of those that hold jaxprs.
-    """
-
-    def __init__(self, rows: tuple[int, int], rules: dict[str, Rule], nested: Collection[str]) -> None:
-        self.rows, self.rules, self.nested = rows, rules, nested
+    def __init__(self, rows: tuple[int, int], rules: dict[str, Rule]) -> None:
+        self.rows, self.rules = rows, rules
         self._numbers: dict[Any, int] = {}
         self.callers: list[tuple[str, Any]] = []
         """The functions that are being walked through: their names, and who has called them."""
@@ -552,15 +562,11 @@ class Walk:
         return Place(axes[0], 1, length // self.rows[0])
 
     def _outputs(self, one: Any, other: Any, values: list[Value]) -> list[Value]:
-        name, number = one.primitive.name, None
-        if name not in self.nested:
-            static = tuple(sorted((key, repr(value)) for key, value in one.params.items() if key != "sharding"))
-            number = self.number(name, static, *(value.number for value in values))
-        equation = Equation(self, one, other, Source(name, _called_from(one.source_info, self.callers), number))
+        equation = Equation(self, one, other, values)
         try:
             if not any(value.is_lost for value in values):
                 equation.check_parameters(values[0] if values else None)
-            found = (self.rules.get(name) or self.rules[""])(equation, values)
+            found = (self.rules.get(equation.name) or self.rules[""])(equation, values)
             found = [equation.checked(*pair) for pair in enumerate(found if isinstance(found, list) else [found])]
         except MixesRows as error:
             found = [equation.lost("mixed", values, str(error))] * len(one.outvars)
