@@ -34,10 +34,12 @@ one, ask what it does to each row, and add a line to the table at the end of `ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.extend.core import Literal
 
 from gradaccum.jax.loss.rules import RULES
 from gradaccum.jax.loss.walk import (
@@ -54,9 +56,11 @@ from gradaccum.jax.loss.walk import (
     Value,
     Walk,
     as_factor,
-    does_alike,
+    exponent,
     is_integral,
+    is_number,
     line,
+    opened,
     power,
 )
 
@@ -169,9 +173,53 @@ def _of_sizes(spec: LossSpec, rows: tuple[int, int], one: Any, other: Any) -> Ve
             closed, _ = _traced(spec, size)
         except Exception:  # the same error comes when it is traced in earnest
             return EXACT
-        if not does_alike(one, other, closed, (*rows, size)):
+        if not _does_alike(one, other, closed, (*rows, size)):
             return Verdict("unknown", f"It does other things for {rows[0]} rows than for {size}.")
     return EXACT
+
+
+_LAYOUT = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
+"""What a single row needs none of."""
+
+
+def _does_alike(first: Any, second: Any, third: Any, rows: tuple[int, int, int]) -> bool:
+    """Whether a loss does the same for the third number of rows: the same operations, and the same numbers, or they go
+    with the power of the rows that they go with from the first to the second."""
+    traces = [list(_done(closed)) for closed in (first, second, third)]
+
+    def goes_on(one: Any, two: Any, three: Any) -> bool:
+        if isinstance(one, str) or isinstance(three, str):
+            return bool(one == three)
+        degree = exponent(one, two, rows[1] / rows[0])
+        expected = three if degree is None else one * (rows[2] / rows[0]) ** float(degree)
+        return bool(abs(three - expected) <= 1e-5 * abs(expected))
+
+    return len({len(trace) for trace in traces}) == 1 and all(map(goes_on, *traces))
+
+
+def _done(closed: Any) -> Iterator[Any]:
+    """The names of all operations of a jaxpr, and the numbers that are written down in it."""
+    jaxpr, consts = opened(closed)
+    yield from _finite_numbers(consts)
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _LAYOUT:
+            continue
+        yield equation.primitive.name
+        yield from _finite_numbers(v.val for v in equation.invars if isinstance(v, Literal))
+        for name, value in sorted(equation.params.items()):
+            if name in ("y", "k", "reverse", "exponent"):
+                yield float(value) if isinstance(value, int | float) else str(value)
+            for each in value if isinstance(value, tuple | list) else [value]:
+                if hasattr(each, "eqns") or hasattr(each, "jaxpr"):
+                    yield from _done(each)
+
+
+def _finite_numbers(values: Any) -> Iterator[float]:
+    for value in values:
+        if not isinstance(value, jax.core.Tracer) and np.size(value) == 1 and is_number(value):
+            number = float(np.asarray(value).item())
+            if np.isfinite(number):
+                yield number
 
 
 _AUX = {
