@@ -304,6 +304,17 @@ def folded(p, b, key=KEY):
     return ((b[0] @ p) * keep(b[1])).mean()
 
 
+def in_loop(*steps):
+    """The quotient of what a scan over the rows makes of its carry, or that alone."""
+
+    def loss(p, x):
+        step = lambda carry, row: ([f(c, (row @ p) ** 2) for f, c in zip(steps, carry)], None)  # noqa: E731
+        first, *rest = jax.lax.scan(step, [0.0] * len(steps), x)[0]
+        return first / rest[0] if rest else first
+
+    return loss
+
+
 FOLLOWED = {
     "query, key and value of one product": (over(attention), TRIPLE, (TEXT, MASK), COUNTED, ""),
     "a gate of one product": (over(gated), DOUBLE, (TEXT, MASK), COUNTED, ""),
@@ -384,6 +395,19 @@ FOLLOWED = {
         lambda p, x: sum((part**2).mean() for part in jnp.split(x @ p, 2)) / 2, W, X, {}, "can't be told",
     ),
     "dropout over its count": (dropped_and_counted, W, X, {}, "rng_argnum="),
+    "a sum in a loop over rows": (lambda p, x: in_loop(lambda c, u: c + u)(p, x) / len(x), W, X, {}, ""),
+    "tokens in a loop over rows": (
+        lambda p, x: (lambda s: s[0] / s[1])(
+            jax.lax.scan(lambda c, r: ((c[0] + r @ p, c[1] + (r[0] > 0)), None), (0.0, 0.0), x)[0]
+        ), W, X, {}, "Pass weight=",
+    ),
+    "a decaying sum": (lambda p, x: in_loop(lambda c, u: 0.9 * c + u)(p, x) / len(x), W, X, {}, "can't be told"),
+    "two numbers that aren't followed": (
+        lambda p, x: in_loop(lambda c, u: 0.9 * c + u, lambda c, u: 0.5 * c + u)(p, x), W, X, {}, "can't be told",
+    ),
+    "masks with what all rows share": (
+        lambda p, b: (b[0] @ p * (b[1] | (jnp.arange(3) == 0))).mean(), WIDE[:, :3], (X, MASK), {}, "",
+    ),
     "a shift by the largest": (
         lambda p, x: (lambda z: jax.nn.logsumexp(z - z.max(), axis=-1) - (z - z.max())[:, 0])(x @ p).mean(), WIDE, X,
         {}, "can't be told",

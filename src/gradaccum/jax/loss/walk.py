@@ -236,7 +236,8 @@ def as_factor(value: Value, source: Source) -> Factor:
         return factors.pop()
     kind, own = ("sum", factors.pop()) if len(value.terms) == 1 else ("mixed", ONE)
     number = value.number if value.core is None else value.core
-    source = min(value.sums, key=lambda each: each.number, default=source._replace(number=number))
+    symbols = value.symbols if kind == "mixed" else []
+    source = _first_cause(symbols, [value], kind, source._replace(number=number))
     number = (Tag.LOCAL, number) if Tag.LOCAL in value.tags else number
     return times(
         own, frozenset([(Symbol(number, kind, source, value.free, value.scalar, value.positive), Fraction(1))])
