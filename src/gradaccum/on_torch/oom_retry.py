@@ -51,7 +51,6 @@ class OomRetry:
         """A context for forward passes."""
 
     def run(self, pieces: Iterable[Slice], plan: Plan, passes: Passes) -> None:
-        """These micro-batches of a plan, forward and backward."""
         piece: Slice | None = None
         forward, backward = passes.forward, passes.backward
         plain = not plan.measuring and self.around is nullcontext

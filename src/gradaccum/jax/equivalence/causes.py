@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum.core.causes import Leaf, LossFacts, LossSplit, coupling_cause, loss_cause
+from gradaccum.core.causes import LossFacts, LossSplit, coupling_cause, loss_cause
 from gradaccum.core.equivalence import Cause, Difference
+from gradaccum.core.numpy_arrays import leaf_of
 from gradaccum.core.proof import Outcome, differences_between
 from gradaccum.jax.equivalence.trial import Trial
 from gradaccum.jax.loss import Verdict
@@ -79,7 +79,7 @@ def _facts(trial: Trial) -> LossFacts:
         weighed if is_mean else "nothing, being taken for sums",
         trial.weight,
         [
-            _leaf(path, np.moveaxis(np.asarray(leaf), axis, 0))
+            leaf_of(path, path, np.moveaxis(np.asarray(leaf), axis, 0))
             for path, axis, leaf in trial.leaves()
             if axis is not None and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         ],
@@ -89,13 +89,6 @@ def _facts(trial: Trial) -> LossFacts:
         _ACROSS_ROWS,
         fits=_FITS,
     )
-
-
-def _leaf(path: str, values: np.ndarray) -> Leaf:
-    kind: Any = {"b": "bool", "i": "whole", "u": "whole"}.get(values.dtype.kind, "float")
-    few = frozenset(np.unique(values).tolist()) if kind == "whole" else None
-    negative = kind == "float" and not (values >= 0).all()
-    return Leaf(path, path, lambda rows: values[rows], kind, values.ndim, few, negative)
 
 
 def _of_an_input(trial: Trial, order: np.ndarray, size: int, allowed: float) -> Cause | None:

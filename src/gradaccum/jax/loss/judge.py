@@ -299,11 +299,12 @@ def _why(wrong: list[Term], loss: Value, divisor: Factor | None, reduction: str,
 
 
 def _mixing(wrong: list[Term]) -> Symbol | None:
-    """The symbol that no weight can make right, if one is among them."""
+    """The symbol that no weight can make right, if one is among them: of those of a kind, that with the first cause."""
     powers = [(symbol, degree) for term in wrong for symbol, degree in term.factor]
-    found = [symbol for kind in ("random", "mixed", "position") for symbol, _ in powers if symbol.kind == kind]
-    found += [s for s, degree in powers if s.kind == "sum" and not (s.free and s.scalar and degree == -1)]
-    return next(iter(found), None)
+    kinds = [[s for s, _ in powers if s.kind == kind] for kind in ("random", "mixed", "position")]
+    kinds.append([s for s, degree in powers if s.kind == "sum" and not (s.free and s.scalar and degree == -1)])
+    found = next(filter(None, kinds), [])
+    return min(found, key=lambda symbol: symbol.source.number or 0, default=None)
 
 
 def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:

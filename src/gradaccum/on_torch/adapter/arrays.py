@@ -93,18 +93,15 @@ def _read(ends: Sequence[Tensor]) -> list[float]:
 
 
 def is_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all numbers in these tensors are finite."""
     floating = [t.detach() for t in tensors if (t.is_floating_point() or t.is_complex()) and t.numel()]
     return all(map(math.isfinite, _read([_ends(_wide(tensor)) for tensor in floating])))
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """`max|actual - expected| / max|expected|`; inf for another shape, or where only one of both is finite."""
     return measure([(actual, expected)])[0].error(floor)
 
 
 def largest(tensor: Tensor) -> float:
-    """`max|tensor|`; 0 without entries."""
     return tensor.detach().abs().max().item() if tensor.numel() else 0.0
 
 
@@ -145,7 +142,6 @@ class TorchRunner(Runner):
         self.rng, self.device = rng, device
 
     def tensors(self) -> list[Tensor]:
-        """What it computes with: its last bits decide what rounding is."""
         raise NotImplementedError
 
     def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:

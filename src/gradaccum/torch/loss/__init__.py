@@ -4,16 +4,17 @@ from gradaccum.torch.loss.accumulator import LossAccumulator, WeightedLoss, accu
 from gradaccum.torch.loss.divisors import Weight
 from gradaccum.torch.loss.named import (
     MIXED_TERMS,
+    NamedSums,
     Term,
     Terms,
     Totals,
+    WindowLosses,
     checked_scalar,
     checked_terms,
     mixed_terms_error,
     not_by_name_error,
 )
 from gradaccum.torch.loss.objective import Objective
-from gradaccum.torch.loss.window_losses import NamedSums, WindowLosses
 
 __all__ = [
     "MIXED_TERMS",

@@ -47,13 +47,6 @@ _FUNCTIONS: dict[Any, type[nn.Module]] = {
 }
 
 
-_BY_ELEMENT: dict[type[nn.Module], str] = {
-    nn.BCELoss: "binary_cross_entropy",
-    nn.BCEWithLogitsLoss: "binary_cross_entropy_with_logits",
-}
-"""Losses with a weight for each element, in the shape of the outputs, and the functions that do the same."""
-
-
 def with_known_divisor(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """`loss_fn`, or the loss module that does the same where it is a function with a divisor of its own.
 
@@ -90,28 +83,20 @@ def divides_by_targets(loss_fn: Any) -> bool:
 
 
 def check_row_weights(loss_fn: Any, outputs: Any) -> None:
-    """After a loss has failed: raise if it holds a weight for each row of one batch, which micro-batches have
-    fewer of.
-    """
-    weight = getattr(loss_fn, "weight", None) if type(loss_fn) in _BY_ELEMENT else None
-    if not isinstance(weight, Tensor) or not isinstance(outputs, Tensor) or weight.dim() != outputs.dim():
-        return
-    if (
-        weight.dim()
-        and weight.shape[0] not in (1, outputs.shape[0])
-        and weight.shape[1:]
-        in (
-            outputs.shape[1:],
-            torch.Size([1] * (weight.dim() - 1)),
-        )
-    ):
-        name = type(loss_fn).__name__
-        raise ValueError(
-            f"{name}(weight=...) holds a weight for each of {weight.shape[0]} rows, and was given {outputs.shape[0]} "
-            "rows: micro-batches are cut out of the batch, and weights that the loss holds are not. Make them a part "
-            "of the batch: compute_loss=lambda model, x, y, w: torch.nn.functional."
-            f"{_BY_ELEMENT[type(loss_fn)]}(model(x), y, weight=w), and step(x, y, w)."
-        )
+    """After a loss has failed: raise if it holds a number for each row of the batch."""
+    rows = len(outputs) if isinstance(outputs, Tensor) and outputs.dim() else 0
+    module = not isinstance(loss_fn, functools.partial)
+    held = {**vars(loss_fn), **dict(loss_fn.named_buffers())} if isinstance(loss_fn, nn.Module) else {}
+    for name in ("weight", "pos_weight"):
+        value = (held if module else loss_fn.keywords).get(name)
+        if rows and isinstance(value, Tensor) and value.dim() and len(value) > rows and len(value) not in outputs.shape:
+            function = (type(loss_fn) if module else loss_fn.func).__name__
+            raise ValueError(
+                f"{function}({name}=...) holds a {name} for each of {len(value)} rows, and was given {rows} rows: "
+                "micro-batches are cut out of the batch, and what the loss holds is not. Make it a part of the batch: "
+                f"compute_loss=lambda model, x, y, w: loss_fn(model(x), y, {name}=w) with a function of "
+                "torch.nn.functional as loss_fn, and step(x, y, w)."
+            )
 
 
 def divisor(loss_fn: Any, targets: Tensor, batch: Batch | None = None) -> Weight:
@@ -138,7 +123,6 @@ def divisor(loss_fn: Any, targets: Tensor, batch: Batch | None = None) -> Weight
 
 
 def summed(loss_fn: Callable[..., Any], before: Any = None) -> Callable[..., Any]:
-    """The same loss as a sum: a shallow copy that shares weights and buffers with the original."""
     new: Any = object.__new__(type(loss_fn)) if before is None else before
     new.__dict__.update(loss_fn.__dict__, reduction="sum")
     return new
@@ -148,7 +132,6 @@ def summed(loss_fn: Callable[..., Any], before: Any = None) -> Callable[..., Any
 
 
 def plain_weight(weight: Any) -> Weight:
-    """A weight as a float, or as a tensor where reading it would wait for its device."""
     waits = isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1
     if waits and not weight.requires_grad and weight.dtype is not torch.bool:
         return weight.reshape(())
@@ -156,7 +139,6 @@ def plain_weight(weight: Any) -> Weight:
 
 
 def is_zero(weight: Any) -> bool:
-    """Whether this is 0, as far as that is known without waiting for a device."""
     return isinstance(weight, float) and weight == 0
 
 

@@ -170,7 +170,6 @@ class Objective:
         return targets is None or not targets.is_floating_point()
 
     def _targets(self, batch: Batch) -> Tensor | None:
-        """The targets of the loss, where the batch says them before the forward pass."""
         if len(batch.tree) != 2:
             return None
         targets = batch.tree[1]
@@ -186,8 +185,7 @@ class Objective:
             return added(weight, totals if isinstance(totals, dict) else None, self.reduction == "sum")
         if self.reduction == "sum":
             total = one_weight(self.total(batch)) if weight is None else weight
-            if total is not None:
-                loss = loss / total
+            loss = loss if total is None else loss / total
         return loss
 
     def renew(self) -> None:
@@ -201,9 +199,8 @@ class Objective:
     def total(self, batch: Batch) -> Weight | Totals | None:
         """What the loss on this batch divides by, as far as the batch tells: a number, or a tensor on its device.
 
-        For terms, one for each.
-        None for sums that nothing divides, and where only the forward pass tells. Rows, where nothing says otherwise;
-        a `compute_loss` that returns `(loss, weight)` overrules that later.
+        For terms, one for each. None for sums that nothing divides, and where only the forward pass tells. Rows, where
+        nothing says otherwise; a `compute_loss` that returns `(loss, weight)` overrules that later.
         """
         if self.weight is not None:
             weight = self.weight(*batch.tree)
@@ -211,10 +208,13 @@ class Objective:
             return plain_weight(weight) if totals is None else totals
         if self.reduction == "sum":
             return None
-        if self.by_targets(batch):
-            targets = self._targets(batch)
-            return None if targets is None else _plain(divisor(self.loss_fn, targets, batch))
-        return float(batch.rows)
+        targets = self._targets(batch) if self._by_targets else None
+        if not self._by_targets or (targets is not None and targets.is_floating_point()):
+            return float(batch.rows)
+        if targets is None:
+            return None
+        weight = divisor(self.loss_fn, targets, batch)
+        return weight if type(weight) is float else plain_weight(weight)
 
     def forward(self, batch: Batch, summed: bool = False) -> tuple[Tensor, Weight | Terms | None]:
         """The loss of a batch and, where only the forward pass tells, its weight."""
@@ -239,17 +239,15 @@ class Objective:
         if isinstance(result, tuple) and not hasattr(result, "_fields"):
             if len(result) != 2:
                 raise TypeError(f"The loss must be a tensor or (loss, weight). Received: a tuple of {len(result)}.")
-            result, weight = result
             if self.weight is not None:
                 raise ValueError("`compute_loss` returns (loss, weight), and `weight` is given too. Use one of them.")
-            weight = plain_weight(weight)
+            result, weight = result[0], plain_weight(result[1])
         loss = result if isinstance(result, Tensor) else getattr(result, "loss", result)
         return checked_scalar(loss), weight
 
     def _result(self, batch: tuple[Any, ...], summed: bool) -> Any:
         if self.compute_loss is not None:
             return self.compute_loss(self.model, *batch)
-        assert self.loss_fn is not None
         if not 1 <= len(batch) <= 2:
             raise ValueError(
                 f"`loss_fn` takes batches of (x, y). Received: {len(batch)} arguments. Nest several inputs or targets "
@@ -258,16 +256,23 @@ class Objective:
         outputs = self.model(batch[0])
         if summed and isinstance(outputs, Tensor) and outputs.dtype == torch.float16:
             outputs = outputs.float()  # a sum of losses soon passes 65504
-        loss_fn = self._summed if summed else self.loss_fn
-        if len(batch) == 2 and type(outputs) is Tensor and type(batch[1]) is Tensor:  # as mostly
-            try:
-                return loss_fn(outputs, batch[1])
-            except (RuntimeError, ValueError):
-                check_row_weights(self.loss_fn, outputs)
-                raise
-        targets = _unpacked(batch[1]) if len(batch) == 2 else ()
-        values = (*_unpacked(outputs), *targets)
-        loss = loss_fn(*values)
+        loss_fn: Any = self._summed if summed else self.loss_fn
+        targets = batch[1:]
+        if type(outputs) is Tensor and targets and type(targets[0]) is Tensor:  # as mostly
+            values: tuple[Any, ...] = outputs, targets[0]
+        else:
+            targets = _unpacked(targets[0]) if targets else ()
+            values = (*_unpacked(outputs), *targets)
+        try:
+            loss = loss_fn(*values)
+        except (RuntimeError, ValueError, TypeError) as error:
+            check_row_weights(self.loss_fn, outputs)
+            if isinstance(error, TypeError) and len(batch) == 1:
+                raise TypeError(
+                    f"The batch has no targets, and loss_fn(model(x)) raises: {error}. Call step(x, y), or give "
+                    "compute_loss(model, x)."
+                ) from error
+            raise
         # With other than one target in the batch, which of the values it is shows only now.
         return (loss, divisor(self.loss_fn, values[1])) if summed and len(targets) != 1 else loss
 
@@ -275,10 +280,6 @@ class Objective:
     def device(self) -> torch.device:
         parameters = getattr(self.model, "parameters", lambda: iter(()))()
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
-
-
-def _plain(weight: Weight) -> Weight:
-    return weight if isinstance(weight, float) else plain_weight(weight)
 
 
 def one_weight(weight: Any) -> Any:

@@ -2,6 +2,6 @@
 
 from gradaccum.torch.proof.causes import counting_layers
 from gradaccum.torch.proof.check import certify
-from gradaccum.torch.proof.train_step import Proof, eager
+from gradaccum.torch.proof.proof import Proof, eager
 
 __all__ = ["Proof", "certify", "counting_layers", "eager"]

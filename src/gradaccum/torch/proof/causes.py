@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.core.causes import Leaf, LossFacts, LossSplit, loss_cause, mixing_cause, moving_cause
+from gradaccum.core.causes import LossFacts, LossSplit, loss_cause, mixing_cause, moving_cause
 from gradaccum.core.equivalence import Cause, Difference
+from gradaccum.core.numpy_arrays import leaf_of
 from gradaccum.core.proof import Outcome, Way, differences_between
-from gradaccum.on_torch.adapter.probes import Outputs, Trace, mixing
-from gradaccum.on_torch.batch import Batch, children, leaves, rebuild, with_dims
+from gradaccum.on_torch.adapter.probes import Outputs, Trace, mixing, others_differ, part_differs
+from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof.trial import Trial
@@ -104,21 +105,29 @@ def _facts(trial: Trial, term: Any) -> LossFacts:
 
     def weigh(rows: Tensor) -> float:
         weight = original.total(trial.batch.take(rows))
-        if isinstance(weight, dict):
-            weight = weight.get(term, 0.0)
+        weight = weight.get(term, 0.0) if isinstance(weight, dict) else weight
         return 0.0 if weight is None else float(weight)
+
+    def code(path: str) -> str:
+        index, _, rest = path.removeprefix("[").partition("]")
+        return arguments[int(index)] + rest if index.isdigit() else "..."
 
     function = original.loss_fn
     partial = function.keywords if isinstance(function, functools.partial) else {}
     index = partial.get("ignore_index", getattr(function, "ignore_index", None))
     summed = "nothing, being taken for sums" if original.reduction == "sum" else "rows"
-    tensors = [(path, leaf) for path, leaf in leaves(trial.batch.tree) if isinstance(leaf, Tensor) and leaf.dim()]
     kinds = [type(module).__name__ for module in original.model.modules()]
     return LossFacts(
         original.reduction,
         "what `weight` returns" if original.weight is not None else summed,
         weigh,
-        [_leaf(trial, path, leaf, arguments) for path, leaf in tensors if not leaf.is_complex()],
+        [
+            leaf_of(f"batch{path}", code(path), leaf.detach().movedim(dim, 0).cpu().double().numpy())
+            if leaf.is_floating_point()
+            else leaf_of(f"batch{path}", code(path), leaf.movedim(dim, 0).cpu().numpy())
+            for path, leaf, dim in trial.batch.leaves
+            if isinstance(leaf, Tensor) and not leaf.is_complex()
+        ],
         arguments,
         "Leave `weight` out" if original.weight is not None else "Return the loss alone, or its rows with it",
         "Return (loss, weight) from `compute_loss`, with what the loss divides by.",
@@ -130,26 +139,7 @@ def _facts(trial: Trial, term: Any) -> LossFacts:
     )
 
 
-def _leaf(trial: Trial, path: str, tensor: Tensor, arguments: Sequence[str]) -> Leaf:
-    index, _, rest = path.removeprefix("[").partition("]")
-
-    def take(rows: Tensor) -> Tensor:
-        taken = next(leaf for where, leaf in leaves(trial.batch.take(rows).tree) if where == path)
-        return taken if taken.is_floating_point() or taken.dtype is torch.bool else taken.long()
-
-    floating, is_bool = tensor.is_floating_point(), tensor.dtype is torch.bool
-    return Leaf(
-        f"batch{path}",
-        arguments[int(index)] + rest if index.isdigit() else "...",
-        take,
-        "float" if floating else "bool" if is_bool else "whole",
-        tensor.dim(),
-        None if floating or is_bool else frozenset(tensor.unique().tolist()),
-        floating and not bool((tensor >= 0).all()),
-    )
-
-
-def _class_weights(original: Objective) -> list[tuple[str, Tensor]]:
+def _class_weights(original: Objective) -> list[tuple[str, Any]]:
     """Vectors of weights that the loss refers to, with their names."""
     found: dict[str, Any] = {}
     for function in (original.loss_fn, original.compute_loss):
@@ -167,7 +157,7 @@ def _class_weights(original: Objective) -> list[tuple[str, Tensor]]:
                 if isinstance(value, nn.Module):
                     found.update({f"{name}.{inner}": buffer for inner, buffer in value.named_buffers()})
     vectors = [(name, value) for name, value in found.items() if isinstance(value, Tensor) and value.dim() == 1]
-    return [(n, v.detach().double().cpu()) for n, v in vectors if v.is_floating_point() and (v >= 0).all()]
+    return [(n, v.detach().double().cpu().numpy()) for n, v in vectors if v.is_floating_point() and (v >= 0).all()]
 
 
 def _argument_names(compute_loss: Any, batch: tuple[Any, ...]) -> list[str]:
@@ -192,7 +182,7 @@ def _module_causes(trial: Trial, large: Trace, ways: Sequence[Way]) -> dict[str,
             if part.failed is not None:
                 path, error = part.failed
                 culprits.setdefault(path, _failure(path, large.kinds.get(path), len(rows), error))
-            for path in mixing(large, part, trial.rows, taken=rows):
+            for path in mixing(large, part, part_differs(trial.rows, rows), sums=False):
                 culprits.setdefault(path, _mixes(path, large.kinds[path]))
         if culprits:
             break
@@ -233,7 +223,7 @@ def _suspects(trial: Trial, large: Trace) -> list[Cause]:
     rows = torch.arange(trial.rows)
     changed = [trial.batch.take(torch.where(rows == 0, other, rows)) for other in (1, trial.rows - 1)]
     traces = [trial.trace(None, batch) for batch in (*changed, trial.batch.map(tainted))]
-    found = [mixing(large, trace, trial.rows, changed=0) for trace in traces if trace.failed is None]
+    found = [mixing(large, trace, others_differ(trial.rows, 0)) for trace in traces if trace.failed is None]
     return [_mixes(path, large.kinds[path]) for path in dict.fromkeys(path for paths in found for path in paths)]
 
 
@@ -269,7 +259,7 @@ def counting_layers(modules: Iterable[nn.Module]) -> list[Cause]:
 
 def nondeterminism_cause(trial: Trial, error: float) -> Cause:
     """The large batch differs from itself: name the module, if it is one."""
-    found = mixing(trial.trace(None), trial.trace(None), trial.rows)
+    found = mixing(trial.trace(None), trial.trace(None))
     where = (found[0] or "model") if found else "loss"
     return Cause(
         "nondeterminism",
@@ -328,7 +318,8 @@ def _shared_input(trial: Trial, ways: Sequence[Way], tolerance: float) -> Cause 
             try:
                 if all(entry[2] is None for entry in with_dims(batch.tree, trying)):
                     continue
-                outcomes = [trial.run(order, sizes, batch_dims=trying) for order, sizes in ways[:2]]
+                other = trial.on(Batch(batch.tree, trying))
+                outcomes = [other.run(order, sizes) for order, sizes in ways[:2]]
             except Exception:  # this is no way to split it, then
                 continue
             errors = [_error(trial, outcome, large) for outcome in outcomes]

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,48 +49,43 @@ def certify(
     # The user's own have theirs, should a closure reach them past the copy.
     modules = [o for o in (objective.model, objective.loss_fn, objective.compute_loss) if isinstance(o, nn.Module)]
     parameters = [p for module in modules for p in module.parameters()]
-    with torch.inference_mode(False), random_state.kept(generators), gradients_kept(parameters):
+    with torch.inference_mode(False), torch.enable_grad(), random_state.kept(generators), gradients_kept(parameters):
         check = _Check(objective, batch, accumulate, device, tolerance, _ways(batch, size), batch_norm)
-        try:
-            return check.run()
-        finally:
-            check.trial.rng.rewind()
+        return check.run()
 
 
-@dataclasses.dataclass
 class _Check:
-    objective: Objective
-    batch: Batch
-    accumulate: Accumulate | None
-    device: torch.device
-    tolerance: float
-    ways: list[Way]
-    batch_norm: BatchNormChoice
+    def __init__(
+        self,
+        objective: Objective,
+        batch: Batch,
+        accumulate: Accumulate | None,
+        device: torch.device,
+        tolerance: float,
+        ways: list[Way],
+        batch_norm: BatchNormChoice,
+    ) -> None:
+        def at_once(dtype: torch.dtype | None) -> Comparison:
+            self.trial = Trial(objective, batch, accumulate, device=device, dtype=dtype, batch_norm=batch_norm)
+            failing = "raise" if self.trial.by_train_step else "differs"
+            comparison = Comparison(self.trial, range(batch.rows), ways, failing)  # type: ignore[arg-type]  # one of these
+            _ = comparison.large
+            return comparison
 
-    def __post_init__(self) -> None:
+        self.tolerance, self.ways = tolerance, ways
         try:
-            self._run_at_once(torch.float64)
+            self.comparison = at_once(torch.float64)
         except RuntimeError as error:
             if not any(word in str(error) for word in ("dtype", "Double", "double", "Float", "Half", "BFloat16")):
                 raise
-            self._run_at_once(None)
+            self.comparison = at_once(None)
             reason = str(error).splitlines()[0]
             self.trial.notes.append(f"Computed in the model's own dtype, as it can't in float64 ({reason}).")
             precision = str(self.comparison.large.losses["loss"].dtype)
-            self.tolerance = max(self.tolerance, rounding(precision, self.device.type))
+            self.tolerance = max(self.tolerance, rounding(precision, device.type))
         loss = self.comparison.large.losses["loss"]
         if not loss.isfinite().all():
             raise ValueError(f"The large batch's own loss is {loss.item()}: there is nothing to compare.")
-
-    def _run_at_once(self, dtype: torch.dtype | None) -> None:
-        self.trial = Trial(
-            self.objective, self.batch, self.accumulate, device=self.device, dtype=dtype, batch_norm=self.batch_norm
-        )
-        # What TrainStep says about the model is what there is to know.
-        self.by_train_step = self.trial.accumulate is not None
-        failing: Literal["raise", "differs"] = "raise" if self.by_train_step else "differs"
-        self.comparison = Comparison(self.trial, range(self.batch.rows), self.ways, failing)
-        _ = self.comparison.large
 
     def run(self) -> Equivalence:
         again = self.comparison.unrepeatable()
@@ -99,7 +93,14 @@ class _Check:
         if not nondeterminism <= self.tolerance:
             return self._result(again, [nondeterminism_cause(self.trial, nondeterminism)])
         differences, failing = self._compared()
-        self._allow_for_rounding(max(difference.error for difference in differences))
+        error, allowed = max(difference.error for difference in differences), self.trial.tolerance
+        if self.tolerance < error <= allowed:
+            precision = str(self.trial.rng.precision).removeprefix("torch.")
+            self.trial.notes.append(
+                f"A part of the model computes in {precision} whatever its parameters' dtype, so {allowed:g} is "
+                "allowed for its rounding."
+            )
+            self.tolerance = allowed
         wrong = self._wrong(differences)
         if not wrong:
             return self._result(differences, [])
@@ -129,7 +130,7 @@ class _Check:
         try:
             found = self._relative_to_terms(again) if again.differences() is not None else []
         except Exception:  # the loss may have its own idea of which rows go together
-            if self.by_train_step:
+            if self.trial.by_train_step:
                 raise
             found = []
         for one in found:
@@ -155,7 +156,7 @@ class _Check:
     def _largest_of_parts(self, trial: Trial) -> dict[Key, float]:
         """The largest number in any micro-batch's loss and gradients: rows may cancel each other whatever rounding."""
         found: dict[Key, float] = {}
-        cut = [] if self.by_train_step else [torch.tensor(order).split(list(sizes)) for order, sizes in self.ways]
+        cut = [] if trial.by_train_step else [torch.tensor(order).split(list(sizes)) for order, sizes in self.ways]
         for rows in [rows for parts in cut for rows in parts]:
             try:
                 part = trial.on(trial.batch.take(rows)).run(range(len(rows)), [len(rows)])
@@ -166,21 +167,11 @@ class _Check:
                     found[key] = max(found.get(key, 0.0), largest(tensor))
         return found
 
-    def _allow_for_rounding(self, error: float) -> None:
-        allowed = self.trial.tolerance
-        if self.tolerance < error <= allowed:
-            precision = str(self.trial.rng.precision).removeprefix("torch.")
-            self.trial.notes.append(
-                f"A part of the model computes in {precision} whatever its parameters' dtype, so {allowed:g} is "
-                "allowed for its rounding."
-            )
-            self.tolerance = allowed
-
     def _result(self, differences: Sequence[Difference], causes: Sequence[Cause]) -> Equivalence:
         gradients: Mapping[str, Tensor | None] = self.comparison.large.gradients
         dtype = next((g.dtype for g in gradients.values() if g is not None), torch.float64)
         notes = [*self.trial.notes]
-        if not self.objective.model.training:
+        if not self.trial.original.model.training:
             notes.append("The model is in eval mode: dropout and BatchNorm were checked as they are there.")
         silent = [name for name, gradient in gradients.items() if gradient is None]
         if silent:
@@ -192,11 +183,11 @@ class _Check:
             tuple(differences),
             self.tolerance,
             tuple(causes),
-            rows=self.batch.rows,
+            rows=self.trial.rows,
             partitions=tuple(tuple(sizes) for _, sizes in self.ways),
-            notes=(*notes, *limits_of(self.batch.rows)),
+            notes=(*notes, *limits_of(self.trial.rows)),
             precision=str(dtype).removeprefix("torch."),
-            device=str(self.device),
+            device=str(self.trial.device),
         )
 
 
