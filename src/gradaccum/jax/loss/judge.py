@@ -139,13 +139,15 @@ def judge(spec: LossSpec) -> Verdict:
 
 def _traces(spec: LossSpec) -> tuple[tuple[int, int], Any, Any]:
     """Two numbers of rows, and the loss for each: those of a micro-batch and of the batch, if these tell rows apart."""
-    sizes = sorted({size for size in spec.sizes if size > 1})
-    rows = (
-        (sizes[0] if len(sizes) == 2 else sizes[-2], sizes[-1])
-        if len(sizes) > 1
-        else (_ROWS * spec.unit, 2 * _ROWS * spec.unit)
-    )
-    return rows, _traced(spec, rows[0]), _traced(spec, rows[1])
+    sizes, few = sorted({size for size in spec.sizes if size > 1}), _ROWS * spec.unit
+    failed: Exception | None = None
+    for rows in ([(sizes[-2], sizes[-1])] if len(sizes) > 1 else []) + [(few, 2 * few)]:
+        try:
+            return rows, _traced(spec, rows[0]), _traced(spec, rows[1])
+        except Exception as error:
+            failed = failed or error
+    assert failed is not None
+    raise failed
 
 
 def _traced(spec: LossSpec, rows: int) -> tuple[Any, Any]:
