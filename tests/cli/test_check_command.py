@@ -73,6 +73,21 @@ def leaves_in_forward():
 def in_forward():
     return Net(6, 3), good()[1], nn.CrossEntropyLoss()
 
+def named():
+    model, (x, y), _ = good()
+    return model, {"x": x, "y": y}, lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+def causal():
+    torch.manual_seed(0)
+    ids, mask = torch.randint(7, (6, 5)), torch.arange(5) < torch.tensor([5, 2, 2, 4, 2, 5])[:, None]
+    batch = {"attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+
+    def compute_loss(model, batch):
+        logits, labels = model(batch["labels"].clamp(min=0)), batch["labels"]
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7)), batch, {"compute_loss": compute_loss}
+
 def misspelt():
     model, batch, loss_fn = good()
     return model, batch, {"loss_fn": loss_fn, "reductoin": "sum"}
@@ -116,6 +131,10 @@ def test_the_third_value_may_be_a_dict_of_keywords(file):
     assert check(f"{file}:keywords").exit_code == 0
 
 
+def test_a_causal_models_weight_is_by_its_shifted_labels_even_where_the_mask_agrees(file):
+    assert "weight=lambda batch: (batch['labels'][:, 1:] != -100).sum()" in check(f"{file}:causal").stdout
+
+
 def test_a_micro_batch_size_is_tried_too(file):
     result = check(f"{file}:good", "--micro-batch-size", 5)
     assert result.exit_code == 0
@@ -154,8 +173,12 @@ def test_json_and_html_go_to_files(file, tmp_path):
         ("one_row", ["at least 2 rows", "Received: 1"]),
         ("no_gradient", ["The loss has no gradient"]),
         ("no_copy", ["The model can't be copied", "_thread.lock"]),
+        (
+            "named",
+            ["must be Tensor, not dict. A batch that is a dict goes", '{"compute_loss": lambda model, batch: ...}'],
+        ),
         ("misspelt", ["unexpected keyword argument 'reductoin'"]),
-        ("absent", ["has no function 'absent'", "It has Leaves, Net, different, good,"]),
+        ("absent", ["has no function 'absent'", "It has Leaves, Net, causal, different, good,"]),
         ("no name", ["path/to/file.py:make"]),
     ],
 )

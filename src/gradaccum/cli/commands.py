@@ -12,6 +12,7 @@ from gradaccum.cli.group import (
     DIFFERENT,
     BadInput,
     Commands,
+    advice_on,
     checked_output,
     framework_of,
     require_framework,
@@ -79,8 +80,10 @@ def check(
         checked_output("--html", html, ".html")
     if json != "-":
         require("rich")
-    with user_errors(target):
+    with user_errors(target) as advice:
         model, batch, keywords = subject(target)
+        framework = framework_of(model, framework)
+        advice += advice_on(framework, batch, keywords)
         result = _checked(model, batch, {"micro_batch_size": micro_batch_size, **keywords}, device, framework)
     try:
         for path in (json, html):
@@ -94,9 +97,8 @@ def check(
     context.exit(0 if result.ok else DIFFERENT)
 
 
-def _checked(model: Any, batch: Any, keywords: dict[str, Any], device: str, framework: str | None) -> Any:
+def _checked(model: Any, batch: Any, keywords: dict[str, Any], device: str, framework: str) -> Any:
     """What the check of the model's own framework finds."""
-    framework = framework_of(model, framework)
     if framework != "torch" and device != "cpu":
         computes = "Keras computes where its backend does" if framework == "keras" else "JAX computes where it does"
         raise BadInput(f"--device is for PyTorch models: {computes}.")
@@ -152,9 +154,10 @@ def size(context: click.Context, target: str, framework: str | None, memory: str
         limit = parse_bytes(memory)
     except ValueError:
         raise BadInput(f"--memory takes bytes, as in --memory 16GiB. Received: {memory}.") from None
-    with user_errors(target):
+    with user_errors(target) as advice:
         model, batch, keywords = subject(target)
         framework = framework_of(model, framework)
+        advice += advice_on(framework, batch, keywords)
         if framework == "keras":
             raise BadInput(
                 "gradaccum size estimates models of PyTorch and JAX, and this is a Keras model. "

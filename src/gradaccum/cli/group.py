@@ -21,8 +21,8 @@ from gradaccum.extras import require
 from gradaccum.report import check_writable
 
 __all__ = [
-    "DIFFERENT", "BadInput", "Commands", "Failed", "checked_output", "framework_of", "require_framework", "save",
-    "subject", "user_errors",
+    "DIFFERENT", "BadInput", "Commands", "Failed", "advice_on", "checked_output", "framework_of", "require_framework",
+    "save", "subject", "user_errors",
 ]  # fmt: skip
 
 DIFFERENT = 1
@@ -116,17 +116,31 @@ def save(document: Any, path: str | pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def user_errors(target: str) -> Iterator[None]:
-    """Errors of the user's model, loss and arguments, in one line; what their code prints goes to standard error."""
+def user_errors(target: str) -> Iterator[list[str]]:
+    """Errors of the user's model, loss and arguments, in one line; what their code prints goes to standard error.
+
+    What is in the list that is yielded is said behind the error.
+    """
+    advice = list[str]()
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            yield
+            yield advice
     except (click.ClickException, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit, too: its code would be taken for the command's
         if isinstance(error, (TypeError, ValueError)) and not users_frames(error):
-            raise BadInput(" ".join(str(error).split())) from None
-        raise BadInput(f"{target}: the model or its loss raised {one_line(error)}") from None
+            raise BadInput(". ".join([" ".join(str(error).split()), *advice])) from None
+        raise BadInput(". ".join([f"{target}: the model or its loss raised {one_line(error)}", *advice])) from None
+
+
+def advice_on(framework: str, batch: Any, keywords: Mapping[str, Any]) -> list[str]:
+    """What to say where a PyTorch model's loss fails that is given as `loss_fn`."""
+    if framework != "torch" or not isinstance(batch, Mapping) or not callable(keywords.get("loss_fn")):
+        return []
+    return [
+        "A batch that is a dict goes to a function of model and batch: return (model, batch, "
+        '{"compute_loss": lambda model, batch: ...}).'
+    ]
 
 
 # The function that a user names as `path/to/file.py:make`.
@@ -203,10 +217,11 @@ def one_line(error: BaseException) -> str:
 
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Where it passed, outside of libraries and of this package."""
-    package, found = pathlib.Path(gradaccum.__file__).parent, list[traceback.FrameSummary]()
-    for frame in traceback.extract_tb(error.__traceback__):
-        path = pathlib.Path(frame.filename)
-        library = {"site-packages", "dist-packages"} & set(path.parts) or package in path.parents
-        if frame.filename[0] != "<" and not library:
-            found.append(frame)
-    return found
+    libraries = {pathlib.Path(str(module.__file__)).parent for module in (gradaccum, traceback)}
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename[0] != "<"
+        and not libraries & {*pathlib.Path(frame.filename).parents}
+        and not {"site-packages", "dist-packages"} & {*pathlib.Path(frame.filename).parts}
+    ]

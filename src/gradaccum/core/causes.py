@@ -276,7 +276,8 @@ def _shifted(found: _Candidate, shifted: _Candidate, causal: bool) -> tuple[_Can
 
 def _candidates(facts: LossFacts) -> Iterator[_Candidate]:
     yield _Candidate("rows", "", lambda rows: float(len(rows)))
-    counted = [leaf for leaf in facts.leaves if leaf.kind != "float"]
+    # A mask may agree with the labels here, and not where a prompt has none.
+    counted = sorted((leaf for leaf in facts.leaves if leaf.kind != "float"), key=lambda leaf: "label" not in leaf.name)
     for leaf in counted:  # the entries that are set, and those that are not ignored
         if leaf.kind == "bool" or (leaf.values is not None and leaf.values <= {0, 1}):
             yield _summing(leaf, f"the entries of {leaf.name} that are set")

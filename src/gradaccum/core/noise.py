@@ -41,14 +41,7 @@ WINDOWS = 500
 
 
 class Norms(NamedTuple):
-    """The measurements of one window: the squared norms of two mean gradients, and the rows each is a mean over.
-
-    Args:
-        small: `|g_n|^2` of one micro-batch.
-        small_size: Its rows, n.
-        large: `|g_N|^2` of the whole window.
-        large_size: The window's rows, N > n.
-    """
+    """The measurements of one window: `|g_n|^2` of one micro-batch of n rows, and `|g_N|^2` of the window's N rows."""
 
     small: float
     small_size: float
@@ -130,26 +123,21 @@ class NoiseScale:
             return "Not measured yet: it takes at least two updates, each of a window of at least two micro-batches."
         low, high = self.interval
         rows, unit, update = self.batch_size, self.unit, f"the {_number(self.batch_size)} of one update"
+        stands = f"which doesn't decide yet whether {update} are too many or too few."
+        advised = "Measure over more updates."
         if low > 2 * rows:
             target = low if math.isinf(self.value) else self.value
             stands = f"above {update}: a larger batch pays."
-            advised = (
-                f"Twice the {unit} nearly halve the updates needed, up to about {_number(target)} {unit}. "
-                f"{_scaling(target / rows)}"
-            )
+            advised = f"Twice the {unit} nearly halve the updates needed, up to about {_number(target)} {unit}. "
+            advised += _scaling(target / rows)
         elif high < rows / 2:
             target = max(self.value, 1.0)  # no update is smaller than a row
             counted = unit if target > 1 else {"rows": "row"}.get(unit, "micro-batch")
             stands = f"below {update}: the rows beyond it average out noise that is hardly there."
-            advised = (
-                f"Stop accumulating, and take more, smaller updates of about {_number(target)} {counted}. "
-                f"{_scaling(target / rows)}"
-            )
+            advised = f"Stop accumulating, and take more, smaller updates of about {_number(target)} {counted}. "
+            advised += _scaling(target / rows)
         elif rows / 2 <= low and high <= 2 * rows:
             stands, advised = f"about {update}: a good trade between updates and rows.", "Keep it."
-        else:
-            stands = f"which doesn't decide yet whether {update} are too many or too few."
-            advised = "Measure over more updates."
         if unit != "rows":
             advised += " To have it in rows, say how many each micro-batch has: `batches(loader)`, or `weight=len(x)`."
         measured = f"The noise scale is {_number(self.value)} {unit} ({_interval(self.interval, self.confidence)})"
@@ -276,10 +264,10 @@ class NoiseSchedule:
     Args:
         smallest: Steps of the first windows, >= 2: the first micro-batch is compared with its window.
         largest: Most steps of a window.
-        every: Updates from one decision to the next, which are what it looks at: dozens at least.
-        scale_learning_rate: How the learning rate follows a window `r` times as long as the smallest: `"sqrt"` times
-            the root of r, with Adam's betas to the power of r, which keeps their memory the same in rows; `"linear"`
-            times r, as for SGD; None not at all.
+        every: Updates between two decisions, each of which uses their noise scale; dozens at least.
+        scale_learning_rate: How the learning rate follows a window r times as long as the smallest. `"sqrt"` multiplies
+            it by the root of r and takes Adam's betas to the power of r, which keeps their memory the same in rows;
+            `"linear"` multiplies it by r, as for SGD; None leaves it.
 
     Raises:
         TypeError: A number is no int.
@@ -307,7 +295,6 @@ class NoiseSchedule:
         self.updates = 0
         """Observed since the last decision."""
         self._warned = False
-        self._seen: Any = None
 
     @staticmethod
     def _of(schedule: Schedule) -> NoiseSchedule | None:
@@ -316,26 +303,13 @@ class NoiseSchedule:
 
     @property
     def factor(self) -> float:
-        """How many times as long as the smallest a window is."""
+        """Length of windows, as a multiple of the smallest."""
         return self.steps / self.smallest
 
     @property
     def learning_rate_factor(self) -> float:
-        """What the learning rate is to be multiplied by."""
+        """Factor for the learning rate."""
         return {None: 1.0, "linear": self.factor, "sqrt": math.sqrt(self.factor)}[self.scale_learning_rate]
-
-    def _observe(self, measuring: Any) -> bool:
-        """A TrainStep made an update, which counts once. Returns whether `steps` has changed."""
-        if not hasattr(type(measuring), "noise_scale"):
-            raise TypeError(
-                "`measuring` must be a TrainStep with noise_scale=True. "
-                f"Received: {measuring!r} of type {type(measuring).__name__}."
-            )
-        update = id(measuring), getattr(measuring, "updates", None)
-        if update == self._seen and update[1] is not None:
-            return False
-        self._seen = update
-        return self._due() and self._move(measuring.noise_scale)
 
     def _due(self) -> bool:
         """Count an update. Returns whether a decision follows."""
@@ -348,11 +322,7 @@ class NoiseSchedule:
     def _vote(self, scale: NoiseScale) -> int:
         """1 for longer windows, -1 for shorter ones, else 0.
 
-        Args:
-            scale: Measured over `every` updates at least, of which the last ones decide.
-
         Example:
-            >>> from gradaccum.core.noise import Norms, estimate
             >>> measured = estimate([Norms(600 + wobble, 8, 301 - wobble, 16) for wobble in (-1, 1) * 50])
             >>> NoiseSchedule(2, 32)._vote(measured)  # 2,393 rows, well above 16
             1
@@ -373,14 +343,9 @@ class NoiseSchedule:
             return 1
         return -1 if high * _BAND < recent.batch_size and self.steps > self.smallest else 0
 
-    def _move(self, scale: NoiseScale, direction: int | None = None) -> bool:
-        """Double the window's steps, or halve them, or leave them. Returns whether they have changed.
-
-        Args:
-            scale: What was measured.
-            direction: What several ranks have agreed upon; None: what `_vote` says.
-        """
-        before, direction = self.steps, self._vote(scale) if direction is None else direction
+    def _move(self, scale: NoiseScale, direction: int) -> None:
+        """Double the window's steps, halve them, or leave them: what `_vote` says, agreed upon by all ranks."""
+        before = self.steps
         if direction > 0:
             self.steps = min(2 * before, self.largest)
         elif direction < 0:
@@ -391,18 +356,10 @@ class NoiseSchedule:
         if self.steps != before:
             recent = scale.last(self.every, CONFIDENCE)
             logger.info("Windows of %d micro-batches instead of %d from here on: %s", self.steps, before, recent)
-        return self.steps != before
 
     @contextlib.contextmanager
     def _scaled(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        """Have learning rates and betas follow the window, for one update.
-
-        Args:
-            groups: The optimizer's, with its hyperparameters.
-
-        Raises:
-            ValueError: One has no learning rate.
-        """
+        """Have learning rates and betas of the optimizer's groups follow the window, for one update."""
         if self.scale_learning_rate is None or self.factor == 1.0:
             yield
             return
@@ -427,11 +384,11 @@ class NoiseSchedule:
                     group[name] = before
 
     def state_dict(self) -> dict[str, Any]:
-        """How long windows are, and how many updates ago that was decided."""
+        """The length of windows, and the updates since it was decided."""
         return {"steps": self.steps, "updates": self.updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` wrote, within these bounds.
+        """Continue from what `state_dict` returned, within these bounds.
 
         Raises:
             ValueError: It is something else.
@@ -455,11 +412,11 @@ def schedule_of(steps: AnySteps) -> Schedule:
     return Schedule(_Followed(steps) if isinstance(steps, NoiseSchedule) else steps)
 
 
+@dataclass(frozen=True, eq=False)
 class _Followed:
     """The steps of the next window, as a function of epoch and update that knows better than these."""
 
-    def __init__(self, followed: NoiseSchedule) -> None:
-        self.followed = followed
+    followed: NoiseSchedule
 
     def __call__(self, epoch: int, update: int) -> int:
         return self.followed.steps

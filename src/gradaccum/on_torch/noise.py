@@ -109,10 +109,8 @@ class _Measured(NamedTuple):
 class NoiseMeter:
     """Two squared norms per window: of its first micro-batch's gradient, and of the finished mean.
 
-    Autograd adds into `p.grad`, so only the first micro-batch's gradient is ever there by itself. The norms of the
-    others would sharpen `tr(S)` at the cost of a pass over all gradients each; but for windows up to the noise scale,
-    where the answer matters, the error is that of `|G|^2`, which only more windows lower. The norms stay on the device
-    until `estimate` is called, so the host never waits.
+    Autograd adds into `p.grad`, so only the first micro-batch's gradient is ever there by itself. Those of the others
+    would sharpen `tr(S)`, where the answer hangs on `|G|^2`. The norms stay on the device until `estimate` is called.
 
     The first micro-batch must be a random sample of the window's rows: where rows are sorted, by length say, the
     spread that the order adds counts as noise.
@@ -165,7 +163,7 @@ class NoiseMeter:
         return {"windows": [tuple(norms) for norms in self.windows()], "first": first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` wrote."""
+        """Continue from what `state_dict` returned."""
         self._records.clear()
         for small, small_size, large, large_size in state["windows"]:
             self._records.append((_Measured.read(small, small_size), _Measured.read(large, large_size)))
@@ -182,7 +180,7 @@ def _norms(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([norm if norm.device == device else norm.to(device) for norm in found])
 
 
-_APART = 0.02
+_TOLERANCE = 0.02
 """By which part of their gradient the rows' sum may miss it, in half precision: else something else has added to it."""
 
 
@@ -216,8 +214,9 @@ class NormalizationMeter(NoiseMeter):
         self._warned = False
         super().__init__(keep)
         listener = _Listener(self)
-        handles = [m.register_forward_hook(listener, with_kwargs=True) for m in self._layers.values()]
-        weakref.finalize(self, _remove, handles).atexit = False
+        for layer in self._layers.values():
+            handle = layer.register_forward_hook(listener, with_kwargs=True)
+            weakref.finalize(self, handle.remove).atexit = False
 
     def restart(self) -> None:
         super().restart()
@@ -271,18 +270,16 @@ class NormalizationMeter(NoiseMeter):
         if not self.waiting or not found or (isinstance(multiple, float) and multiple == 0.0):
             return
         count = self._rows_of([rows for rows, _ in found], size)
-        sums, held = [rows.sum(0) for rows, _ in found], [gradient.to(rows.dtype) for rows, gradient in found]
-        own_sum, here = torch.cat([one.flatten() for one in sums]), torch.cat([one.flatten() for one in held])
-        factor = own_sum.dot(here) / own_sum.dot(
-            own_sum
-        )  # what the gradient was multiplied with on its way from the layer
-        adds_up = torch.linalg.vector_norm(here - factor * own_sum) <= _APART * torch.linalg.vector_norm(here)
+        total = torch.cat([rows.sum(0).flatten() for rows, _ in found])
+        held = torch.cat([gradient.to(rows.dtype).flatten() for rows, gradient in found])
+        factor = total.dot(held) / total.dot(total)  # what it was multiplied with on its way from the layer
+        adds_up = torch.linalg.vector_norm(held - factor * total) <= _TOLERANCE * torch.linalg.vector_norm(held)
         square = torch.stack([rows.square().sum() for rows, _ in found]).sum() * factor.square() * count
         small = torch.where(adds_up, square, torch.nan).double().sqrt().reshape(1)
         self._first = _Measured(small, multiple, float(size) / count)
 
     def _rows_of(self, gradients: Sequence[Tensor], size: float) -> int:
-        """How many rows these gradients of rows are of, which is to be the micro-batch's size."""
+        """How many rows these are of, which is to be the micro-batch's size."""
         counts = {len(rows) for rows in gradients}
         count = counts.pop()
         if counts or (self.counts_rows and count != size):
@@ -335,11 +332,6 @@ class _Listener:
 def _weights(module: nn.Module) -> dict[str, Tensor]:
     """A layer's own, that are trained."""
     return {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _is_floating(leaf: Any) -> bool:

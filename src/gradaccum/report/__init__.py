@@ -1,6 +1,7 @@
-"""What a check, a run or a demo found, as text, picture and page."""
+"""Reports of checks, runs and the demo, as text, picture or HTML page."""
 
 from gradaccum.core.sizes import format_bytes
+from gradaccum.lazy import listed
 from gradaccum.report.blocks import Bars, Block, Code, Curve, Curves, Table, Text, format_value
 from gradaccum.report.files import check_writable, write
 from gradaccum.report.report import Report
@@ -9,3 +10,5 @@ __all__ = [
     "Bars", "Block", "Code", "Curve", "Curves", "Report", "Table", "Text", "check_writable", "format_bytes",
     "format_value", "write",
 ]  # fmt: skip
+
+__dir__ = listed(__name__)

@@ -37,19 +37,15 @@ _NOISE = "value", "low", "high", "batch_size", "updates"
 
 @dataclass(frozen=True)
 class Run:
-    """A recorded run.
-
-    Args:
-        name: Its name in the report.
-        starts: One entry for each time the run was started or resumed: versions, device, time.
-        updates: One mapping of numbers per update, in the order of the file.
-        damaged: Lines that could not be read.
-    """
+    """A recorded run."""
 
     name: str
     starts: tuple[dict[str, Any], ...]
+    """One entry for each time the run was started or resumed: versions, device, time."""
     updates: tuple[dict[str, Any], ...]
+    """One mapping of numbers per update, in the order of the file."""
     damaged: int = 0
+    """Lines that could not be read."""
 
     def column(self, name: str) -> tuple[list[float], list[float]]:
         """`(updates, values)` of one quantity, where it was recorded."""
@@ -81,8 +77,8 @@ class Run:
             if len(y) > 1 and min(y) == max(y):
                 constant.append(f"{title} {format_value(y[0])} {unit}".rstrip())
             elif y:
-                values = y[0], statistics.median(y), y[-1], min(y), max(y)
-                rows.append([f"{title}, {unit}" if unit else title, *map(format_value, values)])
+                values = map(format_value, (y[0], statistics.median(y), y[-1], min(y), max(y)))
+                rows.append([f"{title}, {unit}" if unit else title, *values])
                 figures.append(Curves(title, [Curve(title, x, y, points=len(y) < 3)], "update", unit))
         blocks: list[Block] = [Table(["", "first", "median", "last", "least", "largest"], rows)] if rows else []
         if constant:

@@ -84,6 +84,14 @@ class Sized(Loader):
         return len(self.batches)
 
 
+class StopAt(lightning.Callback):
+    def __init__(self, index):
+        self.index = index
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        trainer.should_stop = index == self.index
+
+
 class SaveAfter(lightning.Callback):
     def __init__(self, count, path):
         self.count, self.path, self.seen = count, path, 0
@@ -150,11 +158,18 @@ def wrong(seed, folder):
     if limit or kind is Loader:  # Lightning saves such a loader where it has fetched ahead, or stopped short
         saved = None
     weight = (lambda batch: len(batch[0])) if choose.random() < 0.3 else None
+    stop = choose.randrange(len(used)) if choose.random() < 0.2 else None
+    if stop is not None:
+        used, saved, keywords["max_epochs"] = used[: stop + 1], None, 1
+        epochs = 1
     path = os.path.join(folder, f"{seed}.ckpt")
     callbacks = [GradientAccumulation(steps if len(steps) > 1 else steps[0], weight=weight)]
     if saved:
         callbacks.insert(choose.choice([0, 1]), SaveAfter(saved, path))
-    said = f"seed {seed}: {options}, {steps}, {keywords}, rows {[len(x) for x, _ in batches]}, saved {saved}, {kind}"
+    if stop is not None:
+        callbacks.insert(choose.choice([0, 1]), StopAt(stop))
+    rows = [len(x) for x, _ in batches]
+    said = f"seed {seed}: {options}, {steps}, {keywords}, rows {rows}, saved {saved}, {kind}, stop {stop}"
 
     expected = Module(options)
     start, found = copy.deepcopy(expected), copy.deepcopy(expected)
@@ -166,6 +181,9 @@ def wrong(seed, folder):
             "updates": one.global_step == len(expected.updates) == len(found.updates),
             "parameters": _error(found, expected) < 1e-11,
             "norms, rates, steps": _same(found.updates, expected.updates),
+            "left as it was": one.accumulate_grad_batches == 1
+            and all(config.frequency == options["frequency"] for config in one.lr_scheduler_configs)
+            and not {"update_lr_schedulers", "_should_check_val_fx"} & vars(one.fit_loop.epoch_loop).keys(),
         }.items()
         if not same
     ]

@@ -8,9 +8,9 @@ import time
 import pytest
 import transformers
 
-from tests.integrations.fuzz import lightning_runs, trainer_runs
+from tests.integrations.fuzz import accelerate_runs, lightning_runs, trainer_runs
 
-KINDS = {"transformers": trainer_runs.wrong, "lightning": lightning_runs.wrong}
+KINDS = {"transformers": trainer_runs.wrong, "lightning": lightning_runs.wrong, "accelerate": accelerate_runs.wrong}
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the trainers' own
@@ -24,9 +24,9 @@ def quiet():
     transformers.logging.set_verbosity(before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_some_random_runs_are_the_large_batchs(kind, tmp_path):
-    assert not [found for seed in range(3) if (found := KINDS[kind](seed, str(tmp_path)))]
+@pytest.mark.parametrize(("kind", "runs"), [("transformers", 3), ("lightning", 30), ("accelerate", 60)])
+def test_some_random_runs_are_the_large_batchs(kind, runs, tmp_path):
+    assert not [found for seed in range(runs) if (found := KINDS[kind](seed, str(tmp_path)))]
 
 
 @pytest.mark.fuzz

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum import NoiseSchedule, WindowError
-from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Adam, Optimizer
 from tests.reference import FLOAT64, relative_error
 from tests.torch.measure.test_noise_scale import GRADIENT, NOISE, Linear
@@ -183,24 +182,6 @@ def test_other_steps_end_it() -> None:
         relative_error([b - p for b, p in zip(before, model.parameters(), strict=True)], [mean[:3], mean[3:]])
         <= FLOAT64
     )
-
-
-def test_the_caller_of_a_train_step_makes_the_batches() -> None:
-    model = Linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = TrainStep(
-        model, optimizer, compute_loss=lambda m, x: m(x).mean(), micro_batch_size=ROWS, noise_scale=True, verify=False
-    )
-    schedule = NoiseSchedule(2, 8, every=30)
-    generator = torch.Generator().manual_seed(0)
-    lengths = []
-    for made in range(1, 151):
-        step(rows(ROWS * schedule.steps, generator))
-        lengths.append(schedule.steps)
-        schedule._observe(step)
-        assert not schedule._observe(step)  # of an update that it knows
-        assert schedule.updates == made % 30
-    assert set(lengths) == {2, 4, 8}
 
 
 def test_a_window_of_another_length_is_refused_without_its_schedule() -> None:

@@ -18,11 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.errors import WindowError
 from gradaccum.extras import PrivateName
-from gradaccum.integrations.accelerate.files import WindowFiles, loading_together
-from gradaccum.integrations.accelerate.following import CLIPPING, Clip, Following
+from gradaccum.integrations.accelerate.ranks import CLIPPING, Clip, ClipSettings, Schedules, WindowFiles
 from gradaccum.schedule import Steps
 from gradaccum.torch.optim import Optimizer
-from gradaccum.torch.optimizer import KEY
 
 __all__ = ["PreparedOptimizer", "prepare_optimizer"]
 
@@ -51,25 +49,24 @@ def prepare_optimizer(
     model: nn.Module | None = None,
     **options: Any,
 ) -> PreparedOptimizer:
-    """Wrap an optimizer, and have the Accelerator know it as if `accelerator.prepare` had returned it.
+    """Wrap an optimizer, and register it with the Accelerator as `accelerator.prepare` does.
 
-    Call it after `accelerator.prepare(model)`. Then the loop is Accelerate's own, over `optimizer.batches(loader)`,
-    where a batch weighs its rows; or over a prepared loader itself, where all batches weigh the same. The last batch of
-    either closes the epoch's last window.
-    With an FSDP2 plugin, where Accelerate prepares model and optimizer together, call it with what that has returned:
-    `model, inner = accelerator.prepare(model, inner)`.
+    Call it after `accelerator.prepare(model)`. Loop over `optimizer.batches(loader)`, where a batch weighs its rows, or
+    over a prepared loader, where all batches weigh the same. The last batch of either closes the epoch's last window.
+    An FSDP2 plugin prepares model and optimizer together, so pass the optimizer that
+    `model, inner = accelerator.prepare(model, inner)` returns.
 
     Args:
-        accelerator: The one that has prepared the model, and accumulates nothing itself.
+        accelerator: The Accelerator that prepared the model. It must not accumulate itself.
         optimizer: The inner optimizer, not prepared; with an FSDP2 plugin the one that was prepared with the model.
         steps: Micro-batches in a window: an int >= 1, `{epoch: steps}`, or a callable `(epoch, update) -> steps`.
-        model: The prepared model. None: the one that has the optimizer's parameters.
-        **options: What `gradaccum.torch.optim.Optimizer` takes: `clip_grad_norm`, `nonfinite`, `reduction` ...
+        model: The prepared model. Default: the one that has the optimizer's parameters.
+        **options: Options of `gradaccum.torch.optim.Optimizer`: `clip_grad_norm`, `nonfinite`, `reduction` ...
 
     Raises:
         TypeError: An argument is of the wrong type.
-        ValueError: The optimizer is prepared or wrapped already, Accelerate accumulates as well, the model is not
-            prepared yet, or the Accelerator's way to distribute is not known here.
+        ValueError: The optimizer is prepared or wrapped already, Accelerate accumulates too, the model is not
+            prepared yet, or the Accelerator's way to distribute is not supported.
 
     Example:
         >>> accelerator = Accelerator(cpu=True)
@@ -101,20 +98,19 @@ def prepare_optimizer(
     if not hasattr(accelerator, "_gradaccum_methods"):
         for method in CLIPPING:
             setattr(accelerator, method, _clipping_at_the_end(accelerator, method, getattr(accelerator, method)))
-        accelerator.load_state = loading_together(accelerator, accelerator.load_state)
         accelerator._gradaccum_methods = True
     return prepared
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
-    """What `prepare_optimizer` returns: Accelerate's optimizer around a wrapped one, with the properties of both.
+    """Accelerate's optimizer around a wrapped one, with the properties of both; `prepare_optimizer` returns it.
 
-    `step`, `zero_grad` and `backward` go through the Accelerator's GradScaler, where it has one; everything else is the
+    `step`, `zero_grad` and `backward` use the Accelerator's GradScaler, if it has one; everything else is the
     wrapper's: `batches`, `flush`, `updated`, `updates`, `inner` ...
 
     Args:
         optimizer: The wrapped optimizer.
-        accelerator: Whose scaler it takes.
+        accelerator: The Accelerator, whose scaler it uses.
         model: The model, if it is sharded.
     """
 
@@ -125,11 +121,12 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._is_accelerate_prepared = True
         self._model = model
         self._sharded = {} if model is None else dict(model.named_parameters())
-        self._gradaccum_files = (
-            None if accelerator.num_processes == 1 or model is not None else WindowFiles(accelerator, self)
-        )
+        several = accelerator.num_processes > 1
+        self._files = WindowFiles(accelerator, self) if several and model is None else None
         self._clips: dict[Any, tuple[str, Iterable[Tensor], tuple[Any, ...], dict[str, Any]]] = {}
         """What the body has asked for in this window. Until its end parameters are not looked at."""
+        self._last_clips: list[Clip] = []
+        """What it asked for in its last one."""
         self._norm: Tensor | None = None
         self._known: tuple[Any, set[int]] = (None, set())
         self._in_body = False
@@ -139,9 +136,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._ended: Any = None
         """The loader, and its epoch, whose last batch has closed a window here."""
         self._warned = False
-        self._following = Following(accelerator, self)
-        if accelerator.num_processes > 1:
-            optimizer._windows.ranks.settings = self._following
+        self._schedules = Schedules(accelerator, self)
+        if several:
+            optimizer._windows.ranks.settings = ClipSettings(self)
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._after_update)
 
@@ -152,7 +149,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     @property
     def steps(self) -> int:
-        """Micro-batches of this window; of the next one, when none is open. Settable then."""
+        """Micro-batches of this window, or of the next one if none is open; then you can set it."""
         return self.optimizer.steps
 
     @steps.setter
@@ -166,7 +163,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last `step()` made no update: a prepared scheduler steps otherwise, in a hook, too."""
+        """Whether the last `step()` made no update; a prepared scheduler reads this."""
         return not (self.updated or self._is_updating)
 
     @property
@@ -185,9 +182,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.optimizer.backward(loss if self.scaler is None else self.scaler.scale(loss), weight, **how)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Count a micro-batch; with the one that closes the window, or the loader's last, make the update."""
+        """Count a micro-batch. The one that closes the window, or the loader's last, makes the update."""
         _check_alone(self.gradient_state)
-        self._following.look()
+        self._schedules.look()
         self._in_body, self._is_updating, self._updated_at_end = True, False, False
         try:
             if self.scaler is None:  # Accelerate's own step looks for optimizers and devices that this is not
@@ -214,7 +211,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.optimizer.discard()
 
     def batches(self, loader: Iterable[Any], *, weight: Callable[[Any], float] | None = None) -> Any:
-        """The loader's batches, as `gradaccum.torch.optim.Optimizer.batches` hands them out."""
+        """The loader's batches, as from `gradaccum.torch.optim.Optimizer.batches`."""
         if not self.optimizer.micro_batches:  # of a window that an earlier loop has dropped
             self._clips.clear()
         if hasattr(getattr(loader, "iterable", None), "end_of_dataloader"):
@@ -226,7 +223,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return self.optimizer.batches(loader, weight=weight)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Empty the gradients between windows; inside an open window, do nothing."""
+        """Clear the gradients between windows; inside an open window, do nothing."""
         self.optimizer.zero_grad(set_to_none is not False)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
@@ -236,22 +233,18 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return self.optimizer.register_step_post_hook(hook)
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into a checkpoint, open window included."""
+        """The state for a checkpoint, open window included."""
         state: dict[str, Any] = super().state_dict()
-        if self._gradaccum_files is not None:
-            state[KEY]["save"] = self._gradaccum_files.save_point(state[KEY])
-        return state
+        return state if self._files is None else self._files.marked(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint, open window included.
+        """Continue from a checkpoint, open window included.
 
         Raises:
-            WindowError: From `load_state`: a part of an open window is not there, or loading failed elsewhere.
+            WindowError: From `load_state`, if a part of an open window is missing, or loading failed on another rank.
         """
         self._clips.clear()
-        super().load_state_dict(
-            state_dict if self._gradaccum_files is None else self._gradaccum_files.own_part(state_dict)
-        )
+        super().load_state_dict(state_dict if self._files is None else self._files.own_part(state_dict))
 
     def _is_epochs_last(self) -> bool:
         """Whether a plain loop over one of Accelerate's loaders has come to its last batch."""
@@ -287,41 +280,44 @@ class PreparedOptimizer(AcceleratedOptimizer):
         if not self.optimizer.micro_batches:
             self._clips.clear()
             if self.updated:
-                self._following.body_goes_on()
+                self._schedules.body_goes_on()
 
-    def _clipped(self) -> list[Clip]:
-        """What is clipped at the end of this window."""
-        found = {k: (name, self._owned(those), args, kw) for k, (name, those, args, kw) in self._clips.items()}
-        self._clips.update(found)
-        return [*found.values()]
+    def _clips_now(self) -> list[Clip]:
+        """What is clipped at the end of this window; after the loop, as at its last one."""
+        if not self._clips and not self._in_body:
+            return self._last_clips
+        for key, (name, parameters, args, keywords) in self._clips.items():
+            self._clips[key] = name, self._owned(parameters), args, keywords
+        return [*self._clips.values()]  # type: ignore[list-item]  # lists by now
 
-    def _has(self, parameter: Tensor) -> bool:
-        """Whether the optimizer updates this parameter."""
-        groups = self.param_groups
-        lengths = [len(group["params"]) for group in groups]
+    def _own_ids(self) -> set[int]:
+        """Of the parameters that it updates."""
+        lengths = [len(group["params"]) for group in self.param_groups]
         if self._known[0] != lengths:
             self._known = lengths, _ids(self)
-        return id(parameter) in self._known[1]
+        return self._known[1]
 
     def _owned(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Those that it updates: the sharded ones, where a forward pass has put whole ones in their place."""
         names = {} if self._model is None else {id(p): self._sharded[n] for n, p in self._model.named_parameters()}
-        return [one for p in parameters if self._has(one := names.get(id(p), p))]
+        own = self._own_ids()
+        return [one for p in parameters if id(one := names.get(id(p), p)) in own]
 
     def _all_parameters(self) -> list[Tensor]:
         """Every parameter that clipping may have been asked for, in the same order on all ranks."""
         return [*(p for group in self.param_groups for p in group["params"]), *self._sharded.values()]
 
     def _before_update(self, *_: Any) -> None:
-        self._following.look()
-        self._is_updating, self._norm = True, None
-        for name, parameters, args, keywords in self._clipped():
+        self._schedules.look()
+        self._is_updating, self._norm, self._last_clips = True, None, self._clips_now()
+        for name, parameters, args, keywords in self._last_clips:
             norm: Tensor | None = CLIPPING[name](parameters, *args, **keywords)
             self._norm = self._norm if norm is None else norm
         self._clips.clear()
 
     def _after_update(self, *_: Any) -> None:
-        self._following.updated(self._in_body)
+        if not self._in_body:
+            self._schedules.updated_after_loop()
 
 
 def _clipping_at_the_end(accelerator: Accelerator, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -330,25 +326,23 @@ def _clipping_at_the_end(accelerator: Accelerator, name: str, original: Callable
     @functools.wraps(original)
     def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **keywords: Any) -> Any:
         rest = iter([parameters] if isinstance(parameters, Tensor) else parameters)
-        first: Any = next(rest, None)
-        found: Iterable[Tensor] = itertools.chain([] if first is None else [first], rest)
-        optimizers = accelerator._optimizers
-        only = optimizers[0] if len(optimizers) == 1 else None
-        if isinstance(only, PreparedOptimizer) and only._has(first):  # the rest isn't looked at before the end
-            only._clips[name, id(first)] = name, found, args, keywords
-            return None
-        found = list(found)
-        owners = [o for o in optimizers if isinstance(o, PreparedOptimizer) and o._owned(found)]
-        if not owners:
+        found, optimizers = list(itertools.islice(rest, 1)), accelerator._optimizers
+        owners = optimizers if len(optimizers) == 1 and isinstance(optimizers[0], PreparedOptimizer) else []
+        if not (
+            owners and found and id(found[0]) in owners[0]._own_ids()
+        ):  # else the rest isn't looked at before the end
+            found += rest
+            ids = {id(p) for p in found}
+            owners = [o for o in optimizers if (o._owned(found) if isinstance(o, PreparedOptimizer) else ids & _ids(o))]
+        owner = next((o for o in owners if isinstance(o, PreparedOptimizer)), None)
+        if owner is None:
             return original(found, *args, **keywords)
-        ids = {id(p) for p in found}
-        others = [o for o in optimizers if o not in owners and ids & _ids(o)]
-        if len(owners) + len(others) > 1:
+        if len(owners) > 1:
             raise ValueError(
-                f"accelerator.{name} was given parameters of {len(owners) + len(others)} optimizers, whose windows "
+                f"accelerator.{name} was given parameters of {len(owners)} optimizers, whose windows "
                 "close apart. Call it for the parameters of each."
             )
-        owners[0]._clips[name, tuple(map(id, found))] = name, found, args, keywords
+        owner._clips[name, id(found[0])] = name, itertools.chain(found, rest), args, keywords
         return None  # the norm is not known before the window closes: `grad_norm`
 
     return clip

@@ -1,9 +1,12 @@
-"""Lightning's Trainer: its own accumulation, with every window divided by what it really weighs."""
+"""Exact gradient accumulation in Lightning's Trainer."""
 
 from gradaccum.extras import require
+from gradaccum.lazy import listed
 
 require("lightning")
 
 from gradaccum.integrations.lightning.callback import GradientAccumulation
 
 __all__ = ["GradientAccumulation"]
+
+__dir__ = listed(__name__)

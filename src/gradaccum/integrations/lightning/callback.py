@@ -19,8 +19,7 @@ from torch import Tensor
 
 from gradaccum.core.window import Window
 from gradaccum.errors import WindowError
-from gradaccum.integrations.lightning.checks import Varying, check, check_optimizer
-from gradaccum.integrations.lightning.loop import Ranks, Replaced, count_updates
+from gradaccum.integrations.lightning.trainer import Ranks, Replaced, Varying, check, check_optimizer, count_updates
 from gradaccum.on_torch.foreach import scale_
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
@@ -37,7 +36,7 @@ class GradientAccumulation(Callback):
 
     Each batch is a micro-batch. A window's update sees  sum_i w_i g_i / sum_i w_i,  summed over all ranks: the gradient
     of the mean loss over all of the window's rows, whether the window is full or short and the batches equal or ragged.
-    Optimizer, schedulers, `gradient_clip_val`, `trainer.global_step`, `max_steps` and hooks go by updates. An epoch's
+    Optimizer, schedulers, `gradient_clip_val`, `trainer.global_step`, `max_steps` and hooks count updates. An epoch's
     last window closes with the epoch.
 
     Args:
@@ -47,8 +46,8 @@ class GradientAccumulation(Callback):
 
     Raises:
         TypeError: `steps` or `weight` is of the wrong type.
-        ValueError: `steps` is below 1, or a table without epoch 0. From `fit`: something else accumulates as well, or
-            the optimizer, the module or the strategy cannot be corrected; the message says what to remove.
+        ValueError: `steps` is below 1, or a table without epoch 0. From `fit`, if something else accumulates too, or
+            the optimizer, the module or the strategy isn't supported; the message says what to remove.
 
     Example:
         >>> class Module(LightningModule):
@@ -84,8 +83,8 @@ class GradientAccumulation(Callback):
         self._total: float | None = None
         """What the window that closes weighs on all ranks."""
         self._restored: dict[str, Any] | None = None
-        self._expected = False
-        """Whether the batch in use has had no backward pass."""
+        self._expected = self._closes = False
+        """Whether the batch in use has had no backward pass, and whether it is its window's last."""
         self._left_out: list[tuple[Tensor, bool, Any]] = []
         """Of a batch that weighs nothing: parameters, whether they had no gradient, hooks that keep it out."""
         self._settings: list[dict[str, Any]] | None = None
@@ -179,9 +178,11 @@ class GradientAccumulation(Callback):
                 "module's optimizer_step. It would have to run the whole window again. Remove GradientAccumulation, or "
                 "use gradaccum.torch.TrainStep under manual optimization."
             )
-        self._check_sum()
+        if trainer.world_size > 1:  # whose reduction writes to the gradients
+            self._check_sum()
         factor = self._window.weigh()
-        if not trainer.fit_loop._should_accumulate():
+        self._closes = not trainer.fit_loop._should_accumulate()
+        if self._closes:
             self._close()
         if factor == 0:  # NaN times 0 would stay NaN
             parameters = [p for p in self._parameters() if p.requires_grad]
@@ -192,20 +193,26 @@ class GradientAccumulation(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         window, monitor = self._window, self._monitor
         assert monitor is not None
-        if not window.micro_batches and monitor.looking:
-            self._settings = self._others.settings.hyperparameters(wait=False)
-        window.add()
-        self._expected = False
-        closes = not trainer.fit_loop._should_accumulate()
+        for parameter, had_none, hook in self._left_out:
+            hook.remove()
+            if had_none and (not self._closes or trainer.world_size == 1):
+                parameter.grad = None
         if self._left_out:
-            for parameter, had_none, hook in self._left_out:
-                hook.remove()
-                if had_none and (not closes or trainer.world_size == 1):
-                    parameter.grad = None
             self._left_out = []
             monitor.resync()
-        monitor.counted(window.micro_batches + 1 >= trainer.accumulate_grad_batches)
-        if closes:
+        if trainer.world_size == 1 and monitor.passes.arrivals and not monitor.looking:  # nearly always
+            monitor.passes.arrivals = 0
+            if self._closes:
+                self._check_sum()
+        else:
+            if trainer.world_size == 1:
+                self._check_sum()
+            if not window.micro_batches and monitor.looking:
+                self._settings = self._others.settings.hyperparameters(wait=False)
+            monitor.counted(last_next=window.micro_batches + 2 >= trainer.accumulate_grad_batches)
+        window.add()
+        self._expected = False
+        if self._closes:
             self._finish(trainer)
 
     def on_before_optimizer_step(
@@ -320,7 +327,7 @@ class GradientAccumulation(Callback):
     # Files.
 
     def state_dict(self) -> dict[str, Any]:
-        """The open window with its gradients. All ranks call it, and get the same: the mean of theirs."""
+        """The open window with its gradients, the mean over ranks. All ranks must call it, and get the same."""
         state: dict[str, Any] = {"unit": self._unit}
         trainer, monitor, window = self._trainer, self._monitor, self._window
         if trainer is None or monitor is None or not window.is_open:

@@ -27,34 +27,34 @@ logger = logging.getLogger("gradaccum")
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 
 
-class ChunkedMultipleNegativesRankingLoss(nn.Module):
+class ChunkedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
     """`CachedMultipleNegativesRankingLoss` on `chunked` and `info_nce`: the same arguments, loss and gradients.
 
-    Texts are embedded in micro-batches whose activations are computed again in backward, dropout and all, and the
-    matrix of all queries and documents exists in tiles. `loss.backward()` is an ordinary one: hooks, `GradScaler`,
-    `torch.autograd.grad` and DistributedDataParallel see the large batch's.
+    Texts are embedded in micro-batches, which backward computes again with the same dropout, and the matrix of all
+    queries and documents is computed in tiles. `loss.backward()` is an ordinary one, so hooks, `GradScaler`,
+    `torch.autograd.grad` and DistributedDataParallel see the large batch's gradients.
 
     Args:
         model: A `SentenceTransformer`.
-        scale: What similarities are multiplied by: one over the temperature.
-        similarity_fct: `cos_sim` or `dot_score`, in tiles; any other function of two lists of embeddings, on the whole
-            matrix.
+        scale: Factor of the similarities, one over the temperature.
+        similarity_fct: `cos_sim` or `dot_score`, in tiles; any other function of two lists of embeddings holds the
+            whole matrix.
         mini_batch_size: Texts of a micro-batch, at most.
         mini_batch_num_tokens: In its place the padded tokens of a micro-batch: texts are sorted by length, trimmed and
             packed.
         gather_across_devices: Compare the texts of all ranks. The loss is that of all of them, the same on each rank;
             ranks may differ in rows.
-        directions: What is compared; in tiles: `("query_to_doc",)`, and `("query_to_doc", "doc_to_query")` with
-            `partition_mode="per_direction"`. Others take the whole matrix.
+        directions: What is compared. `("query_to_doc",)`, and `("query_to_doc", "doc_to_query")` with
+            `partition_mode="per_direction"`, run in tiles; others hold the whole matrix.
         partition_mode: `"joint"`, or `"per_direction"`: a softmax for each direction.
         show_progress_bar: Accepted, and without effect.
-        hardness_mode: As in sentence-transformers; other than None it takes the whole matrix.
+        hardness_mode: As in sentence-transformers; any but None holds the whole matrix.
         hardness_strength: Its strength.
         tile: Queries and documents whose similarities are in memory at a time.
 
     Raises:
-        TypeError, ValueError: An argument is none of what it must be; at a call: fewer than two columns, or a batch
-            that has no row for each text.
+        TypeError, ValueError: An argument is invalid; in a call, there are fewer than two columns, or a column without
+            a row for each text.
 
     Example:
         >>> loss = ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=64)            # doctest: +SKIP
@@ -77,9 +77,7 @@ class ChunkedMultipleNegativesRankingLoss(nn.Module):
         *,
         tile: int = 1024,
     ) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = MultipleNegativesRankingLoss(  # it checks these, and is the loss where there are no tiles
+        super().__init__(  # it checks these, and is the loss where there are no tiles
             model,  # type: ignore[arg-type]  # a SentenceTransformer, or a trainer's wrapper of one
             scale=scale,
             similarity_fct=similarity_fct,
@@ -108,11 +106,11 @@ class ChunkedMultipleNegativesRankingLoss(nn.Module):
 
     @property
     def _in_tiles(self) -> bool:
-        loss = self.loss
-        both = set(loss.directions) == {"query_to_doc", "doc_to_query"} and loss.partition_mode == "per_direction"
-        is_hardened = loss.hardness_mode is not None and loss.hardness_strength > 0
-        one_way = set(loss.directions) == {"query_to_doc"}
-        return (one_way or both) and loss.similarity_fct in (cos_sim, dot_score) and not is_hardened
+        directions = set(self.directions)
+        both = directions == {"query_to_doc", "doc_to_query"} and self.partition_mode == "per_direction"
+        is_hardened = self.hardness_mode is not None and self.hardness_strength > 0
+        is_known = self.similarity_fct in (cos_sim, dot_score) and not is_hardened
+        return is_known and (both or directions == {"query_to_doc"})
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         columns = list(sentence_features)
@@ -126,14 +124,14 @@ class ChunkedMultipleNegativesRankingLoss(nn.Module):
         rows = self.mini_batch_size if self.mini_batch_num_tokens is None else sys.maxsize
         embeddings = _embedded(self.model, columns, rows, self.mini_batch_num_tokens, self._chunked)
         if not self._in_tiles:
-            return self.loss.compute_loss_from_embeddings(embeddings, labels)  # type: ignore[arg-type]  # unused there
+            return self.compute_loss_from_embeddings(embeddings, labels)  # type: ignore[arg-type]  # unused there
         queries, documents = embeddings[0], torch.cat(embeddings[1:])
         if len(documents) < len(queries):
             raise ValueError(
                 "Text i of the first column and text i of the second are a pair, so there are as many documents as "
                 f"queries, or more: negatives. Received: columns of {', '.join(str(len(e)) for e in embeddings)} texts."
             )
-        if self.loss.similarity_fct is cos_sim:
+        if self.similarity_fct is cos_sim:
             queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
         spans_ranks = self.gather_across_devices and dist.is_available() and dist.is_initialized()
         return info_nce(
@@ -146,36 +144,17 @@ class ChunkedMultipleNegativesRankingLoss(nn.Module):
         )
 
     def get_config_dict(self) -> dict[str, Any]:
-        """What a model card says of the loss."""
+        """The loss's entry in a model card."""
         sizes = {name: getattr(self, name) for name in ("mini_batch_size", "mini_batch_num_tokens", "tile")}
-        return {**self.loss.get_config_dict(), **sizes}
+        return {**super().get_config_dict(), **sizes}
 
     @property
     def citation(self) -> str:
-        """What a model card cites."""
-        return self.loss.citation
-
-    # The loss inside has these; `loss.scale = 5.0` sets them there.
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _INSIDE and "loss" in self.__dict__.get("_modules", {}):
-            return getattr(self.loss, name)
-        return super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _INSIDE:
-            setattr(self.loss, name, value)
-        else:
-            super().__setattr__(name, value)
+        """The loss's citation in a model card."""
+        return super().citation
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_chunked": {}}  # found by identity
-
-
-_INSIDE = {
-    "scale", "similarity_fct", "gather_across_devices", "directions", "partition_mode", "hardness_mode",
-    "hardness_strength", "temperature",
-}  # fmt: skip
 
 
 # The columns of a batch, embedded in micro-batches by the model that the trainer has wrapped.

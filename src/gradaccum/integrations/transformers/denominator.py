@@ -25,9 +25,6 @@ ENTRIES = 1 << 12
 
 TRAINERS_COUNT = "the Trainer's count"
 
-Count = Callable[[Any], Any]
-"""`count(batch)`: what a batch weighs."""
-
 
 class Denominator:
     """The weight of a trainer's batches.
@@ -44,12 +41,10 @@ class Denominator:
     `loss(batch)` is the trainer's loss on some rows, without a trace in its logs; `given` what the user passed.
     """
 
-    def __init__(self, trainer: Any, loss: Callable[[Any], Tensor], given: Count | None = None) -> None:
+    def __init__(self, trainer: Any, loss: Callable[[Any], Tensor], given: Callable[[Any], Any] | None = None) -> None:
         self._trainer, self._loss, self._given = trainer, loss, given
-        self.exchanges = False
-        """Whether all ranks have to find the same."""
-        self.idle = False
-        """Whether nothing can be tried out: other ranks would wait."""
+        self.exchanges = self.idle = False
+        """Whether all ranks have to find the same; whether nothing can be tried out, as other ranks would wait."""
         self.left = ["weight"] if given is not None else [TRAINERS_COUNT, *_COUNTS]
         """The candidates that are left, the first of which is taken."""
         self._last: tuple[Any, Any] = (None, None)
@@ -59,7 +54,10 @@ class Denominator:
         if self._given is not None:
             return self._given(as_inputs(batch))
         for name in self.left:
-            weight = self.items(batch) if name == TRAINERS_COUNT else _total(_COUNTS[name](batch))
+            weight = self.items(batch)
+            if name != TRAINERS_COUNT:
+                each = _COUNTS[name](batch)
+                weight = None if each is None else each.sum()
             if weight is not None:
                 return weight
         return float(row_count(batch))
@@ -94,27 +92,25 @@ class Denominator:
             each = self._of_each_row(tree, batch) if name == TRAINERS_COUNT else _COUNTS[name](tree)
             if each is not None:
                 weights[name] = each.cpu().double()
-        refuted: list[str] = []
+        known = len(weights)
         # Two rows that tell rows from labels may agree about labels and those shifted by one: the next two do not.
         while (pair := _telling_pair(list(weights.values()))) is not None:
             wrong = self._refuted_by(pair, weights, batch)
             if not wrong or len(wrong) == len(weights):
                 break
-            refuted += wrong
             weights = {name: weight for name, weight in weights.items() if name not in wrong}
-        if refuted:
-            own = weights.get(TRAINERS_COUNT)
-            alike = [name for name, weight in weights.items() if own is not None and torch.equal(weight, own)]
-            if len(alike) == len(weights) == 2:
-                del weights[TRAINERS_COUNT]
-        return [name for name in self.left if name not in weights] if refuted else []
+        if len(weights) == known:
+            return []
+        own = weights.get(TRAINERS_COUNT)
+        if own is not None and len(weights) == 2 and all(torch.equal(weight, own) for weight in weights.values()):
+            del weights[TRAINERS_COUNT]
+        return [name for name in self.left if name not in weights]
 
     def _refuted_by(self, pair: tuple[int, int], weights: Mapping[str, Tensor], batch: Batch) -> list[str]:
-        one, other, both = (batch.take(torch.tensor(rows)) for rows in ([pair[0]], [pair[1]], list(pair)))
+        rows = [batch.take(torch.tensor(some)) for some in ([pair[0]], [pair[1]], list(pair))]
         try:
             with evaluated(list(self._trainer.model.modules()), self._trainer.args.device):
-                parts = [self._gradient(part) for part in (one, other)]
-                whole = self._gradient(both)
+                *parts, whole = map(self._gradient, rows)
         except Exception as error:
             logger.debug("The loss could not be evaluated on two rows: %s", error)
             return []
@@ -136,15 +132,11 @@ class Denominator:
         return torch.tensor([float(self.items(row)) for row in rows])
 
     def _gradient(self, rows: Batch) -> Tensor:
+        """Some entries of each parameter's, from all over it; zeros where there is none."""
         parameters = [p for p in self._trainer.model.parameters() if p.requires_grad]
         found = torch.autograd.grad(self._loss(rows.tree[0]), parameters, allow_unused=True)
-        return torch.cat([_sample(p if g is None else g, g is None) for p, g in zip(parameters, found)])
-
-
-def _sample(tensor: Tensor, unused: bool) -> Tensor:
-    """Some entries of a gradient, from all over it; zeros where there is none."""
-    some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // ENTRIES)].float()
-    return torch.zeros_like(some) if unused else some
+        given = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found)]
+        return torch.cat([g.detach().reshape(-1)[:: max(1, g.numel() // ENTRIES)].float() for g in given])
 
 
 # Each row's weight, by what the loss may be a mean over; None where a batch has no such thing.
@@ -152,9 +144,7 @@ def _sample(tensor: Tensor, unused: bool) -> Tensor:
 
 def _labels(batch: Any) -> Tensor | None:
     labels = with_labels(batch).get("labels")
-    if not isinstance(labels, Tensor) or labels.dim() == 0:
-        return None
-    return _per_row(labels != IGNORED)
+    return _per_row(labels != IGNORED) if isinstance(labels, Tensor) and labels.dim() > 0 else None
 
 
 def _shifted(batch: Any) -> Tensor | None:
@@ -163,10 +153,6 @@ def _shifted(batch: Any) -> Tensor | None:
     if not isinstance(labels, Tensor) or labels.dim() < 2:
         return None
     return _per_row(inputs.get("shift_labels", labels[..., 1:]) != IGNORED)
-
-
-def _rows(batch: Any) -> Tensor:
-    return torch.ones(row_count(batch))
 
 
 def _completions(batch: Any) -> Tensor | None:
@@ -181,29 +167,25 @@ def _per_row(mask: Tensor) -> Tensor:
 _COUNTS: dict[str, Callable[[Any], Tensor | None]] = {
     "labels": _labels,
     "labels shifted by one": _shifted,
-    "rows": _rows,
+    "rows": lambda batch: torch.ones(row_count(batch)),
     "tokens of the completions": _completions,
 }
 
 
-def _total(each: Tensor | None) -> Any:
-    return None if each is None else each.sum()
-
-
 def _telling_pair(weights: Sequence[Tensor]) -> tuple[int, int] | None:
     """Two rows about which the weights disagree most; None where all weights are proportional."""
-    best: tuple[float, tuple[int, int]] = (1e-9, (0, 0))
+    most, found = 1e-9, None
     for index, weight in enumerate(weights):
         for other in weights[index + 1 :]:
             ratio = (weight / other).nan_to_num(nan=-1.0, posinf=-1.0)
             usable = (ratio > 0).nonzero().flatten()
             if len(usable) < 2:
                 continue
-            low, high = (int(usable[f(ratio[usable])]) for f in (torch.argmin, torch.argmax))
+            low, high = (int(usable[place(ratio[usable])]) for place in (torch.argmin, torch.argmax))
             spread = 1.0 - float(ratio[low] / ratio[high])
-            if spread > best[0]:
-                best = spread, (low, high)
-    return best[1] if best[0] > 1e-9 else None
+            if spread > most:
+                most, found = spread, (low, high)
+    return found
 
 
 def _residual(whole: Tensor, parts: Sequence[Tensor], weights: Tensor) -> float:

@@ -82,14 +82,7 @@ class LargeBatch:
             assert self.denominator is not None
             self.denominator.look_at(batch)
             try:
-                try:
-                    loss = step.backward(batch)
-                except NotEquivalentError as error:
-                    if not self.trims:
-                        raise
-                    logger.debug("Padding is not cut off: %s", error)
-                    self.trims = False
-                    loss = self._step_on(model, own).backward(batch)
+                loss = self._backward(step, model, own, batch)
             except NotEquivalentError as error:
                 raise NotEquivalentError(
                     f"{error}\nThe loss is {type(trainer).__name__}.compute_loss on a part of the batch, with the "
@@ -99,6 +92,16 @@ class LargeBatch:
             if all(p.grad is None for group in trainer.optimizer.param_groups for p in group["params"]):
                 loss = self._leave_zeros(model, own, batch)
         return loss.requires_grad_()
+
+    def _backward(self, step: TrainStep, model: nn.Module, own: Loss, batch: Any) -> Tensor:
+        try:
+            return step.backward(batch)
+        except NotEquivalentError as error:
+            if not self.trims:
+                raise
+            logger.debug("Padding is not cut off: %s", error)
+            self.trims = False
+            return self._step_on(model, own).backward(batch)
 
     def _leave_zeros(self, model: nn.Module, own: Loss, batch: Any) -> Tensor:
         """Nothing in the batch counts, on any rank: the stock trainer's update is one with a gradient of zero."""
@@ -181,18 +184,15 @@ class LargeBatch:
         passes = -(-rows // (step.micro_batch_size or rows or 1)) if together else 0
         mine = [batches, trainer.accelerator.gradient_state.end_of_dataloader if batches < 0 else 0, passes, rows]
         everybody = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device)).tolist()
-        counts, lasts, passes_of, rows_of = zip(*everybody)
-        if len({*counts}) > 1 or len({*lasts}) > 1:
-            found = [
-                f"{n} batches" if n >= 0 else "the last batch" if last else "more" for n, last in zip(counts, lasts)
-            ]
+        if any(one[:2] != everybody[0][:2] for one in everybody):
+            found = [f"{n} batches" if n >= 0 else "the last batch" if last else "more" for n, last, *_ in everybody]
             raise WindowError(
                 f"Ranks have different numbers of batches: {by_rank(found)}. A rank that has used up its own would be "
                 "waited for. Leave even_batches=True in `accelerator_config`, or cut the data of all ranks to the "
                 "shortest."
             )
-        if len({*passes_of}) > 1:
-            found = [f"{rows} rows, {passes} micro-batches" for rows, passes in zip(rows_of, passes_of)]
+        if any(one[2] != passes for one in everybody):
+            found = [f"{rows} rows, {passes} micro-batches" for *_, passes, rows in everybody]
             raise WindowError(
                 f"{type(trainer).__name__}.compute_loss gathers metrics over the ranks, so all of them need as many "
                 f"micro-batches. Received: {by_rank(found)}. "
@@ -209,14 +209,13 @@ class LargeBatch:
         finally:
             args.average_tokens_across_devices = average
 
-    # The sizes that "auto" has found belong to a checkpoint: other micro-batches draw other dropout masks.
+    # The sizes that "auto" has found, and whether padding is cut off, belong to a checkpoint: other micro-batches draw
+    # other dropout masks.
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes that have been found, and whether padding is cut off."""
         return ({} if self.step is None else self.step.state_dict()) | {"trims": self.trims}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` wrote."""
         self._state, self.trims = state, state.get("trims", False)
         if self.step is not None:
             self.step.load_state_dict(state)
@@ -231,10 +230,7 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 class _Quiet:
-    """An accelerator that gathers from this rank alone, or a handler that calls no callback.
-
-    `replaced(name)` is what stands in the place of one of its methods, if anything does.
-    """
+    """An object some of whose methods are replaced: `replaced(name)` is what stands in the place of one, or None."""
 
     def __init__(self, inside: Any, replaced: Callable[[str], Any]) -> None:
         self._inside, self._replaced = inside, replaced
@@ -243,11 +239,11 @@ class _Quiet:
         return self._replaced(name) or getattr(self._inside, name)
 
 
-def _same_tensor(name: str) -> Any:
+def _own_rank_alone(name: str) -> Any:
     return (lambda tensor, *how, **more: tensor) if name in ("gather", "gather_for_metrics", "reduce") else None
 
 
-def _same_control(name: str) -> Any:
+def _no_callback(name: str) -> Any:
     is_event = name.startswith("on_") or name == "call_event"
     return (lambda args, state, control, *rest, **more: control) if is_event else None
 
@@ -259,8 +255,8 @@ def _without_traces(trainer: Any) -> Any:
     for name, value in own.items():
         if isinstance(value, _CONTAINERS) and _is_small(value, [LARGEST]):
             own[name] = copy.deepcopy(value)
-    own["accelerator"] = _Quiet(trainer.accelerator, _same_tensor)
-    own["callback_handler"] = _Quiet(trainer.callback_handler, _same_control)
+    own["accelerator"] = _Quiet(trainer.accelerator, _own_rank_alone)
+    own["callback_handler"] = _Quiet(trainer.callback_handler, _no_callback)
     own["state"], own["control"] = copy.copy(trainer.state), copy.copy(trainer.control)
     own["state"].log_history = list(trainer.state.log_history)
     own["log"] = lambda *values, **more: None
@@ -272,10 +268,8 @@ def _is_small(value: Any, left: list[int]) -> bool:
     left[0] -= 1
     if left[0] < 0:
         return False
-    if isinstance(value, dict):
-        return all(_is_small(item, left) for pair in value.items() for item in pair)
     if isinstance(value, _CONTAINERS):
-        return all(_is_small(item, left) for item in value)
+        return all(_is_small(item, left) for item in ([*value, *value.values()] if isinstance(value, dict) else value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
@@ -289,14 +283,8 @@ class Metrics:
     """
 
     _OVER_TOKENS = (
-        "mean_token_accuracy",
-        "entropy",
-        "logits/chosen",
-        "logits/rejected",
-        "kl",
-        "clip_ratio/",
-        "cispo_clip_ratio",
-    )
+        "mean_token_accuracy", "entropy", "logits/chosen", "logits/rejected", "kl", "clip_ratio/", "cispo_clip_ratio",
+    )  # fmt: skip
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

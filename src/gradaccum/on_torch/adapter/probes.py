@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from gradaccum.core.causes import innermost
 from gradaccum.on_torch.adapter.rng import row_dimension, rows_in
-from gradaccum.on_torch.batch import leaves, map_leaves
+from gradaccum.on_torch.batch import leaves
 
-__all__ = ["Outputs", "Trace", "mixing", "others_differ", "part_differs", "tokens_differ"]
+__all__ = ["Trace", "mixing", "others_differ", "part_differs", "tokens_differ"]
 
 _TOLERANCE = 1e-8
 """Relative difference between fingerprints that counts as rounding, in float64; narrower dtypes get more."""
@@ -169,56 +169,3 @@ def mixing(large: Trace, other: Trace, differ: Differ = any_differs, *, sums: bo
 
     found = innermost(large.calls, inputs_agree, outputs_differ, is_inside)
     return list(dict.fromkeys(path for path, _ in found))
-
-
-class Outputs:
-    """What a model returns for the large batch, one tree per call."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.calls: list[Any] = []
-        self.complete = True
-        """Whether every tensor could be put in place so far."""
-        self._leaves: list[Tensor] = []
-
-    def keep(self, model: nn.Module) -> None:
-        """Keep what this copy of the model returns."""
-
-        def keep(leaf: Any) -> Any:
-            return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-        model.register_forward_hook(lambda _, args, output: self.calls.append(map_leaves(keep, output)))
-
-    def replace(self, model: nn.Module, rows: Tensor | None) -> None:
-        """Have this copy return its rows of what was kept, in leaves whose gradient is the loss's alone."""
-        self._leaves = []
-        calls = iter(self.calls)
-
-        def replace(module: nn.Module, args: Any, output: Any) -> Any:
-            kept = next(calls, None)
-            try:
-                return map_leaves(lambda new, whole: self._part(new, whole, rows), output, kept)
-            except ValueError:  # another structure than the large batch's
-                self.complete = False
-                return output
-
-        model.register_forward_hook(replace)
-
-    def _part(self, new: Any, whole: Any, rows: Tensor | None) -> Any:
-        if not isinstance(new, Tensor) or not isinstance(whole, Tensor):
-            return new
-        leaf = whole.clone()
-        if leaf.is_floating_point():
-            self._leaves.append(leaf.requires_grad_())
-        if rows is None:
-            return leaf.clone()
-        dim = row_dimension(leaf.shape, new.shape, self.rows, rows)
-        if dim is None or dim < 0:
-            self.complete = False
-            return new
-        return rows_in(leaf, dim, self.rows, rows)
-
-    def gradients(self) -> Tensor:
-        """The gradient with respect to the whole of what was kept, in one vector."""
-        parts = [(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).flatten() for leaf in self._leaves]
-        return torch.cat(parts) if parts else torch.zeros(1)

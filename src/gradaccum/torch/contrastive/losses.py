@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradaccum.core.contrastive import Described, check_ids, check_rows, check_scalar
 from gradaccum.schedule import checked_count
 from gradaccum.torch.contrastive.tiles import CrossEntropy, PairsOf, Ranks, Scores, Sigmoid, TiledLoss
 
@@ -34,34 +35,34 @@ def info_nce(
         L(a, b) = mean_i [ log sum_j exp(s_ij) - mean_{p in P(i)} s_ip ]          over rows i that have a positive
         loss    = (L(a, b) + L(b, a)) / 2                                         or L(a, b), where not symmetric
 
-    With one positive each this is `cross_entropy(scores, labels)`; with several, SupCon's loss. Forward and backward
-    keep rows, numbers per row, and one tile of scores; backward computes the scores anew. Half-precision rows are
-    compared and summed in float32, inside of autocast, too; the loss is float32 then.
+    With one positive each this is `cross_entropy(scores, labels)`; with several,
+    [SupCon's](https://arxiv.org/abs/2004.11362) loss. Forward and backward keep rows, numbers per row, and one tile of
+    scores; backward computes the scores again. Half-precision rows are compared and summed in float32, inside autocast
+    too, and the loss is then float32.
 
     Args:
-        a: Rows, (N, size). They are compared as they are: normalise them before, where that is meant.
+        a: Rows, (N, size), compared as they are. Normalize them before, if your loss does.
         b: Rows, (M, size). Without `positives`, the first N belong to those of `a`; the others are negatives of all.
-        temperature: What scores are divided by. A tensor of one number gets its gradient: `1 / scale`,
-            `(-logit_scale).exp()`.
+        temperature: Divides the scores. A tensor of one number gets its gradient: `1 / scale`, `(-logit_scale).exp()`.
         tile: Rows and columns of the scores that are in memory at a time.
-        symmetric: Whether rows of `b` look for theirs among those of `a`, too.
+        symmetric: Whether rows of `b` are compared with those of `a`, too.
         positives: The pairs that belong together: ids of the pairs (a tensor of N ints: rows with the same id belong
             together), ids of `a`'s and of `b`'s rows (a tuple of two such tensors, of N and M), or a function of the
             numbers of rows and columns, which returns a bool tensor of shape (rows, columns). None: row i and row i.
-        ignore: Pairs that count as neither positive nor negative, such as false negatives; given likewise. Those
-            among `positives` stay positives. Backward asks functions again, with the random numbers of the first time.
-        group: The process group over whose ranks all rows are compared, `torch.distributed.group.WORLD` say; None:
-            this process's rows alone. Ranks may differ in rows; the loss is the same on all of them, and all must
-            differentiate it. Gradients are those of the sum of what all ranks make of the loss, as through a
-            differentiable all-gather, so that the mean over ranks, which DistributedDataParallel takes, is the large
-            batch's. Numbers of rows, in functions, count all ranks' rows, rank 0's first.
+        ignore: Pairs that count as neither positive nor negative, such as false negatives, in the same form. Those
+            among `positives` stay positives. Backward calls functions again, with the same random numbers.
+        group: The process group whose ranks' rows are all compared, such as `torch.distributed.group.WORLD`; None
+            compares this process's rows alone. Ranks may differ in rows; the loss is the same on all of them, and all
+            must differentiate it. Gradients are those of the sum of all ranks' losses, so DistributedDataParallel's
+            mean over ranks is the large batch's gradient. Row numbers in functions count all ranks' rows, rank 0's
+            first.
 
     Returns:
-        A scalar. 0 where no row has a positive.
+        A scalar, 0 if no row has a positive.
 
     Raises:
-        TypeError, ValueError: An argument is none of what it must be, or the ranks' arguments don't go together.
-        NotEquivalentError: In backward: a function answers otherwise than in forward.
+        TypeError, ValueError: An argument is invalid, or the ranks' arguments don't go together.
+        NotEquivalentError: In backward, a function returns something else than in forward.
 
     Example:
         >>> a, b = (torch.nn.functional.normalize(torch.randn(64, 8)).requires_grad_() for _ in "ab")
@@ -85,7 +86,7 @@ def sigmoid_loss(
     ignore: PairsOf | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """SigLIP's loss: every pair is judged by itself, in tiles.
+    """[SigLIP's](https://arxiv.org/abs/2303.15343) loss, which judges every pair by itself, in tiles.
 
         loss = -1/N sum_ij log sigmoid(z_ij s_ij),    s_ij = <a_i, b_j> / temperature + bias,    z = 1 or -1
 
@@ -94,8 +95,8 @@ def sigmoid_loss(
     Args:
         a: As for `info_nce`.
         b: As for `info_nce`.
-        temperature: What scores are divided by: a number, or a tensor of one, which gets its gradient.
-        bias: What is added to scores, likewise.
+        temperature: Divides the scores: a number, or a tensor of one, which gets its gradient.
+        bias: Is added to the scores, in the same form.
         tile: Rows and columns of the scores that are in memory at a time.
         positives: As for `info_nce`.
         ignore: As for `info_nce`.
@@ -141,9 +142,12 @@ def _tiled(
     ignore: PairsOf | None,
     group: Any,
 ) -> Tensor:
-    given = a, b, temperature, bias, tile, symmetric, positives, ignore
-    check = functools.partial(_checked, *given, reads=group is not None)
-    ranks = _ranks(name, check, a, group)
+    check = functools.partial(_checked, a, b, temperature, bias, tile, positives, ignore)
+    if group is None:
+        check()
+        ranks = Ranks(None, [len(a)], [len(b)], a.device)
+    else:
+        ranks = _ranks(name, check, a, b, temperature, bias, symmetric, group)
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)  # half precision is summed in it
     scores = Scores(ranks, positives, ignore, tile, dtype)
     if bias is None:
@@ -162,6 +166,31 @@ def _scalar(value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
 # The checks: of one rank's arguments, and of what has to be the same on all.
 
 _DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def _checked(a: Any, b: Any, temperature: Any, bias: Any, tile: Any, positives: Any, ignore: Any) -> list[int]:
+    """Raise for wrong arguments. Returns the kinds of the pairs."""
+    check_rows(a, b, _described, "a dense tensor", may_be_empty=True)
+    if a.device != b.device:
+        raise ValueError(f"`a` and `b` must be on the same device. Received: {a.device} and {b.device}.")
+    checked_count(tile, "tile")
+    check_scalar(temperature, "temperature", _described, "a tensor")
+    if bias is not None:
+        check_scalar(bias, "bias", _described, "a tensor", positive=False)
+    pairs = ("positives", positives), ("ignore", ignore)
+    return [check_ids(g, name, len(a), len(b), _described, "a tensor", functions=True) for name, g in pairs]
+
+
+def _described(value: Any) -> Described | None:
+    if not isinstance(value, Tensor):
+        return None
+    dtype, is_dense = str(value.dtype).removeprefix("torch."), value.layout is torch.strided
+    if not is_dense or value.dtype == torch.uint64 or (value.is_floating_point() and value.dtype not in _DTYPES):
+        dtype = f"{value.layout} {dtype.replace('u', 'unsigned ')}"
+    readable = is_dense and value.is_cpu and value.numel() == 1 and value.is_floating_point()
+    return Described(dtype, tuple(value.shape), float(value.detach()) if readable else None)
+
+
 _PAIRS = ("None", "a function", "ids")
 _SUMMARY: dict[str, Sequence[Any]] = {
     "the size of a row": (),
@@ -175,11 +204,17 @@ _SUMMARY: dict[str, Sequence[Any]] = {
 """What ranks compare, as numbers, and what the numbers stand for where they stand for something."""
 
 
-def _ranks(name: str, check: Any, a: Any, group: Any) -> Ranks:
+def _ranks(
+    name: str,
+    check: Callable[[], list[int]],
+    a: Any,
+    b: Any,
+    temperature: Any,
+    bias: Any,
+    symmetric: bool,
+    group: Any,
+) -> Ranks:
     """Whose rows there are, once all arguments have been checked, on all ranks."""
-    if group is None:
-        rows, columns, *_ = check()
-        return Ranks(None, [rows], [columns], a.device)
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             "`group` must be a process group, as torch.distributed.group.WORLD is once init_process_group() was "
@@ -188,7 +223,11 @@ def _ranks(name: str, check: Any, a: Any, group: Any) -> Ranks:
     problem: Exception | None = None
     summary: list[Any] = [0] * (2 + len(_SUMMARY))
     try:
-        summary = check()
+        kinds, inputs = check(), (a, b, temperature, bias)
+        learned = [isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled() for t in inputs]
+        numbers = [float(0.0 if t is None else t.detach() if isinstance(t, Tensor) else t) for t in inputs[2:]]
+        dtypes = _DTYPES.index(a.dtype), _DTYPES.index(b.dtype)
+        summary = [len(a), len(b), a.shape[1], *dtypes, *learned, *numbers, symmetric, *kinds]
     except (TypeError, ValueError) as error:
         problem = error
     device = a.device if isinstance(a, Tensor) else torch.device("cpu")
@@ -207,82 +246,3 @@ def _ranks(name: str, check: Any, a: Any, group: Any) -> Ranks:
                 f"The ranks call {name} differently: {what} must be the same. Received, by rank: {listed}."
             )
     return Ranks(None if len(received) == 1 else group, [*map(int, rows)], [*map(int, columns)], device)
-
-
-def _checked(
-    a: Any, b: Any, temperature: Any, bias: Any, tile: Any, symmetric: bool, positives: Any, ignore: Any, *, reads: bool
-) -> list[Any]:
-    """Check a rank's arguments. Returns its numbers of rows, and those of `_SUMMARY`, which other ranks read."""
-    for name, rows in (("a", a), ("b", b)):
-        if not isinstance(rows, Tensor):
-            raise TypeError(f"`{name}` must be a tensor. Received: {rows!r} of type {type(rows).__name__}.")
-        if rows.dim() != 2 or rows.dtype not in _DTYPES or rows.layout is not torch.strided:
-            raise ValueError(
-                f"`{name}` must be a dense floating-point tensor of shape (rows, size). Received: {rows.dtype} of "
-                f"shape {tuple(rows.shape)}, {rows.layout}."
-            )
-    if a.shape[1] != b.shape[1] or a.device != b.device:
-        raise ValueError(
-            "`a` and `b` must have rows of the same size, on the same device. Received: "
-            f"{tuple(a.shape)} on {a.device}, {tuple(b.shape)} on {b.device}."
-        )
-    checked_count(tile, "tile")
-    kind = _kind_of_pairs(positives, "positives", len(a), len(b))
-    if kind == 0 and len(b) < len(a):
-        raise ValueError(
-            "Without `positives` row i of a and row i of b are a pair, so b has as many rows as a, or more: "
-            f"negatives. Received: {len(a)} rows of a, {len(b)} of b. Swap them, or pass `positives`."
-        )
-    kinds = kind, _kind_of_pairs(ignore, "ignore", len(a), len(b))
-    numbers = [_checked_scalar(temperature, "temperature", reads=reads)]
-    numbers.append(0.0 if bias is None else _checked_scalar(bias, "bias", reads=reads))
-    learned = [isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled() for t in (a, b, temperature, bias)]
-    dtypes = _DTYPES.index(a.dtype), _DTYPES.index(b.dtype)
-    return [len(a), len(b), a.shape[1], *dtypes, *learned, *numbers, symmetric, *kinds]
-
-
-def _kind_of_pairs(given: Any, name: str, rows: int, columns: int) -> int:
-    """Check what `positives` or `ignore` was given as. Returns its place in `_PAIRS`."""
-    if given is None or callable(given):
-        return 0 if given is None else 1
-    of_a, of_b = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-    if not isinstance(of_a, Tensor) or not (of_b is None or isinstance(of_b, Tensor)):
-        raise TypeError(
-            f"`{name}` must be a tensor of ids, a tuple of two (of a's rows, of b's), or a function (rows, columns) -> "
-            f"bool tensor. Received: {name}={given!r} of type {type(given).__name__}."
-        )
-    for ids in (of_a,) if of_b is None else (of_a, of_b):
-        if ids.dtype in (torch.bool, torch.uint64) or ids.is_floating_point() or ids.is_complex() or ids.dim() != 1:
-            raise ValueError(
-                f"`{name}` as a tensor holds an id (an int) for each row. Received: {ids.dtype}, shape "
-                f"{tuple(ids.shape)}. A matrix of pairs takes memory that is quadratic in the rows; one that is at "
-                f"hand is given as {name}=lambda rows, columns: matrix[rows][:, columns]."
-            )
-    if of_b is None and columns < rows:
-        raise ValueError(
-            f"`{name}` as one tensor holds ids of the pairs, of which b has fewer rows than a ({columns} and {rows}). "
-            f"Give the ids of both: {name}=(ids_of_a, ids_of_b)."
-        )
-    if len(of_a) != rows or (of_b is not None and len(of_b) != columns):
-        lengths = len(of_a) if of_b is None else (len(of_a), len(of_b))
-        raise ValueError(f"`{name}` must have an id for each row, {(rows, columns)} of a and b. Received: {lengths}.")
-    return 2
-
-
-def _checked_scalar(value: Any, name: str, *, reads: bool) -> float:
-    positive = name == "temperature"
-    must = f"`{name}` must be a{' positive' if positive else ''} number, or a tensor that holds one"
-    if isinstance(value, Tensor):
-        if value.numel() != 1 or not value.is_floating_point():
-            raise ValueError(f"{must}. Received: {value.dtype} of shape {tuple(value.shape)}.")
-        if not value.is_cpu:  # reading it makes the host wait
-            return float(value.detach()) if reads else 0.0
-        number = float(value.detach())
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        number = value
-    else:
-        raise TypeError(f"{must}. Received: {name}={value!r} of type {type(value).__name__}.")
-    # A tensor's NaN passes, as a loss that is NaN: it may have been learned.
-    if (positive and number <= 0) or (number != number and not isinstance(value, Tensor)):
-        raise ValueError(f"{must}. Received: {name}={number!r}.")
-    return number

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -237,24 +237,15 @@ class _Product(torch.autograd.Function):
 _product: Callable[[Tensor, Tensor], Tensor] = _Product.apply
 
 
-class Objective(Protocol):
-    """What is made of the scores."""
-
-    def add(self, tile: Tile) -> None:
-        """Forward: look at a tile. No operation in place, so that it can be differentiated."""
-
-    def value(self) -> Tensor:
-        """The loss, once all tiles have been looked at."""
-
-    def derivative(self, tile: Tile) -> Tensor:
-        """Backward: of the loss by each score of a tile. May use up the scores."""
-
-
 class TiledLoss(torch.autograd.Function):
-    """An objective of all scores, and its gradient, from tiles that are computed again in backward."""
+    """An objective of all scores, and its gradient, from tiles that are computed again in backward.
+
+    An objective looks at all tiles (`add`), has a `value` then, and its `derivative` by each score of a tile, which may
+    use up the scores. Nothing in `add` and `value` is done in place, so that both can be differentiated.
+    """
 
     @staticmethod
-    def forward(ctx: Any, scores: Scores, make: Callable[[], Objective], *inputs: Tensor | None) -> Tensor:
+    def forward(ctx: Any, scores: Scores, make: Callable[[], CrossEntropy | Sigmoid], *inputs: Tensor | None) -> Tensor:
         ctx.scores, ctx.make, ctx.objective = scores, make, make()
         ctx.save_for_backward(*inputs)
         return _value(scores, ctx.objective, *inputs)
@@ -265,7 +256,7 @@ class TiledLoss(torch.autograd.Function):
         return None, None, *gradients(ctx, grad, ctx.needs_input_grad[2:], *ctx.saved_tensors)
 
 
-def _value(scores: Scores, objective: Objective, a: Any, b: Any, temperature: Any, bias: Any) -> Tensor:
+def _value(scores: Scores, objective: CrossEntropy | Sigmoid, a: Any, b: Any, temperature: Any, bias: Any) -> Tensor:
     scale = temperature.to(scores.dtype).reciprocal()
     with torch.autocast(a.device.type, enabled=False):
         with scores.same_answers():

@@ -1,13 +1,13 @@
 """What a loss divides by, and how micro-batches add up to the large batch's."""
 
 from gradaccum.torch.loss.accumulator import LossAccumulator, WeightedLoss, accumulator, counted
-from gradaccum.torch.loss.divisors import Weight
 from gradaccum.torch.loss.named import (
     MIXED_TERMS,
     NamedSums,
     Term,
     Terms,
     Totals,
+    Weight,
     WindowLosses,
     checked_scalar,
     checked_terms,

@@ -12,8 +12,21 @@ from torch import Tensor
 from gradaccum.on_torch.batch import Batch, read_early
 from gradaccum.on_torch.oom_retry import RestartWindow
 from gradaccum.on_torch.private import run_backward
-from gradaccum.torch.loss.divisors import Weight, is_zero, ratio, times, where_any
-from gradaccum.torch.loss.named import MIXED_TERMS, Terms, Totals, read_totals, summed, weighed, weighted_sum, wide
+from gradaccum.torch.loss.named import (
+    MIXED_TERMS,
+    Terms,
+    Totals,
+    Weight,
+    is_zero,
+    ratio,
+    read_totals,
+    summed,
+    times,
+    weighed,
+    weighted_sum,
+    where_any,
+    wide,
+)
 from gradaccum.torch.loss.objective import Objective, one_weight
 
 __all__ = ["LossAccumulator", "WeightedLoss", "accumulator", "counted"]
@@ -94,7 +107,7 @@ class LossAccumulator:
         """By name, None for a single one: the losses, and what each is multiplied by."""
         self._weights: dict[Hashable, list[Weight]] = {}
         totals = self.total.values() if isinstance(self.total, dict) else () if self.total is None else (self.total,)
-        self._known: list[Callable[[], float] | float] = [read_early(total) for total in totals]
+        self._known: list[Callable[[], float] | float] = [t if type(t) is float else read_early(t) for t in totals]
         """What the window weighs, on the host or on its way there; and what forward passes have told instead."""
         self._by_passes: list[Callable[[], float] | float] = []
         self._sum: Tensor | None = None
@@ -130,9 +143,8 @@ class LossAccumulator:
                 self._sum = found[None]
                 return self._sum
             parameter, device = next(self.objective.model.parameters(), torch.zeros(())), self.objective.device
-            zero = torch.zeros_like(
-                wide(next(iter(found.values()), torch.zeros((), dtype=parameter.dtype))), device=device
-            )
+            some = next(iter(found.values()), torch.zeros((), dtype=parameter.dtype))
+            zero = torch.zeros_like(wide(some), device=device)
             names = list(self.total or ()) if self.named else []
             self._sum = torch.stack([found.get(name, zero).to(device) for name in names]) if names else zero
         return self._sum

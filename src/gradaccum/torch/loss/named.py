@@ -20,7 +20,6 @@ from gradaccum.core.window import Reduction, checked_weight
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.foreach import all_finite, scale_
 from gradaccum.on_torch.grad_buffer import GradientBuffer
-from gradaccum.torch.loss.divisors import Weight, is_zero, plain_weight, ratio, times, where_any
 
 __all__ = [
     "MIXED_TERMS",
@@ -28,23 +27,33 @@ __all__ = [
     "Term",
     "Terms",
     "Totals",
+    "Weight",
     "WindowLosses",
     "added",
     "checked_scalar",
     "checked_terms",
+    "is_zero",
     "mixed_terms_error",
     "not_by_name_error",
+    "plain_weight",
+    "ratio",
     "read_totals",
     "summed",
     "terms_of",
+    "times",
     "totals_of",
     "weighed",
     "weighted_sum",
+    "where_any",
     "wide",
 ]
 
 
 MIXED_TERMS = "`compute_loss` must return {name: (loss, weight)} always or never. Received: both."
+
+
+Weight = float | Tensor
+"""What a mean loss is a mean over: a number, or a tensor where reading it would wait for its device."""
 
 
 class Term(NamedTuple):
@@ -204,6 +213,40 @@ def _stacked(values: list[Tensor]) -> Tensor:
     return values[0] if len(values) == 1 else torch.stack(values).sum()
 
 
+# Arithmetic with weights.
+
+
+def plain_weight(weight: Any) -> Weight:
+    waits = isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1
+    if waits and not weight.requires_grad and weight.dtype is not torch.bool:
+        return weight.reshape(())
+    return checked_weight(weight)
+
+
+def is_zero(weight: Any) -> bool:
+    return isinstance(weight, float) and weight == 0
+
+
+def ratio(weight: Weight, total: Weight) -> Weight:
+    """`weight / total`, in float64; 0 where nothing weighs anything."""
+    if isinstance(weight, Tensor) or isinstance(total, Tensor):
+        weight, total = torch.as_tensor(weight).double(), torch.as_tensor(total).double()
+        weight, total = (x.to(weight.device if total.device.type == "cpu" else total.device) for x in (weight, total))
+        return torch.where(total > 0, weight / total, 0.0)
+    return weight / total if total else 0.0
+
+
+def where_any(loss: Tensor, weight: Weight) -> Tensor:
+    """The loss; 0 where it is a mean over nothing, which is NaN."""
+    return torch.where(weight.to(loss.device) > 0, loss, 0.0) if isinstance(weight, Tensor) else loss
+
+
+def times(value: Tensor, factor: Weight) -> Tensor:
+    if isinstance(factor, Tensor):
+        return value * factor.to(value.device, value.dtype)
+    return value if factor == 1 else value * factor
+
+
 # A wrapped optimizer's window.
 
 
@@ -286,7 +329,7 @@ class NamedSums(GradientBuffer):
 
     def prepare(self) -> None:
         super().prepare()
-        for held in (self.detached, self.restored, *self.sums.values(), *self._restored.values()):
+        for held in (self.restored, *self.sums.values(), *self._restored.values()):
             if held:  # the parameters that were added come last
                 held += [None] * (len(self.parameters()) - len(held))
 
@@ -361,11 +404,6 @@ class NamedSums(GradientBuffer):
             if scale is not None:
                 scale_([s for s in sums if s is not None], scale)
             self.sums[name] = _joined(self.sums[name] or [None] * len(sums), sums)
-
-    def detach(self) -> None:
-        sums, restored = self.sums, self._restored
-        super().detach()
-        self.sums, self._restored = sums, restored
 
     def clear(self, set_to_none: bool = True) -> None:
         super().clear(set_to_none)

@@ -10,10 +10,5 @@ from gradaccum.torch.measure.estimates import (
 from gradaccum.torch.measure.recorder import Recorder
 
 __all__ = [
-    "SIZE_KEYWORDS",
-    "Recorder",
-    "estimate_size",
-    "estimate_ways",
-    "largest_fitting",
-    "suggest_micro_batch_size",
-]
+    "SIZE_KEYWORDS", "Recorder", "estimate_size", "estimate_ways", "largest_fitting", "suggest_micro_batch_size",
+]  # fmt: skip

@@ -106,7 +106,7 @@ def largest_fitting(
 
 
 class _Subject(NamedTuple):
-    """A model, its loss and its large batch, and the bytes that are there whatever is done with them."""
+    """A model, its loss and its large batch, and the bytes that are there whatever is done."""
 
     objective: Objective
     batch: Batch
@@ -213,10 +213,11 @@ class Ways:
                 f"Not even a micro-batch of one row fits: {least.name} needs {format_bytes(least.peak)} of {left}.",
                 "Make the model smaller, shard it, or use gradient checkpointing or autocast=torch.bfloat16.",
             )
-        how = f"The whole batch of {self.rows} rows fits into an ordinary step."
-        if best.arguments:
-            size = _rows(best.micro_batch_size)
-            how = f"{best.name.capitalize()}, {size} at a time: pass {best.arguments} to TrainStep."
+        if not best.arguments:
+            how = f"The whole batch of {self.rows} rows fits into an ordinary step."
+        else:
+            how = f"{best.name.capitalize()}, {_rows(best.micro_batch_size)} at a time: "
+            how += f"pass {best.arguments} to TrainStep."
         if "in_backward" in best.arguments:
             how = f"Whole gradients, {format_bytes(self.gradient_bytes)}, don't fit beside the rest. {how}"
         return how, f"Its peak is {format_bytes(best.peak)} of {left}."
@@ -265,13 +266,13 @@ def _ways(subject: _Subject, margin: float, blocks: BlocksChoice) -> list[Way]:
         named = f'"{blocks.modules}"' if isinstance(blocks.modules, str) else "..."
         phases = functools.cache(functools.partial(_phases, subject, blocks))
         backward = f'blocks=Blocks({named}, update="in_backward"'
-        by_layer, freed, offloaded = (
-            functools.partial(_peak, phases, rows, freed=freed, offloaded=offloaded)
-            for freed, offloaded in ((False, False), (True, False), (True, True))
-        )
-        found.append(("layer by layer", f"blocks={named}", by_layer, 0))
-        found.append(("updated in backward", f"{backward})", freed, 0))
-        found.append(("updated in backward, offloaded", f"{backward}), offload=True", offloaded, 0))
+        freed = functools.partial(_peak, phases, rows, freed=True, offloaded=False)
+        offloaded = functools.partial(freed, offloaded=True)
+        found += [
+            ("layer by layer", f"blocks={named}", functools.partial(freed, freed=False), 0),
+            ("updated in backward", f"{backward})", freed, 0),
+            ("updated in backward, offloaded", f"{backward}), offload=True", offloaded, 0),
+        ]
         if (spared := _bytes_on_host(subject, blocks)) is not None:
             found.append(("parameters on the host", f'{backward}, on="cpu"), offload=True', offloaded, spared))
     for name, arguments, peak, away in found:
@@ -361,11 +362,9 @@ class _Freeing:
         self._freed = 0
         self._due: dict[int, list[Tensor]] = {}
 
-    def open(self) -> None:
-        """A window begins."""
+    def open(self) -> None: ...
 
     def explained(self, error: BaseException) -> BaseException:
-        """The error itself."""
         return error
 
     def begin(self, window: Any, reached: Mapping[int, int], *, rehearsal: bool = False) -> None:

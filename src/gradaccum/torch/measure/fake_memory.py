@@ -44,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = [t.untyped_storage() for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        given = {id(storage) for storage in before}
+        given = set(map(id, before))
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
@@ -67,9 +67,7 @@ def micro_batch_peak(
     passes: int = 2,
     gathered: Mapping[Tensor, torch.dtype] | None = None,
 ) -> int:
-    """Peak bytes of one micro-batch beyond parameters, buffers and inputs: activations, gradients, the sum before
-    them.
-    """
+    """Peak bytes of a micro-batch beyond parameters, buffers and inputs: activations, gradients, the earlier sum."""
 
     def run(micro_batch: Batch) -> int:
         with LiveBytes() as live, torch.enable_grad():

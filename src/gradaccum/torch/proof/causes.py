@@ -16,8 +16,9 @@ from gradaccum.core.causes import LossFacts, LossSplit, loss_cause, mixing_cause
 from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.numpy_arrays import leaf_of
 from gradaccum.core.proof import Outcome, Way, differences_between
-from gradaccum.on_torch.adapter.probes import Outputs, Trace, mixing, others_differ, part_differs
+from gradaccum.on_torch.adapter.probes import Trace, mixing, others_differ, part_differs
 from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
+from gradaccum.on_torch.random_state import names_of
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof.trial import Trial
@@ -44,8 +45,10 @@ def find_causes(trial: Trial, differences: Sequence[Difference], ways: Sequence[
         shared = _shared_input(trial, ways, tolerance)
         if shared is not None:
             return [shared]
-    causes += _loss_causes(trial, bool(culprits))
     wrong = [difference for difference in differences if not difference.error <= tolerance]
+    # Where a module is wrong, the loss is given other outputs; where its value is right, the gradient is the model's.
+    if not culprits and any(difference.part == "loss" for difference in wrong):
+        causes += _loss_causes(trial)
     causes += _buffer_causes(large, wrong, culprits)
     return causes or _suspects(trial, large) or [_unknown(wrong)]
 
@@ -53,36 +56,27 @@ def find_causes(trial: Trial, differences: Sequence[Difference], ways: Sequence[
 # Losses.
 
 
-def _loss_causes(trial: Trial, model_differs: bool) -> list[Cause]:
-    """What is wrong with the loss, or with each of several.
-
-    It is judged on the large batch's outputs; together with the model, where that is innocent.
-    """
+def _loss_causes(trial: Trial) -> list[Cause]:
+    """What is wrong with the loss, or with each of several, judged together with the model, which is innocent."""
     found = []
     for term in trial.terms() or [None]:
         try:
-            outputs = trial.outputs()
-            cause = _loss_cause(trial, term, outputs) if outputs.calls else None
-            if not (model_differs or (outputs.calls and outputs.complete)):
-                cause = _loss_cause(trial, term, None)
+            splits = [_split(trial, term, parts) for parts in _splits(trial)]
         except Exception:  # the loss fails on these parts: what fails is named where it fails
             continue
-        if cause is not None:
+        if (cause := loss_cause(splits, _facts(trial, term))) is not None:
             of = "" if term is None else f"Of the loss term {term!r}: "
             found.append(dataclasses.replace(cause, message=of + cause.message))
     return found
 
 
-def _loss_cause(trial: Trial, term: Any, outputs: Outputs | None) -> Cause | None:
+def _split(trial: Trial, term: Any, parts: tuple[Tensor, Tensor]) -> LossSplit:
     def vectors(rows: Tensor | None) -> tuple[list[Tensor], float | None]:
-        blocks, weight = trial.raw(rows, outputs, term)
+        blocks, weight = trial.raw(rows, term)
         return [(block if block.is_complex() else block.double()).cpu() for block in blocks], weight
 
-    splits = []
-    for parts in _splits(trial):
-        (whole, _), (a, weight_a), (b, weight_b) = (vectors(rows) for rows in (None, *parts))
-        splits.append(LossSplit(parts, whole, (a, b), (weight_a, weight_b)))
-    return None if outputs is not None and not outputs.complete else loss_cause(splits, _facts(trial, term))
+    (whole, _), (a, weight_a), (b, weight_b) = (vectors(rows) for rows in (None, *parts))
+    return LossSplit(parts, whole, (a, b), (weight_a, weight_b))
 
 
 def _splits(trial: Trial) -> list[tuple[Tensor, Tensor]]:
@@ -141,23 +135,19 @@ def _facts(trial: Trial, term: Any) -> LossFacts:
 
 def _class_weights(original: Objective) -> list[tuple[str, Any]]:
     """Vectors of weights that the loss refers to, with their names."""
-    found: dict[str, Any] = {}
-    for function in (original.loss_fn, original.compute_loss):
-        while isinstance(function, functools.partial):
-            found.update(function.keywords)
-            function = function.func
-        if isinstance(function, nn.Module):
-            found.update(function.named_buffers())
-            found.update({name: value for name, value in vars(function).items() if isinstance(value, Tensor)})
-        elif inspect.isfunction(function):
-            variables = inspect.getclosurevars(function)
-            named = {**variables.globals, **variables.nonlocals}
-            found.update(named)
-            for name, value in named.items():
-                if isinstance(value, nn.Module):
-                    found.update({f"{name}.{inner}": buffer for inner, buffer in value.named_buffers()})
-    vectors = [(name, value) for name, value in found.items() if isinstance(value, Tensor) and value.dim() == 1]
-    return [(n, v.detach().double().cpu().numpy()) for n, v in vectors if v.is_floating_point() and (v >= 0).all()]
+    found: list[tuple[str, Any]] = []
+    looked: list[tuple[str, Any]] = [("", function) for function in (original.loss_fn, original.compute_loss)]
+    for name, value in looked:  # which grows
+        if isinstance(value, functools.partial):
+            looked += [*value.keywords.items(), (name, value.func)]
+        elif isinstance(value, nn.Module):
+            inner = {**vars(value), **dict(value.named_buffers())}
+            looked += [(f"{name}.{n}".lstrip("."), t) for n, t in inner.items() if isinstance(t, Tensor)]
+        elif inspect.isfunction(value):
+            looked += [(n, v) for n, v in names_of(value) if not inspect.isfunction(v)]
+        elif isinstance(value, Tensor) and value.dim() == 1 and value.is_floating_point() and (value >= 0).all():
+            found.append((name, value.detach().double().cpu().numpy()))
+    return found
 
 
 def _argument_names(compute_loss: Any, batch: tuple[Any, ...]) -> list[str]:

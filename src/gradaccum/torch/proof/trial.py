@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradaccum.core.proof import Outcome
 from gradaccum.on_torch.adapter.arrays import TorchRunner, sample
-from gradaccum.on_torch.adapter.probes import Outputs, Trace
+from gradaccum.on_torch.adapter.probes import Trace
 from gradaccum.on_torch.adapter.rng import RowwiseRng, watched
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.state import as_found
@@ -184,15 +184,9 @@ class Trial(BatchRunner):
         model, loss_fn, compute_loss, weight = copies.of_all(
             (_bare(objective.model), objective.loss_fn, objective.compute_loss, objective.weight)
         )
-        copied = Objective(
-            model,
-            loss_fn=loss_fn,
-            compute_loss=compute_loss,
-            weight=weight,
-            reduction=objective.reduction,
-            batch_dims=objective.batch_dims,
-        )
-        copied.found = objective.found
+        copied = objective.on(model)
+        copied.loss_fn, copied.compute_loss, copied.weight, copied.autocast = loss_fn, compute_loss, weight, None
+        copied.forget()
         self.hooks = copies.of_hooks(objective)
         """Hooks on the gradients of parameters, by the parameter's name."""
         parameters = named_parameters(copied)
@@ -260,40 +254,26 @@ class Trial(BatchRunner):
             taken = self.taken(rows, batch)
             return Trace(self.objective.model).run(lambda: self.objective.forward(taken))
 
-    def outputs(self) -> Outputs:
-        """What the model returns for the large batch, to be put in place of what it returns for micro-batches."""
-        outputs = Outputs(self.rows)
-        with self.passes():
-            outputs.keep(self.objective.model)
-            self.objective.forward(self.taken(None))
-        return outputs
-
     def terms(self) -> list[Any]:
         """The names of the losses, where there are several."""
         with self.passes(), torch.no_grad():
             terms = self.objective.evaluate(self.taken(None))[1]
         return list(terms) if isinstance(terms, dict) else []
 
-    def raw(self, rows: Tensor | None, outputs: Outputs | None, term: Any) -> tuple[list[Tensor], float | None]:
-        """The user's loss as it is, neither weighed nor divided, on these rows: `[loss, gradient, outputs' gradient]`.
+    def raw(self, rows: Tensor | None, term: Any) -> tuple[list[Tensor], float | None]:
+        """The user's loss as it is, neither weighed nor divided, on these rows: `[loss, gradient]`.
 
-        With `outputs`, the model's outputs are replaced by the large batch's, so that the loss alone decides. The
-        second value is the weight that `compute_loss` returns, if it does. Of several losses, `term` says which; None
-        stands for their sum.
+        The second value is the weight that `compute_loss` returns, if it does. Of several losses, `term` says which;
+        None stands for their sum.
         """
         with self.passes(rows):
-            if outputs is not None:
-                outputs.replace(self.objective.model, rows)
             loss, weight = self.objective.forward(self.taken(rows))
             if isinstance(weight, dict):
                 loss, weight = (loss, None) if term is None else weight[term]
             if loss.requires_grad:
                 loss.backward()
             vector = [(torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).flatten() for p in self.tensors()]
-            blocks = [loss.detach().reshape(1), torch.cat(vector)]
-            if outputs is not None:
-                blocks.append(outputs.gradients())
-            return blocks, None if weight is None else float(weight)
+            return [loss.detach().reshape(1), torch.cat(vector)], None if weight is None else float(weight)
 
 
 def _with(accumulate: Accumulate, choice: BatchNormChoice, objective: Any, batch: Any, sizes: Any) -> Tensor:

@@ -227,12 +227,8 @@ class TrainPasses:
 
     def __init__(self, runner: WindowRunner, window: Window, batch: Batch) -> None:
         self.window, self._runner, self._batch = window, runner, batch
-        self._norm, self._layers, self._scaler, self._noise = (
-            runner.batch_norm,
-            runner.layers,
-            runner.scaler,
-            runner.noise,
-        )
+        self._norm, self._layers = runner.batch_norm, runner.layers
+        self._scaler, self._noise = runner.scaler, runner.noise
         self._moves = not runner.state.idle  # while a window runs, that stays so
         window.skips = not self._moves and self._norm.idle
         self._plain = self._layers is None and self._noise is None and self._norm.idle

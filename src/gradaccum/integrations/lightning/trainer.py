@@ -1,25 +1,118 @@
-"""Lightning's loop: schedulers that go by updates, and ranks that say where they are before they wait for others."""
+"""Lightning's Trainer: what it is refused with, schedulers that go by updates, ranks that say where they are."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from gradaccum.errors import WindowError
+from gradaccum.extras import PrivateName
 from gradaccum.torch.distributed import Channel, Kind, Settings, by_rank
+from gradaccum.torch.optim import Optimizer
+from gradaccum.torch.optimizer import needs_closure
 
-__all__ = ["Ranks", "Replaced", "count_updates"]
+__all__ = ["Ranks", "Replaced", "Varying", "check", "check_optimizer", "count_updates"]
+
+_NAMES = (
+    PrivateName("trainer", "fit_loop._should_accumulate", "says whether a batch closes its window"),
+    PrivateName("trainer", "fit_loop._skip_backward", "weight averaging's last epoch makes no update"),
+    PrivateName("trainer", "fit_loop.epoch_loop.automatic_optimization._optimizer_step", "closes a short window"),
+    PrivateName("trainer", "fit_loop.epoch_loop.batch_progress.is_last_batch", "counts that update"),
+    PrivateName("trainer", "fit_loop.epoch_loop.update_lr_schedulers", "steps the schedulers after it"),
+)
+
+
+def check(trainer: Trainer, module: LightningModule, callback: Callback) -> None:
+    """Raise for settings that accumulate as well, or that Lightning's accumulation does not work with."""
+    if problem := next(_wrong(trainer, module, callback), None):
+        raise ValueError(problem)
+
+
+def _wrong(trainer: Trainer, module: LightningModule, callback: Callback) -> Iterator[str]:
+    if not isinstance(trainer, Trainer):
+        yield (
+            f"This callback is for lightning's Trainer. Received: one of {type(trainer).__module__.partition('.')[0]}. "
+            "Import both from lightning.pytorch."
+        )
+    version = lightning.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < (2, 6):
+        yield (
+            f"lightning {version} leaves schedulers out where a module ends an epoch, so that windows "
+            "would not match them. Use lightning 2.6, or remove GradientAccumulation."
+        )
+    for name in _NAMES:
+        if missing := name.missing_from(trainer, f"lightning {version}"):
+            yield f"{missing} Use lightning 2.6, or remove GradientAccumulation."
+    both = type(callback), GradientAccumulationScheduler
+    if others := [type(c).__name__ for c in trainer.callbacks if isinstance(c, both) and c is not callback]:
+        yield f"Two callbacks accumulate. Remove one of them: GradientAccumulation, {', '.join(others)}."
+    if trainer.accumulate_grad_batches != 1:
+        yield (
+            "Trainer(accumulate_grad_batches=...) and GradientAccumulation both accumulate. Received: "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Remove it from the Trainer."
+        )
+    if not module.automatic_optimization:
+        yield (
+            "GradientAccumulation is for automatic optimization, and this module has automatic_optimization=False. "
+            "Remove the callback, and wrap each optimizer in configure_optimizers: gradaccum.torch.optim.Optimizer("
+            "inner, steps=4); or call gradaccum.torch.TrainStep in training_step."
+        )
+    code = getattr(module.training_step, "__code__", None)
+    if code is not None and "dataloader_iter" in code.co_varnames[: code.co_argcount]:
+        yield (
+            "training_step(dataloader_iter) fetches its batches itself, so that their weight is not known. Take the "
+            "batch: training_step(batch, batch_idx)."
+        )
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        yield (
+            "GradientAccumulation works on a single device and with strategy='ddp'. Received: "
+            f"{type(trainer.strategy).__name__}. For sharded models use gradaccum.torch.optim.Optimizer(..., "
+            "model=model) in a loop with Fabric."
+        )
+    if getattr(trainer.strategy, "_model_averaging_period", None):
+        yield (
+            "DDPStrategy(model_averaging_period=...) lets ranks make updates of their own. Remove it, or "
+            "GradientAccumulation."
+        )
+
+
+def check_optimizer(trainer: Trainer) -> None:
+    """Raise for optimizers that accumulate by themselves, or evaluate a batch again."""
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, Optimizer):
+            raise ValueError(
+                "configure_optimizers returned an optimizer that accumulates by itself, and GradientAccumulation "
+                f"accumulates as well. Received: {optimizer!r}. Remove the callback, or return the inner optimizer."
+            )
+        if needs_closure(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} re-evaluates its closure, which would have to run the whole window again. "
+                "Remove GradientAccumulation, and use gradaccum.torch.TrainStep under manual optimization."
+            )
+
+
+class Varying:
+    """Stands for windows whose length differs from epoch to epoch, while the optimizer is configured."""
+
+    def __rtruediv__(self, batches: object) -> float:
+        raise ValueError(
+            "trainer.estimated_stepping_batches takes one length of windows for all epochs, and GradientAccumulation "
+            "was given a table. Count the updates of each epoch yourself: math.ceil(batches / steps)."
+        )
 
 
 class Replaced:
-    """Methods of single objects of the user's, each replaced by ours until training ends."""
+    """Methods of single objects, each replaced by ours until training ends."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -32,7 +125,7 @@ class Replaced:
         for owner, name, own in reversed(self._before):
             if own is None:
                 vars(owner).pop(name, None)
-            else:
+            else:  # the user's, of this one object
                 setattr(owner, name, own)
         self._before.clear()
 
@@ -47,12 +140,10 @@ def count_updates(trainer: Trainer, replaced: Replaced) -> None:
 
     @functools.wraps(original)
     def update_lr_schedulers(interval: str, *args: Any, **keywords: Any) -> None:
-        if interval != "step":
-            return original(interval, *args, **keywords)
         batches = loop.batch_idx + 1
         updates = -(-batches // trainer.accumulate_grad_batches)
         try:
-            for config in configs:  # Lightning asks whether this divides the number of batches
+            for config in configs if interval == "step" else ():  # Lightning asks whether it divides the batches
                 config.frequency = 1 if updates % config.frequency == 0 else batches + 1
             return original(interval, *args, **keywords)
         finally:
@@ -81,8 +172,7 @@ class Ranks:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._alone = trainer.world_size == 1
+        self._trainer, self._alone = trainer, trainer.world_size == 1
         if not self._alone:
             self._channel = Channel(range(trainer.world_size))
         self.settings = Settings(lambda: [group for one in trainer.optimizers for group in one.param_groups])
@@ -124,14 +214,12 @@ class Ranks:
             self._sized = all(sized_len(loader) is not None for loader in loaders)
             messages = self._exchange(Kind.START, weight, float(trainer.num_training_batches), self._sized)
             counts = [numbers[2] if numbers[3] else -1 for numbers in messages]
-            if len({*counts}) > 1:
-                raise _uneven_error([f"{count:g} batches" if count >= 0 else "an unknown number" for count in counts])
+            _check_even(counts, [f"{count:g} batches" if count >= 0 else "an unknown number" for count in counts])
             largest = max(numbers[1] for numbers in messages)
         if not self._sized:
             last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-            lasts = [bool(numbers[1]) for numbers in self._exchange(Kind.MICRO_BATCH, last)]
-            if len({*lasts}) > 1:
-                raise _uneven_error(["the last batch" if one else "further batches" for one in lasts])
+            lasts = [numbers[1] for numbers in self._exchange(Kind.MICRO_BATCH, last)]
+            _check_even(lasts, ["the last batch" if one else "further batches" for one in lasts])
         return largest
 
     def close(self, weight: float, *, manual_reduce: bool = False) -> float:
@@ -185,9 +273,10 @@ class Ranks:
         return messages
 
 
-def _uneven_error(found: list[str]) -> WindowError:
-    return WindowError(
-        f"Lightning's ranks wait for each other in every batch, and have different numbers of them: {by_rank(found)}. "
-        "Leave use_distributed_sampler=True, or cut all ranks' loaders to the shortest one; or wrap the optimizer in a "
-        "loop with Fabric, where optimizer.batches(loader) takes different numbers."
-    )
+def _check_even(values: list[float], found: list[str]) -> None:
+    if len({*values}) > 1:
+        raise WindowError(
+            f"Lightning's ranks wait for each other in every batch, and have different numbers of them: "
+            f"{by_rank(found)}. Leave use_distributed_sampler=True, or cut all ranks' loaders to the shortest one; or "
+            "wrap the optimizer in a loop with Fabric, where optimizer.batches(loader) takes different numbers."
+        )
