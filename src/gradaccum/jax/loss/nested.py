@@ -60,7 +60,15 @@ def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
     given = [n for n in _floats(traced.outvars) if type(traced.outvars[n]).__name__ != "DropVar"]
     if not (wanted and given):
         return outputs
-    number = walk.number("gradient", id(traced))
+    return _differentiated(e, inputs, outputs, wanted, given) or outputs
+
+
+def _differentiated(
+    e: Equation, inputs: list[Value], outputs: list[Value], wanted: list[int], given: list[int]
+) -> list[Value] | None:
+    """The outputs, if their gradients aren't passed on row by row; else None."""
+    walk = e.walk
+    number = walk.number("gradient", id(e.traced[0]))
     factor = of(Symbol(number, "mixed", Source(e.name, e.info, number), False), True)
     gradients = [Value(factor, outputs[n].place, walk.number(factor, n)) for n in given]
     walk.is_derivative = True
@@ -74,7 +82,7 @@ def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
             return [e.lost("unknown", [], why=f"its derivative: {unknown.why or unknown.primitive}") for _ in outputs]
         if not _is_multiple(gradient, factor, place):
             return [e.lost("mixed", inputs) for _ in outputs]
-    return outputs
+    return None
 
 
 def _is_multiple(gradient: Value, factor: Terms, place: Place | None) -> bool:
