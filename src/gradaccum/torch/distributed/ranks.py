@@ -362,10 +362,14 @@ class Ranks:
 
     def sum_by_name(self, mine: Mapping[Any, float]) -> dict[Any, float]:
         """Numbers summed over the ranks, each by its name; some ranks may lack some names."""
-        names, everybody = list(mine), [list(mine)]
-        if len({*self._numbers(zlib.crc32(repr(names).encode()))}) > 1:
-            everybody = self.channel.gather(names)
-        return {name: self.sum_number(mine.get(name, 0.0)) for name in dict.fromkeys(n for o in everybody for n in o)}
+        names, fits = list(mine), len(mine) <= WIDTH - 2
+        messages = self._exchange(Kind.NUMBER, zlib.crc32(repr(names).encode()), *(mine.values() if fits else ()))
+        if fits and len({numbers[1] for numbers in messages}) == 1:
+            return {name: sum(numbers[2 + i] for numbers in messages) for i, name in enumerate(names)}
+        everybody = self.channel.gather(dict(mine))
+        return {
+            n: sum(one.get(n, 0.0) for one in everybody) for n in dict.fromkeys(n for one in everybody for n in one)
+        }
 
     def most_passes(self, passes: int) -> int:
         """The largest number of passes that any rank of a sharded model has in this window."""
