@@ -274,11 +274,7 @@ class Ranks:
             self._read()
         reports, self.reduced_unit = self._reports or [], self.unit or 1.0
         if not self.reduced:
-            if not (self.sharded or any(report.kind is Kind.WINDOW for report in reports)):
-                self.reduced_unit = max(report.total.largest for report in reports) or self.reduced_unit
-            if rescale is not None:
-                rescale(self.reduced_unit)
-            self.engine.reduce()
+            self._reduce(reports, rescale)
         if not all(report.known for report in reports):
             reports = self._meet(self._report(Kind.TOTAL, mine))
         self._restart()
@@ -287,6 +283,14 @@ class Ranks:
         if len({report.settings for report in reports}) > 1:
             self.settings.settle(self.channel)
         return total
+
+    def _reduce(self, reports: list[_Report], rescale: Callable[[float], None] | None) -> None:
+        """Reduce the finished sum, in the unit of those that a backward pass reduces, else the largest weight."""
+        if not (self.sharded or any(report.kind is Kind.WINDOW for report in reports)):
+            self.reduced_unit = max(report.total.largest for report in reports) or self.reduced_unit
+        if rescale is not None:
+            rescale(self.reduced_unit)
+        self.engine.reduce()
 
     def _check_unchanged(self, mine: Total) -> None:
         """Raise where the window has become another one than a backward pass has reduced."""
