@@ -24,8 +24,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import after_backward
 from gradaccum.torch.distributed.channel import WIDTH, Channel, Kind, Settings, by_rank
@@ -286,7 +284,7 @@ class Ranks:
 
     def _reduce(self, reports: list[_Report], rescale: Callable[[float], None] | None) -> None:
         """Reduce the finished sum, in the unit of those that a backward pass reduces, else the largest weight."""
-        if not (self.sharded or any(report.kind is Kind.WINDOW for report in reports)):
+        if not self.sharded and (self.unit is None or all(report.manual for report in reports)):
             self.reduced_unit = max(report.total.largest for report in reports) or self.reduced_unit
         if rescale is not None:
             rescale(self.reduced_unit)
@@ -352,11 +350,9 @@ class Ranks:
         self.engine.reduce()
         self.drop_common(self.engine.unused())
 
-    def restored(self, parameters: Sequence[Tensor]) -> None:
-        """The open window came from a checkpoint, in which these parameters have a gradient."""
-        self._waits = not self.sharded
-        if self.sharded:
-            self.engine.restored(parameters)
+    def resume(self, unit: float | None) -> None:
+        """A checkpoint is loaded, of ranks with this unit: the first window shows what no checkpoint holds."""
+        self.unit, self._waits = unit, not self.sharded
 
     # Numbers of all ranks. All ranks take part.
 
