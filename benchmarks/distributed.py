@@ -150,8 +150,8 @@ def main() -> None:
         recorded(ratios, RIVAL, rounds, f"2 ranks, {rows} rows a micro-batch")
     lines = [[name, *(run[i][1] for run in found), sent] for i, (name, _, sent) in enumerate(found[0])]
     text = (
-        f"{RANKS} ranks over gloo, windows of {STEPS} micro-batches, the guide's network "
-        f"(784-512-512-10). Time relative to the hand-written loop, median of {rounds} rounds of {windows} windows "
+        f"{RANKS} ranks over gloo, windows of {STEPS} micro-batches, a 784-512-512-10 "
+        f"network. Time relative to the hand-written loop, median of {rounds} rounds of {windows} windows "
         f"after {WARM_UP}. Sent are gradient bytes that each rank gives to its reductions, per window.\n\n"
     )
     publish(

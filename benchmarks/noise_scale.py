@@ -23,7 +23,7 @@ def small_transformer() -> nn.Module:
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
-    "the guide's, 784-512-512-10, 16 rows": (
+    "784-512-512-10, 16 rows": (
         lambda: nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)),
         (784,),
         16,

@@ -15,7 +15,7 @@ import gradaccum.torch
 from benchmarks.harness import Ratio, arguments, in_fresh_process, keep_freed_memory, publish, ratios, seconds, table
 
 NETWORKS = {
-    "the guide's, 784-512-512-10": lambda: nn.Sequential(
+    "784-512-512-10": lambda: nn.Sequential(
         nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
     ),
     "32-64-10": lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)),
@@ -205,7 +205,7 @@ thread, median of {rounds} rounds, after {count // 4} windows).
 
 {per_network}
 
-- With `nonfinite="skip_window"`, {skipping} on the guide's network; a loop by hand that tests the norm takes {looking}.
+- With `nonfinite="skip_window"`, {skipping} on the first network; a loop by hand that tests the norm takes {looking}.
 - With `clip_grad_norm=`, {clipping} of a loop by hand that clips.
 - In windows of 256, {long_windows(rounds):.2f} of the time per micro-batch in windows of 4.
 - An open `step()` with `zero_grad()` takes {open_step(rounds, 4):.1f} microseconds with 1000 parameters; in the watched

@@ -77,7 +77,7 @@ def main() -> None:
         rows.append([steps, window / unit, model[0] / window, every / unit, model[1] / every])
     head = ["steps", "one reduction", "model / measured", "a reduction each", "model / measured"]
     block = (
-        f"{RANKS} ranks over gloo, one core each, {ROWS} rows in a micro-batch, the guide's network. The model's "
+        f"{RANKS} ranks over gloo, one core each, {ROWS} rows in a micro-batch, a 784-512-512-10 network. The model's "
         "inputs "
         "(passes, a reduction, an optimizer's step) are measured separately in the same rounds. Times of an update, "
         "relative to windows of one step:\n\n"

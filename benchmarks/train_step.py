@@ -197,7 +197,7 @@ def terms(rounds: int) -> str:
 
 def searched(rounds: int, fraction: int) -> str:
     rows = []
-    for name, make, most in (("small CNN", cnn, 1024), ("the guide's", guide, 8192)):
+    for name, make, most in (("small CNN", cnn, 1024), ("784-512-512-10", guide, 8192)):
         total = most // fraction
         batch = batch_of(total)
         step, update = by_step(make, batch, "auto")
@@ -241,7 +241,7 @@ def main() -> None:
     rounds = 1 if options.quick else 5
     found = searched(rounds, 16 if options.quick else 1)
     keep_freed_memory()
-    body = f"""Time per update of SGD on the guide's network (784-512-512-10), median of {20 * rounds} rounds on
+    body = f"""Time per update of SGD on a 784-512-512-10 network, median of {20 * rounds} rounds on
 {torch.get_num_threads()} threads, after {WARM_UP} updates. Both loops return the large batch's loss.
 
 {fixed(20 * rounds)}

@@ -1,8 +1,8 @@
 """A contrastive model of pictures and words: 2048 pairs per update, in the memory of 64.
 
-Pictures of FashionMNIST against the words of their labels. The loss of a pair looks at all other pairs of its batch, so
-micro-batches with a loss of their own each (naive accumulation) train something else: their rows see 63 others in place
-of 2047. Chunking the two encoders and taking the loss over the whole batch gives the large batch's update.
+Pictures of FashionMNIST are matched with the words of their labels. The loss of a pair looks at all other pairs of its
+batch, so accumulating the losses of micro-batches trains something else: their rows see 63 others in place of 2047.
+Chunking the two encoders and computing the loss over the whole batch gives the large batch's update.
 
     python examples/contrastive.py --out docs/images/contrastive.png        # FashionMNIST, a few minutes
     python examples/contrastive.py --quick                                  # seconds on scikit-learn's digits
@@ -74,7 +74,7 @@ class Model(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(2.66))
 
     def forward(self, x: Tensor, text: Tensor, labels: Tensor) -> Tensor:
-        """Each picture shall find the words of its label among the batch's, and the other way round."""
+        """Cross entropy of each picture's words among the batch's words, and the other way round."""
         logits = self.pictures(x) @ self.words(text).T * self.temperature.exp()
         same = (labels[:, None] == labels).to(logits.dtype)
         targets = same / same.sum(1)
@@ -107,7 +107,7 @@ class Run(NamedTuple):
     """One training."""
 
     losses: list[float]
-    """What each update minimised."""
+    """The loss of each update."""
     gradient: Tensor
     """The first update's."""
     path: Tensor
@@ -141,7 +141,7 @@ def train(kind: str, arguments: argparse.Namespace) -> Run:
 
 
 def distance(run: Run, large: Run) -> Tensor:
-    """After each update: how far from the large batch's parameters, as a share of the way that these have come."""
+    """After each update, the distance from the large batch's parameters, as a share of their movement."""
     way = (large.path - large.path[0]).norm(dim=1)
     return ((run.path - large.path).norm(dim=1) / way)[1:]
 

@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.formulas import mathml, rendered  # noqa: E402  # mkdocs loads this file by its path
+from scripts.gallery_pictures import RECIPES  # noqa: E402
 from tests.source import FACES, TREES, definition  # noqa: E402
 
 WHOLE_FILES = {
@@ -83,7 +84,12 @@ def _wrapped_classes(face: str) -> list[str]:
 
 def _example(path: str) -> str:
     code = (ROOT / path).read_text(encoding="utf-8")
-    return f"# `{path}`\n\n```python\n{code}```\n"
+    stem = pathlib.Path(path).stem
+    name = "recipes" if stem in RECIPES else stem
+    pictures = [f"gallery_{name}.svg", f"keras_{name}.png" if "keras/" in path else f"{name}.png"]
+    images = posixpath.relpath("docs/images", posixpath.dirname(path))
+    shown = [f"![{name}]({images}/{file})\n\n" for file in pictures if (ROOT / "docs/images" / file).exists()]
+    return f"# `{path}`\n\n{''.join(shown)}```python\n{code}```\n"
 
 
 def _generated() -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""`python -m examples.demo`: an attention network's memory, then the guide's experiment, with a report of both.
+"""`python -m examples.demo`: an attention network's memory, then two runs on pictures, with a report of both.
 
 Exit code 0: equal; 1: accumulated and large batch differ by more than rounding; 2: bad input; 3: a run failed.
 """
@@ -62,7 +62,7 @@ def demo(
 ) -> None:
     """Train with a large batch and with accumulated small ones, and compare memory, time and result.
 
-    First a small attention network on text (PyTorch), then the guide's network on pictures.
+    First a small attention network on text (PyTorch), then a network of two hidden layers on pictures.
     """
     if batch_size % steps:
         raise BadInput(f"--batch-size must be a multiple of --steps. Received: {batch_size} and {steps}.")

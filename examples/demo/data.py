@@ -28,7 +28,7 @@ ADDRESSES = (
     "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
     "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
 )
-# MD5 as its authors publish it: it tells a broken download, and the files are read as numbers only.
+# MD5 as its authors publish it, against broken downloads; the files are read as numbers only.
 CHECKSUMS = {
     "train-images-idx3-ubyte.gz": "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d",
     "train-labels-idx1-ubyte.gz": "md5:25c81989df183df01b3e8a0aad5dffbe",
@@ -76,7 +76,7 @@ def load(dataset: DataSet = "auto", folder: pathlib.Path | None = None, *, progr
     """The data set.
 
     FashionMNIST comes from `folder` where one is given; else from the cache, else from Debian's package, else from its
-    public address into the cache. `auto` falls back to scikit-learn's digits, and says so, where none of these works.
+    public address into the cache. `auto` falls back to scikit-learn's digits, and prints that, if none of these works.
 
     Raises:
         DataError: A file is missing, broken or truncated, or nothing could be downloaded.

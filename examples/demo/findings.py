@@ -1,4 +1,4 @@
-"""The demo's report: the attention network's memory and exactness, then the guide's experiment side by side."""
+"""The demo's report: the attention network's memory and exactness, then two runs on pictures side by side."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _text_blocks(text: TextOutcome) -> list[Block]:
             "% of the distance that those have moved",
         ),
         Curves(
-            "Test loss, against the whole batch's",
+            "Test loss, compared with the whole batch's",
             [Curve(name, updates, values) for name, values in gaps.items()],
             "update",
             "% more",
@@ -134,9 +134,8 @@ def _guide_blocks(guide: Outcome) -> list[Block]:
             f"{_count(setup.epochs, 'epoch')} of {guide.rows:,} rows from {guide.data_source}, in {setup.dtype}. "
             f"(a) takes {setup.batch_size} rows at once; (b) takes {small} rows at a time and wraps the optimizer with "
             f"{setup.steps} steps. Both start from the same weights and see the same rows in the same order. Seconds "
-            "are those of training, without start-up and tests; passes of fewer rows use a processor less well, in a "
-            "loop written by hand, too. A difference is the largest max|a - b| / max|a| over "
-            "all tensors."
+            "are those of training, without start-up and tests; smaller passes use a processor less well, in a loop "
+            "written by hand too. A difference is the largest max|a - b| / max|a| over all tensors."
         ),
     ]
     if guide.precision != setup.dtype:
@@ -181,7 +180,7 @@ def _guide_table(guide: Outcome) -> Table:
         "differs from (a)": [None, f"{guide.difference:.1e}"],
     }
     known = {name: cells for name, cells in columns.items() if any(cell is not None for cell in cells)}
-    caption = f"{guide.data_name}, the guide's experiment: on the test rows, after the last epoch"
+    caption = f"{guide.data_name}: on the test rows, after the last epoch"
     return Table(list(known), list(zip(*known.values(), strict=True)), caption=caption)
 
 

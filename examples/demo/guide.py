@@ -1,4 +1,4 @@
-"""The guide's experiment: a batch of 64 rows against 4 micro-batches of 16. Imports no framework.
+"""Pictures: a batch of 64 rows against 4 micro-batches of 16. Imports no framework.
 
 The network has two hidden layers of 512 ReLU units; plain SGD; the rows in the data set's order:
 

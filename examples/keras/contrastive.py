@@ -1,7 +1,7 @@
 """Pictures of digits against their names, in `fit`: 512 pairs per update, in the memory of 64.
 
 The loss of a pair looks at all other pairs of its batch. Chunked towers make the updates of the large batch; naive
-accumulation, whose micro-batches have a loss of their own each, trains something else: a pair sees 63 others, not 511.
+accumulation of micro-batches' losses trains something else, because a pair sees 63 others, not 511.
 
     KERAS_BACKEND=jax python examples/keras/contrastive.py --out docs/images/keras_contrastive.png
     python examples/keras/contrastive.py --quick        # one epoch

@@ -22,7 +22,7 @@ def pictures(quick: bool) -> tuple[np.ndarray, np.ndarray]:
         try:
             (x, y), _ = keras.datasets.cifar10.load_data()
             return x.astype("float32") / 255, y[:, 0]
-        except Exception as error:  # urllib's, ssl's, Keras' own: whatever stands between here and the file
+        except Exception as error:  # urllib's, ssl's or Keras' own
             print(f"CIFAR-10 could not be downloaded ({error}). Using scikit-learn's digits instead.")
     from sklearn.datasets import load_digits
 

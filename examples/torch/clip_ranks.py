@@ -2,7 +2,7 @@
 
     python examples/torch/clip_ranks.py
 
-Ranks have different numbers of rows. What is compared is one process that has all rows at once.
+Ranks have different numbers of rows. The result is compared with one process that has all rows.
 """
 
 import tempfile
@@ -21,7 +21,7 @@ RANKS, ROWS, MICRO, UPDATES = 2, (11, 6), 4, 3
 
 
 class Towers(nn.Module):
-    """Two encoders and a temperature. `cut` says how an encoder is cut into chunks."""
+    """Two encoders and a temperature. `cut` wraps each encoder."""
 
     def __init__(self, cut=lambda encoder: encoder):
         super().__init__()

@@ -1,10 +1,9 @@
 """Elastic training: the effective batch stays what it was when the number of ranks changes between runs.
 
     torchrun --nproc-per-node 4 examples/torch/elastic.py --checkpoint run.pt
-    torchrun --nproc-per-node 2 examples/torch/elastic.py --checkpoint run.pt     # after a node was lost: goes on
+    torchrun --nproc-per-node 2 examples/torch/elastic.py --checkpoint run.pt     # continues after a node was lost
 
-Every update sees the same rows on any number of ranks. Rank 0 saves at closed windows, which are the same on every
-rank.
+Every update sees the same rows on any number of ranks. Rank 0 saves closed windows, which are the same on every rank.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/torch/fine_tuning.py
 
-Models are built from configs and the texts are made up: nothing is downloaded. What takes an existing trainer to the
-large batch's updates in the memory of a few rows is one base class.
+Models are built from configs and texts are random, so nothing is downloaded. One base class gives an existing trainer
+the large batch's updates in the memory of a few rows.
 """
 
 import copy

@@ -2,8 +2,8 @@
 
     python examples/torch/gan.py
 
-Both losses of a micro-batch are taken before either of the two optimizers steps, so that all micro-batches of a window
-meet the same networks, as the rows of a large batch do.
+Both losses of a micro-batch are computed before either optimizer steps, so all micro-batches of a window see the same
+networks, as the rows of a large batch do.
 """
 
 import torch
@@ -27,15 +27,15 @@ def optimizers(generator, discriminator):
 
 
 def losses(generator, discriminator, real, noise):
-    """What the generator and what the discriminator minimizes."""
+    """The generator's loss and the discriminator's."""
     fake = generator(noise)
-    discriminator.requires_grad_(False)  # the generator's loss leaves nothing there
+    discriminator.requires_grad_(False)  # the generator's loss leaves no gradient there
     judged = discriminator(fake)
     fooled = against(judged, torch.ones_like(judged))
     discriminator.requires_grad_(True)
     on_real, on_fake = discriminator(real), discriminator(fake.detach())
-    told = against(on_real, torch.ones_like(on_real)) + against(on_fake, torch.zeros_like(on_fake))
-    return fooled, told
+    found = against(on_real, torch.ones_like(on_real)) + against(on_fake, torch.zeros_like(on_fake))
+    return fooled, found
 
 
 def windows(data, batch_size):
@@ -44,9 +44,9 @@ def windows(data, batch_size):
     one, other = (gradaccum.torch.optim.Optimizer(optimizer, STEPS) for optimizer in inner)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data), batch_size=batch_size)
     for real, noise in loader:
-        fooled, told = losses(generator, discriminator, real, noise)
+        fooled, found = losses(generator, discriminator, real, noise)
         one.backward(fooled, weight=len(real))
-        other.backward(told, weight=len(real))
+        other.backward(found, weight=len(real))
         for optimizer in (one, other):
             optimizer.step()
             optimizer.zero_grad()

@@ -1,11 +1,10 @@
 """A small GPT on Python's own documentation: 64 docstrings an update, packed by their bytes.
 
     python examples/torch/gpt.py                # some minutes
-    python examples/torch/gpt.py --quick        # seconds, in float64, beside the whole batch
+    python examples/torch/gpt.py --quick        # seconds, in float64, compared with the whole batch
 
-The loss is a mean over bytes, and rows are anything from 2 to 256 of them. `max_tokens` sorts and trims the rows and
-packs them into micro-batches of at most so many bytes; `weight` says how many count in each, so the update is that of
-all 64 rows at once.
+The loss is a mean over bytes, and rows have 2 to 256 of them. `max_tokens` sorts, trims and packs the rows into
+micro-batches of at most so many bytes, and `weight` counts the bytes of each, so the update is that of all 64 rows.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, the next byte's logits out. Rows are padded at their ends, which no byte before them sees."""
+    """Bytes in, the next byte's logits out. Rows are padded at their ends, and attention is causal."""
 
     def __init__(self, width: int, depth: int, length: int) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class GPT(nn.Module):
 
 
 def padded(rows: list[str]) -> Batch:
-    """Bytes, which of them are there, and what each has to foretell: -100 counts for nothing."""
+    """Bytes, their mask, and the byte to predict from each; -100 is ignored."""
     texts = [torch.tensor(list(row.encode("ascii"))) for row in rows]
     ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
@@ -71,7 +70,7 @@ def targets(batch: Batch) -> Tensor:
 
 
 def train(model: nn.Module, rows: list[str], updates: int, size: int, max_tokens: int | None) -> nn.Module:
-    """So many updates of 64 rows; in micro-batches of `max_tokens` bytes, or at once."""
+    """Train for so many updates of `size` rows, in micro-batches of `max_tokens` bytes, or at once."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, updates + 1)
     how = {"max_tokens": max_tokens} if max_tokens else {"micro_batch_size": size}
@@ -87,7 +86,7 @@ def train(model: nn.Module, rows: list[str], updates: int, size: int, max_tokens
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="seconds, in float64, beside the whole batch")
+    parser.add_argument("--quick", action="store_true", help="seconds, in float64, compared with the whole batch")
     quick = parser.parse_args().quick
     length, width, depth, updates, size, tokens = (64, 16, 1, 4, 16, 128) if quick else (256, 128, 4, 150, 64, 2048)
     rows = python_text(length)

@@ -1,4 +1,4 @@
-"""What fits on a device of 80 GiB: two language models by their shapes, on the meta device, where nothing is allocated.
+"""Two large language models on the meta device, which allocates nothing, for `gradaccum size`.
 
 gradaccum size examples/torch/large_models.py:seven_billion --memory 80GiB
 gradaccum size examples/torch/large_models.py:seventy_billion --memory 80GiB
@@ -15,7 +15,7 @@ ROWS, LENGTH = 64, 1024
 
 
 def large_model(layers: int = 2, **shape: int) -> Any:
-    """A model of this shape in bfloat16, a large batch for it, and its loss; Adam's state counts."""
+    """A model of this shape in bfloat16, a large batch for it, and its loss."""
     with torch.device("meta"):
         config = LlamaConfig(num_hidden_layers=layers, use_cache=False, vocab_size=32000, **shape)
         model = LlamaForCausalLM(config).bfloat16()

@@ -39,7 +39,7 @@ def network() -> nn.Module:
 
 def train(model: nn.Module, loader: torch.utils.data.DataLoader, optimizer: gradaccum.torch.optim.Optimizer) -> None:
     model.train()
-    for x, y in optimizer.batches(loader):  # knows the last batch, so that the short last window is exact
+    for x, y in optimizer.batches(loader):  # closes the short last window, too
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()

@@ -3,9 +3,9 @@
     python examples/torch/resnet18.py                # some minutes on FashionMNIST
     python examples/torch/resnet18.py --quick        # seconds on scikit-learn's digits, in float64
 
-Three trainings from the same weights on the same rows: the large batch; micro-batches with `batch_norm="exact"`, which
-normalises by the statistics of all rows and makes the large batch's update; and micro-batches as they are, whose layers
-normalise each by itself, which is another training.
+Three trainings start from the same weights and see the same rows: the large batch; micro-batches with
+`batch_norm="exact"`, which normalizes by the statistics of all rows and makes the large batch's update; and plain
+micro-batches, which BatchNorm normalizes one by one, so this is another training.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def resnet18(width: int) -> nn.Module:
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, rows: int, size: int, batch_norm: str, updates: int) -> nn.Module:
-    """So many updates of so many rows, in micro-batches of `size`."""
+    """Train for so many updates of `rows` rows, in micro-batches of `size`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     loss_fn = nn.CrossEntropyLoss()
     step = TrainStep(model, optimizer, loss_fn=loss_fn, micro_batch_size=size, batch_norm=batch_norm)

@@ -1,8 +1,8 @@
-"""Optimizers that aren't PyTorch's, wrapped: Lion, schedule-free, bitsandbytes' 8-bit ones; and Muon, which now is.
+"""Wrapped optimizers from outside PyTorch (Lion, schedule-free, bitsandbytes' 8-bit ones), and Muon.
 
     python examples/torch/third_party_optimizers.py
 
-What isn't installed is left out.
+Optimizers that aren't installed are left out.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import gradaccum.torch
 
 ROWS, STEPS, SIZE = 30, 4, 64
 ROUNDED = {"Muon": 1e-3, "8bit": 1e-3}
-"""Muon orthogonalizes in bfloat16; eight bits of a state turn on the last bits of a gradient."""
+"""Muon orthogonalizes in bfloat16; the last bits of a gradient change an 8-bit state."""
 
 
 class Lion(torch.optim.Optimizer):

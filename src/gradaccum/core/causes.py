@@ -113,11 +113,9 @@ class LossSplit:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all of it is."""
         return all(math.isfinite(_largest(vector)) for one in (self.whole, *self.parts) for vector in one)
 
     def share(self, fits: float) -> float | None:
-        """t of the mean's formula, where that holds."""
         a, b = self.parts
         across = [x - y for x, y in zip(a, b)]
         square = sum(_inner(x, x) for x in across)
@@ -127,7 +125,6 @@ class LossSplit:
         return t if all(_largest(w - (t * x + (1 - t) * y)) < fits for w, x, y in zip(self.whole, a, b)) else None
 
     def excess(self) -> list[Array]:
-        """R of the sum's formula."""
         return [x + y - w for w, x, y in zip(self.whole, *self.parts)]
 
 

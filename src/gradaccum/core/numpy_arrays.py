@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from gradaccum.core.causes import Leaf
 from gradaccum.core.proof import Measured, Runner
 
-__all__ = ["ArrayRunner", "largest", "relative_error"]
+__all__ = ["ArrayRunner", "largest", "leaf_of", "relative_error"]
 
 
 class ArrayRunner(Runner):
@@ -45,5 +46,18 @@ def largest(array: Any) -> float:
 
 
 def relative_error(actual: Any, expected: Any, floor: float = 0.0) -> float:
-    """`max|actual - expected| / max|expected|`; inf where only one of both is finite."""
     return _measured(actual, expected).error(floor)
+
+
+def leaf_of(name: str, code: str, values: np.ndarray) -> Leaf:
+    """What the search for causes has to know of a tensor of the batch, with its rows in front."""
+    kind = {"b": "bool", "i": "whole", "u": "whole"}.get(values.dtype.kind, "float")
+    return Leaf(
+        name,
+        code,
+        lambda rows: values[np.asarray(rows)],
+        kind,  # type: ignore[arg-type]  # one of these
+        values.ndim,
+        frozenset(np.unique(values).tolist()) if kind == "whole" else None,
+        kind == "float" and not (values >= 0).all(),
+    )

@@ -62,7 +62,6 @@ class Outcome:
     """The smallest scale by which an array's error is measured, where it averages what nearly cancels."""
 
     def parts(self) -> Iterator[tuple[Key, Array | None]]:
-        """Every array with its part and name."""
         for part, arrays in (("loss", self.losses), ("gradient", self.gradients), ("buffer", self.buffers)):
             for name, array in arrays.items():
                 yield (part, name), array  # type: ignore[misc]  # one of the three
@@ -78,7 +77,6 @@ class Measured(NamedTuple):
     entries: int
 
     def error(self, floor: float = 0.0) -> float:
-        """The relative error, `max|a - b| / max|b|`, with a smallest scale to divide by."""
         scale = max(self.scale, floor)
         return self.distance / scale if scale else (math.inf if self.distance else 0.0)
 
@@ -107,7 +105,6 @@ class Runner:
         raise NotImplementedError
 
     def is_finite(self, arrays: Sequence[Array]) -> bool:
-        """Whether all numbers in these arrays are finite."""
         raise NotImplementedError
 
     def lower_scale(self) -> bool:
@@ -119,7 +116,6 @@ class Runner:
         return False
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether this is what a framework raises where memory runs out."""
         return False
 
 
@@ -135,7 +131,6 @@ class Compared(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The largest relative error."""
         return max((difference.error for difference in self.differences), default=0.0)
 
 
@@ -160,12 +155,10 @@ class Comparison:
         """What the last way raised that could not run."""
 
     def restart(self) -> None:
-        """Something has changed: the rows run at once again."""
         vars(self).pop("large", None)
 
     @functools.cached_property
     def large(self) -> Outcome:
-        """What the rows leave at once."""
         return self.runner.run(self.rows, None)
 
     def differences(self) -> list[Difference] | None:
@@ -258,7 +251,6 @@ def _differences(measured: Mapping[Key, Measured], expected: Outcome) -> list[Di
 
 
 def differences_between(runner: Runner, actual: Outcome, expected: Outcome) -> list[Difference]:
-    """How far an outcome is from the expected one."""
     return _differences(_measured(runner, actual, expected), expected)
 
 
@@ -307,14 +299,12 @@ class ProofSchedule:
         self._looked_at = self._repetitions = 0
 
     def is_due(self, new_kind: bool) -> bool:
-        """Whether this batch, the next one, is to be proven."""
         self.batches += 1
         self.repeated = not new_kind
         postponed, self._postponed = self._postponed, False
         return postponed or new_kind or self.batches & (self.batches - 1) == 0 or self.batches % OFTEN == 0
 
     def postpone(self) -> None:
-        """There was nothing finite to compare with this batch: the next one is due."""
         self._postponed = True
 
     def scope(self, size: int | None) -> tuple[int, int]:
@@ -416,7 +406,6 @@ def _ragged(count: int, parts: int, random: Any) -> list[int]:
 
 
 def _of_units(units: Sequence[Sequence[int]], plans: Sequence[tuple[list[int], list[int]]]) -> list[Way]:
-    """Ways to cut units as ways to cut their rows."""
     ways: list[Way] = []
     for places, counts in plans:
         sizes = iter([len(units[place]) for place in places])

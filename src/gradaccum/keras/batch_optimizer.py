@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +62,8 @@ class SizesRule(StepsRule):
             raise ValueError(
                 f"An epoch of train_size={self.train_size} rows has {self._batches} micro-batches of "
                 f"maximum_batch_size={self.maximum_batch_size}. Received: {batches} micro-batches. Pass the "
-                "`train_size` that fit() trains on to BatchOptimizer."
+                "`train_size` that fit() trains on, after its validation split, to BatchOptimizer, and "
+                "batch_size=maximum_batch_size to fit()."
             )
 
     def check_epoch(self, counts: Counts, batches: int, doubt: int = 0) -> None:
@@ -98,32 +98,6 @@ class SizesRule(StepsRule):
                 f"{self._model.name!r}. Pass the model that is compiled with it."
             )
 
-    def check_fit(self, arguments: dict[str, Any]) -> None:
-        """Whether `fit` was called as promised, as far as its arguments tell."""
-        maximum = self.maximum_batch_size
-        leaf = next((leaf for leaf in keras.tree.flatten(arguments.get("x")) if leaf is not None), None)
-        shape = getattr(leaf, "shape", None)
-        rows = shape[0] if shape else None
-        batch_size = arguments.get("batch_size")
-        if batch_size != maximum and not (batch_size is None and (rows is None or maximum == 32)):
-            raise ValueError(
-                f"A BatchOptimizer is used with fit(batch_size=maximum_batch_size). Received: batch_size={batch_size}"
-                f"{'' if batch_size else ', which is 32'}, where maximum_batch_size={maximum}."
-            )
-        split = arguments.get("validation_split") or 0.0
-        rows = None if rows is None else math.floor(rows * (1.0 - split))
-        if rows not in (None, self.train_size):
-            raise ValueError(
-                f"`train_size` must be the rows that fit() trains on. Received: train_size={self.train_size}, where "
-                f"fit() has {rows} rows{' after its validation split' if split else ''}."
-            )
-        batches = arguments.get("steps_per_epoch")
-        if batches not in (None, self._batches):
-            raise ValueError(
-                f"`steps_per_epoch` must be that of train_size={self.train_size} rows in micro-batches of {maximum}, "
-                f"{self._batches}. Received: steps_per_epoch={batches}."
-            )
-
 
 @keras.saving.register_keras_serializable(package="gradaccum")
 class BatchOptimizer(Optimizer):
@@ -133,7 +107,7 @@ class BatchOptimizer(Optimizer):
     gradient is `sum_i rows_i g_i / sum_i rows_i`, so that a ragged last micro-batch and a short last window are exact
     for any sizes. No callback is needed: `train_size` tells where an epoch ends.
 
-    Use it with `fit(batch_size=maximum_batch_size)`. `fit` on the model that is given here is checked against that.
+    Use it with `fit(batch_size=maximum_batch_size)`. Epochs and micro-batches of the model's `fit` are checked.
 
     Args:
         optimizer: The inner optimizer, any `keras.optimizers.Optimizer`.
@@ -225,7 +199,7 @@ class BatchOptimizer(Optimizer):
 
 
 def _check_every_fit(model: Any) -> None:
-    """Let `model.fit` check its arguments against the model's BatchOptimizer, and tell it of epochs."""
+    """Let `model.fit` tell the model's BatchOptimizer of epochs and rows, which are checked against its sizes."""
     fit = model.fit
     if hasattr(fit, "checks_batch_sizes"):
         return
@@ -237,15 +211,14 @@ def _check_every_fit(model: Any) -> None:
         if not isinstance(optimizer, BatchOptimizer):
             return fit(*args, **kwargs)
         arguments = dict(signature.bind(*args, **kwargs).arguments)
-        rule = optimizer.window.rule
-        rule.check_fit(arguments)
         arguments["callbacks"] = _with_epochs(arguments.get("callbacks"), model)
+        said = optimizer.window.rule.other_size
         try:
             return fit(**arguments)
         except Exception as error:
-            if rule.other_size in str(error) and not isinstance(error, ValueError):
+            if said in str(error) and not isinstance(error, ValueError):
                 # TensorFlow finds out in its graph, and says so with many lines about the graph.
-                message = str(error)[str(error).index(rule.other_size) :].splitlines()[0]
+                message = str(error)[str(error).index(said) :].splitlines()[0]
                 raise ValueError(message.replace("] [", " ").rstrip("]").replace("'", "")) from None
             raise
 

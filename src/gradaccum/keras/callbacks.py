@@ -53,7 +53,7 @@ class GradientAccumulation(keras.callbacks.Callback):
         self._schedule = None if steps is None else Schedule(steps)
         self._optimizer: Any = None
         self._epoch = 0
-        self._in_epoch = self._drops_micro_batches = self._warned_of_short_epochs = False
+        self._in_epoch = self._drops_micro_batches = False
         self._batches = 0  # of this epoch
         self._in_window = 0  # micro-batches of this window, dropped ones too
         self._steps = self._next_steps = 1  # of this window, and of the next one
@@ -107,8 +107,12 @@ class GradientAccumulation(keras.callbacks.Callback):
                 per_execution,
             )
         window.name_batch_norms([layer.name for layer in batch_norms_of(self._model)])
-        if window.in_fit:
-            self._discard_interrupted()
+        if window.in_fit:  # perhaps interrupted between a sum and its count
+            window.in_fit = False
+            self._discard(
+                "The last fit() was interrupted inside a window, whose %d micro-batches are discarded. Call "
+                "optimizer.flush() before fit() to make the update of them."
+            )
         self._in_window = self._optimizer.micro_batches
         if self._in_window and not window.read().by_rows:
             logger.warning(
@@ -133,8 +137,14 @@ class GradientAccumulation(keras.callbacks.Callback):
         window, batches = self._optimizer.window, self._batches_of_epoch
         if not window.driven:  # a `fit` in a callback's on_epoch_end has ended since
             self._drive()
-        if window.loaded:
-            self._discard_loaded()
+        if window.loaded:  # by a callback, BackupAndRestore: Keras begins its epoch anew
+            window.loaded = False
+            self._sync()
+            if self._discard(
+                "An open window was loaded during this fit(), whose epoch begins anew: its %d micro-batches are "
+                "discarded, as they come again."
+            ):
+                self._in_window, self._steps = 0, self._next_steps
         self._epoch, self._in_epoch, self._batches = epoch, True, 0
         if batches:
             window.rule.check_batches(batches)
@@ -142,14 +152,10 @@ class GradientAccumulation(keras.callbacks.Callback):
         if self._followed.largest is not None and not window.rule.fixed:
             steps = self._followed(epoch)
             self._plan(steps)
-            if batches and steps > batches and not self._warned_of_short_epochs:
-                self._warned_of_short_epochs = True
-                logger.warning(
-                    "A window of %d micro-batches is longer than an epoch of %d: one update per epoch, of %d "
-                    "micro-batches",
-                    steps,
-                    batches,
-                    batches,
+            if batches and steps > batches:
+                window.warn_once(
+                    f"A window of {steps} micro-batches is longer than an epoch of {batches}: one update per epoch, of "
+                    f"{batches} micro-batches"
                 )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -237,6 +243,15 @@ class GradientAccumulation(keras.callbacks.Callback):
         self._sync()
         self._optimizer.flush()
 
+    def _discard(self, message: str) -> bool:
+        """Forget the open window, with a warning that says so where it holds any micro-batches. Returns whether."""
+        optimizer, held = self._optimizer, self._optimizer.micro_batches
+        if held:
+            logger.warning(message, held)
+        if optimizer.built:
+            optimizer.window.empty()
+        return held > 0
+
     def _check_epoch(self) -> None:
         """Whether what was trained on is what was promised, and was told of."""
         window = self._optimizer.window
@@ -251,33 +266,6 @@ class GradientAccumulation(keras.callbacks.Callback):
             # Where data end inside an execution of several steps, Keras counts all of them, or none.
             doubt = 0 if self._batches_of_epoch else getattr(self._model, "steps_per_execution", 1) - 1
             window.rule.check_epoch(counts, self._batches, doubt)
-
-    def _discard_interrupted(self) -> None:
-        """Forget the window in which an earlier `fit` was interrupted, perhaps between a sum and its count."""
-        optimizer = self._optimizer
-        optimizer.window.in_fit = False
-        if optimizer.micro_batches:
-            logger.warning(
-                "The last fit() was interrupted inside a window, whose %d micro-batches are discarded. Call "
-                "optimizer.flush() before fit() to make the update of them.",
-                optimizer.micro_batches,
-            )
-        if optimizer.built:
-            optimizer.window.empty()
-
-    def _discard_loaded(self) -> None:
-        """Forget the open window that a callback has loaded (BackupAndRestore): Keras begins its epoch anew."""
-        optimizer = self._optimizer
-        optimizer.window.loaded = False
-        self._sync()
-        if optimizer.micro_batches:
-            logger.warning(
-                "An open window was loaded during this fit(), whose epoch begins anew: its %d micro-batches are "
-                "discarded, as they come again.",
-                optimizer.micro_batches,
-            )
-            optimizer.window.empty()
-            self._in_window, self._steps = 0, self._next_steps
 
     def _sync(self) -> None:
         # On JAX the values of the variables are in the training loop until somebody asks for the model.

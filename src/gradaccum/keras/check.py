@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -10,7 +9,7 @@ import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.equivalence import Cause, Equivalence, limits_of
-from gradaccum.core.proof import Comparison, Way, differences_between, worst
+from gradaccum.core.proof import Comparison, differences_between, worst
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.keras import backends, private
@@ -86,8 +85,7 @@ def check_equivalence(
     if rows is None or rows < 2:
         raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {rows}.")
     with backends.running().random_kept():
-        normalised: BatchNorm = "frozen" if batch_norm == "frozen" else "micro"
-        return _checked(model, data, rows, normalised, micro_batch_size, tolerance)
+        return _checked(model, data, rows, "frozen" if batch_norm == "frozen" else "micro", micro_batch_size, tolerance)
 
 
 def _checked(
@@ -97,49 +95,39 @@ def _checked(
     step, precision = MicroBatchedStep(model, rows, batch_norm, verify=False), precision_of(model)
     allowed = rounding(precision, _device()) if tolerance is None else tolerance
     runner = StepRunner(step, data, batch_norm, allowed)
-    order = np.random.default_rng(0).permutation(rows).tolist()
-    given, ragged = _ways(range(rows), micro_batch_size), _ways(order, None)
-    in_order = Comparison(runner, range(rows), given, "raise")
+    order, size = np.random.default_rng(0).permutation(rows).tolist(), ragged_size(rows) or 1
+    sizes = [*([] if micro_batch_size is None or micro_batch_size >= rows else [micro_batch_size]), size]
+    in_order = Comparison(runner, range(rows), [(range(rows), even_sizes(rows, size)) for size in sizes], "raise")
+    shuffled = Comparison(runner, order, [(order, even_sizes(rows, size))], "raise")
     loss = in_order.large.losses["loss"]
     if not np.isfinite(loss).all():
         raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
     # A moved variable may heed the order of rows, such as the last row's value.
-    shuffled = Comparison(runner, order, ragged, "raise")
     moved = [d for d in differences_between(runner, shuffled.large, in_order.large) if d.part != "buffer"]
     found = worst([*(in_order.differences() or []), *(shuffled.differences() or []), *moved])
-    largest = max([*in_order.compared, *shuffled.compared], key=lambda one: one.error)
-    failing = ragged[0] if any(not d.error <= allowed for d in moved) else None
-    failing = largest.way if not largest.error <= allowed else failing
+    compared = [*in_order.compared, *shuffled.compared]
+    largest = max(compared, key=lambda one: one.error)
+    failing = largest.way if not largest.error <= allowed else compared[-1].way
     causes: list[Cause] = []
-    if failing is not None:
+    if any(not error <= allowed for error in (largest.error, *(d.error for d in moved))):
         parts = np.split(np.asarray(failing[0]), np.cumsum(failing[1])[:-1])
         trained, moving, _, metrics = step.state()
         causes = find_causes(model, (trained, moving, metrics), data, parts, found, allowed, batch_norm)
-    notes = []
-    if runner.draws.held:
-        notes.append("Random numbers were held: whatever is drawn, as by dropout, was the same for each row.")
-    if runner.draws.raw:
-        notes.append(
-            "Random numbers are drawn that don't come from keras.random: they can't be held, and differ from one "
-            "partition to the other."
-        )
+    notes = {
+        "Random numbers were held: whatever is drawn, as by dropout, was the same for each row.": runner.draws.held,
+        "Random numbers are drawn that don't come from keras.random: they can't be held, and differ from one partition "
+        "to the other.": runner.draws.raw,
+    }
     return Equivalence(
         tuple(found),
         allowed,
         tuple(causes),
         rows=rows,
-        partitions=tuple(tuple(sizes) for _, sizes in [*given, *ragged]),
-        notes=(*notes, *limits_of(rows)),
+        partitions=tuple(tuple(one.way[1]) for one in compared),
+        notes=(*(note for note, holds in notes.items() if holds), *limits_of(rows)),
         precision=precision,
         device=_device(),
     )
-
-
-def _ways(order: Sequence[int], size: int | None) -> list[Way]:
-    """Ways to cut these rows: in micro-batches of the given size, and in ragged ones."""
-    rows = len(order)
-    sizes = [*([] if size is None or size >= rows else [size]), ragged_size(rows) or 1]
-    return [(order, even_sizes(rows, size)) for size in sizes]
 
 
 def _device() -> str:

@@ -33,35 +33,29 @@ from keras import ops, tree
 
 from gradaccum.core.numpy_arrays import relative_error
 from gradaccum.keras import backends, private
+from gradaccum.keras.backends.base import Scope
 
 __all__ = ["Measured", "coupled_losses", "divisors_of", "update_trackers", "weighed_losses"]
 
 
 @dataclass
 class Measured:
-    """What `weighed_losses` saw while the loss of one micro-batch was computed.
-
-    Attributes:
-        divisors: Of each loss that divides by neither rows nor nothing, by its index: `D_ij`, a scalar tensor.
-        calls: Of each loss, by its index: the loss object and the arguments it was called with.
-        values: Of each loss that has a tracker (with several losses, `fit` logs each): what the tracker would have
-            been told, which is the micro-batch's part of the large batch's value, over `share`.
-        added: Whether the forward pass left terms beside the compiled losses: regularisers, `add_loss`.
-    """
+    """What `weighed_losses` saw while the loss of one micro-batch was computed; all by the index of a loss."""
 
     divisors: dict[int, Any] = field(default_factory=dict)
+    """Of each loss that divides by neither rows nor nothing: `D_ij`, a scalar tensor."""
     calls: dict[int, tuple[Any, Any, Any, Any]] = field(default_factory=dict)
+    """The loss object and the arguments that it was called with."""
     values: dict[int, Any] = field(default_factory=dict)
+    """Of each loss that has a tracker (with several losses, `fit` logs each): what the tracker would have been told,
+    which is the micro-batch's part of the large batch's value, over `share`."""
     added: bool = False
+    """Whether the forward pass left terms beside the compiled losses: regularisers, `add_loss`."""
 
 
 @contextlib.contextmanager
 def weighed_losses(model: Any, share: Any = 1.0, totals: dict[int, Any] | None = None) -> Iterator[Measured]:
-    """While this is open, `model.compute_loss` returns a micro-batch's part of the large batch's loss, over `share`.
-
-    Yields:
-        A `Measured` that fills as the losses are computed.
-    """
+    """While this is open, `model.compute_loss` returns a micro-batch's part of the large batch's loss, over `share`."""
     measured = Measured()
 
     def weighed_loss(index: int, loss: Any) -> Callable[..., Any]:
@@ -153,19 +147,12 @@ def _count(mask: Any, weights: Any, dtype: Any) -> Any:
 
 def divisors_of(model: Any, state: Sequence[Any], x: Any, y: Any, sample_weight: Any) -> tuple[Measured, Any]:
     """One forward pass without side effects, for what it tells and its loss: masks are known only after it."""
-    trainable, non_trainable, metrics = state
-    kwargs = {"training": True} if private.takes_training(model) else {}
-    y_pred, non_trainable, losses = model.stateless_call(trainable, non_trainable, x, return_losses=True, **kwargs)
-    # As JAXTrainer does it: `add_loss` terms would be lost with the stateless scope.
-    private.set_added_losses(model, losses)
-    try:
+    parts = zip((model.trainable_variables, model.non_trainable_variables, model.metrics_variables), state)
+    with Scope(pair for variables, values in parts for pair in zip(variables, values)):
         with weighed_losses(model) as measured:
-            loss, _ = model.stateless_compute_loss(
-                trainable, non_trainable, metrics, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-            )
-    finally:
-        private.set_added_losses(model, [])
-    measured.added = bool(losses)
+            y_pred = model(x, training=True) if private.takes_training(model) else model(x)
+            loss = private.compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        measured.added = bool(model.losses)
     return measured, loss
 
 

@@ -48,10 +48,9 @@ def micro_batched(
             see at once.
         verify: Prove updates: on a few rows of a batch, loss, gradients and moved variables are computed at once and in
             micro-batches, by the same code that then trains. Two passes over at most 16 rows for the first batch of
-            each `fit`, for each batch that is of another kind or shows rows of a new sort (missing labels, uneven
-            weights, a new class, larger targets), and where a variable that the loss reads has changed. Dropout and
-            other random numbers are held, BatchNormalization is left to its own warning. What can't be compared is said
-            in a warning.
+            each `fit`, for updates 2, 4, 8, ..., and for batches of another kind; the rows are those that show rare
+            sorts (missing labels, uneven weights, a class) and extremes. Dropout and other random numbers are held,
+            BatchNormalization is left to its own warning. What can't be compared is said in a warning.
 
     Returns:
         `model`.

@@ -32,7 +32,6 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("model", "_compile_metrics", "the compiled metrics of a model"),
     PrivateName("model", "_loss_tracker", "the metric that fit() logs as `loss`", "the metric of that name"),
     PrivateName("model", "_compute_loss", "calls a compute_loss() without `training` too", "compute_loss()"),
-    PrivateName("model", "_losses_override", "gives add_loss() terms to a stateless compute_loss()"),
     PrivateName("losses", "_flat_losses", "the losses of all outputs in a row, each with its weight"),
     PrivateName("losses", "_metrics", "the trackers with which fit() logs each of several losses"),
     PrivateName("metric", "_fn", "the function that a metric averages"),
@@ -259,11 +258,6 @@ def compute_loss(model: Any, **arguments: Any) -> Any:
     return getattr(model, "_compute_loss", model.compute_loss)(**arguments)
 
 
-def set_added_losses(model: Any, losses: Sequence[Any]) -> None:
-    """Let these be the `add_loss` terms that `model.compute_loss` finds; none: those of its layers again."""
-    model._losses_override = list(losses)
-
-
 def loss_entries(losses: Any) -> list[Any]:
     """The losses of all outputs in a row: named tuples with `.loss` and `.name`; none before they are first called."""
     return (losses and losses._flat_losses) or []
@@ -277,13 +271,10 @@ def replaced_losses(
     if losses is None or losses._flat_losses is None:  # never called: a model's own compute_loss() does without them
         yield
         return
-    entries, trackers = losses._flat_losses, losses._metrics
-    losses._flat_losses = [one._replace(loss=entry(index, one.loss)) for index, one in enumerate(entries)]
-    losses._metrics = [tracker(index, one) for index, one in enumerate(trackers)]
-    try:
+    entries = [one._replace(loss=entry(index, one.loss)) for index, one in enumerate(losses._flat_losses)]
+    trackers = [tracker(index, one) for index, one in enumerate(losses._metrics)]
+    with replaced(losses, _flat_losses=entries, _metrics=trackers):
         yield
-    finally:
-        losses._flat_losses, losses._metrics = entries, trackers
 
 
 def metric_function(metric: Any) -> Any:
@@ -292,27 +283,6 @@ def metric_function(metric: Any) -> Any:
 
 
 # Variables and optimizers.
-
-
-@contextlib.contextmanager
-def recorded_reads() -> Iterator[dict[int, Any]]:
-    """While this is open, each variable whose value is read is kept, by its id."""
-    reads: dict[int, Any] = {}
-    kind = keras.Variable
-    own, inherited = kind.value, "value" not in vars(kind)
-
-    def value(variable: Any) -> Any:
-        reads[id(variable)] = variable
-        return own.fget(variable)
-
-    kind.value = property(value)
-    try:
-        yield reads
-    finally:
-        if inherited:
-            del kind.value
-        else:
-            kind.value = own
 
 
 def has_value(variable: Any) -> bool:

@@ -14,14 +14,12 @@ Sync = Literal["window", "micro_batch"]
 
 
 def checked_model(model: Any) -> nn.Module:
-    """`model`, if it is one."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module. Received: model of type {type(model).__name__}.")
     return model
 
 
 def checked_norm(limit: Any, name: str = "clip_grad_norm") -> float | None:
-    """`clip_grad_norm`, or another limit, if it is a number > 0 or None."""
     if limit is None:
         return None
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
@@ -32,7 +30,6 @@ def checked_norm(limit: Any, name: str = "clip_grad_norm") -> float | None:
 
 
 def checked_dtype(dtype: Any) -> torch.dtype | None:
-    """`accumulate_dtype`, if it is a floating dtype or None."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(
             f"`accumulate_dtype` must be a floating torch.dtype such as torch.float32. Received: {dtype!r}."
@@ -41,14 +38,12 @@ def checked_dtype(dtype: Any) -> torch.dtype | None:
 
 
 def checked_choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:
-    """`value`, if it is one of the choices."""
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}. Received: {name}={value!r}.")
     return value
 
 
 def checked_scaler(scaler: Any) -> Any:
-    """`scaler`, if it is a GradScaler, or does what one does, and is enabled; else None."""
     wanted = ("is_enabled", "get_scale", "scale", "unscale_", "step", "update")
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in wanted):
         raise TypeError(f"`scaler` must be a torch.amp.GradScaler. Received: scaler={scaler!r}.")

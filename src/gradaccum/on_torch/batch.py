@@ -26,6 +26,8 @@ __all__ = [
     "leaves",
     "map_leaves",
     "number_of_rows",
+    "read_early",
+    "read_later",
     "rebuild",
     "take",
     "with_dims",
@@ -52,7 +54,6 @@ def children(node: Any) -> list[tuple[str, Any, Any]] | None:
 
 
 def rebuild(node: Any, values: list[Any]) -> Any:
-    """A container like `node`, of the same type, that holds `values` in the order of `children`."""
     if isinstance(node, Mapping):
         pairs = dict(zip(node, values, strict=True))
         if isinstance(node, dict) and dataclasses.is_dataclass(node):  # transformers' ModelOutput is both
@@ -75,7 +76,6 @@ def rebuild(node: Any, values: list[Any]) -> Any:
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its path, such as `[0]['pixels']`, in order."""
     inside = children(tree)
     if inside is None:
         yield path, tree
@@ -100,7 +100,6 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def has_rows(leaf: Any) -> bool:
-    """Whether this leaf can carry rows: a tensor or an array of at least one dimension."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and len(leaf.shape) > 0
 
 
@@ -176,14 +175,12 @@ class Batch:
 
     @functools.cached_property
     def leaves(self) -> list[tuple[str, Any, int]]:
-        """The leaves that carry rows: path, tensor, dimension."""
         if self.flat:
             return self.described  # type: ignore[return-value]  # with dimension 0 throughout
         return [(path, leaf, dim) for path, leaf, dim in self.described if dim is not None]
 
     @functools.cached_property
     def rows(self) -> int:
-        """The rows of the batch."""
         if self.flat and self.tree:
             lengths = [len(leaf) for leaf in self.tree]
             if lengths.count(lengths[0]) == len(lengths):
@@ -203,7 +200,6 @@ class Batch:
         return rows.pop()
 
     def ends(self, leaf: torch.Tensor) -> tuple[float, float]:
-        """The smallest and the largest number in one of its leaves."""
         known: dict[Any, tuple[float, float]] = vars(self).setdefault("_ends", {})
         found = id(leaf), 0 if leaf.is_inference() else leaf._version
         if found not in known:
@@ -212,7 +208,6 @@ class Batch:
         return known[found]
 
     def take(self, rows: slice | torch.Tensor) -> Batch:
-        """The batch that holds these rows: views for a slice from start to stop, copies for a tensor of indices."""
         if isinstance(rows, slice):
             taken = (rows.stop if rows.stop < self.rows else self.rows) - rows.start
             groups = None if self.groups is None else self.groups[rows]
@@ -242,11 +237,9 @@ class Batch:
         return list(order.split(sizes.tolist()))
 
     def map(self, function: Callable[[Any], Any]) -> Batch:
-        """The batch with `function(leaf)` in place of each leaf: as many rows, in the same dimensions."""
         return self.like(map_leaves(function, self.tree))
 
     def like(self, tree: Any) -> Batch:
-        """This batch with another tree, of the same rows."""
         new = copy.copy(self)
         new.tree = tree
         for found in ("flat", "described", "leaves", "_ends"):
@@ -255,12 +248,10 @@ class Batch:
 
 
 def number_of_rows(batch: Any, batch_dims: BatchDims = 0) -> int:
-    """The rows of a batch."""
     return Batch(batch, batch_dims).rows
 
 
 def take(batch: Any, rows: slice | torch.Tensor, batch_dims: BatchDims = 0) -> Any:
-    """The micro-batch that holds these rows: a view for a slice, a copy for a tensor of indices."""
     return Batch(batch, batch_dims).take(rows).tree
 
 
@@ -295,3 +286,25 @@ def _same(one: Any, other: Any) -> bool:
         )
     except (TypeError, ValueError, RuntimeError):  # what can't be compared
         return False
+
+
+def read_later(number: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """A number of a device on the host, and what tells when it has arrived there."""
+    host = torch.empty_like(number, device="cpu", pin_memory=True)
+    host.copy_(number, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
+
+
+def read_early(number: Any) -> Any:
+    """A function that returns a number which a device holds: it is on its way from now on, so nobody waits for it."""
+    if not (isinstance(number, torch.Tensor) and number.is_cuda):
+        return float(number)
+    host, event = read_later(number)
+
+    def read() -> float:
+        event.synchronize()
+        return float(host)
+
+    return read

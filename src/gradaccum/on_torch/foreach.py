@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["all_finite", "clip_norm_", "clip_value_", "divide_", "local_groups", "scale_"]
+__all__ = ["all_finite", "clip_norm_", "clip_value_", "divide_", "scale_"]
 
 
-def local_groups(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+def _groups(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Lists of tensors of one device, dtype and layout, which `torch._foreach_*` handles in one kernel."""
-    kinds = {(type(t), t.device, t.dtype, t.layout) for t in tensors}
-    if len(kinds) == 1 and kinds.pop()[0] is Tensor:  # as nearly always; calls nothing for each tensor
-        return (list(tensors),)
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if type(tensor) is not Tensor and hasattr(tensor, "to_local"):  # a DTensor: what is here, in the same memory
@@ -29,24 +27,34 @@ def local_groups(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 @torch.no_grad()
 def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply each tensor in place; a tensor factor stays on its device."""
-    for group in local_groups(list(tensors)):
+    for group in _groups(tensors):
         here = factor.to(group[0].device, group[0].dtype) if isinstance(factor, Tensor) else factor
         torch._foreach_mul_(group, here)
 
 
-def divide_(tensors: Sequence[Tensor], divisor: float) -> None:
+_KIND = operator.attrgetter("__class__", "dtype", "is_cpu", "requires_grad")
+_DIVISIONS: dict[Any, tuple[Callable[..., None], Tensor]] = {}
+"""By divisor and kind of all tensors: an operator, and the number that it takes."""
+
+
+def divide_(tensors: list[Tensor], divisor: float) -> None:
     """Divide each tensor in place."""
-    if [t for t in tensors if t.requires_grad] and torch.is_grad_enabled():  # after create_graph=True
-        with torch.no_grad():
-            divide_(tensors, divisor)
+    kinds = {*map(_KIND, tensors)}
+    known = _DIVISIONS.get((divisor, *kinds))
+    if known is not None:  # nearly always
+        operation, held = known
+        operation(tensors, held)
         return
     exact = 2 <= divisor < 2**64 and math.frexp(divisor)[0] == 0.5  # times 1/4 is divided by 4, in less time
     number, operation = (1.0 / divisor, torch._foreach_mul_) if exact else (divisor, torch._foreach_div_)
-    for group in local_groups(tensors):
-        first = group[0]
-        # On CPU a number would be made into a tensor once for each gradient, at half of a small division's cost.
-        as_tensor = first.is_cpu and first.dtype in (torch.float32, torch.float64)
-        operation(group, torch.tensor(number, dtype=first.dtype) if as_tensor else number)
+    with torch.no_grad():  # after create_graph=True
+        for group in _groups(tensors):
+            operation(group, number)
+    if len(kinds) == 1 and len(_DIVISIONS) < 64:
+        cls, dtype, is_cpu, requires_grad = kinds.pop()
+        if cls is Tensor and is_cpu and dtype in (torch.float32, torch.float64) and not requires_grad:
+            # On CPU a number would be made into a tensor once for each gradient, at half of a small division's cost.
+            _DIVISIONS[divisor, (cls, dtype, True, False)] = operation, torch.tensor(number, dtype=dtype, device="cpu")
 
 
 @torch.no_grad()
@@ -57,7 +65,7 @@ def clip_value_(tensors: Sequence[Tensor], limit: float) -> None:
         merged.values().clamp_(-limit, limit)
         if merged is not sparse:
             sparse.copy_(merged)
-    for group in local_groups([t for t in tensors if not t.is_sparse]):
+    for group in _groups([t for t in tensors if not t.is_sparse]):
         torch._foreach_clamp_min_(group, -limit)
         torch._foreach_clamp_max_(group, limit)
 
@@ -66,7 +74,7 @@ def clip_value_(tensors: Sequence[Tensor], limit: float) -> None:
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether every entry is finite: a bool tensor of no dimensions. Waits for no device; few operators for many."""
     found = []
-    for group in local_groups([t.coalesce().values() if t.is_sparse else t for t in tensors]):
+    for group in _groups(t.coalesce().values() if t.is_sparse else t for t in tensors):
         filled = [t for t in group if t.numel()]
         # On CPU a 2-norm takes a tenth of the largest entry's time. One that isn't finite may itself have overflowed.
         norms = torch._foreach_norm(filled, 2.0) if filled and filled[0].is_cpu else ()

@@ -15,16 +15,17 @@ from gradaccum.on_torch.private import leaves_of
 
 __all__ = ["ArrivalScale", "GradientBuffer", "ScreenedBuffer", "add_gradient"]
 
+Sums = list[Tensor | None]
+"""One for each parameter, None where nothing has arrived."""
+
 
 class GradientBuffer:
     """The sum that autograd adds up in `p.grad`: no second copy of the gradients, no operation per micro-batch."""
 
     def __init__(self, parameters: Callable[[], list[Tensor]], dtype: torch.dtype | None = None) -> None:
-        self.parameters = parameters
-        self.dtype = dtype
-        self.detached: list[Tensor | None] | None = None
-        """The sum, while it is out of reach of backward passes."""
-        self.restored: list[Tensor | None] | None = None
+        self.parameters, self.dtype = parameters, dtype
+        self.detached: Sums | None = None  # the sum, while it is out of reach of backward passes
+        self.restored: Sums | None = None
         """A checkpoint's sum, until the next micro-batch is in: frameworks clear `p.grad` before they train on."""
         self.pending: Callable[[], list[Tensor]] = list
         self._claim = object()
@@ -44,10 +45,7 @@ class GradientBuffer:
             )
         for parameter in narrow:
             _claims[parameter] = self._claim
-            if parameter.grad is None or parameter.grad.dtype == self.dtype:
-                parameter.grad_dtype = self.dtype
-            elif self.dtype is not None:
-                _give(parameter, self.dtype)
+            _give(parameter, self.dtype)
 
     def release(self) -> None:
         """Leave the parameters' `grad_dtype` as it was found, unless another sum has taken them over."""
@@ -66,12 +64,11 @@ class GradientBuffer:
         """The gradients that are there."""
         return [g for p in self.parameters() if (g := p.grad) is not None] + self.pending()
 
-    def get(self) -> list[Tensor | None]:
-        """The sum of each parameter, None where nothing has arrived."""
+    def get(self) -> Sums:
         return [p.grad for p in self.parameters()]
 
     def set(self, sums: Iterable[Tensor | None]) -> None:
-        """Go on from these sums, in the order of the parameters."""
+        """Go on from these sums."""
         for parameter, gradient in zip(self.parameters(), sums, strict=True):
             parameter.grad = gradient
 
@@ -99,9 +96,9 @@ class GradientBuffer:
         """A GradScaler is about to look for overflows in `p.grad`: there is nothing elsewhere."""
 
     def scale_(self, factor: float | Tensor) -> None:
-        """Multiply the sum."""
         scale_(self.everything(), factor)
 
+    @torch.no_grad()
     def join_restored(self, scale: Tensor | None = None) -> None:
         """Add a checkpoint's sum, if there is one, times the scale of what has arrived since."""
         if self.restored is None:
@@ -109,11 +106,8 @@ class GradientBuffer:
         restored, self.restored = self.restored, None
         if scale is not None:
             scale_([s for s in restored if s is not None], scale)
-        with torch.no_grad():
-            self.set(
-                r if a is None else a if r is None else a.add_(r.to(a.dtype))
-                for a, r in zip(self.get(), restored, strict=True)
-            )
+        pairs = zip(self.get(), restored, strict=True)
+        self.set([r if a is None else a if r is None else a.add_(r.to(a.dtype)) for a, r in pairs])
 
     def detach(self) -> None:
         """Keep the sum out of reach of the next backward pass, whose gradient shall not count. Moves no data."""
@@ -149,19 +143,10 @@ class GradientBuffer:
     def clear(self, set_to_none: bool = True) -> None:
         """Empty the sum, by assignment: nothing that was in it survives."""
         for parameter in self.parameters():
-            if parameter.grad is None:
-                continue
-            if set_to_none:
-                parameter.grad = None
-            else:
-                parameter.grad = parameter.grad.detach()
-                parameter.grad.zero_()
-        if self.dtype is not None:
-            for parameter in self._narrow():
-                if parameter.grad is None:
-                    parameter.grad_dtype = self.dtype
-                else:
-                    _give(parameter, self.dtype)
+            if (gradient := parameter.grad) is not None:
+                parameter.grad = None if set_to_none else gradient.detach().zero_()
+        for parameter in self._narrow():
+            _give(parameter, self.dtype)
         self.restored = None
         if self.detached is not None:
             self.detached = [None for _ in self.parameters()]
@@ -175,11 +160,9 @@ class ArrivalScale:
     """Multiplies gradients as they arrive, before they join the sum; costs nothing while the factor is 1."""
 
     def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
-        self._parameters = parameters
+        self._parameters, self._hooks = parameters, list[Any]()
         self.factor = 1.0
-        self.muted = False
-        """Whether a loss that is multiplied itself goes backward."""
-        self._hooks: list[Any] = []
+        self.muted = False  # while a loss that is multiplied itself goes backward
 
     def set(self, factor: float) -> None:
         """The factor for the gradients that arrive from now on."""
@@ -188,13 +171,11 @@ class ArrivalScale:
         self.factor = factor
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        if factor != 1.0:
 
-            def times(gradient: Tensor) -> Tensor | None:
-                return None if self.muted else gradient * factor
+        def times(gradient: Tensor) -> Tensor | None:
+            return None if self.muted else gradient * factor
 
-            self._hooks = [p.register_hook(times) for p in self._parameters() if p.requires_grad]
+        self._hooks = [p.register_hook(times) for p in self._parameters() if p.requires_grad and factor != 1.0]
 
 
 class ScreenedBuffer(GradientBuffer):
@@ -204,12 +185,15 @@ class ScreenedBuffer(GradientBuffer):
     """
 
     def __init__(self, parameters: Callable[[], list[Tensor]], dtype: torch.dtype | None = None) -> None:
+        self._empty()
+        super().__init__(parameters, dtype)
+
+    def _empty(self) -> None:
         self._sums: dict[Tensor, Tensor] = {}
         self._reached: dict[Tensor, set[int]] = {}  # by which micro-batches
         self._finite: list[Tensor] = []
-        super().__init__(parameters, dtype)
 
-    def get(self) -> list[Tensor | None]:
+    def get(self) -> Sums:
         return [self._sums.get(p) for p in self.parameters()]
 
     def set(self, sums: Iterable[Tensor | None]) -> None:
@@ -223,17 +207,14 @@ class ScreenedBuffer(GradientBuffer):
         """Move this micro-batch's gradient from `p.grad` into the sum, or nothing at all where it is not finite."""
         finite = all_finite(self.gradients())
         for parameter in self.parameters():
-            gradient = parameter.grad
-            if gradient is None:
+            if (gradient := parameter.grad) is None:
                 continue
             parameter.grad = None
             self._reached.setdefault(parameter, set()).add(len(self._finite))
             gradient = (gradient.to_dense() if gradient.is_sparse else gradient).detach()
             gradient.masked_fill_(~finite.to(gradient.device), 0)
-            if parameter in self._sums:
-                self._sums[parameter] += gradient
-            else:
-                self._sums[parameter] = gradient
+            held = self._sums.get(parameter)
+            self._sums[parameter] = gradient if held is None else held.add_(gradient)
         self._finite.append(finite)
 
     def counted(self) -> list[bool]:
@@ -242,8 +223,7 @@ class ScreenedBuffer(GradientBuffer):
 
     def restore(self, sums: dict[int, Tensor], counted: Sequence[bool] = ()) -> None:
         super().restore(sums)
-        assert self.restored is not None
-        self.set(self.restored)
+        self.set(self.restored or ())
         self.restored = None
         self._finite = [torch.tensor(counts) for counts in counted]
         self._reached = {parameter: {*range(len(counted))} for parameter in self._sums}
@@ -256,8 +236,7 @@ class ScreenedBuffer(GradientBuffer):
         """Have the sum in `p.grad`, where optimizers and ranks look for it. Returns which micro-batches count."""
         counted = self.counted()
         self._leave_out(counted)
-        for parameter in self.parameters():
-            parameter.grad = self._sums.get(parameter)
+        super().set(self.get())
         return counted
 
     def _leave_out(self, counted: Sequence[bool]) -> None:
@@ -265,11 +244,12 @@ class ScreenedBuffer(GradientBuffer):
         self._sums = {p: s for p, s in self._sums.items() if any(counted[i] for i in self._reached[p])}
 
     def clear(self, set_to_none: bool = True) -> None:
-        self._sums, self._reached, self._finite = {}, {}, []
+        self._empty()
         super().clear(set_to_none)
 
     def close(self) -> None:
-        self._sums, self._reached, self._finite, self.detached = {}, {}, [], None
+        self._empty()
+        self.detached = None
 
     def detach(self) -> None:
         self.detached = []  # the sum is beside p.grad already
@@ -286,12 +266,15 @@ _claims: Any = WeakIdKeyDictionary()
 """Which sum has widened a parameter's `grad_dtype`: the last one to do so."""
 
 
-def _give(parameter: Tensor, dtype: torch.dtype) -> None:
+def _give(parameter: Tensor, dtype: torch.dtype | None) -> None:
     """Have the parameter's gradient, if there is one, in this dtype, as those that will arrive."""
-    gradient, parameter.grad = parameter.grad, None
+    gradient = parameter.grad
+    if gradient is None or gradient.dtype == dtype:
+        parameter.grad_dtype = dtype
+        return
+    parameter.grad = None
     parameter.grad_dtype = dtype
-    if gradient is not None:
-        parameter.grad = gradient.to(dtype)
+    parameter.grad = gradient.to(dtype)
 
 
 @torch.no_grad()

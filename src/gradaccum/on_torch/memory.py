@@ -21,7 +21,6 @@ _MESSAGES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this error says that memory ran out, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
@@ -40,7 +39,6 @@ class MemoryMeter:
         self._limit = limit
 
     def live(self) -> int:
-        """Bytes in use now."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
         return process_memory()["VmRSS"]
@@ -52,7 +50,6 @@ class MemoryMeter:
         return process_memory()["VmHWM"]
 
     def limit(self) -> float | None:
-        """Bytes that may be in use; None where nothing says."""
         if self._limit is not None:
             return self._limit
         if self.device.type == "cuda":
@@ -61,12 +58,10 @@ class MemoryMeter:
         return self.live() + free if free is not None else None
 
     def synchronize(self) -> None:
-        """Wait for the device, so that a clock tells what ran."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Give cached memory back, after it ran out."""
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()

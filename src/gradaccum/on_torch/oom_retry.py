@@ -6,29 +6,19 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from gradaccum.core.sizes import Plan, Slice
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 
-__all__ = ["OneRow", "OomRetry", "Passes", "RestartWindow", "nothing_fits"]
+__all__ = ["OneRow", "OomRetry", "RestartWindow", "nothing_fits"]
 
 logger = logging.getLogger("gradaccum")
 
 _AGAIN = "Out of memory with a micro-batch of %d rows: all over again in smaller micro-batches, of at most %d %s."
 _NONE_ALONE = "The model can't take one row alone: all over again in micro-batches that leave none."
-
-
-class Passes(Protocol):
-    """The two passes of each micro-batch."""
-
-    def forward(self, piece: Slice, /) -> Any:
-        """Run the forward pass. Returns what the backward pass needs."""
-
-    def backward(self, piece: Slice, forwarded: Any, /) -> None:
-        """Run the backward pass, and count the micro-batch."""
 
 
 class RestartWindow(Exception):  # no error: the window runs again
@@ -43,15 +33,17 @@ class OneRow(ValueError):
 
 
 class OomRetry:
-    """Runs the micro-batches of a window, and says what is to come after one that did not fit."""
+    """Runs the micro-batches of a window, and says what is to come after one that did not fit.
+
+    Of the `passes` of a micro-batch, `forward(piece)` returns what `backward(piece, forwarded)` needs, which counts it.
+    """
 
     def __init__(self, meter: MemoryMeter, around: Callable[[], AbstractContextManager[None]] | None = None) -> None:
         self.meter = meter
         self.around = nullcontext if around is None else around
         """A context for forward passes."""
 
-    def run(self, pieces: Iterable[Slice], plan: Plan, passes: Passes) -> None:
-        """These micro-batches of a plan, forward and backward."""
+    def run(self, pieces: Iterable[Slice], plan: Plan, passes: Any) -> None:
         piece: Slice | None = None
         forward, backward = passes.forward, passes.backward
         plain = not plan.measuring and self.around is nullcontext
@@ -87,7 +79,7 @@ class OomRetry:
         logger.warning(_AGAIN, piece.size, smaller.size, "rows" if piece.columns is None else "tokens")
         return smaller
 
-    def once(self, piece: Slice, plan: Plan, passes: Passes) -> None:
+    def once(self, piece: Slice, plan: Plan, passes: Any) -> None:
         """One micro-batch, whether it fits or not. What it cost is told to a plan that measures."""
         meter, measuring = self.meter, plan.measuring
         base = mark = live = 0

@@ -30,23 +30,15 @@ class WindowTotal:
     """What a window's micro-batches have added up to, on its way to the finished gradient."""
 
     buffer: GradientBuffer
-    divisor: float | Tensor | None
-    """What the sum is still to be divided by; None: nothing."""
-    weight: float | None = None
-    """What the window weighs: 0 makes no update. None: not known, or not asked."""
+    divisor: float | Tensor | None  # what the sum is still to be divided by; None: nothing
+    weight: float | None = None  # what the window weighs: 0 makes no update. None: not known, or not asked
     micro_batches: int = 1
-    scale: float | Tensor | None = None
-    """The GradScaler's scale that the sum is still multiplied by."""
-    overflow: bool | Tensor = False
-    """Whether a gradient has overflowed that scale."""
-    rows: float = 0.0
-    """What the noise scale counts: rows, or weight."""
-    multiple: float | Tensor = 1.0
-    """Ratio of the finished gradient to the mean over those."""
-    outside: Sequence[Tensor] = ()
-    """Gradients of parameters that no optimizer here has: they are divided, too."""
-    grad_norm: Tensor | None = None
-    """The finished gradient's 2-norm before clipping."""
+    scale: float | Tensor | None = None  # the GradScaler's, which the sum is still multiplied by
+    overflow: bool | Tensor = False  # a gradient has overflowed that scale
+    rows: float = 0.0  # what the noise scale counts: rows, or weight
+    multiple: float | Tensor = 1.0  # ratio of the finished gradient to the mean over those
+    outside: Sequence[Tensor] = ()  # gradients of parameters that no optimizer here has: they are divided, too
+    grad_norm: Tensor | None = None  # the finished gradient's 2-norm before clipping
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -121,50 +113,50 @@ class Divide:
         return True
 
 
+@dataclasses.dataclass(frozen=True)
 class Finite:
     """No update unless every entry of the gradient is finite, on all ranks that have a part of it."""
 
-    def __init__(self, sum_over_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
-        self._sum = sum_over_ranks
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, total: WindowTotal) -> bool:
-        finite = all_finite(total.gradients)
-        skips = not finite.item() if self._sum is None else self._sum((~finite).double()).item() > 0
+        finite, sum_ = all_finite(total.gradients), self.sum_over_ranks
+        skips = not finite.item() if sum_ is None else sum_((~finite).double()).item() > 0
         if skips:
             logger.warning("No update: the gradient of this window is not finite")
         return not skips
 
 
+@dataclasses.dataclass(frozen=True)
 class MeasureNoise:
     """Shows a meter the window's gradient, before clipping."""
 
-    def __init__(self, meter: NoiseMeter) -> None:
-        self._meter = meter
+    meter: NoiseMeter
 
     def __call__(self, total: WindowTotal) -> bool:
-        self._meter.window(total.gradients, total.rows, total.multiple)
+        self.meter.window(total.gradients, total.rows, total.multiple)
         return True
 
 
+@dataclasses.dataclass(frozen=True)
 class ClipNorm:
     """As `torch.nn.utils.clip_grad_norm_`, once per window."""
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    limit: float
 
     def __call__(self, total: WindowTotal) -> bool:
-        total.grad_norm = clip_norm_(total.gradients, self._limit)
+        total.grad_norm = clip_norm_(total.gradients, self.limit)
         return True
 
 
+@dataclasses.dataclass(frozen=True)
 class ClipValue:
     """As `torch.nn.utils.clip_grad_value_`, once per window."""
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    limit: float
 
     def __call__(self, total: WindowTotal) -> bool:
-        clip_value_(total.gradients, self._limit)
+        clip_value_(total.gradients, self.limit)
         return True
 
 

@@ -21,7 +21,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -90,15 +89,14 @@ def _warn(what: str, remedy: str) -> None:
     )
 
 
-_OTHERS = tuple(os.path.realpath(path) for path in (Path(gradaccum.__file__).parent, Path(torch.__file__).parent))
+_OTHERS = tuple(os.path.join(os.path.realpath(package.__path__[0]), "") for package in (gradaccum, torch))
 
 
+@functools.lru_cache(maxsize=256)
 def is_of_the_user(filename: str) -> bool:
     """Whether code of this file is neither ours nor PyTorch's, nor that of a context manager between them."""
-    return not (filename.startswith("<") or filename == contextlib.__file__ or _real(filename).startswith(_OTHERS))
-
-
-_real = functools.lru_cache(maxsize=256)(os.path.realpath)
+    inside = os.path.realpath(filename).startswith(_OTHERS)
+    return not (inside or filename.startswith("<") or filename == contextlib.__file__)
 
 
 def _level_of_the_user() -> int:
@@ -119,13 +117,8 @@ def frozen(module: nn.Module) -> Iterator[None]:
             'batch_norm="frozen" normalises with running statistics, and these layers keep none: '
             f"{described(without)}. Build them with track_running_stats=True."
         )
-    try:
-        for _, layer in layers:
-            layer.training = False
+    with in_eval_mode(module):
         yield
-    finally:
-        for _, layer in layers:
-            layer.training = True
 
 
 def ranks_of(layer: nn.Module | None) -> int:
@@ -148,9 +141,8 @@ def summed_over_ranks(layer: nn.Module | None, *tensors: Tensor) -> list[Tensor]
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """BatchNorm layers in eval mode; those without running statistics get neutral ones meanwhile."""
-    layers = batch_norms(model)
-    lent = [layer for _, layer in layers if layer.running_mean is None]
-    modes = [(layer, layer.training) for _, layer in layers]
+    modes = [(layer, layer.training) for _, layer in batch_norms(model)]
+    lent = [layer for layer, _ in modes if layer.running_mean is None]
     try:
         for layer, _ in modes:
             layer.training = False
@@ -196,10 +188,6 @@ class Pool:
             self.deviations + other.deviations + difference.square() * (self.count * other.count / total),
         )
 
-    def onto(self, others: Pool | None) -> Pool:
-        """Merged with what was there before, if anything was."""
-        return self if others is None else others.merged(self)
-
     def over_ranks(self, layer: nn.Module | None) -> Pool:
         """Of the rows of all ranks that a SyncBatchNorm spans; other layers are each rank's own."""
         if ranks_of(layer) == 1:
@@ -242,10 +230,10 @@ class PooledStatistics:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.pools: dict[_BatchNorm, list[Pool]] = {}
-        self.micro: dict[_BatchNorm, list[Pool]] = {}
+        self.pools = dict[_BatchNorm, list[Pool]]()
+        self.micro = dict[_BatchNorm, list[Pool]]()
         self.collecting = False
-        self.borrowed: dict[_BatchNorm, tuple[Any, ...]] = {}
+        self.borrowed = dict[_BatchNorm, tuple[dict[str, Tensor | None], Any]]()
 
     @contextlib.contextmanager
     def window(self) -> Iterator[None]:
@@ -254,12 +242,10 @@ class PooledStatistics:
         Passes inside it that are in no `micro_batch()`, such as recomputations, leave the statistics alone.
         """
         layers = [layer for _, layer in batch_norms(self.module) if layer.running_mean is not None]
-        handles: list[Any] = []
+        handles = [layer.register_forward_pre_hook(self._lend) for layer in layers]
+        handles += [layer.register_forward_hook(self._collect, always_call=True) for layer in layers]
         self.pools, self.micro = {}, {}
         try:
-            for layer in layers:
-                handles.append(layer.register_forward_pre_hook(self._lend))
-                handles.append(layer.register_forward_hook(self._collect, always_call=True))
             yield
         finally:
             for handle in handles:
@@ -281,39 +267,30 @@ class PooledStatistics:
     def commit(self) -> None:
         """The last micro-batch is in: it won't be repeated in smaller ones for want of memory."""
         for layer, pools in self.micro.items():
-            known = self.pools.setdefault(layer, [])
-            for index, pool in enumerate(pools):
-                if index < len(known):
-                    known[index] = known[index].merged(pool)
-                else:
-                    known.append(pool)
+            known = self.pools.get(layer, [])
+            merged = [before.merged(pool) for before, pool in zip(known, pools)]
+            self.pools[layer] = [*merged, *known[len(pools) :], *pools[len(known) :]]
         self.micro = {}
 
     def _lend(self, layer: _BatchNorm, args: tuple[Any, ...]) -> None:
         """Before a forward pass: buffers to write into that, with momentum 1, end up as the batch's statistics."""
         if not layer.training:
             return
-        assert layer.running_mean is not None
-        assert layer.running_var is not None
-        self.borrowed[layer] = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
+        own = {name: layer._buffers.get(name) for name in ("running_mean", "running_var", "num_batches_tracked")}
+        self.borrowed[layer] = own, layer.momentum
         layer.momentum = 1.0
-        layer._buffers["running_mean"] = torch.zeros_like(layer.running_mean)
-        layer._buffers["running_var"] = torch.zeros_like(layer.running_var)
-        if layer.num_batches_tracked is not None:
-            layer._buffers["num_batches_tracked"] = torch.zeros_like(layer.num_batches_tracked)
+        layer._buffers.update({name: torch.zeros_like(buffer) for name, buffer in own.items() if buffer is not None})
 
     def _collect(self, layer: _BatchNorm, args: tuple[Any, ...], output: Any) -> None:
         if layer not in self.borrowed:
             return
-        mean, variance = layer._buffers["running_mean"], layer._buffers["running_var"]
-        *buffers, layer.momentum = self.borrowed.pop(layer)
-        for name, buffer in zip(("running_mean", "running_var", "num_batches_tracked"), buffers, strict=True):
-            layer._buffers[name] = buffer
+        mean, variance = layer.running_mean, layer.running_var
+        buffers, layer.momentum = self.borrowed.pop(layer)
+        layer._buffers.update(buffers)
         if self.collecting and output is not None and args:
             assert mean is not None
             assert variance is not None
-            count = args[0].numel() // args[0].shape[1]
-            count *= ranks_of(layer)
+            count = args[0].numel() // args[0].shape[1] * ranks_of(layer)
             self.micro.setdefault(layer, []).append(Pool(count, mean, variance * (count - 1)))
 
 

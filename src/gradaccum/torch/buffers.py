@@ -84,33 +84,32 @@ class ModuleContents:
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = _with_hidden_ones(module)
-        attributes = [(submodule, vars(submodule)) for submodule in self.modules]
-        self.buffers = [b for part in self.modules for b in part._buffers.values() if b is not None]
-        every = [p for part in self.modules for p in part._parameters.values() if p is not None]
+        attributes = [vars(part) for part in self.modules]
+        self.buffers = [buffer for part in self.modules for buffer in part.buffers(recurse=False)]
+        every = [parameter for part in self.modules for parameter in part.parameters(recurse=False)]
         self.parameters: list[Tensor] = list({id(p): p for p in every}.values())
         """Each once. What `torch.func.functional_call` puts in their place counts."""
-        own = [value for _, values in attributes for value in values.values() if type(value) not in _UNWATCHED]
-        self.generators = [value for value in own if is_generator(value)]
+        own = [value for values in attributes for value in values.values() if type(value) not in _UNWATCHED]
+        self.generators = [*filter(is_generator, own)]
         """Random number generators that are attributes."""
         self.tensors = {id(tensor) for tensor in (*self.buffers, *own) if isinstance(tensor, Tensor)}
         """The buffers, and the tensors that are attributes, by `id`."""
-        of_torch = vars(torch.nn.modules.module)  # hooks that are called for every module
-        self.modes: set[tuple[Any, ...]] = set()
-        """What each module, by its place, is, whether it is in training mode, with the root's own, and its hooks."""
-        for place, (part, values) in enumerate(attributes):
-            self.modes.add((module.training, place, part.training, type(part).__qualname__))
-            self.modes.update([(place, *where) for kind in _OF_PASSES for where in _hooks(kind, values[kind])])
-            self.modes.update([(place, "forward", _code_of(values["forward"]))] if "forward" in values else [])
-        for kind in _OF_PASSES:
-            self.modes.update([(-1, *where) for where in _hooks(kind, of_torch.get(f"_global{kind}", {}))])
-        holders = [values[name] for _, values in attributes for name in (*_INSIDE, *_HOOKS) if name in values]
+        holders = [values[name] for values in attributes for name in (*_INSIDE, *_HOOKS) if name in values]
         self._held = [(holder, dict(holder)) for holder in holders]
         # A tensor that an earlier call has made has a graph, which would live as long as this one's.
-        self._held += [
-            (values, {k: v for k, v in values.items() if not (isinstance(v, Tensor) and v.grad_fn is not None)})
-            for _, values in attributes
-        ]
+        self._held += [(values, dict(filter(_without_graph, values.items()))) for values in attributes]
         self._frozen = [(p, p._version) for p in self.parameters if not (p.requires_grad or p.is_inference())]
+
+    def modes(self) -> set[tuple[Any, ...]]:
+        """What each module, by its place, is, whether it is in training mode, with the root's own, and its hooks."""
+        found: set[tuple[Any, ...]] = set()
+        for place, part in enumerate(self.modules):
+            own = vars(part)
+            found.add((self.modules[0].training, place, part.training, type(part).__qualname__))
+            found.update([(place, *where) for kind in _OF_PASSES for where in _hooks(kind, own[kind])])
+            found.update([(place, "forward", _code_of(own["forward"]))] if "forward" in own else [])
+        everywhere = vars(torch.nn.modules.module)  # hooks that are called for every module
+        return found.union(*([(-1, *where) for where in _hooks(k, everywhere[f"_global{k}"])] for k in _OF_PASSES))
 
     @contextlib.contextmanager
     def restored(self, replacements: Mapping[int, Tensor] | None = None) -> Iterator[None]:
@@ -135,6 +134,10 @@ class ModuleContents:
         finally:
             for holder, now in found:
                 _set(holder, now)
+
+
+def _without_graph(item: tuple[str, Any]) -> bool:
+    return not isinstance(item[1], Tensor) or item[1].grad_fn is None
 
 
 def _with_hidden_ones(module: nn.Module) -> list[nn.Module]:

@@ -121,7 +121,7 @@ def _accumulate(objective: Objective, batch: Batch, sizes: Sequence[int], batch_
         micro_batch_size=max(sizes),
         weight=objective.weight,
         reduction=objective.reduction,
-        batch_dims=objective.batch_dims,
+        batch_dims=batch.batch_dims,
         groups=batch.groups,
         batch_norm=batch_norm,
         verify=False,

@@ -238,30 +238,6 @@ def test_mixed_precision_is_that_of_the_first_pass():
     assert relative_error(found[1:], [np.full(3, ROWS)]) < 1e-2
 
 
-class Averages(layers.Layer):
-    """Counts its calls, and keeps a moving average of means over rows."""
-
-    def build(self, shape):
-        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls")
-        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="mean")
-
-    def call(self, x):
-        self.calls.assign_add(1)
-        mean = ops.sum(x, axis=0) / ops.cast(ops.shape(x)[0], x.dtype)
-        self.mean.assign(0.9 * self.mean + 0.1 * mean)
-        return 2 * x
-
-
-@compiled_on("tensorflow")
-def test_other_variables_move_once_per_call(float64):
-    plain, small = Averages(), chunked(Averages(), MICRO)
-    for layer in (plain, small):
-        layer(X[:BATCH])
-        layer(X[BATCH:])
-    assert int(small.calls.value) == 2
-    assert relative_error([small.mean], [plain.mean]) <= float64
-
-
 def normalised():
     keras.utils.set_random_seed(0)
     return keras.Sequential([layers.Input((5,)), layers.BatchNormalization(name="bn", momentum=0.9), layers.Dense(3)])

@@ -100,19 +100,6 @@ def both(make, x, y, **options):
 
 
 @slow_where_compiled
-def test_masks_and_weights_count_as_in_the_large_batch(exact):
-    x = random.normal(size=(BATCH, 4, 2)) * (random.random((BATCH, 4, 1)) < 0.7)
-    x[:, 0] += 1
-
-    def make():
-        inputs = layers.Input((4, 2))
-        h = normalised(layers.Dense(3, activation="tanh")(layers.Masking()(inputs)))
-        return keras.Model(inputs, layers.GRU(3)(normalised(layers.Dense(3, activation="tanh")(h))))
-
-    assert both(make, x, Y[:BATCH], sample_weight=random.random(BATCH)) <= exact
-
-
-@slow_where_compiled
 def test_a_mask_that_is_an_argument_counts(exact):
     def make():
         inputs, mask = layers.Input((4, 2)), layers.Input((4,), dtype="bool")
@@ -122,40 +109,6 @@ def test_a_mask_that_is_an_argument_counts(exact):
     mask = random.random((BATCH, 4)) < 0.7
     mask[:, 0] = True
     assert both(make, [random.normal(size=(BATCH, 4, 2)), mask], Y[:BATCH]) <= exact
-
-
-@slow_where_compiled
-@pytest.mark.filterwarnings("ignore:Layer 'sequential")  # Keras' own: it forgets that these layers take masks
-def test_a_model_inside_that_is_called_twice_gets_its_mask(exact):
-    def make():
-        inside = keras.Sequential([layers.Dense(3, activation="tanh"), layers.BatchNormalization()])
-        inputs = layers.Input((4, 2))
-        h = layers.Masking()(inputs)
-        return keras.Model(inputs, layers.GRU(3)(layers.Add()([inside(h), inside(layers.Dense(2)(h))])))
-
-    x = random.normal(size=(BATCH, 4, 2))
-    x[1::2, 2:] = 0
-    assert both(make, x, Y[:BATCH]) <= exact
-
-
-@slow_where_compiled
-def test_a_layer_that_is_called_twice_moves_twice(exact):
-    def make():
-        norm, inputs = layers.BatchNormalization(), layers.Input((4, 4, 2))
-        h = norm(layers.Dense(3, activation="tanh")(layers.Flatten()(inputs)))
-        return keras.Model(inputs, layers.Dense(3)(norm(layers.Dense(3, activation="tanh")(h))))
-
-    assert both(make, X[:BATCH], Y[:BATCH]) <= exact
-
-
-@slow_where_compiled
-def test_frozen_layers_normalise_by_their_moving_statistics(exact):
-    def make():
-        model = small()
-        model.get_layer("bn").trainable = False
-        return model
-
-    assert both(make, X[:BATCH], Y[:BATCH]) <= exact
 
 
 @compiled_on("tensorflow")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.keras.fuzz import runs
 from tests.keras.fuzz.scenario import Scenario, random_scenario, sensible, shrunk
-from tests.keras.problems import BACKEND, slow_where_compiled
+from tests.keras.problems import BACKEND, slow, slow_where_compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # they are part of the outcome
 SLICE = 5 if BACKEND == "torch" else 2
@@ -35,6 +35,54 @@ def check(seed: int, scenario: Scenario) -> None:
 def test_shrinking_ends() -> None:
     for seed in range(20):
         assert len(shrunk(random_scenario(seed), lambda candidate: True).batches) == 1
+
+
+BATCHES = {"kind": "micro_batched", "batches": (11, 11), "micro": 4}
+TOKENS = {**BATCHES, "tokens": True, "losses": ("sparse",)}
+TWO = {**BATCHES, "losses": ("sparse", "huber"), "metrics": True}
+MEAN = "mean_with_sample_weight"
+TABLE = {
+    "weights in two losses": Scenario(**TWO, reduction=MEAN, weights="random", optimizer="schedule"),
+    "masks and weights": Scenario(**TOKENS, reduction=MEAN, weights="random"),
+    # For PyTorch alone, but for the slow tests:
+    "one row": Scenario(**{**BATCHES, "micro": 1}, losses=("sparse",)),
+    "even micro-batches": Scenario(**{**BATCHES, "micro": 2}, optimizer="adam"),
+    "the whole batch": Scenario(**{**BATCHES, "micro": 100}),
+    "a sum": Scenario(**BATCHES, losses=("sparse",), reduction="sum"),
+    "a weighted sum": Scenario(**BATCHES, losses=("sparse",), reduction="sum", weights="zeros"),
+    "weighted means": Scenario(**BATCHES, losses=("sparse",), reduction=MEAN, weights="signed"),
+    "means of weighted rows": Scenario(**BATCHES, losses=("binary",), weights="random", metrics=True),
+    "masks": Scenario(**TOKENS, metrics=True),
+    "masks in a sum": Scenario(**TOKENS, reduction="sum"),
+    "masks and weighted rows": Scenario(**TOKENS, weights="random"),
+    "two losses": Scenario(**TWO, reduction="sum", weights="random"),
+    "train_on_batch": Scenario(**BATCHES, event="train_on_batch"),
+    "several steps per execution": Scenario(**BATCHES, per_execution=2, epochs=2, metrics=True),
+    "eager": Scenario(**BATCHES, eager=True, metrics=True),
+    "compiled anew": Scenario(**BATCHES, event="recompile"),
+    "a wrapped optimizer in an eager loop": Scenario(eager=True, batches=(4, 4, 2), optimizer="adam"),
+    "a wrapped optimizer in windows of one": Scenario(batches=(4, 4, 2), steps=(1,)),
+    "a wrapped optimizer without the callback": Scenario(batches=(4,) * 16, steps=(4,), callback=False, epochs=2),
+    "a wrapped optimizer in steps per execution": Scenario(batches=(4,) * 7, steps=(3,), per_execution=2, epochs=2),
+    "exact BatchNormalization in a model that is called twice, masked": Scenario(
+        kind="exact", batches=(11,), masked=True, layers=("dense", "twice", "gru"), losses=("across",)
+    ),
+    "exact BatchNormalization called twice, frozen, and beside a branch": Scenario(
+        kind="exact", batches=(11,), layers=("dense", "shared norm", "shared norm", "frozen norm", "norm and branch")
+    ),
+    "exact BatchNormalization with weights": Scenario(
+        kind="exact", batches=(11,), masked=True, layers=("dense", "norm"), weights="random"
+    ),
+    "chunked layers that count their calls": Scenario(
+        kind="chunked", batches=(11, 11), layers=("own", "dense", "own"), losses=("across",)
+    ),
+    "sizes": Scenario(batches=(3,) * 5, steps=(2,), sized=True, epochs=2),
+}
+
+
+@pytest.mark.parametrize("case", [n if i < 2 and BACKEND != "jax" else slow(n) for i, n in enumerate(TABLE)])
+def test_training_is_plain_kerass_with(case: str, float64: float) -> None:
+    check(0, TABLE[case])
 
 
 @slow_where_compiled

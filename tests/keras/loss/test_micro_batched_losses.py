@@ -83,13 +83,6 @@ def test_losses_of_single_rows_match_plain_fit(float64, name):
     of_rows(name, "sum_over_batch_size", float64)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ADDITIVE)
-@pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight"])
-def test_losses_of_single_rows_with_every_reduction_match_plain_fit(float64, name, reduction):
-    of_rows(name, reduction, float64)
-
-
 @slow_where_compiled
 def test_ctc_matches_plain_fit(float64):
     def make():

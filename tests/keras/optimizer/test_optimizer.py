@@ -25,7 +25,6 @@ from tests.keras.problems import (
     split,
     train_by_hand,
     variables_like,
-    wrapped,
 )
 from tests.reference import relative_error
 
@@ -85,20 +84,6 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_act_once_per_update(setting, inner, bound):
     assert both(lambda: inner(**{"learning_rate": 0.1} | SETTINGS[setting])) <= bound
-
-
-@compiled_on("tensorflow")
-@pytest.mark.parametrize("make", [slow(sgd), adam])
-def test_an_eager_loop_matches_the_large_batch(make, bound):
-    assert both(make, by="eager") <= bound
-
-
-@pytest.mark.parametrize("make", [slow(sgd), adam])
-def test_fit_matches_the_large_batch(make, fit_bound):
-    x, y = regression(64)
-    model = wrapped(make(), 4)
-    model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
-    assert error(model, plain(network(), make(), split((x, y), [4] * 16), 4, 2)) <= fit_bound
 
 
 def test_a_torch_loop_that_calls_backward_matches_the_large_batch(fit_bound):
@@ -188,11 +173,6 @@ def test_half_precision_gradients_are_summed_in_float32(dtype):
     optimizer, variables = Optimizer(keras.optimizers.SGD(1.0), 512), [keras.Variable([0.0], dtype=dtype)]
     train_by_hand(optimizer, variables, [[keras.ops.ones((1,), dtype)]] * 512, by="eager" if BACKEND != "jax" else "")
     assert float(keras.ops.convert_to_numpy(keras.ops.cast(variables[0], "float32"))[0]) == -1.0
-
-
-@compiled_on("jax")
-def test_one_step_is_the_plain_loop():
-    assert both(adam, steps=1) == 0.0
 
 
 @compiled_on("jax")

@@ -122,16 +122,6 @@ def test_an_overflow_leaves_the_next_windows_aligned():
     assert int(model.optimizer.iterations) == 6
 
 
-@compiled_on("jax")
-def test_mixed_bfloat16_matches_the_large_batch():
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    x, y = regression(32)
-    model = network()
-    model.compile(optimizer=Optimizer(sgd(), 4), loss="mse")
-    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
-    assert error(model, plain(network(), sgd(), split((x, y), [4] * 8), 4, 1)) <= 4e-2  # 8 bits
-
-
 DEFAULT = BACKEND == "jax"  # other tests compile so
 
 
@@ -145,14 +135,6 @@ def test_jit_compile_on_and_off(jit_compile, fit_bound):
     model.compile(optimizer=Optimizer(adam(), 3), loss="mse", jit_compile=jit_compile)
     model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
     assert error(model, plain(network(), adam(), split((x, y), [4, 4, 4, 4, 4, 2]), 3, 2)) <= fit_bound
-
-
-def test_run_eagerly(fit_bound):
-    x, y = regression(10)
-    model = network()
-    model.compile(optimizer=Optimizer(sgd(), 2), loss="mse", run_eagerly=True)
-    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
-    assert error(model, plain(network(), sgd(), split((x, y), [4, 4, 2]), 2, 1)) <= fit_bound
 
 
 @tensorflow_only

@@ -12,14 +12,12 @@ from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizers import Optimizer
 from tests.keras.problems import (
     BACKEND,
-    SHAPES,
     Batches,
     adam,
     compiled,
     compiled_on,
     error,
     join,
-    micro_gradients,
     network,
     plain,
     regression,
@@ -28,10 +26,9 @@ from tests.keras.problems import (
     slow_where_compiled,
     split,
     train_by_hand,
-    variables_like,
     wrapped,
 )
-from tests.reference import keras_updates, relative_error
+from tests.reference import keras_updates
 
 LossScale = keras.optimizers.LossScaleOptimizer
 
@@ -132,23 +129,6 @@ def test_a_window_that_fit_with_the_callback_opened_is_closed_without_it(make, t
     assert error(loaded, plain(network(), make(), batches, 3, 1)) <= fit_bound
 
 
-def test_rows_that_become_known_and_unknown_inside_one_window(bound):
-    gradients = micro_gradients(5)
-    variables, expected = variables_like(SHAPES), variables_like(SHAPES)
-    optimizer = Optimizer(sgd(), 5)
-    for gradient, rows in zip(gradients, [None, None, 4, 2, None]):
-        if rows is None:
-            train_by_hand(optimizer, variables, [gradient], by="eager")
-        else:
-            with optimizer.window.with_rows(0, rows):
-                train_by_hand(optimizer, variables, [gradient], by="eager")
-    weights = [4, 4, 4, 2, 4]  # 4 as the first that is known; 4 is the mean of 4, 4, 4 and 2, rounded
-    mean = [np.average([g[i] for g in gradients], axis=0, weights=weights) for i in range(len(SHAPES))]
-    train_by_hand(sgd(), expected, [mean], by="eager")
-    assert optimizer.updated
-    assert relative_error(variables, expected) <= bound
-
-
 @compiled_on("jax")
 @pytest.mark.parametrize("make", [sgd, pytest.param(adam, marks=pytest.mark.slow)])
 def test_large_batches_in_micro_batches_are_weighed_by_their_rows_too(make, fit_bound):
@@ -201,13 +181,6 @@ def test_batch_normalization_is_named(name):
         model.fit(*regression(8), batch_size=4, verbose=0, callbacks=callbacks)
     named = [str(one.message) for one in seen if "BatchNormalization" in str(one.message)]
     assert [repr(layers[1].name) in message for message in named] == [True]
-    model.fit(*regression(8), batch_size=4, verbose=0, callbacks=[GradientAccumulation()])
-
-
-@compiled_on("jax")
-def test_layer_normalization_is_not_named():
-    model = keras.Sequential([keras.Input((5,)), keras.layers.LayerNormalization(), keras.layers.Dense(3)])
-    model.compile(optimizer=Optimizer(sgd(), 2), loss="mse", jit_compile=False)
     model.fit(*regression(8), batch_size=4, verbose=0, callbacks=[GradientAccumulation()])
 
 

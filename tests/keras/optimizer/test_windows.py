@@ -150,17 +150,6 @@ def test_steps_per_epoch(fit_bound):
     assert error(model, expected) <= fit_bound
 
 
-def test_steps_per_execution(fit_bound):
-    if BACKEND == "torch":
-        pytest.skip("Keras on PyTorch has none")
-    micro_batches = split(regression(28), [4] * 7)
-    x, y = join(micro_batches)
-    model = network()
-    model.compile(optimizer=Optimizer(sgd(), 3), loss="mse", steps_per_execution=2)
-    model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
-    assert error(model, plain(network(), sgd(), micro_batches, 3, 2)) <= fit_bound
-
-
 def test_validation_and_callbacks_see_the_finished_epoch():
     x, y = regression(20)
     open_windows = []

@@ -94,41 +94,6 @@ def test_ragged_batches_match_plain_fit(float64, optimizer):
     assert_same(classifier, compiled, X, CLASSES, float64, batch_size=9, eager=False)
 
 
-@compiled_on("jax")
-@pytest.mark.parametrize("micro_batch_size", [1, slow(2), slow(8), slow(100)])
-def test_any_micro_batch_size_matches_plain_fit(float64, micro_batch_size):
-    assert_same(classifier, crossentropy, X, CLASSES, float64, micro_batch_size)
-
-
-@compiled_on("tensorflow")
-@pytest.mark.parametrize(
-    ("weights", "reduction"),
-    [
-        slow("none", "sum_over_batch_size"),
-        slow("none", "sum"),
-        slow("none", "mean_with_sample_weight"),
-        ("sample_weight", "sum_over_batch_size"),
-        slow("sample_weight", "sum"),
-        slow("sample_weight", "mean_with_sample_weight"),
-        slow("class_weight", "sum_over_batch_size"),
-        slow("class_weight", "sum"),
-        slow("class_weight", "mean_with_sample_weight"),
-    ],
-)
-def test_every_reduction_matches_plain_fit_with_any_weights(float64, reduction, weights):
-    fit = {
-        "none": {},
-        "sample_weight": {"sample_weight": WEIGHTS},
-        "class_weight": {"class_weight": {0: 1, 1: 3, 2: 0.5}},
-    }
-
-    def compiled():
-        small = keras.optimizers.SGD(0.01, momentum=0.9)
-        return {"optimizer": small, **crossentropy(reduction=reduction), "weighted_metrics": ["accuracy"]}
-
-    assert_same(classifier, compiled, X, CLASSES, float64, **fit[weights])
-
-
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="Plain Keras trains on an unreduced loss on TensorFlow only.")
 def test_no_reduction_matches_plain_fit(float64):
     def compiled():
@@ -142,27 +107,6 @@ def tagger(mask=True, **kwargs):
     embedded = layers.Embedding(7, 3, mask_zero=mask)(inputs)
     hidden = layers.Dense(4, activation="tanh")(embedded)
     return keras.Model(inputs, layers.Dense(3, activation="softmax", **kwargs)(hidden))
-
-
-@compiled_on("tensorflow")
-@pytest.mark.parametrize(
-    ("weighted", "reduction"),
-    [
-        slow(False, "sum_over_batch_size"),
-        slow(False, "sum"),
-        slow(False, "mean_with_sample_weight"),
-        slow(True, "sum_over_batch_size"),
-        slow(True, "sum"),
-        (True, "mean_with_sample_weight"),
-    ],
-)
-def test_masks_that_only_the_forward_pass_knows_match_plain_fit(float64, weighted, reduction):
-    weights = np.broadcast_to(WEIGHTS[:, None], (ROWS, 6)).copy() if weighted else None
-
-    def compiled():
-        return {"optimizer": keras.optimizers.SGD(0.01, momentum=0.9), **crossentropy(reduction=reduction)}
-
-    assert_same(tagger, compiled, TOKENS, TAGS, float64, sample_weight=weights)
 
 
 def two_outputs():
@@ -187,27 +131,6 @@ def two_losses(first="mean_with_sample_weight", second="sum_over_batch_size"):
         "metrics": {"tags": ["accuracy"], "value": ["mae"]},
         "optimizer": keras.optimizers.SGD(0.01, momentum=0.9),
     }
-
-
-@compiled_on("tensorflow")
-@pytest.mark.parametrize(
-    ("first", "second", "weighted"),
-    [
-        slow("sum_over_batch_size", "sum_over_batch_size", True),
-        ("mean_with_sample_weight", "mean_with_sample_weight", True),
-        slow("mean_with_sample_weight", "sum", False),
-    ],
-)
-def test_several_outputs_have_a_denominator_each(float64, first, second, weighted):
-    weights = {"tags": np.broadcast_to(WEIGHTS[:, None], (ROWS, 6)).copy(), "value": WEIGHTS[::-1].copy()}
-    assert_same(
-        two_outputs,
-        lambda: two_losses(first, second),
-        TWO_INPUTS,
-        TWO_TARGETS,
-        float64,
-        sample_weight=weights if weighted else None,
-    )
 
 
 @slow_where_compiled

@@ -17,7 +17,6 @@ from tests.keras.train_step.test_micro_batched import (
     BACKEND,
     BATCH,
     CLASSES,
-    IN_FLOAT32,
     MICRO,
     ROWS,
     WEIGHTS,
@@ -60,32 +59,6 @@ def tf_data():
 def test_every_source_of_batches_matches_plain_fit(float64, source):
     fit = {"batch_size": None, "steps_per_epoch": 2 if source is generator else None, "eager": False}
     assert_same(classifier, lambda: crossentropy(reduction="mean_with_sample_weight"), source, tolerance=float64, **fit)
-
-
-@compiled_on("tensorflow")
-def test_train_on_batch_matches_plain_keras(float64):
-    models = []
-    for size in (None, MICRO):
-        keras.utils.set_random_seed(1)
-        model = classifier() if size is None else micro_batched(classifier(), size)
-        model.compile(optimizer=sgd(), **crossentropy())
-        logs = [model.train_on_batch(X[:n], CLASSES[:n], return_dict=True) for n in (9, 9)]
-        models.append((model.get_weights(), [log["loss"] for log in logs], [log["accuracy"] for log in logs]))
-    assert relative_error(models[1][0], models[0][0]) <= float64
-    assert relative_error(models[1][1:], models[0][1:]) <= 10 * float64
-
-
-@compiled_on("tensorflow")
-@pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on PyTorch.")
-def test_steps_per_execution_matches_plain_fit(float64):
-    assert_same(classifier, lambda: {**crossentropy(), "steps_per_execution": 2}, X, CLASSES, float64, eager=False)
-
-
-@compiled_on("tensorflow")
-def test_run_eagerly_matches_plain_fit(float64):
-    # On JAX the loop is compiled even so; what Keras computes in float32 there is rounded otherwise one by one.
-    compiled = lambda: {"loss": "mse", "metrics": ["mae"], "run_eagerly": True}  # noqa: E731
-    assert_same(linear, compiled, X, X[:, :3], max(float64, IN_FLOAT32), epochs=1)
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="XLA is not optional on JAX, and absent on PyTorch.")
@@ -236,19 +209,6 @@ def test_the_model_saves_loads_and_clones_as_what_it_came_from(tmp_path):
     assert "train_step" not in vars(keras.models.clone_model(ours))
     plain.set_weights(ours.get_weights())
     assert relative_error([plain.predict(X, verbose=0)], [ours.predict(X, verbose=0)]) == 0
-
-
-@slow_where_compiled
-def test_compiling_again_takes_the_new_loss(float64):
-    def train(size):
-        keras.utils.set_random_seed(1)
-        model = linear() if size is None else micro_batched(linear(), size)
-        for loss in (losses.MeanSquaredError(), losses.MeanSquaredError(reduction="sum")):
-            model.compile(optimizer=keras.optimizers.SGD(0.01), loss=loss)
-            model.fit(X, X[:, :3], batch_size=BATCH, shuffle=False, verbose=0)
-        return model.get_weights()
-
-    assert relative_error(train(MICRO), train(None)) <= float64
 
 
 @compiled_on("tensorflow")

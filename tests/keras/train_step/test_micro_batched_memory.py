@@ -7,12 +7,11 @@ import logging
 import keras
 import numpy as np
 import pytest
-from keras import layers, losses, ops
+from keras import layers, ops
 
 from gradaccum.keras.micro_batched import micro_batched
 from tests.keras.problems import BACKEND
 from tests.keras.train_step.test_micro_batched import (
-    CLASSES,
     TAGS,
     TOKENS,
     WEIGHTS,
@@ -106,14 +105,6 @@ def test_it_climbs_on_the_rows_of_exact_updates_and_settles_within_two(monkeypat
     assert probe.sizes[-16:] == [8] * 16
     (told,) = [record.message for record in caplog.records if "auto" in record.message]
     assert "8 of 64 rows" in told
-
-
-def test_the_search_stops_before_the_limit(monkeypatch):
-    clock = Clock(monkeypatch, fastest=64)
-    monkeypatch.setattr(MemoryMeter, "limit", lambda gauge: 1000)  # 100 + 50 bytes per row: 16 rows take 900
-    probe = Probe(before=clock)
-    run(lambda: network(probe), mse, X, Y, "auto", batch_size=ROWS, epochs=3)
-    assert max(probe.sizes) == 16
 
 
 @pytest.mark.parametrize("size", [6, 13, "auto"])
@@ -243,23 +234,6 @@ def test_dropout_draws_what_smaller_micro_batches_draw_where_rows_did_not_fit():
     assert relative_error(ours.get_weights(), expected.get_weights()) <= 1e-6
 
 
-def test_one_search_for_each_shape_of_batch(monkeypatch):
-    clock = Clock(monkeypatch)
-    probe = Probe(before=clock)
-    model = micro_batched(
-        keras.Sequential([layers.Input((None, 1)), probe, layers.GlobalAveragePooling1D(), layers.Dense(3)]),
-        "auto",
-        verify=False,
-    )
-    model.compile(optimizer=sgd(), loss=losses.MeanSquaredError())
-    seen = []
-    for length in (10, 10, 10, 80):
-        probe.sizes.clear()
-        model.train_on_batch(np.zeros((ROWS, length, 1)), Y)
-        seen.append(set(probe.sizes))
-    assert (len(seen[2]), len(seen[3]) > 2) == (1, True)
-
-
 def test_a_batch_norm_never_gets_a_single_row():
     probe = Probe()
     model = keras.Sequential([layers.Input((5,)), probe, layers.BatchNormalization(), layers.Dense(3)])
@@ -268,14 +242,6 @@ def test_a_batch_norm_never_gets_a_single_row():
     for rows in (13, 16, 2):
         model.train_on_batch(X[:rows], Y[:rows])
     assert min(probe.sizes) >= 2
-
-
-def test_labels_are_not_mixed_up_when_micro_batches_do_not_fit():
-    probes = iter([Probe(), Probe(99, 2)])
-    make = lambda: keras.Sequential(  # noqa: E731
-        [layers.Input((5,)), next(probes), layers.Dense(3, activation="softmax")]
-    )
-    assert_same(make, crossentropy, X[:22], CLASSES, micro_batch_size=5)
 
 
 class DrawsInVain(layers.Layer):

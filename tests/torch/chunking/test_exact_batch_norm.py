@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradaccum.torch import chunked
+from gradaccum.torch import TrainStep, chunked
 from tests.reference import FLOAT32, relative_error, torch_updates
 
 ROWS = 22
@@ -416,3 +416,29 @@ def test_activations_inside_segments_are_not_kept():
     weights = {p.data_ptr() for p in module.parameters()}
     per_row = sum(t.numel() for t in kept if t.data_ptr() not in weights) / ROWS
     assert per_row == 4 + 6
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_with_a_head_in_tiles_the_update_is_the_large_batchs_and_proven(verify, caplog):
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5))
+    model, x, y = copy.deepcopy(whole), torch.randn(ROWS, 4), torch.randint(5, (ROWS,))
+    torch_updates(whole, torch.optim.SGD(whole.parameters(), 0.1), [(x, y)], lambda m, x, y: F.cross_entropy(m(x), y))
+    optimizer, options = torch.optim.SGD(model.parameters(), 0.1), {"batch_norm": "exact", "verify": verify}
+    TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, head=model[3], **options)(x, y)
+    assert relative_error(model.parameters(), whole.parameters()) <= EXACT
+    assert "could not be proven" not in caplog.text
+
+
+def test_out_of_memory_at_the_smallest_size_says_what_to_do():
+    class NoRoom(nn.Linear):
+        def forward(self, x):
+            raise torch.OutOfMemoryError("no room")
+
+    model = nn.Sequential(NoRoom(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+    options = {"batch_norm": "exact", "verify": False, "head": model[2], "loss_fn": nn.CrossEntropyLoss()}
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch_size=2, **options)
+    with pytest.raises(
+        torch.OutOfMemoryError, match="(?s)micro-batch of one row: no room.*Make the model's activations"
+    ):
+        step(torch.randn(ROWS, 4), torch.randint(5, (ROWS,)))

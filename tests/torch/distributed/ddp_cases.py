@@ -5,7 +5,7 @@ The oracle on each rank is a plain model that sees all ranks' rows of a window a
 
 import copy  # no postponed annotations here: DDP reads those of its hooks
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,8 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from gradaccum.torch import TrainStep
 from gradaccum.torch.distributed.channel import Channel
@@ -35,6 +36,7 @@ from tests.torch.distributed.problems import (
     network,
     scaled,
     shard,
+    spread,
     train_on,
     whole,
     windows,
@@ -42,6 +44,173 @@ from tests.torch.distributed.problems import (
     wrap_over,
 )
 from tests.torch.distributed.together_cases import NoMemory
+
+
+def train(
+    rank: int,
+    sizes: Sequence[Sequence[int]],
+    steps: int,
+    way: str = "batches",
+    *,
+    engine: str = "ddp",
+    loss: Callable[..., Any] = loss_of,
+    build: Callable[[], nn.Module] = network,
+    ddp: dict[str, Any] | None = None,
+    weights: Any = None,
+    heads: Any = None,
+    bad: Any = (),
+    hook: str = "",
+    compiles: str = "",
+    skips: Any = ((), ()),
+    optimizer: str = "sgd",
+    clip: float | None = None,
+    epochs: int = 1,
+    **keywords: Any,
+) -> tuple[float, float, int]:
+    """The user's loop. Returns (error, reductions of an element, updates).
+
+    Args:
+        rank: This one.
+        sizes: Rows of each rank's micro-batches.
+        steps: Of a window.
+        way: In batches(), or in a plain loop that is flushed; with the wrapper's backward() or the losses' own.
+        engine: How the model is spread over the ranks.
+        loss: It may be several, which go backward one by one.
+        build: Makes the model.
+        ddp: DistributedDataParallel's options.
+        weights: What micro-batches weigh, by rank, in place of their rows; where that is 0, the loss is NaN.
+        heads: Which head of the model each of them uses.
+        bad: Those whose loss is infinite.
+        hook: DDP's communication hook.
+        compiles: The model "inside", or what is "outside" of it.
+        skips: Micro-batches that each rank passes over.
+        optimizer: Which one.
+        clip: Largest norm.
+        epochs: How many.
+        keywords: The wrapper's.
+    """
+    model = build()
+    oracle = Oracle(model, optimizer, clip)
+    if compiles == "inside":
+        model.compile(backend="eager")
+    used = spread(engine, model, ddp or {})
+    count = Count(used) if engine == "ddp" and not hook else None
+    if hook == "powerSGD_hook":
+        state: Any = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2)
+        used.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif hook:
+        used.register_comm_hook(None, getattr(default_hooks, hook))
+    used = torch.compile(used, backend="eager") if compiles == "outside" else used
+    inner = OPTIMIZERS[optimizer](model.parameters())
+    wrapped = Optimizer(inner, steps=steps, model=used, clip_grad_norm=clip, **keywords)
+
+    def losses(m: Any, rows: Rows, place: tuple[int, int]) -> list[Tensor]:
+        found = loss(m, rows) if heads is None else loss(lambda x: m(x, heads[place[0]][place[1]]), rows)
+        return found if isinstance(found, list) else [found]
+
+    def weight(place: tuple[int, int], rows: Rows) -> float:
+        return len(rows[0]) if weights is None else weights[place[0]][place[1]]
+
+    with Collectives() as collectives:
+        for epoch in range(epochs):
+            ranks = data(sizes, epoch)
+            kept = [[((r, i), x) for i, x in enumerate(own) if i not in skips[r % 2]] for r, own in enumerate(ranks)]
+            for window in windows(kept, steps):
+                seen = [(weight(p, rows), p, rows) for p, rows in window if p not in bad and len(rows[0])]
+                sums = keywords.get("reduction") == "sum"
+                total = 1 if sums and weights is None else sum(w for w, *_ in seen)
+                skipped = keywords.get("nonfinite") == "skip_window" and any(p in bad for p, _ in window)
+
+                def whole_loss(m: nn.Module, _: Any, seen: Any = seen, total: float = total, sums: bool = sums) -> Any:
+                    return sum(sum(losses(m, rows, p)) * ((1 if sums else w) / total) for w, p, rows in seen)
+
+                if total and not skipped:
+                    oracle.update(None, whole_loss)  # type: ignore[arg-type]
+            loader: Any = list(enumerate(ranks[rank]))
+            if "batches" in way:
+                given = None if weights is None else lambda one: weight((rank, one[0]), one[1])
+                loader = wrapped.batches(loader, weight=given)
+            for i, rows in loader:
+                if i in skips[rank % 2]:
+                    continue
+                wrapped.zero_grad()
+                factor = float("nan") if not weight((rank, i), rows) else float("inf") if (rank, i) in bad else 1.0
+                for part in losses(used, rows, (rank, i)):
+                    if "backward" in way:
+                        wrapped.backward(part * factor, weight=None if "batches" in way else weight((rank, i), rows))
+                    else:
+                        (part * factor).backward()
+                wrapped.step()
+            if "batches" not in way:
+                wrapped.flush()
+    reductions: float = collectives.counts["all_reduce" if engine.startswith("ddp") else "reduce_scatter"]
+    if engine == "fsdp2 hybrid":
+        assert collectives.counts["all_reduce"] == LAYERS * wrapped.updates
+    if count is not None and count.elements:  # several buckets, perhaps
+        reductions = count.elements / sum(p.numel() for p in model.parameters())
+    return oracle.error(model), reductions, wrapped.updates
+
+
+LAYERS = 2
+"""What is sharded together."""
+
+
+def total_loss(m: nn.Module, rows: Rows) -> Tensor:
+    return nn.functional.cross_entropy(m(rows[0]), rows[1], reduction="sum") * 0.1
+
+
+def second(m: nn.Module, rows: Rows) -> Tensor:
+    return m(rows[0] * 0.5).square().sum(1).mean()
+
+
+def both_passes(m: nn.Module, rows: Rows) -> Tensor:
+    return loss_of(m, rows) + second(m, rows)
+
+
+def separate_passes(m: nn.Module, rows: Rows) -> list[Tensor]:
+    return [loss_of(m, rows), second(m, rows)]
+
+
+def unreached_penalty(m: nn.Module, rows: Rows) -> list[Tensor]:
+    """A penalty on weights, which no output of the model leads to."""
+    return [loss_of(m, rows), sum(p.square().sum() for p in m.parameters())]  # type: ignore[list-item]
+
+
+def through_grad(m: nn.Module, rows: Rows) -> Tensor:
+    """A look, by torch.autograd.grad, at what the input matters."""
+    x = rows[0].clone().requires_grad_()
+    torch.autograd.grad(m(x).sum(), x)
+    return loss_of(m, rows)
+
+
+def gradient_penalty(m: nn.Module, rows: Rows) -> Tensor:
+    x = rows[0].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+    return loss_of(m, rows) + gradient.square().sum(1).mean()
+
+
+class Checkpointed(nn.Module):
+    """A layer, or all of them, run again in the backward pass."""
+
+    reentrant, all_of_it = True, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.all_of_it:
+            return checkpoint(self.layers, x.requires_grad_(), use_reentrant=self.reentrant)
+        hidden = torch.tanh(self.layers[0](x))  # type: ignore[index]
+        return checkpoint(self.layers[2], hidden, use_reentrant=self.reentrant)  # type: ignore[index]
+
+
+class AllCheckpointed(Checkpointed):
+    all_of_it = True
+
+
+class CheckpointedWithoutReentry(Checkpointed):
+    reentrant = False
 
 
 def train_two(rank: int, sizes: Sequence[Sequence[int]], steps: int) -> tuple[list[float], list[int]]:
@@ -59,81 +228,6 @@ def train_two(rank: int, sizes: Sequence[Sequence[int]], steps: int) -> tuple[li
             oracle.see(ranks, steps)
     errors = [oracle.error(model) for oracle, model in zip(oracles, models, strict=True)]
     return errors, [optimizer.updates for optimizer in optimizers]
-
-
-def train(
-    rank: int,
-    sizes: Sequence[Sequence[int]],
-    steps: int,
-    way: str = "batches",
-    optimizer: str = "sgd",
-    epochs: int = 2,
-    ddp: dict[str, Any] | None = None,
-    clip: float | None = None,
-    hook_first: bool = True,
-    **keywords: Any,
-) -> tuple[float, float, int]:
-    """Train on ragged rows. Returns (error, reductions, updates); with several buckets, reductions of an element."""
-    model = network()
-    oracle = Oracle(model, optimizer, clip)
-    replica = DistributedDataParallel(model, **(ddp or {}))
-    count = Count(replica) if hook_first else None
-    reductions = Collectives().__enter__()
-    wrapped = Optimizer(
-        OPTIMIZERS[optimizer](replica.parameters()), steps=steps, model=replica, clip_grad_norm=clip, **keywords
-    )
-    count = count or Count(replica)
-    error = 0.0
-    for epoch in range(epochs):
-        ranks = data(sizes, epoch)
-        oracle.see(ranks, steps)
-        loader = wrapped.batches(ranks[rank]) if way.startswith("batches") else ranks[rank]
-        for rows in loader:
-            wrapped.zero_grad()
-            loss = loss_of(replica, rows)
-            if way == "batches":
-                loss.backward()
-            elif way == "batches, backward":
-                wrapped.backward(loss)
-            else:
-                wrapped.backward(loss, weight=len(rows[0]))
-            wrapped.step()
-        if way == "plain":
-            wrapped.flush()
-        error = max(error, oracle.error(model))
-    reductions.__exit__()
-    if ddp and "find_unused_parameters" in ddp:  # without DDP's hook
-        return error, reductions.counts["all_reduce"], wrapped.updates
-    if ddp and "bucket_cap_mb" in ddp:
-        return error, count.elements / sum(p.numel() for p in model.parameters()), wrapped.updates
-    return error, count.buckets, wrapped.updates
-
-
-def static_graph(rank: int) -> list[str]:
-    return lines_of(lambda: wrap(network(), 2, {"static_graph": True}))
-
-
-def sparse_table(rank: int) -> None:
-    wrap(nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 3)), 2)
-
-
-def communication_hook(rank: int, name: str) -> float:
-    """A hook of torch's own; the last window is reduced by hand, since `flush` closes it."""
-    model = network()
-    oracle = Oracle(model)
-    replica = DistributedDataParallel(model)
-    if name == "powerSGD_hook":
-        state: Any = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2)
-        replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    else:
-        replica.register_comm_hook(None, getattr(default_hooks, name))
-    optimizer = Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
-    ranks = data([[4, 3, 2, 5, 4], [2, 5, 1, 2, 2]])
-    oracle.see(ranks, 2)
-    train_on(replica, optimizer, ranks[rank], weighed=True)
-    optimizer.flush()
-    assert optimizer.updates == 3
-    return oracle.error(model)
 
 
 def half_reduction(rank: int, engine: str, weight: float, way: str) -> float:
@@ -175,64 +269,13 @@ def half_reduction(rank: int, engine: str, weight: float, way: str) -> float:
     return oracle.error(wrapped)
 
 
-def weight_0(rank: int, engine: str, way: str) -> float:
-    """Weights that only the batch tells; some micro-batches weigh nothing on one rank, with a loss that is NaN.
-
-    On DDP one window weighs nothing at all.
-    """
-    weights = [[3, 0, 5, 2, 0, 0, 4, 0], [0, 7, 1, 0, 2 * (engine != "ddp"), 0, 0, 0]]
-    model = network()
-    oracle = Oracle(model)
-    used, optimizer = wrap_over(engine, model, 2)
-    ranks = data([[4] * 8, [4] * 8])
-    totals = []
-    for first in range(0, 8, 2):
-        chosen = [(ranks[r][i], weights[r][i]) for r in range(2) for i in (first, first + 1)]
-        totals.append(sum(weight for _, weight in chosen))
-        if totals[-1]:
-            oracle.update(None, lambda m, _, c=chosen, t=totals[-1]: sum(loss_of(m, rows) * w for rows, w in c) / t)  # type: ignore[misc]
-    loader: Any = list(zip(ranks[rank], weights[rank]))
-    for i, (rows, weight) in enumerate(
-        optimizer.batches(loader, weight=lambda b: b[1]) if way == "batches" else loader
-    ):
-        optimizer.zero_grad()
-        loss = loss_of(used, rows) * (1.0 if weight else float("nan"))
-        if way == "batches":
-            loss.backward()
-        else:
-            optimizer.backward(loss, weight=weight)
-        optimizer.step()
-        assert optimizer.updated == (i % 2 == 1 and totals[i // 2] > 0)
-    return oracle.error(used)
-
-
-def nonfinite(rank: int, engine: str, mode: str) -> tuple[float, int]:
-    """One rank has a micro-batch that is not finite, in the middle and at the end of a window."""
-    model = network()
-    oracle = Oracle(model)
-    used, optimizer = wrap_over(engine, model, 3, nonfinite=mode)
-    ranks = data([[4, 3, 2] * 3, [2, 2, 5] * 3])
-    bad = {(1, 1), (0, 5)}
-    for w in range(3):
-        places = [(r, i) for r in range(2) for i in range(3 * w, 3 * w + 3)]
-        if mode == "skip_micro_batch":
-            oracle.update(concatenated([ranks[r][i] for r, i in places if (r, i) not in bad]))
-        elif not bad & {*places}:
-            oracle.update(concatenated([ranks[r][i] for r, i in places]))
-    for i, rows in enumerate(optimizer.batches(ranks[rank])):
-        optimizer.zero_grad()
-        (loss_of(used, rows) * (float("inf") if (rank, i) in bad else 1.0)).backward()
-        optimizer.step()
-    return oracle.error(used), optimizer.updates
-
-
-def resumed(rank: int, engine: str, how: dict[str, Any], **keywords: Any) -> float:
+def resumed(rank: int, engine: str, how: dict[str, Any], sync: str = "window") -> float:
     """Each rank saves in the middle of a window, trains on; and a new model and optimizer go on from there."""
     ranks = data([[4, 3, 5, 1, 2], [2, 5, 1, 4, *[2] * (engine != "ddp")]])
     model = network()
     oracle = Oracle(model)
     oracle.see(ranks, 3)
-    used, optimizer = wrap_over(engine, model, 3, how, **keywords)
+    used, optimizer = wrap_over(engine, model, 3, how, sync=sync)
     first, later = ranks[rank][:2], ranks[rank][2:]
     train_on(used, optimizer, first, weighed=True)
     state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy([p.detach() for p in whole(model)])
@@ -244,132 +287,38 @@ def resumed(rank: int, engine: str, how: dict[str, Any], **keywords: Any) -> flo
     with torch.no_grad():
         for parameter, value in zip(again.parameters(), weights, strict=True):
             parameter.copy_(value)
-    used, optimizer = wrap_over(engine, again, 3, how, **keywords)
+    used, optimizer = wrap_over(engine, again, 3, how, sync=sync)
     optimizer.load_state_dict(state)
     train_on(used, optimizer, optimizer.batches(iter(later)))
     return oracle.error(used)
 
 
-def empty_batch(rank: int) -> float:
-    """The last batch of a rank has no rows: its mean is NaN, and it weighs nothing."""
-    sizes = [[4, 3, 2, 0], [2, 2, 5, 4]]
+def scaler(
+    rank: int, engine: str, overflow_at: tuple[int, int] | None, interval: int, sync: str = "window"
+) -> tuple[float, list[float], int]:
+    """GradScaler, whose update() comes with every micro-batch; one rank's loss overflows."""
     model = network()
     oracle = Oracle(model)
-    replica, optimizer = wrap(model, 2)
-    ranks = data(sizes)
-    oracle.see(ranks, 2)
-    train_on(replica, optimizer, optimizer.batches(ranks[rank]))
-    return oracle.error(model)
-
-
-def continued(rank: int) -> float:
-    """Some batches are skipped by `continue`: no forward, no backward, no step; a rank's last one, too."""
-    skipped = [[1, 5], [0, 3, 4]]
-    model = network()
-    oracle = Oracle(model)
-    replica, optimizer = wrap(model, 2)
-    ranks = data([[4, 3, 2, 5, 1, 6], [2, 2, 5, 4, 3, 2]])
-    kept = [[rows for i, rows in enumerate(own) if i not in skipped[r]] for r, own in enumerate(ranks)]
-    oracle.see(kept, 2)
-    for i, rows in enumerate(optimizer.batches(ranks[rank])):
-        if i in skipped[rank]:
-            continue
-        optimizer.zero_grad()
-        loss_of(replica, rows).backward()
-        optimizer.step()
-    return oracle.error(model)
-
-
-def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int) -> tuple[float, list[float], int]:
-    """GradScaler, whose update() comes with every micro-batch; one rank overflows."""
-    model = network()
-    oracle = Oracle(model)
-    replica, optimizer = wrap(model, 3)
-    scales = scaled(rank, replica, optimizer, oracle, overflow_at, interval)
+    used = spread(engine, model, {})
+    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=3, model=used, sync=sync)
+    scales = scaled(rank, used, optimizer, oracle, overflow_at, interval)
     return oracle.error(model), scales, optimizer.updates
 
 
-class Branches(nn.Module):
-    """A layer that only some micro-batches use, and one that none does."""
+TWO_DTYPES = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+
+
+class Heads(nn.Module):
+    """A trunk, and a head that the batch chooses; another one never has a turn."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.always, self.sometimes, self.never = (nn.Linear(5, 3, dtype=torch.float64) for _ in range(3))
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(5, 7).double()
+        self.heads = nn.ModuleList(nn.Linear(7, 3) for _ in range(3)).double()
 
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        return self.always(x) + self.sometimes(x) if both else self.always(x)
-
-
-def unused(rank: int, static: bool = False) -> tuple[float, bool]:
-    """A layer is used on one rank, in a micro-batch that is not the last; another one never."""
-    torch.manual_seed(0)
-    model = Branches()
-    reference = copy.deepcopy(model)
-    plain = OPTIMIZERS["sgd"](reference.parameters())
-    keywords = {"static_graph": True} if static else {"find_unused_parameters": True}
-    replica, optimizer = wrap(model, 2, keywords)
-    ranks = data([[4, 3] * 3, [2, 5] * 3])
-    both = {(0, 0), (1, 2)} if not static else {(r, i) for r in range(2) for i in range(6)}
-    for w in range(3):
-        plain.zero_grad()
-        places = [(r, i) for r in range(2) for i in (2 * w, 2 * w + 1)]
-        total = sum(len(ranks[r][i][0]) for r, i in places)
-        for r, i in places:
-            x, y = ranks[r][i]
-            (nn.functional.cross_entropy(reference(x, (r, i) in both), y) * len(x) / total).backward()
-        plain.step()
-        for i in (2 * w, 2 * w + 1):
-            optimizer.zero_grad()
-            x, y = ranks[rank][i]
-            optimizer.backward(nn.functional.cross_entropy(replica(x, (rank, i) in both), y), weight=len(x))
-            optimizer.step()
-    error = relative_error(list(model.parameters()), list(reference.parameters()))
-    return error, model.never.weight.grad is None
-
-
-def several_passes(rank: int, separately: bool) -> tuple[float, list[int]]:
-    """Two forward passes per micro-batch, with one backward pass for both or one for each."""
-    model = network()
-    oracle = Oracle(model)
-    replica = DistributedDataParallel(model)
-    count = Count(replica)
-    optimizer = Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
-    ranks = data([[4, 3] * 3, [2, 5] * 3])
-
-    def second(m: nn.Module, rows: Rows) -> Tensor:
-        return m(rows[0] * 0.5).square().sum(1).mean()
-
-    counts = []
-    for i, rows in enumerate(optimizer.batches(ranks[rank])):
-        optimizer.zero_grad()
-        if separately:
-            loss_of(replica, rows).backward()
-            second(replica, rows).backward()
-        else:
-            (loss_of(replica, rows) + second(replica, rows)).backward()
-        optimizer.step()
-        if optimizer.updated:
-            counts.append(count.take())
-            window = concatenated([ranks[r][j] for r in range(2) for j in (i - 1, i)])
-            oracle.update(window, lambda m, w: loss_of(m, w) + second(m, w))
-    return oracle.error(model), counts
-
-
-def unreached_penalty(rank: int) -> float:
-    """A second backward pass that does not go through the model's outputs: a penalty on its weights."""
-    model = network()
-    oracle = Oracle(model)
-    replica, optimizer = wrap(model, 2)
-    ranks = data([[4, 3] * 3, [2, 5] * 3])
-    for i, rows in enumerate(optimizer.batches(ranks[rank])):
-        optimizer.zero_grad()
-        loss_of(replica, rows).backward()
-        sum(p.square().sum() for p in replica.parameters()).backward()
-        optimizer.step()
-        if optimizer.updated:
-            window = concatenated([ranks[r][j] for r in range(2) for j in (i - 1, i)])
-            oracle.update(window, lambda m, w: loss_of(m, w) + sum(p.square().sum() for p in m.parameters()))
-    return oracle.error(model)
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](torch.tanh(self.trunk(x)))
 
 
 def counted(ranks: Any) -> list[int]:
@@ -561,34 +510,6 @@ def penalty_later(rank: int, of: Sequence[int], together: bool) -> None:
         optimizer.step()
 
 
-def batch_norm(rank: int) -> bool:
-    """Buffers are broadcast once per window, whoever still has micro-batches."""
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    replica = DistributedDataParallel(model)
-    optimizer = Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
-    for epoch in range(2):
-        train_on(replica, optimizer, optimizer.batches(data([[4] * 7, [4] * 2], epoch)[rank]))
-    tensors = [tensor.double() for tensor in model.state_dict().values()]
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    others = [torch.empty_like(flat) for _ in range(2)]
-    dist.all_gather(others, flat)
-    return bool(torch.equal(*others))
-
-
-def compiled(rank: int, outside: bool) -> tuple[float, int]:
-    model = network()
-    oracle = Oracle(model)
-    inner = model if outside else torch.compile(model, backend="eager")
-    replica = DistributedDataParallel(inner)
-    count = Count(replica)
-    used = torch.compile(replica, backend="eager") if outside else replica
-    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=2, model=used)
-    ranks = data([[4, 4, 4, 4], [4, 4, 4, 4]])
-    oracle.see(ranks, 2)
-    train_on(used, optimizer, optimizer.batches(ranks[rank]))
-    return oracle.error(model), count.take()
-
-
 def wide(rank: int) -> float:
     """bfloat16 parameters, summed and reduced in float32: as good as the gradients' own rounding."""
     model = network(torch.bfloat16)
@@ -608,26 +529,6 @@ def wide(rank: int) -> float:
     optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.double() for p in model.parameters()))
     train_on(replica, optimizer, optimizer.batches(ranks[rank]))
     return relative_error(seen, [total.bfloat16() for total in sums])
-
-
-def summed(rank: int, weighed: bool) -> float:
-    """Losses that are sums over their rows; divided by the tokens of all ranks, or by nothing."""
-    model = network()
-    oracle = Oracle(model)
-    replica, optimizer = wrap(model, 2, reduction="sum")
-    ranks = data([[4, 3, 5], [2, 5, 1, 4, 2]])
-
-    def total(m: nn.Module, rows: Rows) -> Tensor:
-        return nn.functional.cross_entropy(m(rows[0]), rows[1], reduction="sum") * 0.1
-
-    for window in windows(ranks, 2):
-        rows = concatenated(window)
-        oracle.update(rows, lambda m, w: total(m, w) / (2 * len(w[0]) if weighed else 1))
-    for rows in optimizer.batches(ranks[rank]):
-        optimizer.zero_grad()
-        optimizer.backward(total(replica, rows), weight=2 * len(rows[0]) if weighed else None)
-        optimizer.step()
-    return oracle.error(model)
 
 
 def towers(rank: int) -> float:
@@ -676,8 +577,65 @@ def broken_off(rank: int) -> tuple[float, int]:
     return oracle.error(model), optimizer.updates
 
 
+CLASSES = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64), ignore_index=1)
+
+
+def first_half(x: Tensor, y: Tensor) -> Tensor:
+    """What rows weigh: nothing, if they are of the first class."""
+    return (y > 0).double()
+
+
+def of_half(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    each = nn.functional.cross_entropy(m(x), y, reduction="none") * first_half(x, y)
+    return each.sum() / first_half(x, y).sum()
+
+
+def summed_loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(m(x), y, reduction="sum") / 10
+
+
+def terms(m: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
+    """Several losses, with a denominator each; of the third, ranks and micro-batches have nothing now and then."""
+    outputs = m(x)
+    found = {
+        "ce": (nn.functional.cross_entropy(outputs, y, ignore_index=1), (y != 1).sum()),
+        "rows": (outputs.square().mean(), len(x)),
+        "rare": (outputs[y == 2].sum() / (y == 2).sum(), (y == 2).sum()),
+    }
+    return {name: term for name, term in found.items() if term[1] > 0}
+
+
+def each_term(m: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    return {name: loss for name, (loss, _) in terms(m, x, y).items()}
+
+
+def counts_of_terms(x: Tensor, y: Tensor) -> dict[str, Any]:
+    return {"ce": (y != 1).sum(), "rows": len(x), "rare": (y == 2).sum()}
+
+
+def of_rows(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(m(x), y)
+
+
+def all_terms(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return sum(each_term(m, x, y).values())  # type: ignore[return-value]
+
+
+STEPS: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
+    # TrainStep's arguments, and the loss of the large batch.
+    "rows": ({"loss_fn": nn.CrossEntropyLoss()}, of_rows),
+    "classes": ({"loss_fn": CLASSES}, lambda m, x, y: CLASSES(m(x), y)),
+    "told": ({"compute_loss": lambda m, x, y: (of_half(m, x, y), first_half(x, y).sum())}, of_half),
+    "weight": ({"compute_loss": of_half, "weight": lambda x, y: first_half(x, y).sum()}, of_half),
+    "sum": ({"compute_loss": summed_loss, "reduction": "sum"}, summed_loss),
+    "scaler": ({"loss_fn": nn.CrossEntropyLoss()}, of_rows),
+    "terms": ({"compute_loss": terms}, all_terms),
+    "terms, counted": ({"compute_loss": each_term, "weight": counts_of_terms}, all_terms),
+}
+
+
 def train_step(
-    rank: int, sizes: Any, micro: Any, kind: str = "rows", optimizer: str = "sgd"
+    rank: int, engine: str, sizes: Any, micro: Any, kind: str, optimizer: str = "sgd", sync: str = "window"
 ) -> tuple[float, float, int, int]:
     """TrainStep on batches of different rows.
 
@@ -686,79 +644,32 @@ def train_step(
     """
     model = network()
     oracle = Oracle(model, optimizer)
-    replica = DistributedDataParallel(model)
-    count = Count(replica)
-    weights = torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64)
-    losses: dict[str, Any] = {
-        "rows": {"loss_fn": nn.CrossEntropyLoss()},
-        "classes": {"loss_fn": nn.CrossEntropyLoss(weight=weights, ignore_index=1)},
-        "told": {"compute_loss": lambda m, x, y: (nn.functional.cross_entropy(m(x), y), float(len(x)))},
-        "sum": {"compute_loss": lambda m, x, y: nn.functional.cross_entropy(m(x), y, reduction="sum") / 10},
-        "scaler": {"loss_fn": nn.CrossEntropyLoss(), "scaler": torch.amp.GradScaler("cpu", growth_interval=1)},
-    }
-    keywords = losses[kind]
-    if kind == "sum":
-        keywords["reduction"] = "sum"
-    step = TrainStep(replica, OPTIMIZERS[optimizer](model.parameters()), micro_batch_size=micro[rank], **keywords)
-
-    def plain(m: nn.Module, rows: Rows) -> Tensor:
-        if kind == "sum":
-            return nn.functional.cross_entropy(m(rows[0]), rows[1], reduction="sum") / 10
-        return losses["classes" if kind == "classes" else "rows"]["loss_fn"](m(rows[0]), rows[1])
-
+    used = spread(engine, model, {})
+    count = Count(used) if engine == "ddp" else None
+    keywords, plain = STEPS[kind]
+    if kind == "scaler":
+        keywords = {**keywords, "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)}
+    inner = OPTIMIZERS[optimizer](model.parameters())
+    step = TrainStep(used, inner, micro_batch_size=micro[rank], sync=sync, **keywords)  # type: ignore[arg-type]  # window
     ranks, worst, messages, reductions = data(sizes), 0.0, counted(step.ranks), [0]
     for i in range(len(sizes[0])):
-        window = concatenated([own[i] for own in ranks])
-        expected = plain(oracle.model, window).item()
-        oracle.update(window, plain)
+        own = [rows[i] for rows in ranks]
+        if "terms" in kind:
+            own[1] = own[1][0], torch.where(own[1][1] == 2, 0, own[1][1])  # which never has the rare one
+        rows = concatenated(own)
+        expected = {"": plain(oracle.model, *rows).item()}
+        if "terms" in kind:
+            expected |= {name: loss.item() for name, loss in each_term(oracle.model, *rows).items()}
+        oracle.update(rows, lambda m, rows: plain(m, *rows))
         messages.append(0)
         with Collectives() as others:
-            loss = step(*ranks[rank][i])
-        worst = max(worst, abs(loss.item() - expected) / abs(expected))
-        reductions.append(count.take())
-    collectives = messages[-1] + others.counts["all_reduce"] - reductions[-1]
-    return oracle.error(model), worst, sum(reductions), collectives
-
-
-def several_losses(rank: int, sizes: Any, micro: Any, told: bool) -> tuple[float, float]:
-    """TrainStep with losses of a denominator each. Returns (error, largest error of the losses)."""
-    model = network()
-    oracle = Oracle(model, "adam")
-
-    def terms(m: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
-        outputs = m(x)
-        found = {
-            "ce": (nn.functional.cross_entropy(outputs, y, ignore_index=1), (y != 1).sum()),
-            "rows": (outputs.square().mean(), len(x)),
-            "rare": (outputs[y == 2].sum() / (y == 2).sum(), (y == 2).sum()),
-        }
-        return {name: term for name, term in found.items() if term[1] > 0}
-
-    def counts(x: Tensor, y: Tensor) -> dict[str, Any]:
-        return {"ce": (y != 1).sum(), "rows": len(x), "rare": (y == 2).sum()}
-
-    def alone(m: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {name: loss for name, (loss, _) in terms(m, x, y).items()}
-
-    def plain(m: nn.Module, rows: Rows) -> Tensor:
-        return sum(alone(m, *rows).values())  # type: ignore[return-value]
-
-    keywords: dict[str, Any] = {"compute_loss": alone, "weight": counts} if told else {"compute_loss": terms}
-    optimizer = OPTIMIZERS["adam"](model.parameters())
-    step = TrainStep(DistributedDataParallel(model), optimizer, micro_batch_size=micro[rank], **keywords)
-    ranks, worst = data(sizes), 0.0
-    for i in range(len(sizes[0])):
-        window = [own[i] for own in ranks]
-        window[1] = window[1][0], torch.where(window[1][1] == 2, 0, window[1][1])  # which never has the rare one
-        rows = concatenated(window)
-        expected = {name: loss.item() for name, loss in alone(oracle.model, *rows).items()}
-        oracle.update(rows, plain)
-        total = step(*window[rank]).item()
-        found = {name: loss.item() for name, loss in step.losses.items() if not loss.isnan()}
+            loss = step(*own[rank])
+        found = {"": loss.item(), **{name: loss.item() for name, loss in step.losses.items() if not loss.isnan()}}
         assert found.keys() == expected.keys()
         worst = max(worst, *(abs(found[name] - mean) / abs(mean) for name, mean in expected.items()))
-        worst = max(worst, abs(total - sum(expected.values())) / abs(sum(expected.values())))
-    return oracle.error(model), worst
+        reductions.append(0 if count is None else count.take())
+    collectives = messages[-1] + others.counts["all_reduce"] - reductions[-1]
+    return oracle.error(model), worst, sum(reductions), collectives
 
 
 def out_of_memory(rank: int, backward: bool) -> float:
@@ -778,6 +689,33 @@ def out_of_memory(rank: int, backward: bool) -> float:
     for rows in ranks[rank]:
         step(*rows)
     return oracle.error(model)
+
+
+def unused_in_train_step(rank: int, engine: str) -> float:
+    """A head without a turn, and one that rank 1 alone uses: none of DDP's flags says so."""
+    model = Heads()
+    oracle = copy.deepcopy(model)
+    plain = OPTIMIZERS["adamw"](oracle.parameters())
+    used: Any = DistributedDataParallel(model) if engine == "ddp" else fully_shard(model)
+    ranks = data([[4, 6, 5], [3, 5, 2]])
+
+    def loss(m: Any, x: Tensor, y: Tensor, head: int = 0) -> Tensor:
+        return nn.functional.cross_entropy(m(x, head), y)
+
+    step = TrainStep(
+        used,
+        OPTIMIZERS["adamw"](model.parameters()),
+        compute_loss=lambda m, x, y: loss(m, x, y, rank),
+        micro_batch_size=2,
+        verify=False,
+    )
+    for batches in zip(*ranks):
+        total = sum(len(x) for x, _ in batches)
+        plain.zero_grad()
+        sum(loss(oracle, *rows, r) * (len(rows[0]) / total) for r, rows in enumerate(batches)).backward()  # type: ignore[union-attr]
+        plain.step()
+        step(*batches[rank])
+    return relative_error(whole(model), list(oracle.parameters()))
 
 
 class Drifts(nn.Module):
@@ -855,3 +793,30 @@ def unheard(rank: int) -> tuple[bool, int]:
         del channel
         dist.barrier()
     return arrives, len(used)
+
+
+def hooks_left(rank: int, engine: str) -> tuple[int, bool]:
+    """Wrap a model again and again. Returns (hooks more than before, whether a plain loop reduces again)."""
+    model = network()
+    used: Any = DistributedDataParallel(model) if engine == "ddp" else shard(model)
+    before = hooks_of(used)
+    for _ in range(3):
+        optimizer = Optimizer(OPTIMIZERS["sgd"](used.parameters()), steps=2, model=used)
+        train_on(used, optimizer, data([[4] * 2] * 2)[rank])
+    del optimizer
+    gc.collect()
+    loss_of(used, data([[4]] * 2)[rank][0]).backward()
+    gradient = whole_gradient(model)
+    others = [torch.empty_like(gradient) for _ in range(2)]
+    dist.all_gather(others, gradient)
+    return hooks_of(used) - before, torch.equal(*others)
+
+
+def hooks_of(model: nn.Module) -> int:
+    on_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return on_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+def whole_gradient(model: nn.Module) -> Tensor:
+    gradients: list[Any] = [p.grad for p in model.parameters()]
+    return torch.cat([(g.full_tensor() if hasattr(g, "full_tensor") else g).reshape(-1) for g in gradients])

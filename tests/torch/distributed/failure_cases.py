@@ -3,17 +3,23 @@
 import os
 import pathlib
 import time
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.errors import WindowError
 from gradaccum.torch import Blocks, TrainStep
 from gradaccum.torch.optim import Optimizer
-from tests.torch.distributed.problems import OPTIMIZERS, built, data, lines_of, loss_of, network, shard, wrap
+from tests.torch.distributed.ddp_cases import Heads, train
+from tests.torch.distributed.problems import OPTIMIZERS, built, data, lines_of, loss_of, network, shard, spread, wrap
 
 
 def step_all(replica: Any, optimizer: Optimizer, loader: Any) -> None:
@@ -23,21 +29,116 @@ def step_all(replica: Any, optimizer: Optimizer, loader: Any) -> None:
         optimizer.step()
 
 
-def wrapped_later(rank: int) -> None:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["sgd"](model.parameters())
+
+
+def wrapped(model: nn.Module, inner: Any = None, steps: int = 2, **keywords: Any) -> Optimizer:
+    return Optimizer(sgd(model) if inner is None else inner, steps=steps, model=model, **keywords)
+
+
+def local_sgd(model: Any) -> Any:
+    state = post_localSGD_hook.PostLocalSGDState(None, None, 100)
+    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    return model
+
+
+def post_local(inner: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit.script
+        from torch.distributed.optim import PostLocalSGDOptimizer
+    return PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2, warmup_steps=0))
+
+
+def later(shards: bool) -> None:
+    """The model is wrapped when the optimizer is there, or when its inner one is."""
+    model, rows = network(), data([[4] * 4] * 2)[dist.get_rank()]
+    if shards:
+        inner = sgd(model)
+        wrapped(shard(model), inner)
+    else:
+        optimizer = wrapped(model)
+        step_all(ddp(model), optimizer, rows)
+
+
+def with_extra(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["sgd"]([*model.parameters(), *nn.Linear(2, 2).parameters()])
+
+
+def joined() -> None:
+    replica, optimizer = wrap(network(), 2)
+    with replica.join():
+        step_all(replica, optimizer, data([[4] * 4, [4] * 2])[dist.get_rank()])
+
+
+def first_layer_sharded() -> nn.Module:
     model = network()
-    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=2, model=model)
-    step_all(DistributedDataParallel(model), optimizer, data([[4] * 4] * 2)[rank])
+    fully_shard(model[0])  # type: ignore[index]
+    return model
 
 
-def unknown(rank: int, steps: int) -> list[str]:
-    """DDP, and no model=: a line says what that means, or an error where it cannot work."""
+def ddp(model: nn.Module | None = None) -> DistributedDataParallel:
+    return DistributedDataParallel(network() if model is None else model)
 
-    def train() -> None:
-        model = network()
-        replica = DistributedDataParallel(model)
-        step_all(replica, Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=steps), data([[4] * 4] * 2)[rank])
 
-    return lines_of(train)
+def lbfgs(model: nn.Module, by_step: bool) -> None:
+    inner = torch.optim.LBFGS(model.parameters())
+    if by_step:
+        TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
+    else:
+        wrapped(model, inner, 1)
+
+
+MADE: dict[str, Any] = {
+    "wrapped twice": lambda: wrapped(replica := ddp(), wrapped(replica)),
+    "wrapped later": lambda: later(False),
+    "sharded later": lambda: later(True),
+    "parameters outside": lambda: wrapped(replica := ddp(), with_extra(replica)),
+    "parameters not sharded": lambda: wrapped(first_layer_sharded()),
+    "LBFGS": lambda: lbfgs(ddp(), False),
+    "LBFGS, TrainStep": lambda: lbfgs(ddp(), True),
+    "LBFGS, shards": lambda: lbfgs(shard(network()), False),
+    "LBFGS, shards, TrainStep": lambda: lbfgs(shard(network()), True),
+    "local SGD by a hook": lambda: wrapped(local_sgd(ddp())),
+    "local SGD by an optimizer": lambda: wrapped(replica := ddp(), post_local(sgd(replica))),
+    "a sparse table": lambda: wrap(nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 3)), 2),
+    "join()": joined,
+}
+
+
+def made(rank: int, what: str) -> None:
+    MADE[what]()
+
+
+def static_graph(rank: int) -> list[str]:
+    return lines_of(lambda: wrap(network(), 2, {"static_graph": True}))
+
+
+def unknown(rank: int, engine: str, steps: int) -> list[str]:
+    """A data-parallel model, and no model=: a line says what that means, or an error where it cannot work."""
+
+    def run() -> None:
+        used = spread(engine, network(), {})
+        step_all(used, Optimizer(sgd(used), steps=steps), data([[4] * 4] * 2)[rank])
+
+    return lines_of(run)
+
+
+def step_of(model: nn.Module, **keywords: Any) -> TrainStep:
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(m(x), y, reduction=keywords.get("reduction", "mean"))
+
+    return TrainStep(model, sgd(model), compute_loss=loss, **{"micro_batch_size": 4, **keywords})
+
+
+def different_options(rank: int, engine: str, option: str, values: Any) -> None:
+    """Each rank has its own value of an option."""
+    (wrapped if engine == "ddp" else step_of)(ddp(), **{option: values[rank]})
+
+
+def different_parts(rank: int, way: str, sync: str) -> None:
+    heads, engine = [[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1, 0]], "fsdp2 nested"
+    train(rank, [[4] * 6] * 2, 2, way, engine=engine, build=Heads, heads=heads, sync=sync)
 
 
 def different_steps(rank: int, schedule: bool) -> None:
@@ -46,72 +147,58 @@ def different_steps(rank: int, schedule: bool) -> None:
     step_all(replica, optimizer, data([[4] * 4] * 2)[rank])
 
 
-def wrapped_twice(rank: int) -> None:
-    replica, optimizer = wrap(network(), 2)
-    Optimizer(optimizer, steps=2, model=replica)
+def fails(rank: int, engine: str, way: str, what: str, at: int = 2, given_up: pathlib.Path | None = None) -> None:
+    """Something happens on rank 1 in a micro-batch, inside a window; errors are handled, and the process lives on."""
+    model, optimizer = wrap(network(), 4) if engine == "ddp" else built(steps=4)
 
+    def failure(*_: Any) -> None:
+        raise ArithmeticError("rank 1 failed")
 
-def parameters_outside(rank: int) -> None:
-    model, extra = network(), nn.Linear(2, 2)
-    Optimizer(
-        OPTIMIZERS["sgd"]([*model.parameters(), *extra.parameters()]), steps=2, model=DistributedDataParallel(model)
-    )
+    def loader() -> Any:
+        for i, (x, y) in enumerate(data([[4] * 8] * 2)[rank][: at if what == "fewer" and rank == 1 else None]):
+            here = (rank, i) == (1, at)
+            if here and what == "loader":
+                failure()
+            yield (x, y[:1]) if here and what == "rows" else (x, y)
 
-
-def raises(rank: int, where: str, way: str) -> None:
-    """Rank 1 raises in its third micro-batch, inside a window; the error is handled, and the process lives on."""
-    replica, optimizer = wrap(network(), 4)
-    loader = data([[4] * 8] * 2)[rank]
-    for i, rows in enumerate(optimizer.batches(loader) if way == "batches" else loader):
-        optimizer.zero_grad()
-        if rank == 1 and i == 2 and where == "forward":
-            raise ArithmeticError("rank 1 failed")
-        loss = loss_of(replica, rows)
-        if rank == 1 and i == 2 and where == "backward":
-            loss.register_hook(_fails)
-        optimizer.backward(loss, weight=4)
-        optimizer.step()
-
-
-def _fails(gradient: torch.Tensor) -> None:
-    raise ArithmeticError("rank 1 failed")
-
-
-def breaks(rank: int) -> None:
-    """One rank alone leaves its loop."""
-    replica, optimizer = wrap(network(), 4)
-    for i, rows in enumerate(optimizer.batches(data([[4] * 8] * 2)[rank])):
-        if rank == 1 and i == 2:
+    for i, rows in enumerate(optimizer.batches(loader()) if way == "batches" else loader()):
+        here = what if (rank, i) == (1, at) else ""
+        if here == "break":
             break
-        optimizer.zero_grad()
-        loss_of(replica, rows).backward()
-        optimizer.step()
-
-
-def dies(rank: int) -> None:
-    """One rank's process ends in the middle of a window."""
-    replica, optimizer = wrap(network(), 4)
-    for i, rows in enumerate(data([[4] * 8] * 2)[rank]):
-        if rank == 1 and i == 2:
+        if here == "dies":
             os._exit(1)
+        while (
+            here == "is late" and given_up is not None and not given_up.exists()
+        ):  # comes when nobody waits any longer
+            time.sleep(0.01)
         optimizer.zero_grad()
-        loss_of(replica, rows).backward()
-        optimizer.step()
-
-
-def is_late(rank: int, given_up: pathlib.Path) -> None:
-    """One rank comes when the other no longer waits, and has said so in a file."""
-    replica, optimizer = wrap(network(), 2)
-    try:
-        for i, rows in enumerate(data([[4] * 2] * 2)[rank]):
-            while rank == 1 and i == 1 and not given_up.exists():
-                time.sleep(0.01)
-            optimizer.zero_grad()
-            loss_of(replica, rows).backward()
+        if here == "forward":
+            failure()
+        loss = loss_of(model, rows)
+        if here == "backward":
+            loss.register_hook(failure)
+        try:
+            optimizer.backward(loss, weight=4)
             optimizer.step()
-    finally:
-        if rank == 0:
-            given_up.touch()
+        finally:
+            if rank == 0 and optimizer.updates == 0 and i == 3 and given_up is not None:
+                given_up.touch()
+    if what == "fewer":
+        optimizer.flush()
+
+
+def step_fails(rank: int, what: str) -> None:
+    """TrainStep fails on rank 1: its labels are too few, or it has no memory, or no rows for a loss that needs some."""
+
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if rank == 1 and what == "memory":
+            raise torch.OutOfMemoryError("no memory")
+        return nn.functional.cross_entropy(m(x).view(len(x), -1) if what == "no rows" else m(x), y)
+
+    model = ddp() if what == "labels" else shard(network())
+    step = TrainStep(model, sgd(model), compute_loss=loss, micro_batch_size=4)
+    x, y = data([[8], [0 if what == "no rows" else 8]])[rank][0]
+    step(x, y[: 8 - rank] if what == "labels" else y)
 
 
 def another_rank(rank: int) -> None:
@@ -122,101 +209,6 @@ def another_rank(rank: int) -> None:
     state["gradaccum"]["rank"] = [0, 2]
     optimizer.discard()
     optimizer.load_state_dict(state)
-
-
-def train_step_raises(rank: int) -> None:
-    model = network()
-    replica = DistributedDataParallel(model)
-    step = TrainStep(replica, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
-    x, y = data([[4]] * 2)[rank][0]
-    step(x, y)
-    step(x, y[: 4 - rank])
-
-
-def out_of_step(rank: int) -> None:
-    """A plain loop over a sharded model, in which one rank has fewer batches."""
-    sharded, optimizer = built(steps=4)
-    step_all(sharded, optimizer, data([[4] * 3, [4] * 2])[rank])
-    optimizer.flush()
-
-
-def sharded_raises(rank: int) -> None:
-    """One rank's loop raises inside a window of a sharded model, whose passes the others wait in."""
-    sharded, optimizer = built(steps=4)
-    for i, rows in enumerate(optimizer.batches(data([[4] * 4] * 2)[rank])):
-        if (rank, i) == (1, 1):
-            raise ArithmeticError("rank 1 failed")
-        optimizer.zero_grad()
-        loss_of(sharded, rows).backward()
-        optimizer.step()
-
-
-def sharded_out_of_memory(rank: int) -> None:
-    """One rank runs out of memory in a pass of a sharded model."""
-    sharded = shard(network())
-
-    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if rank == 1:
-            raise torch.OutOfMemoryError("no memory")
-        return nn.functional.cross_entropy(m(x), y)
-
-    step = TrainStep(sharded, OPTIMIZERS["sgd"](sharded.parameters()), compute_loss=loss, micro_batch_size=4)
-    step(*data([[8]] * 2)[rank][0])
-
-
-def rows_needed(rank: int) -> None:
-    """A loss that can't do without rows, of which rank 1 has none."""
-    sharded = shard(network())
-
-    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(m(x).view(len(x), -1), y)
-
-    step = TrainStep(sharded, OPTIMIZERS["sgd"](sharded.parameters()), compute_loss=loss, micro_batch_size=4)
-    step(*data([[8], [0]])[rank][0])
-
-
-def bad_batch(rank: int, engine: str, at: int, why: str) -> None:
-    """Rank 1's batches cannot be used, by an error of the library's own or of the loader."""
-    if engine == "ddp":
-        model, optimizer = wrap(network(), 2)
-    else:
-        model, optimizer = built(steps=2)
-
-    def loader() -> Any:
-        for i, (x, y) in enumerate(data([[4] * 8] * 2)[rank]):
-            if rank == 1 and i == at and why == "loader":
-                raise ArithmeticError("rank 1 failed")
-            yield (x, y) if rank == 0 or i != at else (x, y[:1])
-
-    step_all(model, optimizer, optimizer.batches(loader()))
-
-
-def sharded_unknown(rank: int, steps: int) -> list[str]:
-    """A sharded model, and no model=."""
-
-    def train() -> None:
-        sharded = shard(network())
-        step_all(sharded, Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=steps), data([[4] * 4] * 2)[rank])
-
-    return lines_of(train)
-
-
-def different_options(rank: int, engine: str, option: str, values: Any) -> None:
-    """Each rank has its own value of an option."""
-    keywords, model = {option: values[rank]}, network()
-    if engine == "ddp":
-        wrap(model, 2, **keywords)
-        return
-    step_of(DistributedDataParallel(model), **keywords)
-
-
-def step_of(model: nn.Module, **keywords: Any) -> TrainStep:
-    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(m(x), y, reduction=keywords.get("reduction", "mean"))
-
-    return TrainStep(
-        model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss, **{"micro_batch_size": 4, **keywords}
-    )
 
 
 def weighed_on_one_rank(rank: int) -> None:
@@ -250,15 +242,6 @@ def never_built(rank: int) -> None:
     if rank == 0:
         Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=2, model=replica)
     raise ArithmeticError("rank 1 failed")
-
-
-def evaluates_closures(rank: int, engine: str, way: str) -> None:
-    model = DistributedDataParallel(network()) if engine == "ddp" else shard(network())
-    inner = torch.optim.LBFGS(model.parameters())
-    if way == "optimizer":
-        Optimizer(inner, steps=1, model=model)
-    else:
-        TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
 
 
 def two_on_one_sharded_model(rank: int) -> None:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum.torch import TrainStep
-from gradaccum.torch.head import logits, tiles
+from gradaccum.torch import TrainStep, head
 from tests.torch.distributed.problems import OPTIMIZERS, Oracle
 from tests.torch.distributed.together_cases import text
 
@@ -100,7 +99,7 @@ def updates(
 
 def _counting_tiles() -> Callable[[], int]:
     """Tiles of few rows, and how many were computed in forward passes."""
-    original, numbers, found = logits.cross_entropies, tiles.NUMBERS, []
+    original, numbers, found = head.cross_entropies, head.NUMBERS, []
 
     def counting(*arguments: Any) -> Tensor:
         *others, losses = arguments
@@ -111,10 +110,10 @@ def _counting_tiles() -> Callable[[], int]:
 
         return original(*others, counted)
 
-    logits.cross_entropies, tiles.NUMBERS = counting, 5 * 20
+    head.cross_entropies, head.NUMBERS = counting, 5 * 20
 
     def stop() -> int:
-        logits.cross_entropies, tiles.NUMBERS = original, numbers
+        head.cross_entropies, head.NUMBERS = original, numbers
         return len(found)
 
     return stop

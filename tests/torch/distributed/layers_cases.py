@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum.core.sizes import FixedSize, Rows
 from gradaccum.torch import TrainStep
 from gradaccum.torch.layers.blocks import Blocks, find_blocks
-from tests.reference import relative_error, torch_updates
+from tests.reference import relative_error
 from tests.torch.distributed.problems import (
     OPTIMIZERS,
     Collectives,
@@ -67,6 +67,17 @@ def sharded_by_blocks(model: Network, shape: tuple[int, ...] | None = None, **op
     return fully_shard(model, mesh=mesh, **options)
 
 
+def sharded_together(model: Network, *parts: str) -> Any:
+    """Some parts are sharded together; the other blocks by themselves."""
+    chosen = [model.get_submodule(part) for part in parts]
+    fully_shard(chosen)
+    for layer in model.layers:
+        if layer not in chosen:
+            fully_shard(layer.up)  # a part of a block by itself
+            fully_shard(layer)
+    return fully_shard(model)
+
+
 def step_of(model: nn.Module, optimizer: str = "sgd", **options: Any) -> TrainStep:
     options = {"loss_fn": nn.CrossEntropyLoss(), "micro_batch_size": 3, "blocks": "layers", "verify": False, **options}
     if "compute_loss" in options:
@@ -81,22 +92,63 @@ EVEN = [[6, 9], [6, 9]]
 
 
 def against_the_large_batch(
-    rank: int, build: Any = None, optimizer: str = "adam", sizes: Any = SIZES, shard: Any = None, **options: Any
+    rank: int,
+    build: Any = None,
+    optimizer: str = "adam",
+    sizes: Any = SIZES,
+    shard: Any = None,
+    parts: Any = (),
+    loss: Any = loss_of,
+    **options: Any,
 ) -> tuple[float, float, list[dict[str, int]]]:
-    """The error of the parameters after some updates, the worst of the losses, and what was sent in each update."""
+    """The error of the parameters after some updates, the worst of the losses, and what was sent in each update.
+
+    `shard`: options of `fully_shard`, or "ddp"; `parts` are sharded together.
+    """
     model = Network() if build is None else build()
     oracle = Oracle(model, optimizer, options.get("clip_grad_norm"))
-    model = sharded_by_blocks(model, **(shard or {}))
+    if shard == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        model = sharded_together(model, *parts) if parts else sharded_by_blocks(model, **(shard or {}))
     step = step_of(model, optimizer, **options)
     ranks, worst, sent = data(sizes), 0.0, []
     for i, window in enumerate(windows(ranks, 1)):
         rows = concatenated(window)
-        expected = loss_of(oracle.model, rows).item()
-        oracle.update(rows)
+        expected = loss(oracle.model, rows).item()
+        oracle.update(rows, loss)
         with Collectives() as collectives:
             worst = max(worst, abs(step(*ranks[rank][i]).item() - expected) / expected)
         sent.append(dict(collectives.counts))
     return oracle.error(model), worst, sent
+
+
+def with_blocks_and_without(
+    rank: int, build: Any, policy: dict[str, torch.dtype] | None = None
+) -> tuple[float, list[Tensor]]:
+    """How far sharded blocks are from the same sharded model without them; and its parameters."""
+    found = []
+    for blocks in ("layers", None):
+        model = build()
+        how = {} if policy is None else {"mp_policy": MixedPrecisionPolicy(**policy)}
+        model = sharded_by_blocks(model if policy is None else model.float(), **how)
+        step = step_of(model, "sgd", blocks=blocks)
+        torch.manual_seed(rank)
+        for x, y in data(EVEN)[rank]:
+            step(x if policy is None else x.float(), y)
+        found.append([p.detach().clone() for p in whole(model)])
+    return relative_error(*found), found[0]
+
+
+def dropping_out() -> Network:
+    return Network(dropout=0.5)
+
+
+def in_float64() -> list[Tensor]:
+    """What one process makes of the batches of `with_blocks_and_without`."""
+    oracle = Oracle(Chain(), "sgd")
+    oracle.see(data(EVEN), 1)
+    return [p.detach() for p in oracle.model.parameters()]
 
 
 def whole_at_once(rank: int, sync: str) -> int:
@@ -112,38 +164,6 @@ def whole_at_once(rank: int, sync: str) -> int:
     return max(found)
 
 
-def _network() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)]
-    return nn.Sequential(nn.Linear(5, 6), nn.Sequential(*layers), nn.Linear(6, 3)).double()
-
-
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def _data(rows: int) -> list[tuple[Tensor, Tensor]]:
-    torch.manual_seed(1)
-    return [(torch.randn(rows, 5, dtype=torch.float64), torch.randint(3, (rows,))) for _ in range(3)]
-
-
-def under_ddp(rank: int, sizes: list[int]) -> tuple[float, str]:
-    """The error of three updates, and what is said of updates in backward."""
-    model, reference, loss_fn = _network(), _network(), nn.CrossEntropyLoss()
-    data = _data(sum(sizes))
-    torch_updates(reference, _sgd(reference), data, lambda model, x, y: loss_fn(model(x), y))
-    ddp = DistributedDataParallel(model)
-    step = TrainStep(ddp, _sgd(ddp), loss_fn=loss_fn, micro_batch_size=2, blocks="auto")
-    start = sum(sizes[:rank])
-    for x, y in data:
-        step(x[start : start + sizes[rank]], y[start : start + sizes[rank]])
-    try:
-        TrainStep(ddp, _sgd(ddp), loss_fn=loss_fn, micro_batch_size=2, blocks=Blocks("auto", update="in_backward"))
-    except ValueError as error:
-        return relative_error(model.parameters(), reference.parameters()), str(error)
-    return float("nan"), ""
-
-
 class Chain(Network):
     """Each parameter is used once, so that gradients in bfloat16 are added up between micro-batches only."""
 
@@ -152,20 +172,6 @@ class Chain(Network):
         for layer in self.layers:
             x = layer(x, x.new_ones(()))
         return self.head(self.norm(x)) + self.scale(x.detach()[:, :5])
-
-
-def in_mixed_precision(rank: int, policy: dict[str, torch.dtype]) -> tuple[float, float]:
-    """How far blocks are from the same sharded model without them, and how far both are from float64."""
-    found = []
-    for blocks in ("layers", None):
-        model = sharded_by_blocks(Chain().float(), mp_policy=MixedPrecisionPolicy(**policy))
-        step = step_of(model, "sgd", blocks=blocks)
-        for x, y in data(EVEN)[rank]:
-            step(x.float(), y)
-        found.append([p.detach().clone() for p in whole(model)])
-    oracle = Oracle(Chain(), "sgd")
-    oracle.see(data(EVEN), 1)
-    return relative_error(*found), relative_error(found[0], oracle.model.parameters())
 
 
 def tied() -> Network:
@@ -183,37 +189,6 @@ def frozen() -> Network:
     return model
 
 
-def together(model: Network, *parts: str) -> Any:
-    """Some parts are sharded together; the other blocks by themselves."""
-    chosen = [model.get_submodule(part) for part in parts]
-    fully_shard(chosen)
-    for layer in model.layers:
-        if layer not in chosen:
-            fully_shard(layer.up)  # a part of a block by itself
-            fully_shard(layer)
-    return fully_shard(model)
-
-
-def with_parts_together(rank: int, build: Any, parts: list[str]) -> float:
-    model = build()
-    oracle = Oracle(model, "adam")
-    model = together(model, *parts)
-    step, ranks = step_of(model, "adam"), data(SIZES)
-    oracle.see(ranks, 1)
-    for rows in ranks[rank]:
-        step(*rows)
-    return oracle.error(model)
-
-
-def tied_apart(rank: int) -> str:
-    """What is said of weights that are sharded twice."""
-    try:
-        step_of(sharded_by_blocks(tied()))(*data(SIZES)[rank][0])
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def weighed(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """A mean over some rows, which is told with the loss."""
     weights = (x[:, 0] > 0).double()
@@ -221,22 +196,21 @@ def weighed(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return (losses * weights).sum() / weights.sum().clamp(min=1), weights.sum()
 
 
-def with_weights(rank: int, told: bool, **options: Any) -> float:
-    """Some micro-batches of this loss weigh nothing."""
-    model = Network()
-    oracle = Oracle(model)
-    model = sharded_by_blocks(model)
-    given: dict[str, Any] = {"compute_loss": weighed}
-    if not told:
-        given = {
-            "compute_loss": lambda *arguments: weighed(*arguments)[0],
-            "weight": lambda x, y: (x[:, 0] > 0).sum(),
-        }
-    step, ranks = step_of(model, micro_batch_size=1, **given, **options), data(SIZES)
-    oracle.see(ranks, 1, lambda model, rows: weighed(model, *rows)[0])
-    for rows in ranks[rank]:
-        step(*rows)
-    return oracle.error(model)
+def weighed_rows(model: nn.Module, rows: Any) -> Tensor:
+    return weighed(model, *rows)[0]
+
+
+TOLD = {"compute_loss": weighed, "loss": weighed_rows, "micro_batch_size": 1}
+"""Some micro-batches weigh nothing."""
+WEIGHED = {
+    **TOLD,
+    "compute_loss": lambda model, x, y: weighed(model, x, y)[0],
+    "weight": lambda x, y: (x[:, 0] > 0).sum(),
+}
+
+
+def with_weights(rank: int, told: bool, **options: Any) -> tuple[float, float, Any]:
+    return against_the_large_batch(rank, **(TOLD if told else WEIGHED), **options)
 
 
 def with_a_scaler(rank: int, **options: Any) -> tuple[float, list[float]]:
@@ -256,19 +230,6 @@ def with_a_scaler(rank: int, **options: Any) -> tuple[float, list[float]]:
     return oracle.error(model), scales
 
 
-def dropout(rank: int) -> float:
-    """Blocks against the same sharded model without them: the same masks."""
-    found = []
-    for blocks in ("layers", None):
-        model = sharded_by_blocks(Network(dropout=0.5))
-        step = step_of(model, blocks=blocks)
-        torch.manual_seed(rank)
-        for rows in data(EVEN)[rank]:
-            step(*rows)
-        found.append([p.detach().clone() for p in whole(model)])
-    return relative_error(*found)
-
-
 def out_of_memory(rank: int, where: list[tuple[int, bool]], **options: Any) -> list[tuple[float, int]]:
     """Rank 1 runs out of memory, in these blocks, forward or backward. Returns (error, size)."""
     found = []
@@ -286,39 +247,32 @@ def out_of_memory(rank: int, where: list[tuple[int, bool]], **options: Any) -> l
     return found
 
 
-def goes_on(rank: int, backward: bool, **options: Any) -> tuple[str, float]:
-    """An error of rank 1's own in a block, and then a batch that is fine."""
+def fails(rank: int, what: str, **options: Any) -> tuple[str, float, float]:
+    """Rank 1 fails in a batch, in a block's pass, or by a loss that is NaN. A batch that is fine follows.
+
+    Returns:
+        What each rank says, how far its parameters have moved by then, and the error after the next batch.
+    """
     model = Network()
     oracle = Oracle(model)
     model = sharded_by_blocks(model)
     step, ranks, said = step_of(model, **options), data([[6, 5], [7, 4]]), ""
-    place = model.layers[1].place
-    if rank == 1:
-        place.rows, place.backward, place.error = 0, backward, ArithmeticError("one rank's own")
+    before, (x, y) = [p.detach().clone() for p in whole(model)], ranks[rank][0]
+    place = model.layers[0 if what == "memory" else 1].place
+    if rank == 1 and what == "nan":
+        x[0, 0] = float("nan")
+    elif rank == 1:
+        place.rows, place.backward = 0, what != "forward"
+        place.error = place.error if what == "memory" else ArithmeticError("one rank's own")
     try:
-        step(*ranks[rank][0])
+        step(x, y)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    place.rows = 999
+    moved, place.rows = relative_error(whole(model), before), 999
     oracle.update(concatenated([own[1] for own in ranks]))
-    step(*ranks[rank][1])
-    return said, oracle.error(model)
-
-
-def refusals(rank: int) -> dict[str, str]:
-    """What is said of options and models that don't go with sharded blocks."""
-    given: dict[str, Any] = {
-        "on": lambda: step_of(sharded_by_blocks(Network()), on="cpu"),
-        "batch_norm": lambda: step_of(sharded_by_blocks(synchronised()), batch_norm="micro"),
-        "fsdp1": lambda: find_blocks(FullyShardedDataParallel(Network(), device_id=torch.device("cpu")), "auto"),
-    }
-    said = {}
-    for name, make in given.items():
-        try:
-            make()
-        except ValueError as error:
-            said[name] = str(error)
-    return said
+    if moved == 0:
+        step(*ranks[rank][1])
+    return said, moved, oracle.error(model)
 
 
 def synchronised() -> Network:
@@ -338,13 +292,24 @@ class Borrowing(Network):
         return self.head(x)
 
 
-def borrowed(rank: int) -> str:
-    """What is said of weights that are used outside of their block."""
-    try:
-        step_of(sharded_by_blocks(Borrowing()))(*data(SIZES)[rank][0])
-    except RuntimeError as error:
-        return str(error)
-    return ""
+def refused(rank: int) -> dict[str, str]:
+    """What is said of options and models that don't go with blocks on several ranks."""
+    rows, in_backward = data(SIZES)[rank][0], Blocks("auto", update="in_backward")
+    given: dict[str, Any] = {
+        "on": lambda: step_of(sharded_by_blocks(Network()), on="cpu"),
+        "batch_norm": lambda: step_of(sharded_by_blocks(synchronised()), batch_norm="micro"),
+        "fsdp1": lambda: find_blocks(FullyShardedDataParallel(Network(), device_id=torch.device("cpu")), "auto"),
+        "ddp": lambda: step_of(DistributedDataParallel(Network()), blocks=in_backward),
+        "tied apart": lambda: step_of(sharded_by_blocks(tied()))(*rows),
+        "borrowed": lambda: step_of(sharded_by_blocks(Borrowing()))(*rows),
+    }
+    said = {}
+    for name, make in given.items():
+        try:
+            make()
+        except (ValueError, RuntimeError) as error:
+            said[name] = str(error)
+    return said
 
 
 class Spare(Network):
@@ -385,33 +350,3 @@ def unused(rank: int, policy: dict[str, torch.dtype] | None = None, **options: A
 def cut(rows: int) -> tuple[list[int], list[int]]:
     ends = [piece.rows.stop for piece in Rows(FixedSize(2), rows)]  # type: ignore[union-attr]  # slices
     return [0, *ends[:-1]], ends
-
-
-def halfway(rank: int) -> tuple[str, float]:
-    """Rank 1 runs out of memory in the first block's backward pass, when the others have been updated."""
-    model = sharded_by_blocks(Network())
-    before = [p.detach().clone() for p in whole(model)]
-    step = step_of(model, update="in_backward")
-    if rank == 1:
-        model.layers[0].place.rows, model.layers[0].place.backward = 0, True
-    said = ""
-    try:
-        step(*data(EVEN)[rank][0])
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    return said, relative_error(whole(model), before)
-
-
-def not_finite(rank: int) -> tuple[str, float]:
-    """The loss of one rank's rows is NaN."""
-    model = sharded_by_blocks(Network())
-    before = [p.detach().clone() for p in whole(model)]
-    step, (x, y) = step_of(model, update="in_backward"), data(EVEN)[rank][0]
-    if rank == 1:
-        x[0, 0] = float("nan")
-    said = ""
-    try:
-        step(x, y)
-    except ValueError as error:
-        said = str(error)
-    return said, relative_error(whole(model), before)

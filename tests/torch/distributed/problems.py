@@ -109,6 +109,25 @@ def whole(model: nn.Module) -> list[Tensor]:
     return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
 
 
+def spread(engine: str, model: nn.Module, how: dict[str, Any]) -> Any:
+    """The model over all ranks."""
+    if engine.startswith("ddp"):
+        return DistributedDataParallel(model, **how)
+    if engine == "fsdp2 at once":
+        return fully_shard(model, **how)
+    if engine == "fsdp2 nested":
+        for part in [model.trunk, *model.heads, model]:  # type: ignore[union-attr,list-item,misc]
+            fully_shard(part)
+        return model
+    if engine == "fsdp2 parts":  # a list of parts, each sharded by itself
+        for layer in (model[0], model[2]):  # type: ignore[index]
+            fully_shard(layer)
+        return model
+    if engine == "fsdp2 hybrid":
+        how = {"mesh": dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+    return shard(model, **how)
+
+
 def built(
     sync: str = "window", optimizer: str = "sgd", steps: int = 3, model: nn.Module | None = None
 ) -> tuple[nn.Module, Optimizer]:

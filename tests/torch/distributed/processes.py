@@ -96,11 +96,12 @@ class Processes:
 
     def __init__(self, ranks: int = 2, timeout: float = 30.0) -> None:
         self._ranks, self._timeout = ranks, timeout
+        self._stores: list[Any] = []
         self._start()
 
     def _start(self) -> None:
         context = multiprocessing.get_context(_START)
-        port = free_port()
+        port = self._new_store()
         self._pipes, self._processes = [], []
         for rank in range(self._ranks):
             here, there = context.Pipe()
@@ -111,11 +112,19 @@ class Processes:
             self._processes.append(process)
         self._started = False
 
+    def _new_store(self) -> int:
+        """Where ranks meet: in this process, at a port that nobody else can have taken by then. Old ones stay."""
+        import torch.distributed as dist
+
+        self._stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        return self._stores[-1].port
+
     def regroup(self, timeout: float) -> None:
         """A new process group, after what may have left the old one in pieces; new processes only where one is gone."""
         self._timeout = timeout
-        joined = self.try_run(_join_group, self._ranks, free_port(), timeout) if self.alive else [Raised("", "", "")]
-        if any(isinstance(result, Raised) for result in joined):
+        if not self.alive or any(
+            isinstance(result, Raised) for result in self.try_run(_join_group, self._ranks, self._new_store(), timeout)
+        ):
             self.kill()
             self._start()
 
@@ -131,6 +140,8 @@ class Processes:
     def run(self, case: Callable[..., Any], *arguments: Any, limit: float = LIMIT, **keywords: Any) -> list[Any]:
         """What `case(rank, *arguments)` returns on each rank; an error on any rank is an AssertionError here."""
         results = self.try_run(case, *arguments, limit=limit, **keywords)
+        if any(isinstance(result, Raised) for result in results):
+            self.kill()  # what is left of the group would be the next test's error, too
         for rank, result in enumerate(results):
             assert not isinstance(result, Raised), f"rank {rank}:\n{result.trace}"
         return results
@@ -164,7 +175,9 @@ class Processes:
 
     @property
     def alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+        """Whether all processes are there; one that is dying counts as gone, as its pipe is closed before it is."""
+        gone = any(pipe.poll() for pipe in self._pipes) if self._started else False
+        return not gone and all(process.is_alive() for process in self._processes)
 
     def kill(self) -> None:
         for process in self._processes:
@@ -212,4 +225,5 @@ def _join_group(rank: int, ranks: int, port: int, timeout: float) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))

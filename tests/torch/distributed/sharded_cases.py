@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
@@ -23,72 +23,10 @@ from tests.torch.distributed.problems import (
     data,
     loss_of,
     network,
-    scaled,
     shard,
     train_on,
     whole,
-    windows,
 )
-
-
-def train(
-    rank: int,
-    sizes: Any,
-    steps: int,
-    sync: str = "window",
-    way: str = "batches",
-    optimizer: str = "sgd",
-    clip: float | None = None,
-    hybrid: bool = False,
-    weights: Any = None,
-) -> tuple[float, dict[str, int], int]:
-    """Train on ragged rows. Returns (error, collectives, updates)."""
-    model = network()
-    oracle = Oracle(model, optimizer, clip)
-    if hybrid:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = shard(model, mesh)
-    wrapped = Optimizer(
-        OPTIMIZERS[optimizer](sharded.parameters()), steps=steps, model=sharded, clip_grad_norm=clip, sync=sync
-    )
-    ranks, error = data(sizes), 0.0
-    expected = windows(ranks, steps)
-    done = iter(expected)
-    with Collectives() as collectives:
-        for rows in wrapped.batches(ranks[rank]) if way.startswith("batches") else ranks[rank]:
-            wrapped.zero_grad()
-            loss = loss_of(sharded, rows)
-            if way == "batches":
-                loss.backward()
-            else:
-                wrapped.backward(loss, weight=len(rows[0]))
-            wrapped.step()
-            if wrapped.updated:
-                oracle.update(concatenated(next(done)))
-        if way == "plain" and wrapped.flush():
-            oracle.update(concatenated(next(done)))
-    error = oracle.error(sharded)
-    return error, collectives.counts, wrapped.updates
-
-
-def parts(rank: int, sizes: Any, by_wrapper: bool) -> float:
-    """A list of model parts, each sharded by itself; its losses through the wrapper's `backward`, or their own."""
-    model = network()
-    oracle = Oracle(model)
-    pieces = nn.ModuleList([fully_shard(model[0]), fully_shard(model[2])])  # type: ignore[index]
-    optimizer = Optimizer(OPTIMIZERS["sgd"](pieces.parameters()), steps=2, model=pieces)
-    ranks = data(sizes)
-    oracle.see(ranks, 2)
-    for rows in optimizer.batches(ranks[rank]):
-        optimizer.zero_grad()
-        if by_wrapper:
-            optimizer.backward(loss_of(model, rows))
-        else:
-            loss_of(model, rows).backward()
-        optimizer.step()
-    return oracle.error(pieces)
 
 
 def mixed_precision(rank: int) -> tuple[float, str]:
@@ -123,31 +61,6 @@ def kept_gathered(rank: int, sync: str) -> dict[str, int]:
         optimizer.step()
     collectives.__exit__()
     return collectives.counts
-
-
-def compiled(rank: int, parts: bool, sync: str) -> float:
-    """A model that is compiled, its layers before they are sharded or all of it afterwards."""
-    model = network()
-    oracle = Oracle(model)
-    if parts:
-        for part in model:  # type: ignore[attr-defined]
-            part.compile(backend="eager")
-    sharded = shard(model)
-    used: Any = sharded if parts else torch.compile(sharded, backend="eager")
-    optimizer = Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=2, model=used, sync=sync)
-    ranks = data([[4, 2, 3, 1], [3, 3, 1, 5]])
-    oracle.see(ranks, 2)
-    train_on(used, optimizer, optimizer.batches(ranks[rank]))
-    return oracle.error(sharded)
-
-
-def scaler(rank: int, overflow_at: tuple[int, int] | None, interval: int, sync: str) -> tuple[float, list[float], int]:
-    """GradScaler, whose update() comes with every micro-batch; one rank's loss overflows."""
-    model = network()
-    oracle = Oracle(model)
-    sharded, optimizer = built(sync, model=model)
-    scales = scaled(rank, sharded, optimizer, oracle, overflow_at, interval)
-    return oracle.error(sharded), scales, optimizer.updates
 
 
 def scaler_and_flush(rank: int, sync: str) -> tuple[float, int]:
@@ -227,12 +140,6 @@ def uneven(rank: int, way: str, sync: str) -> None:
                 optimizer.step()
 
 
-def sharded_later(rank: int) -> None:
-    model = network()
-    inner = OPTIMIZERS["sgd"](model.parameters())
-    Optimizer(inner, steps=2, model=shard(model))
-
-
 def edited(rank: int) -> None:
     """Clipping what an open window has added up, on every micro-batch, as a plain loop does."""
     model = shard(network())
@@ -242,75 +149,6 @@ def edited(rank: int) -> None:
         loss_of(model, rows).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
-
-
-def distributed_checkpoint(rank: int, folder: str) -> float:
-    """torch.distributed.checkpoint at a closed window, into a new model and optimizer."""
-    ranks = data([[4, 3, 5, 1], [2, 5, 1, 4]])
-    model = network()
-    oracle = Oracle(model, "adam")
-    oracle.see(ranks, 2)
-
-    def train(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
-        train_on(model, optimizer, optimizer.batches(batches))
-
-    sharded = shard(model)
-    optimizer = Optimizer(OPTIMIZERS["adam"](sharded.parameters()), steps=2, model=sharded)
-    train(sharded, optimizer, ranks[rank][:2])
-    model_state, optimizer_state = get_state_dict(sharded, optimizer.inner)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    again = shard(network())
-    optimizer = Optimizer(OPTIMIZERS["adam"](again.parameters()), steps=2, model=again)
-    model_state, optimizer_state = get_state_dict(again, optimizer.inner)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    set_state_dict(again, optimizer.inner, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    train(again, optimizer, ranks[rank][2:])
-    return oracle.error(again)
-
-
-def even_rows(x: Tensor, y: Tensor) -> Tensor:
-    """Weights: rows of the first class count nothing."""
-    return (y > 0).double()
-
-
-def weighed_loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    each = nn.functional.cross_entropy(m(x), y, reduction="none") * even_rows(x, y)
-    return each.sum() / even_rows(x, y).sum()
-
-
-TRAIN_STEPS: dict[str, dict[str, Any]] = {
-    "rows": {"loss_fn": nn.CrossEntropyLoss()},
-    "classes": {"loss_fn": nn.CrossEntropyLoss(ignore_index=0)},
-    "told": {"compute_loss": lambda m, x, y: (weighed_loss(m, x, y), even_rows(x, y).sum())},
-    "weight": {"compute_loss": weighed_loss, "weight": lambda x, y: even_rows(x, y).sum()},
-    "scaler": {"loss_fn": nn.CrossEntropyLoss()},
-}
-
-
-def train_step(rank: int, sizes: Any, kind: str = "rows", sync: str = "window", micro: int = 4) -> float:
-    model = network()
-    oracle = Oracle(model)
-    sharded = shard(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1) if kind == "scaler" else None
-    step = TrainStep(
-        sharded,
-        OPTIMIZERS["sgd"](sharded.parameters()),
-        micro_batch_size=micro,
-        sync=sync,
-        scaler=scaler,
-        **TRAIN_STEPS[kind],
-    )
-
-    def plain(m: nn.Module, rows: Any) -> Tensor:
-        return loss_of(m, rows) if kind in ("rows", "scaler") else weighed_loss(m, *rows)
-
-    ranks = data(sizes)
-    for i, window in enumerate(windows(ranks, 1)):
-        loss = step(*ranks[rank][i])
-        rows = concatenated(window)
-        assert abs(loss.item() - plain(oracle.model, rows).item()) <= 1e-12
-        oracle.update(rows, plain)
-    return oracle.error(sharded)
 
 
 def train_step_goes_on(rank: int) -> float:

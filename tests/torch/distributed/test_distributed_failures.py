@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torch.distributed import ddp_cases, named_cases, parts_cases, sharded_cases
+from tests.torch.distributed import ddp_cases, named_cases, sharded_cases
 from tests.torch.distributed import failure_cases as failures
 from tests.torch.distributed.processes import Processes, Raised
 
@@ -26,7 +26,6 @@ def fragile_ranks(new_ranks: Processes) -> Iterator[Processes]:
 
 
 UNEVEN = [[4, 4, 4, 4, 4, 4, 4, 4, 3], [4, 4, 4, 2]]
-ONES, DIFFERENT = [[1] * 6] * 2, [[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1, 0]]
 OPTIONS: list[tuple[str, str, Any, Any]] = [
     ("ddp", "clip_grad_norm", None, 0.05),
     ("ddp", "reduction", "mean", "sum"),
@@ -62,13 +61,27 @@ def differing_hyperparameter(name: str, first: Any, second: Any, way: str) -> tu
 
 
 REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
-    "a model that was wrapped after the optimizer was built": [
-        (failures.wrapped_later, (), "ValueError", "after the optimizer was built"),
-        (sharded_cases.sharded_later, (), "ValueError", "Shard the model first"),
+    "what is made": [
+        (failures.made, (what,), "ValueError", says)
+        for what, says in {
+            "wrapped twice": "",
+            "wrapped later": "after the optimizer was built",
+            "sharded later": "Shard the model first",
+            "parameters outside": "in none of `model`'s",
+            "parameters not sharded": "are not sharded",
+            **dict.fromkeys(
+                ("LBFGS", "LBFGS, TrainStep", "LBFGS, shards", "LBFGS, shards, TrainStep"),
+                "LBFGS evaluates its closure several times in an update, and each time 2 ranks",
+            ),
+            "local SGD by a hook": "post_localSGD_hook",
+            "local SGD by an optimizer": "PostLocalSGDOptimizer(Optimizer(",
+            "a sparse table": "Use sparse=False",
+            "join()": "Leave it out",
+        }.items()
     ],
     "a data-parallel model that the optimizer doesn't know": [
-        (failures.unknown, (2,), "ValueError", "Pass model=ddp"),
-        (failures.sharded_unknown, (2,), "ValueError", "Pass model=, the sharded model"),
+        (failures.unknown, ("ddp", 2), "ValueError", "Pass model=ddp"),
+        (failures.unknown, ("fsdp2", 2), "ValueError", "Pass model=, the sharded model"),
     ],
     "options that differ": [differing_option(*one) for one in OPTIONS],
     "hyperparameters that differ, before the update": [
@@ -87,30 +100,9 @@ REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
     "weights on some ranks": [
         (failures.weighed_on_one_rank, (), "WindowError", "weighed on rank 0, without a weight on rank 1"),
     ],
-    "an optimizer that evaluates closures": [
-        (
-            failures.evaluates_closures,
-            (engine, way),
-            "ValueError",
-            "LBFGS evaluates its closure several times in an update, and each time 2 ranks",
-        )
-        for engine in ("ddp", "fsdp2")
-        for way in ("optimizer", "train step")
-    ],
-    "an optimizer wrapped twice": [(failures.wrapped_twice, (), "ValueError", "")],
-    "parameters that no rank would reduce": [
-        (failures.parameters_outside, (), "ValueError", "in none of `model`'s"),
-        (parts_cases.not_sharded, (), "ValueError", "are not sharded"),
-    ],
-    "sparse tables": [(ddp_cases.sparse_table, (), "ValueError", "Use sparse=False")],
-    "model.join()": [(parts_cases.joined, (), "ValueError", "Leave it out")],
-    "local SGD": [
-        (parts_cases.local_sgd, (True,), "ValueError", "post_localSGD_hook"),
-        (parts_cases.local_sgd, (False,), "ValueError", "PostLocalSGDOptimizer(Optimizer("),
-    ],
     "parts sharded by themselves that ranks choose differently, in the first window": [
-        (parts_cases.heads, (ONES, DIFFERENT, "fsdp2 nested", way), "WindowError", "different parts")
-        for way in ("batches", "batches micro_batch", "backward")
+        (failures.different_parts, (way, sync), "WindowError", "different parts")
+        for way, sync in (("batches", "window"), ("batches", "micro_batch"), ("backward", "window"))
     ],
     "clipping inside of a window": [(sharded_cases.edited, (), "WindowError", "")],
     "a wrapped sharded model with different numbers of micro-batches": [
@@ -153,18 +145,11 @@ def test_what_cannot_be_right_is_named_on_every_rank(
     ranks.refuse(case, *arguments, kind=kind, says=says)
 
 
-def test_the_process_group_is_usable_after_such_errors(ranks: Processes) -> None:
-    for _ in range(2):
-        ranks.refuse(failures.wrapped_twice, kind="ValueError", says="")
-
-
-@pytest.mark.parametrize(
-    ("case", "says"), [(failures.unknown, "Pass model=ddp"), (failures.sharded_unknown, "Pass model=, the sharded")]
-)
+@pytest.mark.parametrize(("engine", "says"), [("ddp", "Pass model=ddp"), ("fsdp2", "Pass model=, the sharded")])
 def test_a_model_that_the_optimizer_is_not_told_of_is_a_warning_where_it_can_work(
-    ranks: Processes, case: Any, says: str
+    ranks: Processes, engine: str, says: str
 ) -> None:
-    for lines in ranks.run(case, 1, limit=LIMIT):
+    for lines in ranks.run(failures.unknown, engine, 1, limit=LIMIT):
         assert len([line for line in lines if says in line]) == 1
 
 
@@ -187,21 +172,19 @@ def test_one_rank_s_open_window_is_not_another_s(ranks: Processes) -> None:
 LEFT = "Rank 1 left in the middle"
 ONE_RANK: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
     "raises inside a window": [
-        (failures.raises, (where, way), "ArithmeticError", LEFT)
+        (failures.fails, ("ddp", way, where), "ArithmeticError", LEFT)
         for where in ("forward", "backward")
         for way in ("batches", "plain")
     ],
     "has a second backward pass behind a reduction": [
         (ddp_cases.penalty_later, ((1,), together), "WindowError", LEFT) for together in (False, True)
     ],
-    "breaks off alone": [(failures.breaks, (), "", LEFT)],
-    "raises in TrainStep": [(failures.train_step_raises, (), "ValueError", "Rank 1 left")],
-    "has no rows for a sharded model that needs some": [(failures.rows_needed, (), "ValueError", "")],
-    "runs out of memory before the first pass": [
-        (failures.sharded_out_of_memory, (), "OutOfMemoryError", "on rank 1"),
-    ],
+    "breaks off alone": [(failures.fails, ("ddp", "batches", "break"), "", LEFT)],
+    "raises in TrainStep": [(failures.step_fails, ("labels",), "ValueError", "Rank 1 left")],
+    "has no rows for a sharded model that needs some": [(failures.step_fails, ("no rows",), "ValueError", "")],
+    "runs out of memory before the first pass": [(failures.step_fails, ("memory",), "OutOfMemoryError", "on rank 1")],
     "has a batch that cannot be used": [
-        (failures.bad_batch, (engine, at, why), kind, LEFT)
+        (failures.fails, (engine, "batches", why, at), kind, LEFT)
         for at in range(5)
         for why, kind in (("rows", "ValueError"), ("loader", "ArithmeticError"))
         for engine in ("ddp", "fsdp2")
@@ -212,9 +195,7 @@ ONE_RANK: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
 @pytest.mark.parametrize(
     ("case", "arguments", "kind", "says"),
     [
-        pytest.param(
-            *one, id=f"{claim}-{i}", marks=[pytest.mark.slow] * (one[0] is failures.bad_batch and one[1][1] % 2)
-        )
+        pytest.param(*one, id=f"{claim}-{i}", marks=[pytest.mark.slow] * (one[1][-1] in (1, 2, 3)))
         for claim, several in ONE_RANK.items()
         for i, one in enumerate(several)
     ],
@@ -227,7 +208,7 @@ def test_one_rank_that_fails_is_an_error_on_the_others_at_once(
     assert first.kind == ("OutOfMemoryError" if kind == "OutOfMemoryError" else "WindowError")
     assert says in first.message
     assert not kind or (isinstance(second, Raised) and second.kind == kind)
-    if case is failures.rows_needed:
+    if arguments == ("no rows",):
         assert "for which this rank has no rows" in second.message
 
 
@@ -238,14 +219,16 @@ def test_a_rank_that_builds_nothing_is_an_error_after_the_process_group_s_timeou
     assert "waited for the other ranks to build their Optimizer or TrainStep" in first.message
 
 
-@pytest.mark.parametrize("case", ["dies", "is_late", "out_of_step", "sharded_raises"])
+@pytest.mark.parametrize(
+    ("engine", "what"), [("ddp", "dies"), ("ddp", "is late"), ("fsdp2", "fewer"), ("fsdp2", "forward")]
+)
 def test_ranks_that_wait_for_one_that_is_gone_wait_no_longer_than_the_process_group(
-    fragile_ranks: Processes, tmp_path: pathlib.Path, case: str
+    fragile_ranks: Processes, tmp_path: pathlib.Path, engine: str, what: str
 ) -> None:
-    arguments = (tmp_path / "given up",) if case == "is_late" else ()
-    first, second = fragile_ranks.try_run(getattr(failures, case), *arguments, limit=LIMIT)
+    at, given_up = 3 if what == "is late" else 2, tmp_path / "given up"
+    first, second = fragile_ranks.try_run(failures.fails, engine, "plain", what, at, given_up, limit=LIMIT)
     assert isinstance(first, Raised)
     assert isinstance(second, Raised)
-    assert case not in ("dies", "is_late") or first.kind == "WindowError"
-    assert case != "dies" or "is gone" in first.message
-    assert case != "sharded_raises" or second.kind == "ArithmeticError"
+    assert engine != "ddp" or first.kind == "WindowError"
+    assert what != "dies" or "is gone" in first.message
+    assert what != "forward" or second.kind == "ArithmeticError"

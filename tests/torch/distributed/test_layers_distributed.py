@@ -7,18 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.reference import FLOAT32, FLOAT64
+from tests.reference import FLOAT32, FLOAT64, relative_error
 from tests.torch.distributed import layers_cases as cases
 from tests.torch.distributed.processes import Processes
 
 LIMIT = 40.0
 IN_BACKWARD = {"update": "in_backward"}
-
-
-def test_under_ddp_blocks_make_the_update_of_all_ranks_rows(ranks: Processes) -> None:
-    for error, said in ranks.run(cases.under_ddp, [5, 4]):
-        assert error <= FLOAT64
-        assert "several ranks of a replicated model reduce their gradients when all are there" in said
+SYNCS = "window", "micro_batch"
+NAN = "ValueError: The loss of this batch is nan"
 
 
 @pytest.mark.parametrize("micro_batch_size", [8, 2])
@@ -69,20 +65,6 @@ def test_sharded_blocks_that_stay_gathered_after_forward_are_gathered_once_per_u
         assert [counts["reduce_scatter"] for counts in sent] == [4] * 3
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"clip_grad_norm": 0.05, "offload": True},
-        {"build": cases.frozen},
-        {"micro_batch_size": "auto", "memory_limit": "1GiB"},
-    ],
-    ids=["clipped and offloaded", "frozen", "auto"],
-)
-def test_sharded_blocks_make_the_large_batchs_update(ranks: Processes, options: dict[str, Any]) -> None:
-    for error, loss_error, _ in ranks.run(cases.against_the_large_batch, limit=LIMIT, **options):
-        assert max(error, loss_error) <= FLOAT64
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}, {"build": cases.frozen}])
 def test_hybrid_sharded_blocks_make_the_large_batchs_update(four_ranks: Processes, options: dict[str, Any]) -> None:
@@ -98,42 +80,10 @@ def test_a_model_that_fully_shard_replicates_is_updated_in_backward(ranks: Proce
         assert [counts["all_gather"] + counts["reduce_scatter"] for counts in sent] == [0] * 3
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_sharded_blocks_take_weights_of_which_some_are_zero(ranks: Processes, told: bool) -> None:
-    assert max(ranks.run(cases.with_weights, told, limit=LIMIT)) <= FLOAT64
-
-
 def test_under_a_scaler_an_overflow_on_one_rank_costs_all_of_them_one_update(ranks: Processes) -> None:
     for error, scales in ranks.run(cases.with_a_scaler, limit=LIMIT):
         assert error <= FLOAT64
         assert scales == [1024.0, 512.0, 512.0]
-
-
-def test_in_mixed_precision_sharded_blocks_make_the_update_that_is_made_without_blocks(ranks: Processes) -> None:
-    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    for error, rounding in ranks.run(cases.in_mixed_precision, policy, limit=LIMIT):
-        assert error <= FLOAT32
-        assert 1e-4 < rounding < 0.1
-
-
-@pytest.mark.parametrize(
-    ("build", "parts"),
-    [(cases.tied, ["layers.0", "layers.2"]), (cases.Network, ["layers.1", "head"])],
-    ids=["tied", "a block and the head"],
-)
-def test_a_block_that_is_sharded_together_with_something_else_is_exact(
-    ranks: Processes, build: Any, parts: list[str]
-) -> None:
-    assert max(ranks.run(cases.with_parts_together, build, parts, limit=LIMIT)) <= FLOAT64
-
-
-def test_weights_that_are_tied_and_sharded_apart_are_refused_by_name(ranks: Processes) -> None:
-    for said in ranks.run(cases.tied_apart, limit=LIMIT):
-        assert "shared with a parameter already managed by another FSDP group" in said
-
-
-def test_sharded_blocks_draw_the_dropout_masks_that_accumulation_draws(ranks: Processes) -> None:
-    assert max(ranks.run(cases.dropout, limit=LIMIT)) <= FLOAT64
 
 
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
@@ -142,28 +92,6 @@ def test_a_rank_that_runs_out_of_memory_in_a_block_has_all_begin_again_exactly(r
         for error, size in outcomes:
             assert error <= FLOAT64
             assert size == 2
-
-
-@pytest.mark.parametrize(("backward", "sync"), [(False, "window"), (True, "window"), (False, "micro_batch")])
-def test_an_error_of_one_rank_in_a_block_is_one_on_all_and_the_next_batch_is_exact(
-    ranks: Processes, backward: bool, sync: str
-) -> None:
-    (first, error), (second, other) = ranks.run(cases.goes_on, backward, limit=LIMIT, sync=sync)
-    assert second == "ArithmeticError: one rank's own"
-    assert first.startswith("WindowError: Rank 1 left")
-    assert max(error, other) <= FLOAT64
-
-
-def test_what_does_not_go_with_sharded_blocks_is_refused_by_name(ranks: Processes) -> None:
-    for said in ranks.run(cases.refusals, limit=LIMIT):
-        assert "of a sharded model each rank has a part" in said["on"]
-        assert "'layers.1.dropout' is a SyncBatchNorm, which waits for the other ranks" in said["batch_norm"]
-        assert "FSDP1), and `blocks` doesn't know how to gather what it runs again" in said["fsdp1"]
-
-
-def test_weights_that_are_used_outside_of_their_sharded_block_are_an_error_that_names_it(ranks: Processes) -> None:
-    for said in ranks.run(cases.borrowed, limit=LIMIT):
-        assert "The block 'layers.2' got a gradient after its turn" in said
 
 
 @pytest.mark.parametrize(
@@ -181,10 +109,6 @@ def test_sharded_blocks_are_updated_in_backward_exactly(ranks: Processes, option
             assert [counts["reduce_scatter"] for counts in sent] == [4] * 3
 
 
-def test_in_backward_sharded_blocks_take_weights_that_only_passes_tell(ranks: Processes) -> None:
-    assert max(ranks.run(cases.with_weights, True, limit=LIMIT, **IN_BACKWARD)) <= FLOAT64
-
-
 @pytest.mark.parametrize("options", [{}, IN_BACKWARD], ids=["after backward", "in backward"])
 def test_a_parameter_of_a_sharded_block_that_no_rank_uses_is_left_alone(
     ranks: Processes, options: dict[str, Any]
@@ -194,15 +118,75 @@ def test_a_parameter_of_a_sharded_block_that_no_rank_uses_is_left_alone(
     assert max(ranks.run(cases.unused, policy, limit=LIMIT, **options)) <= FLOAT32
 
 
+EXACT: dict[str, dict[str, Any]] = {
+    "under DDP": {"shard": "ddp", "blocks": "auto"},
+    "clipped and offloaded": {"clip_grad_norm": 0.05, "offload": True},
+    "frozen": {"build": cases.frozen},
+    "auto": {"micro_batch_size": "auto", "memory_limit": "1GiB"},
+    "tied blocks, sharded together": {"build": cases.tied, "parts": ("layers.0", "layers.2")},
+    "a block and the head, sharded together": {"parts": ("layers.1", "head")},
+}
+
+
+@pytest.mark.parametrize("options", EXACT.values(), ids=EXACT)
+def test_blocks_make_the_large_batchs_update(ranks: Processes, options: dict[str, Any]) -> None:
+    for error, loss_error, _ in ranks.run(cases.against_the_large_batch, limit=LIMIT, **options):
+        assert max(error, loss_error) <= FLOAT64
+
+
+@pytest.mark.parametrize(("told", "options"), [(True, {}), (False, {}), (True, IN_BACKWARD)])
+def test_sharded_blocks_take_weights_of_which_some_are_zero(
+    ranks: Processes, told: bool, options: dict[str, Any]
+) -> None:
+    for error, loss_error, _ in ranks.run(cases.with_weights, told, limit=LIMIT, **options):
+        assert max(error, loss_error) <= FLOAT64
+
+
+def test_sharded_blocks_draw_the_dropout_masks_that_accumulation_draws(ranks: Processes) -> None:
+    assert (
+        max(error for error, _ in ranks.run(cases.with_blocks_and_without, cases.dropping_out, limit=LIMIT)) <= FLOAT64
+    )
+
+
+def test_in_mixed_precision_sharded_blocks_make_the_update_that_is_made_without_blocks(ranks: Processes) -> None:
+    policy, expected = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, cases.in_float64()
+    for error, found in ranks.run(cases.with_blocks_and_without, cases.Chain, policy, limit=LIMIT):
+        assert error <= FLOAT32
+        assert 1e-4 < relative_error(found, expected) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "own", "others"),
+    [
+        *(("forward", {"sync": sync}, "ArithmeticError: one rank's own", "WindowError: Rank 1 left") for sync in SYNCS),
+        ("backward", {}, "ArithmeticError: one rank's own", "WindowError: Rank 1 left"),
+        ("nan", IN_BACKWARD, NAN, NAN),
+    ],
+)
+def test_an_error_of_one_rank_in_a_block_is_one_on_all_and_the_next_batch_is_exact(
+    ranks: Processes, what: str, options: dict[str, Any], own: str, others: str
+) -> None:
+    (first, *others_errors), (second, *errors) = ranks.run(cases.fails, what, limit=LIMIT, **options)
+    assert first.startswith(others)
+    assert second.startswith(own)
+    for moved, error in (others_errors, errors):
+        assert moved == 0.0
+        assert error <= FLOAT64
+
+
 def test_an_error_halfway_through_sharded_updates_says_on_every_rank_what_has_been_updated(ranks: Processes) -> None:
-    for said, moved in ranks.run(cases.halfway, limit=LIMIT):
+    for said, moved, _ in ranks.run(cases.fails, "memory", limit=LIMIT, **IN_BACKWARD):
         assert said.startswith("WindowError")
         assert "those of the blocks 'layers.1', 'layers.2'" in said
         assert "This cannot be taken back" in said
         assert moved > 1e-6
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_updates_no_sharded_block(ranks: Processes) -> None:
-    for said, moved in ranks.run(cases.not_finite, limit=LIMIT):
-        assert "The loss of this batch is nan" in said
-        assert moved == 0.0
+def test_what_does_not_go_with_blocks_on_several_ranks_is_refused_by_name(ranks: Processes) -> None:
+    for said in ranks.run(cases.refused, limit=LIMIT):
+        assert "of a sharded model each rank has a part" in said["on"]
+        assert "'layers.1.dropout' is a SyncBatchNorm, which waits for the other ranks" in said["batch_norm"]
+        assert "FSDP1), and `blocks` doesn't know how to gather what it runs again" in said["fsdp1"]
+        assert "several ranks of a replicated model reduce their gradients when all are there" in said["ddp"]
+        assert "shared with a parameter already managed by another FSDP group" in said["tied apart"]
+        assert "The block 'layers.2' got a gradient after its turn" in said["borrowed"]

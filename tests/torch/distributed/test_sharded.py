@@ -4,46 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from gradaccum.errors import WindowError
 from tests.reference import FLOAT64
+from tests.torch.distributed import ddp_cases
 from tests.torch.distributed import sharded_cases as cases
 from tests.torch.distributed.processes import Processes
 
 SLOW = pytest.mark.slow
 RAGGED = [[4, 2, 5, 1, 3, 7], [3, 3, 1, 6, 2, 4]]
-GROUPS = 2  # of parameters that are reduced together: the two layers
+
+
+LOOPS: dict[str, tuple[Any, int, dict[str, Any], int]] = {
+    # Rows of each rank's micro-batches, steps, the rest, and how often each part is reduced.
+    **{way: (RAGGED, 4, {"way": way}, 2) for way in ("batches", "batches backward", "backward")},
+    "micro_batch": (RAGGED, 4, {"sync": "micro_batch", "way": "backward"}, 6),
+    "micro_batch, clipped, with Adam": (RAGGED, 4, {"sync": "micro_batch", "optimizer": "adam", "clip": 0.05}, 6),
+    "clipped": (RAGGED, 4, {"clip": 0.05}, 2),
+    "a list of parts": (RAGGED, 2, {"engine": "fsdp2 parts", "way": "batches backward"}, 3),
+    "a list of parts, plain": (RAGGED, 2, {"engine": "fsdp2 parts"}, 3),
+    "compiled": (RAGGED, 2, {"compiles": "outside", "sync": "micro_batch"}, 6),
+}
+SLOWLY: dict[str, tuple[Any, int, dict[str, Any], int]] = {
+    **{f"micro_batch, {way}": (RAGGED, 4, {"sync": "micro_batch", "way": way}, 6) for way in ("batches", "backward")},
+    "clipped, with Adam": (RAGGED, 4, {"optimizer": "adam", "clip": 0.05}, 2),
+    "compiled, window": (RAGGED, 2, {"compiles": "outside"}, 3),
+    "compiled inside": (RAGGED, 2, {"compiles": "inside"}, 3),
+    "compiled inside, micro_batch": (RAGGED, 2, {"compiles": "inside", "sync": "micro_batch"}, 6),
+}
 
 
 @pytest.mark.parametrize(
-    ("sync", "reductions", "way"),
+    ("sizes", "steps", "keywords", "reductions"),
     [
-        *(("window", 2, way) for way in ("batches", "batches, backward", "plain")),
-        ("micro_batch", 6, "plain"),
-        *(pytest.param("micro_batch", 6, way, marks=SLOW) for way in ("batches", "batches, backward")),
+        pytest.param(*one, id=name, marks=[SLOW] * (table is SLOWLY))
+        for table in (LOOPS, SLOWLY)
+        for name, one in table.items()
     ],
 )
-def test_sharded_models_make_the_update_of_all_rows(ranks: Processes, sync: str, reductions: int, way: str) -> None:
-    for error, counts, updates in ranks.run(cases.train, RAGGED, 4, sync, way):
+def test_sharded_models_make_the_update_of_all_rows(
+    ranks: Processes, sizes: Any, steps: int, keywords: dict[str, Any], reductions: int
+) -> None:
+    for error, counts, updates in ranks.run(ddp_cases.train, sizes, steps, **{"engine": "fsdp2", **keywords}):
         assert error <= FLOAT64
-        assert updates == 2
-        assert counts["reduce_scatter"] == reductions * GROUPS
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "sync"),
-    [
-        ("sgd", "window"),
-        ("adam", "micro_batch"),
-        *(pytest.param(*one, marks=SLOW) for one in (("sgd", "micro_batch"), ("adam", "window"))),
-    ],
-)
-def test_clipping_sees_the_norm_over_all_shards(ranks: Processes, sync: str, optimizer: str) -> None:
-    for error, _, _ in ranks.run(cases.train, RAGGED, 4, sync, optimizer=optimizer, clip=0.05):
-        assert error <= FLOAT64
+        assert updates == -(-6 // steps)
+        assert counts == reductions * ddp_cases.LAYERS
 
 
 def test_mixed_precision_sums_in_the_reduce_dtype(ranks: Processes) -> None:
@@ -54,35 +63,9 @@ def test_mixed_precision_sums_in_the_reduce_dtype(ranks: Processes) -> None:
 
 def test_parameters_stay_gathered_in_a_window_that_reduces_once(ranks: Processes) -> None:
     for counts in ranks.run(cases.kept_gathered, "window"):
-        assert counts["all_gather"] <= GROUPS + 1  # FSDP prefetches one layer for a forward pass that is over
+        assert counts["all_gather"] <= ddp_cases.LAYERS + 1  # FSDP prefetches one layer for a forward pass that is over
     for counts in ranks.run(cases.kept_gathered, "micro_batch"):
-        assert counts["all_gather"] >= 4 * GROUPS
-
-
-@pytest.mark.parametrize(
-    ("overflow_at", "sync"),
-    [
-        ((0, 5), "window"),
-        ((1, 4), "micro_batch"),
-        *(pytest.param(at, "window", marks=SLOW) for at in (None, (1, 4), (1, 3))),
-        *(pytest.param(at, "micro_batch", marks=SLOW) for at in (None, (0, 5), (1, 3))),
-    ],
-)
-def test_an_overflow_in_one_shard_costs_all_ranks_one_window_and_one_halving(
-    ranks: Processes, overflow_at: tuple[int, int] | None, sync: str
-) -> None:
-    for error, scales, updates in ranks.run(cases.scaler, overflow_at, 1000, sync):
-        assert error <= FLOAT64
-        assert updates == (4 if overflow_at is None else 3)
-        assert scales == ([1024.0] * 4 if overflow_at is None else [1024.0, 512.0, 512.0, 512.0])
-
-
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
-def test_a_scale_that_grows_inside_a_window_keeps_the_sum_exact(ranks: Processes, sync: str) -> None:
-    for error, scales, updates in ranks.run(cases.scaler, None, 2, sync):
-        assert error <= FLOAT64
-        assert updates == 4
-        assert scales == [2048.0, 8192.0, 16384.0, 65536.0]
+        assert counts["all_gather"] >= 4 * ddp_cases.LAYERS
 
 
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
@@ -90,10 +73,6 @@ def test_an_overflow_in_a_window_that_is_flushed_makes_no_update(ranks: Processe
     for error, updates in ranks.run(cases.scaler_and_flush, sync):
         assert error <= FLOAT64
         assert updates == 1
-
-
-def test_a_distributed_checkpoint_at_a_closed_window(ranks: Processes, tmp_path: Path) -> None:
-    assert max(ranks.run(cases.distributed_checkpoint, str(tmp_path))) <= FLOAT64
 
 
 WHERE = {2: "in the first window", 3: "closed", 4: "in the second window"}
@@ -165,21 +144,21 @@ def test_an_open_window_goes_on_over_more_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sync", "scatters", "reduces"), [("window", 2, 2), ("micro_batch", 6, 2)])
+@pytest.mark.parametrize(("sync", "scatters"), [("window", 2), ("micro_batch", 6)])
 def test_hybrid_sharding_reduces_across_replicas_once_per_window(
-    four_ranks: Processes, sync: str, scatters: int, reduces: int
+    four_ranks: Processes, sync: str, scatters: int
 ) -> None:
-    for error, counts, updates in four_ranks.run(cases.train, [*RAGGED, *RAGGED], 4, sync, hybrid=True):
+    sizes = [*RAGGED, *RAGGED]
+    for error, counts, updates in four_ranks.run(ddp_cases.train, sizes, 4, engine="fsdp2 hybrid", sync=sync):
         assert error <= FLOAT64
         assert updates == 2
-        assert counts["reduce_scatter"] == scatters * GROUPS
-        assert counts["all_reduce"] == reduces * GROUPS
+        assert counts == scatters * ddp_cases.LAYERS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["window", "micro_batch"])
 def test_hybrid_sharding_with_a_grad_scaler_and_checkpoints(four_ranks: Processes, sync: str, tmp_path: Path) -> None:
-    for error, scales, _ in four_ranks.run(cases.scaler, (1, 4), 1000, sync):
+    for error, scales, _ in four_ranks.run(ddp_cases.scaler, "fsdp2 hybrid", (1, 4), 1000, sync):
         assert error <= FLOAT64
         assert scales[-1] == 512.0
     saved = four_ranks.run(cases.saved_inside, str(tmp_path), 2, sync, "adam")

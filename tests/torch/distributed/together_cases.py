@@ -216,7 +216,7 @@ def predicted(rank: int, sync: str, limits: Any) -> tuple[float, list[int], int,
     oracle = Oracle(model)
     wide = shard(model)
     step = step_of(wide, micro_batch_size="auto", memory_limit=limits[rank], sync=sync)
-    step.meter.live = lambda: 0  # type: ignore[method-assign]  # the tests' own process does not count
+    step.update._meter.live = lambda: 0  # type: ignore[method-assign]  # the tests' own process does not count
     seen = []
     wide.register_forward_pre_hook(lambda m, inputs: seen.append(len(inputs[0]) * (type(inputs[0]) is Tensor)))
     ranks = data([[64, 64], [64, 20]])

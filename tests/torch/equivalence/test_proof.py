@@ -14,7 +14,7 @@ import gradaccum
 from gradaccum.on_torch.adapter.kinds import BatchKinds
 from gradaccum.on_torch.batch import Batch
 from gradaccum.torch import TrainStep, check_equivalence
-from gradaccum.torch.proof import train_step as proof
+from gradaccum.torch.proof import proof
 from tests.torch.equivalence.problems import Apply, Checkpointed, Codebook
 
 CE = nn.CrossEntropyLoss()

@@ -81,7 +81,7 @@ def test_a_block_comes_once_per_forward_pass_and_once_in_backward_and_its_own_pa
     model = network()
     step, places = build(model, verify=False, update="in_backward"), [id(p) for p in model.parameters()]
     step(*batches(rows=15)[0])
-    offloaded: Any = step._shared.layers and step._shared.layers.offloaded
+    offloaded: Any = step._layers and step._layers.offloaded
     assert dict(offloaded.count) == {f"layers.{i}": 5 + 1 for i in range(3)}  # five forward passes, and one turn
     assert [id(p) for p in model.parameters()] == places
     assert all(type(layer) is Layer for layer in model.layers)

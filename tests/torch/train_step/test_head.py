@@ -25,7 +25,7 @@ CLASSES = 23
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three rows."""
-    monkeypatch.setattr("gradaccum.torch.head.tiles.NUMBERS", 3 * CLASSES)
+    monkeypatch.setattr("gradaccum.torch.head.NUMBERS", 3 * CLASSES)
 
 
 class Model(nn.Module):

@@ -118,19 +118,6 @@ def test_the_update_is_exact_when_micro_batches_do_not_fit(optimizer: str, size:
     assert step.micro_batch_size <= min(limits)
 
 
-@pytest.mark.parametrize("size", [5, 7])
-def test_a_failed_backward_is_not_added_twice_to_what_is_there(size: int) -> None:
-    reference, model = Fragile(), Second()
-    data = batches(count=1)
-    assert_same = OPTIMIZERS["sgd"](reference.parameters())
-    plain_loss(reference, *data[0]).backward()
-    assert_same.step()
-    step = step_of(model, micro_batch_size=size, batch_norm="micro")
-    step(*data[0])
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert sum(model.sizes) == 13 + sum(model.sizes[:2])  # the window began once more, and no more than once
-
-
 @pytest.mark.parametrize("limits", [(6, 99), (99, 6)], ids=["forward", "backward"])
 def test_a_batch_that_was_to_fit_is_proven_before_it_is_split(limits: tuple[int, int]) -> None:
     def across(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -192,6 +179,7 @@ def test_dropout_masks_of_a_failed_backward_pass_are_not_mixed_with_others(caplo
         step = step_of(model, micro_batch_size=size, batch_norm="micro")
         loss = step(*batches(13, count=1)[0])
         outcomes.append((loss, torch.get_rng_state(), *model.state_dict().values()))
+        assert size == 2 or sum(model.sizes) == 13 + sum(model.sizes[:2])  # it began once more, and no more than once
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
     assert "all over again in smaller micro-batches, of at most 2 rows" in caplog.text
 
@@ -339,7 +327,7 @@ def test_a_buffer_that_first_moves_in_a_failing_update_is_put_back(
     with pytest.raises(ZeroDivisionError):
         step(*batches()[0])  # by now it is known to move
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
-    assert not caplog.text
+    assert "moves for the first time" not in caplog.text
 
 
 @pytest.mark.parametrize("how", ["in place", "data", "assigned"])

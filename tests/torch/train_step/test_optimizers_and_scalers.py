@@ -27,27 +27,6 @@ def make_step(model: nn.Module, optimizer: Any = None, **keywords: Any) -> Train
     return TrainStep(model, optimizer or OPTIMIZERS["sgd"](model.parameters()), **keywords)
 
 
-def test_a_list_of_optimizers_makes_one_update_each() -> None:
-    model = network()
-    reference = copy.deepcopy(model)
-
-    def two(model: nn.Module) -> list[torch.optim.Optimizer]:
-        first, last = model[0], model[2]
-        return [torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(last.parameters(), lr=0.01)]
-
-    expected = two(reference)
-    for batch in batches():
-        for optimizer in expected:
-            optimizer.zero_grad()
-        plain(reference, *batch).backward()
-        for optimizer in expected:
-            optimizer.step()
-    step = make_step(model, two(model))
-    for batch in batches():
-        step(*batch)
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-
-
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 def test_lbfgs_evaluates_the_whole_window_each_time(search: str | None) -> None:
     model = network()
@@ -252,20 +231,6 @@ def test_a_compiled_model_is_compiled_at_most_twice() -> None:
     assert compiled == 2
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_inside_the_model(reentrant: bool) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = network()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.requires_grad_() if reentrant else x
-            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant)
-
-    assert_same_updates(Checkpointed(), batches(), plain, loss_fn=LOSS, micro_batch_size=4)
-
-
 def test_parameters_that_only_some_rows_use() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
@@ -308,44 +273,6 @@ def test_the_state_of_a_step_is_its_counter_and_the_sizes_it_found(tmp_path: Any
     assert again.micro_batch_size == step.micro_batch_size
 
 
-def test_evaluation_in_between_changes_nothing() -> None:
-    model = nn.Sequential(network(), nn.Dropout(0.5))
-    outcomes = []
-    for evaluate in (False, True):
-        copied = copy.deepcopy(model)
-        step = make_step(copied, verify=False)
-        torch.manual_seed(0)
-        for x, y in batches():
-            if evaluate:
-                copied.eval()
-                with torch.no_grad():
-                    copied(x)
-                copied.train()
-            step(x, y)
-        outcomes.append(list(copied.parameters()))
-    assert relative_error(*outcomes) == 0.0
-
-
-def test_the_loss_is_detached_and_of_no_dimensions() -> None:
-    loss = make_step(network())(*batches()[0])
-    assert loss.shape == ()
-    assert not loss.requires_grad
-
-
-def test_learning_rate_schedules_and_hooks_see_one_update() -> None:
-    model = network()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    stepped: list[int] = []
-    optimizer.register_step_pre_hook(lambda *_: stepped.append(1))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    step = make_step(model, optimizer)
-    for batch in batches():
-        step(*batch)
-        schedule.step()
-    assert len(stepped) == 3
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
-
-
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -365,6 +292,7 @@ def test_learning_rate_schedules_and_hooks_see_one_update() -> None:
         ({"memory_limit": "lots"}, "memory_limit"),
         ({"memory_limit": -5}, "memory_limit"),
         ({"sync": "never"}, "sync"),
+        ({"scaler": 3}, "`scaler` must be a torch.amp.GradScaler. Received: scaler=3"),
         ({"offload": True}, "exact"),
     ],
 )
@@ -385,8 +313,3 @@ def test_wrong_optimizers_are_told() -> None:
         make_step(model, gradaccum.torch.optim.Optimizer(sgd, steps=2))
     with pytest.raises(ValueError, match="closure"):
         make_step(model, torch.optim.LBFGS(model.parameters()), scaler=torch.amp.GradScaler("cpu"))
-
-
-def test_what_is_no_scaler_is_named():
-    with pytest.raises(TypeError, match="`scaler` must be a torch.amp.GradScaler. Received: scaler=3"):
-        make_step(network(), scaler=3)

@@ -48,9 +48,10 @@ def assert_same_updates(
     reference = copy.deepcopy(model)
     expected = torch_updates(reference, make(reference.parameters()), data, plain_loss)
     step = TrainStep(model, make(model.parameters()), **keywords)
-    losses = [step(*batch).item() for batch in data]
+    losses = [step(*batch) for batch in data]
+    assert not any(loss.requires_grad or loss.dim() for loss in losses)
     assert relative_error(model.parameters(), reference.parameters()) <= tolerance
-    assert relative_error([torch.tensor(losses)], [torch.tensor(expected)]) <= tolerance
+    assert relative_error([torch.stack(losses).double()], [torch.tensor(expected, dtype=torch.float64)]) <= tolerance
     assert step.updates == len(data)
     return step
 
@@ -94,3 +95,27 @@ def test_micro_batches_come_in_two_shapes_at_most(size: int) -> None:
     assert sum(seen) == 13
     assert len(set(seen)) <= 2
     assert max(seen) <= size
+
+
+def test_at_the_prompt_a_step_says_what_it_is_and_shows_what_is_public() -> None:
+    step = step_of(network(), micro_batch_size=16)
+    assert repr(step) == "TrainStep(Sequential, SGD, micro_batch_size=16, updates=0)"
+    assert [name for name in dir(step) if not name.startswith("_")] == [
+        "backward", "grad_norm", "load_state_dict", "losses", "micro_batch_size", "model", "noise_scale", "state_dict",
+        "updates",
+    ]  # fmt: skip
+
+
+def test_a_loss_without_its_keyword_and_a_batch_without_targets_are_told() -> None:
+    model = network()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with pytest.raises(TypeError, match=r"by keyword: loss_fn=... .* Received: CrossEntropyLoss\(\) as the third"):
+        TrainStep(model, optimizer, nn.CrossEntropyLoss())  # type: ignore[misc]
+    x, y = batches()[0]
+    step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4)
+    with pytest.raises(
+        TypeError, match=r"The batch has no targets, .*'target'. Call step\(x, y\), or give compute_loss"
+    ):
+        step(x)
+    with pytest.raises(ValueError, match="takes batches of \\(x, y\\). Received: 3 arguments"):
+        step(x, y, y)

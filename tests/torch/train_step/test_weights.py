@@ -315,15 +315,39 @@ def test_a_regulariser_is_exact_beside_a_mean_and_refused_beside_a_sum() -> None
     )
 
 
-def test_a_batch_of_ignored_targets_makes_no_update() -> None:
+def ignored_mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.CrossEntropyLoss()(model(x), y)
+
+
+@pytest.mark.parametrize("device", ["cpu", "accelerator"])
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"loss_fn": nn.CrossEntropyLoss()},
+        {"compute_loss": ignored_mean, "weight": lambda x, y: (y != -100).sum()},
+        {"compute_loss": lambda *batch: (ignored_mean(*batch), (batch[-1] != -100).sum())},
+        {"compute_loss": lambda *batch: {"a": (ignored_mean(*batch), (batch[-1] != -100).sum())}},
+    ],
+    ids=["loss_fn", "weight", "(loss, weight)", "by name"],
+)
+def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(
+    keywords: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "accelerator":  # where weights stay tensors, read when the window ends
+        from gradaccum.torch.loss import named, objective
+
+        for module in (named, objective):
+            monkeypatch.setattr(module, "plain_weight", lambda weight: torch.as_tensor(weight))
     model = linear(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    step = TrainStep(model, optimizer, micro_batch_size=3, verify=False, **keywords)
+    assert step(randn(ROWS, 5), classes()).isfinite()
     before = [p.clone() for p in model.parameters()]
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=3)
-    loss = step(randn(ROWS, 5), torch.full((ROWS,), -100))
-    assert loss.isnan()
-    assert step.updates == 0
+    assert step(randn(ROWS, 5), torch.full((ROWS,), -100)).isnan()
+    assert step.updates == 1
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
     assert step(randn(ROWS, 5), classes()).isfinite()
+    assert step.updates == 2
 
 
 def test_a_micro_batch_of_weight_zero_may_have_a_loss_of_nan() -> None:
@@ -446,21 +470,25 @@ def test_the_first_and_the_second_update_are_verified_and_not_the_third() -> Non
     assert counts[2] == 3
 
 
-@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss, nn.BCELoss])
 @pytest.mark.parametrize("shape", [(12,), (12, 1), (12, 2)])
-def test_a_weight_for_each_row_that_the_loss_holds_is_refused_by_name(loss: Any, shape: Any) -> None:
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(lambda weight, kind=kind: kind(weight=weight) for kind in (nn.BCEWithLogitsLoss, nn.BCELoss)),
+        lambda weight: nn.BCEWithLogitsLoss(pos_weight=weight),
+        lambda weight: functools.partial(F.binary_cross_entropy_with_logits, weight=weight),
+    ],
+    ids=["BCEWithLogitsLoss", "BCELoss", "pos_weight", "function"],
+)
+def test_a_weight_for_each_row_that_the_loss_holds_is_refused_by_name(loss: Any, shape: Any, nested: bool) -> None:
     columns = shape[1] if len(shape) > 1 else 1
     model = nn.Sequential(nn.Linear(3, columns), nn.Sigmoid(), *([nn.Flatten(0)] if len(shape) == 1 else []))
-    step = step_of(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        loss_fn=loss(weight=torch.rand(shape)),
-        micro_batch_size=4,
-        verify=True,
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = step_of(model, optimizer, loss_fn=loss(torch.rand(shape)), micro_batch_size=4, verify=True)
     targets = torch.rand(12) if len(shape) == 1 else torch.rand(12, columns)
-    with pytest.raises(ValueError, match="holds a weight for each of 12 rows, and was given 4 rows"):
-        step(torch.randn(12, 3), targets)
+    with pytest.raises(ValueError, match="weight for each of 12 rows, and was given 4 rows"):
+        step(torch.randn(12, 3), (targets,) if nested else targets)
 
 
 def test_a_loss_of_one_value_per_row_is_refused() -> None:

@@ -68,7 +68,6 @@ def _number(path: Path) -> int | None:
 
 
 def _cache(path: Path, name: str) -> int:
-    """Bytes of cached files: they count as used, but are freed on demand."""
     return int(dict(line.split() for line in _lines(path)).get(name, 0))
 
 

@@ -89,20 +89,20 @@ class Slice(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its number of rows."""
         return self.rows.stop - self.rows.start if isinstance(self.rows, slice) else len(self.rows)
 
     @property
     def tokens(self) -> int:
-        """Rows times columns; its rows where there are no columns."""
         rows = self.size if self.packs is None else len(self.packs)
         return rows * (self.columns[1] - self.columns[0] if self.columns is not None else 1)
 
-    def split(self, size: int, groups: Groups | None = None) -> list[Slice]:
-        """Slices of at most `size` rows, as even as can be; of whole groups, where rows belong together."""
+    def split(self, size: int, groups: Groups | None = None, most: int | None = None) -> list[Slice]:
+        """Slices of at most `size` rows, as even as can be; of whole groups, where rows belong together; `most` so many
+        slices, of which the last is what is left."""
         together = isinstance(self.rows, slice)
         rows = range(self.rows.start, self.rows.stop) if isinstance(self.rows, slice) else self.rows
         sizes = even_sizes(len(rows), size) if groups is None else [len(part) for part in groups.cut(rows, size)]
+        sizes = sizes if most is None else [*sizes[: most - 1], sum(sizes[most - 1 :])]
         parts = [rows[start:stop] for start, stop in _spans(sizes)]
         return [Slice(slice(p[0], p[-1] + 1) if together else list(p), self.columns) for p in parts]
 
@@ -147,7 +147,20 @@ class Plan:
 
     def in_passes(self, count: int, least: int = 1) -> list[Slice]:
         """The slices of this batch, `count` of them where there are rows enough; none larger than planned."""
-        raise NotImplementedError
+        return self._in_halves(list(self), count, least)
+
+    def _in_halves(self, pieces: list[Slice], count: int, least: int) -> list[Slice]:
+        """So many, by halving the costliest."""
+        while len(pieces) < count:
+            splits = [p for p in pieces if p.size >= 2 * least and self.indivisible(p) is None]
+            if not splits:
+                break
+            place = pieces.index(max(splits, key=lambda piece: piece.tokens))
+            pieces[place : place + 1] = self._halves(pieces[place])
+        return pieces
+
+    def _halves(self, piece: Slice) -> list[Slice]:
+        return piece.split(-(-piece.size // 2), self.groups, most=2)
 
 
 class Rows(Plan):
@@ -210,28 +223,6 @@ class Rows(Plan):
         known, self.sizer.minimum = self.sizer.minimum >= 2, 2
         self.sizer.size = max(self.sizer.size, 2)
         return not known
-
-    def in_passes(self, count: int, least: int = 1) -> list[Slice]:
-        """See `Plan`.
-
-        Example:
-            >>> [piece.size for piece in Rows(FixedSize(8), 10).in_passes(4)]
-            [3, 3, 2, 2]
-            >>> [piece.size for piece in Rows(FixedSize(8), 3).in_passes(4)]
-            [1, 1, 1]
-        """
-        pieces = list(self)
-        if self.groups is None:
-            count = max(min(count, self.rows // least), len(pieces))
-            if count == len(pieces):
-                return pieces
-            size, larger = divmod(self.rows, count)
-            return [Slice(slice(*span)) for span in _spans([size + 1] * larger + [size] * (count - larger))]
-        for size in range(max(-(-self.rows // count), least), self.size):
-            smaller = Slice(slice(0, self.rows)).split(size, self.groups)
-            if len(smaller) <= count:
-                return smaller
-        return pieces
 
 
 @functools.lru_cache(maxsize=64)
@@ -326,7 +317,7 @@ class Tokens(Plan):
         return smaller
 
     def in_passes(self, count: int, least: int = 1) -> list[Slice]:
-        """See `Plan`. Packed by the smallest budget that needs no more, so that a rank's passes cost about the same.
+        """See `Plan`; packed by the smallest budget that needs no more, so that a rank's passes cost about the same.
 
         Example:
             >>> tokens = Tokens(TokenBudget(40), [(0, 9), (0, 8), (0, 7), (0, 3), (0, 3), (0, 2)])
@@ -342,18 +333,7 @@ class Tokens(Plan):
                 high, pieces = middle, smaller
             else:
                 low = middle
-        pieces = list(pieces)
-        while len(pieces) < count:
-            splits = [p for p in pieces if p.size >= 2 * least and self.indivisible(p) is None]
-            if not splits:
-                break
-            largest = max(splits, key=lambda piece: piece.tokens)
-            place = pieces.index(largest)
-            pieces[place : place + 1] = self._halves(largest)
-        return pieces
-
-    def _halves(self, piece: Slice) -> list[Slice]:
-        return piece.split(-(-piece.size // 2), self.groups)
+        return self._in_halves(list(pieces), count, least)
 
 
 class Joined(Tokens):

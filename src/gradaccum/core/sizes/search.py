@@ -68,7 +68,6 @@ class FixedSize:
         """The largest size that may be tried: below one that failed."""
 
     def next_size(self, rows: int) -> int:
-        """The size of the next micro-batch, where `rows` are left in the window."""
         return even_size(rows, self.size)
 
     def record(self, size: int, seconds: float, base: float | None = None, peak: float | None = None) -> None:
@@ -95,12 +94,10 @@ class MemoryLine:
         self.peaks: dict[int, float] = {}
 
     def add(self, size: int, peak: float) -> None:
-        """Record the peak of a micro-batch of `size` rows, in bytes."""
         self.peaks[size] = max(peak, self.peaks.get(size, 0.0))
 
     @property
     def slope(self) -> float:
-        """Bytes per row."""
         if not self.peaks:
             return 0.0
         *_, first, last = [0, *sorted(self.peaks)]
@@ -108,7 +105,6 @@ class MemoryLine:
         return between if between > 0 else max(self.peaks[last] - self.base, 0.0) / last
 
     def predict(self, size: int) -> float:
-        """The peak at this size, in bytes."""
         if not self.peaks:
             return self.base
         last = max(self.peaks)
@@ -146,12 +142,10 @@ class SizeSearch:
 
     @property
     def summary(self) -> str:
-        """The measurements, in a line."""
         costs = ", ".join(f"{size}: {1e3 * self._cost(size):.3g}" for size in sorted(self._seconds))
         return f"Milliseconds per row by size: {costs}." if costs else ""
 
     def next_size(self, rows: int) -> int:
-        """The size of the next micro-batch, where `rows` are left in the window."""
         size = max(self._wanted(rows), min(self.minimum, rows))
         left = rows - size
         if 0 < left < self.minimum:  # neither this one nor the next may be smaller than the minimum
@@ -195,7 +189,6 @@ class SizeSearch:
             self._candidate = self.size = max(size // 2, 1)
 
     def close(self) -> None:
-        """End the window."""
         self._windows += 1
         if self.settled or not self._seconds:
             return
@@ -272,7 +265,6 @@ class BatchSizeFinder:
 
     @property
     def size(self) -> int | None:
-        """The current size in rows; None before the first batch."""
         return self.given if self._last is None else self._last.size
 
     def of(self, tensors: list[tuple[str, Any, int]], predict: Callable[[], int] | None = None) -> Sizer:
@@ -297,7 +289,6 @@ class BatchSizeFinder:
         return sizer
 
     def close(self, sizer: Sizer, rows: int) -> None:
-        """End a window of `rows` rows; log the size that a search has settled on."""
         before = self._logged.get(id(sizer))
         sizer.close()
         if isinstance(sizer, SizeSearch) and sizer.settled and before != sizer.size:
@@ -317,7 +308,6 @@ class BatchSizeFinder:
         return SizeSearch(start, self._limit(), self.minimum)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes found so far, as plain numbers."""
         return {
             key: {"size": sizer.size, "elements": elements, "settled": sizer.settled}
             for key, (sizer, elements) in self._known.items()

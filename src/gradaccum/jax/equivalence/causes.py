@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum.core.causes import Leaf, LossFacts, LossSplit, coupling_cause, loss_cause
+from gradaccum.core.causes import LossFacts, LossSplit, coupling_cause, loss_cause
 from gradaccum.core.equivalence import Cause, Difference
+from gradaccum.core.numpy_arrays import leaf_of
 from gradaccum.core.proof import Outcome, differences_between
 from gradaccum.jax.batch import drawn_shapes
 from gradaccum.jax.equivalence.trial import Trial
@@ -92,7 +93,7 @@ def _facts(trial: Trial) -> LossFacts:
         weighed if is_mean else "nothing, being taken for sums",
         trial.weight,
         [
-            _leaf(path, np.moveaxis(np.asarray(leaf), axis, 0))
+            leaf_of(path, path, np.moveaxis(np.asarray(leaf), axis, 0))
             for path, axis, leaf in trial.leaves()
             if axis is not None and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         ],
@@ -101,19 +102,6 @@ def _facts(trial: Trial) -> LossFacts:
         "Pass weight=, a function of the batch that returns what the loss divides by.",
         _ACROSS_ROWS,
         fits=_FITS,
-    )
-
-
-def _leaf(path: str, values: np.ndarray) -> Leaf:
-    kind = {"b": "bool", "i": "whole", "u": "whole"}.get(values.dtype.kind, "float")
-    return Leaf(
-        path,
-        path,
-        lambda rows: values[rows],
-        kind,  # type: ignore[arg-type]  # one of these
-        values.ndim,
-        frozenset(np.unique(values).tolist()) if kind == "whole" else None,
-        kind == "float" and not (values >= 0).all(),
     )
 
 

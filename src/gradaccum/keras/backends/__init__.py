@@ -6,7 +6,6 @@ runs on is a module here (`base` has the interface); the other two are not impor
 
 import functools
 import importlib
-import types
 from typing import Any
 
 import keras
@@ -23,5 +22,4 @@ def running() -> Any:
             f"gradaccum.keras trains on the Keras backends {', '.join(known)}. Received: {backend!r}. Choose one with "
             "the environment variable KERAS_BACKEND, before the first import of keras."
         )
-    base, own = (importlib.import_module(f"gradaccum.keras.backends.{name}") for name in ("base", f"on_{backend}"))
-    return types.SimpleNamespace(**{**vars(base), **vars(own)})
+    return importlib.import_module(f"gradaccum.keras.backends.on_{backend}").Backend()

@@ -17,8 +17,10 @@ What `on_tensorflow`, `on_jax` and `on_torch` define, beside other versions of w
 - `recomputed(passes, carry)`: what `passes.first` returns, whose gradient is that of `passes.second`.
 - `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)` the gradients that `given`
   ones of the outputs give, and the others.
+- `free_memory(of_host)`: bytes that the device has left. `prepared(function, arguments, model)`: its call with these,
+  compiled as the model is, and the bytes that it needs, where the compiler says. Not on PyTorch, which finds `"auto"`
+  by updates.
 - `at_once()`: while it is open, operations run at once, whatever is traced.
-- `when(condition, then, otherwise, variables)`: one of these functions, which assign to these variables.
 """
 
 from __future__ import annotations
@@ -374,142 +376,132 @@ class Training:
         """A training function has raised."""
 
 
-# Of a backend that says nothing else.
+class Backend:
+    """What is asked of a backend; where it says nothing else, this. For the rest see above."""
 
-keeps_masks = True
-"""Whether masks come with outputs."""
-lazy_divisors = False
-"""Whether what a loss divides by may be found while gradients are summed. Else a first pass counts it, of which
-compilers drop all that the counts don't depend on."""
-unrecorded = host = random_kept = contextlib.nullcontext
-"""While `unrecorded` is open, nothing is recorded for gradients; while `random_kept` is, generators beside variables
-move for nobody. `host` is where the counts are kept: reading them must not wait for an accelerator."""
+    keeps_masks = True
+    """Whether masks come with outputs."""
+    lazy_divisors = False
+    """Whether what a loss divides by may be found while gradients are summed. Else a first pass counts it, of which
+    compilers drop all that the counts don't depend on."""
+    unrecorded: Any = contextlib.nullcontext
+    random_kept: Any = contextlib.nullcontext
+    """While `unrecorded` is open, nothing is recorded for gradients; while `random_kept` is, generators beside
+    variables move for nobody."""
 
+    def no_gradient_yet(self, weight: Any) -> Any:
+        """What gradients are added to."""
+        return ops.zeros(weight.shape, wide(weight.dtype))
 
-def no_gradient_yet(weight: Any) -> Any:
-    """What gradients are added to."""
-    return ops.zeros(weight.shape, wide(weight.dtype))
+    def added(self, total: Any, gradient: Any) -> Any:
+        """A sum with one more gradient in it."""
+        return total if gradient is None else total + ops.cast(gradient, total.dtype)
 
+    def dense(self, gradient: Any, tensor: Any) -> Any:
+        """The gradient of a tensor of rows."""
+        return ops.zeros_like(tensor) if gradient is None else ops.convert_to_tensor(gradient)
 
-def added(total: Any, gradient: Any) -> Any:
-    """A sum with one more gradient in it."""
-    return total if gradient is None else total + ops.cast(gradient, total.dtype)
+    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+        """An update."""
+        optimizer.apply(gradients, variables)
 
+    def plainly(self, run: Callable[[], Any]) -> Any:
+        """`run()`, not as part of a graph that can't hold it."""
+        return run()
 
-def dense(gradient: Any, tensor: Any) -> Any:
-    """The gradient of a tensor of rows."""
-    return ops.zeros_like(tensor) if gradient is None else ops.convert_to_tensor(gradient)
+    def known(self, tensors: list[Any]) -> bool:
+        """Whether these hold numbers: not while a function is traced."""
+        return True
 
+    def unprovable(self) -> str:
+        """Where nothing can be evaluated beside what is running; empty where it can."""
+        return ""
 
-def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
-    """An update."""
-    optimizer.apply(gradients, variables)
+    def outer_tensors(self, outputs: list[Any], values: list[Any], layer: Any) -> list[tuple[int, ...]]:
+        """Shapes of what `outputs` pass gradients to beside `values` and a module's own parameters."""
+        return []
 
+    def compiled(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """`function(values)`, compiled as quickly as possible where running it at once would compile each operation."""
+        return function
 
-def plainly(run: Callable[[], Any]) -> Any:
-    """`run()`, not as part of a graph that can't hold it."""
-    return run()
+    def when(
+        self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]
+    ) -> None:
+        """One of these functions, which assign to these variables."""
+        (then if condition else otherwise)()
 
+    # An optimizer's window.
 
-def known(tensors: list[Any]) -> bool:
-    """Whether these hold numbers: not while a function is traced."""
-    return True
+    def merged(self, function: Callable[..., None], gradients: list[Any], rows: Any) -> None:
+        """`function(gradients, rows)`, once for all replicas."""
+        function(gradients, rows)
 
+    def in_replicas(self, function: Callable[[], None]) -> None:
+        """`function()` in each replica."""
+        function()
 
-def unprovable() -> str:
-    """Where nothing can be evaluated beside what is running; empty where it can."""
-    return ""
+    def close(self, window: Any) -> None:
+        """Close a window with what it holds, outside of a compiled function."""
+        window.update(window.read_traced(), [])
 
+    def host(self) -> Any:
+        """Where the counts are kept: reading them must not wait for an accelerator."""
+        return contextlib.nullcontext()
 
-def outer_tensors(outputs: list[Any], values: list[Any], layer: Any) -> list[tuple[int, ...]]:
-    """Shapes of what `outputs` pass gradients to beside `values` and a module's own parameters, unseen elsewhere."""
-    return []
+    def rows_of_all(self, rows: Any) -> Any:
+        """The rows of all replicas."""
+        return rows
 
+    def integers(self, value: Any) -> list[Any]:
+        """The entries of a vector, as this backend computes with them in a step."""
+        return list(ops.unstack(value))
 
-def compiled(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`function(values)`, compiled as quickly as possible where running it at once would compile each operation."""
-    return function
+    def vector(self, numbers: list[Any], dtype: str) -> Any:
+        """Integers, of which some may be traced."""
+        if any(map(ops.is_tensor, numbers)):
+            return ops.stack([ops.cast(number, dtype) for number in numbers])
+        return ops.convert_to_tensor(np.asarray(numbers), dtype)
 
+    def add_up(self, window: Any, gradients: list[Any], rows: Any, weight: Any, rescale: Any) -> None:
+        """Add a micro-batch's gradients `weight` times to the sums, which are multiplied by `rescale` before."""
+        for total, gradient, variable in zip(window.sums, gradients, window.variables):
+            value, overwritten = total.value, private.is_overwritten(variable)
+            if rescale is not None and not overwritten:
+                value = value * ops.cast(rescale, value.dtype)
+            if gradient is not None:
+                gradient = ops.cast(gradient, value.dtype)
+                value = (
+                    ops.maximum(value, gradient) if overwritten else value + gradient * ops.cast(weight, value.dtype)
+                )
+            total.assign(value)
 
-# Of an optimizer's window.
+    def divided(self, window: Any, weight: Any) -> list[Any]:
+        """The sums divided by what they weigh. They are emptied next."""
+        pairs = zip(values_of(window.sums), window.variables)
+        return [s if private.is_overwritten(v) else s / ops.cast(weight, s.dtype) for s, v in pairs]
 
+    def empty(self, variables: list[Any]) -> None:
+        """Let these be zeros."""
+        for variable in variables:
+            variable.assign(ops.zeros(variable.shape, variable.dtype))
 
-def merged(function: Callable[..., None], gradients: list[Any], rows: Any) -> None:
-    """`function(gradients, rows)`, once for all replicas."""
-    function(gradients, rows)
+    def replica(self) -> Any:
+        """Which replica's training step this is."""
+        return 0
 
+    def place_of(self, optimizer: Any) -> Any:
+        """Where an optimizer's variables live, if the backend has to be told."""
+        return None
 
-def in_replicas(function: Callable[[], None]) -> None:
-    """`function()` in each replica."""
-    function()
+    def beside(self, place: Any, variable: Any) -> Any:
+        """Where the variables that go with this one are made."""
+        return contextlib.nullcontext()
 
+    def total(self, variable: Any) -> Any:
+        """A sum over all replicas."""
+        return variable.value
 
-def close(window: Any) -> None:
-    """Close a window with what it holds, outside of a compiled function."""
-    window.update(window.read_traced(), [])
-
-
-def rows_of_all(rows: Any) -> Any:
-    """The rows of all replicas."""
-    return rows
-
-
-def integers(value: Any) -> list[Any]:
-    """The entries of a vector, as this backend computes with them in a step."""
-    return list(ops.unstack(value))
-
-
-def vector(numbers: list[Any], dtype: str) -> Any:
-    """Integers, of which some may be traced."""
-    if any(map(ops.is_tensor, numbers)):
-        return ops.stack([ops.cast(number, dtype) for number in numbers])
-    return ops.convert_to_tensor(np.asarray(numbers), dtype)
-
-
-def add_up(window: Any, gradients: list[Any], rows: Any, weight: Any, rescale: Any) -> None:
-    """Add a micro-batch's gradients `weight` times to the sums, which are multiplied by `rescale` before."""
-    for total, gradient, variable in zip(window.sums, gradients, window.variables):
-        value, overwritten = total.value, private.is_overwritten(variable)
-        if rescale is not None and not overwritten:
-            value = value * ops.cast(rescale, value.dtype)
-        if gradient is not None:
-            gradient = ops.cast(gradient, value.dtype)
-            value = ops.maximum(value, gradient) if overwritten else value + gradient * ops.cast(weight, value.dtype)
-        total.assign(value)
-
-
-def divided(window: Any, weight: Any) -> list[Any]:
-    """The sums divided by what they weigh. They are emptied next."""
-    pairs = zip(values_of(window.sums), window.variables)
-    return [s if private.is_overwritten(v) else s / ops.cast(weight, s.dtype) for s, v in pairs]
-
-
-def empty(variables: list[Any]) -> None:
-    """Let these be zeros."""
-    for variable in variables:
-        variable.assign(ops.zeros(variable.shape, variable.dtype))
-
-
-def replica() -> Any:
-    """Which replica's training step this is."""
-    return 0
-
-
-def place_of(optimizer: Any) -> Any:
-    """Where an optimizer's variables live, if the backend has to be told."""
-    return None
-
-
-def beside(place: Any, variable: Any) -> Any:
-    """Where the variables that go with this one are made."""
-    return contextlib.nullcontext()
-
-
-def total(variable: Any) -> Any:
-    """A sum over all replicas."""
-    return variable.value
-
-
-def put(variable: Any, value: Any) -> None:
-    """Let the replicas' sums add up to this."""
-    variable.assign(value)
+    def put(self, variable: Any, value: Any) -> None:
+        """Let the replicas' sums add up to this."""
+        variable.assign(value)

@@ -26,7 +26,6 @@ from gradaccum.on_jax import scan
 
 __all__: list[str] = []
 
-keeps_masks = False  # on JAX plain `fit` loses them, too
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """For XLA: what runs but twice takes longest to compile."""
 
@@ -93,14 +92,7 @@ def _with_rows(leaf: Any, places: Any, rows: int) -> Any:
     return BCOO((leaf.data, indices), shape=(rows, *leaf.shape[1:]))
 
 
-def take_rows(leaf: Any, rows: Any) -> Any:
-    if not isinstance(leaf, BCOO):
-        return leaf[rows]
-    places = jnp.full(leaf.shape[0], len(rows)).at[rows].set(jnp.arange(len(rows)))
-    return _with_rows(leaf, places[leaf.indices[:, 0]], len(rows))
-
-
-def look(function: Callable[[], Any]) -> Any:
+def _look(function: Callable[[], Any]) -> Any:
     found: list[Any] = []
     jax.eval_shape(lambda: found.append(function()))
     return found[0]
@@ -125,7 +117,7 @@ class GradientSum:
                 scaled, others = forward()
                 return scaled * share, (others, values_of(self.moving))
 
-        (_, (others, moved)), gradients = value_and_gradients(loss, values_of(self.variables))
+        (_, (others, moved)), gradients = jax.value_and_grad(loss, has_aux=True)(values_of(self.variables))
         assign(self.moving, moved)
         joined = [jnp.maximum if index in self.overwriting else jnp.add for index in range(len(sums))]
         return [join(*pair) for join, pair in zip(joined, zip(sums, gradients))], others, []
@@ -199,30 +191,12 @@ class Training(base.Training):
         vars(optimizer)["finalize_variable_values"] = finalize
 
 
-def value_and_gradients(function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
-    return jax.value_and_grad(function, has_aux=True)(values)
-
-
-def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
-    # Not apply(): that of a LossScaleOptimizer assigns inside of a branch.
-    own = optimizer.variables
-    trained, state = optimizer.stateless_apply(values_of(own), gradients, values_of(variables))
-    assign([*variables, *own], [*trained, *state])
-
-
-# A chunked layer.
-
-
-def chunks(tensors: list[Any], micro_batch_size: int) -> MicroBatches:
-    return MicroBatches(tensors, tensors[0].shape[0], lambda rows: micro_batch_size)
-
-
 class Program:
     """A chunked layer's call, traced once for each size, as a function of what it closes over, such as its weights."""
 
     def __init__(self, body: Any, batches: MicroBatches) -> None:
         self.body, self.weights = body, list[Any]()
-        body.discover(batches, look)
+        body.discover(batches, _look)
         self._traced: dict[int, Any] = {}
         for index in {0, batches.count - 1}:
             self._trace(jax.eval_shape(lambda index=index: batches.at(index)[0]), batches.at(index)[1])
@@ -262,60 +236,94 @@ class _Wanted:
     positions: tuple[int, ...]
 
 
-def recomputed(passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-    count = len(passes.program.weights)
+class Backend(base.Backend):
+    training: Any = Training
+    program: Any = Program
 
-    def is_inexact(value: Any) -> bool:
-        return jnp.issubdtype(value.dtype, jnp.inexact)
+    keeps_masks = False  # on JAX plain `fit` loses them, too
 
-    def outputs(inputs: list[Any], carry: list[Any]) -> Any:
-        return passes.first(inputs[:count], inputs[count:], carry)
+    def take_rows(self, leaf: Any, rows: Any) -> Any:
+        if not isinstance(leaf, BCOO):
+            return leaf[rows]
+        places = jnp.full(leaf.shape[0], len(rows)).at[rows].set(jnp.arange(len(rows)))
+        return _with_rows(leaf, places[leaf.indices[:, 0]], len(rows))
 
-    def first(inputs: Any, carry: Any) -> Any:
-        wanted = tuple(n for n, each in enumerate(inputs) if each.perturbed and is_inexact(each.value))
-        inputs, carry = [each.value for each in inputs], [each.value for each in carry]
-        return outputs(inputs, carry), (inputs, carry, _Wanted(wanted))
+    def value_and_gradients(self, function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
+        return jax.value_and_grad(function, has_aux=True)(values)
 
-    def second(kept: Any, cotangents: Any) -> Any:
-        inputs, start, wanted = kept
-        given = [None if isinstance(one, SymbolicZero) or not is_inexact(one) else one for one in cotangents[0]]
-        return passes.second(inputs[:count], inputs[count:], start, given, wanted.positions), None
+    def free_memory(self, of_host: Callable[[], Any]) -> float | None:
+        stats = jax.local_devices()[0].memory_stats() or {}
+        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else of_host()
 
-    run = jax.custom_vjp(outputs)
-    run.defvjp(first, second, symbolic_zeros=True)
-    return run([*passes.program.weights, *passes.body.tensors], carry)
+    def prepared(
+        self, function: Callable[..., Any], arguments: Any, model: Any
+    ) -> tuple[Callable[[], Any], float | None]:
+        program = jax.jit(function).lower(*arguments).compile()
+        analysis = program.memory_analysis()
+        needed = None if analysis is None else float(analysis.temp_size_in_bytes)
+        return lambda: jax.block_until_ready(program(*arguments)), needed
 
+    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+        # Not apply(): that of a LossScaleOptimizer assigns inside of a branch.
+        own = optimizer.variables
+        trained, state = optimizer.stateless_apply(values_of(own), gradients, values_of(variables))
+        assign([*variables, *own], [*trained, *state])
 
-def pullback(
-    function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], program: Any
-) -> tuple[list[Any], Any]:
-    _, pull, others = jax.vjp(function, inputs, has_aux=True)
-    return pull(given)[0], others
+    def chunks(self, tensors: list[Any], micro_batch_size: int) -> MicroBatches:
+        return MicroBatches(tensors, tensors[0].shape[0], lambda rows: micro_batch_size)
 
+    def recomputed(self, passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+        count = len(passes.program.weights)
 
-def known(tensors: list[Any]) -> bool:
-    return not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
+        def is_inexact(value: Any) -> bool:
+            return jnp.issubdtype(value.dtype, jnp.inexact)
 
+        def outputs(inputs: list[Any], carry: list[Any]) -> Any:
+            return passes.first(inputs[:count], inputs[count:], carry)
 
-at_once = jax.ensure_compile_time_eval
+        def first(inputs: Any, carry: Any) -> Any:
+            wanted = tuple(n for n, each in enumerate(inputs) if each.perturbed and is_inexact(each.value))
+            inputs, carry = [each.value for each in inputs], [each.value for each in carry]
+            return outputs(inputs, carry), (inputs, carry, _Wanted(wanted))
 
+        def second(kept: Any, cotangents: Any) -> Any:
+            inputs, start, wanted = kept
+            given = [None if isinstance(one, SymbolicZero) or not is_inexact(one) else one for one in cotangents[0]]
+            return passes.second(inputs[:count], inputs[count:], start, given, wanted.positions), None
 
-def compiled(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    return jax.jit(function, compiler_options=QUICKLY)
+        run = jax.custom_vjp(outputs)
+        run.defvjp(first, second, symbolic_zeros=True)
+        return run([*passes.program.weights, *passes.body.tensors], carry)
 
+    def pullback(
+        self, function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], program: Any
+    ) -> tuple[list[Any], Any]:
+        _, pull, others = jax.vjp(function, inputs, has_aux=True)
+        return pull(given)[0], others
 
-def when(condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]) -> None:
-    """No assignment happens in a branch: branches return values."""
-    if not isinstance(condition, jax.core.Tracer):
-        (then if condition else otherwise)()
-        return
+    def known(self, tensors: list[Any]) -> bool:
+        return not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
 
-    def branch(function: Callable[[], None]) -> Callable[[list[Any]], list[Any]]:
-        def values_after(values: list[Any]) -> list[Any]:
-            with Scope(zip(variables, values)):
-                function()
-                return values_of(variables)
+    at_once = staticmethod(jax.ensure_compile_time_eval)
+    look = staticmethod(_look)
 
-        return values_after
+    def compiled(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        return jax.jit(function, compiler_options=QUICKLY)
 
-    assign(variables, jax.lax.cond(condition, branch(then), branch(otherwise), values_of(variables)))
+    def when(
+        self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]
+    ) -> None:
+        """No assignment happens in a branch: branches return values."""
+        if not isinstance(condition, jax.core.Tracer):
+            super().when(condition, then, otherwise, variables)
+            return
+
+        def branch(function: Callable[[], None]) -> Callable[[list[Any]], list[Any]]:
+            def values_after(values: list[Any]) -> list[Any]:
+                with Scope(zip(variables, values)):
+                    function()
+                    return values_of(variables)
+
+            return values_after
+
+        assign(variables, jax.lax.cond(condition, branch(then), branch(otherwise), values_of(variables)))

@@ -75,17 +75,6 @@ def _slice(leaf: Any, start: Any, size: Any) -> Any:
     return part
 
 
-def take_rows(leaf: Any, rows: Any) -> Any:
-    if not isinstance(leaf, tf.SparseTensor):
-        return tf.gather(leaf, rows)
-    return tf.sparse.concat(0, [_slice(leaf, int(row), 1) for row in rows])
-
-
-def look(function: Callable[[], Any]) -> Any:
-    with tf.__internal__.FuncGraph("gradaccum_look").as_default():
-        return function()
-
-
 class GradientSum:
     """Gradients of a model's trainable weights, added up in at least 32 bits.
 
@@ -170,22 +159,6 @@ class Training(base.Training):
         return iter(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec))
 
 
-def value_and_gradients(function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
-    with tf.GradientTape() as tape:
-        tape.watch(values)
-        found = function(values)
-    gradients = tape.gradient(found[0], values)
-    return found, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-
-
-# A chunked layer.
-
-
-def chunks(tensors: list[Any], micro_batch_size: int) -> MicroBatches:
-    """Its inputs in micro-batches: in loops over those of one size, as XLA may compile them."""
-    return MicroBatches(tensors, tensors[0].shape[0], lambda rows: micro_batch_size, static=True)
-
-
 class Program:
     """A chunked layer's call on a micro-batch, as a function of its `weights`, which may need gradients."""
 
@@ -240,86 +213,7 @@ _STATEFUL = {
 }  # fmt: skip
 
 
-def recomputed(passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-    weights, rows = passes.program.weights, passes.body.tensors
-    ends, count = (len(weights), len(weights) + len(rows)), len(passes.body.specs)
-
-    @tf.custom_gradient
-    def run(*tensors: Any) -> Any:
-        weights, rows, start = tensors[: ends[0]], tensors[ends[0] : ends[1]], list(tensors[ends[1] :])
-        outputs, carry = passes.first(weights, rows, start)
-
-        def gradient(*upstream: Any) -> Any:
-            given = [one if one.dtype.is_floating else None for one in upstream[:count]]
-            return [*passes.second(weights, rows, start, given), *[None] * len(start)]
-
-        return (*outputs, *carry), gradient
-
-    results = run(*weights, *rows, *carry)
-    return list(results[:count]), list(results[count:])
-
-
-def pullback(
-    function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], program: Any
-) -> tuple[list[Any], Any]:
-    inputs = [tf.identity(tensor) for tensor in inputs]
-    with tf.GradientTape() as tape:
-        tape.watch(inputs)
-        outputs, others = function(inputs)
-    return tape.gradient(outputs, inputs, given), others
-
-
-def added(total: Any, gradient: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.tensor_scatter_nd_add(total, gradient.indices[:, None], tf.cast(gradient.values, total.dtype))
-    return base.added(total, gradient)
-
-
-def known(tensors: list[Any]) -> bool:
-    return not tf.inside_function() and all(not tf.is_tensor(t) or hasattr(t, "numpy") for t in tensors)
-
-
-def unprovable() -> str:
-    return "under a strategy of several replicas" if tf.distribute.get_strategy().num_replicas_in_sync > 1 else ""
-
-
-at_once = tf.init_scope
-
-
-def when(condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]) -> None:
-    tf.cond(condition, then, otherwise)
-
-
 # An optimizer's window.
-
-
-def merged(function: Callable[..., None], gradients: list[Any], rows: Any) -> None:
-    if tf.distribute.in_cross_replica_context():
-        raise ValueError(
-            "Gradients must be applied by a replica. Call strategy.run(train_step), and apply them in train_step."
-        )
-    rows = None if rows is None else tf.cast(rows, "int64")
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        function(gradients, rows)
-    else:
-        tf.distribute.get_replica_context().merge_call(lambda strategy, *args: function(*args), args=(gradients, rows))
-
-
-def in_replicas(function: Callable[[], None]) -> None:
-    if tf.distribute.in_cross_replica_context():
-        tf.distribute.get_strategy().extended.call_for_each_replica(function)
-    else:
-        function()
-
-
-def close(window: Any) -> None:
-    if window.place.num_replicas_in_sync == 1:
-        base.close(window)
-        return
-    absent = window.untouched()
-    with window.place.scope():
-        # In a graph: run eagerly, replicas wait for each other's reductions in an order that can lock.
-        tf.function(lambda: window.update(window.read_traced(), absent))()
 
 
 def _of_replicas(value: Any) -> list[Any]:
@@ -327,31 +221,6 @@ def _of_replicas(value: Any) -> list[Any]:
     value = value.value if isinstance(value, keras.Variable) else value
     parts = getattr(value, "values", None) if tf.distribute.in_cross_replica_context() else None
     return list(parts) if isinstance(parts, tuple) else [value]
-
-
-def rows_of_all(rows: Any) -> Any:
-    return None if rows is None else tf.add_n(_of_replicas(rows))
-
-
-def integers(value: Any) -> list[Any]:
-    return tf.unstack(tf.convert_to_tensor(value))
-
-
-def add_up(window: Any, gradients: list[Any], rows: Any, weight: Any, rescale: Any) -> None:
-    def scale() -> None:
-        for total, variable in zip(window.sums, window.variables):
-            for part in () if private.is_overwritten(variable) else _of_replicas(total):
-                part.assign(part * tf.cast(rescale, part.dtype))
-
-    if rescale is not None:
-        tf.cond(tf.cast(rescale, "int64") == 1, lambda: None, scale)
-    for total, gradient, variable in zip(window.sums, gradients, window.variables):
-        parts = _of_replicas(total)
-        # Keras divides each replica's loss by their number; where rows are known it shall count by its rows.
-        weights = [weight] * len(parts) if rows is None else [own * len(parts) for own in _of_replicas(rows)]
-        for part, one, factor in zip(parts, () if gradient is None else _of_replicas(gradient), weights):
-            with tf.device(part.device):
-                _add(part, tf.cast(one, part.dtype), tf.cast(factor, part.dtype), private.is_overwritten(variable))
 
 
 def _add(total: Any, gradient: Any, factor: Any, overwritten: bool) -> None:
@@ -365,25 +234,151 @@ def _add(total: Any, gradient: Any, factor: Any, overwritten: bool) -> None:
         total.assign_add(tf.math.multiply_no_nan(gradient, factor))
 
 
-def replica() -> Any:
-    replica = getattr(tf.distribute.get_replica_context(), "replica_id_in_sync_group", 0)
-    return replica if isinstance(replica, int) else 0
+class Backend(base.Backend):
+    training: Any = Training
+    program: Any = Program
 
+    def take_rows(self, leaf: Any, rows: Any) -> Any:
+        if not isinstance(leaf, tf.SparseTensor):
+            return tf.gather(leaf, rows)
+        return tf.sparse.concat(0, [_slice(leaf, int(row), 1) for row in rows])
 
-place_of = private.strategy_of
+    def look(self, function: Callable[[], Any]) -> Any:
+        with tf.__internal__.FuncGraph("gradaccum_look").as_default():
+            return function()
 
+    def value_and_gradients(self, function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            found = function(values)
+        gradients = tape.gradient(found[0], values)
+        return found, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
-def beside(place: Any, variable: Any) -> Any:
-    own = variable.value if isinstance(variable, keras.Variable) else variable
-    return place.extended.colocate_vars_with(own)
+    def free_memory(self, of_host: Callable[[], Any]) -> float | None:
+        # Not told of a GPU: there the first size that runs out of memory ends the search.
+        return None if tf.config.list_logical_devices("GPU") else of_host()
 
+    def prepared(
+        self, function: Callable[..., Any], arguments: Any, model: Any
+    ) -> tuple[Callable[[], Any], float | None]:
+        run = function if model.run_eagerly else tf.function(function, jit_compile=model.jit_compile)
+        return lambda: keras.ops.convert_to_numpy(run(*arguments)[0][0]), None
 
-def total(variable: Any) -> Any:
-    return tf.add_n([tf.convert_to_tensor(part) for part in getattr(variable.value, "values", [variable.value])])
+    def chunks(self, tensors: list[Any], micro_batch_size: int) -> MicroBatches:
+        """Its inputs in micro-batches: in loops over those of one size, as XLA may compile them."""
+        return MicroBatches(tensors, tensors[0].shape[0], lambda rows: micro_batch_size, static=True)
 
+    def recomputed(self, passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
+        weights, rows = passes.program.weights, passes.body.tensors
+        ends, count = (len(weights), len(weights) + len(rows)), len(passes.body.specs)
 
-def put(variable: Any, value: Any) -> None:
-    first, *others = getattr(variable.value, "values", [variable.value])
-    first.assign(value)
-    for part in others:
-        part.assign(tf.zeros(part.shape, part.dtype))
+        @tf.custom_gradient
+        def run(*tensors: Any) -> Any:
+            weights, rows, start = tensors[: ends[0]], tensors[ends[0] : ends[1]], list(tensors[ends[1] :])
+            outputs, carry = passes.first(weights, rows, start)
+
+            def gradient(*upstream: Any) -> Any:
+                given = [one if one.dtype.is_floating else None for one in upstream[:count]]
+                return [*passes.second(weights, rows, start, given), *[None] * len(start)]
+
+            return (*outputs, *carry), gradient
+
+        results = run(*weights, *rows, *carry)
+        return list(results[:count]), list(results[count:])
+
+    def pullback(
+        self, function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], program: Any
+    ) -> tuple[list[Any], Any]:
+        inputs = [tf.identity(tensor) for tensor in inputs]
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            outputs, others = function(inputs)
+        return tape.gradient(outputs, inputs, given), others
+
+    def added(self, total: Any, gradient: Any) -> Any:
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.tensor_scatter_nd_add(total, gradient.indices[:, None], tf.cast(gradient.values, total.dtype))
+        return super().added(total, gradient)
+
+    def known(self, tensors: list[Any]) -> bool:
+        return not tf.inside_function() and all(not tf.is_tensor(t) or hasattr(t, "numpy") for t in tensors)
+
+    def unprovable(self) -> str:
+        return "under a strategy of several replicas" if tf.distribute.get_strategy().num_replicas_in_sync > 1 else ""
+
+    at_once = staticmethod(tf.init_scope)
+
+    def when(
+        self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]
+    ) -> None:
+        tf.cond(condition, then, otherwise)
+
+    def merged(self, function: Callable[..., None], gradients: list[Any], rows: Any) -> None:
+        if tf.distribute.in_cross_replica_context():
+            raise ValueError(
+                "Gradients must be applied by a replica. Call strategy.run(train_step), and apply them in train_step."
+            )
+        rows = None if rows is None else tf.cast(rows, "int64")
+        if tf.__internal__.distribute.strategy_supports_no_merge_call():
+            function(gradients, rows)
+        else:
+            tf.distribute.get_replica_context().merge_call(
+                lambda strategy, *args: function(*args), args=(gradients, rows)
+            )
+
+    def in_replicas(self, function: Callable[[], None]) -> None:
+        if tf.distribute.in_cross_replica_context():
+            tf.distribute.get_strategy().extended.call_for_each_replica(function)
+        else:
+            function()
+
+    def close(self, window: Any) -> None:
+        if window.place.num_replicas_in_sync == 1:
+            super().close(window)
+            return
+        absent = window.untouched()
+        with window.place.scope():
+            # In a graph: run eagerly, replicas wait for each other's reductions in an order that can lock.
+            tf.function(lambda: window.update(window.read_traced(), absent))()
+
+    def rows_of_all(self, rows: Any) -> Any:
+        return None if rows is None else tf.add_n(_of_replicas(rows))
+
+    def integers(self, value: Any) -> list[Any]:
+        return tf.unstack(tf.convert_to_tensor(value))
+
+    def add_up(self, window: Any, gradients: list[Any], rows: Any, weight: Any, rescale: Any) -> None:
+        def scale() -> None:
+            for total, variable in zip(window.sums, window.variables):
+                for part in () if private.is_overwritten(variable) else _of_replicas(total):
+                    part.assign(part * tf.cast(rescale, part.dtype))
+
+        if rescale is not None:
+            tf.cond(tf.cast(rescale, "int64") == 1, lambda: None, scale)
+        for total, gradient, variable in zip(window.sums, gradients, window.variables):
+            parts = _of_replicas(total)
+            # Keras divides each replica's loss by their number; where rows are known it shall count by its rows.
+            weights = [weight] * len(parts) if rows is None else [own * len(parts) for own in _of_replicas(rows)]
+            for part, one, factor in zip(parts, () if gradient is None else _of_replicas(gradient), weights):
+                with tf.device(part.device):
+                    _add(part, tf.cast(one, part.dtype), tf.cast(factor, part.dtype), private.is_overwritten(variable))
+
+    def replica(self) -> Any:
+        replica = getattr(tf.distribute.get_replica_context(), "replica_id_in_sync_group", 0)
+        return replica if isinstance(replica, int) else 0
+
+    def place_of(self, optimizer: Any) -> Any:
+        return private.strategy_of(optimizer)
+
+    def beside(self, place: Any, variable: Any) -> Any:
+        own = variable.value if isinstance(variable, keras.Variable) else variable
+        return place.extended.colocate_vars_with(own)
+
+    def total(self, variable: Any) -> Any:
+        return tf.add_n([tf.convert_to_tensor(part) for part in getattr(variable.value, "values", [variable.value])])
+
+    def put(self, variable: Any, value: Any) -> None:
+        first, *others = getattr(variable.value, "values", [variable.value])
+        first.assign(value)
+        for part in others:
+            part.assign(tf.zeros(part.shape, part.dtype))

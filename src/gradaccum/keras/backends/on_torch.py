@@ -28,8 +28,6 @@ from gradaccum.on_torch.state import WindowState
 
 __all__: list[str] = []
 
-lazy_divisors = True  # a first pass that counts costs a third
-
 
 class MicroBatches(base.MicroBatches):
     """A batch, cut in pieces as they come: while a size is searched for, each has another one."""
@@ -60,10 +58,6 @@ class MicroBatches(base.MicroBatches):
 
     def bounds(self, index: int) -> tuple[int, int]:
         return sum(piece.size for piece in self.pieces[:index]), self.pieces[index].size
-
-
-def take_rows(leaf: Any, rows: Any) -> Any:
-    return leaf[rows]
 
 
 class GradientSum:
@@ -271,27 +265,6 @@ class Training(base.Training):
         return [(vars(variable), "_value") for variable in variables if id(variable) not in weights]
 
 
-def value_and_gradients(function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
-    values = [value.detach().clone().requires_grad_() for value in values]
-    loss, others = function(values)
-    # A loss of nothing that has a gradient has none.
-    gradients = torch.autograd.grad(loss, values, allow_unused=True) if loss.requires_grad else [None] * len(values)
-    return (loss.detach(), others), list(gradients)
-
-
-@torch.no_grad()
-def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
-    optimizer.apply(gradients, variables[:])
-
-
-# A chunked layer.
-
-
-def chunks(tensors: list[Any], micro_batch_size: int) -> MicroBatches:
-    rows = tensors[0].shape[0]
-    return MicroBatches(tensors, rows, Slice(slice(0, rows)).split(micro_batch_size))
-
-
 class Program:
     """A chunked layer's call as a function of its weights, with the random numbers of the first pass in the second."""
 
@@ -338,16 +311,6 @@ class Program:
         return any(tensor is parameter for parameter in self._raw)
 
 
-def recomputed(passes: Any, carry: Any) -> tuple[list[Any], list[Any]]:
-    program, body = passes.program, passes.body
-    program.generators = all_generators(every_device())  # random states are remembered
-    with torch.no_grad():
-        outputs, after = passes.first(None, body.tensors, carry)
-    program.generators = None
-    start = body.state.start() if carry is None else carry
-    return [*_TwoPasses.apply(passes, start, outputs, len(program.weights), *program.weights, *body.tensors)], after
-
-
 class _TwoPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passes: Any, start: Any, outputs: list[Any], weights: int, *tensors: Any) -> Any:
@@ -375,117 +338,132 @@ class _TwoPasses(torch.autograd.Function):
                 program.again = None
 
 
-def pullback(
-    function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], program: Program
-) -> tuple[list[Any], Any]:
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        leaves = [
-            one if program.is_raw(one) else one.view_as(one) if again else one.detach().requires_grad_()
-            for one in inputs
-        ]
-        outputs, others = function(leaves)
-        roots = [(output, one) for output, one in zip(outputs, given) if output.requires_grad]
-        if not roots:
-            return [None] * len(inputs), others
-        ends, gradients = zip(*roots)
-        return [*torch.autograd.grad(ends, leaves, gradients, allow_unused=True, create_graph=again)], others
+class Backend(base.Backend):
+    training: Any = Training
+    program: Any = Program
 
+    lazy_divisors = True  # a first pass that counts costs a third
 
-def no_gradient_yet(weight: Any) -> Any:
-    """Nothing: a weight that has no gradient in any micro-batch has none at all."""
+    def take_rows(self, leaf: Any, rows: Any) -> Any:
+        return leaf[rows]
 
+    def value_and_gradients(self, function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
+        values = [value.detach().clone().requires_grad_() for value in values]
+        loss, others = function(values)
+        # A loss of nothing that has a gradient has none.
+        gradients = torch.autograd.grad(loss, values, allow_unused=True) if loss.requires_grad else [None] * len(values)
+        return (loss.detach(), others), list(gradients)
 
-def added(total: Any, gradient: Any) -> Any:
-    if gradient is None:
-        return total
-    gradient = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
-    return gradient if total is None else total + gradient
+    @torch.no_grad()
+    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+        optimizer.apply(gradients, variables[:])
 
+    def chunks(self, tensors: list[Any], micro_batch_size: int) -> MicroBatches:
+        rows = tensors[0].shape[0]
+        return MicroBatches(tensors, rows, Slice(slice(0, rows)).split(micro_batch_size))
 
-unrecorded, random_kept = torch.no_grad, torch.random.fork_rng
+    def recomputed(self, passes: Any, carry: Any) -> tuple[list[Any], list[Any]]:
+        program, body = passes.program, passes.body
+        program.generators = all_generators(every_device())  # random states are remembered
+        with torch.no_grad():
+            outputs, after = passes.first(None, body.tensors, carry)
+        program.generators = None
+        start = body.state.start() if carry is None else carry
+        return [*_TwoPasses.apply(passes, start, outputs, len(program.weights), *program.weights, *body.tensors)], after
 
+    def pullback(
+        self, function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], program: Program
+    ) -> tuple[list[Any], Any]:
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            leaves = [
+                one if program.is_raw(one) else one.view_as(one) if again else one.detach().requires_grad_()
+                for one in inputs
+            ]
+            outputs, others = function(leaves)
+            roots = [(output, one) for output, one in zip(outputs, given) if output.requires_grad]
+            if not roots:
+                return [None] * len(inputs), others
+            ends, gradients = zip(*roots)
+            return [*torch.autograd.grad(ends, leaves, gradients, allow_unused=True, create_graph=again)], others
 
-def plainly(run: Callable[[], Any]) -> Any:
-    return torch._dynamo.disable(run)() if torch.compiler.is_compiling() else run()
+    def no_gradient_yet(self, weight: Any) -> Any:
+        """Nothing: a weight that has no gradient in any micro-batch has none at all."""
 
+    def added(self, total: Any, gradient: Any) -> Any:
+        if gradient is None:
+            return total
+        gradient = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+        return gradient if total is None else total + gradient
 
-def unprovable() -> str:
-    return "inside of torch.compile" if torch.compiler.is_compiling() else ""
+    unrecorded, random_kept = torch.no_grad, staticmethod(torch.random.fork_rng)
 
+    def plainly(self, run: Callable[[], Any]) -> Any:
+        return torch._dynamo.disable(run)() if torch.compiler.is_compiling() else run()
 
-def outer_tensors(outputs: list[Any], values: list[Any], layer: Any) -> list[tuple[int, ...]]:
-    own = {id(value) for value in values}
-    if isinstance(layer, torch.nn.Module):
-        own |= {id(parameter) for parameter in layer.parameters()}
-    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen, found = set(waiting), []
-    while waiting:
-        node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in own:
-            found.append(tuple(leaf.shape))
-        new = [after for after, _ in node.next_functions if after is not None and after not in seen]
-        seen.update(new)
-        waiting += new
-    return found
+    def unprovable(self) -> str:
+        return "inside of torch.compile" if torch.compiler.is_compiling() else ""
 
+    def outer_tensors(self, outputs: list[Any], values: list[Any], layer: Any) -> list[tuple[int, ...]]:
+        own = {id(value) for value in values}
+        if isinstance(layer, torch.nn.Module):
+            own |= {id(parameter) for parameter in layer.parameters()}
+        waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        seen, found = set(waiting), []
+        while waiting:
+            node = waiting.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in own:
+                found.append(tuple(leaf.shape))
+            new = [after for after, _ in node.next_functions if after is not None and after not in seen]
+            seen.update(new)
+            waiting += new
+        return found
 
-@contextlib.contextmanager
-def at_once() -> Iterator[None]:
-    """While this is open, PyTorch's generators are left alone."""
-    with torch.random.fork_rng(), torch.enable_grad():
-        yield
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """While this is open, PyTorch's generators are left alone."""
+        with torch.random.fork_rng(), torch.enable_grad():
+            yield
 
+    # An optimizer's window, whose numbers are on the host: they are known, and gradients are added in place.
 
-def when(condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]) -> None:
-    (then if condition else otherwise)()
+    def integers(self, value: Any) -> list[Any]:
+        return value.tolist()
 
+    def vector(self, numbers: list[Any], dtype: str) -> Any:
+        return torch.tensor(numbers)
 
-# An optimizer's window, whose numbers are on the host: they are known, and gradients are added in place.
+    @torch.no_grad()
+    def add_up(self, window: Any, gradients: list[Any], rows: Any, weight: int, rescale: int | None) -> None:
+        if private.in_stateless_scope():  # what the caller gave stays as it is
+            assign(window.sums, [value.clone() for value in values_of(window.sums)])
+        plain: list[tuple[Any, Any]] = []
+        for total, gradient, variable in zip(values_of(window.sums), gradients, window.variables):
+            if not private.is_overwritten(variable):
+                plain.append((total, gradient))
+            elif gradient is not None:
+                total.copy_(torch.maximum(total, gradient.to(total.dtype)))
+        if rescale not in (None, 1) and plain:
+            torch._foreach_mul_([total for total, _ in plain], rescale)
+        plain = [(total, gradient) for total, gradient in plain if gradient is not None]
+        if plain:
+            torch._foreach_add_(*map(list, zip(*plain)), alpha=weight)
 
+    @torch.no_grad()
+    def divided(self, window: Any, weight: int) -> list[Any]:
+        sums = values_of(window.sums)
+        mean = [total for total, variable in zip(sums, window.variables) if not private.is_overwritten(variable)]
+        if weight != 1 and mean:
+            torch._foreach_div_(mean, weight)  # in place: the sums are emptied next
+        return sums
 
-def integers(value: Any) -> list[Any]:
-    return value.tolist()
+    @torch.no_grad()
+    def empty(self, variables: list[Any]) -> None:
+        if private.in_stateless_scope():  # where assigning keeps the tensor: these may be the new values of something
+            assign(variables, [torch.zeros_like(value) for value in values_of(variables)])
+        else:
+            torch._foreach_zero_(values_of(variables))
 
-
-def vector(numbers: list[Any], dtype: str) -> Any:
-    return torch.tensor(numbers)
-
-
-@torch.no_grad()
-def add_up(window: Any, gradients: list[Any], rows: Any, weight: int, rescale: int | None) -> None:
-    if private.in_stateless_scope():  # what the caller gave stays as it is
-        assign(window.sums, [value.clone() for value in values_of(window.sums)])
-    plain: list[tuple[Any, Any]] = []
-    for total, gradient, variable in zip(values_of(window.sums), gradients, window.variables):
-        if not private.is_overwritten(variable):
-            plain.append((total, gradient))
-        elif gradient is not None:
-            total.copy_(torch.maximum(total, gradient.to(total.dtype)))
-    if rescale not in (None, 1) and plain:
-        torch._foreach_mul_([total for total, _ in plain], rescale)
-    plain = [(total, gradient) for total, gradient in plain if gradient is not None]
-    if plain:
-        torch._foreach_add_(*map(list, zip(*plain)), alpha=weight)
-
-
-@torch.no_grad()
-def divided(window: Any, weight: int) -> list[Any]:
-    sums = values_of(window.sums)
-    mean = [total for total, variable in zip(sums, window.variables) if not private.is_overwritten(variable)]
-    if weight != 1 and mean:
-        torch._foreach_div_(mean, weight)  # in place: the sums are emptied next
-    return sums
-
-
-@torch.no_grad()
-def empty(variables: list[Any]) -> None:
-    if private.in_stateless_scope():  # where assigning keeps the tensor: these may be the new values of something
-        assign(variables, [torch.zeros_like(value) for value in values_of(variables)])
-    else:
-        torch._foreach_zero_(values_of(variables))
-
-
-def host() -> Any:
-    return keras.device("cpu")
+    def host(self) -> Any:
+        return keras.device("cpu")

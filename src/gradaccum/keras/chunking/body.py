@@ -310,7 +310,7 @@ class _Passes:
         self.batches = self.backend.chunks(body.tensors, micro_batch_size)
         # In a graph for any number of rows, micro-batches can't be left out that aren't there: none is kept.
         self.keep = min(keep, self.batches.count) if isinstance(self.batches.count, int) else 0
-        self.program = self.backend.Program(body, self.batches)
+        self.program = self.backend.program(body, self.batches)
 
     def run(self) -> list[Any]:
         """The outputs of the whole batch."""

@@ -37,8 +37,6 @@ __all__ = ["chunked"]
 
 logger = logging.getLogger("gradaccum")
 
-Passes = Callable[[Body, int, int], list[Any]]
-"""`passes(body, rows of a micro-batch, keep)`, the tensors in its outputs."""
 ROWS = 6
 """Rows that are looked at, at most: twice what a micro-batch may hold, where that is less."""
 UNKNOWN = (8, 64)
@@ -135,7 +133,8 @@ class _Chunking:
     ) -> None:
         self.layer, self.micro_batch_size, self.keep, self.batch_norm = layer, micro_batch_size, keep, batch_norm
         self.plain: Callable[..., Any] = getattr(layer.call, "plain", layer.call)
-        self._proof, self._proves = _Proof(), proves
+        self._proves, self._warned = proves, False
+        self._proven: set[Any] = set()
         self._named: set[str] = set()
 
     def install(self) -> None:
@@ -166,10 +165,10 @@ class _Chunking:
         if rows is not None and rows <= self.micro_batch_size:
             with during_micro_batch(body.batch_norms, "frozen" if self.batch_norm == "frozen" else "micro"):
                 return self.plain(*args, **kwargs)
-        passes = self._passes(body)
-        outputs = passes(body, self.micro_batch_size, self.keep)
-        if self._proves:
-            self._proof.first(body, self.micro_batch_size, passes)
+        outputs = self._passes(body)(body, self.micro_batch_size, self.keep)
+        if self._proves and body.kind not in self._proven:
+            self._proven.add(body.kind)
+            self._prove(body)
         return body.outputs(outputs)
 
     def _passes(self, body: Body) -> Callable[[Body, int, int], list[Any]]:
@@ -199,38 +198,22 @@ class _Chunking:
         def call(*args: Any, **kwargs: Any) -> Any:
             body = Body(self.layer, self.plain, self.batch_norm, args, kwargs)
             outputs = body.run(body.tensors).outputs
-            if self.layer.built:
-                self._proof.demanded(body, few, min(3, few - 1), self._passes(body))
+            # What isn't exact of BatchNormalization counts.
+            normalised: BatchNorm = "frozen" if body.batch_norm == "frozen" else "micro"
+            if self.layer.built and (doubt := self._compare(body, few, min(3, few - 1), normalised)):
+                raise ValueError(f"{body.name} can't be verified: {doubt}.")
             return body.outputs(outputs)
 
-        own, vars(self.layer)["call"] = vars(self.layer)["call"], call
-        try:
+        with private.replaced(self.layer, call=call):
             for _ in range(1 if self.layer.built else 2):  # the first call builds it
                 with keras.StatelessScope(), held():
                     self.layer(*args, **kwargs)
-        finally:
-            vars(self.layer)["call"] = own
 
+    # The proof: of the first call in training, and of the first outside of it. Random numbers are held, nothing is
+    # moved, and BatchNormalization, which has a warning of its own, normalises by its moving statistics.
 
-class _Proof:
-    """Compares what a few rows of a call give at once and in micro-batches: outputs, gradients, moved variables.
-
-    It happens at the first call in training, and at the first outside of it. Random numbers are held, nothing is moved,
-    and BatchNormalization, which has a warning of its own, normalises by its moving statistics. While a graph is
-    traced there are no rows to look at: it makes some up, and values for variables that have none there.
-    """
-
-    def __init__(self) -> None:
-        self._proven: set[Any] = set()
-        self._warned = False
-
-    def first(self, body: Body, micro_batch_size: int, passes: Passes) -> None:
-        """Prove a call, unless one like it has been looked at."""
-        if body.kind in self._proven:
-            return
-        self._proven.add(body.kind)
-        where = backends.running().unprovable()
-        if where:
+    def _prove(self, body: Body) -> None:
+        if where := backends.running().unprovable():
             logger.warning(
                 "Whether %s gives the outputs and gradients of all rows at once is not proven %s. `verify(*inputs)` "
                 "proves it.",
@@ -238,11 +221,9 @@ class _Proof:
                 where,
             )
             return
-        few = max(2, min(ROWS, 2 * micro_batch_size))
+        few = max(2, min(ROWS, 2 * self.micro_batch_size))
         try:
-            doubt = self._compare(
-                body, few, (few + 1) // 2, passes, "micro" if body.batch_norm == "exact" else "frozen"
-            )
+            doubt = self._compare(body, few, (few + 1) // 2, "micro" if body.batch_norm == "exact" else "frozen")
         except (NotEquivalentError, OuterTensorError):
             raise
         except Exception as error:  # a layer for one number of rows, or that checks what is in them
@@ -256,21 +237,14 @@ class _Proof:
                 stacklevel=6,
             )
 
-    def demanded(self, body: Body, rows: int, size: int, passes: Passes) -> None:
-        """Prove a call with its own first rows. What isn't exact of BatchNormalization counts."""
-        doubt = self._compare(body, rows, size, passes, "frozen" if body.batch_norm == "frozen" else "micro")
-        if doubt:
-            raise ValueError(f"{body.name} can't be verified: {doubt}.")
-
-    def _compare(self, body: Body, few: int, size: int, passes: Passes, batch_norm: BatchNorm) -> str:
+    def _compare(self, body: Body, few: int, size: int, batch_norm: BatchNorm) -> str:
         """Raises what differs. Returns why it isn't known, if it isn't."""
         reason: Exception | None = None
         known = all(None not in tuple(tensor.shape)[1:] for tensor in body.tensors)
         with backends.running().at_once(), private.outside_of_scopes():
             for unknown in UNKNOWN[:1] if known else UNKNOWN:
                 try:
-                    trial = _Trial(body, few, size, passes, batch_norm, unknown)
-                    return trial.judge()
+                    return _Trial(body, few, size, self._passes(body), batch_norm, unknown).judge()
                 except (NotEquivalentError, OuterTensorError):
                     raise
                 except Exception as error:
@@ -280,51 +254,48 @@ class _Proof:
 
 
 class _Trial(StepRunner):
-    """A few rows of a call, with the variables it reads and the gradients that its outputs are given."""
+    """A few rows of a call, with the variables it reads and the gradients that its outputs are given.
 
-    def __init__(self, body: Body, rows: int, size: int, passes: Passes, batch_norm: BatchNorm, unknown: int) -> None:
+    While a graph is traced there are no rows to look at: it makes some up, and values for variables that have none.
+    """
+
+    def __init__(self, body: Body, rows: int, size: int, passes: Any, batch_norm: BatchNorm, unknown: int) -> None:
         self.precision = precision_of(body.layer)
         self.tolerance, self.in_half = rounding(self.precision), self.precision in ("bfloat16", "float16")
         self.body, self.rows, self.size, self.passes, self.batch_norm = body, rows, size, passes, batch_norm
         self._random = np.random.default_rng(0)
         self._layers = [body.layer, *private.layers_in(body.layer)]
         self.real = backends.running().known([*body.tensors, *body.shared])
-        self.tensors, self.shared = self._known_rows() if self.real else self._made_up_rows(unknown)
+        if self.real:
+            places = np.linspace(0, int(body.tensors[0].shape[0]) - 1, rows).astype(int)
+            self.tensors = [ops.take(tensor, places, axis=0) for tensor in body.tensors]
+            self.shared = [ops.stop_gradient(scalar) for scalar in body.shared]
+        else:
+            shapes = [[unknown if n is None else n for n in tuple(tensor.shape)[1:]] for tensor in body.tensors]
+            self.tensors = [self._made_up((rows, *shape), t.dtype) for shape, t in zip(shapes, body.tensors)]
+            self.shared = [self._made_up((), scalar.dtype) for scalar in body.shared]
         moved = {id(variable) for variable in body.state.variables}
         self.weights = [v for v in body.read if v.trainable and id(v) not in moved and is_float(v)]
         trained = {id(variable) for variable in self.weights}
-        others = [v for v in [*body.read, *body.state.variables] if id(v) not in trained]
         self.values = [self._value(variable) for variable in self.weights]
-        self.given = [(variable, self._value(variable)) for variable in others]
+        self.given = [(v, self._value(v)) for v in [*body.read, *body.state.variables] if id(v) not in trained]
         self.places = [n for n, tensor in enumerate(self.tensors) if is_float(tensor)]
         self._moved: dict[str, np.ndarray] = {}
 
-    def _known_rows(self) -> tuple[list[Any], list[Any]]:
-        places = np.linspace(0, int(self.body.tensors[0].shape[0]) - 1, self.rows).astype(int)
-        tensors = [ops.take(tensor, places, axis=0) for tensor in self.body.tensors]
-        return tensors, [ops.stop_gradient(scalar) for scalar in self.body.shared]
-
-    def _made_up_rows(self, unknown: int) -> tuple[list[Any], list[Any]]:
-        tables = [layer.input_dim for layer in self._layers if isinstance(layer, keras.layers.Embedding)]
-        ids = min(tables, default=2)
-
-        def made_up(shape: tuple[int, ...], dtype: Any) -> Any:
-            dtype = keras.backend.standardize_dtype(dtype)
-            if dtype == "bool" and len(shape) > 1:  # a mask: rows of different lengths
-                lengths = 1 + np.arange(shape[0])[:, None] % shape[1]
-                shown = (np.arange(shape[1]) < lengths).reshape(*shape[:2], *[1] * (len(shape) - 2))
-                array: Any = np.broadcast_to(shown, shape)
-            elif dtype == "bool":
-                array = np.ones(shape, bool)
-            elif "int" in dtype:
-                array = self._random.integers(0, ids, shape)
-            else:
-                array = self._random.uniform(0.0 if shape else 0.5, 1.0, shape)
-            return ops.convert_to_tensor(array, dtype)
-
-        shapes = [[unknown if n is None else n for n in tuple(tensor.shape)[1:]] for tensor in self.body.tensors]
-        tensors = [made_up((self.rows, *shape), tensor.dtype) for shape, tensor in zip(shapes, self.body.tensors)]
-        return tensors, [made_up((), scalar.dtype) for scalar in self.body.shared]
+    def _made_up(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        dtype = keras.backend.standardize_dtype(dtype)
+        if dtype == "bool" and len(shape) > 1:  # a mask: rows of different lengths
+            lengths = 1 + np.arange(shape[0])[:, None] % shape[1]
+            shown = (np.arange(shape[1]) < lengths).reshape(*shape[:2], *[1] * (len(shape) - 2))
+            array: Any = np.broadcast_to(shown, shape)
+        elif dtype == "bool":
+            array = np.ones(shape, bool)
+        elif "int" in dtype:
+            tables = [layer.input_dim for layer in self._layers if isinstance(layer, keras.layers.Embedding)]
+            array = self._random.integers(0, min(tables, default=2), shape)
+        else:
+            array = self._random.uniform(0.0 if shape else 0.5, 1.0, shape)
+        return ops.convert_to_tensor(array, dtype)
 
     def _value(self, variable: Any) -> Any:
         if private.has_value(variable):
@@ -389,8 +360,7 @@ class _Trial(StepRunner):
             tensors = list(self.tensors)
             for place, value in zip(self.places, values[weights:]):
                 tensors[place] = value
-            mapping = [*zip(self.weights, values), *self.given]
-            with keras.StatelessScope(mapping) as scope:
+            with keras.StatelessScope([*zip(self.weights, values), *self.given]) as scope:
                 body = self.body.again(tensors, self.shared, self.batch_norm)
                 if in_parts:
                     outputs = self.passes(body, self.size, 0)
@@ -411,10 +381,9 @@ class _Trial(StepRunner):
             (_, (outputs, moved)), gradients = backend.value_and_gradients(loss, values)
             return outputs, gradients, moved
 
+        inputs = [self.tensors[place] for place in self.places]
         with held():  # the second pass, too
-            outputs, gradients, moved = backend.compiled(outcome)(
-                [*values, *(self.tensors[place] for place in self.places)]
-            )
+            outputs, gradients, moved = backend.compiled(outcome)([*values, *inputs])
         self._moved = {name: as_array(value) for name, value in moved.items()}
         found = [None if gradient is None else as_array(gradient) for gradient in gradients]
         return Outcome(
@@ -424,20 +393,20 @@ class _Trial(StepRunner):
 
     def _warn(self, astray: list[str], aside: list[str]) -> None:
         """Of variables that micro-batches move elsewhere, and attributes of layers in which passes leave tensors."""
-        name = self.body.name_inside
+        name, said = self.body.name_inside, []
         if astray:
-            warnings.warn(
+            said.append(
                 f"These variables of {name} move to the mean of where its micro-batches take them, which is not where "
-                f"all rows at once take them: {', '.join(map(repr, astray))}.",
-                stacklevel=8,
+                f"all rows at once take them: {', '.join(map(repr, astray))}."
             )
         if aside:
-            warnings.warn(
-                f"{name[0].upper()}{name[1:]} keeps tensors of its forward pass as attributes ("
-                f"{', '.join(map(repr, aside))}). In micro-batches these are the last one's alone, and without a "
-                "gradient. Return them, with a row for every row, and reduce over the rows outside.",
-                stacklevel=8,
+            said.append(
+                f"{self.body.name} keeps tensors of its forward pass as attributes ({', '.join(map(repr, aside))}). In "
+                "micro-batches these are the last one's alone, and without a gradient. Return them, with a row for "
+                "every row, and reduce over the rows outside."
             )
+        for sentence in said:
+            warnings.warn(sentence, stacklevel=7)
 
     def _raise(self, sizes: list[int], worst: float) -> None:
         parts = np.split(np.arange(self.rows), np.cumsum(sizes)[:-1])
@@ -455,14 +424,10 @@ class _Trial(StepRunner):
     def _calls(self, rows: np.ndarray) -> Any:
         """What goes into and comes out of each layer."""
         layer, tensors = self.body.layer, [ops.take(tensor, rows, axis=0) for tensor in self.tensors]
-        mapping = [*zip(self.weights, self.values), *self.given]
         # What is exact over all rows isn't over a few: there it isn't what differs.
         body = self.body.again(tensors, self.shared, "frozen" if self.body.batch_norm == "exact" else self.batch_norm)
-        own, vars(layer)["call"] = vars(layer).get("call"), body.call
-        try:
-            with keras.StatelessScope(mapping), held(), recorded_calls(layer) as calls:
-                body.call = layer.call
-                body.run(tensors)
-            return calls
-        finally:
-            vars(layer)["call"] = own
+        scope = keras.StatelessScope([*zip(self.weights, self.values), *self.given])
+        with private.replaced(layer, call=body.call), scope, held(), recorded_calls(layer) as calls:
+            body.call = layer.call
+            body.run(tensors)
+        return calls

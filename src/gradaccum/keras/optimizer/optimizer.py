@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras.optimizers import Optimizer as KerasOptimizer
 
 from gradaccum.keras import backends, private
@@ -235,6 +236,8 @@ class Optimizer(KerasOptimizer):
                     f"Unknown variable: {variable}. An optimizer trains the variables that it was built with. Use a "
                     "new one for another model."
                 )
+            if isinstance(gradient, (np.ndarray, list, float)):
+                gradient = keras.ops.convert_to_tensor(gradient, variable.dtype)
             gradients[self._trainable_variables_indices[id(variable)]] = gradient
         return gradients
 

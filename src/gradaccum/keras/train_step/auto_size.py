@@ -36,9 +36,9 @@ def fastest_size(model: Any, data: Any, rows: int | None) -> int:
     the rows, says that it fits: what XLA states on JAX, and what the process took on TensorFlow.
     """
     most = _UNKNOWN_ROWS if rows is None else rows
-    size = min(max(1, most // 64), 8)
-    line, free = MemoryLine(), _free_memory()
-    limit = float("inf") if free is None else (1 - MARGIN) * free
+    size, backend = min(max(1, most // 64), 8), backends.running()
+    free = backend.free_memory(free_host_memory)
+    line, limit = MemoryLine(), float("inf") if free is None else (1 - MARGIN) * free
     base = process_memory()["VmHWM"]  # the most bytes ever in use
     seconds: dict[int, float] = {}
     while True:
@@ -49,7 +49,8 @@ def fastest_size(model: Any, data: Any, rows: int | None) -> int:
             run()
             seconds[size] = min(timeit.repeat(run, number=1, repeat=3)) / size
         except Exception as error:
-            if seconds and _is_out_of_memory(error):
+            text = f"{type(error).__name__} {error}".lower()
+            if seconds and any(sign in text for sign in ("resource_exhausted", "resourceexhausted", "memory", "oom")):
                 break
             raise
         line.add(size, process_memory()["VmHWM"] - base if needed is None else needed)
@@ -65,57 +66,21 @@ def fastest_size(model: Any, data: Any, rows: int | None) -> int:
 
 def _trial(model: Any, data: Any, size: int) -> tuple[Callable[[], Any], float | None]:
     """One gradient of a micro-batch, ready to run, and the bytes that it needs, where the compiler says."""
-    variables = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
-    state = [[np.zeros(tuple(v.shape), v.dtype) for v in part] for part in variables]
-    batch = tree.map_structure(lambda leaf: _zeros(leaf, size), data)
+    backend = backends.running()
+
+    def zeros(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        shape = [size, *leaf.shape[1:]] if has_rows(leaf) else []
+        known = [_UNKNOWN_DIMENSION if number is None else number for number in shape]
+        return ops.convert_to_tensor(np.zeros(known, keras.backend.standardize_dtype(leaf.dtype)))
 
     def gradients(state: Any, batch: Any) -> Any:
         def loss_of(values: Any) -> Any:
             return ops.sum(divisors_of(model, (values, *state[1:]), *unpack(batch))[1]), None
 
-        return backends.running().value_and_gradients(loss_of, state[0])
+        return backend.value_and_gradients(loss_of, state[0])
 
-    if keras.backend.backend() == "jax":
-        import jax
-
-        compiled = jax.jit(gradients).lower(state, batch).compile()
-        analysis = compiled.memory_analysis()
-        needed = None if analysis is None else float(analysis.temp_size_in_bytes)
-        return lambda: jax.block_until_ready(compiled(state, batch)), needed
-    state, batch = tree.map_structure(
-        lambda leaf: None if leaf is None else ops.convert_to_tensor(leaf), (state, batch)
-    )
-    run = gradients
-    if keras.backend.backend() == "tensorflow" and not model.run_eagerly:
-        import tensorflow as tf
-
-        run = tf.function(gradients, jit_compile=model.jit_compile)
-    return lambda: ops.convert_to_numpy(run(state, batch)[0][0]), None
-
-
-def _zeros(leaf: Any, size: int) -> Any:
-    if not has_rows(leaf):
-        return None if leaf is None else np.zeros((), keras.backend.standardize_dtype(leaf.dtype))
-    shape = [_UNKNOWN_DIMENSION if number is None else number for number in leaf.shape[1:]]
-    return np.zeros((size, *shape), keras.backend.standardize_dtype(leaf.dtype))
-
-
-def _free_memory() -> float | None:
-    """Bytes that the device has left."""
-    if keras.backend.backend() == "jax":
-        import jax
-
-        stats = jax.local_devices()[0].memory_stats() or {}
-        if "bytes_limit" in stats:
-            return stats["bytes_limit"] - stats["bytes_in_use"]
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        if tf.config.list_logical_devices("GPU"):
-            return None  # not told: the first size that runs out of memory ends the search
-    return free_host_memory()
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    text = f"{type(error).__name__} {error}".lower()
-    return any(sign in text for sign in ("resource_exhausted", "resourceexhausted", "memory", "oom"))
+    variables = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
+    state = [[ops.zeros(v.shape, v.dtype) for v in part] for part in variables]
+    return backend.prepared(gradients, (state, tree.map_structure(zeros, data)), model)

@@ -5,7 +5,6 @@ And which few rows show what a loss may treat apart: missing labels, padding, cl
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.equivalence import Difference, Equivalence
-from gradaccum.core.proof import Comparison
+from gradaccum.core.proof import Comparison, ProofSchedule
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
@@ -29,8 +28,6 @@ ROWS = 16
 """Rows of the batch that are looked at, at most."""
 ROWS_OF_AUTO = 8
 """The same where nobody has said how many fit into memory."""
-WATCHED = 4096
-"""The most numbers of a variable that is watched from one `fit` to the next."""
 LOOKED_THROUGH = 4096
 """Rows among which the few that are proved are chosen, and columns that are looked at."""
 MOST_NUMBERS = 2**20
@@ -44,64 +41,65 @@ class Proof:
 
     Loss, gradients and moved variables are computed by the step that then makes the updates, with random numbers held
     and BatchNormalization frozen, which has a warning of its own. That happens at updates 1, 2, 4, 8, ... since the
-    model was compiled, with the first batch of each `fit`, with batches of another kind for `train_on_batch`, and in an
-    epoch's first update if a variable has changed that the loss reads and no optimizer trains. All other updates make
-    no call of this.
+    model was compiled, with the first batch of each `fit`, and with batches of another kind for `train_on_batch`. All
+    other updates make no call of this.
     """
 
     def __init__(self, step: Any) -> None:
         self.step = step
-        self._updates = 0
-        self._wanted = self._epoch_begun = self._on_batch = self._scheduled = self._warned = False
+        self.restart()
+        self._wanted = self._warned = False
         self._compiled: Any = None
-        self._proven: dict[str, list[tuple[Any, np.ndarray]]] = {}
-        """Of each kind of batch that was proved, the variables that were read, with their values."""
+        self._proven: set[str] = set()
         self._doubt = ""
 
     def restart(self) -> None:
         """The training function is made anew."""
-        self._updates = 0
+        self.schedule = ProofSchedule()
 
     def begin_fit(self) -> None:
         """A `fit` begins: its first batch is proved."""
         self._wanted = True
 
-    def begin_epoch(self) -> None:
-        """An epoch or `train_on_batch` begins: in an epoch, variables may have changed."""
-        self._epoch_begun, self._on_batch = not self._on_batch, False
-
     def see(self, data: Any) -> None:
         """This batch comes next, by itself."""
-        self._on_batch = True
         self._wanted = self._wanted or self._kind(data) not in self._proven
 
     def is_due(self, updates: int) -> bool:
         """Whether one of the next updates, so many, is to be proved."""
-        before, self._updates = self._updates, self._updates + updates
-        self._scheduled = before == 0 or before.bit_length() != self._updates.bit_length()
-        return self._wanted or self._epoch_begun or self._scheduled
+        return any([*map(self.schedule.is_due, [False] * updates)]) or self._wanted
 
     def run(self, data: Any, state: Any = None) -> None:
         """Prove the update of this batch, which is due."""
         rows = rows_of(data)
         if rows is None or rows < 2:
             return
+        self._wanted = False
         compiled = private.compiled_losses(self.step.model)
         if compiled is not self._compiled:
             self._compiled = compiled
             self._proven.clear()
-        known = self._proven.get(self._kind(data))
-        wanted = self._wanted or self._scheduled or known is None
-        self._wanted = self._epoch_begun = False
-        if not wanted and all(np.array_equal(self._value(v, state), old, equal_nan=True) for v, old in known or ()):
-            return
-        reads: dict[int, Any] = {}
-        reason = self._compare(data, state, rows, reads)
-        # A function that is compiled reads variables while it is traced, and not again.
-        watched = [*self._watched(reads)] or [variable for variable, _ in known or ()]
-        self._proven[self._kind(data)] = [(variable, self._value(variable, state)) for variable in watched]
-        if reason is not None:
-            self._doubt = f"{type(reason).__name__}: {reason}".splitlines()[0]
+        self._proven.add(self._kind(data))
+        reason: Exception | None = None
+        allowed = rounding(precision_of(self.step.model)) / 10
+        for few, size in _attempts(rows, self.step.micro_batch_size):
+            sizes = even_sizes(few, size)
+            batch = take_rows(data, dealt(few_rows(data, few), sizes))
+            runner = StepRunner(self.step, batch, "frozen", allowed, state)
+            comparison = Comparison(runner, range(few), [(range(few), sizes)], "raise")
+            try:
+                loss = comparison.large.losses["loss"]
+                if np.isfinite(loss).all():
+                    differences = comparison.differences() or []
+                    self._judge(runner, batch, comparison, differences, state)
+                    return
+                reason = reason or ValueError(f"the loss of {few} rows at once is {loss}")
+                break
+            except NotEquivalentError:
+                raise
+            except Exception as error:
+                reason = reason or error
+        self._doubt = f"{type(reason).__name__}: {reason}".splitlines()[0]
 
     def warn(self) -> None:
         """Warn, once, of an update that has been made although it could not be proved."""
@@ -115,30 +113,9 @@ class Proof:
             )
         self._doubt = ""
 
-    def _compare(self, data: Any, state: Any, rows: int, reads: dict[int, Any]) -> Exception | None:
-        """Compare as many rows as can be, and judge. Returns why nothing is known, if so; adds what was read."""
-        reason: Exception | None = None
-        allowed = rounding(precision_of(self.step.model)) / 10
-        for few, size in _attempts(rows, self.step.micro_batch_size):
-            sizes = even_sizes(few, size)
-            batch = take_rows(data, dealt(few_rows(data, few), sizes))
-            runner = StepRunner(self.step, batch, "frozen", allowed, state)
-            runner.reads = reads
-            comparison = Comparison(runner, range(few), [(range(few), sizes)], "raise")
-            try:
-                loss = comparison.large.losses["loss"]
-                if not np.isfinite(loss).all():
-                    return reason or ValueError(f"the loss of {few} rows at once is {loss}")
-                differences = comparison.differences() or []
-            except Exception as error:
-                reason = reason or error
-                continue
-            self._judge(batch, comparison, differences, state)
-            return None
-        return reason
-
-    def _judge(self, batch: Any, comparison: Comparison, differences: Sequence[Difference], state: Any) -> None:
-        runner: Any = comparison.runner
+    def _judge(
+        self, runner: StepRunner, batch: Any, comparison: Comparison, differences: Sequence[Difference], state: Any
+    ) -> None:
         allowed, model = runner.tolerance, self.step.model
         if all(difference.error <= allowed for difference in differences):
             return
@@ -169,20 +146,6 @@ class Proof:
             return len(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)
 
         return str((len(self.step.model.trainable_variables), tree.map_structure(kind, unpack(batch))))
-
-    def _watched(self, reads: dict[int, Any]) -> Iterator[Any]:
-        """Of the variables that were read, those whose change means something."""
-        trained, _, optimizer, metrics = self.step.variables()
-        moving = [v for layer in self.step.batch_norms for v in layer.variables]
-        others = {id(variable) for variable in (*trained, *optimizer, *metrics, *moving)}
-        for variable in reads.values():
-            seed = "seed_generator_state" in (variable.path or "")
-            if not seed and id(variable) not in others and math.prod(variable.shape) <= WATCHED:
-                yield variable
-
-    def _value(self, variable: Any, state: Any) -> np.ndarray:
-        values = [v for some in zip(self.step.variables(), state or ()) for one, v in zip(*some) if one is variable]
-        return np.array(ops.convert_to_numpy(values[0] if values else variable.value))
 
 
 def _attempts(rows: int, micro_batch_size: Any) -> Iterator[tuple[int, int]]:

@@ -19,7 +19,17 @@ from keras import ops, tree
 
 from gradaccum.core.proof import Outcome
 from gradaccum.keras import backends, private
-from gradaccum.keras.backends.base import Spec, assign, copies_of, discarded, has_rows, rows_of, unpack, values_of
+from gradaccum.keras.backends.base import (
+    RestartWindow,
+    Spec,
+    assign,
+    copies_of,
+    discarded,
+    has_rows,
+    rows_of,
+    unpack,
+    values_of,
+)  # fmt: skip
 from gradaccum.keras.batch_norm import BatchNorm, Pool, batch_norms_of, during_micro_batch, warn
 from gradaccum.keras.equivalence import Draws, held, outcome_of
 from gradaccum.keras.loss import Measured, update_trackers, weighed_losses
@@ -31,25 +41,21 @@ __all__ = ["MicroBatchedStep", "remove_step"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What one forward pass tells about the rest.
-
-    Attributes:
-        counted: The losses whose denominators have to be counted, by index.
-        dtype: In which the loss is added up.
-        outputs: The model's outputs, in their structure.
-        metrics: `"whole"`: metrics see the whole batch's outputs, once per update, as in plain `fit`; `"streamed"`:
-            they see those of each micro-batch, where the metrics are sums over rows and keeping all outputs would cost
-            more than the batch itself; `"none"`: there are none.
-        tracked: How many losses are logged by themselves.
-        terms: Whether the loss can have other terms than one compiled loss.
-    """
+    """What one forward pass tells about the rest."""
 
     counted: tuple[int, ...]
+    """The losses whose denominators have to be counted, by index."""
     dtype: str
+    """In which the loss is added up."""
     outputs: Any
+    """The model's outputs, in their structure."""
     metrics: Literal["whole", "streamed", "none"]
+    """Metrics see the whole batch's outputs, once per update, as in plain `fit`; or those of each micro-batch, where
+    they are sums over rows and keeping all outputs would cost more than the batch itself."""
     tracked: int
+    """How many losses are logged by themselves."""
     terms: bool
+    """Whether the loss can have other terms than one compiled loss."""
 
 
 class Window(NamedTuple):
@@ -75,7 +81,7 @@ class MicroBatchedStep:
     ) -> None:
         self.model, self.micro_batch_size, self.batch_norm = model, micro_batch_size, batch_norm
         self.backend = backends.running()
-        self.training = self.backend.Training(self)
+        self.training = self.backend.training(self)
         self.proof = Proof(self) if verify else None
         self.plans: dict[Any, Plan] = {}
         self._built: list[Any] = [self] * 3
@@ -89,14 +95,14 @@ class MicroBatchedStep:
 
     def install(self) -> None:
         """Make this the model's training step."""
+        proof = self.proof
         self._warn(stacklevel=4)
         self.model.train_step = self
         self.model.train_function = None
         self.model.make_train_function = self._make_train_function
-        if self.proof is not None:
-            self.model.fit = _after(self.proof.begin_fit, self.model.fit)
-            self.model.reset_metrics = _after(self.proof.begin_epoch, self.model.reset_metrics)
-        self.model.train_on_batch = self._checked(self.model.train_on_batch)
+        if proof is not None:
+            self.model.fit = _after(lambda *args, **kwargs: proof.begin_fit(), self.model.fit)
+        self.model.train_on_batch = _after(self._see, self.model.train_on_batch)
 
     def _make_train_function(self, force: bool = False) -> Any:
         """Keras' own, which `fit` and `train_on_batch` begin with, around this step."""
@@ -108,17 +114,11 @@ class MicroBatchedStep:
             self.training.make_train_function(lambda: type(model).make_train_function(model, force=force))
         return model.train_function
 
-    def _checked(self, train_on_batch: Callable[..., Any]) -> Callable[..., Any]:
-        """With an error of its own where Keras would build the model from arrays of different rows, and fail."""
-
-        @functools.wraps(train_on_batch)
-        def checked(x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-            rows_of((x, y, sample_weight))
-            if self.proof is not None:
-                self.proof.see((x, y, sample_weight))
-            return train_on_batch(x, y, sample_weight, *args, **kwargs)
-
-        return checked
+    def _see(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
+        """`train_on_batch` has this: an error of its own where Keras would build the model from it, and fail."""
+        rows_of((x, y, sample_weight))
+        if self.proof is not None:
+            self.proof.see((x, y, sample_weight))
 
     def __call__(self, *args: Any) -> Any:
         return self.training.call(*args)
@@ -182,11 +182,8 @@ class MicroBatchedStep:
 
     def plan(self, batches: Any) -> Plan:
         """What has to be counted and kept."""
-
-        def ranks(leaf: Any) -> Any:
-            return leaf if leaf is None else len(leaf.shape)
-
-        key = private.compiled_losses(self.model), str(tree.map_structure(ranks, batches.data))
+        ranks = tree.map_structure(lambda leaf: leaf if leaf is None else len(leaf.shape), batches.data)
+        key = private.compiled_losses(self.model), str(ranks)
         if key not in self.plans or not self.backend.lazy_divisors:  # what is traced is traced for these shapes
 
             def planned(micro_batch: Any) -> Plan:
@@ -198,15 +195,13 @@ class MicroBatchedStep:
 
     def _plan_of(self, measured: Measured, loss: Any, y_pred: Any, micro_batch: Any) -> Plan:
         model, outputs = self.model, tree.flatten(y_pred)
-        compiled = private.compiled_metrics(model)
-        metrics: Literal["whole", "streamed", "none"] = "whole"
-        if not _overrides(model, "compute_metrics"):
-            if compiled is None:
-                metrics = "none"
-            # Keras' functions reduce an output of one dimension to a scalar.
-            elif all(map(_adds_over_rows, compiled.metrics)) and all(len(output.shape) > 1 for output in outputs):
-                kept, given = _numbers_per_row(outputs), _numbers_per_row(micro_batch)
-                metrics = "streamed" if kept is None or given is None or kept > given else "whole"
+        compiled, own_metrics = private.compiled_metrics(model), _overrides(model, "compute_metrics")
+        metrics: Literal["whole", "streamed", "none"] = "whole" if compiled is not None or own_metrics else "none"
+        # Keras' functions reduce an output of one dimension to a scalar.
+        add_up = not own_metrics and all(len(output.shape) > 1 for output in outputs)
+        if compiled is not None and add_up and all(map(_adds_over_rows, compiled.metrics)):
+            kept, given = _numbers_per_row(outputs), _numbers_per_row(micro_batch)
+            metrics = "streamed" if kept is None or given is None or kept > given else "whole"
         spec = Spec.of if self.backend.keeps_masks else lambda output: replace(Spec.of(output), masked=False)
         dtype = keras.backend.standardize_dtype(loss.dtype)
         return Plan(
@@ -304,7 +299,7 @@ class _Pass:
         rows = [batches.joined([part]) for part in parts]
         if self.divisors.unplanned:
             self.step.has_terms()
-            raise self.step.backend.RestartWindow
+            raise RestartWindow
         scale = self.divisors.scale()
         assign(self.pool.variables, self.pool.moved(pooled, before))
         own, queue = len(self.gradients.specs), iter(rows[len(self.gradients.specs) :])
@@ -364,21 +359,17 @@ class _Divisors:
         self.unplanned |= unplanned
         counts = {index: ops.stop_gradient(count) for index, count in counts.items()}
         if self.totals is None:
-            self.totals = {
-                index: ops.where(count != 0, count, ops.ones_like(count)) / share for index, count in counts.items()
-            }
+            self.totals = {i: ops.where(count != 0, count, ops.ones_like(count)) / share for i, count in counts.items()}
         self._found = {index: self._found.get(index, 0) + count for index, count in counts.items()}
 
     def scale(self) -> Any:
         """What gradients and loss are still to be multiplied by; None: nothing."""
-        if not self.lazy:
+        if not self.lazy or self.totals is None:
             return None
-        assert self.totals is not None
         ((index, assumed),) = self.totals.items()
         total = self._found[index]
-        return ops.where(
-            total != 0, assumed / ops.where(total != 0, total, ops.ones_like(total)), ops.zeros_like(total)
-        )
+        ratio = assumed / ops.where(total != 0, total, ops.ones_like(total))
+        return ops.where(total != 0, ratio, ops.zeros_like(ratio))
 
 
 def _share(size: Any, rows: Any) -> Any:
@@ -395,14 +386,14 @@ def _times(value: Any, share: Any) -> Any:
 def remove_step(model: Any) -> None:
     """Let a model train as it did before a step was installed; nothing where there is none."""
     if isinstance(vars(model).get("train_step"), MicroBatchedStep):
-        for name in ("train_step", "make_train_function", "fit", "reset_metrics", "train_on_batch"):
+        for name in ("train_step", "make_train_function", "fit", "train_on_batch"):
             vars(model).pop(name, None)
 
 
-def _after(first: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+def _after(first: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def both(*args: Any, **kwargs: Any) -> Any:
-        first()
+        first(*args, **kwargs)
         return method(*args, **kwargs)
 
     return both

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.core.proof import ENOUGH, informative_rows, informative_units
-from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.batch import Batch, read_later
 
 __all__ = ["BatchKinds", "rows_to_prove"]
 
@@ -58,19 +58,18 @@ class BatchKinds:
         switched = modes != self._modes and not self._known_modes.issuperset(_in_the_models(modes))
         self._latest, self._new_ranges, self._newly_uneven = (structure, rows, modes), {}, set()
         for path, leaf, dim in batch.leaves:
-            if not _is_plain(leaf):
-                continue
-            if first or leaf.is_cpu:
+            if _is_plain(leaf) and (first or leaf.is_cpu or self._was_new(path, leaf, dim)):
                 self._look(batch, path, leaf, dim, first)
-            else:
-                self._look_later(batch, path, leaf, dim)
         return first or switched or bool(self._new_ranges) or bool(self._newly_uneven)
 
     def _look(self, batch: Batch, path: str, leaf: Tensor, dim: int, first: bool) -> None:
         """Look at the values of a tensor now."""
         least = -math.inf
         if leaf.dtype in _WHOLE:  # these may be targets
-            least = self._extend(batch, path, leaf)
+            low, high = self._ranges.get(path, (math.inf, -math.inf))
+            least, most = batch.ends(leaf)
+            if not low <= least <= most <= high:
+                self._new_ranges[path] = min(low, least), max(high, most)
         nearest = None
         for key, vary in _variations(path, leaf.dtype, leaf.dim(), first or leaf.numel() <= SMALL):
             if key in self._uneven or (least >= 0 and key.startswith(_IGNORED)):
@@ -83,38 +82,18 @@ class BatchKinds:
             if bool(_differs(vary(leaf, dim))):
                 self._newly_uneven.add(key)
 
-    def _look_later(self, batch: Batch, path: str, leaf: Tensor, dim: int) -> None:
-        """Look at what was asked of an earlier batch, and ask for what this one holds: nobody waits for a device."""
-        none_ignored = False
-        if leaf.dtype in _WHOLE:
-            low, high = self._ranges.get(path, (math.inf, -math.inf))
-            arrived = self._arrived(path)
-            if arrived is not None and not low <= arrived[0] <= arrived[1] <= high:
-                none_ignored = self._extend(batch, path, leaf) >= 0
-            elif arrived is not None or path not in self._pending:
-                self._pending[path] = _read_later(torch.stack([*leaf.aminmax()]))
-        for key, vary in _variations(path, leaf.dtype, leaf.dim(), leaf.numel() <= SMALL):
-            if key in self._uneven or (none_ignored and key.startswith(_IGNORED)):
-                continue
-            arrived = self._arrived(key)
-            if arrived is not None and arrived[0]:
-                if bool(_differs(vary(leaf, dim))):
-                    self._newly_uneven.add(key)
-            elif arrived is not None or key not in self._pending:
-                self._pending[key] = _read_later(_differs(vary(leaf, dim)).reshape(1))
-
-    def _extend(self, batch: Batch, path: str, leaf: Tensor) -> float:
-        """Note a tensor's ends where they are outside of all before. Returns its smallest number."""
+    def _was_new(self, path: str, leaf: Tensor, dim: int) -> bool:
+        """Whether something was new in this tensor of an earlier batch, on a device. Asks the same of this batch."""
+        host, event = self._pending.get(path, (None, None))
+        if event is not None and not event.query():
+            return False
         low, high = self._ranges.get(path, (math.inf, -math.inf))
-        least, most = batch.ends(leaf)
-        if not low <= least <= most <= high:
-            self._new_ranges[path] = min(low, least), max(high, most)
-        return least
-
-    def _arrived(self, key: str) -> list[float] | None:
-        """What was read of an earlier batch, once it is there."""
-        values, event = self._pending.get(key, (None, None))
-        return None if event is None or values is None or not event.query() else values.tolist()
+        new = [leaf.amin() < low, leaf.amax() > high] if leaf.dtype in _WHOLE else []
+        variations = _variations(path, leaf.dtype, leaf.dim(), leaf.numel() <= SMALL)
+        new += [_differs(vary(leaf, dim)) for key, vary in variations if key not in self._uneven]
+        if new:
+            self._pending[path] = read_later(torch.stack(new).any())
+        return host is not None and bool(host)
 
     def add(self) -> None:
         """The latest batch's kind is known from now on."""
@@ -192,12 +171,3 @@ def _sums(leaf: Tensor, dim: int) -> Tensor:
 
 def _differs(values: Tensor) -> Tensor:
     return (values != values[0]).any()
-
-
-def _read_later(flag: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """A number on the host, and what tells when it has arrived there."""
-    host = torch.empty_like(flag, device="cpu", pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return host, event

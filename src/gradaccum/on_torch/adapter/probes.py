@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from gradaccum.core.causes import innermost
 from gradaccum.on_torch.adapter.rng import row_dimension, rows_in
-from gradaccum.on_torch.batch import leaves, map_leaves
+from gradaccum.on_torch.batch import leaves
 
-__all__ = ["Outputs", "Trace", "mixing"]
+__all__ = ["Trace", "mixing", "others_differ", "part_differs", "tokens_differ"]
 
 _TOLERANCE = 1e-8
 """Relative difference between fingerprints that counts as rounding, in float64; narrower dtypes get more."""
@@ -59,30 +59,57 @@ def _differs(ours: Tensor, theirs: Tensor, precision: float) -> bool:
     return bool(((ours - theirs).abs() > max(_TOLERANCE, 1e3 * precision) * scale).any()) if scale else False
 
 
-def _part_differs(whole: _Fingerprint, part: _Fingerprint, rows: int, taken: Tensor) -> bool | None:
-    """Whether a micro-batch's tensor is another than its rows of the large batch's; None where that can't be told."""
-    precision = max(whole.precision, part.precision)
-    if whole.shape == part.shape:  # shared by all micro-batches
-        return _differs(whole.along[0], part.along[0], precision)
-    dim = row_dimension(whole.shape, part.shape, rows, taken)
-    if dim is None or dim >= len(whole.along):
-        return None
-    return _differs(part.along[dim], rows_in(whole.along[dim], 0, rows, taken), precision)
+Differ = Callable[[_Fingerprint, _Fingerprint], "bool | None"]
+"""Whether a tensor is another one in a second pass; None where that can't be told."""
 
 
-def _others_differ(before: _Fingerprint, after: _Fingerprint, rows: int, changed: int) -> bool | None:
-    """Whether rows other than the changed one differ; None where the rows can't be found."""
-    if before.shape != after.shape or not before.shape:
-        return None
-    precision = max(before.precision, after.precision)
+def part_differs(rows: int, taken: Tensor) -> Differ:
+    """Whether a micro-batch's tensor is another than its rows of the large batch's."""
+
+    def differ(whole: _Fingerprint, part: _Fingerprint) -> bool | None:
+        precision = max(whole.precision, part.precision)
+        if whole.shape == part.shape:  # shared by all micro-batches
+            return _differs(whole.along[0], part.along[0], precision)
+        dim = row_dimension(whole.shape, part.shape, rows, taken)
+        if dim is None or dim >= len(whole.along):
+            return None
+        return _differs(part.along[dim], rows_in(whole.along[dim], 0, rows, taken), precision)
+
+    return differ
+
+
+def others_differ(rows: int, changed: int) -> Differ:
+    """Whether rows other than the changed one differ."""
     keep = [row for row in range(rows) if row != changed]
-    found = [
-        _differs(old.unflatten(0, (rows, -1))[keep], new.unflatten(0, (rows, -1))[keep], precision)
-        for old, new in zip(before.along, after.along)
-        if len(old) % rows == 0
-    ]
-    # Where another dimension happens to have as many entries, all of them see the change: so one is enough.
-    return all(found) if found else None
+
+    def differ(before: _Fingerprint, after: _Fingerprint) -> bool | None:
+        if before.shape != after.shape or not before.shape:
+            return None
+        precision = max(before.precision, after.precision)
+        found = [
+            _differs(old.unflatten(0, (rows, -1))[keep], new.unflatten(0, (rows, -1))[keep], precision)
+            for old, new in zip(before.along, after.along)
+            if len(old) % rows == 0
+        ]
+        # Where another dimension happens to have as many entries, all of them see the change: so one is enough.
+        return all(found) if found else None
+
+    return differ
+
+
+def tokens_differ(last: slice) -> Differ:
+    """Whether these tokens of a packed row differ."""
+
+    def differ(alone: _Fingerprint, behind: _Fingerprint) -> bool | None:
+        if len(alone.shape) != 3 or alone.shape[0] != 1 or len(behind.shape) != 3:
+            return None
+        return _differs(alone.along[1][last], behind.along[1][last], max(alone.precision, behind.precision))
+
+    return differ
+
+
+def any_differs(one: _Fingerprint, other: _Fingerprint) -> bool:
+    return one.shape != other.shape or _differs(one.along[0], other.along[0], max(one.precision, other.precision))
 
 
 class Trace:
@@ -94,9 +121,11 @@ class Trace:
         self.failed: tuple[str, Exception] | None = None
         self._inputs: list[tuple[str, list[_Fingerprint]]] = []
         self._count: Counter[str] = Counter()
+        self._handles: list[Any] = []
         for path, module in self.kinds.items():
-            module.register_forward_pre_hook(functools.partial(self._before, path), with_kwargs=True, prepend=True)
-            module.register_forward_hook(functools.partial(self._after, path), with_kwargs=True)
+            before, after = (functools.partial(noting, path) for noting in (self._before, self._after))
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inputs.append((path, _fingerprints((args, kwargs))))
@@ -113,20 +142,14 @@ class Trace:
             forward()
         except Exception as error:
             self.failed = (self._inputs[-1][0] if self._inputs else "loss", error)
+        finally:
+            for handle in self._handles:
+                handle.remove()
         return self
 
 
-def mixing(
-    large: Trace, other: Trace, rows: int, *, taken: Tensor | None = None, changed: int | None = None
-) -> list[str]:
-    """The innermost modules whose inputs agree and whose outputs don't."""
-
-    def differ(a: _Fingerprint, b: _Fingerprint) -> bool | None:
-        if taken is not None:
-            return _part_differs(a, b, rows, taken)
-        if changed is not None:
-            return _others_differ(a, b, rows, changed)
-        return _differs(a.along[0], b.along[0], max(a.precision, b.precision)) if a.shape == b.shape else True
+def mixing(large: Trace, other: Trace, differ: Differ = any_differs, *, sums: bool = True) -> list[str]:
+    """The innermost modules whose inputs agree and whose outputs don't; `sums`: also where outputs have no rows."""
 
     def inputs_agree(key: tuple[str, int]) -> bool:
         (inputs, outputs), (theirs, their_outputs) = large.calls[key], other.calls.get(key, ([], []))
@@ -139,63 +162,10 @@ def mixing(
     def outputs_differ(key: tuple[str, int]) -> bool:
         pairs = zip(large.calls[key][1], other.calls[key][1])
         # An output without rows is a reduction over the batch, a loss say: whether that adds up is not asked here.
-        return any(differ(a, b) for a, b in pairs if taken is None or a.shape != b.shape)
+        return any(differ(a, b) for a, b in pairs if sums or a.shape != b.shape)
 
     def is_inside(inner: tuple[str, int], outer: tuple[str, int]) -> bool:
         return inner[0] != outer[0] and (not outer[0] or inner[0].startswith(f"{outer[0]}."))
 
     found = innermost(large.calls, inputs_agree, outputs_differ, is_inside)
     return list(dict.fromkeys(path for path, _ in found))
-
-
-class Outputs:
-    """What a model returns for the large batch, one tree per call."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.calls: list[Any] = []
-        self.complete = True
-        """Whether every tensor could be put in place so far."""
-        self._leaves: list[Tensor] = []
-
-    def keep(self, model: nn.Module) -> None:
-        """Keep what this copy of the model returns."""
-
-        def keep(leaf: Any) -> Any:
-            return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-        model.register_forward_hook(lambda _, args, output: self.calls.append(map_leaves(keep, output)))
-
-    def replace(self, model: nn.Module, rows: Tensor | None) -> None:
-        """Have this copy return its rows of what was kept, in leaves whose gradient is the loss's alone."""
-        self._leaves = []
-        calls = iter(self.calls)
-
-        def replace(module: nn.Module, args: Any, output: Any) -> Any:
-            kept = next(calls, None)
-            try:
-                return map_leaves(lambda new, whole: self._part(new, whole, rows), output, kept)
-            except ValueError:  # another structure than the large batch's
-                self.complete = False
-                return output
-
-        model.register_forward_hook(replace)
-
-    def _part(self, new: Any, whole: Any, rows: Tensor | None) -> Any:
-        if not isinstance(new, Tensor) or not isinstance(whole, Tensor):
-            return new
-        leaf = whole.clone()
-        if leaf.is_floating_point():
-            self._leaves.append(leaf.requires_grad_())
-        if rows is None:
-            return leaf.clone()
-        dim = row_dimension(leaf.shape, new.shape, self.rows, rows)
-        if dim is None or dim < 0:
-            self.complete = False
-            return new
-        return rows_in(leaf, dim, self.rows, rows)
-
-    def gradients(self) -> Tensor:
-        """The gradient with respect to the whole of what was kept, in one vector."""
-        parts = [(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).flatten() for leaf in self._leaves]
-        return torch.cat(parts) if parts else torch.zeros(1)

@@ -52,7 +52,6 @@ class RowwiseRng(TorchDispatchMode):
         return replaced
 
     def start(self, taken: Tensor | None) -> None:
-        """A forward pass begins: of these rows, or of the large batch (None), from the same random state each time."""
         self.rewind()
         self._taken = taken
         random_state.seed(0)
@@ -64,7 +63,6 @@ class RowwiseRng(TorchDispatchMode):
         self._own.states |= RandomState(g for g in held if g not in self._own.states).states
 
     def rewind(self) -> None:
-        """Set the user's own generators back to where they were found."""
         self._look()
         self._own.put_back()
         for generator, state in self._generators:
@@ -79,7 +77,6 @@ class RowwiseRng(TorchDispatchMode):
         self._begun = RandomState(())
 
     def check(self, name: str) -> None:
-        """Before a difference is taken for one."""
         if self._drawn:
             raise ValueError(
                 f"{name} draws random numbers of {', '.join(sorted(self._drawn))}, which can't be given to their rows, "
@@ -247,6 +244,5 @@ class _Watched(Batch):
     taken: Callable[[Tensor], Any]
 
     def take(self, rows: slice | Tensor) -> Batch:
-        """As `Batch.take`."""
         self.taken(torch.arange(self.rows)[rows] if isinstance(rows, slice) else rows.cpu())
         return super().take(rows)

@@ -179,34 +179,28 @@ class Chunked(nn.Module):
                 "jvp ...), and its two passes are torch.autograd's. Use backward() or torch.autograd.grad, or "
                 "transform the module inside."
             )
-        modes = frozenset(call.state.modes) | (plan.packs.padded | plan.packs.text if plan.packs is not None else set())
-        if self._proven is not None:  # second passes are compared in calls 1, 2, 4, 8, ..., and in new modes
-            new = not modes <= self._proven
-            if new:
-                call, is_proven = self._proven_call(plan, call, differentiated)
-                self._proven |= modes if is_proven else frozenset()
-            self._calls += differentiated
-            call.first_outputs = {} if new or not self._calls & (self._calls - 1) else None
+        if self._proven is not None:
+            call = self._proven_call(plan, call, self._proven, differentiated)
         with self.policy.window(), parametrizations_computed():
             return call.run(tensors, self.keep, differentiated=differentiated)
 
-    def _proven_call(self, plan: _Plan, call: Call, differentiated: bool) -> tuple[Call, bool]:
+    def _proven_call(self, plan: _Plan, call: Call, proven: frozenset[Any], differentiated: bool) -> Call:
         """The call, once one in these modes has proven itself; padding is treated as the proof has found right."""
-        if plan.packs is not None and plan.rows < 2:  # nothing to compare it with: padding stays
-            return self._call(self._plan(plan.inputs, "whole"), self.policy), False
-        if not differentiated and plan.packs is None:
-            return call, False
-        if plan.spans_ranks:
-            logger.warning(
-                "Whether a chunked %s gives the outputs and gradients of all rows at once is not proven here: the "
-                "ranks of its SyncBatchNorm wait for each other in every pass. Prove it on one process.",
-                type(self.module).__name__,
-            )
-            return call, True
-        self._prove(plan)
-        if plan.packs is not None:
-            call = self._call(self._plan(plan.inputs, self._left), self.policy)
-        return call, True
+        modes = frozenset(call.state.modes()) | (
+            plan.packs.padded | plan.packs.text if plan.packs is not None else set()
+        )
+        new = not modes <= proven
+        if new and plan.packs is not None and plan.rows < 2:  # nothing to compare it with: padding stays
+            call = self._call(self._plan(plan.inputs, "whole"), self.policy)
+        elif new and (differentiated or plan.packs is not None):
+            self._prove(plan)
+            self._proven = proven | modes
+            if plan.packs is not None:
+                call = self._call(self._plan(plan.inputs, self._left), self.policy)
+        self._calls += differentiated
+        # Second passes are compared in calls 1, 2, 4, 8, ..., and in new modes.
+        call.first_outputs = {} if new or not self._calls & (self._calls - 1) else None
+        return call
 
     def _plan(self, inputs: Inputs, left: Left) -> _Plan:
         """How a call is cut."""
@@ -240,6 +234,13 @@ class Chunked(nn.Module):
     def _prove(self, plan: _Plan) -> None:
         """The first call in these modes: prove it, or say why it can't be proven."""
         name = type(self.module).__name__
+        if plan.spans_ranks:
+            logger.warning(
+                "Whether a chunked %s gives the outputs and gradients of all rows at once is not proven here: the "
+                "ranks of its SyncBatchNorm wait for each other in every pass. Prove it on one process.",
+                name,
+            )
+            return
         try:
             with torch.inference_mode(False):
                 found = self._findings(plan, batch_norm=self.policy.choice == "exact")

@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.on_torch.batch import concatenate, leaves
+from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.batch_norm import BatchNormPolicy, Pool, is_of_the_user, move_running_statistics, summed_over_ranks
 from gradaccum.torch.buffers import LentBuffers
@@ -145,10 +146,10 @@ class ExactCall(Call):
                 for node in segment.stores:
                     self.stored[node].append(Stored.of(values[node], self.offload))
                 if segment.boundary is not None:
-                    pool = Pool.of(values[segment.boundary.source]).onto(pool)
+                    own = Pool.of(values[segment.boundary.source])
+                    pool = own if pool is None else pool.merged(own)
                 else:
-                    outputs.append(self.segmented.filled(self.segmented.outputs, values))
-                    self.check_outputs(outputs[-1], index)
+                    outputs.append(self.checked(self.segmented.filled(self.segmented.outputs, values), index))
                     self.note_outputs(outputs[-1], index)
                 del values
             buffers.move()
@@ -237,8 +238,7 @@ class ExactCall(Call):
         roots: list[Tensor] = []
         given: list[Tensor] = []
         if of_segment.boundary is None:
-            outputs = self.segmented.filled(self.segmented.outputs, known)
-            self.compare_second(outputs, index)
+            outputs = self.compared(self.segmented.filled(self.segmented.outputs, known), index)
             roots, given = backward_roots(outputs, grads)
             del outputs
         for node in of_segment.stores:
@@ -384,6 +384,8 @@ def segmented(module: nn.Module, inputs: Any, count: int, with_tensors: Any) -> 
             modes = _modes()
             graph = tracer.trace(root)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise ValueError(
             f'{type(module).__name__} can\'t be cut at its BatchNorm layers, as batch_norm="exact" does: the code '
             f"around them must do the same whatever the values are.\n{_blame(error)}\nMove that code into a module "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from gradaccum.core.equivalence import Difference
 from gradaccum.core.proof import Comparison, Outcome, with_fewer_rows
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.adapter.arrays import TorchRunner
-from gradaccum.on_torch.adapter.probes import Trace, mixing
+from gradaccum.on_torch.adapter.probes import Trace, mixing, part_differs
 from gradaccum.on_torch.adapter.rng import RowwiseRng
 from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_rows, take
 from gradaccum.on_torch.memory import is_out_of_memory
@@ -193,34 +193,38 @@ class _Runner(TorchRunner):
         """Outputs, gradients, and what is left behind. Afterwards the module is as it was."""
         leaf_of = {id(p): gradient_leaf(p) for p in self.state.parameters if p.requires_grad}
         few = map_leaves(_leaf_like, self.few, self.few)
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        wanted = {names.get(key, f"a hidden parameter ({n})"): leaf for n, (key, leaf) in enumerate(leaf_of.items())}
-        wanted.update({f"the input {path}": t for path, t in leaves(few) if is_floating(t) and t.requires_grad})
-        watch = Watch(self.module, few)
+        wanted, watch = self._wanted(leaf_of, few), Watch(self.module, few)
         with self.state.restored(leaf_of), as_found(self.state.modules, self.device):
             before = attributes_of(self.module)
             with self._watching(watch, neutral=not (self.exact or self.batch_norm)):
-                outputs = self._outputs(few, sizes)
-                found = [(path, leaf) for path, leaf in leaves(outputs) if is_floating(leaf)]
-                known = {id(tensor) for tensor in wanted.values()}
-                nodes = graph_of(*[tensor.grad_fn for _, tensor in found])
-                reached = [getattr(node, "variable", None) for node in nodes]
-                outside = [leaf for leaf in reached if leaf is not None and id(leaf) not in known]
+                outputs = {f"output{path}": t for path, t in leaves(self._outputs(few, sizes)) if is_floating(t)}
+                outside = _leaves_besides(outputs.values(), wanted.values())
                 with gradients_kept([*outside, *self.outside]):
-                    self._backward([tensor for _, tensor in found])
-            left = {n: v for n, v in attributes_of(self.module).items() if v is not before.get(n)}
+                    self._backward([*outputs.values()])
             watch.outside = [TensorWeakRef(leaf) for leaf in outside]
-            watch.with_graph = {n for n, v in left.items() if any(t.grad_fn is not None for t in tensors_of(v))}
-            kept = {f"{name}{path}": leaf for name, value in left.items() for path, leaf in leaves(value)}
-            self.attributes |= {f"{name}{path}": name for name, value in left.items() for path, _ in leaves(value)}
-            buffers = self._buffers() | {name: torch.as_tensor(leaf).detach().clone() for name, leaf in kept.items()}
-            del reached, nodes, left, kept
-        outcome = Outcome(
-            {f"output{path}": tensor.detach().clone() for path, tensor in found},
-            {name: None if leaf.grad is None else leaf.grad.to_dense() for name, leaf in wanted.items()},
-            buffers,
-        )
-        return outcome, watch
+            left = {n: value for n, value in attributes_of(self.module).items() if value is not before.get(n)}
+            buffers = self._buffers() | self._left(left, watch)
+            del left
+        outputs = {name: tensor.detach().clone() for name, tensor in outputs.items()}
+        gradients = {name: None if leaf.grad is None else leaf.grad.to_dense() for name, leaf in wanted.items()}
+        return Outcome(outputs, gradients, buffers), watch
+
+    def _wanted(self, leaf_of: Mapping[int, Tensor], few: Inputs) -> dict[str, Tensor]:
+        """What gets gradients: parameters, and tensors in the inputs."""
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        wanted = {names.get(key, f"a hidden parameter ({n})"): leaf for n, (key, leaf) in enumerate(leaf_of.items())}
+        return wanted | {f"the input {path}": t for path, t in leaves(few) if is_floating(t) and t.requires_grad}
+
+    def _left(self, left: Mapping[str, Any], watch: Watch) -> dict[str, Tensor]:
+        """Copies of what is in the attributes that a pass has assigned."""
+        found = {}
+        for name, value in left.items():
+            for path, leaf in leaves(value):
+                self.attributes[name + path] = name
+                found[name + path] = torch.as_tensor(leaf).detach().clone()
+            if any(tensor.grad_fn is not None for tensor in tensors_of(value)):
+                watch.with_graph.add(name)
+        return found
 
     @contextlib.contextmanager
     def _watching(self, watch: Watch, *, neutral: bool) -> Iterator[None]:
@@ -301,7 +305,8 @@ class _Runner(TorchRunner):
         """The first layer whose outputs differ where its inputs don't, by running the module on each micro-batch."""
         pieces = [None, *torch.arange(self.rows).split(list(sizes))]
         whole, *parts = [self._trace(piece, batch_dims) for piece in pieces]
-        found = [mixing(whole, part, self.rows, taken=piece) for part, piece in zip(parts, pieces[1:], strict=True)]
+        cut = [(part, part_differs(self.rows, piece)) for part, piece in zip(parts, pieces[1:]) if piece is not None]
+        found = [mixing(whole, part, differ, sums=False) for part, differ in cut]
         for path in (path for paths in found for path in paths if path):
             layer = self.module.get_submodule(path)
             advice = ' Use batch_norm="exact", or GroupNorm.' if isinstance(layer, _BatchNorm) else ""
@@ -319,6 +324,13 @@ class _Runner(TorchRunner):
                 return Trace(self.module).run(lambda: self.module(*few.args, **few.kwargs))
         finally:
             attributes.put_back()  # the trace's hooks among them
+
+
+def _leaves_besides(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves of these tensors' graphs that are not known."""
+    inside, nodes = set(map(id, known)), graph_of(*[tensor.grad_fn for tensor in outputs])
+    reached = [getattr(node, "variable", None) for node in nodes]
+    return [leaf for leaf in reached if leaf is not None and id(leaf) not in inside]
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

@@ -8,6 +8,7 @@ called several times see what they would see of the large batch.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -63,32 +64,15 @@ def dims_by_name(dims: BatchDims, inputs: Inputs, module: nn.Module) -> BatchDim
     )
 
 
-_PLAIN = {str, bool, int, float, type(None)}
-
 _PLACEHOLDER = torch.empty(0)
 """Stands for a tensor in a tree that autograd shall not find tensors in: it keeps and watches them itself."""
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors in a tree, in order."""
-    found: list[Tensor] = []
-    _collect(tree, found)
-    return found
-
-
-def _collect(node: Any, found: list[Tensor]) -> None:
-    kind = type(node)
-    if isinstance(node, Tensor):
-        found.append(node)
-    elif kind is tuple or kind is list or kind is Inputs:
-        for child in node:
-            _collect(child, found)
-    elif kind is dict:
-        for child in node.values():
-            _collect(child, found)
-    elif kind not in _PLAIN:  # what is left takes a longer look, for its paths as well
-        for _, _, child in children(node) or ():
-            _collect(child, found)
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [tensor for _, _, child in children(tree) or () for tensor in tensors_of(child)]
 
 
 def without_tensors(tree: Any) -> Any:
@@ -139,9 +123,6 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 def parametrizations_computed() -> Iterator[None]:
     """Inside of `parametrize.cached()`: weights are computed, as what a pass without a graph would cache has none."""
     enabled = getattr(nn.utils.parametrize, "_cache_enabled", 0)
-    if not enabled:
-        yield
-        return
     nn.utils.parametrize._cache_enabled = 0
     try:
         yield
@@ -164,9 +145,8 @@ class Conditions:
 
     def advance(self) -> Conditions:
         """The forward pass has run: keep the states of the generators that it has moved, only. Returns those now."""
-        following = object.__new__(Conditions)
-        following.random, following.autocast = RandomState(self.random.states), self.autocast
-        following.autocast_cache = self.autocast_cache
+        following = copy.copy(self)
+        following.random = RandomState(self.random.states)
         self.random = self.random.only(self.random.moved(following.random))
         return following
 
@@ -303,11 +283,11 @@ class Call:
                     f"{type(self.module).__name__} edits its input {path.removeprefix('.')} in place, so it can't be "
                     "run again on the same input. Its first operation may have inplace=True; or give it a clone."
                 )
-        self.check_outputs(outputs, index)
-        return outputs
+        return self.checked(outputs, index)
 
-    def check_outputs(self, outputs: Any, index: int) -> None:
-        """Raise a ValueError if a micro-batch's outputs aren't one per row."""
+    def checked(self, outputs: Any, index: int) -> Any:
+        """A micro-batch's outputs, computed. Raises a ValueError if they aren't one per row."""
+        outputs = _computed(outputs)
         rows = self.sizes[index]
         for path, leaf, dim in described(outputs, self.out_dims):
             if isinstance(leaf, Tensor) and (dim is None or leaf.shape[dim] != rows):
@@ -325,6 +305,7 @@ class Call:
                         f"over tokens in the chunked module. Received: rows of output{path} of shapes "
                         f"{self._shapes[path]} and {shape}."
                     )
+        return outputs
 
     def note_outputs(self, outputs: Any, index: int) -> None:
         """Keep a micro-batch's outputs for its second pass, where these are to be compared."""
@@ -384,17 +365,18 @@ class Call:
         self, segment: int, index: int, values: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> None:
         """Run a segment again on a micro-batch, with a graph from these leaves, and backward."""
-        outputs = self._second_pass(values, index)
-        self.compare_second(outputs, index)
+        outputs = self.compared(self._second_pass(values, index), index)
         roots, given = backward_roots(outputs, grads)
         del outputs
         if roots:
             run_backward(roots, given)
 
-    def compare_second(self, outputs: Any, index: int) -> None:
-        """Raise a NotEquivalentError if a micro-batch's second pass gives other outputs than its first."""
+    def compared(self, outputs: Any, index: int) -> Any:
+        """A second pass's outputs. Raises a NotEquivalentError if they aren't those of the first one."""
+        outputs = _computed(outputs)
         if self.first_outputs is not None:
             self.compare(tensors_of(outputs), self.first_outputs.pop(index, []))
+        return outputs
 
     def compare(self, second: Sequence[Tensor], first: Sequence[Tensor]) -> None:
         """Raise a NotEquivalentError if a second pass has made something else than the first one."""
@@ -437,13 +419,24 @@ class Call:
         parameters = {id(p): alias for p, alias in zip(self.trained, own)}
         with self._recomputation(parameters):
             for index in indices:
-                outputs = self._second_pass(self.pieces(inputs, self.dims, index), index)
+                outputs = _computed(self._second_pass(self.pieces(inputs, self.dims, index), index))
                 roots, given = backward_roots(outputs, self.pieces(grads, self.output_dims, index))
                 if roots:
                     parts = torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True)
                     total = [added(one, other) for one, other in zip(total, parts, strict=True)]
         summed = iter(total)
         return [next(summed) if is_needed else None for is_needed in needed]
+
+
+def _computed(outputs: Any) -> Any:
+    """Outputs with tensors in place of what stands for them until a loss takes it, as the logits of a `head`."""
+    if not any(_stands_for_tensor(leaf) for _, leaf in leaves(outputs)):
+        return outputs
+    return map_leaves(lambda leaf: torch.cat([leaf]) if _stands_for_tensor(leaf) else leaf, outputs)
+
+
+def _stands_for_tensor(leaf: Any) -> bool:
+    return hasattr(type(leaf), "__torch_function__") and not isinstance(leaf, Tensor)
 
 
 class _TwoPasses(torch.autograd.Function):

@@ -133,9 +133,6 @@ class Replicas(Engine):
                 after_backward(ranks.pass_over)
             ranks.backward_starts()
 
-    def starts(self) -> None:
-        self.hold(False)
-
     def _first_bucket(self, parameter: Tensor) -> None:
         if (ranks := self._ranks()) is not None:
             ranks.first_bucket()

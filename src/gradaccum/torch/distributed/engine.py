@@ -27,7 +27,10 @@ def weakly(function: Callable[..., Any], owner: Any = None) -> Callable[..., Any
 class Engine:
     """Holds a model's own reduction back to the window's end, lets it happen, or brings it about: here, there is none.
 
-    `parameters` returns the optimizer's, whose gradients are reduced.
+    `parameters` returns the optimizer's, whose gradients are reduced. Where there are ranks, `reduce` brings the sums
+    to their mean outside of a backward pass; `settle` ends a window, of which the rank `source` had rows; `trained`
+    lists the parameters in the same order on every rank, and `unused` those by number that have had no gradient on this
+    rank in this window.
     """
 
     sharded = False
@@ -60,54 +63,15 @@ class Engine:
             hook.remove()
         return any(module in self.owners and self.owners[module]() in (self, None) for module in self.modules)
 
-    # Passes.
-
     def hold(self, closes: bool) -> None:
         """Whether the next micro-batch's backward pass closes the window, and reduces it."""
 
-    def starts(self) -> None:
-        """That backward pass has started; more forward passes of this micro-batch do not belong to it."""
-
-    def scale(self, factor: float, idle: bool = False) -> None:
-        """Multiply what arrives on a sharded model's parameters; `idle`: it is no gradient of this rank's."""
-
-    def abort(self) -> None:
-        """An error: the window's passes will not be finished."""
-
-    # The window's sum.
-
-    def reduce(self) -> None:
-        """Bring the sums to their mean over the ranks, outside of a backward pass. All ranks take part."""
-
-    def settle(self, source: int = 0) -> None:
-        """The window is over; the rank `source` had rows in it."""
-
     def clear(self) -> None:
-        """Drop what an open window has added up beside `p.grad`."""
+        """Drop what an open window has added up beside `p.grad`; `pending` returns that."""
 
     def pending(self) -> list[Tensor]:
-        """What it has added up there."""
         return []
-
-    def restored(self, parameters: Iterable[Tensor]) -> None:
-        """These parameters have a gradient in the window that came from a checkpoint."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """A tensor's sum over the ranks, in place."""
         return tensor
-
-    # Parameters that no rank has used have no gradient, as on one device: an optimizer passes them over.
-
-    def trained(self) -> list[nn.Parameter]:
-        """The parameters, in the same order on every rank."""
-        return []
-
-    def unused(self) -> list[int]:
-        """The parameters that have had no gradient on this rank in this window, by number."""
-        return []
-
-    def drop(self, unused: Iterable[int]) -> None:
-        """These parameters had no gradient on any rank."""
-        parameters = self.trained()
-        for index in unused:
-            parameters[index].grad = None

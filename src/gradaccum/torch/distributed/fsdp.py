@@ -195,6 +195,7 @@ class Shards(Engine):
         return gradient if self.factor == 1.0 else gradient * self.factor
 
     def scale(self, factor: float, idle: bool = False) -> None:
+        """Multiply what arrives from now on; `idle`: it is no gradient of this rank's."""
         # The optimizer's parameters have no hooks that would run: autograd works on gathered ones.
         self.factor, self._idle = factor, idle
 
@@ -214,7 +215,6 @@ class Shards(Engine):
 
     def begin(self) -> None:
         """The passes of a window begin."""
-        self.failure = None
         self._ask_before(self.meet)
 
     def end(self) -> None:
@@ -253,22 +253,20 @@ class Shards(Engine):
 
     def _ask_before(self, ask: Callable[[str], object] | None) -> None:
         """Call this before each gathering and each reduction, with its name; None: no more."""
+        self.failure = None
         if self._asks or ask is not None:
             self._asks = Shards.asking_now = ask is not None
             for number, group in enumerate(self._groups):
                 group.ask_before(ask, str(number))
 
-    def _stop(self) -> None:
-        self.failure = None
-        self._ask_before(None)
-
     def start_over(self) -> None:
         """Forget the passes of this window: one of them failed, and no collective is under way."""
-        self._stop()
+        self._ask_before(None)
         start_over(self.modules)
         self.clear()
 
-    def abort(self) -> None:
+    def stop(self) -> None:
+        """An error: the passes will not be finished."""
         if self._asks:
             self.start_over()
 
@@ -321,7 +319,7 @@ class Shards(Engine):
             if self._asks and is_out_of_memory(error):
                 self.ran_out(0, final=True)
             raise
-        self._stop()
+        self._ask_before(None)
 
     def _reduce(self) -> None:
         self._set(True)

@@ -41,22 +41,14 @@ class Total(NamedTuple):
     """What a window weighs: on one rank, or over all of them."""
 
     weight: float
-    given: bool = False
-    """Whether a weight was given anywhere."""
-    largest: float = 0.0
-    """The largest weight of a micro-batch."""
-    scale: float = 0.0
-    """The GradScaler's scale that the sum is multiplied by; 0 without one."""
-    next_scale: float = 0.0
-    """The scale that this rank's GradScaler would go on with."""
-    overflow: bool = False
-    """Whether a gradient has overflowed that scale."""
-    equal: bool = False
-    """Whether micro-batches count equally, since nobody has said what they weigh."""
-    idle: bool = False
-    """Whether no micro-batch has run."""
-    sums: tuple[float, ...] = ()
-    """Up to `SUMS` numbers to be added up along with it."""
+    given: bool = False  # whether a weight was given anywhere
+    largest: float = 0.0  # the largest weight of a micro-batch
+    scale: float = 0.0  # the GradScaler's, that the sum is multiplied by; 0 without one
+    next_scale: float = 0.0  # the one that this rank's GradScaler would go on with
+    overflow: bool = False  # whether a gradient has overflowed that scale
+    equal: bool = False  # whether micro-batches count equally, since nobody has said what they weigh
+    idle: bool = False  # whether no micro-batch has run
+    sums: tuple[float, ...] = ()  # up to `SUMS` numbers to be added up along with it
 
 
 class _Report(NamedTuple):
@@ -65,12 +57,9 @@ class _Report(NamedTuple):
     kind: Kind
     steps: float = 0
     last: float = False
-    known: float = False
-    """Whether the total and the settings are what they will be at the update."""
-    manual: float = False
-    """Whether windows are reduced when their sums are finished from now on."""
-    fills: float = False
-    """Whether a parameter has no gradient on this rank."""
+    known: float = False  # whether the total and the settings are what they will be at the update
+    manual: float = False  # whether windows are reduced when their sums are finished from now on
+    fills: float = False  # whether a parameter has no gradient on this rank
     passes: float = 0
     settings: float = 0.0
     total: Total = Total(0.0)
@@ -95,7 +84,6 @@ class Listener:
 
     def share(self) -> Total | None:
         """What `total` will be called with after the backward pass that starts; None: only that pass will tell."""
-        return None
 
     def own_unit(self) -> float:
         """What the gradients that are about to arrive are multiples of; 0: they weigh nothing."""
@@ -244,7 +232,8 @@ class Ranks:
                 self._send(self._report(Kind.WINDOW, self._share))
             if self.sharded:
                 after_backward(self.pass_over)
-        engine.starts()
+            else:
+                engine.hold(False)  # more forward passes of this micro-batch do not belong to it
 
     def first_bucket(self) -> None:
         """DDP is about to reduce: a rank that won't come is missed now, before anybody waits for it there."""
@@ -348,8 +337,10 @@ class Ranks:
             self.settings.settle(self.channel)
 
     def drop_common(self, unused: list[int]) -> None:
-        """Of these parameters, by number, drop the gradients of those that all ranks name."""
-        self.engine.drop(set.intersection(*map(set, self.channel.gather(unused))))
+        """What no rank has used, by number, has no gradient, as on one device: an optimizer passes it over."""
+        trained = self.engine.trained()
+        for index in set.intersection(*map(set, self.channel.gather(unused))):
+            trained[index].grad = None
 
     def reduce_pending(self) -> None:
         """Have all that a sharded model's open window has added up in `p.grad`, to be saved. All ranks take part."""
@@ -360,7 +351,8 @@ class Ranks:
     def restored(self, parameters: Sequence[Tensor]) -> None:
         """The open window came from a checkpoint, in which these parameters have a gradient."""
         self._waits = not self.sharded
-        self.engine.restored(parameters)
+        if self.sharded:
+            self.engine.restored(parameters)
 
     # Numbers of all ranks. All ranks take part.
 
@@ -423,7 +415,8 @@ class Ranks:
         `notified`: whoever called has an error of this rank's own, and may go on with all ranks.
         """
         self._notified = notified
-        self.engine.abort()
+        if self.sharded:
+            self.engine.stop()
         if not (self._all_last or self._sent is not None or self._reports is not None):
             self.channel.post(Kind.ABORTED, 0, True)
 

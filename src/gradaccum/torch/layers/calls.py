@@ -8,7 +8,7 @@ import enum
 import functools
 import itertools
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,109 +29,83 @@ __all__ = ["BlockCall", "MicroBatch", "Reached"]
 _AS_THEY_ARE = (nn.Module, type, enum.Enum, types.FunctionType, types.MethodType, types.ModuleType, torch.dtype)
 _PLAIN = {str, bool, int, float, type(None), torch.device, torch.dtype, torch.Size}
 
-_SLOT = torch.empty(0)
-"""Stands for a tensor in a copy of the arguments, so that nobody holds the tensor twice."""
-
 GivenTensors = dict[int, tuple[Any, list[Tensor]]]
 """Of each object, by id, the tensors that it had when the first block of a micro-batch was called with it."""
 
 
-class Arguments:
-    """The arguments of a block's call, as they are before it.
+class _Slot(int):
+    """Stands for a tensor in a copy of the arguments, by its number, so that nobody holds the tensor twice."""
 
-    Of objects, tensors that other blocks have put there since the first one (`given`) are replaced by shapes: a cache
-    of all blocks' keys and values would take the memory of all blocks.
+    __slots__ = ()
+
+
+class Arguments:
+    """The arguments of a block's call, as they are before it: in containers, in caches and other objects.
+
+    A block that runs again must find them as they were: the cache without the keys and values that it has put there
+    since. Of objects, tensors that other blocks have put there since the first one (`given`) are replaced by shapes: a
+    cache of all blocks' keys and values would take the memory of all blocks.
 
     Example:
-        >>> class Cache:
-        ...     def __init__(self):
-        ...         self.keys = []
-        >>> cache = Cache()
+        >>> cache = types.SimpleNamespace(keys=[])
         >>> arguments = Arguments(Inputs((torch.ones(2), cache), {}), {})
         >>> cache.keys.append(torch.ones(2))            # what the block does
-        >>> arguments.close()
         >>> arguments.filled(arguments.tensors).args[1].keys
         []
     """
 
     def __init__(self, inputs: Inputs, given: GivenTensors) -> None:
-        self.tensors: list[Tensor] = []
+        nodes = _nodes(inputs, into_objects=False)
+        direct, others = {id(node) for node in nodes if isinstance(node, Tensor)}, dict[int, Tensor]()
+        for node in nodes:
+            if _is_written_to(node):
+                inside = tensors_in(node)
+                own = {id(tensor) for tensor in given.setdefault(id(node), (node, inside))[1]}
+                for tensor in inside:
+                    if id(tensor) not in own:  # only its shape
+                        others[id(tensor)] = torch.empty_like(tensor, device="meta", requires_grad=False)
+                    elif not tensor.requires_grad:
+                        others[id(tensor)] = tensor
+        self.tensors = [t for t in tensors_in(inputs) if id(t) in direct or id(t) not in others]
         """Those that the block needs when it runs again, each once: direct arguments, and what passes gradients on."""
-        self._slots: list[int | Tensor] = []
-        """Of each tensor in the copy, its number among these, or the tensor itself."""
-        self._objects: list[tuple[Any, Any, Any, bool]] = []
-        self._numbers: dict[int, int] = {}
-        self._given = given
-        self._copy = self._copied(inputs, {}, None)
-        self._originals: dict[int, Any] = {}
-
-    def _copied(self, node: Any, made: dict[int, Any], inside: set[int] | None) -> Any:
-        """`inside`: an object's own tensors, by id, within one."""
-        if isinstance(node, Tensor):
-            return self._slot(node, inside)
-        if type(node) in _PLAIN or id(node) in made:
-            return made.get(id(node), node)
-        if inside is not None or not _is_object(node) or dataclasses.is_dataclass(node):  # which are containers
-            return _copy(node, made, lambda child: self._copied(child, made, inside))
-        # The block may write to this one. Where it turns out not to, the object itself is used.
-        tensors: list[Tensor] = []
-        before = _fingerprint(node, {}, tensors)
-        own = {id(tensor) for tensor in self._given.setdefault(id(node), (node, tensors))[1]}
-        count = len(self.tensors)
-        new = _copy(node, made, lambda child: self._copied(child, made, own))
-        self._objects.append((node, before, new, len(self.tensors) > count))
-        return new
-
-    def _slot(self, tensor: Tensor, inside: set[int] | None) -> Tensor:
-        if inside is not None and not (tensor.requires_grad and id(tensor) in inside):
-            kept = id(tensor) in inside  # else only its shape
-            self._slots.append(tensor if kept else torch.empty_like(tensor, device="meta", requires_grad=False))
-        else:
-            number = self._numbers.setdefault(id(tensor), len(self.tensors))
-            if number == len(self.tensors):
-                self.tensors.append(tensor)
-            self._slots.append(number)
-        return _SLOT
-
-    def close(self) -> None:
-        """The call is over: objects that it has left alone are used again, in place of their copies."""
-        for node, before, made, has_inputs in self._objects:
-            if not has_inputs and _fingerprint(node, {}, []) == before:
-                self._originals[id(made)] = node
-        self._objects, self._numbers, self._given = [], {}, {}
+        leaves = {**others, **{id(tensor): _Slot(number) for number, tensor in enumerate(self.tensors)}}
+        self._copy: Any = _mapped(inputs, lambda tensor: leaves[id(tensor)], {})
 
     def filled(self, tensors: Sequence[Tensor]) -> Inputs:
         """The arguments as they were, with these tensors in place of `tensors`."""
-        slots = iter([slot if isinstance(slot, Tensor) else tensors[slot] for slot in self._slots])
-        inputs: Inputs = self._filled(self._copy, slots, {})
+        inputs: Inputs = _mapped(self._copy, lambda leaf: tensors[leaf] if type(leaf) is _Slot else leaf, {})
         return inputs
 
-    # No function that calls itself from inside: it would keep tensors alive until Python looks for cycles.
 
-    def _filled(self, node: Any, slots: Iterator[Tensor], made: dict[int, Any]) -> Any:
-        if isinstance(node, Tensor):
-            return next(slots)
-        if type(node) in _PLAIN:
-            return node
-        if id(node) not in made:
-            _copy(node, made, lambda child: self._filled(child, slots, made))
-        return self._originals.get(id(node), made[id(node)])
+def _nodes(tree: Any, *, into_objects: bool = True) -> list[Any]:
+    """All that is in a tree, each once."""
+    seen, waiting = dict[int, Any](), [tree]
+    while waiting:
+        node = waiting.pop()
+        if type(node) not in _PLAIN and id(node) not in seen:
+            seen[id(node)] = node
+            if not isinstance(node, Tensor) and (
+                into_objects or dataclasses.is_dataclass(node) or not _is_object(node)
+            ):
+                waiting += reversed(_children(node))
+    return [*seen.values()]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors in a tree, inside of objects, too, each once."""
-    found: dict[int, Tensor] = {}
-    _look(tree, found, {})
-    return list(found.values())
+    return [node for node in _nodes(tree) if isinstance(node, Tensor)]
 
 
-def _look(node: Any, found: dict[int, Tensor], seen: dict[int, Any]) -> None:
-    if isinstance(node, Tensor):
-        found[id(node)] = node
-    elif type(node) not in _PLAIN and id(node) not in seen:
-        seen[id(node)] = node
-        for child in _children(node):
-            _look(child, found, seen)
+# No function that calls itself from inside: it would keep tensors alive until Python looks for cycles.
+
+
+def _mapped(node: Any, leaf: Callable[[Any], Any], made: dict[int, Any]) -> Any:
+    """A copy of a tree, objects included, with `leaf(tensor)` in place of each tensor and slot."""
+    if isinstance(node, (Tensor, _Slot)):
+        return leaf(node)
+    if type(node) not in _PLAIN and id(node) not in made:
+        _copy(node, made, lambda child: _mapped(child, leaf, made))
+    return made.get(id(node), node)
 
 
 def replaced(tree: Any, new: Mapping[int, Tensor]) -> Any:
@@ -169,6 +143,10 @@ def _is_object(value: Any) -> bool:
     if not hasattr(value, "__dict__") or isinstance(value, (*_AS_THEY_ARE, *containers)):
         return False
     return not is_generator(value) and not type(value).__name__.endswith("Config")
+
+
+def _is_written_to(value: Any) -> bool:
+    return _is_object(value) and not dataclasses.is_dataclass(value)  # which are containers
 
 
 def _children(node: Any) -> list[Any]:
@@ -211,21 +189,6 @@ def _another(value: Any) -> Any:
         return object.__new__(type(value))
     except TypeError:  # of a class that is written in C
         return copy.copy(value)
-
-
-def _fingerprint(value: Any, seen: dict[int, tuple[int, Any]], tensors: list[Tensor]) -> Any:
-    """What changes when somebody writes to this object, or to one inside of it. `seen` keeps what has an id."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return id(value), version_of(value)
-    if isinstance(value, (int, float, str, bool, type(None))):
-        return value
-    if id(value) in seen:
-        return seen[id(value)][0]
-    seen[id(value)] = len(seen), value
-    names: Any = list(vars(value)) if _is_object(value) else list(value) if isinstance(value, (Mapping, set)) else []
-    names = [name if isinstance(name, (str, int)) else id(name) for name in names]
-    return id(type(value)), names, [_fingerprint(child, seen, tensors) for child in _children(value)] or id(value)
 
 
 class BlockCall:
@@ -274,7 +237,6 @@ class BlockCall:
                 raise ValueError(self._edits(f" of shape {tuple(tensor.shape)}"))
         new = {id(old): tensor for old, tensor in zip(made, flat, strict=True) if old is not tensor}
         replaced(inputs, {old: tensor for old, tensor in new.items() if old not in before})
-        self._arguments.close()
         self._waiting = [store.keep(tensor) for tensor in given]
         self._arguments.tensors = []
         return replaced(outputs, new)

@@ -257,13 +257,8 @@ class OffloadedBlocks:
         """The block is on the device meanwhile, and what it has moved comes back. `following` comes next."""
         copies = {id(own): (own, _parameter_like(own, copy)) for own, copy in self._arrived(place)}
         self.prefetch(following)
-        holders: list[tuple[Any, str, Tensor, Tensor]] = [
-            (holder, name, *copies[id(own)])
-            for module in self._blocks[place].module.modules()
-            for holder in (module._parameters, module._buffers)
-            for name, own in holder.items()
-            if own is not None
-        ]
+        parts: list[Any] = [h for m in self._blocks[place].module.modules() for h in (m._parameters, m._buffers)]
+        holders = [(part, name, *copies[id(own)]) for part in parts for name, own in part.items() if own is not None]
         versions = [copy._version for *_, copy in holders]
         for holder, name, _, copy in holders:
             holder[name] = copy
@@ -273,14 +268,19 @@ class OffloadedBlocks:
             for (holder, name, own, copy), version in zip(holders, versions, strict=True):
                 now, holder[name] = holder.get(name), own
                 if not isinstance(own, nn.Parameter):
-                    if now is not copy:
-                        holder[name] = now if now is None else now.to(own.device)
-                    elif copy._version != version or name.startswith("running_"):  # BatchNorm's kernels don't raise it
-                        own.detach().copy_(copy)
+                    _come_home(holder, name, now, copy, moved=copy._version != version)
         for own, copy in copies.values():
             if isinstance(own, nn.Parameter) and copy.grad is not None:
                 grad = copy.grad.to(own.device)
                 own.grad = grad if own.grad is None else own.grad.add_(grad)
+
+
+def _come_home(holder: Any, name: str, now: Tensor | None, copy: Tensor, *, moved: bool) -> None:
+    """A buffer is what it has become on the device."""
+    if now is not copy:
+        holder[name] = now if now is None else now.to(holder[name].device)
+    elif moved or name.startswith("running_"):  # BatchNorm's kernels don't raise its version
+        holder[name].detach().copy_(copy)
 
 
 def _parameter_like(own: Tensor, copy: Tensor) -> Tensor:

@@ -1,19 +1,20 @@
 """What a loss divides by, and how micro-batches add up to the large batch's."""
 
 from gradaccum.torch.loss.accumulator import LossAccumulator, WeightedLoss, accumulator, counted
-from gradaccum.torch.loss.divisors import Weight
 from gradaccum.torch.loss.named import (
     MIXED_TERMS,
+    NamedSums,
     Term,
     Terms,
     Totals,
+    Weight,
+    WindowLosses,
     checked_scalar,
     checked_terms,
     mixed_terms_error,
     not_by_name_error,
 )
 from gradaccum.torch.loss.objective import Objective
-from gradaccum.torch.loss.window_losses import NamedSums, WindowLosses
 
 __all__ = [
     "MIXED_TERMS",

@@ -1,26 +1,30 @@
-"""What a window's micro-batches add up to: the loss and the gradient of the large batch."""
+"""What a large batch's micro-batches add up to in a `TrainStep`: its loss, or losses, and its gradient."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.batch import Batch, read_early
 from gradaccum.on_torch.oom_retry import RestartWindow
 from gradaccum.on_torch.private import run_backward
-from gradaccum.torch.loss.divisors import Weight, is_zero, ratio, times, where_any
 from gradaccum.torch.loss.named import (
     MIXED_TERMS,
     Terms,
     Totals,
+    Weight,
+    is_zero,
+    ratio,
     read_totals,
     summed,
+    times,
     weighed,
     weighted_sum,
+    where_any,
     wide,
 )
 from gradaccum.torch.loss.objective import Objective, one_weight
@@ -65,6 +69,8 @@ class LossAccumulator:
     """How often the weights of several losses were other than counted."""
     retain_graph = False
     """Whether parts of the graphs go backward once more after the loss has."""
+    skips = True
+    """Whether a micro-batch known to weigh nothing has no forward pass: not where buffers move in it."""
 
     def __init__(
         self,
@@ -85,15 +91,13 @@ class LossAccumulator:
         self._batch_rows, self._rows = batch.rows, rows or float(batch.rows)
         self._summed = objective.reduction == "mean" and objective.weight is None and objective.by_targets(batch)
         # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
-        self._one = None if named or self.total is None else ratio(1.0, self.total)  # type: ignore[arg-type]  # no dict: not named
+        self._one = None if named or self.total is None else ratio(1.0, self.total)  # type: ignore[arg-type]  # no dict
         self._given_unit, self._multiples = unit, multiples
         self._adds = self._summed or objective.reduction == "sum"
-        self.skips = True
-        """Whether a micro-batch known to weigh nothing has no forward pass: not where buffers move in it."""
         self.restart()
 
     def restart(self) -> None:
-        self.ran = False
+        self.ran = self._has_gradient = False
         """Whether a micro-batch has run: what weighs nothing may be left out."""
         if self._by_forward:
             self.total = None
@@ -101,12 +105,12 @@ class LossAccumulator:
         """What the summed gradients are to be divided by; None where they are complete as they are."""
         self._losses: dict[Hashable, list[tuple[Tensor, Weight]]] = {}
         """By name, None for a single one: the losses, and what each is multiplied by."""
-        self._dtype: torch.dtype | None = None
-        self._read = 0.0
-        """The sum of single losses that were read at once, as that waits for no device."""
         self._weights: dict[Hashable, list[Weight]] = {}
+        totals = self.total.values() if isinstance(self.total, dict) else () if self.total is None else (self.total,)
+        self._known: list[Callable[[], float] | float] = [t if type(t) is float else read_early(t) for t in totals]
+        """What the window weighs, on the host or on its way there; and what forward passes have told instead."""
+        self._by_passes: list[Callable[[], float] | float] = []
         self._sum: Tensor | None = None
-        self._has_gradient = False
         self._unit, self._rescaled = self._given_unit, 1.0
         self._arriving: Weight = 0.0
 
@@ -126,49 +130,44 @@ class LossAccumulator:
 
     @property
     def empty(self) -> bool:
-        """Whether the window weighs nothing, as far as that is known without waiting for a device."""
-        if self.named:
-            return all(is_zero(total) for total in (self.total or {}).values())
-        return is_zero(self.total if self.divisor is None else self.divisor)
+        """Whether the window weighs nothing. What a device counts has arrived, as its copy began before the passes."""
+        weights = self._known if self.divisor is None else self._by_passes
+        return all(not (w if isinstance(w, float) else w()) for w in weights) and (self.named or bool(weights))
 
     @property
     def sum(self) -> Tensor:
         """What the weighted losses add up to so far, of several in the order of their totals; without a graph."""
-        if self._dtype is not None:
-            return torch.scalar_tensor(self._read, dtype=self._dtype)
         if self._sum is None:
             found = {name: weighted_sum(losses) for name, losses in self._losses.items()}
-            names, device = list(self.total or [None]) if self.named else [None], self.objective.device
-            if any(name not in found for name in names):
-                parameter = next(self.objective.model.parameters(), torch.zeros(()))
-                zero = next(iter(found.values()), torch.zeros((), dtype=parameter.dtype, device=device))
-                zero = torch.zeros_like(wide(zero) if self.named else zero, device=device)
-                found = {name: found.get(name, zero) for name in names}
-            each = [found[name] for name in names]
-            self._sum = torch.stack([one.to(device) for one in each]) if self.named else each[0]
+            if not self.named and found:
+                self._sum = found[None]
+                return self._sum
+            parameter, device = next(self.objective.model.parameters(), torch.zeros(())), self.objective.device
+            some = next(iter(found.values()), torch.zeros((), dtype=parameter.dtype))
+            zero = torch.zeros_like(wide(some), device=device)
+            names = list(self.total or ()) if self.named else []
+            self._sum = torch.stack([found.get(name, zero).to(device) for name in names]) if names else zero
         return self._sum
 
     def take(self, sums: Tensor) -> None:
-        """Go on from the sums of all ranks."""
         self._sum = sums
 
     @property
     def loss(self) -> Tensor:
         """The large batch's loss so far, without a graph; NaN where it weighs nothing, as 0 / 0 is."""
-        if self.empty or not (self.named or self._dtype or self._losses):
+        if not self._losses or self.empty:
             return torch.full((), float("nan"), device=self.objective.device)
         loss = self.sum.sum() if self.named else self.sum
-        if self.divisor is not None:
-            return loss / self.divisor
-        return torch.where(_above_0(self.total, loss), loss, math.nan) if isinstance(self.total, Tensor) else loss
+        return loss if self.divisor is None else loss / self.divisor
 
     @property
     def losses(self) -> dict[Hashable, Tensor]:
         """Of several losses, the mean of each over the large batch; NaN where it weighs nothing."""
-        totals = (self.total or {}).items() if self.named else ()
+        if not (self.named and self.total):
+            return {}
+        pairs = zip(self.total.items(), self.sum, strict=True)
         return {
-            name: mean if isinstance(total, float) and total > 0 else mean.where(_above_0(total, mean), math.nan)
-            for (name, total), mean in zip(totals, self.sum if totals else (), strict=False)
+            name: mean.where(torch.as_tensor(total, device=mean.device) > 0, math.nan) for (name, total), mean in pairs
         }
 
     def check(self) -> None:
@@ -178,8 +177,10 @@ class LossAccumulator:
                 f"None of the losses requires a gradient: {', '.join(map(repr, self._losses))}. Losses that are "
                 "detached are averaged beside others, which train the model."
             )
-        found = read_totals(self._weights) if self._counted is not None else {}
-        for name, total in (self._counted or {}).items():
+        if self._counted is None:
+            return
+        found = read_totals(self._weights)
+        for name, total in self._counted.items():
             now = found.get(name, 0.0)
             if math.isclose(now, float(total), rel_tol=ROUNDING):
                 continue
@@ -230,17 +231,14 @@ class LossAccumulator:
             return self._weighed_by_forward(loss, weight)
         if self.divisor is not None:
             raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
-        if self._one is None:
-            return WeightedLoss(loss)
-        if known is None:
-            return WeightedLoss(loss, self._one)
+        if self._one is None or known is None:
+            return WeightedLoss(loss, 1.0 if self._one is None else self._one)
         part = ratio(known, self.total)
         if self._adds:
             return WeightedLoss(loss, self._one, share=part)
         return WeightedLoss(where_any(loss, known), part, share=part)
 
     def _of_nothing(self, micro_batch: Batch) -> WeightedLoss:
-        """A micro-batch that is known to weigh nothing."""
         return WeightedLoss(None, weightless=None if self.skips else self.objective.evaluate(micro_batch)[0])
 
     def _weighed_by_forward(self, loss: Tensor, weight: Weight | Terms) -> WeightedLoss:
@@ -248,9 +246,10 @@ class LossAccumulator:
         if isinstance(weight, dict):
             if self.objective.weight is not None:
                 raise ValueError(f"`weight` must return a number for each of the loss terms {list(weight)}.")
-            if self._losses or self._dtype is not None:
+            if self._losses:
                 raise ValueError(MIXED_TERMS)
             raise RestartWindow  # as now is known
+        self._by_passes.append(read_early(weight))
         if is_zero(weight):
             return WeightedLoss(None, weight=weight, weightless=loss)
         if self._adds and not self._multiples:
@@ -271,6 +270,7 @@ class LossAccumulator:
             if micro_batch.rows != self._batch_rows:
                 raise RestartWindow
             self.total = counted(objective, [_checked(terms, objective)])
+            self._known = list(self.total.values())
         parts: dict[Hashable, tuple[Tensor, Weight]] = {}
         for name, (value, weight) in found.items():
             if name not in self.total:
@@ -282,9 +282,7 @@ class LossAccumulator:
             parts[name] = times(wide(where_any(value, weight)), factor), weight
         detached = {name: (part.detach(), weight) for name, (part, weight) in parts.items()}
         attached = [part for part, _ in parts.values() if part.requires_grad]
-        if not attached:
-            return WeightedLoss(None, weightless=loss, terms=detached)
-        return WeightedLoss(summed(attached), terms=detached)
+        return WeightedLoss(summed(attached) if attached else None, weightless=loss, terms=detached)
 
     def backward(self, weighted: WeightedLoss, loss: Tensor) -> None:
         if weighted.weight is not None and self._unit is None and (self._multiples or not self._adds):
@@ -308,10 +306,7 @@ class LossAccumulator:
             return
         if self._rescaled != 1.0:
             factor, self._rescaled = factor * self._rescaled, 1.0
-        if loss is not None and type(loss) is Tensor and loss.is_cpu:
-            self._read += loss.item() * float(factor)
-            self._dtype = loss.dtype
-        elif loss is not None:
+        if loss is not None:
             self._losses.setdefault(None, []).append((loss.detach(), factor))
         if weight is not None:
             share = weight if self._unit is None else ratio(weight, self._unit)
@@ -334,10 +329,6 @@ def counted(objective: Objective, forwarded: Sequence[Terms]) -> Totals:
 
 def _unit(weight: Weight) -> Weight:
     return torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
-
-
-def _above_0(total: Weight, where: Tensor) -> Tensor:
-    return torch.as_tensor(total, device=where.device) > 0
 
 
 def _by_batch(objective: Objective, batch: Batch) -> Totals | None:

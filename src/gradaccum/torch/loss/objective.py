@@ -20,17 +20,7 @@ from torch import Tensor, nn
 from gradaccum.core.window import checked_reduction
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.random_state import MOST, names_of
-from gradaccum.torch.loss.divisors import (
-    Weight,
-    check_row_weights,
-    divides_by_targets,
-    divisor,
-    plain_weight,
-    reduction_of,
-    summed,
-    with_known_divisor,
-)
-from gradaccum.torch.loss.named import Terms, Totals, added, checked_scalar, terms_of, totals_of
+from gradaccum.torch.loss.named import Terms, Totals, Weight, added, checked_scalar, plain_weight, terms_of, totals_of
 
 __all__ = ["Objective", "one_weight"]
 
@@ -170,7 +160,6 @@ class Objective:
         return targets is None or not targets.is_floating_point()
 
     def _targets(self, batch: Batch) -> Tensor | None:
-        """The targets of the loss, where the batch says them before the forward pass."""
         if len(batch.tree) != 2:
             return None
         targets = batch.tree[1]
@@ -186,9 +175,12 @@ class Objective:
             return added(weight, totals if isinstance(totals, dict) else None, self.reduction == "sum")
         if self.reduction == "sum":
             total = one_weight(self.total(batch)) if weight is None else weight
-            if total is not None:
-                loss = loss / total
+            loss = loss if total is None else loss / total
         return loss
+
+    def forget(self) -> None:
+        """What was kept of the loss is another one's."""
+        self.starts, self._summed = {}, None
 
     def renew(self) -> None:
         """A window begins: take over what has been changed in the loss since, and forget factors of long ago."""
@@ -201,9 +193,8 @@ class Objective:
     def total(self, batch: Batch) -> Weight | Totals | None:
         """What the loss on this batch divides by, as far as the batch tells: a number, or a tensor on its device.
 
-        For terms, one for each.
-        None for sums that nothing divides, and where only the forward pass tells. Rows, where nothing says otherwise;
-        a `compute_loss` that returns `(loss, weight)` overrules that later.
+        For terms, one for each. None for sums that nothing divides, and where only the forward pass tells. Rows, where
+        nothing says otherwise; a `compute_loss` that returns `(loss, weight)` overrules that later.
         """
         if self.weight is not None:
             weight = self.weight(*batch.tree)
@@ -211,10 +202,13 @@ class Objective:
             return plain_weight(weight) if totals is None else totals
         if self.reduction == "sum":
             return None
-        if self.by_targets(batch):
-            targets = self._targets(batch)
-            return None if targets is None else _plain(divisor(self.loss_fn, targets, batch))
-        return float(batch.rows)
+        targets = self._targets(batch) if self._by_targets else None
+        if not self._by_targets or (targets is not None and targets.is_floating_point()):
+            return float(batch.rows)
+        if targets is None:
+            return None
+        weight = divisor(self.loss_fn, targets, batch)
+        return weight if type(weight) is float else plain_weight(weight)
 
     def forward(self, batch: Batch, summed: bool = False) -> tuple[Tensor, Weight | Terms | None]:
         """The loss of a batch and, where only the forward pass tells, its weight."""
@@ -239,17 +233,15 @@ class Objective:
         if isinstance(result, tuple) and not hasattr(result, "_fields"):
             if len(result) != 2:
                 raise TypeError(f"The loss must be a tensor or (loss, weight). Received: a tuple of {len(result)}.")
-            result, weight = result
             if self.weight is not None:
                 raise ValueError("`compute_loss` returns (loss, weight), and `weight` is given too. Use one of them.")
-            weight = plain_weight(weight)
+            result, weight = result[0], plain_weight(result[1])
         loss = result if isinstance(result, Tensor) else getattr(result, "loss", result)
         return checked_scalar(loss), weight
 
     def _result(self, batch: tuple[Any, ...], summed: bool) -> Any:
         if self.compute_loss is not None:
             return self.compute_loss(self.model, *batch)
-        assert self.loss_fn is not None
         if not 1 <= len(batch) <= 2:
             raise ValueError(
                 f"`loss_fn` takes batches of (x, y). Received: {len(batch)} arguments. Nest several inputs or targets "
@@ -258,16 +250,23 @@ class Objective:
         outputs = self.model(batch[0])
         if summed and isinstance(outputs, Tensor) and outputs.dtype == torch.float16:
             outputs = outputs.float()  # a sum of losses soon passes 65504
-        loss_fn = self._summed if summed else self.loss_fn
-        if len(batch) == 2 and type(outputs) is Tensor and type(batch[1]) is Tensor:  # as mostly
-            try:
-                return loss_fn(outputs, batch[1])
-            except (RuntimeError, ValueError):
-                check_row_weights(self.loss_fn, outputs)
-                raise
-        targets = _unpacked(batch[1]) if len(batch) == 2 else ()
-        values = (*_unpacked(outputs), *targets)
-        loss = loss_fn(*values)
+        loss_fn: Any = self._summed if summed else self.loss_fn
+        targets = batch[1:]
+        if type(outputs) is Tensor and targets and type(targets[0]) is Tensor:  # as mostly
+            values: tuple[Any, ...] = outputs, targets[0]
+        else:
+            targets = _unpacked(targets[0]) if targets else ()
+            values = (*_unpacked(outputs), *targets)
+        try:
+            loss = loss_fn(*values)
+        except (RuntimeError, ValueError, TypeError) as error:
+            check_row_weights(self.loss_fn, outputs)
+            if isinstance(error, TypeError) and len(batch) == 1:
+                raise TypeError(
+                    f"The batch has no targets, and loss_fn(model(x)) raises: {error}. Call step(x, y), or give "
+                    "compute_loss(model, x)."
+                ) from error
+            raise
         # With other than one target in the batch, which of the values it is shows only now.
         return (loss, divisor(self.loss_fn, values[1])) if summed and len(targets) != 1 else loss
 
@@ -275,10 +274,6 @@ class Objective:
     def device(self) -> torch.device:
         parameters = getattr(self.model, "parameters", lambda: iter(()))()
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
-
-
-def _plain(weight: Weight) -> Weight:
-    return weight if isinstance(weight, float) else plain_weight(weight)
 
 
 def one_weight(weight: Any) -> Any:
@@ -346,3 +341,102 @@ def _inside(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif not name and hasattr(value, "__dict__") and not isinstance(value, type):  # the loss is an object of a class
         yield from vars(value).items()
         yield name, vars(type(value)).get("__call__")
+
+
+# What each `torch.nn` loss divides by.
+#
+# Most are means over rows (or over the elements of rows of one size, which is the same). Cross entropy and negative
+# log-likelihood are not: with class indices as targets they divide by the sum of the class weights of the targets that
+# are not ignored. Their micro-batches are exact as sums, divided by that number for the whole batch; so a micro-batch
+# with nothing but ignored targets is a plain zero, where its mean would be 0 / 0.
+
+_BY_TARGETS: tuple[type[nn.Module], ...] = tuple(
+    getattr(nn, name)
+    for name in ("CrossEntropyLoss", "NLLLoss", "NLLLoss2d", "LinearCrossEntropyLoss")
+    if hasattr(nn, name)
+)
+_FUNCTIONS: dict[Any, type[nn.Module]] = {
+    nn.functional.cross_entropy: nn.CrossEntropyLoss,
+    nn.functional.nll_loss: nn.NLLLoss,
+}
+
+
+def with_known_divisor(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`loss_fn`, or the loss module that does the same where it is a function with a divisor of its own.
+
+    Example:
+        >>> with_known_divisor(functools.partial(nn.functional.cross_entropy, ignore_index=0))
+        CrossEntropyLoss()
+    """
+    function, keywords = loss_fn, {}
+    if isinstance(loss_fn, functools.partial) and not loss_fn.args:
+        function, keywords = loss_fn.func, loss_fn.keywords
+    module = _FUNCTIONS.get(function) if callable(getattr(function, "__hash__", None)) else None
+    return module(**keywords) if module is not None else loss_fn
+
+
+def reduction_of(loss_fn: Callable[..., Any]) -> str | None:
+    """`"mean"` or `"sum"` where `loss_fn` tells; None where it doesn't."""
+    reduction = None
+    if isinstance(loss_fn, nn.Module):
+        reduction = getattr(loss_fn, "reduction", None)
+    elif isinstance(loss_fn, functools.partial):
+        reduction = loss_fn.keywords.get("reduction")
+    if reduction == "none":
+        raise ValueError(
+            f"`loss_fn` must return one number. Received: {loss_fn!r} with reduction='none', which returns one per "
+            "row. Use 'mean' or 'sum', or reduce it yourself in `compute_loss`."
+        )
+    return {"mean": "mean", "batchmean": "mean", "elementwise_mean": "mean", "sum": "sum"}.get(str(reduction))
+
+
+def divides_by_targets(loss_fn: Any) -> bool:
+    """Whether this loss, where its targets are class indices, divides by a number that depends on them, not by rows."""
+    # A subclass with a forward of its own may divide by anything.
+    return isinstance(loss_fn, _BY_TARGETS) and any(type(loss_fn).forward is loss.forward for loss in _BY_TARGETS)
+
+
+def check_row_weights(loss_fn: Any, outputs: Any) -> None:
+    """After a loss has failed: raise if it holds a number for each row of the batch."""
+    rows = len(outputs) if isinstance(outputs, Tensor) and outputs.dim() else 0
+    module = not isinstance(loss_fn, functools.partial)
+    held = {**vars(loss_fn), **dict(loss_fn.named_buffers())} if isinstance(loss_fn, nn.Module) else {}
+    for name in ("weight", "pos_weight"):
+        value = (held if module else loss_fn.keywords).get(name)
+        if rows and isinstance(value, Tensor) and value.dim() and len(value) > rows and len(value) not in outputs.shape:
+            function = (type(loss_fn) if module else loss_fn.func).__name__
+            raise ValueError(
+                f"{function}({name}=...) holds a {name} for each of {len(value)} rows, and was given {rows} rows: "
+                "micro-batches are cut out of the batch, and what the loss holds is not. Make it a part of the batch: "
+                f"compute_loss=lambda model, x, y, w: loss_fn(model(x), y, {name}=w) with a function of "
+                "torch.nn.functional as loss_fn, and step(x, y, w)."
+            )
+
+
+def divisor(loss_fn: Any, targets: Tensor, batch: Batch | None = None) -> Weight:
+    """What such a loss divides by on these targets, a tensor where that spares waiting for their device.
+
+        sum of weight[t]  over the class indices t that are not ignore_index      (weight is 1 without class weights)
+        their number      where targets are class probabilities
+
+    Example:
+        >>> loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]), ignore_index=-1)
+        >>> divisor(loss_fn, torch.tensor([0, 1, 1, -1]))
+        tensor(7.)
+    """
+    if targets.is_floating_point():
+        return float(targets.numel() // max(targets.shape[min(1, targets.ndim - 1)], 1))
+    ignored = -100 if loss_fn.ignore_index is None else loss_fn.ignore_index
+    if loss_fn.weight is not None:
+        valid = targets != ignored
+        class_weights = loss_fn.weight.detach().to(targets.device)
+        return torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0).sum()
+    if targets.is_cpu and targets.numel() and ignored < 0 <= (batch or Batch(())).ends(targets)[0]:
+        return float(targets.numel())  # one look in place of two: nothing is ignored, as mostly
+    return (targets != ignored).sum()
+
+
+def summed(loss_fn: Callable[..., Any], before: Any = None) -> Callable[..., Any]:
+    new: Any = object.__new__(type(loss_fn)) if before is None else before
+    new.__dict__.update(loss_fn.__dict__, reduction="sum")
+    return new

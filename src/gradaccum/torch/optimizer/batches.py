@@ -37,8 +37,7 @@ class Batches:
             raise ValueError("The batches of this loader fill this optimizer's windows already.")
         self.members: list[tuple[Windows, BatchWeight]] = [*others, (windows, BatchWeight(weight))]
         self._handed_out = 0
-        self._to_skip: int | None = None
-        """What `load_state_dict` said, until the next loop."""
+        self._to_skip: int | None = None  # what `load_state_dict` said, until the next loop
         self._loader_state: Any = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -95,7 +94,7 @@ class Batches:
             ahead = self._begin(resumed, to_skip)
             while ahead.arrives() if ahead.is_due else ahead.failure is None and not ahead.is_over:
                 batch = ahead.batch
-                self._loader_state = ahead.fetch()
+                self._loader_state = ahead.look_ahead()
                 for windows, weigh in self.members:
                     windows.expect_batch(weigh(batch), weigh.given, ahead.is_over)
                 self._handed_out += 1
@@ -104,7 +103,6 @@ class Batches:
                     windows.end_batch()
                 if ahead.is_over:
                     ahead.exhaust()
-                    break
             self._handed_out, self._loader_state = 0, None
             took_part = ahead.failure is None and self._end()
             if ahead.is_empty and not resumed and not took_part:
@@ -124,25 +122,22 @@ class Batches:
 
     def _begin(self, resumed: bool, to_skip: int) -> _Ahead:
         """Fetch the first batch, or go on from what a loop over the same iterator has left."""
+        once = isinstance(self.loader, Iterator)
         ranks = [windows.ranks for windows, _ in self.members]
         # An epoch may be one of other ranks alone: not with an iterator, which may have been used before.
-        may_be_empty = all(one.is_distributed and not one.sharded for one in ranks)
+        may_be_empty = resumed or (not once and all(one.is_distributed and not one.sharded for one in ranks))
         found: _Ahead | None = None
         try:
             for windows, _ in self.members:
                 left, windows.left_over = windows.left_over, None
-                if left is not None and left.loader is self.loader and isinstance(self.loader, Iterator):
+                if once and left is not None and left.loader is self.loader:
                     found = left
             if found is None:
-                may_be_empty = resumed or (may_be_empty and not isinstance(self.loader, Iterator))
                 found = _Ahead(self.loader, to_skip, may_be_empty)
-        except Exception:
+        finally:  # of an error, too, other ranks learn when this one has begun
             for windows, _ in self.members:
-                if windows.ranks.is_distributed:  # others wait for this one to begin, then learn that it left
+                if found is not None or windows.ranks.is_distributed:
                     windows.begin_loop(self, resumed)
-            raise
-        for windows, _ in self.members:
-            windows.begin_loop(self, resumed)
         return found
 
     def _break_off(self, ahead: _Ahead | None) -> None:
@@ -181,15 +176,11 @@ class _Ahead:
 
     def __init__(self, loader: Iterable[Any], to_skip: int, may_be_empty: bool) -> None:
         self.loader = loader
-        self.is_empty = False
-        """Whether an epoch that is resumed was over already, or this rank has no batch in it."""
-        self.failure: Exception | None = None
-        """Raised when the batch in hand has been trained on: it is a good one."""
-        self.is_over = False
+        self.failure: Exception | None = None  # raised when the batch in hand has been trained on: it is a good one
+        self.is_over = self.is_empty = False  # nothing comes after the batch in use; nothing has come at all
         self._iterator = iter(loader)
         self._knows_end = hasattr(loader, "end_of_dataloader")
-        self.is_due = False
-        """Whether the next batch is yet to be fetched, from a loader that knows its end."""
+        self.is_due = False  # the next batch is yet to be fetched
         self._has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._fetched = 0
         try:
@@ -205,13 +196,41 @@ class _Ahead:
     def arrives(self) -> bool:
         """Fetch the batch that is due. Returns whether there is one."""
         self.is_due = False
+        self._fetch()
+        return self.failure is None and not self.is_over
+
+    def _fetch(self) -> None:
         try:
             self.batch = next(self._iterator)
         except StopIteration:
             self.is_over = True
         except Exception as error:
             self.failure = error
-        return self.failure is None and not self.is_over
+
+    def look_ahead(self) -> Any:
+        """Fetch the next batch. Returns the loader's own state before that, if it has one.
+
+        Raises:
+            ValueError: That changed the batch before.
+        """
+        state = _state_of(self.loader) if self._has_state else None
+        if self._knows_end:
+            self.is_over = bool(self.loader.end_of_dataloader)  # type: ignore[attr-defined]  # it has
+            self.is_due = not self.is_over
+            return state
+        self._fetched += 1
+        if self._fetched & (self._fetched - 1):
+            self._fetch()
+            return state
+        batch, before = self.batch, _contents(self.batch)  # a loader that refills its batches does so from the start
+        self._fetch()
+        if not self.is_over and self.failure is None and _contents_changed(batch, before):
+            raise ValueError(
+                "Fetching the next batch changed the one in use: the loader refills a buffer, or the container "
+                "that it yields, and batches() fetches one batch ahead. Yield new ones: buffer.clone(), or "
+                "dict(batch); or leave out batches(), and call flush() at the epoch's end."
+            )
+        return state
 
     def exhaust(self) -> None:
         """The last batch has been used: let a loader that knows its end do what it does there.
@@ -224,35 +243,6 @@ class _Ahead:
                 "The loader yielded a batch after the one that it called its last (`end_of_dataloader`), with which "
                 "the epoch's last window was closed. Something inside of it fetches ahead: leave that out."
             )
-
-    def fetch(self) -> Any:
-        """Fetch the next batch. Returns the loader's own state before that, if it has one.
-
-        Raises:
-            ValueError: That changed the batch before.
-        """
-        state = _state_of(self.loader) if self._has_state else None
-        if self._knows_end:
-            self.is_over = bool(self.loader.end_of_dataloader)  # type: ignore[attr-defined]  # it has
-            self.is_due = not self.is_over
-            return state
-        self._fetched += 1
-        looks = self._fetched & (self._fetched - 1) == 0  # a loader that refills its batches does so from the start
-        before = _Contents(self.batch) if looks else None
-        try:
-            self.batch = next(self._iterator)
-        except StopIteration:
-            self.is_over = True
-        except Exception as error:
-            self.failure = error
-        else:
-            if before is not None and before.changed():
-                raise ValueError(
-                    "Fetching the next batch changed the one in use: the loader refills a buffer, or the container "
-                    "that it yields, and batches() fetches one batch ahead. Yield new ones: buffer.clone(), or "
-                    "dict(batch); or leave out batches(), and call flush() at the epoch's end."
-                )
-        return state
 
 
 def _empty_error(loader: Any, to_skip: int = 0) -> ValueError:
@@ -271,42 +261,22 @@ def _state_of(loader: Any) -> Any:
         return None
 
 
-class _Contents:
-    def __init__(self, batch: Any) -> None:
-        self._batch, self._tensors = batch, _tensors(batch)
-        self._versions = [tensor._version for tensor in self._tensors]
-        self._copies = [tensor.clone() for tensor in self._tensors]  # NumPy does not count versions
-
-    def changed(self) -> bool:
-        now = _tensors(self._batch)
-        if len(now) != len(self._tensors):
-            return True
-        found = zip(now, self._tensors, self._versions, self._copies, strict=True)
-        for one, before, version, copied in found:
-            # Arrays are made into new tensors each time.
-            if one is not before and (one.shape != before.shape or one.data_ptr() != before.data_ptr()):
-                return True
-            same = torch.equal(before, copied) or (
-                before.is_floating_point() and torch.allclose(before, copied, 0, 0, equal_nan=True)
-            )
-            if before._version != version or not same:
-                return True
-        return False
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    """The plain tensors of a batch, arrays among them."""
-    flat = batch.values() if type(batch) is dict else batch if type(batch) in (tuple, list) else ()
-    found = [leaf for leaf in flat if type(leaf) is Tensor and leaf.layout is torch.strided]
-    if found and len(found) == len(flat):
-        return found
+def _contents(batch: Any) -> list[tuple[Tensor, Any, Tensor]]:
+    """The plain tensors of a batch, arrays among them: where each is, and what is in it."""
     found = []
     for _, leaf in leaves(batch):
+        if hasattr(leaf, "__array_interface__") and has_rows(leaf) and leaf.dtype.kind in "biuf":
+            leaf = torch.as_tensor(leaf)
         if type(leaf) is Tensor and leaf.layout is torch.strided:
-            found.append(leaf)
-        elif hasattr(leaf, "__array_interface__") and has_rows(leaf) and leaf.dtype.kind in "biuf":
-            found.append(torch.as_tensor(leaf))
+            values = leaf.clone().resolve_conj().flatten().view(torch.uint8)  # NumPy counts no versions
+            found.append((leaf, (leaf.data_ptr(), leaf.shape, leaf._version), values))
     return found
+
+
+def _contents_changed(batch: Any, before: list[tuple[Tensor, Any, Tensor]]) -> bool:
+    now = _contents(batch)
+    places = [place for _, place, _ in now] == [place for _, place, _ in before]
+    return not (places and all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(now, before)))
 
 
 class BatchWeight:
@@ -321,10 +291,8 @@ class BatchWeight:
     def __init__(self, weight: Callable[[Any], float] | None = None, where: str = "batches()") -> None:
         if weight is not None and not callable(weight):
             raise TypeError(f"`weight` must be a callable: weight(batch) -> number. Received: weight={weight!r}.")
-        self._weight, self.given = weight, weight is not None
-        self._where = where
-        self._rows_in_front = False
-        """Whether a batch has shown that its tensors have their rows in front."""
+        self._weight, self.given, self._where = weight, weight is not None, where
+        self._rows_in_front = False  # a batch has shown that its tensors have their rows in front
 
     def __call__(self, batch: Any) -> float:
         if self._weight is not None:
@@ -348,7 +316,8 @@ class BatchWeight:
 
     def _rows(self, batch: Any) -> int:
         try:
-            rows = _number_of_rows(batch)
+            found = set(_rows_of_leaves(batch))
+            rows = found.pop() if len(found) == 1 else number_of_rows(batch)  # whose error lists what there is
             if rows not in (1, 3, 4):
                 self._rows_in_front = True
             elif not self._rows_in_front:
@@ -360,28 +329,17 @@ class BatchWeight:
         return rows
 
 
-def _number_of_rows(batch: Any) -> int:
-    rows = set(_rows_of_leaves(batch))
-    return rows.pop() if len(rows) == 1 else number_of_rows(batch)  # whose error lists what there is
-
-
-def _rows_of_leaves(node: Any) -> Iterator[int]:
-    if isinstance(node, PackedSequence):
-        yield int(node.batch_sizes[0])
-        return
-    inside = children(node)
-    for _, _, child in inside or ():
-        yield from _rows_of_leaves(child)
-    if inside is None and has_rows(node):
-        yield int(node.shape[0])
+def _rows_of_leaves(batch: Any) -> Iterator[int]:
+    for _, leaf in leaves(batch):
+        if isinstance(leaf, PackedSequence):
+            yield int(leaf.batch_sizes[0])
+        elif has_rows(leaf):
+            yield int(leaf.shape[0])
 
 
 def _check_channels(node: Any) -> None:
     """Raise if the tensors of a list look like images of different size: their first dimension is the channels."""
-    inside = children(node)
-    if not inside:
-        return
-    items = [child for _, _, child in inside]
+    items = [child for _, _, child in children(node) or ()]
     images = all(isinstance(item, Tensor) and item.dim() == 3 and item.is_floating_point() for item in items)
     if isinstance(node, (list, tuple)) and images and len({item.shape[1:] for item in items}) > 1:
         raise ValueError(

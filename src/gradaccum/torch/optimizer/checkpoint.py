@@ -1,6 +1,6 @@
 """Checkpoints of a wrapped optimizer: the inner one's state dict, and beside it the open window with its gradients.
 
-Of a sharded model it is in the inner one's state (see sharded_state.py). Everything in it is a number, a string, a
+Of a sharded model it is in the inner one's state (see sharded_checkpoint.py). Everything in it is a number, a string, a
 list, a dict or a tensor, so `torch.load(weights_only=True)` reads it.
 """
 
@@ -18,29 +18,29 @@ from gradaccum.core.window import uncounted_error
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import map_leaves
 from gradaccum.torch.optimizer import sharded_checkpoint as sharded
+from gradaccum.torch.watch import parameters_of
 from gradaccum.torch.window import Windows
 
 __all__ = ["KEY", "initialise", "is_initialisation", "load", "state_dict"]
 
 logger = logging.getLogger("gradaccum")
 
-KEY = "gradaccum"
+KEY = sharded.KEY
 
 _IN_WINDOW = "gradaccum_window"
 """In the first group: how many micro-batches the open window holds, and its steps."""
 
 
 def state_dict(windows: Windows) -> dict[str, Any]:
-    window = window_state(windows)
+    state = window_state(windows)
     if windows.ranks.sharded:
-        return sharded.pack(windows.inner, window, windows.ranks)
-    state = {**windows.inner.state_dict(), KEY: window}
-    if windows.ranks.is_distributed or window["window"]["micro_batches"]:
+        return sharded.pack(windows.inner, state, windows.ranks)
+    packed, window = {**windows.inner.state_dict(), KEY: state}, state["window"]
+    if windows.ranks.is_distributed or window["micro_batches"]:
         # torch.distributed.checkpoint keeps "state" and "param_groups" alone: it shall not lose a window unnoticed.
-        first, *others = state["param_groups"]
-        in_window = [window["window"]["micro_batches"], window["window"]["steps"]]
-        state["param_groups"] = [{**first, _IN_WINDOW: in_window}, *others]
-    return state
+        first, *others = packed["param_groups"]
+        packed["param_groups"] = [{**first, _IN_WINDOW: [window["micro_batches"], window["steps"]]}, *others]
+    return packed
 
 
 def is_initialisation(windows: Windows) -> bool:
@@ -88,17 +88,17 @@ def load(windows: Windows, state_dict: dict[str, Any]) -> None:
 
 def window_state(windows: Windows) -> dict[str, Any]:
     """How far training has come, and the open window with its gradients: copies, so that a snapshot stays one."""
-    open_ = windows.current
+    open_, ranks = windows.current, windows.ranks
     state: dict[str, Any] = {**windows.state_dict(), "window": open_.window.state_dict()}
-    if open_.ranks.is_distributed:
-        state["unit"], state["rank"] = open_.ranks.unit, [open_.ranks.rank, open_.ranks.size]
+    if ranks.is_distributed:
+        state["unit"], state["rank"] = ranks.unit, [ranks.rank, ranks.size]
     if not open_.window.is_open:
         return state
     open_.saved = True
     windows.parameter_monitor.check_parameters()
     open_.check_failed()
-    if open_.ranks.sharded:
-        open_.ranks.reduce_pending()
+    if ranks.sharded:
+        ranks.reduce_pending()
         open_.monitor.forget_arrivals()  # of the reduction
     elif open_.buffer.detached is None and open_.passes.arrivals:
         raise uncounted_error()
@@ -107,16 +107,17 @@ def window_state(windows: Windows) -> dict[str, Any]:
     state["overflow"] = scale.overflowed()
     if open_.screened is not None:
         state["weights"], state["counted"] = list(open_.window.weights), open_.screened.counted()
-    if open_.named is not None and open_.named.sums:
+    if open_.by_name and open_.named is not None:
         state["terms"] = open_.named.state_of_terms(scale.scale)
     return {**state, "gradients": open_.buffer.copies(scale.scale), **open_.losses.state_dict()}
 
 
 def restore(windows: Windows, state: dict[str, Any]) -> None:
-    open_ = windows.current
-    if open_.ranks.is_distributed:
-        open_.ranks.unit = state.get("unit", open_.ranks.unit)
+    open_, ranks = windows.current, windows.ranks
+    if ranks.is_distributed:
+        ranks.unit = state.get("unit", ranks.unit)
     open_.close()
+    open_.special = True
     open_.empty()
     open_.expect_nothing()
     open_.losses.restart()
@@ -132,12 +133,12 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
             open_.named.load_terms(state.get("terms", ()))
             open_.build_stages()
         open_.special = True
-        open_.ranks.restored([p for i, p in enumerate(open_.buffer.parameters()) if i in state["gradients"]])
+        ranks.restored([p for i, p in enumerate(open_.buffer.parameters()) if i in state["gradients"]])
     windows.load_state_dict(state)
 
 
 def _check_window(windows: Windows, state: dict[str, Any]) -> None:
-    saved = state["window"]
+    saved, current = state["window"], windows.current
     if not saved["micro_batches"]:
         return
     saved_on, here = state.get("rank", [0, 1]), [windows.ranks.rank, windows.ranks.size]
@@ -155,13 +156,13 @@ def _check_window(windows: Windows, state: dict[str, Any]) -> None:
             f"done), and this optimizer has steps={steps} there. A window's length changes only between windows: load "
             f"it with steps={saved['steps']}, or take the checkpoint when `updated` is True."
         )
-    if state.get("terms") and (windows.current.named is None or windows.current.noise is not None):
+    if state.get("terms") and (current.named is None or current.noise is not None):
         raise WindowError(
             "The checkpoint was taken inside a window of several losses with a denominator each, which "
             'nonfinite="skip_micro_batch" and noise_scale=True do not go together with. Load it without, or take it '
             "when `updated` is True."
         )
-    reduction = windows.current.window.reduction
+    reduction = current.window.reduction
     if saved.get("reduction", reduction) != reduction:
         raise WindowError(
             f'The checkpoint was taken inside a window of losses with reduction="{saved["reduction"]}", and this '
@@ -192,13 +193,14 @@ def _check_form(state_dict: Any) -> None:
 
 
 def _check_whole(state: Any) -> None:
-    needed = ["epoch", "updates", "in_epoch", "window"]
-    saved = state.get("window") if isinstance(state, Mapping) else None
-    if isinstance(saved, Mapping) and saved.get("micro_batches", 1):
-        needed += ["gradients", "overflow", "losses", "losses_weighed"]
-    missing = [key for key in needed if not isinstance(state, Mapping) or key not in state]
-    if isinstance(saved, Mapping):
-        missing += [f"window[{key!r}]" for key in ("micro_batches", "steps") if key not in saved]
+    state = state if isinstance(state, Mapping) else {}
+    needed, window = ["epoch", "updates", "in_epoch", "window"], state.get("window")
+    in_window = []
+    if isinstance(window, Mapping):
+        in_window = [key for key in ("micro_batches", "steps") if key not in window]
+        if window.get("micro_batches", 1):
+            needed += ["gradients", "overflow", "losses", "losses_weighed"]
+    missing = [*(key for key in needed if key not in state), *(f"window[{key!r}]" for key in in_window)]
     if missing:
         raise ValueError(
             f"The checkpoint's window is not whole: {', '.join(missing)} is missing under {KEY!r}. Load what "
@@ -216,8 +218,7 @@ def _check_inner(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> No
     if not type(inner).__module__.startswith("torch.optim"):
         return  # a custom optimizer's state may have any shape
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    for index, parameter in zip(indices, parameters, strict=True):
+    for index, parameter in zip(indices, parameters_of(inner), strict=True):
         for name, value in state_dict["state"].get(index, {}).items():
             # Factored state (Adafactor's rows and columns) has ones where it sums over a dimension.
             if (

@@ -130,7 +130,7 @@ class Optimizer(OptimizerProxy):
             arguments["accumulate_dtype"] = torch.float32
         self._hold(inner)
         # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
-        parameters, step = functools.partial(parameters_of, inner), weakref.WeakMethod(self._step_inner)
+        parameters = functools.partial(parameters_of, inner)
         options = {**arguments, "sync": self._sync}
         manual_reduce = arguments["nonfinite"] == "skip_micro_batch"
         if manual_reduce and isinstance(inner, torch.optim.SparseAdam):
@@ -145,8 +145,7 @@ class Optimizer(OptimizerProxy):
         noise = noise_meter(arguments.pop("noise_scale"), self._model)
         current = GradientWindow(parameters, ranks, noise, **arguments)
         self._loss_scale = current.loss_scale
-        self._windows = windows = Windows(inner, schedule, current, step, check_steps)
-        self._rates = windows.rates
+        self._windows = windows = Windows(inner, schedule, current, weakref.ref(self), check_steps)
         weakref.finalize(self, on_collect, windows).atexit = False
         self._checked = False
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import global_step_hooks, without_global_step_hooks
 from gradaccum.schedule import Schedule
-from gradaccum.torch.watch import check_outside_of_trainers, parameters_of
-from gradaccum.torch.window import LossScale
+from gradaccum.torch.watch import callers, check_outside_of_trainers, parameters_of
+from gradaccum.torch.window import LossScale, Windows
 
 __all__ = [
     "OptimizerProxy",
@@ -34,7 +33,6 @@ __all__ = [
     "overflows_easily",
 ]
 
-
 _WRAPPED = "Optimizer(torch.optim.Adam(model.parameters()), steps=4)"
 _PREPARED = {
     "accelerate.": f"accelerator.prepare({_WRAPPED})",
@@ -46,52 +44,37 @@ _PREPARED = {
 """Where frameworks define optimizers around the user's, and how to have them go around the window's, too."""
 
 
+def _inners(name: str) -> property:
+    """The inner optimizer's own table, so that schedulers, scalers and checkpoints find it where they look."""
+
+    def get(self: OptimizerProxy) -> Any:
+        return getattr(self.inner, name)
+
+    def set_(self: OptimizerProxy, value: Any) -> None:
+        if hasattr(self, "inner"):
+            setattr(self.inner, name, value)
+
+    return property(get, set_)
+
+
 class OptimizerProxy(torch.optim.Optimizer):
     """torch's optimizer protocol, passed on to an inner optimizer; `step` and the files are left to subclasses."""
 
     inner: torch.optim.Optimizer
     _loss_scale: LossScale
-    _rates: Callable[[], contextlib.AbstractContextManager[None] | None]
-    """Has the hyperparameters of the update in place, where they are not the inner optimizer's own."""
+    _windows: Windows
+    param_groups: Any = _inners("param_groups")
+    state: Any = _inners("state")
+    defaults: Any = _inners("defaults")
 
     def _hold(self, inner: torch.optim.Optimizer) -> None:
         # torch's constructor makes the hook tables. It would also write groups and state, which are the inner
-        # optimizer's: until `inner` is set, the properties below swallow that.
+        # optimizer's: until `inner` is set, the properties swallow that.
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self._scaled: list[Any] = []
-        self._answer: tuple[Callable[[], Any], ...] = ()
-        """What the inner optimizer gets for a closure that has been evaluated."""
+        self._answer: tuple[Callable[[], Any], ...] = ()  # the inner optimizer's, for a closure that has been evaluated
         self._global_hooks = global_step_hooks()
-
-    # The inner optimizer's own tables, so that schedulers, scalers and checkpoints find them where they look.
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if hasattr(self, "inner"):
-            self.inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if hasattr(self, "inner"):
-            self.inner.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.inner.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        if hasattr(self, "inner"):
-            self.inner.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
         # What an inner optimizer has beyond torch's interface (train() and eval() of schedule-free ones, say).
@@ -109,20 +92,17 @@ class OptimizerProxy(torch.optim.Optimizer):
 
     def _step_inner(self, *closure: Callable[[], Any]) -> Any:
         """The inner optimizer's step, between the hooks of all optimizers and those that were registered here."""
-        closure = closure or self._answer
+        args: Any = (self, *(closure or self._answer))
         before_all, after_all = self._global_hooks
-        if not (self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or before_all or after_all):
-            rates = self._rates()
-            if rates is None:
-                return self.inner.step(*closure)
-            with rates:
-                return self.inner.step(*closure)
-        args: Any = (self, *closure)
+        windows = self._windows
+        rates = None if windows.noise_schedule is None else windows.rates()
+        if not (rates or self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or before_all or after_all):
+            return self.inner.step(*args[1:])  # nearly always
         kwargs = dict[str, Any]()
         with without_global_step_hooks() as (before, after):
             for pre_hook in (*before, *self._optimizer_step_pre_hooks.values()):
                 args, kwargs = pre_hook(self, args, kwargs) or (args, kwargs)
-            with self._rates() or contextlib.nullcontext():
+            with windows.rates() or contextlib.nullcontext():  # a hook may have changed what they are made of
                 result = self.inner.step(*args[1:], **kwargs)
             for post_hook in (*self._optimizer_step_post_hooks.values(), *after):
                 post_hook(self, args, kwargs)
@@ -170,25 +150,23 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 def may_evaluate_again(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its `step` takes a closure, and is none of torch's own, which evaluate it once, before anything else."""
-    return not type(optimizer).__module__.startswith("torch.optim") and (
-        "closure" in inspect.signature(optimizer.step).parameters
-    )
+    of_torch = type(optimizer).__module__.startswith("torch.optim")
+    return not of_torch and "closure" in inspect.signature(optimizer.step).parameters
 
 
 def evaluated(optimizer: torch.optim.Optimizer, result: Any) -> Callable[[], Any]:
     """A closure that was evaluated before the step, for optimizers that ask for it once, before anything else."""
     versions = [parameter._version for parameter in parameters_of(optimizer)]
-    asked = False
+    asked: list[bool] = []
 
     def closure() -> Any:
-        nonlocal asked
         if asked or versions != [parameter._version for parameter in parameters_of(optimizer)]:
             raise ValueError(
                 f"{type(optimizer).__name__}.step evaluates its closure again, which would have to run the whole "
                 "window again. Its parameters may be half-way through a step. Use gradaccum.torch.TrainStep, which "
                 "does that, or steps=1 without options."
             )
-        asked = True
+        asked.append(True)
         return result
 
     return closure
@@ -209,31 +187,31 @@ def check_first_step(optimizer: Any, closure: Any) -> None:
     """Raise, or warn, for what is around a wrapped optimizer, or on its parameters, and makes its windows inexact."""
     check_outside_of_trainers()
     steps, setting = 1, ""
-    module = _lightning_module(closure)
-    if module is not None:
+    if (module := _lightning_module(closure)) is not None:
         steps = module.trainer.accumulate_grad_batches
         setting = f"Trainer(accumulate_grad_batches={steps})"
-    elif "accelerate.state" in sys.modules and "accelerate.optimizer" in sys.modules:
-        steps = _accelerates_steps(optimizer)
+    elif "accelerate.optimizer" in callers():
+        steps = sys.modules["accelerate.state"].GradientState().num_steps
         setting = f"Accelerator(gradient_accumulation_steps={steps})"
     if steps != 1:
         raise ValueError(
             f"{setting} accumulates as well as this optimizer, and takes the mean of batches as if they were of "
             "one size. Remove it: the optimizer accumulates by itself."
         )
-    _warn_of_hooks(parameters_of(optimizer))
-
-
-def _accelerates_steps(optimizer: Any) -> int:
-    """Over how many batches Accelerate accumulates for this optimizer: 1 where it hasn't prepared it."""
-    state = getattr(sys.modules["accelerate.state"], "GradientState", None)
-    shared = getattr(state, "_shared_state", None)
-    steps = state().num_steps if state is not None and shared else 1
-    if steps == 1:
-        return 1
-    prepared = getattr(sys.modules["accelerate.optimizer"], "AcceleratedOptimizer", ())
-    holders = [holder for one in gc.get_referrers(optimizer) for holder in (one, *gc.get_referrers(one))]
-    return steps if any(isinstance(h, prepared) and h.optimizer is optimizer for h in holders) else 1
+    hooked = {
+        index
+        for index, parameter in enumerate(parameters_of(optimizer))
+        for hook in (parameter._backward_hooks or {}).values()
+        if not (getattr(hook, "__module__", None) or "").startswith(("gradaccum.", "torch."))
+    }
+    if hooked:
+        warnings.warn(
+            f"{len(hooked)} parameters have hooks on their gradients (parameter {min(hooked)} of the optimizer is "
+            "the first). They are called for every micro-batch, with its part of the window's gradient: that is exact "
+            "for hooks that multiply by a constant or a mask, not for those that clip or clamp. Pass clip_grad_norm= "
+            "to the wrapper, or edit the finished gradient in a hook: register_step_pre_hook.",
+            stacklevel=4,
+        )
 
 
 def overflows_easily(inner: torch.optim.Optimizer) -> bool:
@@ -258,13 +236,13 @@ def has_options(arguments: dict[str, Any]) -> bool:
 def checked_inner(optimizer: Any) -> torch.optim.Optimizer:
     if isinstance(optimizer, OptimizerProxy):
         raise ValueError(f"This optimizer is wrapped already. Received: {optimizer!r}. Pass its `.inner`, or use it.")
+    kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"`optimizer` must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}. "
+            f"`optimizer` must be a torch.optim.Optimizer. Received: {kind}. "
             "For example: Optimizer(torch.optim.Adam(model.parameters()), steps=4)."
         )
     if not hasattr(optimizer, "defaults"):
-        kind = type(optimizer).__name__
         raise ValueError(
             f"{kind} lacks what torch.optim.Optimizer sets up: super().__init__ was not called. If it wraps an "
             f"optimizer, wrap that one: {kind}(Optimizer(inner, steps), ...)."
@@ -274,7 +252,7 @@ def checked_inner(optimizer: Any) -> torch.optim.Optimizer:
         raise ValueError(
             f"{framework.partition('.')[0].rstrip('_')} has prepared this optimizer already: its checkpoints would "
             "leave out the open window, and its loss scale and its own accumulation would act inside of windows. "
-            f"Received: {type(optimizer).__name__}. Wrap first, then prepare: {_PREPARED[framework]}."
+            f"Received: {kind}. Wrap first, then prepare: {_PREPARED[framework]}."
         )
     return optimizer
 
@@ -319,21 +297,3 @@ def _refuse(method: str, *args: Any, **kwargs: Any) -> Any:
         "per window. Use gradaccum.torch.TrainStep, which evaluates closures on the whole batch; or steps=1; or call "
         "it on `optimizer.inner` where you know the gradients are those it wants."
     )
-
-
-def _warn_of_hooks(parameters: Iterable[Tensor]) -> None:
-    """Name hooks of the user's on gradients: they see a micro-batch's, not the finished one."""
-    hooked = [
-        index
-        for index, parameter in enumerate(parameters)
-        for hook in (parameter._backward_hooks or {}).values()
-        if not (getattr(hook, "__module__", None) or "").startswith(("gradaccum.", "torch."))
-    ]
-    if hooked:
-        warnings.warn(
-            f"{len(set(hooked))} parameters have hooks on their gradients (parameter {hooked[0]} of the optimizer is "
-            "the first). They are called for every micro-batch, with its part of the window's gradient: that is exact "
-            "for hooks that multiply by a constant or a mask, not for those that clip or clamp. Pass clip_grad_norm= "
-            "to the wrapper, or edit the finished gradient in a hook: register_step_pre_hook.",
-            stacklevel=5,
-        )

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from gradaccum.on_torch.memory import local_part
 from gradaccum.torch.distributed import Ranks
+from gradaccum.torch.watch import parameters_of
 
-__all__ = ["is_initialisation", "pack", "release", "reserve", "unpack"]
+__all__ = ["KEY", "is_initialisation", "pack", "release", "reserve", "unpack"]
 
 KEY = "gradaccum"
 
@@ -35,8 +36,7 @@ def pack(inner: torch.optim.Optimizer, window: dict[str, Any], ranks: Ranks) -> 
         inner.state.clear()
     sums, losses = window.pop("gradients", {}), window.pop("losses", [])
     begun = window["window"]["micro_batches"] or window["updates"] or window["epoch"] or window["in_epoch"]
-    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters_of(inner)):
         if parameter.requires_grad:
             nothing = False if begun else torch.zeros_like(parameter, requires_grad=False)
             packed["state"][index] = {**packed["state"].get(index, {}), KEY: sums.get(index, nothing)}
@@ -91,7 +91,7 @@ def _taken_apart(packed: dict[Any, Any], names: list[Any]) -> tuple[dict[Any, An
 
 def reserve(inner: torch.optim.Optimizer) -> None:
     """Make the entries of `pack` in a new optimizer: with `flatten_optimizer_state_dict` torch loads only such."""
-    for parameter in (p for group in inner.param_groups for p in group["params"] if p.requires_grad):
+    for parameter in _trained(inner):
         inner.state[parameter][KEY] = False
     inner.param_groups[0][KEY] = ""
 
@@ -107,23 +107,25 @@ def _is_reserved(inner: torch.optim.Optimizer) -> bool:
     return any(KEY in group for group in inner.param_groups[:1])
 
 
+def _trained(inner: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for parameter in parameters_of(inner) if parameter.requires_grad]
+
+
 def _initialise(optimizer: torch.optim.Optimizer) -> None:
     """Have an optimizer make its state without an update, as torch.distributed.checkpoint does: nothing at rate 0."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    gradients, rates = [p.grad for p in parameters], [group.get("lr") for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if rate is not None:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+    parameters, groups = _trained(optimizer), [group for group in optimizer.param_groups if "lr" in group]
+    gradients, rates = [p.grad for p in parameters], [group["lr"] for group in groups]
     try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         optimizer.step()
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def is_initialisation(optimizer: torch.optim.Optimizer) -> bool:
@@ -131,5 +133,5 @@ def is_initialisation(optimizer: torch.optim.Optimizer) -> bool:
     rates = [group.get("lr", 0.0) for group in optimizer.param_groups]
     if optimizer.state or any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate for rate in rates):
         return False
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    gradients = [p.grad for p in _trained(optimizer)]
     return bool(gradients) and all(g is not None and not local_part(g).any() for g in gradients)

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.core.causes import Leaf, LossFacts, LossSplit, loss_cause, mixing_cause, moving_cause
+from gradaccum.core.causes import LossFacts, LossSplit, loss_cause, mixing_cause, moving_cause
 from gradaccum.core.equivalence import Cause, Difference
+from gradaccum.core.numpy_arrays import leaf_of
 from gradaccum.core.proof import Outcome, Way, differences_between
-from gradaccum.on_torch.adapter.probes import Outputs, Trace, mixing
-from gradaccum.on_torch.batch import Batch, children, leaves, rebuild, with_dims
+from gradaccum.on_torch.adapter.probes import Trace, mixing, others_differ, part_differs
+from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
+from gradaccum.on_torch.random_state import names_of
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof.trial import Trial
@@ -43,8 +45,10 @@ def find_causes(trial: Trial, differences: Sequence[Difference], ways: Sequence[
         shared = _shared_input(trial, ways, tolerance)
         if shared is not None:
             return [shared]
-    causes += _loss_causes(trial, bool(culprits))
     wrong = [difference for difference in differences if not difference.error <= tolerance]
+    # Where a module is wrong, the loss is given other outputs; where its value is right, the gradient is the model's.
+    if not culprits and any(difference.part == "loss" for difference in wrong):
+        causes += _loss_causes(trial)
     causes += _buffer_causes(large, wrong, culprits)
     return causes or _suspects(trial, large) or [_unknown(wrong)]
 
@@ -52,36 +56,27 @@ def find_causes(trial: Trial, differences: Sequence[Difference], ways: Sequence[
 # Losses.
 
 
-def _loss_causes(trial: Trial, model_differs: bool) -> list[Cause]:
-    """What is wrong with the loss, or with each of several.
-
-    It is judged on the large batch's outputs; together with the model, where that is innocent.
-    """
+def _loss_causes(trial: Trial) -> list[Cause]:
+    """What is wrong with the loss, or with each of several, judged together with the model, which is innocent."""
     found = []
     for term in trial.terms() or [None]:
         try:
-            outputs = trial.outputs()
-            cause = _loss_cause(trial, term, outputs) if outputs.calls else None
-            if not (model_differs or (outputs.calls and outputs.complete)):
-                cause = _loss_cause(trial, term, None)
+            splits = [_split(trial, term, parts) for parts in _splits(trial)]
         except Exception:  # the loss fails on these parts: what fails is named where it fails
             continue
-        if cause is not None:
+        if (cause := loss_cause(splits, _facts(trial, term))) is not None:
             of = "" if term is None else f"Of the loss term {term!r}: "
             found.append(dataclasses.replace(cause, message=of + cause.message))
     return found
 
 
-def _loss_cause(trial: Trial, term: Any, outputs: Outputs | None) -> Cause | None:
+def _split(trial: Trial, term: Any, parts: tuple[Tensor, Tensor]) -> LossSplit:
     def vectors(rows: Tensor | None) -> tuple[list[Tensor], float | None]:
-        blocks, weight = trial.raw(rows, outputs, term)
+        blocks, weight = trial.raw(rows, term)
         return [(block if block.is_complex() else block.double()).cpu() for block in blocks], weight
 
-    splits = []
-    for parts in _splits(trial):
-        (whole, _), (a, weight_a), (b, weight_b) = (vectors(rows) for rows in (None, *parts))
-        splits.append(LossSplit(parts, whole, (a, b), (weight_a, weight_b)))
-    return None if outputs is not None and not outputs.complete else loss_cause(splits, _facts(trial, term))
+    (whole, _), (a, weight_a), (b, weight_b) = (vectors(rows) for rows in (None, *parts))
+    return LossSplit(parts, whole, (a, b), (weight_a, weight_b))
 
 
 def _splits(trial: Trial) -> list[tuple[Tensor, Tensor]]:
@@ -104,21 +99,29 @@ def _facts(trial: Trial, term: Any) -> LossFacts:
 
     def weigh(rows: Tensor) -> float:
         weight = original.total(trial.batch.take(rows))
-        if isinstance(weight, dict):
-            weight = weight.get(term, 0.0)
+        weight = weight.get(term, 0.0) if isinstance(weight, dict) else weight
         return 0.0 if weight is None else float(weight)
+
+    def code(path: str) -> str:
+        index, _, rest = path.removeprefix("[").partition("]")
+        return arguments[int(index)] + rest if index.isdigit() else "..."
 
     function = original.loss_fn
     partial = function.keywords if isinstance(function, functools.partial) else {}
     index = partial.get("ignore_index", getattr(function, "ignore_index", None))
     summed = "nothing, being taken for sums" if original.reduction == "sum" else "rows"
-    tensors = [(path, leaf) for path, leaf in leaves(trial.batch.tree) if isinstance(leaf, Tensor) and leaf.dim()]
     kinds = [type(module).__name__ for module in original.model.modules()]
     return LossFacts(
         original.reduction,
         "what `weight` returns" if original.weight is not None else summed,
         weigh,
-        [_leaf(trial, path, leaf, arguments) for path, leaf in tensors if not leaf.is_complex()],
+        [
+            leaf_of(f"batch{path}", code(path), leaf.detach().movedim(dim, 0).cpu().double().numpy())
+            if leaf.is_floating_point()
+            else leaf_of(f"batch{path}", code(path), leaf.movedim(dim, 0).cpu().numpy())
+            for path, leaf, dim in trial.batch.leaves
+            if isinstance(leaf, Tensor) and not leaf.is_complex()
+        ],
         arguments,
         "Leave `weight` out" if original.weight is not None else "Return the loss alone, or its rows with it",
         "Return (loss, weight) from `compute_loss`, with what the loss divides by.",
@@ -130,44 +133,21 @@ def _facts(trial: Trial, term: Any) -> LossFacts:
     )
 
 
-def _leaf(trial: Trial, path: str, tensor: Tensor, arguments: Sequence[str]) -> Leaf:
-    index, _, rest = path.removeprefix("[").partition("]")
-
-    def take(rows: Tensor) -> Tensor:
-        taken = next(leaf for where, leaf in leaves(trial.batch.take(rows).tree) if where == path)
-        return taken if taken.is_floating_point() or taken.dtype is torch.bool else taken.long()
-
-    floating, is_bool = tensor.is_floating_point(), tensor.dtype is torch.bool
-    return Leaf(
-        f"batch{path}",
-        arguments[int(index)] + rest if index.isdigit() else "...",
-        take,
-        "float" if floating else "bool" if is_bool else "whole",
-        tensor.dim(),
-        None if floating or is_bool else frozenset(tensor.unique().tolist()),
-        floating and not bool((tensor >= 0).all()),
-    )
-
-
-def _class_weights(original: Objective) -> list[tuple[str, Tensor]]:
+def _class_weights(original: Objective) -> list[tuple[str, Any]]:
     """Vectors of weights that the loss refers to, with their names."""
-    found: dict[str, Any] = {}
-    for function in (original.loss_fn, original.compute_loss):
-        while isinstance(function, functools.partial):
-            found.update(function.keywords)
-            function = function.func
-        if isinstance(function, nn.Module):
-            found.update(function.named_buffers())
-            found.update({name: value for name, value in vars(function).items() if isinstance(value, Tensor)})
-        elif inspect.isfunction(function):
-            variables = inspect.getclosurevars(function)
-            named = {**variables.globals, **variables.nonlocals}
-            found.update(named)
-            for name, value in named.items():
-                if isinstance(value, nn.Module):
-                    found.update({f"{name}.{inner}": buffer for inner, buffer in value.named_buffers()})
-    vectors = [(name, value) for name, value in found.items() if isinstance(value, Tensor) and value.dim() == 1]
-    return [(n, v.detach().double().cpu()) for n, v in vectors if v.is_floating_point() and (v >= 0).all()]
+    found: list[tuple[str, Any]] = []
+    looked: list[tuple[str, Any]] = [("", function) for function in (original.loss_fn, original.compute_loss)]
+    for name, value in looked:  # which grows
+        if isinstance(value, functools.partial):
+            looked += [*value.keywords.items(), (name, value.func)]
+        elif isinstance(value, nn.Module):
+            inner = {**vars(value), **dict(value.named_buffers())}
+            looked += [(f"{name}.{n}".lstrip("."), t) for n, t in inner.items() if isinstance(t, Tensor)]
+        elif inspect.isfunction(value):
+            looked += [(n, v) for n, v in names_of(value) if not inspect.isfunction(v)]
+        elif isinstance(value, Tensor) and value.dim() == 1 and value.is_floating_point() and (value >= 0).all():
+            found.append((name, value.detach().double().cpu().numpy()))
+    return found
 
 
 def _argument_names(compute_loss: Any, batch: tuple[Any, ...]) -> list[str]:
@@ -192,7 +172,7 @@ def _module_causes(trial: Trial, large: Trace, ways: Sequence[Way]) -> dict[str,
             if part.failed is not None:
                 path, error = part.failed
                 culprits.setdefault(path, _failure(path, large.kinds.get(path), len(rows), error))
-            for path in mixing(large, part, trial.rows, taken=rows):
+            for path in mixing(large, part, part_differs(trial.rows, rows), sums=False):
                 culprits.setdefault(path, _mixes(path, large.kinds[path]))
         if culprits:
             break
@@ -233,7 +213,7 @@ def _suspects(trial: Trial, large: Trace) -> list[Cause]:
     rows = torch.arange(trial.rows)
     changed = [trial.batch.take(torch.where(rows == 0, other, rows)) for other in (1, trial.rows - 1)]
     traces = [trial.trace(None, batch) for batch in (*changed, trial.batch.map(tainted))]
-    found = [mixing(large, trace, trial.rows, changed=0) for trace in traces if trace.failed is None]
+    found = [mixing(large, trace, others_differ(trial.rows, 0)) for trace in traces if trace.failed is None]
     return [_mixes(path, large.kinds[path]) for path in dict.fromkeys(path for paths in found for path in paths)]
 
 
@@ -269,7 +249,7 @@ def counting_layers(modules: Iterable[nn.Module]) -> list[Cause]:
 
 def nondeterminism_cause(trial: Trial, error: float) -> Cause:
     """The large batch differs from itself: name the module, if it is one."""
-    found = mixing(trial.trace(None), trial.trace(None), trial.rows)
+    found = mixing(trial.trace(None), trial.trace(None))
     where = (found[0] or "model") if found else "loss"
     return Cause(
         "nondeterminism",
@@ -328,7 +308,8 @@ def _shared_input(trial: Trial, ways: Sequence[Way], tolerance: float) -> Cause 
             try:
                 if all(entry[2] is None for entry in with_dims(batch.tree, trying)):
                     continue
-                outcomes = [trial.run(order, sizes, batch_dims=trying) for order, sizes in ways[:2]]
+                other = trial.on(Batch(batch.tree, trying))
+                outcomes = [other.run(order, sizes) for order, sizes in ways[:2]]
             except Exception:  # this is no way to split it, then
                 continue
             errors = [_error(trial, outcome, large) for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""A copy of what the user trains, on which a batch can be run at once or in micro-batches, as often as needed."""
+"""Running the rows of a batch at once or in micro-batches, from the same state and with the same random numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,23 +14,145 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradaccum.core.proof import Outcome
-from gradaccum.on_torch.adapter.arrays import TorchRunner
-from gradaccum.on_torch.adapter.probes import Outputs, Trace
-from gradaccum.on_torch.adapter.rng import RowwiseRng
-from gradaccum.on_torch.batch import Batch, BatchDims
+from gradaccum.on_torch.adapter.arrays import TorchRunner, sample
+from gradaccum.on_torch.adapter.probes import Trace
+from gradaccum.on_torch.adapter.rng import RowwiseRng, watched
+from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
 from gradaccum.torch.buffers import ModuleState
-from gradaccum.torch.loss import LossAccumulator, Objective, Terms, Totals, accumulator, counted
+from gradaccum.torch.loss import LossAccumulator, Objective, Terms, accumulator, counted
 
-__all__ = ["Accumulate", "Trial"]
+__all__ = ["Accumulate", "BatchRunner", "Gradients", "LoweredScale", "Trial", "named_parameters"]
 
+Gradients = Callable[[Objective, Batch, Sequence[int]], Tensor]
+"""Runs the rows of a batch in micro-batches of these sizes, in order, as an update does: takes each of them by
+`batch.take(rows)` before its forward pass, leaves the finished gradients in the parameters, not clipped, and returns
+the loss. Exchanges nothing with other ranks, and learns nothing about sizes."""
 Accumulate = Callable[[Objective, Batch, Sequence[int], BatchNormChoice], Tensor]
-"""Runs a batch in micro-batches of these sizes, as training does. Leaves the finished gradients in the parameters, and
-the buffers as an update leaves them; returns the loss."""
+"""The same, with what is done about BatchNorm."""
 
 
-class Trial(TorchRunner):
-    """Runs a batch on fresh copies of model and loss, with the same random numbers for the same rows each time.
+class LoweredScale:
+    """A GradScaler's scale, lowered where gradients overflow in it: an update is skipped then, and tried again."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler, self.power = scaler, 0
+        """The power of two that the scale is multiplied by."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss if self._scaler is None else self._scaler.scale(loss) * 2.0**self.power
+
+    def lower(self) -> bool:
+        """Scale less from now on. Returns False where no lower scale is left."""
+        lowered = self._scaler is not None and self.power > -16
+        self.power -= 4 * lowered
+        return lowered
+
+
+class BatchRunner(TorchRunner):
+    """Runs rows of a batch on a model and a loss, each time from the state that these have now."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        batch: Batch,
+        gradients: Gradients,
+        parameters: Mapping[str, Tensor],
+        state: ModuleState,
+        *,
+        neutral: bool = False,
+        scale: LoweredScale | None = None,
+    ) -> None:
+        self.objective, self.gradients, self._parameters, self.state = objective, gradients, parameters, state
+        self._scale, self.batch, self.rows = scale or LoweredScale(None), batch, batch.rows
+        super().__init__(RowwiseRng(batch.rows, neutral=neutral), objective.device)
+        self.rng.holds(*objective.modules.values(), objective.evaluate)
+
+    def tensors(self) -> list[Tensor]:
+        return list(self._parameters.values())
+
+    @contextlib.contextmanager
+    def passes(self, rows: Tensor | None = None) -> Iterator[None]:
+        """Around passes: random numbers are those of these rows; with None, the whole batch's."""
+        for parameter in self.tensors():
+            parameter.grad = None
+        self.rng.start(rows)
+        try:
+            with self.rng:
+                yield
+        finally:
+            self.rng.rewind()
+            self.state.put_back()
+
+    def taken(self, rows: Tensor | None, batch: Batch | None = None) -> Batch:
+        """These rows (None: all) in tensors of their own: they may be edited, and their gradients are nobody's."""
+        batch = self.batch if batch is None else batch
+        return (batch if rows is None else batch.take(rows)).map(self._own)
+
+    def _own(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or any(leaf is p for p in self._parameters.values()):
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
+        with self.passes():
+            if sizes is None:
+                loss = self.objective.whole(self.taken(None))
+                self._scale.scale(loss).backward()
+            else:
+                order = torch.tensor(rows)
+                few = watched(self.taken(order), lambda taken: self.rng.start(order[taken]))
+                loss = self.gradients(self.objective, few, sizes)
+            gradients: dict[str, Tensor | None] = {}
+            for name, parameter in self._parameters.items():
+                if parameter.requires_grad:
+                    gradients[name] = None if parameter.grad is None else self.kept(parameter.grad.detach().to_dense())
+                    parameter.grad = None
+            return Outcome({"loss": loss.detach().clone()}, gradients, self.left())
+
+    def kept(self, gradient: Tensor) -> Tensor:
+        """What is compared of a gradient."""
+        some = sample(gradient)
+        return some if some is gradient else some.clone()
+
+    def lower_scale(self) -> bool:
+        return self._scale.lower()
+
+    def left(self) -> dict[str, Tensor]:
+        """What modules hold now, by name: tensors and numbers."""
+        return {**self.state.tensors(), **self.state.numbers()}
+
+
+def named_parameters(objective: Objective) -> dict[str, Tensor]:
+    """The parameters of the model and the loss, by name."""
+    return {name: p for prefix, root in objective.modules.items() for name, p in root.named_parameters(prefix)}
+
+
+def in_micro_batches(objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
+    """What `TrainStep` does with a batch, in a few lines: a loop over micro-batches, weighed as it weighs them."""
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    parts = [slice(stop - size, stop) for size, stop in zip(sizes, ends, strict=True)]
+    window = accumulator(objective, batch)
+    if window.named and window.total is None:
+        modules = [module for root in objective.modules.values() for module in root.modules()]
+        with as_found(modules, objective.device), torch.no_grad():
+            found: list[Terms] = [objective.evaluate(batch.take(part))[1] for part in parts]  # type: ignore[misc]  # terms
+        window = LossAccumulator(objective, batch, counted(objective, found), named=True)
+    for part in parts:
+        weighted = window.forward(batch.take(part))
+        if weighted.loss is not None:
+            window.backward(weighted, weighted.loss)
+        window.add(weighted)
+    divisor = 1.0 if window.divisor is None else float(window.divisor)
+    for parameter in named_parameters(objective).values():
+        if parameter.grad is not None:
+            parameter.grad /= divisor
+    return window.loss
+
+
+class Trial(BatchRunner):
+    """The same on a copy of model, loss and batch in another dtype, and what goes on inside.
 
     Micro-batches are added up here, or by `accumulate` where BatchNorm is exact or pooled.
     """
@@ -45,38 +167,54 @@ class Trial(TorchRunner):
         dtype: torch.dtype | None = torch.float64,
         batch_norm: BatchNormChoice = "warn",
     ) -> None:
-        self.original, self.batch_norm = objective, batch_norm
+        self.original = objective
         self.notes: list[str] = []
         """What the comparison had to leave out."""
-        self.accumulate = accumulate if batch_norm in ("exact", "pooled") else None
-
-        def converted(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            floating = dtype if leaf.is_floating_point() else None
-            return leaf.detach().clone().to(device=device, dtype=floating).requires_grad_(leaf.requires_grad)
 
         def convert(thing: Any) -> Any:
             floating = isinstance(thing, nn.Module) or thing.is_floating_point()
             return thing.to(device=device, dtype=dtype if floating else None)
 
-        self.batch, self.rows = batch.map(converted), batch.rows
-        super().__init__(RowwiseRng(self.rows, neutral=self.accumulate is not None), device)
-        copies = _Copies({}, convert)
-        things = _bare(objective.model), objective.loss_fn, objective.compute_loss, objective.weight
-        self._things = copies.of_all(things)
+        def converted(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return convert(leaf.detach().clone()).requires_grad_(leaf.requires_grad)
+
+        copies = _Copies(convert)
+        model, loss_fn, compute_loss, weight = copies.of_all(
+            (_bare(objective.model), objective.loss_fn, objective.compute_loss, objective.weight)
+        )
+        copied = objective.on(model)
+        copied.loss_fn, copied.compute_loss, copied.weight, copied.autocast = loss_fn, compute_loss, weight, None
+        copied.forget()
         self.hooks = copies.of_hooks(objective)
         """Hooks on the gradients of parameters, by the parameter's name."""
-        parameters = [p for thing in self._things if isinstance(thing, nn.Module) for p in thing.parameters()]
-        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
+        parameters = named_parameters(copied)
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters.values()):
             raise ValueError("The model has lazy layers whose sizes aren't known yet: run it once before the check.")
-        self._shared = {id(p): p for p in parameters if p.requires_grad}
-        if not self._shared:
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        if not trained:
             raise ValueError("No parameter of the model requires a gradient: there is nothing to compare.")
+        gradients: Gradients = in_micro_batches
+        if accumulate is not None and batch_norm in ("exact", "pooled"):
+            gradients = functools.partial(_with, accumulate, batch_norm)
+        self.by_train_step = gradients is not in_micro_batches
+        """Whether TrainStep adds up, so that what it says about the model is what there is to know."""
+        super().__init__(
+            copied, batch.map(converted), gradients, trained, ModuleState(copied.modules), neutral=self.by_train_step
+        )
+        self.device, self._is_frozen = device, batch_norm == "frozen"
 
-    def tensors(self) -> list[Tensor]:
-        """What is trained."""
-        return list(self._shared.values())
+    @contextlib.contextmanager
+    def passes(self, rows: Tensor | None = None) -> Iterator[None]:
+        with frozen(self.objective.model) if self._is_frozen else contextlib.nullcontext(), super().passes(rows):
+            yield
+
+    def kept(self, gradient: Tensor) -> Tensor:
+        return gradient
+
+    def left(self) -> dict[str, Tensor]:
+        return self.state.tensors()
 
     def on(self, batch: Batch) -> Trial:
         """The same trial with another batch, of as many rows."""
@@ -84,104 +222,24 @@ class Trial(TorchRunner):
         other.batch = batch
         return other
 
-    @contextlib.contextmanager
-    def _fresh(self, rows: Tensor | None = None, batch_dims: BatchDims | None = None) -> Iterator[Objective]:
-        """An objective on a fresh copy of everything but the trained parameters, whose gradients start empty.
-
-        Random numbers are those of these rows; with None, the large batch's.
-        """
-        for parameter in self.tensors():
-            parameter.grad = None
-        model, loss_fn, compute_loss, weight = _Copies({**self._shared}).of_all(self._things)
-        objective = Objective(
-            model,
-            loss_fn=loss_fn,
-            compute_loss=compute_loss,
-            weight=weight,
-            reduction=self.original.reduction,
-            batch_dims=self.original.batch_dims if batch_dims is None else batch_dims,
-        )
-        objective.found = self.original.found
-        freezing = frozen(objective.model) if self.batch_norm == "frozen" else contextlib.nullcontext()
-        self.rng.holds(objective.model, objective.evaluate)
-        with freezing, torch.enable_grad(), self.rng:
-            self._state = ModuleState(objective.modules)
-            self.rng.start(rows)
-            yield objective
-
-    def _taken(self, rows: Tensor | None, batch: Batch | None = None) -> Batch:
-        """These rows (None: all) in tensors of their own."""
-        batch = self.batch if batch is None else batch
-        return (batch if rows is None else batch.take(rows)).map(
-            lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-        )
-
-    def _outcome(self, objective: Objective, loss: Tensor) -> Outcome:
-        gradients = {
-            name: None if p.grad is None else p.grad.detach().to_dense()
-            for prefix, module in objective.modules.items()
-            for name, p in module.named_parameters(prefix)
-            if p.requires_grad
-        }
-        for parameter in self.tensors():
-            parameter.grad = None
-        return Outcome({"loss": loss.detach()}, gradients, self._state.tensors())
-
-    def run(self, rows: Sequence[int], sizes: Sequence[int] | None, batch_dims: BatchDims | None = None) -> Outcome:
-        """The rows at once (None), or in micro-batches, which are weighed as `TrainStep` would weigh them."""
-        if sizes is None:
-            return self._at_once()
-        batch = self.batch if batch_dims is None else Batch(self.batch.tree, batch_dims)
-        parts = torch.tensor(rows).split(list(sizes))
-        with self._fresh(batch_dims=batch_dims) as objective:
-            if self.accumulate is not None:
-                loss = self.accumulate(objective, self._taken(None, batch), list(sizes), self.batch_norm)
-                return self._outcome(objective, loss)
-            window = accumulator(objective, batch)
-            if window.named and window.total is None:
-                window = LossAccumulator(objective, batch, self._totals(parts, batch, batch_dims), named=True)
-            for part in parts:
-                self.rng.start(part)
-                weighted = window.forward(self._taken(part, batch))
-                if weighted.loss is not None:
-                    window.backward(weighted, weighted.loss)
-                window.add(weighted)
-            divisor = 1.0 if window.divisor is None else float(window.divisor)
-            for parameter in self.tensors():
-                if parameter.grad is not None:
-                    parameter.grad /= divisor
-            return self._outcome(objective, window.loss)
-
-    def _at_once(self) -> Outcome:
-        with self._fresh() as objective:
-            loss = objective.whole(self._taken(None))
-            if not loss.requires_grad:
+    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
+        try:
+            outcome = super().run(rows, sizes)
+        except RuntimeError as error:
+            if sizes is None and "does not require grad" in str(error):
                 raise ValueError(
                     "The loss has no gradient: it was computed without gradients (under torch.no_grad(), or by "
                     ".item(), detach() or argmax), or doesn't depend on the model."
-                )
-            loss.backward()
-            outcome = self._outcome(objective, loss)
-        if all(gradient is None for gradient in outcome.gradients.values()):
+                ) from error
+            raise
+        if sizes is None and all(gradient is None for gradient in outcome.gradients.values()):
             raise ValueError(
                 "The loss doesn't reach the parameters of `model`. compute_loss(model, *batch) must use the model that "
                 "it is given: the check runs a copy."
             )
         return outcome
 
-    def _totals(self, parts: Sequence[Tensor], batch: Batch, batch_dims: BatchDims | None) -> Totals:
-        """What each of several losses divides by, as `TrainStep` counts it."""
-        found: list[Terms] = []
-        with self._fresh(batch_dims=batch_dims) as objective, torch.no_grad():
-            for rows in parts:
-                self.rng.start(rows)
-                terms = objective.evaluate(self._taken(rows, batch))[1]
-                assert isinstance(terms, dict)
-                found.append(terms)
-            return counted(objective, found)
-
     def replace_noise(self) -> bool:
-        """Whether random numbers that belong to no row are their mean from now on."""
         what = ", ".join(sorted(self.rng.unreplayed))
         replaced = super().replace_noise()
         if replaced:
@@ -192,45 +250,34 @@ class Trial(TorchRunner):
 
     def trace(self, rows: Tensor | None, batch: Batch | None = None) -> Trace:
         """What goes into and comes out of every module, for these rows (None: all, at once). Forward pass only."""
-        with self._fresh(rows) as objective:
-            taken = self._taken(rows, batch)
-            return Trace(objective.model).run(lambda: objective.forward(taken))
-
-    def outputs(self) -> Outputs:
-        """What the model returns for the large batch, to be put in place of what it returns for micro-batches."""
-        outputs = Outputs(self.rows)
-        with self._fresh() as objective:
-            outputs.keep(objective.model)
-            objective.forward(self._taken(None))
-        return outputs
+        with self.passes(rows):
+            taken = self.taken(rows, batch)
+            return Trace(self.objective.model).run(lambda: self.objective.forward(taken))
 
     def terms(self) -> list[Any]:
         """The names of the losses, where there are several."""
-        with self._fresh() as objective, torch.no_grad():
-            terms = objective.evaluate(self._taken(None))[1]
+        with self.passes(), torch.no_grad():
+            terms = self.objective.evaluate(self.taken(None))[1]
         return list(terms) if isinstance(terms, dict) else []
 
-    def raw(self, rows: Tensor | None, outputs: Outputs | None, term: Any) -> tuple[list[Tensor], float | None]:
-        """The user's loss as it is, neither weighed nor divided, on these rows: `[loss, gradient, outputs' gradient]`.
+    def raw(self, rows: Tensor | None, term: Any) -> tuple[list[Tensor], float | None]:
+        """The user's loss as it is, neither weighed nor divided, on these rows: `[loss, gradient]`.
 
-        With `outputs`, the model's outputs are replaced by the large batch's, so that the loss alone decides. The
-        second value is the weight that `compute_loss` returns, if it does. Of several losses, `term` says which; None
-        stands for their sum.
+        The second value is the weight that `compute_loss` returns, if it does. Of several losses, `term` says which;
+        None stands for their sum.
         """
-        with self._fresh(rows) as objective:
-            taken = self._taken(rows)
-            if outputs is not None:
-                outputs.replace(objective.model, rows)
-            loss, weight = objective.forward(taken)
+        with self.passes(rows):
+            loss, weight = self.objective.forward(self.taken(rows))
             if isinstance(weight, dict):
                 loss, weight = (loss, None) if term is None else weight[term]
             if loss.requires_grad:
                 loss.backward()
             vector = [(torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).flatten() for p in self.tensors()]
-            blocks = [loss.detach().reshape(1), torch.cat(vector)]
-            if outputs is not None:
-                blocks.append(outputs.gradients())
-            return blocks, None if weight is None else float(weight)
+            return [loss.detach().reshape(1), torch.cat(vector)], None if weight is None else float(weight)
+
+
+def _with(accumulate: Accumulate, choice: BatchNormChoice, objective: Any, batch: Any, sizes: Any) -> Tensor:
+    return accumulate(objective, batch, list(sizes), choice)
 
 
 def _bare(model: Any) -> Any:
@@ -243,11 +290,11 @@ def _bare(model: Any) -> Any:
 class _Copies:
     """Deep copies. Functions are copied with the modules and tensors they refer to, so that these stay untouched."""
 
-    def __init__(self, memo: dict[int, Any], convert: Callable[[Any], Any] = lambda thing: thing) -> None:
-        self._memo, self._convert = memo, convert
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self._memo: dict[int, Any] = {}
+        self._convert = convert
 
     def of_all(self, things: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Of the model, `loss_fn`, `compute_loss` and `weight`."""
         copies = []
         for name, thing in zip(("The model", "`loss_fn`", "`compute_loss`", "`weight`"), things):
             try:
@@ -264,29 +311,29 @@ class _Copies:
         for prefix, module in {**objective.modules, "": _bare(objective.model)}.items():
             for name, parameter in module.named_parameters(prefix):
                 copied: Any = self._memo.get(id(parameter))
-                hooks = (
-                    (parameter._backward_hooks or {}).values() if copied is not None and copied.requires_grad else ()
-                )
+                if copied is None or not copied.requires_grad:
+                    continue
+                hooks = (parameter._backward_hooks or {}).values()
                 users = [h for h in hooks if not getattr(h, "__module__", "").startswith(("torch.", "gradaccum."))]
                 if users:
                     handles[name] = [copied.register_hook(self.of(hook)) for hook in users]
         return handles
 
     def of(self, thing: Any) -> Any:
-        if isinstance(thing, (nn.Module, Tensor)):
-            known = id(thing) in self._memo
-            new = copy.deepcopy(thing, self._memo)
-            if not known:
-                self._memo[id(thing)] = new = self._convert(new)
-            return new
-        if isinstance(thing, types.FunctionType):
-            return self._memo[id(thing)] if id(thing) in self._memo else self._of_function(thing)
         if isinstance(thing, types.MethodType):
             return types.MethodType(self.of(thing.__func__), self.of(thing.__self__))
         if isinstance(thing, functools.partial):
             keywords = {name: self.of(value) for name, value in thing.keywords.items()}
             return functools.partial(self.of(thing.func), *map(self.of, thing.args), **keywords)
-        return thing
+        if not isinstance(thing, (nn.Module, Tensor, types.FunctionType)):
+            return thing
+        if id(thing) not in self._memo:
+            if isinstance(thing, types.FunctionType):
+                self._memo[id(thing)] = self._of_function(thing)
+            else:
+                new = copy.deepcopy(thing, self._memo)
+                self._memo[id(thing)] = self._convert(new)
+        return self._memo[id(thing)]
 
     def _of_function(self, function: types.FunctionType) -> Any:
         kept = (nn.Module, Tensor, functools.partial)
@@ -308,7 +355,6 @@ class _Copies:
             tuple(cells) or None,
         )
         new.__kwdefaults__ = function.__kwdefaults__
-        self._memo[id(function)] = new
         return new
 
 

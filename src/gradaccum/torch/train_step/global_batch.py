@@ -179,7 +179,6 @@ class InAdvance:
         self.empty = True
 
     def check(self) -> None:
-        """Ask the other ranks."""
         self._window.check()
         self._ranks.engine.end()  # the forward passes
         known = self._window.unit_and_weight()
@@ -242,5 +241,4 @@ def spans_ranks(model: nn.Module, ranks: Ranks, *, exact: bool, verify: bool) ->
 
 
 def inside(model: nn.Module) -> nn.Module:
-    """The model that DistributedDataParallel replicates."""
     return model.get_submodule("module") if isinstance(model, nn.parallel.DistributedDataParallel) else model

@@ -8,26 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradaccum.core.equivalence import Cause
 from gradaccum.core.sizes import BatchSizeFinder, FixedSize, GivenSizes, Groups, Plan, Rows, Slice
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import MemoryMeter
-from gradaccum.schedule import checked_count
 from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.distributed import Ranks
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure import largest_fitting
 from gradaccum.torch.padding import what_is_cut
-from gradaccum.torch.train_step.exact_batch_norm import EXACT_MICRO_BATCH_SIZE
-from gradaccum.torch.train_step.options import Options
+from gradaccum.torch.train_step.options import Options, with_groups
 from gradaccum.torch.train_step.padding import Joining, Packing
 
-__all__ = ["GroupsChoice", "MicroBatcher", "checked_groups", "with_groups"]
+__all__ = ["EXACT_MICRO_BATCH_SIZE", "MicroBatcher"]
 
-GroupsChoice = int | Tensor | Sequence[int] | Callable[..., Any] | None
-"""Rows that stay together: so many in a row, the rows' group ids, or `groups(*batch) -> ids`."""
+EXACT_MICRO_BATCH_SIZE = 32
+"""Rows, for "auto" with exact BatchNorm: all rows' boundary activations are kept in any case, and larger micro-batches
+are hardly faster."""
 
 ROWS = 16
 """Rows of a forward pass without gradients while the size of micro-batches is still searched for."""
@@ -45,7 +43,7 @@ class MicroBatcher:
         self._predict: Callable[[Batch], int] | None = None
         self.predicting = False
         """Whether a pass on fake tensors runs just now, to predict a size."""
-        self._groups, self._objective, self._meter = checked_groups(options.groups), objective, meter
+        self._groups, self._objective, self._meter = options.groups, objective, meter
         self._searches = options.searches
         self.packing: Packing | Joining | None = None
         if max_tokens is not None and pack is None:
@@ -69,7 +67,6 @@ class MicroBatcher:
             self.predicting = False
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on with the sizes of a TrainStep's `state_dict`."""
         if not isinstance(state, Mapping) or not {"updates", "sizes"} <= state.keys():
             found = [*state] if isinstance(state, Mapping) else repr(state)
             raise ValueError(
@@ -88,7 +85,6 @@ class MicroBatcher:
         return batch
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Plan:
-        """The micro-batches of a batch."""
         if self.packing is not None and (sizes is None or len(sizes) > 1):
             return self.packing.plan(batch, sizes)
         groups = None if batch.groups is None else Groups(batch.groups.tolist())
@@ -122,7 +118,6 @@ class MicroBatcher:
         return plan
 
     def take(self, batch: Batch, piece: Slice) -> Batch:
-        """The micro-batch of a piece."""
         rows = piece.rows
         if type(rows) is slice:
             return batch.take(rows)
@@ -135,52 +130,5 @@ class MicroBatcher:
         return None if self.packing is None else self.packing.cause(batch, sure)
 
     def close(self, plan: Plan, batch: Batch) -> None:
-        """A window that followed this plan is over."""
         if isinstance(plan, Rows) and batch.rows:
             self.finder.close(plan.sizer, batch.rows)
-
-
-def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:
-    """The batch with the groups of its rows; those of a group are brought together, where they lie apart."""
-    if isinstance(groups, int):
-        if batch.rows % groups:
-            raise ValueError(
-                f"groups={groups} keeps {groups} rows together, and the batch has {batch.rows}, which is no multiple "
-                "of it. Give the rows' group ids, as a tensor or by a callable, where groups differ in size."
-            )
-        batch = batch.like(batch.tree)
-        batch.groups = torch.arange(batch.rows) // groups
-        return batch
-    given = groups(*batch.tree) if callable(groups) else groups
-    try:
-        ids = torch.as_tensor(given).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f"`groups` must give one whole number for each of the batch's {batch.rows} rows. Received: {given!r:.100} "
-            f"of type {type(given).__name__}. Number them, if they have names."
-        ) from None
-    if ids.dim() != 1 or len(ids) != batch.rows or ids.is_floating_point() or ids.is_complex():
-        raise ValueError(
-            f"`groups` must give one whole number for each of the batch's {batch.rows} rows. Received: shape "
-            f"{tuple(ids.shape)}, {ids.dtype}."
-        )
-    unique, places = ids.unique(return_inverse=True)
-    if len(ids.unique_consecutive()) > len(unique):  # some lie apart: in the order of their first rows
-        first = torch.full((len(unique),), batch.rows).scatter_reduce(0, places, torch.arange(batch.rows), "amin")
-        order = first[places].argsort(stable=True)
-        batch, ids = batch.take(order), ids[order]
-    batch = batch.like(batch.tree)
-    batch.groups = ids
-    return batch
-
-
-def checked_groups(groups: Any) -> GroupsChoice:
-    """`groups`, if it can be."""
-    if isinstance(groups, int) and not isinstance(groups, bool):
-        checked_count(groups, "groups")
-    elif groups is not None and not callable(groups) and not isinstance(groups, (Tensor, list, tuple)):
-        raise TypeError(
-            "`groups` must be an int (so many rows in a row), the rows' group ids as a tensor, or a callable "
-            f"groups(*batch) that returns them. Received: groups={groups!r} of type {type(groups).__name__}."
-        )
-    return groups

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_norm, checked_scaler
+from gradaccum.on_torch.batch import Batch
+from gradaccum.schedule import checked_count
 from gradaccum.torch.batch_norm import checked_batch_norm
 from gradaccum.torch.distributed import Ranks
 from gradaccum.torch.layers import Layers, check_in_backward, checked_blocks
 from gradaccum.torch.optimizer import needs_closure
 
-__all__ = ["Options", "check_exact", "check_optimized"]
+__all__ = [
+    "GroupsChoice",
+    "Options",
+    "check_exact",
+    "check_optimized",
+    "checked_groups",
+    "loss_by_name",
+    "with_groups",
+]
+
+GroupsChoice = int | Tensor | Sequence[int] | Callable[..., Any] | None
+"""Rows that stay together: so many in a row, the rows' group ids, or `groups(*batch) -> ids`."""
 
 
 @dataclasses.dataclass
@@ -43,6 +57,7 @@ class Options:
         self.batch_norm = checked_batch_norm(self.batch_norm)
         self.sync = checked_choice("sync", self.sync, get_args(Sync))
         check_exact(self.batch_norm, self.offload, self.max_tokens, self.groups, self.blocks)
+        checked_groups(self.groups)
         self.blocks = checked_blocks(self.blocks, batch_norm=self.batch_norm, noise_scale=bool(self.noise_scale))
         self.clip_grad_norm = checked_norm(self.clip_grad_norm)
         self.clip_grad_value = checked_norm(self.clip_grad_value, "clip_grad_value")
@@ -76,7 +91,6 @@ class Options:
             )
 
     def closures(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that demand a closure."""
         return [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
 
     def check_ranks(self, layers: Layers | None, ranks: Ranks) -> None:
@@ -96,7 +110,6 @@ class Options:
             )
 
     def check_backward(self) -> None:
-        """Raise a WindowError where `step.backward()` has no gradients to leave."""
         if self.blocks is not None and self.blocks.update == "in_backward":
             raise WindowError(
                 "step.backward() leaves the large batch's gradient in `.grad`, and update='in_backward' frees it block "
@@ -129,3 +142,63 @@ def check_optimized(optimizers: Sequence[torch.optim.Optimizer], modules: Sequen
             f"None of the parameters of {names} is one of the model's or the loss's, so updates would move nothing: "
             "the model has been copied, rebuilt or wrapped since. Make the optimizer of this model's parameters()."
         )
+
+
+def loss_by_name(init: Callable[..., None]) -> Callable[..., None]:
+    """Around `TrainStep.__init__`: a third argument is a loss, which has to say which of the two it is."""
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **keywords: Any) -> None:
+        if len(args) > 2:
+            raise TypeError(
+                "TrainStep(model, optimizer, ...) takes its loss by keyword: loss_fn=... for loss_fn(model(x), y), or "
+                f"compute_loss=... for compute_loss(model, *batch). Received: {args[2]!r} as the third argument."
+            )
+        init(self, *args, **keywords)
+
+    return checked
+
+
+def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:
+    """The batch with the groups of its rows; those of a group are brought together, where they lie apart."""
+    if isinstance(groups, int):
+        if batch.rows % groups:
+            raise ValueError(
+                f"groups={groups} keeps {groups} rows together, and the batch has {batch.rows}, which is no multiple "
+                "of it. Give the rows' group ids, as a tensor or by a callable, where groups differ in size."
+            )
+        batch = batch.like(batch.tree)
+        batch.groups = torch.arange(batch.rows) // groups
+        return batch
+    given = groups(*batch.tree) if callable(groups) else groups
+    try:
+        ids = torch.as_tensor(given).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"`groups` must give one whole number for each of the batch's {batch.rows} rows. Received: {given!r:.100} "
+            f"of type {type(given).__name__}. Number them, if they have names."
+        ) from None
+    if ids.dim() != 1 or len(ids) != batch.rows or ids.is_floating_point() or ids.is_complex():
+        raise ValueError(
+            f"`groups` must give one whole number for each of the batch's {batch.rows} rows. Received: shape "
+            f"{tuple(ids.shape)}, {ids.dtype}."
+        )
+    unique, places = ids.unique(return_inverse=True)
+    if len(ids.unique_consecutive()) > len(unique):  # some lie apart: in the order of their first rows
+        first = torch.full((len(unique),), batch.rows).scatter_reduce(0, places, torch.arange(batch.rows), "amin")
+        order = first[places].argsort(stable=True)
+        batch, ids = batch.take(order), ids[order]
+    batch = batch.like(batch.tree)
+    batch.groups = ids
+    return batch
+
+
+def checked_groups(groups: Any) -> GroupsChoice:
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        checked_count(groups, "groups")
+    elif groups is not None and not callable(groups) and not isinstance(groups, (Tensor, list, tuple)):
+        raise TypeError(
+            "`groups` must be an int (so many rows in a row), the rows' group ids as a tensor, or a callable "
+            f"groups(*batch) that returns them. Received: groups={groups!r} of type {type(groups).__name__}."
+        )
+    return groups

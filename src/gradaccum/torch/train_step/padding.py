@@ -14,6 +14,7 @@ from gradaccum.core.equivalence import Cause
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import Groups, Joined, Slice, TokenBudget, Tokens
 from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch.adapter.probes import Trace, mixing, tokens_differ
 from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.state import evaluated
@@ -25,7 +26,6 @@ from gradaccum.torch.padding import (
     extents,
     kept_columns,
     mask_of,
-    mixing_module,
     packed_rows,
     text_of,
     what_is_cut,
@@ -56,7 +56,6 @@ class Packing:
         self._judged: dict[Edge, Left] = {}
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
-        """The micro-batches of a batch."""
         text = self.text(batch)
         found, width = extents(batch.tree), mask_of(batch.tree).shape[1]
         groups = None if batch.groups is None else Groups(batch.groups.tolist())
@@ -72,7 +71,6 @@ class Packing:
         self._judge, self.left = False, "keep"
 
     def take(self, batch: Batch, piece: Slice) -> Batch:
-        """The micro-batch of a piece."""
         return packed_rows(batch, piece, self.left, self.apart)
 
     def cause(self, batch: Batch, sure: bool) -> Cause | None:
@@ -101,7 +99,6 @@ class Packing:
         return max(ways, key=WAYS.index, default="cut")
 
     def text(self, batch: Batch) -> frozenset[str]:
-        """The paths of what is cut in this batch: as wide as its attention mask, in it and in all batches before."""
         rows, columns = mask_of(batch.tree).shape
         if rows != batch.rows:
             raise ValueError(
@@ -128,7 +125,6 @@ class Joining:
         self._told = False
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
-        """The micro-batches of a batch, as `Packing.plan` has them."""
         if batch.groups is not None:
             raise ValueError("`pack` puts rows where they fit best, and `groups` keeps some together. Leave out one.")
         if mask_of(batch.tree).shape[0] != batch.rows:
@@ -149,11 +145,9 @@ class Joining:
         return plan
 
     def text(self, batch: Batch) -> frozenset[str]:
-        """Nothing is cut."""
         return frozenset()
 
     def take(self, batch: Batch, piece: Slice) -> Batch:
-        """The micro-batch of a piece: as many rows as went into it."""
         assert piece.packs is not None
         few, places = batch.take(torch.tensor(piece.rows)), iter(range(piece.size))
         one = len(few.tree) == 1
@@ -167,20 +161,24 @@ class Joining:
 
     def cause(self, batch: Batch, sure: bool) -> Cause | None:
         """Why packed rows differ from a batch: which module doesn't keep two of them apart, in evaluation mode."""
-        lengths, where = [stop - start for start, stop in extents(batch.tree)], None
-        pair = batch.take(torch.tensor(sorted(range(batch.rows), key=lambda row: -lengths[row])[:2]))
-        plan = Joined(TokenBudget(sum(lengths)), [max(lengths), 1])
+        lengths = [stop - start for start, stop in extents(batch.tree)]
+        order = sorted(range(batch.rows), key=lambda row: -lengths[row])[:2]
+        pair, last = batch.take(torch.tensor(order)), slice(-max(lengths), None)
+        piece = Joined(TokenBudget(sum(lengths)), [max(lengths), 1]).pieces[0]
+        model, found = self.objective.model, list[str]()
 
-        def run(rows: list[int]) -> None:
-            self.objective.forward(self.take(pair, plan.pieces[0]._replace(rows=rows, packs=[rows])))
+        def trace(*rows: int) -> Trace:
+            laid = self.take(pair, piece._replace(rows=[*rows], packs=[[*rows]]))
+            return Trace(model).run(lambda: self.objective.forward(laid))
 
         with contextlib.suppress(Exception), _undisturbed(self.objective), torch.no_grad():
-            where = mixing_module(self.objective.model, run, max(lengths))
-        found = "" if where is None else f" {where} gives the tokens of a row something else behind another row."
+            found = mixing(trace(0), trace(1, 0), tokens_differ(last))
+        names = [f" {path!r} ({type(model.get_submodule(path)).__name__})" for path in found[:1] if path]
+        what = f"{names[0]} gives the tokens of a row something else behind another row." if names else ""
         return Cause(
             "mixes_rows",
             "pack",
-            f"Rows that lie one behind the other don't give what they give by themselves.{found} Use a model that "
+            f"Rows that lie one behind the other don't give what they give by themselves.{what} Use a model that "
             "keeps them apart: in transformers one whose attention begins anew where `position_ids` do, without a "
             "cache. Or the loss counts other tokens of packed rows. Or leave out `pack`: max_tokens alone sorts and "
             "trims padded rows.",
@@ -206,49 +204,40 @@ def edges(batch: Batch, text: Collection[str], pieces: Sequence[Slice]) -> dict[
     Behind a row's last token a label of 0 may be padding, or count.
     """
     found: dict[Edge, Slice] = {}
-    rows, columns = mask_of(batch.tree).shape
-    leaves_of_text = [
-        (path, torch.as_tensor(leaf))
-        for path, leaf in leaves(batch.tree)
-        if path in text and "attention_mask" not in path and leaf.shape[1] == columns
-    ]
-    spans = extents(batch.tree)
-    if left := [piece for piece in pieces if piece.columns and piece.columns[0] > 0]:
-        firsts, every = torch.tensor([first for first, _ in spans]), torch.arange(rows)
-        counting: list[list[str]] = [[] for _ in range(rows)]
-        for path, leaf in leaves_of_text:
-            at, before = firsts.to(leaf.device), (firsts - 1).clamp(min=0).to(leaf.device)
-            _note(counting, path, (leaf[every, at] != leaf[every, before]).reshape(rows, -1).any(1))
-        for piece in left:
-            for row in _rows(piece):
-                edge = Edge(True, spans[row][0] == piece.columns[0], frozenset(counting[row]))  # type: ignore[index]
-                known = found.setdefault(edge, piece._replace(rows=[]))
-                if known.columns == piece.columns and known.size < ROWS:
-                    _rows(known).append(row)
-    if right := [piece for piece in pieces if piece.columns and piece.columns[1] < columns]:
-        stops = torch.full((rows,), columns)
-        for piece in right:
-            stops[torch.as_tensor(piece.rows)] = piece.columns[1]  # type: ignore[index]  # it has some
-        counting = [[] for _ in range(rows)]
-        for path, leaf in leaves_of_text:
-            if "label" in path:
-                beyond = (torch.arange(columns) >= stops[:, None]).to(leaf.device)
-                _note(counting, path, ((leaf != IGNORED).reshape(rows, columns, -1).any(2) & beyond).any(1))
-        for piece in reversed(right):  # the shortest ones first
-            for row in _rows(piece):
-                few = [row, *(other for other in _rows(piece) if other != row)][:ROWS]
-                found.setdefault(Edge(False, False, frozenset(counting[row])), piece._replace(rows=few))
+    columns, spans = mask_of(batch.tree).shape[1], extents(batch.tree)
+    starts = torch.tensor([start for start, _ in spans])
+    for piece in pieces:
+        assert piece.columns is not None
+        assert isinstance(piece.rows, list)
+        rows, (first, stop) = piece.rows, piece.columns
+        taken = torch.tensor(rows)
+        few = _counting(batch, text, taken, starts[taken], stop) if first > 0 or stop < columns else ([], [])
+        for row, at_first in zip(rows, few[0] if first > 0 else ()):
+            known = found.setdefault(Edge(True, spans[row][0] == first, at_first), piece._replace(rows=[]))
+            assert isinstance(known.rows, list)
+            if known.columns == piece.columns and known.size < ROWS:
+                known.rows.append(row)
+        for row, behind in zip(rows, few[1] if stop < columns else ()):  # of the shortest ones, which come last
+            others = [row, *(other for other in rows if other != row)][:ROWS]
+            found[Edge(False, False, behind)] = piece._replace(rows=others)
     return found
 
 
-def _rows(piece: Slice) -> list[int]:
-    assert isinstance(piece.rows, list)
-    return piece.rows
-
-
-def _note(counting: list[list[str]], path: str, there: Tensor) -> None:
-    for row in there.nonzero().flatten().tolist():
-        counting[row].append(path)
+def _counting(
+    batch: Batch, text: Collection[str], rows: Tensor, starts: Tensor, stop: int
+) -> tuple[list[frozenset[str]], list[frozenset[str]]]:
+    """Of each of these rows, the paths of what says something at its first token, and of labels behind the columns."""
+    columns, at, behind = mask_of(batch.tree).shape[1], [set[str]() for _ in rows], [set[str]() for _ in rows]
+    for path, leaf in leaves(batch.tree):
+        if path not in text or "attention_mask" in path or leaf.shape[1] != columns:
+            continue
+        some, every = torch.as_tensor(leaf)[rows.to(getattr(leaf, "device", "cpu"))].cpu(), torch.arange(len(rows))
+        noted = [(at, some[every, starts] != some[every, (starts - 1).clamp(min=0)])]
+        noted += [(behind, some[:, stop:] != IGNORED)] if "label" in path else []
+        for sets, counts in noted:
+            for place in counts.reshape(len(rows), -1).any(1).nonzero().flatten().tolist():
+                sets[place].add(path)
+    return [frozenset(paths) for paths in at], [frozenset(paths) for paths in behind]
 
 
 def judged_left(objective: Objective, batch: Batch, piece: Slice, apart: Collection[str] = ()) -> Left:
@@ -258,7 +247,8 @@ def judged_left(objective: Objective, batch: Batch, piece: Slice, apart: Collect
     `position_ids`, if it takes them; else the left side stays. Both sides stay where that can't be found out.
     """
     assert piece.columns is not None
-    (start, stop), rows = piece.columns, _rows(piece)[:ROWS]
+    assert isinstance(piece.rows, list)
+    (start, stop), rows = piece.columns, piece.rows[:ROWS]
     few = batch.take(torch.tensor(rows))
     ways: list[Left] = ["cut", "number", "keep"] if start > 0 else ["keep"]
     with _undisturbed(objective):
@@ -297,7 +287,6 @@ def _gradient(objective: Objective, batch: Batch) -> list[Tensor | None]:
 
 
 def _differ(objective: Objective, expected: list[Tensor | None], actual: list[Tensor | None]) -> bool:
-    """Whether two gradients differ by more than rounding, or are not finite."""
     zero = torch.zeros(())
     pairs = [(zero if a is None else a, zero if b is None else b) for a, b in zip(expected, actual, strict=True)]
     largest = max(float(a.abs().max()) for a, _ in pairs)
@@ -308,7 +297,6 @@ def _differ(objective: Objective, expected: list[Tensor | None], actual: list[Te
 
 @contextlib.contextmanager
 def _undisturbed(objective: Objective) -> Iterator[None]:
-    """Evaluation mode, eager; everything as before afterwards."""
     modules = [
         m for root in (objective.model, objective.loss_fn) if isinstance(root, nn.Module) for m in root.modules()
     ]

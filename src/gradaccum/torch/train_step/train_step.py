@@ -16,20 +16,17 @@ from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
 from gradaccum.on_torch.oom_retry import OomRetry
-from gradaccum.on_torch.stages import gradient_stages
-from gradaccum.on_torch.state import WindowState
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
-from gradaccum.torch.distributed import Ranks, leaving_on_error
+from gradaccum.torch.distributed import leaving_on_error
 from gradaccum.torch.head import tiling
 from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, proof_of
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof import Proof
-from gradaccum.torch.train_step.exact_batch_norm import WholeBatch
 from gradaccum.torch.train_step.global_batch import check_members, find_ranks, inside, spans_ranks
-from gradaccum.torch.train_step.micro_batcher import GroupsChoice, MicroBatcher
-from gradaccum.torch.train_step.options import Options, check_optimized
+from gradaccum.torch.train_step.micro_batcher import MicroBatcher
+from gradaccum.torch.train_step.options import GroupsChoice, Options, check_optimized, loss_by_name
 from gradaccum.torch.train_step.update import Update
-from gradaccum.torch.train_step.window import Finished, Shared, WindowRunner
+from gradaccum.torch.train_step.window import Finished, WholeBatch, WindowRunner
 
 __all__ = ["TrainStep"]
 
@@ -97,6 +94,7 @@ class TrainStep:
         (torch.Size([]), 1, 3)
     """
 
+    @loss_by_name
     @leaving_on_error
     def __init__(
         self,
@@ -127,7 +125,7 @@ class TrainStep:
         head: nn.Module | str | None = None,
     ) -> None:
         self.model = checked_model(model)
-        self.options = options = Options(
+        self._options = options = Options(
             optimizers=optimizer,
             micro_batch_size=micro_batch_size,
             max_tokens=max_tokens,
@@ -161,58 +159,45 @@ class TrainStep:
             autocast=autocast,
         )
         plain = self.objective.on(inside(model))
-        self.meter = MemoryMeter(self.objective.device, parse_bytes(memory_limit))
-        self.update = Update(options, self.meter, noise_meter(checked_noise(noise_scale), model))
-        self.batcher = MicroBatcher(plain, self.meter, options, judge=verify)
-        layers = None if options.blocks is None else Layers(model, options.blocks, offload)
-        self.ranks = find_ranks(model, self.objective, self.update, options)
-        self._shared = Shared(
-            roots=[model, *(module for prefix, module in self.objective.modules.items() if prefix)],
-            functions=[self.objective.evaluate],
-            device=self.objective.device,
-            batcher=self.batcher,
-            buffer=self.update.buffer,
-            batch_norm=BatchNormPolicy(batch_norm, model, remedy=_REMEDY),
-            oom=OomRetry(self.meter, None if head is None else tiling(inside(model), head)),
-            layers=layers,
-            whole=whole,
-        )
+        meter = MemoryMeter(self.objective.device, parse_bytes(memory_limit))
+        self.update = update = Update(options, meter, noise_meter(checked_noise(noise_scale), model))
+        self.batcher = MicroBatcher(plain, meter, options, judge=verify)
+        self._layers = layers = None if options.blocks is None else Layers(model, options.blocks, offload)
+        self.ranks = find_ranks(model, self.objective, update, options)
         spans = spans_ranks(model, self.ranks, exact=exact, verify=verify)
         self._verify = verify and not spans and (layers is None or layers.proves)
-        self.update.buffer.attach(self.ranks.engine.pending)
+        update.buffer.attach(self.ranks.engine.pending)
         options.check_ranks(layers, self.ranks)
         if self.ranks.sharded:
-            self.batcher.without_trying(self.update.optimizers, self.ranks, proves=verify)
+            self.batcher.without_trying(update.optimizers, self.ranks, proves=verify)
         if layers is not None:
-            self.update.by_blocks(layers, self.ranks)
-        self._make_windows(plain, spans)
-
-    def _make_windows(self, plain: Objective, spans: bool) -> None:
-        """What runs the windows of updates, and those of proofs: by this rank alone, without clipping or measuring."""
-        shared, update = self._shared, self.update
-        known: dict[str, Any] = {"parameters": update.parameters, "functions": shared.functions}
-        # Where all ranks run passes together, or blocks are updated on the way, no window restarts by itself.
-        always = spans or update.in_backward is not None
-        self._state = WindowState(shared.roots, shared.device, **known, always=always)
+            update.by_blocks(layers, self.ranks)
         self._windows = WindowRunner(
-            shared,
             self.objective,
+            model,
             self.ranks,
-            self._state,
-            stages=update.stages,
-            scaler=update.scaler,
-            noise=update.noise,
-            not_proven=self._prove,
+            update,
+            self.batcher,
+            batch_norm=BatchNormPolicy(batch_norm, model, remedy=_REMEDY),
+            oom=OomRetry(meter, None if head is None else tiling(inside(model), head)),
+            layers=layers,
+            whole=whole,
+            # Where all ranks run passes together, or blocks are updated on the way, no window restarts by itself.
+            always=spans or update.in_backward is not None,
         )
+        self._windows.not_proven, self._state = self._prove, self._windows.state
         self._proof = Proof(
             plain,
-            self._rehearsed,
+            self._rehearse,
             parameters=update.parameters,
-            batch_norm=self.options.batch_norm,
+            batch_norm=options.batch_norm,
             scaler=update.scaler,
             explain=self.batcher.cause,
         )
-        self._rehearsal = WindowState(shared.roots, shared.device, **known, always=True)
+
+    def __dir__(self) -> list[str]:
+        """What is public: the methods and properties, `losses`, `model` and `updates`."""
+        return sorted({*dir(type(self)), "losses", "model", "updates"})
 
     def __repr__(self) -> str:
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.update.optimizers)
@@ -242,7 +227,10 @@ class TrainStep:
         return self.update.noise.estimate()
 
     def __call__(self, *batch: Any) -> Tensor:
-        """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device."""
+        """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device.
+
+        A batch in which nothing counts, as its targets are all ignored, makes no update, and its loss is NaN.
+        """
         return self._call(batch, self._make_update)
 
     def backward(self, *batch: Any) -> Tensor:
@@ -265,11 +253,10 @@ class TrainStep:
         return self._call(batch, self._leave_gradients)
 
     def _call(self, arguments: tuple[Any, ...], run: Callable[[Batch], Tensor]) -> Tensor:
-        layers = self._shared.layers
         try:
-            if layers is None:
+            if self._layers is None:
                 return self._guarded(self.objective.batch(arguments), run)
-            with layers.reachable():
+            with self._layers.reachable():
                 return self._guarded(self.objective.batch(arguments), run)
         except BaseException:
             self.ranks.abort(notified=True)
@@ -281,7 +268,7 @@ class TrainStep:
         batch = self.batcher.grouped(batch)
         if not self._is_checked:
             check_members(self.model, self.update.parameters(), self.ranks)
-            check_optimized(self.update.optimizers, self._shared.roots)
+            check_optimized(self.update.optimizers, self._windows.roots)
             self.objective.check(batch)
             self._is_checked = True
         self._state.open()
@@ -314,7 +301,7 @@ class TrainStep:
         return self._finished(batch).loss
 
     def _leave_gradients(self, batch: Batch) -> Tensor:
-        self.options.check_backward()
+        self._options.check_backward()
         self.update.check_empty()
         finished = self._finished(batch)
         if not finished.weighs:
@@ -326,33 +313,18 @@ class TrainStep:
         self.losses, self.update.grad_norm = finished.losses, finished.grad_norm
         return finished
 
-    def _rehearsed(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
-        """What a window does, by this rank alone: nothing is clipped, measured or learned."""
-        whole = self._shared.whole
-        self._rehearsal.open()
-        windows = WindowRunner(
-            self._shared,
-            objective.on(inside(self.model) if whole is None else whole.chunks),
-            Ranks(),
-            self._rehearsal,
-            stages=gradient_stages(accumulates_wide=self.update.buffer.dtype is not None),
-            scaler=self.update.scaler and self._proof.scale,
-            proving=True,
-        )
-        try:
-            return windows.run(batch, sizes).loss
-        finally:
-            self._rehearsal.forget()
+    def _rehearse(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
+        return self._windows.rehearse(objective, batch, sizes, self.update.scaler and self._proof.scale)
 
     def _prove(self, batch: Batch) -> None:
-        """Prove that micro-batches make this batch's update, where that is due."""
-        split = self._shared.whole is not None or self.batcher.splits(batch)
-        if not (self._verify and split and self._proof.is_due(batch, self._state.modes, self.batcher.text(batch))):
+        if not self._verify or not (self._windows.whole is not None or self.batcher.splits(batch)):
+            return
+        if not self._proof.is_due(batch, self._state.modes, self.batcher.text(batch)):
             return
         self.proving = True
         try:
             self.batcher.plan(batch)  # max_tokens judges the padding
-            with proof_of(self._shared.layers), self._shared.oom.around():
+            with proof_of(self._layers), self._windows.oom.around():
                 self._proof.run(batch, self.batcher.finder.given)
         finally:
             self.proving = False

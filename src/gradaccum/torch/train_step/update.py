@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
+from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.grad_buffer import GradientBuffer
-from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
+from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory, local_part
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.stages import Stage, WindowTotal, gradient_stages
 from gradaccum.torch.distributed import ByBlocks, Ranks
 from gradaccum.torch.layers import BackwardOptimizer, Layers
 from gradaccum.torch.train_step.options import Options
-from gradaccum.torch.train_step.rollback import Rollback
 
 __all__ = ["Update"]
 
@@ -59,8 +59,9 @@ class Update:
                     self._closures[optimizer] = _Closure(self.parameters, always_check=True)
                 elif _takes_closure(optimizer):
                     self._closures[optimizer] = _Closure(functools.partial(_parameters_of, optimizer))
-        # The closures of LBFGS run whole windows, beside which copies cost nothing.
-        self._rollback = Rollback(self.optimizers, meter, always=bool(demanding))
+        self._snapshots = True
+        """Whether the next step may have to be taken back: the first one makes the state."""
+        self._always_snapshots = bool(demanding)  # whose closures run whole windows, beside which copies cost nothing
         self._scaler_involved = self._scaler_met = False
 
     def parameters(self) -> list[Tensor]:
@@ -72,7 +73,6 @@ class Update:
         return known
 
     def check_empty(self) -> None:
-        """Raise if a parameter has a gradient already, other than zero."""
         if any(p.grad is not None and bool(p.grad.count_nonzero()) for p in self.parameters()):
             raise WindowError(
                 "step.backward() found gradients in `.grad`, of another loss or of an update that has been made. It "
@@ -121,65 +121,54 @@ class Update:
         """Run every optimizer on the finished gradients. Returns whether an update was made; an overflow makes none."""
         if self.in_backward is not None:  # it has been made, block by block
             return bool(self.in_backward.made)
-        stepped: list[Any] = []
-        of_the_window: list[BaseException] = []
-
-        def evaluated() -> Tensor:
-            try:
-                return window()
-            except BaseException as error:
-                of_the_window.append(error)
-                raise
-
-        self._rollback.remember()
+        before = _Snapshot.of(self.optimizers) if self._snapshots else None
         for closure in self._closures.values():
-            closure.begin(loss, evaluated)
+            closure.begin(loss, window)
+        stepped = False
         for optimizer in self.optimizers:
             try:
-                self._step(optimizer, stepped)
+                stepped |= self._step(optimizer)
             except BaseException as error:
-                restored = self._rollback.restore()
-                self._rollback.always |= is_out_of_memory(error)
-                outcome = _AS_THEY_WERE if restored else _UNKNOWN
-                if not is_out_of_memory(error) or error in of_the_window:
-                    if not restored:
-                        name = type(optimizer).__name__
-                        logger.warning("%s.step() raised %s. %s", name, type(error).__name__, outcome)
-                    raise
-                raise torch.OutOfMemoryError(
-                    f"Out of memory in {type(optimizer).__name__}.step(), which smaller micro-batches cannot help: "
-                    f"{error}\n{outcome} Use an optimizer with less state, or torch.optim's foreach=False."
-                ) from error
+                self._failed(optimizer, error, before)
+                raise
         for closure in self._closures.values():
             closure.end()
         if stepped:
-            self._rollback.forget()
+            self._snapshots = self._always_snapshots
         if self.scaler is not None:
             self.scaler.update()
             self._scaler_involved = False
-        return bool(stepped)
+        return stepped
 
-    def _step(self, optimizer: torch.optim.Optimizer, stepped: list[Any]) -> None:
-        """One optimizer's step; notes it in `stepped`, unless an overflow has left it out."""
-        if optimizer in self._closures:
-            optimizer.step(self._closures[optimizer])  # type: ignore[arg-type]  # a closure may return a tensor
-        elif self.scaler is None:
-            optimizer.step()
-        else:
-            self._scaler_involved = True
+    def _step(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self.scaler is None:
+            optimizer.step(*[self._closures[optimizer]] if optimizer in self._closures else ())
+            return True
+        self._scaler_involved, made = True, []
+        # The scaler leaves the step out after an overflow: a hook is the public way to know. A fused optimizer's step
+        # does nothing then.
+        hook = optimizer.register_step_post_hook(lambda own, *_: made.append(not getattr(own, "found_inf", None)))
+        try:
+            self.scaler.step(optimizer)
+        finally:
+            hook.remove()
+        return any(made)
 
-            def made(own: Any, *_: Any) -> None:
-                overflow = getattr(own, "found_inf", None)  # of a fused optimizer, whose step does nothing then
-                stepped.extend([] if overflow is not None and bool(overflow) else [own])
-
-            # The scaler leaves the step out after an overflow: a hook is the public way to know.
-            hook = optimizer.register_step_post_hook(made)
-            try:
-                self.scaler.step(optimizer)
-            finally:
-                hook.remove()
-            return
-        stepped.append(optimizer)
+    def _failed(self, optimizer: torch.optim.Optimizer, error: BaseException, before: _Snapshot | None) -> None:
+        """Take back what optimizers have done; raises where memory ran out in a step."""
+        name, outcome, ran_out = type(optimizer).__name__, _UNKNOWN, is_out_of_memory(error)
+        self._always_snapshots |= ran_out
+        self._snapshots |= self._always_snapshots
+        if before is not None:
+            before.put_back()
+            outcome = _AS_THEY_WERE
+        if ran_out and all(error is not closure.error for closure in self._closures.values()):
+            raise torch.OutOfMemoryError(
+                f"Out of memory in {name}.step(), which smaller micro-batches cannot help: {error}\n{outcome} Use an "
+                "optimizer with less state, or torch.optim's foreach=False."
+            ) from error
+        if before is None:
+            logger.warning("%s.step() raised %s. %s", name, type(error).__name__, outcome)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -187,7 +176,6 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its `step` may evaluate a closure more than once. Those of torch.optim call it at first."""
     step = type(optimizer).step
     return not step.__module__.startswith("torch.optim.") and "closure" in inspect.signature(step).parameters
 
@@ -201,25 +189,30 @@ class _Closure:
     def __init__(self, parameters: Callable[[], list[Tensor]], *, always_check: bool = False) -> None:
         self._parameters, self._always_check = parameters, always_check
         self._evaluates_first: bool | None = None
-        self._first = False
         self._loss: Tensor | None = None
         self._window: Callable[[], Tensor] | None = None
         self._found: list[float | None] | None = None
+        self.error: BaseException | None = None
+        """What the window has raised that was evaluated last."""
 
     def begin(self, loss: Tensor, window: Callable[[], Tensor]) -> None:
         """An update begins, with the finished gradients in place."""
-        self._loss, self._window, self._first = loss, window, True
+        self._loss, self._window, self.error = loss, window, None
         self._found = self._norms() if self._evaluates_first is None else None
 
     def end(self) -> None:
-        """The update has been made: let go of its batch."""
         self._loss = self._window = self._found = None
 
     def __call__(self) -> Tensor:
-        assert self._loss is not None
         assert self._window is not None
-        first, self._first = self._first, False
-        return self._loss if first and self._untouched() else self._window()
+        loss, self._loss = self._loss, None
+        if loss is not None and self._untouched():
+            return loss
+        try:
+            return self._window()
+        except BaseException as error:
+            self.error = error
+            raise
 
     def _untouched(self) -> bool:
         if self._evaluates_first is not None:
@@ -232,10 +225,64 @@ class _Closure:
     @torch.no_grad()
     def _norms(self) -> list[float | None]:
         """Norms of parameters and gradients: whatever moves them changes these."""
-        parameters = self._parameters()
-        return [None if tensor is None else _norm(tensor) for p in parameters for tensor in (p, p.grad)]
+        return [None if t is None else _norm(t) for p in self._parameters() for t in (p, p.grad)]
 
 
 def _norm(tensor: Tensor) -> float:
     norm: Tensor = torch.linalg.vector_norm(tensor.to_dense() if tensor.is_sparse else tensor)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # of a sharded one: all ranks' shards
+
+
+class _Snapshot:
+    """Parameters, parameter groups and optimizer state, in host memory, so that a step that fails is taken back.
+
+    Steps write in place, and a copy of everything before each update would cost what accumulation is there to save.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._states = [(o.state, [(key, state, _copied(state)) for key, state in o.state.items()]) for o in optimizers]
+        self._groups = [(group, dict(group)) for o in optimizers for group in o.param_groups]
+        found = [tensor for o in optimizers for tensor in _tensors(o)]
+        self._values = [
+            (t, t.to("cpu", copy=True)) for t in map(local_part, {id(t): t.detach() for t in found}.values())
+        ]
+
+    @classmethod
+    def of(cls, optimizers: Sequence[torch.optim.Optimizer]) -> _Snapshot | None:
+        """None where memory is too short even for that: the step may still go well."""
+        try:
+            return cls(optimizers)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for own, states in self._states:
+            own.clear()
+            for key, state, copy in states:
+                if isinstance(state, dict):  # the same one: schedulers and hooks may hold it
+                    state.clear()
+                    state.update(copy)
+                own[key] = state if isinstance(state, dict) else copy
+        for group, copy in self._groups:
+            group.clear()
+            group.update(copy)
+        for tensor, value in self._values:
+            tensor.copy_(value)
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    values = [leaf for group in optimizer.param_groups for _, leaf in leaves(group)]
+    values += [leaf for state in optimizer.state.values() for _, leaf in leaves(state)]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _copied(state: Any) -> Any:
+    """The same tensors and numbers in containers of their own."""
+    if type(state) is dict:
+        return {key: _copied(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_copied(value) for value in state)
+    return state

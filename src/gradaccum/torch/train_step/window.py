@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,24 +15,25 @@ from torch import Tensor, nn
 
 from gradaccum.core.sizes import Plan, Rows, Slice
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.grad_buffer import GradientBuffer
+from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.on_torch.noise import NoiseMeter
-from gradaccum.on_torch.oom_retry import OneRow, OomRetry, RestartWindow
+from gradaccum.on_torch.oom_retry import OneRow, OomRetry, RestartWindow, nothing_fits
 from gradaccum.on_torch.random_state import all_generators, held_generators
-from gradaccum.on_torch.stages import Stage, WindowTotal, run_stages
+from gradaccum.on_torch.stages import WindowTotal, gradient_stages, run_stages
 from gradaccum.on_torch.state import Snapshot, WindowState, as_found
-from gradaccum.torch.batch_norm import BatchNormPolicy
+from gradaccum.torch.batch_norm import BatchNormPolicy, batch_norms
 from gradaccum.torch.buffers import WindowBuffers
+from gradaccum.torch.chunking import chunked
 from gradaccum.torch.distributed import Ranks, run_by_blocks, run_together
 from gradaccum.torch.layers import Layers
 from gradaccum.torch.loss import MIXED_TERMS, Objective, Term, Terms, WeightedLoss
-from gradaccum.torch.train_step.exact_batch_norm import WholeBatch, run_at_once
 from gradaccum.torch.train_step.global_batch import GlobalBatch, Window, inside
-from gradaccum.torch.train_step.micro_batcher import MicroBatcher
+from gradaccum.torch.train_step.micro_batcher import EXACT_MICRO_BATCH_SIZE, MicroBatcher
+from gradaccum.torch.train_step.update import Update
 
-__all__ = ["Finished", "Shared", "WindowRunner"]
+__all__ = ["Finished", "WholeBatch", "WindowRunner"]
+
+logger = logging.getLogger("gradaccum")
 
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -59,21 +62,56 @@ class Finished:
     grad_norm: Tensor | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """What the windows of updates and those of proofs have in common."""
+class WindowRunner:
+    """Runs large batches in micro-batches, and leaves their finished gradients in `p.grad`."""
 
-    roots: list[nn.Module]
-    """The model, and what the loss has of modules."""
-    functions: list[Any]
-    """What else may hold generators."""
-    device: torch.device
-    batcher: MicroBatcher
-    buffer: GradientBuffer
-    batch_norm: BatchNormPolicy
-    oom: OomRetry
-    layers: Layers | None = None
-    whole: WholeBatch | None = None
+    proving = False
+    not_proven: Callable[[Batch], None] | None = None
+    """Called where a window begins again, as what is known by then may make another proof due."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        model: nn.Module,
+        ranks: Ranks,
+        update: Update,
+        batcher: MicroBatcher,
+        *,
+        batch_norm: BatchNormPolicy,
+        oom: OomRetry,
+        layers: Layers | None,
+        whole: WholeBatch | None,
+        always: bool,
+    ) -> None:
+        self.objective, self.ranks, self.batcher, self.batch_norm, self.oom = objective, ranks, batcher, batch_norm, oom
+        self.layers, self.whole = layers, whole
+        self.buffer, self.stages, self.scaler, self.noise = update.buffer, update.stages, update.scaler, update.noise
+        self.roots = [model, *(module for prefix, module in objective.modules.items() if prefix)]
+        """The model, and what the loss has of modules."""
+        self._new_state = functools.partial(
+            WindowState,
+            self.roots,
+            objective.device,
+            parameters=update.parameters,
+            functions=[objective.evaluate],
+        )
+        self.state, self.buffers = self._new_state(always=always), WindowBuffers()
+        self._own_state = self._new_state(always=True)  # of proofs
+        self._global_batch = GlobalBatch(ranks, self.buffer, in_blocks=layers is not None)
+
+    def rehearse(self, objective: Objective, batch: Batch, sizes: Sequence[int], scaler: Any) -> Tensor:
+        """What a window does, by this rank alone: nothing is clipped, measured or learned. Returns the loss."""
+        own = copy.copy(self)
+        own.objective = objective.on(inside(self.roots[0]) if self.whole is None else self.whole.chunks)
+        own.ranks, own.state, own.buffers, own.scaler = Ranks(), self._own_state, WindowBuffers(), scaler
+        own.noise, own.not_proven, own.proving = None, None, True
+        own.stages = gradient_stages(accumulates_wide=self.buffer.dtype is not None)
+        own._global_batch = GlobalBatch(own.ranks, self.buffer, in_blocks=self.layers is not None)
+        own.state.open()
+        try:
+            return own.run(batch, sizes).loss
+        finally:
+            own.state.forget()
 
     @property
     def all_at_once(self) -> bool:
@@ -81,46 +119,21 @@ class Shared:
         return self.whole is not None and self.whole.needed
 
     def modules(self) -> list[nn.Module]:
-        """All of them."""
         return [module for root in self.roots for module in root.modules()]
 
     def as_found(self) -> contextlib.AbstractContextManager[None]:
         """Leave buffers and generators as they are now."""
-        generators = [*all_generators(), *held_generators(*self.functions, *self.roots)]
-        return as_found(self.modules(), self.device, generators)
-
-
-class WindowRunner:
-    """Runs large batches in micro-batches, and leaves their finished gradients in `p.grad`."""
-
-    def __init__(
-        self,
-        shared: Shared,
-        objective: Objective,
-        ranks: Ranks,
-        state: WindowState,
-        *,
-        stages: Sequence[Stage],
-        scaler: Any = None,
-        noise: NoiseMeter | None = None,
-        proving: bool = False,
-        not_proven: Callable[[Batch], None] | None = None,
-    ) -> None:
-        self.shared, self.objective, self.ranks, self.state = shared, objective, ranks, state
-        self.scaler, self.noise, self.proving = scaler, noise, proving
-        self.buffers = WindowBuffers()
-        self._stages, self._not_proven = stages, not_proven
-        self._global_batch = GlobalBatch(ranks, shared.buffer, in_blocks=shared.layers is not None)
+        generators = [*all_generators(), *held_generators(self.objective.evaluate, *self.roots)]
+        return as_found(self.modules(), self.objective.device, generators)
 
     def scale(self) -> float | Tensor:
-        """What the scaler multiplies with, on its device."""
         if self.scaler is None:
             return 1.0
-        return self.scaler.scale(torch.ones((), dtype=torch.float64, device=self.shared.buffer.parameters()[0].device))
+        return self.scaler.scale(torch.ones((), dtype=torch.float64, device=self.buffer.parameters()[0].device))
 
     def clear(self) -> None:
         """Empty the sum of gradients: a window begins, or has failed."""
-        self.shared.buffer.clear()
+        self.buffer.clear()
         if self.noise is not None:
             self.noise.restart()
         if self.ranks.is_distributed:
@@ -128,81 +141,82 @@ class WindowRunner:
             self.ranks.expect(closes=False, steps=1)
 
     def run(self, batch: Batch, sizes: Sequence[int] | None = None) -> Finished:
-        """Leave the finished gradients of a batch in `p.grad`, as the optimizers get them."""
         self.clear()
         plan: Plan | None = None
         window = self._global_batch.open(self.objective, batch, lambda: self._count(batch, sizes, True))
         while True:
             try:
-                plan = self.shared.batcher.plan(batch, sizes) if plan is None else plan
+                plan = self.batcher.plan(batch, sizes) if plan is None else plan
                 self._run(batch, window, plan)
                 window.check()
                 break
             except RestartWindow as restart:
                 plan = restart.plan if restart.plan is not plan else None
             self.state.restart()
-            if self._not_proven is not None:
-                self._not_proven(batch)
+            if self.not_proven is not None:
+                self.not_proven(batch)
             self.clear()
             again = functools.partial(self._count, batch, sizes, False)
             window = self._global_batch.reopen(window, self.objective, batch, again)
         loss, divisor, weighs = self._global_batch.close(window, self.state)
         finished = Finished(loss, weighs, window.losses)
         if weighs:
-            total = WindowTotal(self.shared.buffer, divisor, rows=batch.rows, outside=self.state.outside)
+            total = WindowTotal(self.buffer, divisor, rows=batch.rows, outside=self.state.outside)
             if self.noise is not None:
                 total.rows = round(self.ranks.sum_number(batch.rows))
                 total.multiple = self.scale() * (1.0 if window.is_mean else float(total.rows))
-            run_stages(self._stages, total)
+            run_stages(self.stages, total)
             finished.grad_norm = total.grad_norm
-        self.shared.batcher.close(plan, batch)
+        self.batcher.close(plan, batch)
         return finished
 
     def _run(self, batch: Batch, window: Window, plan: Plan) -> None:
-        """Run all micro-batches of a batch."""
-        shared, ranks, oom, layers = self.shared, self.ranks, self.shared.oom, self.shared.layers
         passes = TrainPasses(self, window, batch)
         self.buffers.open()
-        with shared.batch_norm.window():
-            if layers is not None and (batch.rows or ranks.sharded):
-                losses, fits = self._global_batch.of_all_ranks(window), ranks.sharded or self.proving
-
-                def forward_and_loss(piece: Slice) -> None:
-                    oom.once(piece, plan, passes) if fits else oom.run([piece], plan, passes)
-
-                turns = functools.partial(layers.run, plan, forward_and_loss, oom.meter, losses, proving=self.proving)
-                run_by_blocks(ranks, layers.ranks, oom, plan, turns)
-            elif ranks.sharded or shared.all_at_once:  # all ranks, or all rows, meet in each pass
+        with self.batch_norm.window():
+            if self.layers is not None and (batch.rows or self.ranks.sharded):
+                self._run_blocks(self.layers, window, plan, passes)
+            elif self.ranks.sharded or self.all_at_once:  # all ranks, or all rows, meet in each pass
                 at_once = None
-                if shared.whole is not None and shared.whole.needed and isinstance(plan, Rows) and batch.rows:
-                    at_once = functools.partial(run_at_once, shared.whole, batch.rows, plan, passes, oom)
-                if ranks.sharded:
-                    run_together(ranks, oom, plan, passes, batch.rows, shared.batcher.least, at_once)
+                if self.whole is not None and self.whole.needed and isinstance(plan, Rows) and batch.rows:
+                    at_once = functools.partial(self.whole.run, batch.rows, plan, passes, self.oom)
+                if self.ranks.sharded:
+                    run_together(self.ranks, self.oom, plan, passes, batch.rows, self.batcher.least, at_once)
                 elif at_once is not None:
                     at_once()
             elif self.proving:  # which takes fewer rows where these don't fit
                 for piece in plan:
-                    oom.once(piece, plan, passes)
+                    self.oom.once(piece, plan, passes)
             else:
-                oom.run(plan, plan, passes)
+                self.oom.run(plan, plan, passes)
         if self.state.surprised():
             raise RestartWindow
         self.buffers.move()
+
+    def _run_blocks(self, layers: Layers, window: Window, plan: Plan, passes: TrainPasses) -> None:
+        ranks, oom, fits = self.ranks, self.oom, self.ranks.sharded or self.proving
+
+        def forward_and_loss(piece: Slice) -> None:
+            oom.once(piece, plan, passes) if fits else oom.run([piece], plan, passes)
+
+        losses = self._global_batch.of_all_ranks(window)
+        turns = functools.partial(layers.run, plan, forward_and_loss, oom.meter, losses, proving=self.proving)
+        run_by_blocks(ranks, layers.ranks, oom, plan, turns)
 
     def _count(self, batch: Batch, sizes: Sequence[int] | None, first: bool) -> list[Terms] | None:
         """What several losses divide by, counted; None where the micro-batches' own passes tell in time.
 
         Forward passes alone: random numbers and buffers stay as they are.
         """
-        shared, several = self.shared, self.ranks.is_distributed
-        if several and (shared.all_at_once or self.state.always):
+        several = self.ranks.is_distributed
+        if several and (self.all_at_once or self.state.always):
             return None  # it would have to run on all ranks at once
-        plan = shared.batcher.without_measuring(batch, sizes)
-        if not several and (shared.all_at_once or (first and len(list(plan)) == 1)):
+        plan = self.batcher.without_measuring(batch, sizes)
+        if not several and (self.all_at_once or (first and len(list(plan)) == 1)):
             return None
         while True:
             try:
-                with shared.as_found(), shared.batch_norm.window():
+                with self.as_found(), self.batch_norm.window():
                     return CountingPasses(self, batch).run(plan)
             except RestartWindow as restart:
                 plan = plan if restart.plan is None else restart.plan
@@ -212,23 +226,21 @@ class TrainPasses:
     """The forward and the backward pass of each micro-batch of one batch."""
 
     def __init__(self, runner: WindowRunner, window: Window, batch: Batch) -> None:
-        shared = runner.shared
-        self.window, self._runner, self._batch, self._rows = window, runner, batch, batch.rows
-        self._batcher, self._norm, self._layers = shared.batcher, shared.batch_norm, shared.layers
+        self.window, self._runner, self._batch = window, runner, batch
+        self._norm, self._layers = runner.batch_norm, runner.layers
         self._scaler, self._noise = runner.scaler, runner.noise
         self._moves = not runner.state.idle  # while a window runs, that stays so
         window.skips = not self._moves and self._norm.idle
+        self._plain = self._layers is None and self._noise is None and self._norm.idle
 
     def take(self, piece: Slice) -> Batch:
-        """The micro-batch of a slice."""
-        return self._batcher.take(self._batch, piece)
+        return self._runner.batcher.take(self._batch, piece)
 
     def forward(self, piece: Slice) -> WeightedLoss:
-        """The forward pass of a slice."""
         rows = piece.rows
         micro_batch = self._batch.take(rows) if type(rows) is slice else self.take(piece)
         try:
-            if self._layers is None and self._norm.idle and self._noise is None:  # as mostly
+            if self._plain:  # as mostly
                 return self.window.forward(micro_batch)
             layers: Any = _NO_CONTEXT
             if self._layers is not None:
@@ -242,33 +254,30 @@ class TrainPasses:
             raise
 
     def backward(self, piece: Slice, weighted: WeightedLoss) -> None:
-        """The backward pass of a slice, which counts from here on."""
-        loss, window, noise, layers = weighted.loss, self.window, self._noise, self._layers
+        loss, window = weighted.loss, self.window
         if loss is not None:
-            window.retain_graph = layers is not None and layers.shares(loss)
+            window.retain_graph = self._layers is not None and self._layers.shares(loss)
             window.backward(weighted, loss if self._scaler is None else self._scaler.scale(loss))
-        elif layers is None and self._runner.ranks.sharded:
+        elif self._layers is None and self._runner.ranks.sharded:
             if weighted.weightless is None:
                 self.idle(self.take(piece))
             else:
                 self._backward_of_nothing(weighted.weightless)
-        if layers is not None:
-            layers.commit(piece)
+        if self._layers is not None:
+            self._layers.commit(piece)
         window.add(weighted)
-        if noise is not None and noise.waiting and loss is not None:
-            noise.counts_rows = True
-            sums, multiple = self._runner.shared.buffer.gradients(), window.multiple(weighted, piece.size)
-            noise.micro_batch(sums, piece.size, self._runner.scale() * multiple)
+        if self._noise is not None and self._noise.waiting and loss is not None:
+            self._noise.counts_rows = True
+            sums, multiple = self._runner.buffer.gradients(), window.multiple(weighted, piece.size)
+            self._noise.micro_batch(sums, piece.size, self._runner.scale() * multiple)
         if not self._norm.idle:
             self._norm.commit()
-        if self._moves and (loss is not None or weighted.weightless is not None) and piece.size < self._rows:
-            moved = self._runner.state.moved()
-            self._runner.buffers.micro_batch(moved, piece.size)  # else it is the large batch, or was left out
+        if self._moves and (loss is not None or weighted.weightless is not None) and piece.size < self._batch.rows:
+            self._runner.buffers.micro_batch(self._runner.state.moved(), piece.size)
 
     def idle(self, micro_batch: Batch) -> None:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
-        shared = self._runner.shared
-        with shared.oom.around(), shared.as_found():
+        with self._runner.oom.around(), self._runner.as_found():
             try:
                 loss = self.window.objective.forward(micro_batch)[0]
             except (RuntimeError, ValueError, IndexError) as error:
@@ -278,12 +287,12 @@ class TrainPasses:
             self._backward_of_nothing(loss)
 
     def _backward_of_nothing(self, loss: Tensor) -> None:
-        ranks = self._runner.ranks
-        ranks.engine.scale(0.0, idle=True)
+        engine = self._runner.ranks.engine
+        engine.scale(0.0, idle=True)
         try:
             loss.backward()
         finally:
-            ranks.engine.scale(1.0)
+            engine.scale(1.0)
 
 
 class CountingPasses:
@@ -293,24 +302,22 @@ class CountingPasses:
     """
 
     def __init__(self, runner: WindowRunner, batch: Batch) -> None:
-        self._shared, self._batch = runner.shared, batch
+        self._runner, self._batch = runner, batch
         self._objective = runner.objective.on(inside(runner.objective.model))
         self._found: list[Terms] = []
 
     def run(self, plan: Plan) -> list[Terms]:
-        """The terms of each micro-batch, without graphs; nothing where the loss turns out to be a single one."""
         for piece in plan:
-            buffers = Snapshot.of(self._shared.modules())  # each of them finds what the first one does
-            self._shared.oom.run([piece], plan, self)
+            buffers = Snapshot.of(self._runner.modules())  # each of them finds what the first one does
+            self._runner.oom.run([piece], plan, self)
             buffers.put_back()
             if not self._objective.found.terms:
                 break
         return self._found
 
     def forward(self, piece: Slice) -> Terms | None:
-        """The forward pass of a slice. Returns its terms; None where the loss is a single one."""
         found = self._objective.found
-        with self._shared.batch_norm.micro_batch():
+        with self._runner.batch_norm.micro_batch():
             if not found.needs_gradients:
                 try:
                     return self._terms(piece, False)
@@ -322,7 +329,7 @@ class CountingPasses:
 
     def _terms(self, piece: Slice, gradients: bool) -> Terms | None:
         with torch.set_grad_enabled(gradients):
-            _, terms = self._objective.evaluate(self._shared.batcher.take(self._batch, piece))
+            _, terms = self._objective.evaluate(self._runner.batcher.take(self._batch, piece))
         if isinstance(terms, dict):
             return {name: Term(term.loss.detach(), term.weight) for name, term in terms.items()}
         if self._found:
@@ -330,6 +337,54 @@ class CountingPasses:
         return None
 
     def backward(self, piece: Slice, terms: Terms | None) -> None:
-        """There is none: the slice is counted."""
         if terms is not None:
             self._found.append(terms)
+
+
+class WholeBatch:
+    """A model that takes the large batch, in micro-batches, with exact BatchNorm."""
+
+    def __init__(self, model: nn.Module, batch_dims: BatchDims, takes_inputs: bool, *, offload: bool = False) -> None:
+        self.outer = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        self.inner = model if self.outer is None else self.outer.get_submodule("module")
+        dims: BatchDims = batch_dims if isinstance(batch_dims, int) else 0
+        if takes_inputs and not isinstance(batch_dims, int | None):  # of (x, y), those of x
+            dims = (batch_dims[0] if isinstance(batch_dims, (tuple, list)) else batch_dims,)
+        self.chunks = chunked(
+            self.inner, EXACT_MICRO_BATCH_SIZE, batch_dims=dims, batch_norm="exact", offload=offload, verify=False
+        )
+        self.model = self.chunks if self.outer is None else self.outer
+        """What to call on the large batch."""
+
+    @property
+    def needed(self) -> bool:
+        """Whether the model looks across rows as it is now."""
+        return bool(batch_norms(self.inner))
+
+    @contextlib.contextmanager
+    def _in_micro_batches(self, size: int) -> Iterator[None]:
+        self.chunks.micro_batch_size = size
+        if self.outer is not None:
+            self.outer._modules["module"] = self.chunks
+        try:
+            yield
+        finally:
+            if self.outer is not None:
+                self.outer._modules["module"] = self.inner
+
+    def run(self, rows: int, plan: Rows, passes: TrainPasses, oom: OomRetry) -> None:
+        """All rows at once, in smaller micro-batches where these don't fit."""
+        size = plan.sizer.next_size(rows)
+        try:
+            with self._in_micro_batches(size):
+                oom.once(Slice(slice(0, rows)), plan, passes)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            smaller = plan.too_large(size) if size > 1 else None
+            if smaller is None:
+                raise nothing_fits(error) from error
+        oom.meter.release()
+        logger.warning("Out of memory with micro-batches of %d rows: all over again with %d.", size, smaller.size)
+        raise RestartWindow(smaller)

@@ -1,18 +1,24 @@
 """Watch an open window's gradients and parameters: what a loop does to them behind the wrapper's back is named."""
 
-from gradaccum.torch.watch.messages import check_outside_of_trainers, failed_error, modification_error, untouched_error
+from gradaccum.torch.watch.messages import (
+    callers,
+    check_outside_of_trainers,
+    failed_error,
+    modification_error,
+    untouched_error,
+)
 from gradaccum.torch.watch.monitor import GradientMonitor, ShardedMonitor, all_require_grad
-from gradaccum.torch.watch.parameters import ParameterMonitor, parameters_of, same_objects
+from gradaccum.torch.watch.parameters import ParameterMonitor, parameters_of
 
 __all__ = [
     "GradientMonitor",
     "ParameterMonitor",
     "ShardedMonitor",
     "all_require_grad",
+    "callers",
     "check_outside_of_trainers",
     "failed_error",
     "modification_error",
     "parameters_of",
-    "same_objects",
     "untouched_error",
 ]

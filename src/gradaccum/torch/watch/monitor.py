@@ -42,9 +42,10 @@ class _Passes:
         self.current: int | None = None
         self.unfinished: set[int] = set()
         self.began: list[int] = []  # operations recorded when the micro-batch began, and when each of its passes did
+        self.opener: _Sum | None = None  # of the parameter that a pass reached first
         self.on_end: Callable[[], None] | None = None  # called when a pass is over, in windows that look
 
-    def begin(self, number: int | None) -> None:
+    def begin(self, number: int | None, opener: _Sum) -> None:
         """The first gradient of a backward pass has arrived."""
         # FSDP2 calls hooks outside of backward passes, too.
         if number is None or number == -1 or torch.compiler.is_compiling():
@@ -56,35 +57,37 @@ class _Passes:
             queue_callback(self.on_end)
             if len(self.unfinished) == 1:  # checkpointing runs passes inside of one
                 self.began.append(recorded_operations())
+                self.opener = opener
 
 
 class _Sum:
     """A parameter's gradient as autograd alone leaves it. The parameter's hook holds this, and no optimizer."""
 
-    __slots__ = ("arrivals", "base", "comparable", "counted", "gradient", "handle", "left", "seen")
+    __slots__ = ("arrivals", "base", "comparable", "counted", "gradient", "handle", "left", "seen", "sees_passes")
 
     def __init__(self, parameter: Tensor, passes: _Passes) -> None:
+        self.sees_passes = True
         self.restart()
-        self.left: tuple[Tensor, int] | None = None  # what the last update was made with
 
         def arrived(parameter: Tensor) -> None:
             passes.arrivals += 1
             self.arrivals += 1
             if self.gradient is None and parameter.grad is not None:  # the first one: it is the sum from here on
                 self.look(parameter.grad)
-            number = current_backward()
-            if number != passes.current:
-                passes.begin(number)
+            if self.sees_passes and (number := current_backward()) != passes.current:
+                passes.begin(number, self)
 
         with all_require_grad([parameter]):
             self.handle = parameter.register_post_accumulate_grad_hook(arrived)
         self.look(parameter.grad)
 
-    def restart(self) -> None:
+    def restart(self, finished: Tensor | None = None) -> None:
         """In this window nothing has arrived, before the last micro-batch was counted or before the last look."""
         self.arrivals = self.counted = self.seen = self.base = 0
         self.gradient: Tensor | None = None  # kept, so that no other tensor can have its id
         self.comparable: bool | None = None
+        # The last update was made with this gradient, which is not to join the next sum.
+        self.left = None if finished is None else (finished, finished._version)
 
     def look(self, gradient: Tensor | None) -> None:
         """This is how the gradient should be."""
@@ -140,6 +143,8 @@ class GradientMonitor:
         """Look at every parameter until the window closes."""
         self._watch(self._parameters())
         self.looking, self.passes.on_end = True, self._on_end
+        for _, sum_ in self._watched:
+            sum_.sees_passes = True
 
     def remove(self) -> None:
         """Leave the parameters without hooks."""
@@ -147,8 +152,8 @@ class GradientMonitor:
 
     # A window, from its first backward pass to its update.
 
-    def restart(self) -> None:
-        """The sum is empty: whatever comes next begins a new one."""
+    def restart(self, closed: bool = False) -> None:
+        """The sum is empty, or the window `closed`: whatever comes next begins a new one."""
         passes = self.passes
         self._counted, self._last_next = 0, False
         self._modification: Modification | None = None
@@ -156,9 +161,8 @@ class GradientMonitor:
         passes.unfinished.clear()
         self.forget_arrivals()
         self._digest: Tensor | None = None
-        for _, sum_ in self._watched:
-            sum_.restart()
-            sum_.left = None
+        for parameter, sum_ in self._watched:
+            sum_.restart(parameter.grad if closed else None)
 
     def counted(self, last_next: bool = False) -> None:
         """A micro-batch is in, which weighs something; `last_next` if the next one closes the window."""
@@ -180,14 +184,15 @@ class GradientMonitor:
         elif self.looking:
             most = max([sum_.arrivals for _, sum_ in self._watched], default=0)
             likely = [parameter for parameter, sum_ in self._watched if sum_.arrivals == most > 0]
+            opener = [
+                parameter for parameter, sum_ in self._watched if sum_ is self.passes.opener and sum_.arrivals == most
+            ]
             if likely:
-                self._watch(likely[i] for i in sorted({0, len(likely) // 2, len(likely) - 1}))
+                self._watch(dict.fromkeys([*opener, likely[0], likely[len(likely) // 2], likely[-1]][:3]))
                 self.looking, self.passes.on_end = False, None
-        self.restart()
-        for parameter, sum_ in self._watched:
-            # The update is made with this gradient, which is not to join the next sum.
-            if (gradient := parameter.grad) is not None:
-                sum_.left = gradient, gradient._version
+                for _, sum_ in self._watched[1:]:
+                    sum_.sees_passes = not opener
+        self.restart(closed=True)
 
     # What has arrived.
 
@@ -333,8 +338,8 @@ class ShardedMonitor(GradientMonitor):
         if not self._watched:
             self._watch(_leaves(self._parameters())[-1:])
 
-    def restart(self) -> None:
-        super().restart()
+    def restart(self, closed: bool = False) -> None:
+        super().restart(closed)
         self._kept = []
 
     def counted(self, last_next: bool = False) -> None:

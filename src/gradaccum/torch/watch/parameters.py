@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 
-__all__ = ["ParameterMonitor", "parameters_of", "same_objects"]
+__all__ = ["ParameterMonitor", "parameters_of"]
 
 
 class ParameterMonitor:
@@ -32,7 +32,7 @@ class ParameterMonitor:
             return False
         before = self._parameters
         self.note_parameters()
-        return not same_objects(before, self._parameters)
+        return not _same_objects(before, self._parameters)
 
     def note_parameters(self, looking: bool | None = None) -> None:
         """The parameters that are there now are those of the window, and written from here on at the user's risk."""
@@ -61,7 +61,7 @@ class ParameterMonitor:
         return self._looking and any(p._version != v for p, v in zip(self._parameters, self._versions, strict=True))
 
     def check_parameters(self) -> None:
-        if not same_objects(self._parameters, parameters_of(self._inner)):
+        if not _same_objects(self._parameters, parameters_of(self._inner)):
             raise self._changed_error()
 
     def check_settings(self) -> None:
@@ -92,7 +92,7 @@ class ParameterMonitor:
         )
 
 
-def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 

@@ -94,6 +94,7 @@ class GradientWindow(Listener):
         self.saved = False  # a checkpoint holds all of it: it may go on elsewhere
         self.set_to_none = True  # what the user's loop passes to `zero_grad`
         self._folded = False
+        self._one: Tensor | None = None
         self._always_special = self.screened is not None or noise is not None or ranks.is_distributed
         self.begin()
         self.build_stages()
@@ -132,11 +133,6 @@ class GradientWindow(Listener):
     @property
     def by_name(self) -> bool:
         return self.named is not None and bool(self.named.sums)
-
-    @property
-    def looks(self) -> bool:
-        """Whether each micro-batch is looked at."""
-        return self.special or self.monitor.looking
 
     # A micro-batch, until it is counted.
 
@@ -259,7 +255,7 @@ class GradientWindow(Listener):
                 start = None if factor == 1.0 else torch.full_like(loss, factor)
                 loss.backward(start, retain_graph=retain_graph, create_graph=create_graph)
             else:
-                run_backward([loss], [torch.full_like(loss, factor, requires_grad=False)], bool(retain_graph))
+                run_backward([loss], [self._start(loss, factor)], bool(retain_graph))
         except BaseException as error:
             self._failure, self.special = error, True
             self.ranks.abort()
@@ -267,6 +263,16 @@ class GradientWindow(Listener):
         finally:
             scaling.muted = False
         one.weighed = self.passes.arrivals - others
+
+    def _start(self, loss: Tensor, factor: float) -> Tensor:
+        """What a backward pass starts from: a tensor of this factor, of which that of 1 is made once."""
+        start = self._one
+        usable = start is not None and start.dtype is loss.dtype and start.device == loss.device
+        if factor != 1.0 or not usable or start._version:  # type: ignore[union-attr]  # a hook of the user's wrote it
+            start = torch.full_like(loss, factor, requires_grad=False)
+            if factor == 1.0:
+                self._one = start
+        return start  # type: ignore[return-value]  # it is one by now
 
     def add_gradients(self, gradients: Sequence[Tensor | None], weight: Any) -> None:
         """Add a micro-batch's gradients, in the order of the parameters, as a backward pass would."""
@@ -297,7 +303,8 @@ class GradientWindow(Listener):
         if mixed or scaled or self.special or self.monitor.looking or not passes.arrivals:
             return self._count_and_look(scaled)
         if one.last or window.micro_batches + 1 >= window.steps:
-            self.check_failed()
+            if passes.unfinished:
+                self.check_failed()
             self.check_sum()
         passes.arrivals = 0
         self.loss_scale.scaled, self.saved = False, False

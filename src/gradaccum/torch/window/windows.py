@@ -47,7 +47,7 @@ class Windows:
         inner: torch.optim.Optimizer,
         schedule: Schedule,
         current: GradientWindow,
-        step: weakref.WeakMethod[Callable[..., Any]],
+        wrapper: Callable[[], Any],
         check_steps: Callable[[Schedule], None],
     ) -> None:
         self.inner, self.schedule, self.current, self.ranks = inner, schedule, current, current.ranks
@@ -61,7 +61,7 @@ class Windows:
         self._updates_in_loop = 0
         self.before_update: Callable[[], None] | None = None  # a checkpoint may have reserved room in the state
         self._other_loops = OtherLoops(current.window)
-        self._step, self._check_steps = step, check_steps
+        self._wrapper, self._check_steps = wrapper, check_steps
         self._scheduled_for: tuple[int, int] | None = None
         self.noise_schedule = NoiseSchedule._of(schedule)
         self.parameter_monitor = ParameterMonitor(inner)
@@ -192,7 +192,12 @@ class Windows:
         current.set_to_none = set_to_none
         if not current.window.micro_batches:
             current.empty()
-        elif current.passes.arrivals or current.looks or current.window.micro_batch.weight is not None:
+        elif (
+            current.passes.arrivals
+            or current.special
+            or current.monitor.looking
+            or current.window.micro_batch.weight is not None
+        ):
             current.check_untouched()
             current.monitor.modification()
 
@@ -261,7 +266,7 @@ class Windows:
         announced = current.window.micro_batch.announced
         if self._first_unused is None:
             self._first_unused = announced
-        if announced or current.passes.arrivals or current.looks:
+        if announced or current.passes.arrivals or current.special or current.monitor.looking:
             current.skip()
 
     def end_loop(self) -> None:
@@ -275,7 +280,7 @@ class Windows:
         """The epoch is over on all ranks. Returns whether it had a batch on any."""
         in_epoch = self.in_epoch
         self._leave_loop(_Phase.AHEAD if self._first_unused else _Phase.PLAIN)
-        wrapper: Any = getattr(self._step(), "__self__", None) if self.updates > self._updates_in_loop else None
+        wrapper: Any = self._wrapper() if self.updates > self._updates_in_loop else None
         if hasattr(getattr(wrapper, "step", None), "_wrapped_by_lr_sched") and not wrapper._optimizer_step_post_hooks:
             self._warn_once(
                 "An update was made after the loop, as its last batch was skipped or other ranks had more: where "
@@ -324,9 +329,7 @@ class Windows:
                 return False
             if self.before_update is not None:
                 self.before_update()
-            step = self._step()
-            assert step is not None, "the wrapper is gone"
-            step()
+            self._wrapper()._step_inner()
         finally:
             current.close()
         self.updates += 1

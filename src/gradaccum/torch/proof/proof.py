@@ -1,0 +1,464 @@
+"""Proofs and checks: rows of a batch at once and in micro-batches.
+
+`Proof` is TrainStep's: a few rows, on the user's own model, through what makes its updates. `certify` is
+`check_equivalence`'s: all rows in several ragged partitions, on a copy in float64, and the causes of a difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaccum.core.equivalence import Cause, Difference, Equivalence, limits_of
+from gradaccum.core.proof import (
+    ATTEMPTS,
+    Compared,
+    Comparison,
+    Key,
+    ProofSchedule,
+    Way,
+    interleaved_ways,
+    ragged_ways,
+    with_fewer_rows,
+    worst,
+)
+from gradaccum.core.rounding import IN_FLOAT64, rounding
+from gradaccum.core.sizes import Groups, even_sizes
+from gradaccum.errors import NotEquivalentError
+from gradaccum.on_torch import random_state
+from gradaccum.on_torch.adapter.arrays import largest
+from gradaccum.on_torch.adapter.kinds import BatchKinds, rows_to_prove
+from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.memory import is_out_of_memory
+from gradaccum.on_torch.random_state import held_generators
+from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mode
+from gradaccum.torch.buffers import gradients_kept, left_as_found, owners_of_buffers, warn_of_buffers
+from gradaccum.torch.loss import Objective
+from gradaccum.torch.padding import what_is_cut
+from gradaccum.torch.proof.causes import (
+    counting_layers,
+    find_causes,
+    hook_cause,
+    input_cause,
+    nondeterminism_cause,
+    suspicion,
+    unusual_batch_norms,
+)
+from gradaccum.torch.proof.trial import Accumulate, BatchRunner, Gradients, LoweredScale, Trial, named_parameters
+
+__all__ = ["Proof", "certify", "eager"]
+
+logger = logging.getLogger("gradaccum")
+
+NEARLY = 20
+"""Times the tolerance: up to there a difference that isn't there in float64 is one of rounding."""
+
+
+class Proof:
+    """Compares a few rows at once, as a plain loop has them, with the same rows in micro-batches.
+
+    Losses, gradients, and what modules keep must agree to rounding. Random numbers follow their rows, so dropout is
+    no difference. BatchNorm that is not exact uses its running statistics meanwhile.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        gradients: Gradients,
+        *,
+        parameters: Callable[[], list[Tensor]],
+        batch_norm: BatchNormChoice = "warn",
+        scaler: Any = None,
+        explain: Callable[[Batch, bool], Cause | None] = lambda *_: None,
+    ) -> None:
+        self.objective, self._gradients, self._parameters, self._explain = objective, gradients, parameters, explain
+        # SyncBatchNorm would wait for ranks that have nothing to prove.
+        synced = any(isinstance(module, nn.SyncBatchNorm) for module in objective.model.modules())
+        self.exact = batch_norm == "exact" and not synced
+        self.scale = LoweredScale(scaler)
+        self.schedule, self.kinds, self._attempts = ProofSchedule(), BatchKinds(), 0
+        self._text = frozenset[str]()
+        self._failed_parts: tuple[int, Exception | None] = 0, None
+        self._pending_warning = ""
+        self._warned: set[str] = set()
+
+    def is_due(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
+        """Whether this batch, which has rows to be split, is to be proven: of a new kind, or the 2nd, 4th, 8th, ..."""
+        self._pending_warning, self._text, self._failed_parts = "", text, (0, None)
+        if batch.rows < 2 or self._attempts >= ATTEMPTS or (batch.groups is not None and len(batch.units()) < 2):
+            self.schedule.batches += 1
+            return False
+        return self.schedule.is_due(self.kinds.is_new(batch, modes, text))
+
+    def run(self, batch: Batch, size: int | None = None) -> None:
+        """Prove that micro-batches of the batch that `is_due` make its update. Moves nothing."""
+        named = named_parameters(self.objective)
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in named.values()):
+            return
+        self._attempts += 1
+        for cause in counting_layers(self.objective.modules.values()):
+            raise NotEquivalentError(f"{cause.message} verify=False leaves this proof out.")
+        known = {id(parameter) for parameter in named.values()}
+        named.update({f"parameter {i}": p for i, p in enumerate(self._parameters()) if id(p) not in known})
+        most, way = self.schedule.scope(size)
+        if self._prove(self.objective, batch, most, way, named) and self.objective.autocast is not None:
+            precise = copy.copy(self.objective)  # rounding hides less without autocast
+            precise.autocast = None
+            self._prove(precise, batch, most, way, named)
+
+    def _prove(self, objective: Objective, batch: Batch, most: int, way: int, parameters: dict[str, Tensor]) -> bool:
+        """Compare so many rows, or half as many wherever memory runs out. Returns whether they could be compared."""
+        tried = 0
+
+        def attempt(most: int) -> tuple[BatchRunner, Comparison, list[Difference] | None, list[Difference]]:
+            nonlocal tried
+            few = batch.take(torch.tensor(rows_to_prove(batch, most)))
+            tried = few.rows
+            ways = interleaved_ways([unit.tolist() for unit in few.units()])
+            with (
+                contextlib.nullcontext() if self.exact else in_eval_mode(objective.model),
+                left_as_found(
+                    objective.modules, [*parameters.values()], [objective.device], [objective.evaluate]
+                ) as state,
+                eager(),
+                torch.enable_grad(),
+            ):
+                self.scale.power = 0
+                runner = BatchRunner(
+                    objective, few, self._in_micro_batches, parameters, state, neutral=self.exact, scale=self.scale
+                )
+                for chosen in ([ways[way % len(ways)]], ways):  # all of them before anything is said
+                    comparison = Comparison(runner, range(few.rows), chosen)
+                    differences = comparison.differences()
+                    wrong = comparison.beyond_rounding(differences or [])
+                    if not wrong:
+                        break
+                if any(difference.part != "buffer" for difference in wrong):
+                    runner.rng.check("the model or the loss")
+            return runner, comparison, differences, wrong
+
+        try:
+            runner, comparison, differences, wrong = with_fewer_rows(
+                attempt, min(most, batch.rows), 2, is_out_of_memory
+            )
+        except Exception as error:
+            self._could_not(tried, error)
+            return False
+        if differences is None:
+            self.schedule.postpone()
+            return False
+        if wrong and all(difference.part == "buffer" for difference in wrong):
+            self._warn_of_moves([difference.name for difference in wrong], runner.state.made)
+        elif wrong and (causes := self._causes(runner.batch, wrong, runner.tolerance)):
+            sizes = tuple(tuple(sizes) for _, sizes in comparison.ways)
+            self._refuse(Equivalence(tuple(differences), runner.tolerance, tuple(causes), runner.rows, sizes))
+        self._proven()
+        return True
+
+    def _in_micro_batches(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
+        try:
+            return self._gradients(objective, batch, sizes)
+        except Exception as error:
+            self._failed_parts = batch.rows, error
+            raise
+
+    def _proven(self) -> None:
+        self.kinds.add()
+        self._attempts = 0
+
+    def _could_not(self, rows: int, error: Exception) -> None:
+        if self.schedule.repeated:
+            logger.debug("The proof could not be repeated on %d rows: %s", rows, error)
+            return
+        self._pending_warning = (
+            f"Whether micro-batches make the large batch's update could not be proven: {rows} rows of this batch can't "
+            f"be evaluated, at once or in parts ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})."
+        )
+
+    def check_error(self, error: BaseException) -> None:
+        """Raise a NotEquivalentError where the update has failed as micro-batches of the proof did, unlike its rows."""
+        rows, known = self._failed_parts
+        if type(error) is type(known) and type(error) in (RuntimeError, AssertionError, IndexError):
+            raise NotEquivalentError(
+                "accumulated gradients differ from the large batch's.\n"
+                f"The model or the loss raises on micro-batches, and not on {rows} rows at once: "
+                f"{type(error).__name__}: {error}. Where rows go together, as pairs do, groups= keeps them together."
+            ) from error
+
+    def tell(self) -> None:
+        """The update has been made, so what could not be proven is no error of the batch or the model: warn of it."""
+        if self._pending_warning:
+            logger.warning(self._pending_warning)
+            self._pending_warning = ""
+            self._proven()
+
+    def _refuse(self, result: Equivalence) -> None:
+        try:
+            result.raise_if_different()
+        except NotEquivalentError as error:
+            said = not self._text or what_is_cut(self._text) in str(error)
+            cut = "" if said else f"\n`max_tokens` has cut off padding there. {what_is_cut(self._text)}"
+            raise NotEquivalentError(
+                f"{error}{cut}\nFound on {result.rows} rows of this batch, whole and in micro-batches, before an "
+                "update was made with it. verify=False leaves this proof out."
+            ) from None
+
+    def _warn_of_moves(self, names: list[str], made: dict[str, tuple[str, str, str]]) -> None:
+        """Name what goes elsewhere than where the large batch takes it, once."""
+        if self.exact:  # these move once per update, and twice where a plain loop recomputes them in a checkpoint
+            layers = batch_norms(self.objective.model)
+            self._warned |= {
+                f"{path}.{name}".lstrip(".") for path, layer in layers for name, _ in layer.named_buffers()
+            }
+        new = [name for name in names if name not in self._warned]
+        self._warned.update(new)
+        owners = {**owners_of_buffers(self.objective.modules), **made}
+        if others := [repr(name) for name in new if name not in owners]:
+            logger.warning(
+                "The update is the large batch's, but these move once per micro-batch, not once per update: %s. "
+                "Where that matters, move them once per update, after the optimizer's step.",
+                ", ".join(others[:5]) + (", ..." if len(others) > 5 else ""),
+            )
+        warn_of_buffers([owners[name] for name in new if name in owners])
+
+    def _causes(self, few: Batch, wrong: Sequence[Difference], tolerance: float) -> Sequence[Cause]:
+        """What makes the difference, by name; nothing where it is rounding, as it isn't there in float64."""
+        found = self._on_a_copy(few)
+        if found is not None and found.causes:  # every micro-batch finds the same buffers: no cause, unless no other is
+            paths = {path or "model" for path, _, _ in owners_of_buffers(self.objective.modules).values()}
+            others = [cause for cause in found.causes if cause.kind != "buffer" or cause.where not in paths]
+            return others or found.causes
+        if self.exact and (layers := unusual_batch_norms(self.objective.model)):
+            return layers
+        largest = max((difference.error for difference in wrong if difference.part == "gradient"), default=0.0)
+        if found is not None and largest <= (NEARLY**2 if self.schedule.repeated else NEARLY) * tolerance:
+            return []
+        return [self._explain(few, found is not None) or suspicion(self.objective.modules, wrong)]
+
+    def _on_a_copy(self, few: Batch) -> Equivalence | None:
+        """What a check on a copy in float64 finds; None where there can't be one."""
+        try:
+            with in_eval_mode(self.objective.model), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of parts that training never sees
+                return certify(self.objective, few, None, device=self.objective.device)
+        except Exception as error:
+            logger.debug("The cause can't be looked for on a copy: %s", error)
+            return None
+
+
+def eager() -> contextlib.AbstractContextManager[Any]:
+    """Compile nothing for a few rows. Where torch._dynamo, which takes long to load, is not loaded, nothing does."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+def certify(
+    objective: Objective,
+    batch: Batch,
+    accumulate: Accumulate | None,
+    *,
+    device: torch.device,
+    tolerance: float = IN_FLOAT64,
+    size: int | None = None,
+    batch_norm: BatchNormChoice = "warn",
+) -> Equivalence:
+    """Compare the batch at once with several ragged partitions of its rows, and name what makes a difference."""
+    if cause := input_cause(batch):
+        return Equivalence((), tolerance, (cause,), device=str(device))
+    if batch.rows < 2:
+        raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {batch.rows}.")
+    if len(batch.units()) < 2:
+        raise ValueError(f"The batch must have at least 2 groups, to be split. Received: one, of {batch.rows} rows.")
+    generators = random_state.all_generators(random_state.every_device())
+    generators += held_generators(objective.model, objective.loss_fn, objective.compute_loss, objective.weight)
+    # The user's own have theirs, should a closure reach them past the copy.
+    modules = [o for o in (objective.model, objective.loss_fn, objective.compute_loss) if isinstance(o, nn.Module)]
+    parameters = [p for module in modules for p in module.parameters()]
+    with torch.inference_mode(False), torch.enable_grad(), random_state.kept(generators), gradients_kept(parameters):
+        check = _Check(objective, batch, accumulate, device, tolerance, _ways(batch, size), batch_norm)
+        return check.run()
+
+
+class _Check:
+    def __init__(
+        self,
+        objective: Objective,
+        batch: Batch,
+        accumulate: Accumulate | None,
+        device: torch.device,
+        tolerance: float,
+        ways: list[Way],
+        batch_norm: BatchNormChoice,
+    ) -> None:
+        def at_once(dtype: torch.dtype | None) -> Comparison:
+            self.trial = Trial(objective, batch, accumulate, device=device, dtype=dtype, batch_norm=batch_norm)
+            failing = "raise" if self.trial.by_train_step else "differs"
+            comparison = Comparison(self.trial, range(batch.rows), ways, failing)  # type: ignore[arg-type]  # one of these
+            _ = comparison.large
+            return comparison
+
+        self.tolerance, self.ways = tolerance, ways
+        try:
+            self.comparison = at_once(torch.float64)
+        except RuntimeError as error:
+            if not any(word in str(error) for word in ("dtype", "Double", "double", "Float", "Half", "BFloat16")):
+                raise
+            self.comparison = at_once(None)
+            reason = str(error).splitlines()[0]
+            self.trial.notes.append(f"Computed in the model's own dtype, as it can't in float64 ({reason}).")
+            precision = str(self.comparison.large.losses["loss"].dtype)
+            self.tolerance = max(self.tolerance, rounding(precision, device.type))
+        loss = self.comparison.large.losses["loss"]
+        if not loss.isfinite().all():
+            raise ValueError(f"The large batch's own loss is {loss.item()}: there is nothing to compare.")
+
+    def run(self) -> Equivalence:
+        again = self.comparison.unrepeatable()
+        nondeterminism = max(difference.error for difference in again)
+        if not nondeterminism <= self.tolerance:
+            return self._result(again, [nondeterminism_cause(self.trial, nondeterminism)])
+        differences, failing = self._compared()
+        error, allowed = max(difference.error for difference in differences), self.trial.tolerance
+        if self.tolerance < error <= allowed:
+            precision = str(self.trial.rng.precision).removeprefix("torch.")
+            self.trial.notes.append(
+                f"A part of the model computes in {precision} whatever its parameters' dtype, so {allowed:g} is "
+                "allowed for its rounding."
+            )
+            self.tolerance = allowed
+        wrong = self._wrong(differences)
+        if not wrong:
+            return self._result(differences, [])
+        self.trial.rng.check("The model or the loss")
+        if self.trial.hooks:
+            for handle in [handle for handles in self.trial.hooks.values() for handle in handles]:
+                handle.remove()
+            self.comparison.restart()
+            without, failing = self._compared()
+            hooked = [name for name in wrong if name in self.trial.hooks]
+            if hooked and not self._wrong(without):
+                return self._result(differences, [hook_cause(hooked[0])])
+            differences = without
+        return self._result(differences, find_causes(self.trial, differences, failing, self.tolerance))
+
+    def _wrong(self, differences: Sequence[Difference]) -> list[str]:
+        return [difference.name for difference in differences if not difference.error <= self.tolerance]
+
+    def _compared(self) -> tuple[list[Difference], list[Way]]:
+        """Each tensor's largest error over all ways, and the ways that differ, the worst first."""
+        self.comparison.differences()
+        compared = self._relative_to_terms(self.comparison)
+        failing = [(one.error, one.way) for one in compared if not one.error <= self.tolerance]
+        # Rows drawn with replacement, so that what ranks or counts rows is put to a second test.
+        drawn = self.trial.on(_drawn(self.trial.batch))
+        again = Comparison(drawn, range(drawn.batch.rows), [_ways(drawn.batch, None)[-1]], self.comparison.failed)
+        try:
+            found = self._relative_to_terms(again) if again.differences() is not None else []
+        except Exception:  # the loss may have its own idea of which rows go together
+            if self.trial.by_train_step:
+                raise
+            found = []
+        for one in found:
+            if math.isinf(one.error) and not one.distances:  # as in the exception above
+                continue
+            compared.append(one)
+            if not one.error <= self.tolerance:
+                known = drawn.batch.groups is None  # else it may cut the groups of the batch itself
+                failing.append((one.error, one.way if known else self.ways[-1]))
+        failing.sort(key=lambda entry: -entry[0])
+        return worst(d for one in compared for d in one.differences), [way for _, way in failing]
+
+    def _relative_to_terms(self, comparison: Comparison) -> list[Compared]:
+        """Where large terms cancel each other, errors are relative to the terms, not to what is left of them."""
+        if all(one.error <= self.tolerance for one in comparison.compared):
+            return [*comparison.compared]
+        trial, eps = comparison.runner, torch.finfo(comparison.large.losses["loss"].dtype).eps
+        assert isinstance(trial, Trial)
+        moved, parts = comparison.moved(), self._largest_of_parts(trial)
+        terms = {key: max(moved.get(key, 0.0) / eps, parts.get(key, 0.0)) for key in {*moved, *parts}}
+        return [one if one.error <= self.tolerance else _by_terms(one, terms) for one in comparison.compared]
+
+    def _largest_of_parts(self, trial: Trial) -> dict[Key, float]:
+        """The largest number in any micro-batch's loss and gradients: rows may cancel each other whatever rounding."""
+        found: dict[Key, float] = {}
+        cut = [] if trial.by_train_step else [torch.tensor(order).split(list(sizes)) for order, sizes in self.ways]
+        for rows in [rows for parts in cut for rows in parts]:
+            try:
+                part = trial.on(trial.batch.take(rows)).run(range(len(rows)), [len(rows)])
+            except Exception:  # the loss may have its own idea of which rows go together
+                continue
+            for key, tensor in part.parts():
+                if tensor is not None and key[0] != "buffer" and tensor.isfinite().all():
+                    found[key] = max(found.get(key, 0.0), largest(tensor))
+        return found
+
+    def _result(self, differences: Sequence[Difference], causes: Sequence[Cause]) -> Equivalence:
+        gradients: Mapping[str, Tensor | None] = self.comparison.large.gradients
+        dtype = next((g.dtype for g in gradients.values() if g is not None), torch.float64)
+        notes = [*self.trial.notes]
+        if not self.trial.original.model.training:
+            notes.append("The model is in eval mode: dropout and BatchNorm were checked as they are there.")
+        silent = [name for name, gradient in gradients.items() if gradient is None]
+        if silent:
+            shown = ", ".join(silent[:3]) + (" ..." if len(silent) > 3 else "")
+            notes.append(
+                f"No gradient reached {len(silent)} parameters on this batch, so they weren't compared: {shown}."
+            )
+        return Equivalence(
+            tuple(differences),
+            self.tolerance,
+            tuple(causes),
+            rows=self.trial.rows,
+            partitions=tuple(tuple(sizes) for _, sizes in self.ways),
+            notes=(*notes, *limits_of(self.trial.rows)),
+            precision=str(dtype).removeprefix("torch."),
+            device=str(self.trial.device),
+        )
+
+
+def _by_terms(one: Compared, terms: Mapping[Key, float]) -> Compared:
+    found = []
+    for difference in one.differences:
+        key = difference.part, difference.name
+        distance = one.distances.get(key, math.inf)
+        scale = distance / difference.error if difference.error else math.inf
+        if terms.get(key, 0.0) > 1000 * scale and math.isfinite(distance):
+            difference = dataclasses.replace(difference, error=distance / terms[key])
+        found.append(difference)
+    return one._replace(differences=found)
+
+
+def _drawn(batch: Batch) -> Batch:
+    """As many rows, or groups of rows, drawn from the batch with replacement."""
+    units = batch.units()
+    drawn = torch.randint(len(units), (len(units),), generator=torch.Generator().manual_seed(2)).tolist()
+    while sum(len(units[place]) for place in drawn) > batch.rows:
+        drawn.pop()
+    second = batch.take(torch.cat([units[place] for place in drawn]))
+    if batch.groups is not None:  # one that was drawn twice is two
+        sizes = torch.tensor([len(units[place]) for place in drawn])
+        second.groups = torch.arange(len(drawn)).repeat_interleave(sizes)
+    return second
+
+
+def _ways(batch: Batch, size: int | None) -> list[Way]:
+    """Ways to cut the rows, none of them through rows that belong together: as TrainStep would, and ragged ones."""
+    given: list[Way] = []
+    if size is not None and size < batch.rows:
+        rows = range(batch.rows)
+        if batch.groups is None:
+            given = [(rows, even_sizes(batch.rows, size))]
+        else:
+            parts = Groups(batch.groups.tolist()).cut(rows, size)
+            given = [([row for part in parts for row in part], [len(part) for part in parts])]
+    return [*given, *ragged_ways([unit.tolist() for unit in batch.units()], random.Random(0))]
