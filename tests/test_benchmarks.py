@@ -20,9 +20,7 @@ NUMBER = r"\d[\d.,]*\s(?:ms|ns|microseconds|milliseconds|[KMG]i?B\b)|\d+\.\d+\s(
 SETTINGS = {
     "README.md": ["280 MB"],  # what the demo downloads
     "docs/contrastive.md": ["4 MiB"],  # 1024 x 1024 x 4 bytes
-    "docs/limits.md": ["1 MiB"],  # a threshold in the code
     "docs/scaling.md": ["25 MiB"],  # DDP's buckets
-    "docs/train_step.md": ["1 MiB"],
 }
 """Numbers that nobody measures."""
 

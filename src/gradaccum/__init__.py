@@ -1,7 +1,6 @@
 """Train with the batch size you want on the memory you have, and get the same update.
 
-The centre is plain Python and imports no framework. The ways in are `gradaccum.torch`, `gradaccum.keras` and
-`gradaccum.jax`.
+This module imports no framework. The ways in are `gradaccum.torch`, `gradaccum.keras` and `gradaccum.jax`.
 """
 
 from gradaccum.errors import NotEquivalentError, WindowError

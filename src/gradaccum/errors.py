@@ -4,7 +4,7 @@ __all__ = ["NotEquivalentError", "WindowError"]
 
 
 class WindowError(RuntimeError):
-    """Something that may not happen inside an open window.
+    """An operation that isn't allowed inside an open window.
 
     Example:
         >>> issubclass(WindowError, RuntimeError)

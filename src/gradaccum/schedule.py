@@ -57,17 +57,17 @@ class Schedule:
 
     @functools.cached_property
     def constant(self) -> int | None:
-        """The length of every window, or None where it varies."""
+        """The length of every window, or None if it varies."""
         return self._table[0] if self._table is not None and len(set(self._table.values())) == 1 else None
 
     @property
     def largest(self) -> int | None:
-        """The length of the longest window, or None for a callable, which cannot tell."""
+        """The length of the longest window, or None for a callable."""
         return max(self._table.values()) if self._table is not None else None
 
     @property
     def function(self) -> Callable[[int, int], int] | None:
-        """The callable, or None where it is a number or a table."""
+        """The callable, or None for a number or a table."""
         return self._function
 
     def to_pairs(self) -> list[list[int]]:
@@ -107,12 +107,12 @@ class Schedule:
 
 
 def steps_for(desired_batch_size: int, maximum_batch_size: int, *, ranks: int = 1) -> int:
-    """The steps with which micro-batches of at most `maximum_batch_size` rows on each rank reach the desired rows.
+    """Steps that reach the desired rows with micro-batches of at most `maximum_batch_size` rows on each rank.
 
-    Rounds up: the effective batch size is at least the desired one when every micro-batch is full.
+    Rounds up, so the effective batch size is at least the desired one if every micro-batch is full.
 
     Args:
-        desired_batch_size: Rows that one update shall see, over all ranks.
+        desired_batch_size: Rows of one update, over all ranks.
         maximum_batch_size: Rows that fit into memory at once, on one rank.
         ranks: Devices or processes that train together.
 

@@ -264,10 +264,10 @@ class NoiseSchedule:
     Args:
         smallest: Steps of the first windows, >= 2: the first micro-batch is compared with its window.
         largest: Most steps of a window.
-        every: Updates from one decision to the next, which are what it looks at: dozens at least.
-        scale_learning_rate: How the learning rate follows a window `r` times as long as the smallest: `"sqrt"` times
-            the root of r, with Adam's betas to the power of r, which keeps their memory the same in rows; `"linear"`
-            times r, as for SGD; None not at all.
+        every: Updates between two decisions, each of which uses their noise scale; dozens at least.
+        scale_learning_rate: How the learning rate follows a window r times as long as the smallest. `"sqrt"` multiplies
+            it by the root of r and takes Adam's betas to the power of r, which keeps their memory the same in rows;
+            `"linear"` multiplies it by r, as for SGD; None leaves it.
 
     Raises:
         TypeError: A number is no int.
@@ -303,12 +303,12 @@ class NoiseSchedule:
 
     @property
     def factor(self) -> float:
-        """How many times as long as the smallest a window is."""
+        """Length of windows, as a multiple of the smallest."""
         return self.steps / self.smallest
 
     @property
     def learning_rate_factor(self) -> float:
-        """What the learning rate is to be multiplied by."""
+        """Factor for the learning rate."""
         return {None: 1.0, "linear": self.factor, "sqrt": math.sqrt(self.factor)}[self.scale_learning_rate]
 
     def _due(self) -> bool:
@@ -384,11 +384,11 @@ class NoiseSchedule:
                     group[name] = before
 
     def state_dict(self) -> dict[str, Any]:
-        """How long windows are, and how many updates ago that was decided."""
+        """The length of windows, and the updates since it was decided."""
         return {"steps": self.steps, "updates": self.updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` wrote, within these bounds.
+        """Continue from what `state_dict` returned, within these bounds.
 
         Raises:
             ValueError: It is something else.

@@ -1,8 +1,8 @@
 """The large batch's update in JAX, in the memory of a micro-batch: functions that go inside your own `jax.jit`.
 
-- `value_and_grad`, `grad`: split the batch, where it is the large one.
+- `value_and_grad`, `grad`: split the batch, if it is the large one.
 - `windowed`: wrap the optimizer, an optax transformation, in a loop that runs small batches.
-- `chunked`: chunk the model, where the loss looks across the batch; `losses` has such losses in tiles.
+- `chunked`: chunk the model, if the loss looks across the batch; `losses` has such losses in tiles.
 - `check_equivalence`: whether micro-batches make the large batch's update, and if not, why.
 """
 

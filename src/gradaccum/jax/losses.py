@@ -26,24 +26,23 @@ def info_nce(
 
     Forward and backward keep rows, numbers per row, and one tile of scores; backward computes the scores anew. It goes
     inside your own `jax.jit` and `jax.grad`, and under `jit` the rows may be spread over devices. `jax.grad` of
-    `jax.grad` is exact, too, but keeps all tiles; forward mode (`jax.jvp`) is JAX' own error about `custom_vjp`.
-    Half-precision rows are compared and summed in float32; the loss is float32 then.
+    `jax.grad` is exact too, but keeps all tiles; forward mode (`jax.jvp`) raises JAX' error about `custom_vjp`.
+    Half-precision rows are compared and summed in float32, and the loss is then float32.
 
     Args:
-        a: Rows, (N, size). They are compared as they are: normalise them before, where that is meant.
+        a: Rows, (N, size), compared as they are. Normalize them before, if your loss does.
         b: Rows, (M, size). Without `positives`, the first N belong to those of `a`; the others are negatives of all.
-        temperature: What scores are divided by: a number, or an array of one, which gets its gradient:
-            `jnp.exp(-logit_scale)`.
+        temperature: Divides the scores: a number, or an array of one, which gets its gradient: `jnp.exp(-logit_scale)`.
         tile: Rows and columns of the scores that are in memory at a time.
-        symmetric: Whether rows of `b` look for theirs among those of `a`, too.
+        symmetric: Whether rows of `b` are compared with those of `a`, too.
         positives: The pairs that belong together: ids of the pairs (N ints: rows with the same id belong together), or
             a tuple of two such arrays, ids of `a`'s and of `b`'s rows (N and M ints). None: row i and row i.
 
     Returns:
-        A scalar. 0 where no row has a positive.
+        A scalar, 0 if no row has a positive.
 
     Raises:
-        TypeError, ValueError: An argument is none of what it must be.
+        TypeError, ValueError: An argument is invalid.
 
     Example:
         >>> a, b = (jax.random.normal(jax.random.key(seed), (64, 8)) for seed in (0, 1))

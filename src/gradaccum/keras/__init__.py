@@ -2,7 +2,7 @@
 
 - `optimizers`: wrap the optimizer, in a `fit` with small batches; `callbacks` closes windows with their epochs.
 - `micro_batched`: split the batch, in a `fit` with large ones.
-- `chunked`: chunk the model, where the loss looks across the batch; `losses` has such losses in tiles.
+- `chunked`: chunk the model, if the loss looks across the batch; `losses` has such losses in tiles.
 - `check_equivalence`: whether micro-batches make the large batch's update, and if not, why.
 """
 

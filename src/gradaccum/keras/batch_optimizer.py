@@ -105,7 +105,7 @@ class BatchOptimizer(Optimizer):
 
     A window closes with the micro-batch that brings it to `desired_batch_size` rows, or with the epoch's last one. Its
     gradient is `sum_i rows_i g_i / sum_i rows_i`, so that a ragged last micro-batch and a short last window are exact
-    for any sizes. No callback is needed: `train_size` tells where an epoch ends.
+    for any sizes. No callback is needed, because `train_size` sets where an epoch ends.
 
     Use it with `fit(batch_size=maximum_batch_size)`. Epochs and micro-batches of the model's `fit` are checked.
 
@@ -115,7 +115,7 @@ class BatchOptimizer(Optimizer):
         desired_batch_size: Rows of an update. If it is no multiple of the maximum, windows are rounded up to whole
             micro-batches, and the start-up line states the effective size.
         train_size: Rows of an epoch, without those of a validation split.
-        model: The model to be trained. None, after `load_model`: sizes are taken as promised.
+        model: The model to be trained; None, after `load_model`, skips the check of sizes.
         name: The name of this wrapper.
 
     Raises:

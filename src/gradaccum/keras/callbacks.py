@@ -1,4 +1,4 @@
-"""What only `fit` knows: when an epoch begins and ends, and how many rows a micro-batch has."""
+"""A callback that passes on what only `fit` knows: epochs, and the rows of micro-batches."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ logger = logging.getLogger("gradaccum")
 class GradientAccumulation(keras.callbacks.Callback):
     """Closes the window at each epoch's end, weighs micro-batches by their rows, and applies a schedule.
 
-    A short last window, and a ragged last micro-batch, are divided by the rows that they hold. Where `fit` knows the
+    A short last window, and a ragged last micro-batch, are divided by the rows that they hold. If `fit` knows the
     number of batches, the epoch's last window closes with its last batch, before validation and before any callback's
-    `on_epoch_end`. Where it doesn't (a generator), or the epoch ends earlier (`stop_training`), it closes in this
-    callback's `on_epoch_end`: list it before those that save or read the model there.
+    `on_epoch_end`. If it doesn't (a generator), or if the epoch ends earlier (`stop_training`), it closes in this
+    callback's `on_epoch_end`, so list it before callbacks that save or read the model there.
 
     Args:
         steps: Micro-batches in a window, in place of the optimizer's own: an int, `{epoch: steps}`, or a callable
             `(epoch, update) -> steps`, asked when a window opens; `update` counts from the start of training. None
-            keeps the optimizer's. Another length compiles nothing anew. A callable costs one look at the device per
+            keeps the optimizer's. A new length doesn't recompile. A callable reads one number from the device per
             micro-batch.
 
     Raises:
-        TypeError, ValueError: `steps` is none of these; or the model's optimizer is not one of
-            `gradaccum.keras.optimizers`.
+        TypeError, ValueError: `steps` is invalid, or the model's optimizer is not one of `gradaccum.keras.optimizers`.
 
     Example:
         >>> import numpy as np, gradaccum.keras

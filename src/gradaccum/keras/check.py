@@ -32,24 +32,23 @@ def check_equivalence(
     batch_norm: BatchNorm | None = None,
     tolerance: float | None = None,
 ) -> Equivalence:
-    """Whether micro-batches give the large batch's gradient, and if not, what keeps them from it.
+    """Test whether micro-batches give the large batch's gradient, and name the cause if they don't.
 
-    What `micro_batched` makes of the batch at once is compared with what it makes of several partitions of its rows,
-    ragged ones among them: loss, gradients, and the variables that forward passes move. The error of a tensor is
-    `max|a - b| / max|b|`. Random numbers are held: whatever is drawn (dropout, sampling) is the same for each row.
-    Nothing of the model changes. It is evidence for this model and batch, not a proof; a model in float64
-    (`keras.config.set_dtype_policy("float64")`) gives the sharpest.
+    It compares loss, gradients and moved variables of the batch at once with those of several partitions of its rows,
+    ragged ones among them. The error of a tensor is `max|a - b| / max|b|`. Random draws (dropout, sampling) are the
+    same for each row, and the model doesn't change. It is evidence for this model and batch, not a proof; a model in
+    float64 (`keras.config.set_dtype_policy("float64")`) gives the sharpest.
 
     Args:
         model: A compiled model.
         x, y, sample_weight: One large batch, as for `model.train_on_batch`; 2 rows or more, better 8.
-        micro_batch_size: Rows of the micro-batches in one of the partitions; None: that of `micro_batched`, where the
+        micro_batch_size: Rows of the micro-batches in one of the partitions. Default: that of `micro_batched`, if the
             model went through it, else ragged ones only.
         batch_norm: As for `micro_batched`. `"frozen"` checks the model with its BatchNormalization frozen.
         tolerance: The largest relative error that counts as rounding; None: by the dtype the model computes in.
 
     Returns:
-        A record with `.ok`, `.max_error`, `.causes`, that prints, `.save()`s and can `.raise_if_different()`.
+        A record that prints, with `.ok`, `.max_error`, `.causes`, `.save()` and `.raise_if_different()`.
 
     Raises:
         TypeError: `model` is no `keras.Model`.

@@ -34,21 +34,21 @@ def info_nce(
     compared and summed in float32; the loss is float32 then.
 
     Args:
-        a: Rows, (N, size). They are compared as they are: normalise them before, where that is meant.
+        a: Rows, (N, size), compared as they are. Normalize them before, if your loss does.
         b: Rows, (M, size). Without `positives`, the first N belong to those of `a`; the others are negatives of all.
-        temperature: What scores are divided by: a number, or a tensor or variable of one, which gets its gradient:
+        temperature: Divides the scores: a number, or a tensor or variable of one, which gets its gradient:
             `ops.exp(-logit_scale)`.
         tile: Rows whose scores, with all rows of the other side, are in memory at a time.
-        symmetric: Whether rows of `b` look for theirs among those of `a`, too.
+        symmetric: Whether rows of `b` are compared with those of `a`, too.
         positives: The pairs that belong together: ids of the pairs (N ints: rows with the same id belong together), or
             a tuple of two such tensors, ids of `a`'s and of `b`'s rows (N and M ints). None: row i and row i. Keras
             makes floats of an integer `y`: in a loss of `compile`, `ops.cast(y, "int32")` makes ids of it again.
 
     Returns:
-        A scalar. 0 where no row has a positive.
+        A scalar, 0 if no row has a positive.
 
     Raises:
-        TypeError, ValueError: An argument is none of what it must be.
+        TypeError, ValueError: An argument is invalid.
 
     Example:
         >>> import numpy as np

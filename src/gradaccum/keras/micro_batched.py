@@ -35,22 +35,22 @@ def micro_batched(
 
     Args:
         model: Any `keras.Model` that doesn't override `train_step`: functional, sequential or subclassed, built or not,
-            compiled or not. It is changed in place: its training step becomes this one. Nothing of that is saved.
+            compiled or not. Its training step is replaced, which its file doesn't record.
         micro_batch_size: Rows that one forward and backward pass holds at most, on each device where the batch is
-            spread over several; or `"auto"`, the fastest that fits: found during the first updates on PyTorch, measured
-            before the first one where the update is compiled.
-        batch_norm: What `BatchNormalization` does. `"warn"`: as `"micro"`, and says so in a warning. `"micro"`: each
-            micro-batch is normalised by itself, and the moving statistics move with every one. `"pooled"`: the moving
-            statistics move once per update, by mean and variance of the whole batch. `"frozen"`: normalises by the
-            moving statistics, which stay as they are. `"exact"`: by mean and variance of the whole batch, as in plain
-            `fit`: a functional or sequential model is cut at these layers, and each segment runs over all micro-batches
-            before the next. What the layers are given stays in memory, and so do the outputs, which losses and metrics
-            see at once.
-        verify: Prove updates: on a few rows of a batch, loss, gradients and moved variables are computed at once and in
-            micro-batches, by the same code that then trains. Two passes over at most 16 rows for the first batch of
-            each `fit`, for updates 2, 4, 8, ..., and for batches of another kind; the rows are those that show rare
-            sorts (missing labels, uneven weights, a class) and extremes. Dropout and other random numbers are held,
-            BatchNormalization is left to its own warning. What can't be compared is said in a warning.
+            spread over several; or `"auto"`, the fastest that fits, found during the first updates on PyTorch, and
+            measured before the first one where the update is compiled.
+        batch_norm: What `BatchNormalization` does. `"warn"`: as `"micro"`, with a warning. `"micro"`: each micro-batch
+            is normalized by itself, and the moving statistics move with every one. `"pooled"`: the moving statistics
+            move once per update, by mean and variance of the whole batch. `"frozen"`: normalizes by the moving
+            statistics, which stay as they are. `"exact"`: by mean and variance of the whole batch, as in plain `fit`; a
+            functional or sequential model is cut at these layers, and each segment runs over all micro-batches before
+            the next. The layers' inputs stay in memory, and so do the outputs, because losses and metrics see them at
+            once.
+        verify: Prove updates: loss, gradients and moved variables of a few rows are computed at once and in
+            micro-batches, by the same code that then trains. This takes two passes over at most 16 rows for the first
+            batch of each `fit`, for updates 2, 4, 8, ..., and for batches of another kind. The rows are those with rare
+            sorts (missing labels, uneven weights, a class) and extremes. Random numbers are the same in both, and
+            BatchNormalization has its own warning. A warning names what can't be compared.
 
     Returns:
         `model`.
@@ -59,8 +59,8 @@ def micro_batched(
         TypeError: `model` is no `keras.Model`, or `micro_batch_size` no int.
         ValueError: `micro_batch_size` is below 1, `batch_norm` is none of these, the model has its own `train_step`, or
             can't be cut for `"exact"`.
-        NotEquivalentError: From `fit` and `train_on_batch`: micro-batches give another update than the whole batch. The
-            message names the layer, loss or variable that makes the difference. Nothing has been trained.
+        NotEquivalentError: From `fit` and `train_on_batch`, before anything is trained: micro-batches give another
+            update than the whole batch. The message names the layer, loss or variable that causes it.
 
     Example:
         >>> import keras, numpy as np

@@ -1,6 +1,6 @@
 """Wrap the optimizer: a `fit` that runs small batches makes the large batch's updates.
 
-`Optimizer` wraps any `keras.optimizers.Optimizer`; every one of Keras' own is here by its name, wrapped already:
+`Optimizer` wraps any `keras.optimizers.Optimizer`, and every one of Keras' own exists here in wrapped form:
 
     >>> SGD(steps=4, learning_rate=0.1).steps, SGD(4, 0.1).steps
     (4, 4)

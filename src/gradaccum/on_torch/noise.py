@@ -163,7 +163,7 @@ class NoiseMeter:
         return {"windows": [tuple(norms) for norms in self.windows()], "first": first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` wrote."""
+        """Continue from what `state_dict` returned."""
         self._records.clear()
         for small, small_size, large, large_size in state["windows"]:
             self._records.append((_Measured.read(small, small_size), _Measured.read(large, large_size)))

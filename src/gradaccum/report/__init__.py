@@ -1,4 +1,4 @@
-"""What a check, a run or a demo found, as text, picture and page."""
+"""Reports of checks, runs and the demo, as text, picture or HTML page."""
 
 from gradaccum.core.sizes import format_bytes
 from gradaccum.lazy import listed

@@ -24,7 +24,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Code:
-    """Lines that are shown as they stand: a message, a command, a listing.
+    """Preformatted lines: a message, a command, a listing.
 
     Args:
         text: The lines.
@@ -71,7 +71,7 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """For each column whether it holds quantities, which are aligned right."""
+        """Whether each column holds quantities, which are aligned right."""
         return [
             any(cell is not None for cell in column) and all(_is_quantity(cell) for cell in column)
             for column in (list(zip(*self.rows, strict=True)) or [()] * len(self.columns))
@@ -129,7 +129,7 @@ class Curves:
     limits: Mapping[str, float] = field(default_factory=dict)
 
     def plain(self) -> str:
-        """Each curve's first and last value, the most that a line of text can say of a picture."""
+        """Each curve's first and last value."""
         rows = [[c.name, len(c.x), c.y[0], c.y[-1]] for c in self.curves if len(c.y)]
         return Table(["curve", "points", "first", "last"], rows, caption=self.title).plain()
 
@@ -163,7 +163,7 @@ Block = Text | Code | Table | Curves | Bars
 
 
 def format_value(value: Any) -> str:
-    """The text that a cell of this `value` shows.
+    """The text of a table's cell with this `value`.
 
     Example:
         >>> [format_value(value) for value in (60000, 0.123456, 3.2e-16, None, "rows", True, float("nan"))]

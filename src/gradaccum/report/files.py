@@ -35,7 +35,7 @@ def write(path: str | os.PathLike[str], content: bytes) -> pathlib.Path:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Do all that `write` does to this `path`, but for replacing it. Leaves nothing behind.
+    """Test whether `write` can write to this `path`. Leaves nothing behind.
 
     Raises:
         OSError: The folder is read-only or can't be made, the disk is full, `path` is a folder itself, ...; names the

@@ -35,9 +35,9 @@ class Report:
 
     Args:
         title: Its headline.
-        blocks: `Text`, `Code`, `Table`, `Curves` and `Bars`, in reading order. Text output leaves the figures out: give
-            their numbers in a table where they matter.
-        ok: The verdict that colours the `summary`: True, False, or None where there is nothing to judge.
+        blocks: `Text`, `Code`, `Table`, `Curves` and `Bars`, in reading order. Text output leaves the figures out, so
+            give important numbers in a table, too.
+        ok: The verdict that colours the `summary`: True, False, or None if there is nothing to judge.
         summary: The verdict in a line or two.
 
     Example:
@@ -72,7 +72,7 @@ class Report:
         return "\n\n".join(parts)
 
     def show(self, file: IO[str] | None = None) -> None:
-        """Print it: with colour and rules where `file` (standard output) is a terminal, else as plain text.
+        """Print it, with colour and rules if `file` (standard output) is a terminal, else as plain text.
 
         Raises:
             ModuleNotFoundError: rich is not installed.
@@ -104,7 +104,7 @@ class Report:
                 console.print(markup.Text(block.text))
 
     def html(self) -> str:
-        """One HTML page that needs nothing else: its style and its pictures are in it, for light and dark screens.
+        """One HTML page that contains its style and pictures, for light and dark screens.
 
         Raises:
             ModuleNotFoundError: jinja2 is not installed, or matplotlib where there are figures.
@@ -137,11 +137,11 @@ class Report:
         return picture(self.figures, title=self.title)
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
-        """Write it to a file; its ending decides: `.html`, `.png` (the figures alone) or `.txt`. Makes its folder.
+        """Write it to a file ending in `.html`, `.png` (the figures alone) or `.txt`. Makes its folder.
 
         Raises:
-            ModuleNotFoundError: What draws it is not installed.
-            OSError: It cannot be written; a file that was there is left as it was.
+            ModuleNotFoundError: A library that draws it is not installed.
+            OSError: It cannot be written; an existing file stays as it was.
             ValueError: Another ending.
         """
         path = pathlib.Path(path)

@@ -1,10 +1,10 @@
 """The large batch's update in PyTorch, in the memory of a micro-batch.
 
 - `optim`: wrap the optimizer, in a loop that runs small batches.
-- `TrainStep`: split the batch, where the loader yields the large one.
-- `chunked`: chunk the model, where the loss looks across the batch; `losses` has such losses in tiles.
+- `TrainStep`: split the batch, if the loader yields the large one.
+- `chunked`: chunk the model, if the loss looks across the batch; `losses` has such losses in tiles.
 - `check_equivalence`: whether micro-batches make the large batch's update, and if not, why.
-- `suggest_micro_batch_size`: which size fits, without the device that has the memory.
+- `suggest_micro_batch_size`: which size fits, without the device.
 """
 
 from gradaccum.extras import require

@@ -293,29 +293,29 @@ _WORDS = "_gradaccum_buffers"
 
 
 def combine_buffers(module: nn.Module | type[nn.Module], **rules: Rule) -> None:
-    """Say where buffers go that the forward pass moves, in `TrainStep` and `chunked`.
+    """Define how `TrainStep` and `chunked` combine buffers that the forward pass moves.
 
-    Every micro-batch starts from the buffers as the window found them. So there are several ends, and one is to be made
-    of them:
+    Every micro-batch starts from the buffers of the window's start, so a buffer has several ends, which a rule
+    combines:
 
     | rule | the buffer becomes | right for |
     |---|---|---|
-    | `"mean"`, unless something is said | the mean of the ends, over rows | moving averages of means over rows |
+    | `"mean"`, the default | the mean of the ends, over rows | moving averages of means over rows |
     | `"sum"` | `start + sum_i (end_i - start)` | counts of rows |
     | `"max"` | the largest end, number by number | largest values, as in the histories of FP8 |
     | `"once"` | the first end that differs from the start | power iterations, counters of forward passes |
     | a callable | `rule(module, start, ends)`, after the other buffers, in the order given here | everything else |
 
-    A callable keeps a copy of every end until then.
+    A callable needs a copy of every end.
 
     Args:
-        module: A module, or a class of modules: then all of them, subclasses included. Copies of a module have its
-            words; callables are its own.
-        rules: By the names of the module's own buffers.
+        module: A module, or a class of modules, subclasses included. Copies of a module inherit named rules, but not
+            callables.
+        rules: A rule for each of the module's own buffers, by the buffer's name.
 
     Raises:
         TypeError: `module` is neither.
-        ValueError: A rule is neither callable nor one of the words, or the module has no such buffer.
+        ValueError: A rule is neither callable nor one of these names, or the module has no such buffer.
 
     Example:
         >>> import torch, gradaccum.torch

@@ -43,11 +43,11 @@ def check_equivalence(
     tolerance: float = IN_FLOAT64,
     **train_step: Any,
 ) -> Equivalence:
-    """Whether micro-batches give the large batch's gradient, and if not, what keeps them from it.
+    """Test whether micro-batches give the large batch's gradient, and name the cause if they don't.
 
-    On a float64 copy, the gradient of the batch at once is compared with that of several ragged partitions of its
-    rows, in order and shuffled; and so for a second batch, drawn from its rows. Random numbers follow their rows, so
-    that dropout is no difference. The error of a tensor is `max|a - b| / max|b|`.
+    On a float64 copy, it compares the gradient of the batch at once with that of several ragged partitions of its rows,
+    in order and shuffled, and does so again for a second batch drawn from these rows. Random numbers follow their rows,
+    so dropout makes no difference. The error of a tensor is `max|a - b| / max|b|`.
 
     Model, loss, batch, random state and gradients stay as they are. It costs some 20 forward and backward passes, and
     the memory of the large batch in float64. It is evidence for this model and batch, not a proof.
@@ -66,10 +66,10 @@ def check_equivalence(
             its mean; `"frozen"` freezes the large batch's BatchNorm as well.
         device: Where to compute, such as `"cuda"`.
         tolerance: The largest relative error that counts as rounding.
-        train_step: `TrainStep`'s other keywords, so that one dict serves both. They don't change exact arithmetic.
+        train_step: `TrainStep`'s other keywords, which don't change exact arithmetic, so one dict serves both.
 
     Returns:
-        A record with `.ok`, `.max_error`, `.causes`, that prints, `.save()`s and can `.raise_if_different()`.
+        A record that prints, with `.ok`, `.max_error`, `.causes`, `.save()` and `.raise_if_different()`.
 
     Raises:
         TypeError: The model or the loss can't be copied; an unknown keyword.

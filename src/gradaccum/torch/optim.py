@@ -1,6 +1,6 @@
 """Wrap the optimizer: a loop that runs small batches makes the large batch's updates.
 
-`Optimizer` wraps any `torch.optim.Optimizer`; every class of `torch.optim` is here by its own name, wrapped already:
+`Optimizer` wraps any `torch.optim.Optimizer`, and every class of `torch.optim` exists here in wrapped form:
 
     >>> import torch
     >>> model = torch.nn.Linear(3, 1)

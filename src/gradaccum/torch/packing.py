@@ -1,4 +1,4 @@
-"""Rows without padding: what `TrainStep(pack=...)` lays one behind the other."""
+"""Functions for `TrainStep(pack=...)`, which join rows without padding."""
 
 from gradaccum.torch.padding import causal_lm
 

@@ -249,17 +249,17 @@ class Packs:
 
 
 def causal_lm(batch: Any, rows: Sequence[Sequence[int]]) -> Any:
-    """Lay padded rows one behind the other, for causal language models of `transformers`.
+    """Join padded rows without their padding, for causal language models of `transformers`.
 
-    In place of the attention mask the model gets `position_ids`, which begin anew at each row: transformers (4.53 or
+    In place of the attention mask the model gets `position_ids`, which restart at each row; transformers (4.53 or
     newer, with "sdpa", "eager", "flex_attention" or flash attention) reads from them where rows begin. A row's first
-    label is set to -100, as a causal model predicts it from nothing. `use_cache` is False: with a cache transformers
-    would let rows see those before them. For `pack` of `TrainStep`, which proves that the model keeps rows apart.
+    label is set to -100, because no token of its row predicts it. `use_cache` is False, because with a cache rows would
+    see those before them. Pass it as `pack` to `TrainStep`, which proves that the model keeps rows apart.
 
     Args:
-        batch: A mapping with an `attention_mask` of (rows, columns). What has a column for each token is packed, what
-            has no rows stays.
-        rows: Of each packed row, the rows that it holds.
+        batch: A mapping with an `attention_mask` of (rows, columns). Tensors with a column for each token are packed,
+            values without rows stay.
+        rows: The rows that each packed row holds.
 
     Returns:
         The mapping with (packed rows, columns of the fullest) in place of (rows, columns).

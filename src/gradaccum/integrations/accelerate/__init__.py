@@ -1,4 +1,4 @@
-"""Accelerate: a wrapped optimizer that an Accelerator knows, with its loss scale, its clipping and its files."""
+"""A wrapped optimizer for Accelerate's Accelerator, with its loss scale, clipping and checkpoints."""
 
 from gradaccum.extras import require
 from gradaccum.lazy import listed

@@ -49,25 +49,24 @@ def prepare_optimizer(
     model: nn.Module | None = None,
     **options: Any,
 ) -> PreparedOptimizer:
-    """Wrap an optimizer, and have the Accelerator know it as if `accelerator.prepare` had returned it.
+    """Wrap an optimizer, and register it with the Accelerator as `accelerator.prepare` does.
 
-    Call it after `accelerator.prepare(model)`. Then the loop is Accelerate's own, over `optimizer.batches(loader)`,
-    where a batch weighs its rows; or over a prepared loader itself, where all batches weigh the same. The last batch of
-    either closes the epoch's last window.
-    With an FSDP2 plugin, where Accelerate prepares model and optimizer together, call it with what that has returned:
-    `model, inner = accelerator.prepare(model, inner)`.
+    Call it after `accelerator.prepare(model)`. Loop over `optimizer.batches(loader)`, where a batch weighs its rows, or
+    over a prepared loader, where all batches weigh the same. The last batch of either closes the epoch's last window.
+    An FSDP2 plugin prepares model and optimizer together, so pass the optimizer that
+    `model, inner = accelerator.prepare(model, inner)` returns.
 
     Args:
-        accelerator: The one that has prepared the model, and accumulates nothing itself.
+        accelerator: The Accelerator that prepared the model. It must not accumulate itself.
         optimizer: The inner optimizer, not prepared; with an FSDP2 plugin the one that was prepared with the model.
         steps: Micro-batches in a window: an int >= 1, `{epoch: steps}`, or a callable `(epoch, update) -> steps`.
-        model: The prepared model. None: the one that has the optimizer's parameters.
-        **options: What `gradaccum.torch.optim.Optimizer` takes: `clip_grad_norm`, `nonfinite`, `reduction` ...
+        model: The prepared model. Default: the one that has the optimizer's parameters.
+        **options: Options of `gradaccum.torch.optim.Optimizer`: `clip_grad_norm`, `nonfinite`, `reduction` ...
 
     Raises:
         TypeError: An argument is of the wrong type.
-        ValueError: The optimizer is prepared or wrapped already, Accelerate accumulates as well, the model is not
-            prepared yet, or the Accelerator's way to distribute is not known here.
+        ValueError: The optimizer is prepared or wrapped already, Accelerate accumulates too, the model is not
+            prepared yet, or the Accelerator's way to distribute is not supported.
 
     Example:
         >>> accelerator = Accelerator(cpu=True)
@@ -104,14 +103,14 @@ def prepare_optimizer(
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
-    """What `prepare_optimizer` returns: Accelerate's optimizer around a wrapped one, with the properties of both.
+    """Accelerate's optimizer around a wrapped one, with the properties of both; `prepare_optimizer` returns it.
 
-    `step`, `zero_grad` and `backward` go through the Accelerator's GradScaler, where it has one; everything else is the
+    `step`, `zero_grad` and `backward` use the Accelerator's GradScaler, if it has one; everything else is the
     wrapper's: `batches`, `flush`, `updated`, `updates`, `inner` ...
 
     Args:
         optimizer: The wrapped optimizer.
-        accelerator: Whose scaler it takes.
+        accelerator: The Accelerator, whose scaler it uses.
         model: The model, if it is sharded.
     """
 
@@ -150,7 +149,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     @property
     def steps(self) -> int:
-        """Micro-batches of this window; of the next one, when none is open. Settable then."""
+        """Micro-batches of this window, or of the next one if none is open; then you can set it."""
         return self.optimizer.steps
 
     @steps.setter
@@ -164,7 +163,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last `step()` made no update: a prepared scheduler steps otherwise, in a hook, too."""
+        """Whether the last `step()` made no update; a prepared scheduler reads this."""
         return not (self.updated or self._is_updating)
 
     @property
@@ -183,7 +182,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.optimizer.backward(loss if self.scaler is None else self.scaler.scale(loss), weight, **how)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Count a micro-batch; with the one that closes the window, or the loader's last, make the update."""
+        """Count a micro-batch. The one that closes the window, or the loader's last, makes the update."""
         _check_alone(self.gradient_state)
         self._schedules.look()
         self._in_body, self._is_updating, self._updated_at_end = True, False, False
@@ -212,7 +211,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self.optimizer.discard()
 
     def batches(self, loader: Iterable[Any], *, weight: Callable[[Any], float] | None = None) -> Any:
-        """The loader's batches, as `gradaccum.torch.optim.Optimizer.batches` hands them out."""
+        """The loader's batches, as from `gradaccum.torch.optim.Optimizer.batches`."""
         if not self.optimizer.micro_batches:  # of a window that an earlier loop has dropped
             self._clips.clear()
         if hasattr(getattr(loader, "iterable", None), "end_of_dataloader"):
@@ -224,7 +223,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return self.optimizer.batches(loader, weight=weight)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Empty the gradients between windows; inside an open window, do nothing."""
+        """Clear the gradients between windows; inside an open window, do nothing."""
         self.optimizer.zero_grad(set_to_none is not False)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
@@ -234,15 +233,15 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return self.optimizer.register_step_post_hook(hook)
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into a checkpoint, open window included."""
+        """The state for a checkpoint, open window included."""
         state: dict[str, Any] = super().state_dict()
         return state if self._files is None else self._files.marked(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint, open window included.
+        """Continue from a checkpoint, open window included.
 
         Raises:
-            WindowError: From `load_state`: a process's part of an open window is not there.
+            WindowError: From `load_state`, if a part of an open window is missing, or loading failed on another rank.
         """
         self._clips.clear()
         super().load_state_dict(state_dict if self._files is None else self._files.own_part(state_dict))

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: its own accumulation, with every window divided by what it really weighs."""
+"""Exact gradient accumulation in Lightning's Trainer."""
 
 from gradaccum.extras import require
 from gradaccum.lazy import listed

@@ -36,7 +36,7 @@ class GradientAccumulation(Callback):
 
     Each batch is a micro-batch. A window's update sees  sum_i w_i g_i / sum_i w_i,  summed over all ranks: the gradient
     of the mean loss over all of the window's rows, whether the window is full or short and the batches equal or ragged.
-    Optimizer, schedulers, `gradient_clip_val`, `trainer.global_step`, `max_steps` and hooks go by updates. An epoch's
+    Optimizer, schedulers, `gradient_clip_val`, `trainer.global_step`, `max_steps` and hooks count updates. An epoch's
     last window closes with the epoch.
 
     Args:
@@ -46,8 +46,8 @@ class GradientAccumulation(Callback):
 
     Raises:
         TypeError: `steps` or `weight` is of the wrong type.
-        ValueError: `steps` is below 1, or a table without epoch 0. From `fit`: something else accumulates as well, or
-            the optimizer, the module or the strategy cannot be corrected; the message says what to remove.
+        ValueError: `steps` is below 1, or a table without epoch 0. From `fit`, if something else accumulates too, or
+            the optimizer, the module or the strategy isn't supported; the message says what to remove.
 
     Example:
         >>> class Module(LightningModule):
@@ -327,7 +327,7 @@ class GradientAccumulation(Callback):
     # Files.
 
     def state_dict(self) -> dict[str, Any]:
-        """The open window with its gradients. All ranks call it, and get the same: the mean of theirs."""
+        """The open window with its gradients, the mean over ranks. All ranks must call it, and get the same."""
         state: dict[str, Any] = {"unit": self._unit}
         trainer, monitor, window = self._trainer, self._monitor, self._window
         if trainer is None or monitor is None or not window.is_open:

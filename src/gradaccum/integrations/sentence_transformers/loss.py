@@ -30,31 +30,31 @@ Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_do
 class ChunkedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
     """`CachedMultipleNegativesRankingLoss` on `chunked` and `info_nce`: the same arguments, loss and gradients.
 
-    Texts are embedded in micro-batches whose activations are computed again in backward, dropout and all, and the
-    matrix of all queries and documents exists in tiles. `loss.backward()` is an ordinary one: hooks, `GradScaler`,
-    `torch.autograd.grad` and DistributedDataParallel see the large batch's.
+    Texts are embedded in micro-batches, which backward computes again with the same dropout, and the matrix of all
+    queries and documents is computed in tiles. `loss.backward()` is an ordinary one, so hooks, `GradScaler`,
+    `torch.autograd.grad` and DistributedDataParallel see the large batch's gradients.
 
     Args:
         model: A `SentenceTransformer`.
-        scale: What similarities are multiplied by: one over the temperature.
-        similarity_fct: `cos_sim` or `dot_score`, in tiles; any other function of two lists of embeddings, on the whole
-            matrix.
+        scale: Factor of the similarities, one over the temperature.
+        similarity_fct: `cos_sim` or `dot_score`, in tiles; any other function of two lists of embeddings holds the
+            whole matrix.
         mini_batch_size: Texts of a micro-batch, at most.
         mini_batch_num_tokens: In its place the padded tokens of a micro-batch: texts are sorted by length, trimmed and
             packed.
         gather_across_devices: Compare the texts of all ranks. The loss is that of all of them, the same on each rank;
             ranks may differ in rows.
-        directions: What is compared; in tiles: `("query_to_doc",)`, and `("query_to_doc", "doc_to_query")` with
-            `partition_mode="per_direction"`. Others take the whole matrix.
+        directions: What is compared. `("query_to_doc",)`, and `("query_to_doc", "doc_to_query")` with
+            `partition_mode="per_direction"`, run in tiles; others hold the whole matrix.
         partition_mode: `"joint"`, or `"per_direction"`: a softmax for each direction.
         show_progress_bar: Accepted, and without effect.
-        hardness_mode: As in sentence-transformers; other than None it takes the whole matrix.
+        hardness_mode: As in sentence-transformers; any but None holds the whole matrix.
         hardness_strength: Its strength.
         tile: Queries and documents whose similarities are in memory at a time.
 
     Raises:
-        TypeError, ValueError: An argument is none of what it must be; at a call: fewer than two columns, or a batch
-            that has no row for each text.
+        TypeError, ValueError: An argument is invalid; in a call, there are fewer than two columns, or a column without
+            a row for each text.
 
     Example:
         >>> loss = ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=64)            # doctest: +SKIP
@@ -144,13 +144,13 @@ class ChunkedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         )
 
     def get_config_dict(self) -> dict[str, Any]:
-        """What a model card says of the loss."""
+        """The loss's entry in a model card."""
         sizes = {name: getattr(self, name) for name in ("mini_batch_size", "mini_batch_num_tokens", "tile")}
         return {**super().get_config_dict(), **sizes}
 
     @property
     def citation(self) -> str:
-        """What a model card cites."""
+        """The loss's citation in a model card."""
         return super().citation
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,27 +20,27 @@ __all__ = ["MicroBatchTrainer"]
 class MicroBatchTrainer(transformers.Trainer):
     """A `transformers.Trainer` whose `per_device_train_batch_size` is the batch of an update, cut into micro-batches.
 
-    The update is the one that the stock Trainer makes with this batch at once: clipping, schedules, callbacks, logs and
-    checkpoints see one finished gradient per batch. Put it in front of another trainer to change that one alike:
+    The update is the stock Trainer's with this batch at once, because clipping, schedules, callbacks, logs and
+    checkpoints see one finished gradient per batch. To change another trainer likewise, make it the first base class:
     `class MicroBatchSFTTrainer(MicroBatchTrainer, SFTTrainer): pass`.
 
-    What the loss is a mean over (rows, labels that count, labels shifted by one) is found out on two rows where a batch
-    first tells, and the first update proves it on a few more.
+    The gradients of two rows show what the loss is a mean over (rows, labels that count, shifted labels), and the first
+    update proves it on a few more.
 
     Args:
-        micro_batch_size: Rows of a micro-batch on each device, or `"auto"`: the fastest size that fits. In a single
-            process rows of text are sorted by length, and each micro-batch rid of the padding that all its rows have,
-            if it is an int, `verify` is on, and the gradient shows that padding doesn't count.
+        micro_batch_size: Rows of a micro-batch on each device, or `"auto"`, the fastest size that fits. In a single
+            process with an int and `verify`, rows of text are sorted by length and trimmed, if the gradient shows
+            that padding doesn't count.
         max_tokens: Padded tokens of a micro-batch: rows are sorted by length, trimmed and packed.
-        weight: `weight(inputs) -> number`: what the loss is a mean over, where it is neither rows nor labels. Additive.
+        weight: `weight(inputs) -> number`, what the loss is a mean over, if neither rows nor labels. Adds up over rows.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
         verify: Prove the first update, and the first of each new kind of batch, on a few rows.
 
     All other arguments are the Trainer's.
 
     Raises:
-        ValueError: A setting accumulates, too, or updates in the backward pass; the message names the one to remove.
-        NotEquivalentError: In training: the loss looks across the batch, so that micro-batches don't add up to it.
+        ValueError: A setting accumulates too, or updates in the backward pass; the message names the setting to remove.
+        NotEquivalentError: In training, if the loss looks across the batch, so micro-batches don't add up to it.
 
     Example:
         >>> import tempfile
@@ -82,7 +82,7 @@ class MicroBatchTrainer(transformers.Trainer):
         check_settings(self, micro_batches)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """What the Trainer does with a batch, where its loss and gradients come from micro-batches."""
+        """Do what the Trainer does with a batch, in micro-batches."""
         # On the instance: a subclass may have a compute_loss of its own, which a method here would not be asked for.
         attributes = self.__dict__
         own, kept = self.compute_loss, attributes.get("compute_loss")

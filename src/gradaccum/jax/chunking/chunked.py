@@ -26,30 +26,30 @@ def chunked(
 ) -> Callable[..., Any]:
     """`fn` over micro-batches: the whole batch's outputs and gradients, for any loss, in the memory of a few rows.
 
-    The first pass runs `fn` over micro-batches and keeps nothing but the outputs; the loss sees all of them; backward
-    runs each micro-batch again and adds up  `dL/dp = sum_i (dL/d out_i) (d out_i/dp)`.  It goes inside your own
-    `jax.jit`, `jax.grad` and `shard_map`. `jax.grad` of `jax.grad` is exact, too; forward mode (`jax.jvp`) is JAX' own
-    error about `custom_vjp`.
+    The first pass runs `fn` over micro-batches and keeps only the outputs; the loss sees all of them; backward runs
+    each micro-batch again and adds up  `dL/dp = sum_i (dL/d out_i) (d out_i/dp)`.  It goes inside your own `jax.jit`,
+    `jax.grad` and `shard_map`. `jax.grad` of `jax.grad` is exact too; forward mode (`jax.jvp`) raises JAX' error about
+    `custom_vjp`.
 
-    What a row gives must depend on that row alone, and on what all share. Arguments, and what `fn` closes over, are
-    pytrees; leaves that are no arrays (functions, strings, Python's numbers) stay as they are. All inputs that need a
-    gradient get one.
+    A row's output must depend only on that row and on shared arguments. Arguments, and values that `fn` closes over,
+    are pytrees; leaves that are no arrays (functions, strings, Python's numbers) stay as they are. All inputs that need
+    a gradient get one.
 
     Args:
-        fn: `fn(params, batch)` returns arrays with a row for each row in their first axis, in any pytree. It gets
-            keyword arguments, too: all micro-batches share them.
+        fn: `fn(params, batch)` returns arrays with a row for each row in their first axis, in any pytree. All
+            micro-batches share its keyword arguments.
         micro_batch_size: Rows that one forward and backward pass may hold.
         batch_argnums: Which arguments are cut into micro-batches.
         in_axes: The axis of their rows, as for `jax.vmap`: an int, or a pytree prefix of the batch (one for each, where
-            `batch_argnums` is a tuple). None marks what every micro-batch has whole.
-        keep: Micro-batches whose activations are kept, and which are not run again: time for memory.
+            `batch_argnums` is a tuple). None marks arguments that every micro-batch needs whole.
+        keep: Micro-batches that keep their activations and aren't run again, which saves time for memory.
         rng_argnum: An argument that is a key, or a pytree of keys: each of n micro-batches gets one of
             `jax.random.split(key, n)`, the same in both passes. A batch that is a single micro-batch gets the key
-            itself. (A key for each row, as a part of the batch, makes random numbers that hang on no size.)
+            itself. (With a key for each row, as a part of the batch, random numbers don't depend on the size.)
 
     Raises:
         TypeError, ValueError: An option or the batch isn't as described; an output has no row for each row; `fn` draws
-            random numbers for its rows from a key that all micro-batches share. When the function is traced, by name.
+            random numbers for its rows from a key that all micro-batches share. Raised while tracing, with the name.
 
     Example:
         >>> import jax.numpy as jnp

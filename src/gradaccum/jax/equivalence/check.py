@@ -36,12 +36,12 @@ def check_equivalence(
     state_argnum: int | None = None,
     tolerance: float | None = None,
 ) -> Equivalence:
-    """Whether micro-batches give the large batch's gradient, and if not, what keeps them from it.
+    """Test whether micro-batches give the large batch's gradient, and name the cause if they don't.
 
-    What `value_and_grad` makes of the batch at once is compared with what it makes of several partitions of its rows,
-    ragged and shuffled ones among them, in float64 on copies: loss, gradients, and the new state where there is one.
-    The error of an array is `max|a - b| / max|b|`. Keys that `rng_argnum` names draw the same for each row. It is
-    evidence for this loss and batch, not a proof. Call it outside of `jax.jit`.
+    On float64 copies, it compares loss, gradients and new state of the batch at once with those of several partitions
+    of its rows, ragged and shuffled ones among them. The error of an array is `max|a - b| / max|b|`. Keys that
+    `rng_argnum` names draw the same for each row. It is evidence for this loss and batch, not a proof. Call it outside
+    `jax.jit`.
 
     Args:
         loss_fn: As for `value_and_grad`.
@@ -50,15 +50,15 @@ def check_equivalence(
         more: Its others.
         micro_batch_size: Rows of the micro-batches in one of the partitions; None: ragged ones only.
         argnums, batch_argnums, in_axes, weight, reduction: As for `value_and_grad`.
-        has_aux, rng_argnum, state_argnum: As for `value_and_grad`. What stands beside the loss as aux is not compared.
+        has_aux, rng_argnum, state_argnum: As for `value_and_grad`. The aux is not compared.
         tolerance: The largest relative error that counts as rounding; None: by the dtype that the loss computes in,
             where it does not take the float64 that it is given.
 
     Returns:
-        A record with `.ok`, `.max_error`, `.causes`, that prints, `.save()`s and can `.raise_if_different()`.
+        A record that prints, with `.ok`, `.max_error`, `.causes`, `.save()` and `.raise_if_different()`.
 
     Raises:
-        TypeError, ValueError: An option isn't as described, there is but one row, or the large batch's own loss is not
+        TypeError, ValueError: An option isn't as described, there is only one row, or the large batch's own loss is not
             finite.
 
     Example:

@@ -53,7 +53,7 @@ def updated(state: Any) -> jax.Array:
     """Whether the last `update` or `flush` made an update of the parameters.
 
     Args:
-        state: What it returned; or a larger state with one such in it, as of `optax.chain`.
+        state: The state that it returned, or a larger state that contains it, as of `optax.chain`.
 
     Returns:
         A bool array, so that it can be used inside `jax.jit`.
@@ -145,15 +145,15 @@ def close_window(noise: NoiseState, mean: Any, weight: jax.Array) -> NoiseState:
 
 
 def noise_scale(state: Any) -> NoiseScale:
-    """The gradient noise scale that was measured on the way: how many rows an update can use.
+    """The measured gradient noise scale: how many rows an update can use.
 
-    It waits for the device, so call it now and then, outside of `jax.jit`. With `windowed(..., noise_scale=True)` it is
-    measured in rows where micro-batches come with `weight=` (their rows), in micro-batches where they don't; with
-    `value_and_grad(..., noise_scale=True)` in rows.
+    It waits for the device, so call it rarely, outside `jax.jit`. With `windowed(..., noise_scale=True)` it is in rows
+    if micro-batches come with `weight=` (their rows), else in micro-batches; with `value_and_grad(...,
+    noise_scale=True)` in rows.
 
     Args:
-        state: The windowed optimizer's; or a larger state with one such in it. Or the norms that `value_and_grad` has
-            returned: a list with those of each update, or what `lax.scan` made of them.
+        state: The windowed optimizer's state, or a larger state that contains it. Or the norms that `value_and_grad`
+            returned, a list with those of each update, or stacked by `lax.scan`.
 
     Returns:
         A `gradaccum.core.noise.NoiseScale`, with `.value`, `.interval` and `.advice()`.

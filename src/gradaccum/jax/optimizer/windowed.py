@@ -43,33 +43,32 @@ def windowed(
         sum_i w_i g_i / sum_i w_i,      the gradient of the large batch's mean loss
 
     It is an optax transformation: `init(params)`, `update(grads, state, params, weight=None, **extra)`, both for inside
-    `jax.jit`. `weight` is what this micro-batch's mean loss is a mean over: rows, or valid tokens; left out everywhere,
-    micro-batches count the same. Weight 0 leaves the micro-batch out, even where its gradient is NaN. The updates of a
-    micro-batch that does not close its window are zeros. The inner optimizer runs once per window, inside `lax.cond`:
-    its schedules, momentum, clipping and weight decay see the window's mean gradient and nothing else. A window of
-    weight 0 makes no update.
+    `jax.jit`. `weight` is what this micro-batch's mean loss is a mean over: rows, or valid tokens. Without weights,
+    micro-batches weigh the same. Weight 0 leaves the micro-batch out, even if its gradient is NaN. A micro-batch that
+    does not close its window gives updates of zero. The inner optimizer runs once per window, inside `lax.cond`, so its
+    schedules, momentum, clipping and weight decay see the window's mean gradient and nothing else. A window of weight 0
+    makes no update.
 
-    `flush(state, params, **extra)`, with what `update` returns, closes a short window and ends the epoch. Call it at
-    each epoch's end, or what is left over joins the next epoch's first window, and `{epoch: steps}` stays in epoch 0.
+    `flush(state, params, **extra)` returns what `update` does, closes a short window and ends the epoch. Call it at
+    each epoch's end, or the rest joins the next epoch's first window, and `{epoch: steps}` stays in epoch 0.
 
     Args:
-        optimizer: Any optax optimizer. What clips or edits the finished gradient belongs inside.
+        optimizer: Any optax optimizer. Put clipping and other edits of the finished gradient inside.
         steps: Micro-batches of a window: an int, `{epoch: steps}`, or a callable `(epoch, update) -> steps`, which gets
             traced numbers inside jit. A window keeps the length that it opened with.
         accumulate_dtype: In which dtype gradients are summed: `float32` or `float64`, and never less than their own.
             None: their own, and float32 for half precision.
         noise_scale: Measure the gradient noise scale; `gradaccum.jax.noise_scale(state)` estimates it.
 
-    `extra` goes to the inner optimizer with the call that closes the window. Of `value`, the loss, it gets the
-    window's mean.
+    `extra` goes to the inner optimizer with the call that closes the window; of `value`, the loss, the window's mean.
 
     Raises:
-        TypeError: `optimizer` is none, or `steps` is of a wrong type; when called, a gradient is of another dtype than
-            its parameter.
+        TypeError: `optimizer` is no optax optimizer, or `steps` is of a wrong type; when called, a gradient is of
+            another dtype than its parameter.
         ValueError: `steps` is below 1, or has no epoch 0; the inner optimizer accumulates by itself, or evaluates the
             loss again; when called, gradients don't fit the parameters, a weight is negative or not finite, or some
-            micro-batches of a window have a weight and others none. Where the weight, the state or the steps that a
-            callable returns are traced, the update becomes NaN instead.
+            micro-batches of a window have a weight and others none. If the weight, the state or a callable's steps are
+            traced, the update becomes NaN instead.
 
     Example:
         >>> optimizer = windowed(optax.adam(1e-3), steps=4)

@@ -47,17 +47,17 @@ def value_and_grad(
             `{name: (loss, weight)}`, means with a denominator each: then the loss that is returned is
             `{name: loss}`, and the gradients are those of their sum.
         micro_batch_size: Rows that one forward and backward pass may hold; or `"auto"`: the fastest of a few sizes that
-            are compiled and timed on zeros when a new shape is traced, of those that fit. A line in the log says which.
+            are compiled and timed on zeros when a new shape is traced, of those that fit. The log states it.
         argnums: Which arguments to differentiate, as for `jax.grad`. Gradients of a batch have its rows.
         batch_argnums: Which arguments are cut into micro-batches: pytrees of arrays.
         in_axes: The axis of their rows, as for `jax.vmap`: an int, or a pytree prefix of the batch (one for each, where
-            `batch_argnums` is a tuple). None marks what every micro-batch has whole.
+            `batch_argnums` is a tuple). None marks arguments that every micro-batch needs whole.
         weight: `weight(*batch)` with the batch arguments returns what the loss of these rows is a mean over, if that
             isn't rows: `lambda batch: batch["mask"].sum()`. A micro-batch of weight 0 is left out, even if its loss is
-            0 / 0. One that is negative or not finite is an error, or, where it is traced, makes the result NaN.
+            0 / 0. A weight that is negative or not finite is an error, or, if it is traced, makes the result NaN.
         reduction: `"mean"`, or `"sum"` for a loss that is a sum over rows.
         has_aux: `loss_fn` returns `(loss, aux)`; the value is `(loss, aux)`, too.
-        aux: What becomes of the aux of the micro-batches: `"concat"` (it has a row for each row), `"sum"`, `"mean"`
+        aux: How the aux of micro-batches is combined: `"concat"` (it has a row for each row), `"sum"`, `"mean"`
             (weighed as the loss), `"last"`, or a pytree prefix of these.
         rng_argnum: An argument that is a key, or a pytree of keys: each micro-batch gets one that is split off. A batch
             that is a single micro-batch gets the key itself.
@@ -71,15 +71,14 @@ def value_and_grad(
         noise_scale: Measure the gradient noise scale: a third result, after value and gradients, is the
             `gradaccum.core.noise.Norms` of this update, four numbers. `gradaccum.jax.noise_scale` estimates it from
             those of some updates, in a list or stacked by `lax.scan`.
-        verify: Look at what the loss computes when it is traced. If it is certain that micro-batches don't give the
-            large batch's gradient, it is an error that says why and where; if it can't be told, there is a line in
-            the log.
+        verify: Follow the loss while it is traced. If micro-batches certainly don't give the large batch's gradient,
+            raise an error that names the cause and its line; if this can't be decided, log it.
 
     Raises:
         TypeError, ValueError: An option, the batch or what `loss_fn` returns isn't as described; when the function is
             traced, and with the argument's name.
-        ValueError: `verify` finds that `loss_fn` is a sum, a mean over something else than was said, looks across the
-            rows of the batch, or draws random numbers for them from a key that it does not name.
+        ValueError: `verify` finds that `loss_fn` is a sum, a mean over something else than declared, looks across the
+            rows of the batch, or draws random numbers for them from an undeclared key.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax

@@ -53,8 +53,8 @@ def chunked(
 ) -> Any:
     """Let a layer or model run each batch in micro-batches: the whole batch's outputs and gradients, for any loss.
 
-    The first pass runs it over micro-batches and keeps nothing but the outputs; the loss sees all of them; backward
-    runs each micro-batch again and adds up
+    The first pass runs it over micro-batches and keeps only the outputs; the loss sees all of them; backward runs each
+    micro-batch again and adds up
 
         dL/dp = sum_i (dL/d out_i) (d out_i/dp)        over micro-batches i, with dL/d out of the whole batch's loss
 
@@ -63,21 +63,20 @@ def chunked(
 
     Args:
         layer_or_model: A `keras.layers.Layer` or `keras.Model` whose outputs for a row depend on that row alone. It is
-            changed in place, and nothing of that is saved: weights, names and `get_config()` stay its own. Its inputs
-            and outputs are tensors with rows in their first dimension, in any structure.
+            changed in place, and its file doesn't record this: weights, names and `get_config()` stay its own. Its
+            inputs and outputs are tensors with rows in their first dimension, in any structure.
         micro_batch_size: Rows that one forward and backward pass holds at most, on each device where the batch is
             spread over several.
-        keep: Micro-batches whose activations are kept, and which are not run again: time for memory.
-        batch_norm: What `BatchNormalization` inside does, in the words of `micro_batched`: `"warn"` (as `"micro"`, and
-            says so), `"micro"`, `"pooled"` or `"frozen"`; or `"exact"`: mean and variance of all rows, as without
-            chunks, in a functional or sequential model, which is cut at these layers. What they are given stays in
-            memory.
+        keep: Micro-batches that keep their activations and aren't run again, which saves time for memory.
+        batch_norm: What `BatchNormalization` inside does, as in `micro_batched`: `"warn"` (as `"micro"`, with a
+            warning), `"micro"`, `"pooled"` or `"frozen"`; or `"exact"`, mean and variance of all rows, as without
+            chunks, in a functional or sequential model, which is cut at these layers. Their inputs stay in memory.
         verify: Prove the first call in training, and the first outside of it: the outputs and gradients of a few rows,
-            at once and in micro-batches, by the same code. While TensorFlow or JAX trace a function, there are no rows
-            to look at, and random numbers stand for them. What can't be compared is said in a warning.
+            at once and in micro-batches, by the same code. While TensorFlow or JAX traces a function, random numbers
+            stand for the rows. A warning names what can't be compared.
 
     Returns:
-        `layer_or_model`, with a method `verify(*inputs)` that proves the same at any time, on rows of yours.
+        `layer_or_model`, with a method `verify(*inputs)` that proves the same at any time, on your rows.
 
     Raises:
         TypeError: `layer_or_model` is no layer of Keras', a number is no int, or an input is no tensor of the backend.

@@ -40,25 +40,25 @@ def _of_inner(name: str) -> Any:
 class Optimizer(KerasOptimizer):
     """An optimizer that makes one update per window of micro-batches: the update of the large batch.
 
-    Every gradient that it is given, by `fit`, `apply`, `apply_gradients` or `stateless_apply`, is one micro-batch's.
-    The one that closes the window divides the sum of gradients by what it weighs,
+    Every gradient from `fit`, `apply`, `apply_gradients` or `stateless_apply` is one micro-batch's. The one that closes
+    the window divides the sum of gradients by its weight,
 
         gradient = sum_i w_i g_i / sum_i w_i,
 
-    and hands it to the inner optimizer, once. `iterations`, learning-rate schedules, weight decay, clipping, EMA and
+    and the inner optimizer takes it, once. `iterations`, learning-rate schedules, weight decay, clipping, EMA and
     constraints are the inner optimizer's, so they count updates. `w_i` is the micro-batch's number of rows in a `fit`
     with the `GradientAccumulation` callback, which also closes the window at each epoch's end. Without it micro-batches
-    weigh the same, and windows run on across epochs; what is left at the end of `fit` makes a shorter window.
+    weigh the same, windows run on across epochs, and the rest at the end of `fit` makes a shorter window.
 
     Args:
-        optimizer: The inner optimizer, any `keras.optimizers.Optimizer`. It is held, and never replaced; one that has
-            trained before goes on with its state.
+        optimizer: The inner optimizer, any `keras.optimizers.Optimizer`. It stays the same object; one that has trained
+            before keeps its state.
         steps: Micro-batches in a window: an int >= 1; or `{epoch: steps}` or a callable `(epoch, update) -> steps`,
             which the `GradientAccumulation` callback drives.
         name: The name of this wrapper.
 
     Raises:
-        TypeError: `optimizer` is none of Keras', or `steps` is of the wrong type.
+        TypeError: `optimizer` is no Keras optimizer, or `steps` is of the wrong type.
         ValueError: `optimizer` accumulates by itself, or `steps` is out of range.
 
     Example:
@@ -126,7 +126,7 @@ class Optimizer(KerasOptimizer):
 
     @property
     def steps(self) -> int:
-        """Micro-batches of this window. Setting it holds from the next window on.
+        """Micro-batches of this window. A new value holds from the next window on.
 
         Raises:
             TypeError, ValueError: The new value is no int >= 1.
@@ -160,7 +160,7 @@ class Optimizer(KerasOptimizer):
         For use between training steps; in a custom JAX loop, after the state is back in the variables.
 
         Returns:
-            Whether there was one, and it made an update.
+            Whether an update was made.
         """
         if not self.micro_batches:
             return False
@@ -252,7 +252,7 @@ class Optimizer(KerasOptimizer):
         return KerasOptimizer.stateless_apply(self, values, grads, trainable_variables)
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """The end of `fit`: close the window that is left open, then what the inner optimizer does there."""
+        """At the end of `fit`, close the open window, then finalize the inner optimizer."""
         if sys.exc_info()[0] is not None:
             # JAX gets here after an error too, perhaps with no values in the variables. What that brings up must not
             # hide the error; and a window that was interrupted stays open.

@@ -61,8 +61,8 @@ class _Plan(NamedTuple):
 class Chunked(nn.Module):
     """A module with the same outputs and gradients that keeps the activations of one micro-batch at a time.
 
-    The large batch goes forward in micro-batches of which nothing but the outputs is kept; backward runs each of them
-    again. It costs one more forward pass, and any loss on the outputs gets the large batch's gradient exactly:
+    The forward pass runs in micro-batches and keeps only their outputs; backward runs each of them again. This costs
+    one more forward pass, and any loss on the outputs gets the large batch's gradient exactly:
 
         dL/dp = sum_i (dL/d out_i) (d out_i/dp)        over micro-batches i, with dL/d out from the whole batch's loss
 
@@ -75,21 +75,21 @@ class Chunked(nn.Module):
         max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted by length, trimmed to the
             longest of their micro-batch and packed. Outputs come in the rows' order.
         keep: Micro-batches that keep their activations and are not recomputed; with `max_tokens` the shortest rows'.
-        batch_dims: Like `torch.vmap`'s `in_dims`, over the positional arguments, or a dict by argument name: the
-            dimension that holds the rows; None for what all micro-batches share.
-        out_dims: The same for the outputs; default: `batch_dims` where that is an int, else 0.
+        batch_dims: The dimension that holds the rows, like `torch.vmap`'s `in_dims` over the positional arguments, or a
+            dict by argument name; None for tensors that all micro-batches share.
+        out_dims: The same for the outputs; default: `batch_dims` if that is an int, else 0.
         batch_norm: What to do about BatchNorm: `"warn"` and `"pooled"` move the running statistics once per forward
             pass, `"micro"` once per micro-batch, `"frozen"` never; `"exact"` normalises with the large batch's
             statistics.
-        offload: With `batch_norm="exact"`: keep what crosses the BatchNorm layers in host memory.
-        verify: Prove at the first call that needs gradients, and where a module is in another mode, that a few of its
+        offload: With `batch_norm="exact"`, keep tensors that cross the BatchNorm layers in host memory.
+        verify: Prove at the first call that needs gradients, and again in another mode of a module, that a few of its
             rows have the same outputs and gradients in micro-batches as at once. BatchNorm that isn't exact is left
-            out; what can't be evaluated is said.
+            out; a warning names what can't be evaluated.
 
     Raises:
-        TypeError, ValueError: An argument is none of what it must be.
-        NotEquivalentError: At the first call, from `verify`: the message names what looks across rows, or what leaves
-            the module besides its outputs.
+        TypeError, ValueError: An argument is invalid.
+        NotEquivalentError: At the first call, from `verify`. The message names the part that looks across rows, or the
+            tensor that leaves the module besides its outputs.
 
     Example:
         >>> import torch
@@ -315,7 +315,7 @@ class Chunked(nn.Module):
         Raises:
             NotEquivalentError: They don't; the message names the first layer whose outputs depend on other rows, or
                 what leaves the module besides its outputs.
-            ValueError: It can't be told; the message says why.
+            ValueError: The rows can't be compared; the message says why.
 
         Example:
             >>> chunked(nn.Linear(4, 2), 32).verify(torch.randn(256, 4))

@@ -35,34 +35,34 @@ def info_nce(
         L(a, b) = mean_i [ log sum_j exp(s_ij) - mean_{p in P(i)} s_ip ]          over rows i that have a positive
         loss    = (L(a, b) + L(b, a)) / 2                                         or L(a, b), where not symmetric
 
-    With one positive each this is `cross_entropy(scores, labels)`; with several, SupCon's loss. Forward and backward
-    keep rows, numbers per row, and one tile of scores; backward computes the scores anew. Half-precision rows are
-    compared and summed in float32, inside of autocast, too; the loss is float32 then.
+    With one positive each this is `cross_entropy(scores, labels)`; with several,
+    [SupCon's](https://arxiv.org/abs/2004.11362) loss. Forward and backward keep rows, numbers per row, and one tile of
+    scores; backward computes the scores again. Half-precision rows are compared and summed in float32, inside autocast
+    too, and the loss is then float32.
 
     Args:
-        a: Rows, (N, size). They are compared as they are: normalise them before, where that is meant.
+        a: Rows, (N, size), compared as they are. Normalize them before, if your loss does.
         b: Rows, (M, size). Without `positives`, the first N belong to those of `a`; the others are negatives of all.
-        temperature: What scores are divided by. A tensor of one number gets its gradient: `1 / scale`,
-            `(-logit_scale).exp()`.
+        temperature: Divides the scores. A tensor of one number gets its gradient: `1 / scale`, `(-logit_scale).exp()`.
         tile: Rows and columns of the scores that are in memory at a time.
-        symmetric: Whether rows of `b` look for theirs among those of `a`, too.
+        symmetric: Whether rows of `b` are compared with those of `a`, too.
         positives: The pairs that belong together: ids of the pairs (a tensor of N ints: rows with the same id belong
             together), ids of `a`'s and of `b`'s rows (a tuple of two such tensors, of N and M), or a function of the
             numbers of rows and columns, which returns a bool tensor of shape (rows, columns). None: row i and row i.
-        ignore: Pairs that count as neither positive nor negative, such as false negatives; given likewise. Those
-            among `positives` stay positives. Backward asks functions again, with the random numbers of the first time.
-        group: The process group over whose ranks all rows are compared, `torch.distributed.group.WORLD` say; None:
-            this process's rows alone. Ranks may differ in rows; the loss is the same on all of them, and all must
-            differentiate it. Gradients are those of the sum of what all ranks make of the loss, as through a
-            differentiable all-gather, so that the mean over ranks, which DistributedDataParallel takes, is the large
-            batch's. Numbers of rows, in functions, count all ranks' rows, rank 0's first.
+        ignore: Pairs that count as neither positive nor negative, such as false negatives, in the same form. Those
+            among `positives` stay positives. Backward calls functions again, with the same random numbers.
+        group: The process group whose ranks' rows are all compared, such as `torch.distributed.group.WORLD`; None
+            compares this process's rows alone. Ranks may differ in rows; the loss is the same on all of them, and all
+            must differentiate it. Gradients are those of the sum of all ranks' losses, so DistributedDataParallel's
+            mean over ranks is the large batch's gradient. Row numbers in functions count all ranks' rows, rank 0's
+            first.
 
     Returns:
-        A scalar. 0 where no row has a positive.
+        A scalar, 0 if no row has a positive.
 
     Raises:
-        TypeError, ValueError: An argument is none of what it must be, or the ranks' arguments don't go together.
-        NotEquivalentError: In backward: a function answers otherwise than in forward.
+        TypeError, ValueError: An argument is invalid, or the ranks' arguments don't go together.
+        NotEquivalentError: In backward, a function returns something else than in forward.
 
     Example:
         >>> a, b = (torch.nn.functional.normalize(torch.randn(64, 8)).requires_grad_() for _ in "ab")
@@ -86,7 +86,7 @@ def sigmoid_loss(
     ignore: PairsOf | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """SigLIP's loss: every pair is judged by itself, in tiles.
+    """[SigLIP's](https://arxiv.org/abs/2303.15343) loss, which judges every pair by itself, in tiles.
 
         loss = -1/N sum_ij log sigmoid(z_ij s_ij),    s_ij = <a_i, b_j> / temperature + bias,    z = 1 or -1
 
@@ -95,8 +95,8 @@ def sigmoid_loss(
     Args:
         a: As for `info_nce`.
         b: As for `info_nce`.
-        temperature: What scores are divided by: a number, or a tensor of one, which gets its gradient.
-        bias: What is added to scores, likewise.
+        temperature: Divides the scores: a number, or a tensor of one, which gets its gradient.
+        bias: Is added to the scores, in the same form.
         tile: Rows and columns of the scores that are in memory at a time.
         positives: As for `info_nce`.
         ignore: As for `info_nce`.

@@ -32,24 +32,24 @@ ModulesChoice = nn.ModuleList | nn.Sequential | list[nn.Module] | tuple[nn.Modul
 
 
 class Blocks:
-    """Layer by layer: the blocks of a model, when they are updated, and where they live, for `TrainStep(blocks=...)`.
+    """The blocks of a model for `TrainStep(blocks=...)`, layer by layer: when they are updated, and where they live.
 
     Backward runs the blocks one after the other, each on all micro-batches. So a block's gradient is finished when
     backward leaves the block, and only one block has to be on the device at a time:
 
-        g_k = sum_i g_k,i      over micro-batches i, for block K, then K - 1, ..., then what stands before the blocks
+        g_k = sum_i g_k,i      over micro-batches i, for block K, then K - 1, ..., then the layers before the blocks
 
     Args:
         modules: An `nn.ModuleList`, its dotted path, a list of modules in the order in which they are called, or
             `"auto"`: the longest list of modules of one class.
-        update: `"after_backward"`: one step of the optimizer, when all gradients are there. `"in_backward"`: a block's
-            parameters are updated as soon as its gradient is finished, and the gradient is freed. It takes no
+        update: `"after_backward"`: one step of the optimizer when all gradients are finished. `"in_backward"`: a
+            block's parameters are updated as soon as its gradient is finished, and the gradient is freed. It takes no
             `clip_grad_norm` and no GradScaler, which need all gradients at once.
         on: `"cpu"`: parameters, gradients and optimizer state of the blocks live in host memory. A block is copied to
             the device while it computes, and the next one meanwhile. None: the blocks stay where they are.
 
     Raises:
-        TypeError, ValueError: An argument is none of these.
+        TypeError, ValueError: An argument is invalid.
 
     Example:
         >>> import torch

@@ -30,13 +30,13 @@ _NOISE_EVERY = 20
 class Recorder:
     """Writes a line for each update: loss, gradient norm, micro-batch size, seconds, peak memory, noise scale.
 
-    The file is complete after every line, so that a run that is killed leaves what it had. A file that exists is
-    continued. Reading the loss waits for the device, once per update.
+    The file is complete after every line, so a killed run keeps its lines. An existing file is continued. Reading the
+    loss waits for the device, once per update.
 
     Args:
         path: The file of JSON lines; its folder is made.
         source: The `TrainStep` or the wrapped optimizer that makes the updates.
-        tensorboard: A folder for TensorBoard, where that is installed; a line says so where it is not.
+        tensorboard: A folder for TensorBoard. If TensorBoard isn't installed, this is logged.
 
     Raises:
         TypeError: `source` is neither.
@@ -84,7 +84,7 @@ class Recorder:
         """Write a line if an update was made since the last one; so it may be called after every micro-batch.
 
         Args:
-            loss: The large batch's loss; None: the optimizer's own `loss`, where it has one.
+            loss: The large batch's loss. Default: the optimizer's own `loss`, if it has one.
             more: Other numbers to record under their names.
 
         Returns:
@@ -138,7 +138,7 @@ class Recorder:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Run:
-        """What a file tells that a recorder has written, however it ends: `Recorder.read(path).report()`."""
+        """Read a recorder's file, even one that was cut off: `Recorder.read(path).report()`."""
         return read(path)
 
     def report(self) -> Report:

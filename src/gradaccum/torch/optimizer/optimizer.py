@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
@@ -42,10 +43,15 @@ __all__ = ["Nonfinite", "Optimizer"]
 logger = logging.getLogger("gradaccum")
 
 
+def _shown(path: str) -> Any:
+    """A property that reads this attribute."""
+    return property(operator.attrgetter(path))
+
+
 class Optimizer(OptimizerProxy):
     """An optimizer that makes one update per window of micro-batches: the update of the large batch.
 
-    Every `step()` counts a micro-batch. The one that closes the window divides the sum of gradients by what it weighs,
+    Every `step()` counts a micro-batch. The one that closes the window divides the sum of gradients by its weight,
 
         gradient = sum_i w_i g_i / sum_i w_i,
 
@@ -53,28 +59,29 @@ class Optimizer(OptimizerProxy):
     undivided sum.
 
     Args:
-        optimizer: The inner optimizer, any `torch.optim.Optimizer`. It is held, and never replaced.
+        optimizer: The inner optimizer, any `torch.optim.Optimizer`. It stays the same object.
         steps: Micro-batches in a window: an int >= 1; `{epoch: steps}` with epoch 0 in it; or a callable
             `(epoch, update) -> steps`; or a `NoiseSchedule`. Epochs are counted by `batches()`, or by `flush()`.
-        model: The model, if BatchNorm in it shall be named in a warning, and its data-parallel reduction be held back
-            to the window's end.
+        model: The model. Its data-parallel reduction is held back to the window's end, and a warning names BatchNorm in
+            it.
         reduction: `"mean"`: losses are means over their micro-batch. `"sum"`: they are sums, divided by the window's
-            total weight where weights are given, by nothing where not.
+            total weight if weights are given, else by nothing.
         clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` is its norm before clipping.
         clip_grad_value: Largest absolute value of an entry of the finished gradient; after `clip_grad_norm`.
-        accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32` for bfloat16.
-            Those of float16 always are, as their sum may overflow.
+        accumulate_dtype: Dtype in which gradients of narrower parameters are summed, such as `torch.float32` for
+            bfloat16. Those of float16 always are summed wider, because their sum may overflow.
         nonfinite: `"propagate"` NaN and infinity as a plain loop does; `"skip_window"`: no update from a gradient that
             is not finite; `"skip_micro_batch"`: leave such a micro-batch out and keep the other rows exact, for one
             more copy of the gradients.
-        noise_scale: Measure the noise scale, for `noise_scale`; `"layer_norm"`: by `model`'s normalization layers.
+        noise_scale: Measure the noise scale for the property `noise_scale`; `"layer_norm"` uses `model`'s normalization
+            layers.
         sync: `"window"`: data-parallel ranks reduce once per window; `"micro_batch"`: once per micro-batch, for sharded
             models whose unsharded gradients don't fit.
 
     Raises:
-        TypeError: `optimizer` is none, or an argument is of the wrong type.
-        ValueError: It is wrapped already, or re-evaluates closures (LBFGS) with `steps` > 1, or an argument is out of
-            range.
+        TypeError: `optimizer` is no optimizer, or an argument is of the wrong type.
+        ValueError: `optimizer` is wrapped already, or re-evaluates closures (LBFGS) with `steps` > 1, or an argument is
+            out of range.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -129,8 +136,6 @@ class Optimizer(OptimizerProxy):
         if arguments["accumulate_dtype"] is None and overflows_easily(inner):
             arguments["accumulate_dtype"] = torch.float32
         self._hold(inner)
-        # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
-        parameters = functools.partial(parameters_of, inner)
         options = {**arguments, "sync": self._sync}
         manual_reduce = arguments["nonfinite"] == "skip_micro_batch"
         if manual_reduce and isinstance(inner, torch.optim.SparseAdam):
@@ -143,8 +148,9 @@ class Optimizer(OptimizerProxy):
         )
         check_closures([inner] if needs_closure(inner) else [], ranks)
         noise = noise_meter(arguments.pop("noise_scale"), self._model)
-        current = GradientWindow(parameters, ranks, noise, **arguments)
+        current = GradientWindow(functools.partial(parameters_of, inner), ranks, noise, **arguments)
         self._loss_scale = current.loss_scale
+        # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
         self._windows = windows = Windows(inner, schedule, current, weakref.ref(self), check_steps)
         weakref.finalize(self, on_collect, windows).atexit = False
         self._checked = False
@@ -153,7 +159,7 @@ class Optimizer(OptimizerProxy):
         """Add parameters to the inner optimizer; their part of the open window's sum starts here.
 
         Raises:
-            WindowError: The window is open, and the parameters have gradients, of which nobody knows the micro-batches.
+            WindowError: The window is open, and the parameters have gradients of unknown micro-batches.
         """
         if hasattr(self, "inner"):  # or behind a framework's imitation of this class
             self.inner.add_param_group(param_group)
@@ -171,41 +177,32 @@ class Optimizer(OptimizerProxy):
 
     @property
     def epoch(self) -> int:
-        """Epochs that are over, for the schedule."""
+        """Finished epochs, for the schedule."""
         return self._windows.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self._windows.epoch = epoch
 
-    @property
-    def updates(self) -> int:
-        """Updates made."""
-        return self._windows.updates
-
-    @property
-    def updated(self) -> bool:
-        """Whether the last `step()` or `flush()` made an update."""
-        return self._windows.updated
+    updates: int = _shown("_windows.updates")
+    """Updates made."""
+    updated: bool = _shown("_windows.updated")
+    """Whether the last `step()` or `flush()` made an update."""
+    micro_batches: int = _shown("_windows.current.window.micro_batches")
+    """Micro-batches in the open window."""
+    closes_next: bool = _shown("_windows.closes_next")
+    """Whether the next `step()` closes the window."""
+    grad_norm: Tensor | None = _shown("_windows.current.grad_norm")
+    """2-norm of the last finished gradient, before clipping; None without `clip_grad_norm`."""
 
     @property
     def steps(self) -> int:
-        """Micro-batches of this window; of the next one, when none is open. Settable then."""
+        """Micro-batches of this window, or of the next one if none is open; then you can set it."""
         return self._windows.steps
 
     @steps.setter
     def steps(self, steps: Steps) -> None:
         self._windows.reschedule(Schedule(steps))
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches in the open window."""
-        return self._windows.current.window.micro_batches
-
-    @property
-    def closes_next(self) -> bool:
-        """Whether the next `step()` closes the window."""
-        return self._windows.closes_next
 
     @property
     def _in_batches(self) -> bool:
@@ -214,7 +211,7 @@ class Optimizer(OptimizerProxy):
 
     @property
     def loss(self) -> Tensor | None:
-        """The mean loss of the window that is open, else of the last one: a detached tensor of no dimensions.
+        """The mean loss of the open window, else of the last one, a detached scalar tensor.
 
         None unless losses came through `backward`.
         """
@@ -222,13 +219,8 @@ class Optimizer(OptimizerProxy):
 
     @property
     def losses(self) -> dict[Any, Tensor]:
-        """Of losses that came by name, each one's mean over the same window as `loss`, by its name."""
+        """`{name: mean}` of named losses, over the same window as `loss`."""
         return {name: mean for name, mean in self._windows.current.losses.means().items() if name is not None}
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """2-norm of the last finished gradient, before clipping; None without `clip_grad_norm`."""
-        return self._windows.current.grad_norm
 
     @property
     def noise_scale(self) -> NoiseScale:
@@ -253,7 +245,7 @@ class Optimizer(OptimizerProxy):
         """Add this micro-batch's gradient to the open window.
 
         At the window's end the update sees  sum_i w_i g_i / sum_i w_i,  the gradient of the large batch's mean loss.
-        Several losses over the same rows may come one after the other; the micro-batch counts once.
+        Several calls for the same rows count as one micro-batch.
 
         Args:
             loss: Scalar, the mean over this micro-batch (with `reduction="sum"`, the sum). Or `{name: (loss, weight)}`,
@@ -285,11 +277,10 @@ class Optimizer(OptimizerProxy):
     def add_gradients(
         self, gradients: Sequence[Tensor | None] | Mapping[Tensor, Tensor], weight: float | None = None
     ) -> None:
-        """Add this micro-batch's gradient to the open window, where it comes from no backward pass.
+        """Add gradients that `torch.autograd.grad` or `torch.func.grad` returned to the open window.
 
-        For `torch.autograd.grad` and `torch.func.grad`, whose results a plain loop assigns to `p.grad`: an assignment
-        would replace the sum of the window's other micro-batches. `step()` counts the micro-batch, as after a backward
-        pass.
+        Assigning them to `p.grad`, as a plain loop does, would replace the sum of the window's other micro-batches.
+        `step()` counts the micro-batch, as after a backward pass.
 
         Args:
             gradients: In the order of the optimizer's parameters, None for those without one; or by parameter. Each is
@@ -315,7 +306,7 @@ class Optimizer(OptimizerProxy):
         self._windows.current.add_gradients(checked_gradients(gradients, self._windows.parameters()), weight)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Count a micro-batch; with the one that closes the window, make the update.
+        """Count a micro-batch. The one that closes the window makes the update.
 
         Args:
             closure: Evaluates the micro-batch and returns its loss; called once, with gradients on.
@@ -329,13 +320,11 @@ class Optimizer(OptimizerProxy):
         if closure is None and self._checked and self._windows.current.passes.arrivals:
             self._windows.count(self._scaled)  # nearly always
             return None
-        windows, self._answer, result = self._windows, (), None
+        windows, result = self._windows, None
         if closure is not None:
             again = may_evaluate_again(self.inner)
-            plain = windows.steps == 1 and not (
-                has_options(self._accumulation_arguments) or windows.ranks.is_distributed
-            )
-            if needs_closure(self.inner) or (again and plain):
+            plain = not (has_options(self._accumulation_arguments) or windows.ranks.is_distributed)
+            if needs_closure(self.inner) or (again and plain and windows.steps == 1):
                 return windows.evaluate(functools.partial(self._step_inner, closure))
             with torch.enable_grad():
                 result = closure()
@@ -363,7 +352,7 @@ class Optimizer(OptimizerProxy):
         return self._windows.schedule.constant != 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Empty the gradients between windows; inside an open window, do nothing.
+        """Clear the gradients between windows; inside an open window, do nothing.
 
         Raises:
             WindowError: A gradient has reached the open window's sum since the last `step()`.
@@ -371,7 +360,7 @@ class Optimizer(OptimizerProxy):
         self._windows.zero_grad(set_to_none)
 
     def flush(self) -> bool:
-        """Close the open window now, divided by the weight that it really holds.
+        """Close the open window now, divided by the weight that it holds.
 
         Outside of `batches()` this also ends the epoch, for a schedule that goes by epochs.
 
@@ -384,16 +373,16 @@ class Optimizer(OptimizerProxy):
         return self._windows.flush()
 
     def discard(self) -> None:
-        """Drop the open window without an update, with a line in the log."""
+        """Drop the open window without an update, and log it."""
         self._windows.discard()
 
     def batches(self, loader: Iterable[Any], *, weight: Callable[[Any], float] | None = None) -> Batches:
         """The loader's batches, unchanged; the last one closes its window, however short it is.
 
         Each pass is an epoch for the schedule, except after `load_state_dict` restored an open window, which it
-        continues. Breaking out discards the open window, with a line; `flush()` before the break keeps it. Where the
-        loader raises, the window stays as it is: iterating over the same iterator again goes on with it, and a loader
-        that starts anew replaces it. Several optimizers can share a loader: `a.batches(b.batches(loader))`.
+        continues. Breaking out discards the open window and logs it; `flush()` before the break keeps it. If the loader
+        raises, the window stays as it is: iterating over the same iterator again continues it, and a new pass over the
+        loader replaces it. Several optimizers can share a loader: `a.batches(b.batches(loader))`.
 
         Args:
             loader: Any iterable of batches, sized or not.
@@ -401,7 +390,7 @@ class Optimizer(OptimizerProxy):
                 its rows, which all tensors in it must agree on.
 
         Raises:
-            ValueError: The loader yields nothing, or a batch's rows cannot be told.
+            ValueError: The loader yields nothing, or a batch's number of rows is unclear.
             WindowError: A batch had its backward pass, and no `step()`.
 
         Example:
@@ -419,9 +408,9 @@ class Optimizer(OptimizerProxy):
     # Files.
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict under its usual keys, and beside it the open window with its gradients.
+        """The inner optimizer's state dict under its usual keys, and the open window with its gradients.
 
-        With a sharded model all ranks must call it; what it holds is the same for all of them.
+        With a sharded model all ranks must call it, and get the same.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -431,12 +420,12 @@ class Optimizer(OptimizerProxy):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint: this wrapper's, open window included, or a plain optimizer's.
+        """Continue from a checkpoint: this wrapper's, open window included, or a plain optimizer's.
 
-        Nothing is touched unless all of it fits.
+        Nothing changes unless all of it fits.
 
         Raises:
-            TypeError, ValueError: The state dict is none, or of another model.
+            TypeError, ValueError: It is no state dict, or one of another model.
             WindowError: It holds an open window of another length than `steps` says.
         """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

@@ -45,45 +45,46 @@ class TrainStep:
     Args:
         model: The model.
         optimizer: A `torch.optim.Optimizer`, or a list of them. Those that evaluate a closure re-run the window.
-        loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. What a
-            `torch.nn` loss divides by is known; any other callable is taken to be a mean over rows, and verified.
-        compute_loss: In its place: `compute_loss(model, *batch) -> loss` or `(loss, weight)`; or several losses, each
+        loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. The
+            denominator of a `torch.nn` loss is known; any other callable is taken for a mean over rows, and verified.
+        compute_loss: In its place, `compute_loss(model, *batch) -> loss` or `(loss, weight)`; or several losses, each
             with its own denominator, `{name: (loss, weight)}` or a list of pairs, which are added up.
-        micro_batch_size: Rows, or `"auto"`: the fastest size that fits, found during the first updates, all exact.
+        micro_batch_size: Rows, or `"auto"`, the fastest size that fits, found during the first updates, all exact.
         max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted, trimmed and packed.
-        pack: `pack(batch, rows) -> batch`: lays rows one behind the other for `max_tokens`, in place of padding.
-        weight: `weight(*micro_batch) -> number`: what the loss is a mean over, where that isn't rows. Additive. Of
-            several losses `{name: number}`, which saves a counting pass: `compute_loss` returns `{name: loss}` then.
+        pack: `pack(batch, rows) -> batch`, which joins rows for `max_tokens`, in place of padding.
+        weight: `weight(*micro_batch) -> number`, what the loss is a mean over, if not rows. It must add up over rows.
+            For several losses, return `{name: number}` here and `{name: loss}` there, which saves a counting pass.
         reduction: `"mean"`, or `"sum"` for losses that are sums; those are divided by the weight, if one is given.
-        batch_dims: Where the rows are, like `in_dims` of `torch.vmap`; None marks what every micro-batch shares.
-        groups: Rows that stay together, as pairs do: an int (so many in a row), the rows' group ids as a tensor, or
-            `groups(*batch) -> ids`. Rows of a group that lie apart are brought together.
-        clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` tells the norm before.
+        batch_dims: Where the rows are, like `in_dims` of `torch.vmap`; None marks tensors that all micro-batches share.
+        groups: Rows that stay together, such as pairs: an int (so many consecutive rows), the rows' group ids as a
+            tensor, or `groups(*batch) -> ids`. A group's rows may be anywhere in the batch.
+        clip_grad_norm: Largest 2-norm of the finished gradient. `grad_norm` has the norm before.
         clip_grad_value: Largest absolute value of its entries.
         scaler: A `torch.amp.GradScaler`.
         autocast: A dtype for the forward pass, such as `torch.bfloat16`.
-        accumulate_dtype: What gradients of narrower parameters are summed in, such as `torch.float32`.
-        batch_norm: What is done about BatchNorm: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
+        accumulate_dtype: Dtype in which gradients of narrower parameters are summed, such as `torch.float32`.
+        batch_norm: How BatchNorm is handled: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
             update, pooled over the window), `"frozen"`, or `"exact"`.
-        offload: Keep in host memory what crosses exact BatchNorm layers or lies between `blocks`; a folder: in files.
+        offload: Keep tensors that cross exact BatchNorm layers or `blocks` in host memory; a folder keeps them in
+            files.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
-        noise_scale: Measure the gradient noise scale while training, for `noise_scale`; `"layer_norm"`: by the rows'
+        noise_scale: Measure the gradient noise scale for the property `noise_scale`; `"layer_norm"` uses the rows'
             gradients of normalization layers alone.
-        verify: Prove at the first update, on a few rows, that its micro-batches give what these rows give at once;
-            again where a batch is of a new kind, and at updates 2, 4, 8, ..., 1024, 2048, 3072, ...
+        verify: Prove on a few rows that micro-batches give the same as these rows at once, at the first update, at
+            updates 2, 4, 8, ..., 1024, 2048, 3072, ..., and for batches of a new kind.
         sync: When ranks reduce their gradients: `"window"`, once per update; `"micro_batch"`, on every micro-batch, for
             sharded models whose unsharded gradients don't fit; with `blocks`, forward passes gather one at a time.
         blocks: Layer by layer: the model's blocks, an `nn.ModuleList`, its dotted path, a list of modules, or `"auto"`;
-            or `gradaccum.torch.Blocks(...)` around any of these, which says when they are updated and where they live.
-            Of a micro-batch only what the blocks are called with is kept; backward runs the blocks again, one after
-            the other, each on all micro-batches. A sharded model gathers a block once per pass.
+            or `gradaccum.torch.Blocks(...)` around any of these, which sets when they are updated and where they live.
+            Only the blocks' inputs are kept; backward runs the blocks again, one after the other, each on all
+            micro-batches. A sharded model gathers a block once per pass.
         head: The linear layer whose outputs are logits over a huge vocabulary, its dotted path, or `"auto"` for models
-            of transformers: it and the cross entropy run in tiles, so that the logits never exist.
+            of transformers. It and the cross entropy run in tiles, so the logits never exist as a whole.
 
     Raises:
-        TypeError, ValueError: An argument is not what it must be.
+        TypeError, ValueError: An argument is invalid.
         NotEquivalentError: `verify` found that micro-batches don't add up to the large batch.
-        torch.OutOfMemoryError: Even one row does not fit, or the optimizer's step doesn't.
+        torch.OutOfMemoryError: One row doesn't fit, or the optimizer's step doesn't.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -236,12 +237,12 @@ class TrainStep:
     def backward(self, *batch: Any) -> Tensor:
         """Leave the finished gradient of this batch in `.grad`, as a plain loop's `loss.backward()` does.
 
-        What comes next is up to the loop: clipping (`clip_grad_norm` has been done), `optimizer.step()`, or
-        `scaler.step(optimizer)` on gradients that a `scaler` still scales. None is left where nothing in the batch
-        weighs anything. Returns what a call of the step does; `updates` counts only those.
+        Call `optimizer.step()` then, or `scaler.step(optimizer)`, because the gradients are still scaled.
+        `clip_grad_norm` has been applied. A batch that weighs nothing leaves no gradient. Returns the loss;
+        `updates` doesn't count this call.
 
         Raises:
-            WindowError: There are gradients already: call `zero_grad()` before. Else what a call of the step raises.
+            WindowError: There are gradients already; call `zero_grad()` first. Otherwise as a call of the step.
 
         Example:
             >>> model = nn.Linear(4, 1)
@@ -335,6 +336,6 @@ class TrainStep:
         return {"updates": self.updates, "sizes": self.batcher.finder.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` wrote."""
+        """Continue from what `state_dict` returned."""
         self.batcher.load_state_dict(state)
         self.updates = state["updates"]

@@ -1,4 +1,4 @@
-"""`runai.ga.keras.optimizers`: `Optimizer` around any optimizer, and Keras' own by name, wrapped already."""
+"""`runai.ga.keras.optimizers`: `Optimizer` around any optimizer, and Keras' own in wrapped form."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Window:
 
     @property
     def steps(self) -> int:
-        """Micro-batches of this window. Setting it holds from the next window on."""
+        """Micro-batches of this window. A new value holds from the next window on."""
         return self._optimizer.steps
 
     @steps.setter

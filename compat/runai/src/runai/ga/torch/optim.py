@@ -1,4 +1,4 @@
-"""`runai.ga.torch.optim`: `Optimizer` around any optimizer, and torch's own by name, wrapped already."""
+"""`runai.ga.torch.optim`: `Optimizer` around any optimizer, and torch's own in wrapped form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Optimizer", "State"]
 
 
 class State:
-    """`optimizer.runai`, which the inner optimizer and `state_dict()["state"]` have, too: numbers, as in the original.
+    """`optimizer.runai`, which the inner optimizer and `state_dict()["state"]` have too, as in the original.
 
     Args:
         steps: Micro-batches of a window.
