@@ -28,22 +28,36 @@ def network() -> nn.Module:
 
 
 class Contender:
-    """A model with its way to train windows; counts the bytes that it reduces."""
+    """A model with its way to train windows; counts what it sends."""
 
     def __init__(self, way: str = "by hand") -> None:
         self.model = DistributedDataParallel(network())
         self.model.register_comm_hook(self, _counted)
-        self.bytes = 0
+        self.bytes = self.reductions = 0
+        self.ranks: Any = None
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         if way == "wrapped":
             self.optimizer = Optimizer(self.optimizer, steps=STEPS, model=self.model)
+            self.ranks = self.optimizer._windows.ranks
         elif way == "TrainStep":
             self.step = TrainStep(self.model, self.optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=self.rows)
+            self.ranks = self.step.ranks
         elif way == "Accelerate":
             self.accelerator = _accelerator()
             self.optimizer = self.accelerator.prepare(self.optimizer)
 
     rows = 0
+
+    def begin(self) -> None:
+        """Count from here on."""
+        self.bytes = self.reductions = 0
+        self.messages = 0 if self.ranks is None else self.ranks.channel.line.begun
+
+    def sent(self, windows: int) -> list[str]:
+        """Bytes, reductions and messages of a window."""
+        messages = 0 if self.ranks is None else self.ranks.channel.line.begun - self.messages
+        counts = [f"{count / windows:.3g}" for count in (self.reductions, messages)]
+        return [f"{self.bytes / windows / 2**20:.2f} MiB", *counts]
 
     def wrapped(self, batches: list[Any]) -> None:
         for x, y in batches:
@@ -85,6 +99,7 @@ class Contender:
 # DDP reads the annotations of its hooks, which may not be postponed.
 def _counted(state, bucket):  # type: ignore[no-untyped-def]
     state.bytes += bucket.buffer().numel() * bucket.buffer().element_size()
+    state.reductions += 1
     work = dist.all_reduce(bucket.buffer().div_(RANKS), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -98,8 +113,8 @@ def _accelerator() -> Any:
     return Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
 
 
-def measured(rank: int, rounds: int, windows: int, rows: int) -> list[tuple[str, Ratio, str]]:
-    """Each contender's name, time and bytes sent."""
+def measured(rank: int, rounds: int, windows: int, rows: int) -> list[tuple[str, Ratio, list[str]]]:
+    """Each contender's name, its time, and what it sends."""
     Contender.rows = rows
     contenders: dict[str, tuple[Contender, Callable[[list[Any]], None]]] = {}
     for name, way, train in (
@@ -122,7 +137,7 @@ def measured(rank: int, rounds: int, windows: int, rows: int) -> list[tuple[str,
     for round_ in range(rounds + warm_up):
         for name in shuffle.sample(list(contenders), len(contenders)):
             contender, train = contenders[name]
-            contender.bytes = 0
+            contender.begin()
             dist.barrier()
             start = time.perf_counter()
             train(batches)
@@ -134,7 +149,7 @@ def measured(rank: int, rounds: int, windows: int, rows: int) -> list[tuple[str,
         (
             name,
             ratio_of([mine / theirs for mine, theirs in zip(times[name], rival, strict=True)]),
-            f"{contender.bytes / windows / 2**20:.2f} MiB",
+            contender.sent(windows),
         )
         for name, (contender, _) in contenders.items()
     ]
@@ -142,22 +157,23 @@ def measured(rank: int, rounds: int, windows: int, rows: int) -> list[tuple[str,
 
 def main() -> None:
     options = arguments(__doc__)
-    rounds, windows = (3, 5) if options.quick else (15, 10)
+    rounds, windows = (8, 5) if options.quick else (15, 10)
     sizes = ROWS[:1] if options.quick else ROWS
     found = [on_ranks(measured, RANKS, rounds, windows, rows) for rows in sizes]
     for rows, run in zip(sizes, found, strict=True):
         ratios = {name: ratio for name, ratio, _ in run}
         recorded(ratios, RIVAL, rounds, f"2 ranks, {rows} rows a micro-batch")
-    lines = [[name, *(run[i][1] for run in found), sent] for i, (name, _, sent) in enumerate(found[0])]
+    lines = [[name, *(run[i][1] for run in found), *sent] for i, (name, _, sent) in enumerate(found[0])]
     text = (
         f"{RANKS} ranks over gloo, windows of {STEPS} micro-batches, a 784-512-512-10 "
         f"network. Time relative to the hand-written loop, median of {rounds} rounds of {windows} windows "
-        f"after {WARM_UP}. Sent are gradient bytes that each rank gives to its reductions, per window.\n\n"
+        f"after {WARM_UP}. Sent, per window: gradient bytes that each rank gives to its reductions, of which there is "
+        "one for each of DDP's buckets; and messages (with `batches()`, two more per epoch).\n\n"
     )
     publish(
         "distributed",
         "Two ranks",
-        text + table(["", *(f"time, {rows} rows" for rows in sizes), "sent"], lines),
+        text + table(["", *(f"time, {rows} rows" for rows in sizes), "sent", "reductions", "messages"], lines),
         ["torch", "accelerate"],
         options,
         ours=["gradaccum, plain loop", "gradaccum, batches()", "TrainStep"],

@@ -42,7 +42,6 @@ class MicroBatch:
     weighed: int = 0  # gradients that arrived multiplied by the factor
 
     def restart(self) -> None:
-        """Forget what losses said."""
         self.weight, self.given, self.factor, self.weighed = None, False, 1.0, 0
 
 
@@ -77,7 +76,6 @@ class Window:
 
     @property
     def is_open(self) -> bool:
-        """Whether a micro-batch is in."""
         return self.micro_batches > 0
 
     @property
@@ -187,7 +185,6 @@ class Window:
         return factor
 
     def state_dict(self) -> dict[str, Any]:
-        """The open window as plain numbers."""
         names = ("steps", "reduction", "micro_batches", "weight", "unit", "largest", "weights_given")
         return {name: getattr(self, name) for name in names}
 
@@ -201,7 +198,6 @@ class Window:
         self.unsaid = self.is_open and not self.weights_given
 
     def restore(self, micro_batches: int, weight: float, weights: list[float] | None = None) -> None:
-        """So many micro-batches are in, of this weight together."""
         self.micro_batches, self.weight = micro_batches, weight
         self.weights = [weight / max(micro_batches, 1)] * micro_batches if weights is None else list(weights)
 
@@ -260,7 +256,6 @@ def checked_reduction(reduction: Any) -> Reduction:
 
 
 def uncounted_error() -> WindowError:
-    """A checkpoint would hold a gradient that training adds again."""
     return WindowError(
         "state_dict() was called between the backward pass of a micro-batch and its step(): the sum holds a gradient "
         "that is not counted yet, which training would add again. Call it after step(); a signal handler can set a "
@@ -269,7 +264,6 @@ def uncounted_error() -> WindowError:
 
 
 def mixed_error() -> WindowError:
-    """A loss came without a weight where others have one."""
     return WindowError(
         "Some losses of this window came through backward(loss, weight=...), others without a weight, which would "
         "count as 1. Use one of the two for all of them. discard() drops the window."

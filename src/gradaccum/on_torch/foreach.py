@@ -38,7 +38,6 @@ _DIVISIONS: dict[Any, tuple[Callable[..., None], Tensor]] = {}
 
 
 def divide_(tensors: list[Tensor], divisor: float) -> None:
-    """Divide each tensor in place."""
     kinds = {*map(_KIND, tensors)}
     known = _DIVISIONS.get((divisor, *kinds))
     if known is not None:  # nearly always
@@ -59,7 +58,6 @@ def divide_(tensors: list[Tensor], divisor: float) -> None:
 
 @torch.no_grad()
 def clip_value_(tensors: Sequence[Tensor], limit: float) -> None:
-    """Clamp each entry to `-limit` and `limit`."""
     for sparse in [t for t in tensors if t.is_sparse]:
         merged = sparse.coalesce()
         merged.values().clamp_(-limit, limit)

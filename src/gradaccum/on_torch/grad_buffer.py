@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradaccum.on_torch.foreach import all_finite, scale_
 from gradaccum.on_torch.private import leaves_of
 
-__all__ = ["ArrivalScale", "GradientBuffer", "ScreenedBuffer", "add_gradient"]
+__all__ = ["ArrivalScale", "GradientBuffer", "ScreenedBuffer", "add_gradient", "all_require_grad"]
 
 Sums = list[Tensor | None]
 """One for each parameter, None where nothing has arrived."""
@@ -24,7 +24,6 @@ class GradientBuffer:
 
     def __init__(self, parameters: Callable[[], list[Tensor]], dtype: torch.dtype | None = None) -> None:
         self.parameters, self.dtype = parameters, dtype
-        self.detached: Sums | None = None  # the sum, while it is out of reach of backward passes
         self.restored: Sums | None = None
         """A checkpoint's sum, until the next micro-batch is in: frameworks clear `p.grad` before they train on."""
         self.pending: Callable[[], list[Tensor]] = list
@@ -61,20 +60,18 @@ class GradientBuffer:
         return [p for p in self.parameters() if p.is_floating_point() and torch.finfo(p.dtype).bits < wide]
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that are there."""
         return [g for p in self.parameters() if (g := p.grad) is not None] + self.pending()
 
     def get(self) -> Sums:
         return [p.grad for p in self.parameters()]
 
     def set(self, sums: Iterable[Tensor | None]) -> None:
-        """Go on from these sums."""
         for parameter, gradient in zip(self.parameters(), sums, strict=True):
             parameter.grad = gradient
 
     def copies(self, scale: Tensor | None) -> dict[int, Tensor]:
         """The sum by the parameters' numbers, copied and divided by its scale: a power of two, which rounds nothing."""
-        scale, sums = (None, self.restored) if self.restored is not None else (scale, self.detached or self.get())
+        scale, sums = (None, self.restored) if self.restored is not None else (scale, self.get())
         return {
             index: (s.clone() if scale is None else s * scale.reciprocal().to(s.device, s.dtype)).detach()
             for index, s in enumerate(sums)
@@ -90,7 +87,7 @@ class GradientBuffer:
 
     def everything(self) -> list[Tensor]:
         """All parts of the sum, wherever they are."""
-        return [s for s in [*self.gradients(), *(self.detached or ()), *(self.restored or ())] if s is not None]
+        return self.gradients() + [s for s in self.restored or () if s is not None]
 
     def expose(self, accepting: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         """A GradScaler is about to look for overflows in `p.grad`: there is nothing elsewhere."""
@@ -108,23 +105,6 @@ class GradientBuffer:
             scale_([s for s in restored if s is not None], scale)
         pairs = zip(self.get(), restored, strict=True)
         self.set([r if a is None else a if r is None else a.add_(r.to(a.dtype)) for a, r in pairs])
-
-    def detach(self) -> None:
-        """Keep the sum out of reach of the next backward pass, whose gradient shall not count. Moves no data."""
-        if self.detached is None:
-            held, restored = self.get(), self.restored
-            self.clear()
-            self.detached, self.restored = held, restored
-
-    def reattach(self) -> None:
-        """Put the detached sum back in place; what has arrived meanwhile counts as zero."""
-        assert self.detached is not None
-        detached, self.detached = self.detached, None
-        for parameter, gradient in zip(self.parameters(), detached, strict=True):
-            if gradient is not None or parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad = torch.zeros_like(parameter.grad, requires_grad=False)
 
     def reach(self, loss: Tensor) -> None:
         """Add the gradient of a loss that weighs nothing: zero, for the parameters that it depends on."""
@@ -148,16 +128,14 @@ class GradientBuffer:
         for parameter in self._narrow():
             _give(parameter, self.dtype)
         self.restored = None
-        if self.detached is not None:
-            self.detached = [None for _ in self.parameters()]
 
     def close(self) -> None:
         """The window is over; `p.grad` stays as it is for whoever wants to read it."""
-        self.detached = self.restored = None
+        self.restored = None
 
 
 class ArrivalScale:
-    """Multiplies gradients as they arrive, before they join the sum; costs nothing while the factor is 1."""
+    """Multiplies gradients as they arrive, before they join the sum: NaN by 0 is 0. Nothing runs while it is 1."""
 
     def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
         self._parameters, self._hooks = parameters, list[Any]()
@@ -165,7 +143,6 @@ class ArrivalScale:
         self.muted = False  # while a loss that is multiplied itself goes backward
 
     def set(self, factor: float) -> None:
-        """The factor for the gradients that arrive from now on."""
         if factor == self.factor:
             return
         self.factor = factor
@@ -173,9 +150,11 @@ class ArrivalScale:
             hook.remove()
 
         def times(gradient: Tensor) -> Tensor | None:
-            return None if self.muted else gradient * factor
+            return None if self.muted else gradient * factor if factor else torch.zeros_like(gradient)
 
-        self._hooks = [p.register_hook(times) for p in self._parameters() if p.requires_grad and factor != 1.0]
+        leaves = [p for p in self._parameters() if factor != 1.0 and (p.is_floating_point() or p.is_complex())]
+        with all_require_grad(leaves):
+            self._hooks = [p.register_hook(times) for p in leaves]
 
 
 class ScreenedBuffer(GradientBuffer):
@@ -249,16 +228,19 @@ class ScreenedBuffer(GradientBuffer):
 
     def close(self) -> None:
         self._empty()
-        self.detached = None
 
-    def detach(self) -> None:
-        self.detached = []  # the sum is beside p.grad already
 
-    def reattach(self) -> None:
-        self.detached = None
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad = torch.zeros_like(parameter.grad)
+@contextlib.contextmanager
+def all_require_grad(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Frozen leaves require gradients meanwhile: torch hooks no others, and they may be unfrozen later."""
+    frozen = [leaf for leaf in leaves if not leaf.requires_grad]
+    for leaf in frozen:
+        leaf.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for leaf in frozen:
+            leaf.requires_grad_(False)
 
 
 _SUMS_WIDE = hasattr(Tensor, "grad_dtype")

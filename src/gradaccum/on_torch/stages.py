@@ -42,7 +42,6 @@ class WindowTotal:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients that are there, as they are now."""
         return self.buffer.gradients()
 
 

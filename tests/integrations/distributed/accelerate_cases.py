@@ -25,15 +25,45 @@ def accelerator(rank):
     return Accelerator(cpu=True)
 
 
-def prepared(rank, steps):
+def reset(rank):
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def prepared(rank, steps, sharded=False):
+    one = sharding(rank) if sharded else accelerator(rank)
+    model = network(dtype=torch.float64)
+    if sharded:
+        model, inner = one.prepare(model, sgd(model.parameters()))
+    else:
+        model = one.prepare(model)
+        inner = sgd(model.parameters())
+    optimizer = prepare_optimizer(one, inner, steps)
+    assert one.num_processes == 2
+    assert one._optimizers[-1:] == [optimizer]
+    return one, model, optimizer
+
+
+def sharding(rank, version=2):
+    """As an Accelerator with an FSDP plugin is on GPUs: on CPUs Accelerate takes DistributedDataParallel instead."""
     one = accelerator(rank)
-    model = one.prepare(network(dtype=torch.float64))
-    return one, model, prepare_optimizer(one, sgd(model.parameters()), steps)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version, reshard_after_forward=version == 2 or "full_shard", cpu_ram_efficient_loading=False
+    )
+    for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    return one
 
 
-def compared(rank, one, model, optimizer, steps, clip, epochs):
-    """Train this rank's batches; returns the model after the large batches' updates."""
-    for _ in range(epochs):
+def whole(model):
+    """The parameters, of a replicated model or a sharded one."""
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for p in model.parameters()]
+
+
+def train(rank, steps, clip=None, sharded=False):
+    """Returns (error, updates)."""
+    one, model, optimizer = prepared(rank, steps, sharded)
+    for _ in range(2):
         for batch in optimizer.batches(batches(rank)):
             optimizer.zero_grad()
             one.backward(mse(model, *batch))
@@ -41,16 +71,8 @@ def compared(rank, one, model, optimizer, steps, clip, epochs):
                 one.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
     plain = network(dtype=torch.float64)
-    torch_updates(plain, sgd(plain.parameters()), [*windows(steps)] * epochs, mse, clip_grad_norm=clip)
-    return plain
-
-
-def train(rank, steps, clip=None, epochs=2):
-    """Returns (error, updates)."""
-    one, model, optimizer = prepared(rank, steps)
-    assert one.num_processes == 2
-    plain = compared(rank, one, model, optimizer, steps, clip, epochs)
-    return relative_error(model.module.parameters(), plain.parameters()), optimizer.updates
+    torch_updates(plain, sgd(plain.parameters()), [*windows(steps)] * 2, mse, clip_grad_norm=clip)
+    return relative_error(whole(model), plain.parameters()), optimizer.updates
 
 
 COUNTS = ((4, 2), (3, 2), (4, 3))
@@ -140,31 +162,24 @@ def gather(rank):
     return sorted(gathered), len(x), optimizer.updates, len(loader), optimizer.micro_batches
 
 
-def prepare_too_early(rank):
-    one = accelerator(rank)
-    model = network(dtype=torch.float64)
-    try:
-        prepare_optimizer(one, sgd(model.parameters()), 2)
-    except ValueError as error:
-        return str(error)
-
-
-def save_replicated(rank, folder, after, on=(0, 1), again=None):
+def save(rank, folder, after, sharded=False, on=(0, 1), again=None):
     """Save after so many micro-batches, and go on in new objects. Returns (difference, how many are open there).
 
     Args:
         rank: This one.
         folder: For the checkpoint.
         after: Micro-batches before it.
+        sharded: Whether the model is.
         on: The ranks that save.
         again: Micro-batches before the first rank saves once more, alone.
     """
     opened, ends = [], []
     for resumed in (False, True):
-        one, model, optimizer = prepared(rank, 3)
-        if resumed:
-            for parameter in model.parameters():
-                torch.nn.init.zeros_(parameter)
+        one, model, optimizer = prepared(rank, 3, sharded)
+        if resumed:  # other parameters, and no momentum
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
             try:
                 one.load_state(folder)
             except WindowError as error:
@@ -180,7 +195,7 @@ def save_replicated(rank, folder, after, on=(0, 1), again=None):
                 one.save_state(folder)
                 opened.append(optimizer.micro_batches)
         optimizer.flush()
-        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+        ends.append(whole(model))
         torch.distributed.barrier()
     return relative_error(ends[1], ends[0]), opened
 
@@ -226,71 +241,14 @@ def _two_prepared(rank):
     return one, models, [prepare_optimizer(one, sgd(model.parameters()), 3) for model in models]
 
 
-def sharding(rank, version=2):
-    """As an Accelerator with an FSDP plugin is on GPUs: on CPUs Accelerate takes DistributedDataParallel instead."""
-    one = accelerator(rank)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=version, reshard_after_forward=version == 2 or "full_shard", cpu_ram_efficient_loading=False
-    )
-    for state in (PartialState._shared_state, AcceleratorState._shared_state):
-        state["distributed_type"] = DistributedType.FSDP
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin
-    return one
-
-
-def train_sharded(rank, steps, clip=None, epochs=2):
-    """Returns (error, updates)."""
-    try:
-        one = sharding(rank)
-        model = network(dtype=torch.float64)
-        model, inner = one.prepare(model, sgd(model.parameters()))
-        optimizer = prepare_optimizer(one, inner, steps)
-        assert one._optimizers == [optimizer]
-        plain = compared(rank, one, model, optimizer, steps, clip, epochs)
-        found = [parameter.full_tensor() for parameter in model.parameters()]
-        return relative_error(found, [*plain.parameters()]), optimizer.updates
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def save_sharded(rank, folder, after):
-    """Save after so many micro-batches, and go on in new objects. Returns (error, how many are open there)."""
-    opened, ends = [], []
-    for resumed in (False, True):
-        try:
-            one = sharding(rank)
-            model = network(dtype=torch.float64)
-            if resumed:  # other parameters, and no momentum
-                for parameter in model.parameters():
-                    torch.nn.init.normal_(parameter)
-            model, inner = one.prepare(model, sgd(model.parameters()))
-            optimizer = prepare_optimizer(one, inner, 3)
-            if resumed:
-                one.load_state(folder)
-                opened.append(optimizer.micro_batches)
-            for index, batch in enumerate(batches(rank)[after if resumed else 0 : 6]):
-                one.backward(mse(model, *batch))
-                optimizer.step()
-                optimizer.zero_grad()
-                if not resumed and index == after - 1:
-                    one.save_state(folder)
-                    opened.append(optimizer.micro_batches)
-            optimizer.flush()
-            ends.append([parameter.full_tensor() for parameter in model.parameters()])
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-    return relative_error(ends[1], ends[0]), opened
-
-
-def refused_when_sharded(rank, how):
+def refused(rank, how):
     """What is said."""
+    one = accelerator(rank) if how == "too early" else sharding(rank, 1 if how == "FSDP1" else 2)
+    model = network(dtype=torch.float64)
+    inner = sgd(model.parameters())
     try:
-        one = sharding(rank, 1 if how == "FSDP1" else 2)
-        model = network(dtype=torch.float64)
-        inner = sgd(model.parameters())
         if how == "wrapped":
-            wrapped = Optimizer(inner, 2)
-            model, inner = one.prepare(model, wrapped)
+            model, inner = one.prepare(model, Optimizer(inner, 2))
             for batch in batches(rank)[:2]:
                 one.backward(mse(model, *batch))
                 inner.step()
@@ -302,5 +260,3 @@ def refused_when_sharded(rank, how):
             prepare_optimizer(one, inner, 2)
     except ValueError as error:
         return str(error)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)

@@ -8,14 +8,12 @@ from tests.reference import FLOAT64
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("steps", "clip"),
-    [(2, 0.05), *(pytest.param(*one, marks=SLOW) for one in ((1, None), (1, 0.05), (2, None), (3, None), (3, 0.05)))],
-)
-def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(ranks, steps, clip):
-    for error, updates in ranks.run(cases.train, steps, clip):
-        assert error <= FLOAT64
-        assert updates == 2 * -(-5 // steps)
+@pytest.fixture(autouse=True)
+def reset(ranks):
+    """An Accelerator's state is its process's."""
+    yield
+    if ranks.alive:
+        ranks.run(cases.reset)
 
 
 @pytest.mark.parametrize(
@@ -57,23 +55,11 @@ def test_in_batches_each_row_is_gathered_once_and_a_plain_loop_closes_its_last_w
         assert batches % 4
 
 
-def test_a_model_that_is_prepared_after_the_optimizer_is_refused(ranks):
-    for said in ranks.run(cases.prepare_too_early):
-        assert "in no model that this Accelerator has prepared. Prepare the model first" in said
-
-
-@pytest.mark.parametrize("after", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 8))])
-def test_files_hold_each_ranks_part_of_the_open_window_and_go_on_there_bit_for_bit(ranks, tmp_path, after):
-    for difference, opened in ranks.run(cases.save_replicated, str(tmp_path / "state"), after):
-        assert difference == 0
-        assert opened == [after % 3, after % 3]
-
-
 def test_a_window_that_the_main_process_alone_has_saved_is_refused_on_all(ranks, tmp_path):
     """Missing, or of another micro-batch of the same window."""
     for folder, after, again, why in (("one", 2, None, "missing"), ("two", 4, 5, "of another save")):
         on = (0,) if again is None else (0, 1)
-        for said in ranks.run(cases.save_replicated, str(tmp_path / folder), after, on, again):
+        for said in ranks.run(cases.save, str(tmp_path / folder), after, False, on, again):
             assert f"a process's part of it is not there: {tmp_path}" in said
             assert f"optimizer_0_window_1.bin is {why}. Call accelerator.save_state() on all processes" in said
 
@@ -89,27 +75,38 @@ def test_parts_that_are_cut_off_or_another_optimizers_or_another_runs_are_refuse
         assert all(expected in said[how] for how, expected in why.items())
 
 
-@pytest.mark.parametrize("clip", [pytest.param(None, marks=SLOW), 0.05])
-def test_under_an_fsdp2_plugin_windows_make_the_update_of_all_ranks_rows(ranks, clip):
-    for error, updates in ranks.run(cases.train_sharded, 2, clip):
+@pytest.mark.parametrize(
+    ("steps", "clip", "sharded"),
+    [
+        (2, 0.05, False),
+        (2, 0.05, True),
+        *(pytest.param(steps, clip, False, marks=SLOW) for steps in (1, 2, 3) for clip in (None, 0.05)),
+        pytest.param(2, None, True, marks=SLOW),
+    ],
+)
+def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(ranks, steps, clip, sharded):
+    for error, updates in ranks.run(cases.train, steps, clip, sharded):
         assert error <= FLOAT64
-        assert updates == 6
+        assert updates == 2 * -(-5 // steps)
 
 
-@pytest.mark.parametrize("after", [*(pytest.param(n, marks=SLOW) for n in (1, 2, 3)), 4])
-def test_under_an_fsdp2_plugin_files_hold_the_open_window_and_go_on_there(ranks, tmp_path, after):
-    for error, opened in ranks.run(cases.save_sharded, str(tmp_path / "state"), after):
-        assert error <= FLOAT64
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("after", [4, *(pytest.param(n, marks=SLOW) for n in (1, 2, 3, 8))])
+def test_files_hold_each_ranks_part_of_the_open_window_and_go_on_there(ranks, tmp_path, after, sharded):
+    """Bit for bit, if each rank saves its own."""
+    for difference, opened in ranks.run(cases.save, str(tmp_path / "state"), after, sharded):
+        assert difference <= (FLOAT64 if sharded else 0)
         assert opened == [after % 3, after % 3]
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
+        ("too early", "in no model that this Accelerator has prepared. Prepare the model first"),
         ("wrapped", "belong to a sharded model (fully_shard) that the optimizer does not know"),
         ("alone", "in no model that this Accelerator has sharded. FSDP2 makes parameters anew: prepare both"),
         ("FSDP1", "Use FSDP2: FullyShardedDataParallelPlugin(fsdp_version=2)"),
     ],
 )
-def test_other_ways_under_fsdp_are_refused_by_name(ranks, how, message):
-    assert all(message in said for said in ranks.run(cases.refused_when_sharded, how))
+def test_other_ways_are_refused_by_name(ranks, how, message):
+    assert all(message in said for said in ranks.run(cases.refused, how))

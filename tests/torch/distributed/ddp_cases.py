@@ -69,25 +69,9 @@ def train(
 ) -> tuple[float, float, int]:
     """The user's loop. Returns (error, reductions of an element, updates).
 
-    Args:
-        rank: This one.
-        sizes: Rows of each rank's micro-batches.
-        steps: Of a window.
-        way: In batches(), or in a plain loop that is flushed; with the wrapper's backward() or the losses' own.
-        engine: How the model is spread over the ranks.
-        loss: It may be several, which go backward one by one.
-        build: Makes the model.
-        ddp: DistributedDataParallel's options.
-        weights: What micro-batches weigh, by rank, in place of their rows; where that is 0, the loss is NaN.
-        heads: Which head of the model each of them uses.
-        bad: Those whose loss is infinite.
-        hook: DDP's communication hook.
-        compiles: The model "inside", or what is "outside" of it.
-        skips: Micro-batches that each rank passes over.
-        optimizer: Which one.
-        clip: Largest norm.
-        epochs: How many.
-        keywords: The wrapper's.
+    `way`: in batches(), or in a plain loop that is flushed; with the wrapper's backward() or the losses' own. `loss`:
+    one, or several, which go backward one by one. What micro-batches weigh in place of their rows, which head they use,
+    whose loss is infinite (`bad`) and which are passed over (`skips`), by rank; weight 0 has a loss of NaN.
     """
     model = build()
     oracle = Oracle(model, optimizer, clip)
@@ -108,6 +92,9 @@ def train(
         found = loss(m, rows) if heads is None else loss(lambda x: m(x, heads[place[0]][place[1]]), rows)
         return found if isinstance(found, list) else [found]
 
+    def named_losses(m: Any, rows: Rows) -> Any:
+        return sum(part for part, weight in loss(m, rows).values() if weight)
+
     def weight(place: tuple[int, int], rows: Rows) -> float:
         return len(rows[0]) if weights is None else weights[place[0]][place[1]]
 
@@ -124,7 +111,9 @@ def train(
                 def whole_loss(m: nn.Module, _: Any, seen: Any = seen, total: float = total, sums: bool = sums) -> Any:
                     return sum(sum(losses(m, rows, p)) * ((1 if sums else w) / total) for w, p, rows in seen)
 
-                if total and not skipped:
+                if loss is by_name:
+                    oracle.update(concatenated([rows for _, rows in window]), named_losses)
+                elif total and not skipped:
                     oracle.update(None, whole_loss)  # type: ignore[arg-type]
             loader: Any = list(enumerate(ranks[rank]))
             if "batches" in way:
@@ -134,9 +123,11 @@ def train(
                 if i in skips[rank % 2]:
                     continue
                 wrapped.zero_grad()
-                factor = float("nan") if not weight((rank, i), rows) else float("inf") if (rank, i) in bad else 1.0
+                factor = float("inf") if (rank, i) in bad else 1.0 if weight((rank, i), rows) else float("nan")
                 for part in losses(used, rows, (rank, i)):
-                    if "backward" in way:
+                    if loss is by_name:
+                        wrapped.backward(part)
+                    elif "backward" in way:
                         wrapped.backward(part * factor, weight=None if "batches" in way else weight((rank, i), rows))
                     else:
                         (part * factor).backward()
@@ -187,6 +178,13 @@ def gradient_penalty(m: nn.Module, rows: Rows) -> Tensor:
     x = rows[0].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
     return loss_of(m, rows) + gradient.square().sum(1).mean()
+
+
+def by_name(m: nn.Module, rows: Rows) -> Any:
+    """Two losses with denominators of their own: one over rows, one over those whose first entry is positive."""
+    outputs, kept = m(rows[0]), rows[0][:, 0] > 0
+    second = outputs[kept].square().mean() if kept.any() else outputs.sum() * 0.0
+    return {"rows": (nn.functional.cross_entropy(outputs, rows[1]), len(rows[0])), "kept": (second, int(kept.sum()))}
 
 
 class Checkpointed(nn.Module):
@@ -299,8 +297,7 @@ def scaler(
     """GradScaler, whose update() comes with every micro-batch; one rank's loss overflows."""
     model = network()
     oracle = Oracle(model)
-    used = spread(engine, model, {})
-    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=3, model=used, sync=sync)
+    used, optimizer = wrap_over(engine, model, 3, sync=sync)
     scales = scaled(rank, used, optimizer, oracle, overflow_at, interval)
     return oracle.error(model), scales, optimizer.updates
 
@@ -478,6 +475,19 @@ def collectives(rank: int, way: str) -> tuple[list[int], list[str]]:
                 begun, reductions.counts["all_reduce"], last = channel.line.begun, 0, events.copy()
                 events.clear()
     return found, last
+
+
+def overlapping(rank: int) -> list[str]:
+    """What happens in the last of some windows, of a model whose layers are reduced one by one."""
+    model, events = network(), list[str]()
+    replica = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=1, model=replica)
+    model[0].weight.register_hook(lambda _: events.append("first layer"))  # type: ignore[index]
+    replica.register_comm_hook(events, _noting)
+    for rows in data([[4] * 5] * 2)[rank]:
+        events.clear()
+        train_on(replica, optimizer, [rows])
+    return events
 
 
 def _noted(events: list[str], name: str, function: Any) -> Any:

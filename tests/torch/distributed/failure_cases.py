@@ -18,8 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum.errors import WindowError
 from gradaccum.torch import Blocks, TrainStep
 from gradaccum.torch.optim import Optimizer
-from tests.torch.distributed.ddp_cases import Heads, train
-from tests.torch.distributed.problems import OPTIMIZERS, built, data, lines_of, loss_of, network, shard, spread, wrap
+from tests.torch.distributed.ddp_cases import Heads, by_name, train
+from tests.torch.distributed.problems import (
+    OPTIMIZERS,
+    built,
+    data,
+    lines_of,
+    loss_of,
+    network,
+    shard,
+    spread,
+    wrap,
+    wrap_over,
+)
 
 
 def step_all(replica: Any, optimizer: Optimizer, loader: Any) -> None:
@@ -199,6 +210,26 @@ def step_fails(rank: int, what: str) -> None:
     step = TrainStep(model, sgd(model), compute_loss=loss, micro_batch_size=4)
     x, y = data([[8], [0 if what == "no rows" else 8]])[rank][0]
     step(x, y[: 8 - rank] if what == "labels" else y)
+
+
+def edited(rank: int, engine: str, steps: int) -> None:
+    """Clipping what an open window has added up, on every micro-batch, as a plain loop does."""
+    model, optimizer = wrap_over(engine, network(), steps)
+    for rows in data([[4, 2, 5, 3]] * 2)[rank]:
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+
+def named_later(rank: int) -> None:
+    """Losses by name come in a later window than the first."""
+    model, optimizer = wrap(network(), 1)
+    for i, rows in enumerate(data([[4] * 3] * 2)[rank]):
+        optimizer.zero_grad()
+        losses = by_name(model, rows)
+        optimizer.backward(losses) if i else optimizer.backward(*losses["rows"])
+        optimizer.step()
 
 
 def another_rank(rank: int) -> None:

@@ -10,29 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.torch import TrainStep, head
 from tests.torch.distributed.problems import OPTIMIZERS, Oracle
-from tests.torch.distributed.together_cases import text
+from tests.torch.distributed.together_cases import Tagger, text, token_mean
 
 LENGTHS = [[16, 15, 9, 12, 16, 14, 3, 11], [2, 3, 1, 5, 4, 2]]
 """Of the rows, on each rank."""
-
-
-class Tagger(nn.Module):
-    """Tags each token by itself, with an embedding and a head; computes its loss, or returns what it is made of."""
-
-    def __init__(self, own_loss: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.middle, self.head = nn.Embedding(20, 6), nn.Linear(6, 6), nn.Linear(6, 20)
-        self.own_loss = own_loss
-        self.double()
-
-    def forward(self, batch: dict[str, Tensor]) -> Any:
-        found = self.head(torch.tanh(self.middle(self.embedding(batch["input_ids"]))))
-        return token_mean(found, batch) if self.own_loss else found
-
-
-def token_mean(found: Any, batch: dict[str, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(found.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -83,18 +83,14 @@ class Oracle:
 
 
 def wrap(model: nn.Module, steps: Any = 2, ddp: dict[str, Any] | None = None, **keywords: Any) -> tuple[Any, Optimizer]:
-    replica = DistributedDataParallel(model, **(ddp or {}))
-    return replica, Optimizer(OPTIMIZERS["sgd"](replica.parameters()), steps=steps, model=replica, **keywords)
+    return wrap_over("ddp", model, steps, ddp, **keywords)
 
 
 def wrap_over(
-    engine: str, model: nn.Module, steps: int, how: dict[str, Any] | None = None, **keywords: Any
+    engine: str, model: nn.Module, steps: Any, how: Any = None, optimizer: str = "sgd", **keywords: Any
 ) -> tuple[Any, Optimizer]:
-    """`wrap`, or the same on a sharded model."""
-    if engine == "ddp":
-        return wrap(model, steps, how, **keywords)
-    sharded = shard(model, **(how or {}))
-    return sharded, Optimizer(OPTIMIZERS["sgd"](sharded.parameters()), steps=steps, model=sharded, **keywords)
+    used = spread(engine, model, how or {})
+    return used, Optimizer(OPTIMIZERS[optimizer](used.parameters()), steps=steps, model=used, **keywords)
 
 
 def shard(model: nn.Module, mesh: Any = None, **keywords: Any) -> nn.Module:
@@ -125,17 +121,14 @@ def spread(engine: str, model: nn.Module, how: dict[str, Any]) -> Any:
         return model
     if engine == "fsdp2 hybrid":
         how = {"mesh": dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
-    return shard(model, **how)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    return shard(model, **{"mesh": mesh, **how})
 
 
-def built(
-    sync: str = "window", optimizer: str = "sgd", steps: int = 3, model: nn.Module | None = None
-) -> tuple[nn.Module, Optimizer]:
+def built(sync: str = "window", optimizer: str = "sgd", steps: int = 3, model: Any = None) -> tuple[Any, Optimizer]:
     """Sharded over all ranks; over four, in two replicas."""
-    shape, names = ((2, 2), ("replicate", "shard")) if dist.get_world_size() == 4 else ((dist.get_world_size(),), None)
-    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
-    sharded = shard(network() if model is None else model, mesh)
-    return sharded, Optimizer(OPTIMIZERS[optimizer](sharded.parameters()), steps=steps, model=sharded, sync=sync)
+    engine = "fsdp2 hybrid" if dist.get_world_size() == 4 else "fsdp2"
+    return wrap_over(engine, network() if model is None else model, steps, None, optimizer, sync=sync)
 
 
 def train_on(

@@ -140,17 +140,6 @@ def uneven(rank: int, way: str, sync: str) -> None:
                 optimizer.step()
 
 
-def edited(rank: int) -> None:
-    """Clipping what an open window has added up, on every micro-batch, as a plain loop does."""
-    model = shard(network())
-    optimizer = Optimizer(OPTIMIZERS["sgd"](model.parameters()), steps=3, model=model)
-    for rows in data([[4, 2, 5, 3]] * 2)[rank]:
-        optimizer.zero_grad()
-        loss_of(model, rows).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        optimizer.step()
-
-
 def train_step_goes_on(rank: int) -> float:
     """After an error on all ranks nothing of the batch is left."""
     model = network()

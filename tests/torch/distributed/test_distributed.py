@@ -57,6 +57,10 @@ LOOPS: dict[str, tuple[Any, int, dict[str, Any], int | None]] = {
         {"loss": cases.total_loss, "reduction": "sum", "weights": [[8, 6, 10], [4, 10, 2, 8, 4]], **FLUSHED},
         3,
     ),
+    **{
+        f"losses by name, {steps=}": (sizes, steps, {"loss": cases.by_name, "epochs": 2, **FLUSHED}, updates)
+        for sizes, steps, updates in ((EVEN, 4, 4), (RAGGED, 2, 6), (RAGGED, 1, 12), ([[4, 4, 4, 4, 3], [4, 2]], 2, 6))
+    },
     "two forward passes": (RAGGED, 2, {"loss": cases.both_passes}, 3),
     "two backward passes": (RAGGED, 2, {"loss": cases.separate_passes}, 3),
     "a penalty on weights": (RAGGED, 2, {"loss": cases.unreached_penalty}, 3),
@@ -277,6 +281,12 @@ def test_an_overflow_on_one_rank_costs_all_ranks_one_window_and_one_halving(
         assert updates == (4 if overflow_at is None else 3)
         assert interval < 1000 or scales == [1024.0, *([512.0 if overflow_at else 1024.0] * 3)]
         assert interval != 2 or scales == [2048.0, 8192.0, 16384.0, 65536.0]
+
+
+def test_layers_are_reduced_while_the_backward_pass_goes_on(ranks: Processes) -> None:
+    """DDP makes its buckets by the order of the first reduction, which is the wrapper's own."""
+    for events in ranks.run(cases.overlapping):
+        assert events.index("reduction") < events.index("first layer")
 
 
 def test_static_graph_is_named_in_one_line(ranks: Processes) -> None:

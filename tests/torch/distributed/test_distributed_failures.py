@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torch.distributed import ddp_cases, named_cases, sharded_cases
+from tests.torch.distributed import ddp_cases, sharded_cases
 from tests.torch.distributed import failure_cases as failures
 from tests.torch.distributed.processes import Processes, Raised
 
@@ -104,7 +104,10 @@ REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
         (failures.different_parts, (way, sync), "WindowError", "different parts")
         for way, sync in (("batches", "window"), ("batches", "micro_batch"), ("backward", "window"))
     ],
-    "clipping inside of a window": [(sharded_cases.edited, (), "WindowError", "")],
+    "clipping inside of a window, or of replicas that are not reduced yet": [
+        (failures.edited, one, "WindowError", "The gradients were edited")
+        for one in (("fsdp2", 3), ("ddp", 3), ("ddp", 1))
+    ],
     "a wrapped sharded model with different numbers of micro-batches": [
         (
             sharded_cases.uneven,
@@ -130,7 +133,7 @@ REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
         for together in (False, True)
     ],
     "names that come later than the first window": [
-        (named_cases.train, ([[4] * 3] * 2, 1, True), "WindowError", "Use names from the first window on")
+        (failures.named_later, (), "WindowError", "Use names from the first window on")
     ],
 }
 

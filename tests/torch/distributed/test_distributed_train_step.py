@@ -10,9 +10,9 @@ from tests.reference import FLOAT64
 from tests.torch.distributed import ddp_cases as cases
 from tests.torch.distributed.processes import Processes
 
-SIZES, MICRO = [[9, 4, 8, 5], [3, 12, 7, 5]], [4, 3]
-SHARDED, THREE = [[8, 7, 3, 9, 8], [6, 18, 9, 2, 0]], [3, 3]
-FEWER = [[9, 4, 8, 0], [3, 12, 7, 5]]
+SIZES, MICRO = [[9, 8, 4], [3, 7, 12]], [4, 3]
+SHARDED, THREE = [[8, 3, 8], [6, 9, 0]], [3, 3]
+FEWER = [[9, 8, 0], [3, 7, 5]]
 QUICK: list[tuple[Any, ...]] = [
     *(("ddp", SIZES, MICRO, kind) for kind in ("rows", "told", "sum")),
     ("ddp", SIZES, MICRO, "classes", "adam"),
@@ -41,7 +41,7 @@ def test_the_update_and_the_loss_are_those_of_all_ranks_rows(ranks: Processes, a
     for error, loss_error, reductions, others in ranks.run(cases.train_step, *arguments):
         assert max(error, loss_error) <= FLOAT64
         if arguments[1] is SIZES:
-            assert reductions == 4
+            assert reductions == 3
             assert others == 1  # who takes part, with which weight and loss
 
 

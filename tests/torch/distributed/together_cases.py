@@ -232,18 +232,40 @@ def predicted(rank: int, sync: str, limits: Any) -> tuple[float, list[int], int,
 
 
 class Tagger(nn.Module):
-    """Tags each token, by an embedding and a head."""
+    """Tags each token by itself, with an embedding and a head; computes its loss, or returns what it is made of."""
 
-    def __init__(self) -> None:
+    def __init__(self, own_loss: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.place, self.head = nn.Embedding(20, 6), NoMemory(), nn.Linear(6, 20)
+        self.embedding, self.middle, self.head = nn.Embedding(20, 6), nn.Linear(6, 6), nn.Linear(6, 20)
+        self.place, self.own_loss = NoMemory(), own_loss
         self.double()
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
-        hidden = torch.tanh(self.embedding(input_ids))
-        hidden = self.place(hidden.flatten(0, 1)).view_as(hidden)
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), ignore_index=-100)
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        hidden = torch.tanh(self.middle(self.embedding(batch["input_ids"])))
+        found = self.head(self.place(hidden.flatten(0, 1)).view_as(hidden))
+        return token_mean(found, batch) if self.own_loss else found
+
+
+def token_mean(found: Any, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(found.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+
+TAGGED: dict[str, Any] = {
+    "loss_fn": None,
+    "compute_loss": lambda m, batch: m(batch),
+    "weight": lambda batch: (batch["labels"] != -100).sum(),
+    "micro_batch_size": "auto",
+}
+LENGTHS = [16, 15, 9, 12, 16, 14, 3, 11], [2, 3, 1, 5, 4, 2]
+
+
+def tag(rank: int, step: TrainStep, oracle: Oracle, update: int) -> None:
+    """An update of long rows and of short ones, in turns."""
+    batches = [text(own, 10 * update + r) for r, own in enumerate(LENGTHS[:: 1 - 2 * update])]
+    rows: Any = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    oracle.update(rows, lambda m, batch: m(batch))
+    step(batches[rank])
 
 
 def text(lengths: Any, seed: int, columns: int = 16) -> dict[str, Tensor]:
@@ -260,30 +282,14 @@ def packed(rank: int, fits: int, groups: int | None = None) -> tuple[float, list
     model = Tagger()
     oracle = Oracle(model, "adam")
     tokens: list[int] = []
-    model.register_forward_pre_hook(
-        lambda module, inputs, keywords: tokens.append(keywords["input_ids"].numel()), with_kwargs=True
-    )
+    model.register_forward_pre_hook(lambda module, inputs: tokens.append(inputs[0]["input_ids"].numel()))
     for part in (model.embedding, model.head, model):
         fully_shard(part)
     model.place.rows = fits if rank == 1 else 999
-    step = step_of(
-        model,
-        "adam",
-        loss_fn=None,
-        compute_loss=lambda m, batch: m(**batch),
-        weight=lambda batch: (batch["labels"] != -100).sum(),
-        micro_batch_size="auto",
-        max_tokens=48,
-        verify=True,
-        groups=groups,
-    )
-    lengths = [[16, 15, 9, 12, 16, 14, 3, 11], [2, 3, 1, 5, 4, 2]]
+    step = step_of(model, "adam", **TAGGED, max_tokens=48, verify=True, groups=groups)
     for update in range(2):
-        batches = [text(own, 10 * update + r) for r, own in enumerate(lengths[:: 1 - 2 * update])]
-        rows: Any = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-        oracle.update(rows, lambda m, batch: m(**batch))
         tokens.clear()
-        step(batches[rank])
+        tag(rank, step, oracle, update)
     return oracle.error(model), tokens
 
 
@@ -307,19 +313,8 @@ def replicated(rank: int, kind: str) -> float:
     oracle = Oracle(model, "adam")
     if fragile := rank == (kind == "auto"):
         model.place.rows = 60 if kind == "auto" else 20
-    step = step_of(
-        DistributedDataParallel(model),
-        "adam",
-        loss_fn=None,
-        compute_loss=lambda m, batch: m(**batch),
-        weight=lambda batch: (batch["labels"] != -100).sum(),
-        micro_batch_size="auto",
-        max_tokens=None if kind == "auto" else 48,
-    )
+    step = step_of(DistributedDataParallel(model), "adam", **TAGGED, max_tokens=None if kind == "auto" else 48)
     for update in range(2):
-        batches = [text(own, 10 * update + r) for r, own in enumerate([[16, 15, 9, 12, 16, 14, 3, 11], [2, 3, 1, 5]])]
-        rows: Any = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-        oracle.update(rows, lambda m, batch: m(**batch))
-        step(batches[rank])
+        tag(rank, step, oracle, update)
     assert kind == "auto" or (model.place.failures > 0) == fragile  # how far "auto" climbs depends on the clock
     return oracle.error(model)

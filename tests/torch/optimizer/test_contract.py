@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradaccum.torch
+from scripts.stubs import path_of, stub
 from tests.reference import FLOAT32, FLOAT64, WINDOWS, relative_error, torch_updates, windows_of
 from tests.torch.optimizer.loops import assert_same, wrapped
 from tests.torch.problems import adam, join, mse, network, regression, sgd, split
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 INNER = {
     "SGD with momentum": sgd,
@@ -148,41 +151,23 @@ def test_a_callable_schedule_is_asked_with_epoch_and_update(float64):
     assert list(dict.fromkeys(asked)) == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4)]
 
 
-@pytest.mark.usefixtures("float64")
-def test_both_networks_of_a_gan_get_the_large_batchs_update_when_both_step_after_both_passes():
-    judge = nn.functional.binary_cross_entropy_with_logits
+# Optimizers that are wrapped by name show the arguments of the inner one, to people and to type checkers.
 
-    def networks():
-        torch.manual_seed(0)
-        return nn.Linear(4, 2), nn.Linear(2, 1)
 
-    def passes(generator, discriminator, x, z, backward_of_generator, backward_of_discriminator):
-        fake = generator(z)
-        discriminator.requires_grad_(False)
-        backward_of_generator(judge(discriminator(fake), torch.ones(len(z), 1)))
-        discriminator.requires_grad_(True)
-        scores = discriminator(torch.cat([x, fake.detach()]))
-        backward_of_discriminator(judge(scores, torch.cat([torch.ones(len(x), 1), torch.zeros(len(z), 1)])))
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "LBFGS"])
+def test_a_signature_shows_the_inner_optimizers_arguments_then_the_wrappers(name):
+    found = inspect.signature(getattr(gradaccum.torch.optim, name)).parameters
+    inner = inspect.signature(getattr(torch.optim, name)).parameters
+    assert list(found)[: len(inner)] == list(inner)
+    assert list(found)[len(inner)] == "steps"
+    assert {"reduction", "clip_grad_norm", "accumulate_dtype"} <= found.keys()
+    assert all(found[name].default == inner[name].default for name in inner)
 
-    generator, discriminator = networks()
-    first = gradaccum.torch.optim.Optimizer(sgd(generator.parameters()), steps=3)
-    second = gradaccum.torch.optim.Optimizer(sgd(discriminator.parameters()), steps=3)
-    torch.manual_seed(1)
-    real, noise = torch.randn(12, 2), torch.randn(12, 4)
-    for x, z in zip(real.split(2), noise.split(2)):
-        first.zero_grad()
-        second.zero_grad()
-        passes(generator, discriminator, x, z, first.backward, second.backward)
-        first.step()
-        second.step()
-    assert first.updates == second.updates == 2
-    alone = networks()
-    inner = [sgd(network.parameters()) for network in alone]
-    for x, z in zip(real.split(6), noise.split(6)):
-        for optimizer in inner:
-            optimizer.zero_grad()
-        passes(*alone, x, z, lambda loss: loss.backward(), lambda loss: loss.backward())
-        for optimizer in inner:
-            optimizer.step()
-    trained = [*generator.parameters(), *discriminator.parameters()]
-    assert relative_error(trained, [p for network in alone for p in network.parameters()]) <= FLOAT64
+
+def test_the_stubs_are_what_torchs_own_signatures_make():
+    """Otherwise: `python -m scripts.stubs`."""
+    face = "gradaccum.torch.optim"
+    written = path_of(face).read_text(encoding="utf-8")
+    if f"torch {torch.__version__.partition('+')[0]}:" not in written:
+        pytest.skip("made from another version")
+    assert written == stub(face)

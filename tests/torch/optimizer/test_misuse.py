@@ -185,6 +185,16 @@ def test_an_edit_inside_any_window_is_refused(edit, window, micro_batch):
 
 
 @pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("save", [lambda o: o.state_dict(), copy.deepcopy, pickle.dumps])
+def test_a_sum_that_was_edited_is_not_saved(save, window):
+    model, optimizer = wrapped(steps=3)
+    train(model, optimizer, [regression(2)] * (3 * window - 2))
+    double(model)
+    with pytest.raises(WindowError, match="edited inside an open window"):
+        save(optimizer)
+
+
+@pytest.mark.parametrize("window", [1, 3])
 def test_a_group_that_joins_an_open_window_must_not_bring_gradients(window):
     model = network()
     optimizer = gradaccum.torch.optim.Optimizer(sgd(model[0].parameters()), steps=2)

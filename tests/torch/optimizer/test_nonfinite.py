@@ -165,17 +165,6 @@ def run_scaled(scaler, *, overflow=None, steps=4, make=sgd, explicit=False, befo
     return model, optimizer, [*scales, scaler.get_scale()]
 
 
-@pytest.mark.parametrize("explicit", [True, False])
-def test_windows_survive_a_scale_that_grows_inside_them(explicit):
-    model, optimizer, scales = run_scaled(scaler_of(8.0, 3), explicit=explicit)
-    assert scales == [8, 8, 8, 16, 16, 16, 32, 32, 32]
-    assert optimizer.updates == 2
-    assert_same(model, large(without(None)))
-    if explicit:
-        loss = mse(large([eight()[:4]]), *join(eight()[4:])).item()
-        assert optimizer.loss.item() == pytest.approx(loss, rel=1e-12)
-
-
 @POSITIONS
 def test_an_overflow_costs_one_window_and_one_halving_also_while_the_scale_grows(bad):
     for growth_interval, make in ((1000, adam), (2, sgd)):
@@ -193,12 +182,6 @@ def test_skip_micro_batch_costs_one_micro_batch_and_one_halving(bad):
     assert_same(model, large(without(bad)))
 
 
-def test_one_step_windows_are_the_plain_loop():
-    model, optimizer, _ = run_scaled(scaler_of(64.0, 2), steps=1, overflow=3)
-    assert optimizer.updates == len(SIZES) - 1
-    assert_same(model, large([[b] for index, b in enumerate(eight()) if index != 3]))
-
-
 def test_unscaling_as_the_window_closes_is_exact_and_inside_an_open_window_is_named():
     def unscale(scaler, optimizer):
         if optimizer.closes_next:
@@ -213,10 +196,6 @@ def test_clipping_sees_the_unscaled_mean():
     model, optimizer, _ = run_scaled(scaler_of(512.0), clip_grad_norm=0.1)
     assert_same(model, large(without(None), clip_grad_norm=0.1))
     assert optimizer.grad_norm > 0.1
-
-
-def test_a_disabled_scaler_changes_nothing():
-    assert_same(run_scaled(torch.amp.GradScaler("cpu", enabled=False))[0], large(without(None)))
 
 
 def test_a_window_whose_first_micro_batch_weighs_nothing_has_no_gradient_to_look_at():

@@ -187,24 +187,6 @@ def test_clipping_sees_the_finished_gradient_once_and_its_norm_can_be_watched(ma
     assert norms[0] > 0.1
 
 
-def test_a_closure_is_evaluated_once_per_micro_batch():
-    model, optimizer = wrapped(steps=3)
-    calls = []
-    for x, y in optimizer.batches(ragged()):
-
-        def closure(x=x, y=y):
-            calls.append(len(x))
-            optimizer.zero_grad()
-            loss = mse(model, x, y)
-            loss.backward()
-            return loss
-
-        with torch.no_grad():
-            assert optimizer.step(closure).item() > 0
-    assert calls == SIZES
-    assert_same(model, large(windows_of(ragged(), 3)))
-
-
 def test_lbfgs_is_refused_with_a_pointer_to_train_step():
     with pytest.raises(ValueError, match=r"LBFGS re-evaluates its closure.*steps=2.*TrainStep"):
         gradaccum.torch.optim.LBFGS(network().parameters(), steps=2)
@@ -276,26 +258,6 @@ def test_frozen_unused_shared_and_joined_parameters(model, make):
     assert model is Joined or trained.unused.weight.grad is None
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
-def test_parameters_used_in_only_some_micro_batches(make):
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
-
-        def forward(self, x, which):
-            return torch.stack([self.experts[w](row) for row, w in zip(x, which.tolist(), strict=True)])
-
-    x, y = regression(sum(SIZES))
-    which = torch.tensor([0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 2])
-
-    def loss(model, x, which, y):
-        return nn.functional.mse_loss(model(x, which), y)
-
-    check(Experts(), Experts(), split((x, which, y), SIZES), make=make, loss=loss)
-
-
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}, {"nonfinite": "skip_window"}])
 def test_sparse_gradients(options):
     def model():
@@ -329,18 +291,6 @@ def test_a_gradient_penalty_with_create_graph():
         return mse(model, x, y) + slope.square().sum(1).mean()
 
     check(network(), network(), loss=loss)
-
-
-def test_toggling_requires_grad_is_fine():
-    model, optimizer = wrapped(steps=3)
-
-    def toggle():
-        model.requires_grad_(False)
-        model(regression(2)[0])
-        model.requires_grad_(True)
-
-    train(model, optimizer, ragged()[:3], weigh=by_rows, after=toggle)
-    assert_same(model, large([ragged()[:3]]))
 
 
 @pytest.mark.parametrize("foreach", [{"foreach": True}, {"fused": True}, {"foreach": False}])

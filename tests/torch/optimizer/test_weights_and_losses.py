@@ -1,11 +1,13 @@
-"""What a micro-batch weighs: rows, class weights, tokens, sums; and the losses that are reported."""
+"""What a micro-batch weighs: rows, class weights, tokens, sums, nothing; and the losses that are reported."""
+
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
 import gradaccum.torch
-from tests.reference import relative_error, torch_updates, windows_of
+from tests.reference import FLOAT64, relative_error, torch_updates, windows_of
 from tests.torch.optimizer.loops import assert_same, by_rows, large, train, wrapped
 from tests.torch.problems import adam, classes, join, mse, network, regression, sgd, split
 
@@ -104,27 +106,6 @@ def test_a_masked_loss_is_weighed_by_its_tokens(through):
     check(loss, lambda x, y, mask: mask.sum(), data=data, sizes=[2, 4, 1, 3], make=adam, through=through)
 
 
-def test_several_losses_of_one_micro_batch_count_it_once():
-    micro_batches = split(regression(9), [2, 4, 3])
-
-    def l1(model, x, y):
-        return nn.functional.l1_loss(model(x), y)
-
-    model, optimizer = wrapped(steps=3)
-    for x, y in micro_batches:
-        optimizer.zero_grad()
-        optimizer.backward(mse(model, x, y), weight=len(x))
-        optimizer.backward(l1(model, x, y))  # the same rows: the same weight
-        optimizer.backward(l1(model, x, y) * 2, weight=len(x))
-        optimizer.step()
-    expected = network()
-    both = lambda *b: mse(*b) + 3 * l1(*b)  # noqa: E731
-    (loss,) = torch_updates(expected, sgd(expected.parameters()), [join(micro_batches)], both)
-    assert optimizer.updates == 1
-    assert_same(model, expected)
-    assert optimizer.loss.item() == pytest.approx(loss, rel=1e-12)
-
-
 def test_different_weights_in_one_micro_batch_are_refused():
     model, optimizer = wrapped(steps=2)
     optimizer.backward(model(torch.ones(4, 5)).mean(), weight=4)
@@ -181,3 +162,83 @@ def test_half_precision_sums_survive_large_token_counts():
         optimizer.backward((parameter * 4).sum(), weight=tokens)
         optimizer.step()
     assert parameter.item() == -3.0
+
+
+# Micro-batches that weigh nothing: they change nothing, whatever else goes on in their window.
+
+
+class Scaler(torch.amp.GradScaler):
+    """A GradScaler whose scale follows a script."""
+
+    def __init__(self, scales):
+        super().__init__("cpu", init_scale=scales[0])
+        self.script = itertools.cycle(scales)
+        next(self.script)
+
+    def update(self, new_scale=None):
+        super().update(new_scale=next(self.script))
+
+
+GROWS, SHRINKS = [2.0, 4.0, 8.0, 2.0], [8.0, 8.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("how", "scales"),
+    [
+        *(("loss.backward()", GROWS), ("optimizer.backward()", SHRINKS), ("no backward", GROWS)),
+        pytest.param("loss.backward()", SHRINKS, marks=pytest.mark.slow),
+        pytest.param("optimizer.backward()", GROWS, marks=pytest.mark.slow),
+        pytest.param("no backward", SHRINKS, marks=pytest.mark.slow),
+    ],
+)
+def test_a_scale_that_changes_while_the_sum_is_detached_is_applied_to_it(how, scales):
+    data, sizes = regression(16), [3, 2, 1, 4, 2, 4]
+    for weightless in itertools.product([False, True], repeat=4):
+        model, alone = network(), network()
+        optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=6)
+        scaler = Scaler(scales)
+        parts = [
+            (*part, torch.tensor(index < 4 and weightless[index])) for index, part in enumerate(split(data, sizes))
+        ]
+        for x, y, skipped in optimizer.batches(parts, weight=lambda part: 0 if part[2] else len(part[0])):
+            optimizer.zero_grad()
+            loss = scaler.scale(mse(model, x, y))
+            if how == "optimizer.backward()":
+                optimizer.backward(loss)
+            elif not (skipped and how == "no backward"):
+                loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+        torch_updates(alone, sgd(alone.parameters()), [join([p[:2] for p in parts if not p[2]])], mse)
+        assert relative_error(model.parameters(), alone.parameters()) <= FLOAT64, weightless
+
+
+@pytest.mark.parametrize("how", ["loss.backward()", "optimizer.backward()"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip_window", "skip_micro_batch"])
+@pytest.mark.parametrize("weights", [[0, 3, 2], [3, 0, 2], [3, 2, 0], [0, 0, 4]])
+def test_a_weightless_micro_batch_does_not_count_wherever_it_stands_though_its_loss_is_nan(how, nonfinite, weights):
+    """In windows that look at all gradients and in ordinary ones."""
+    model, optimizer = wrapped(steps=3, nonfinite=nonfinite)
+    window = [(*regression(weight or 5, seed=index), weight) for index, weight in enumerate(weights)]
+
+    def loss(model, x, y, weight):
+        return mse(model, x, y) * (1.0 if weight else float("nan"))
+
+    weigh = (lambda *batch: None) if how == "optimizer.backward()" else None
+    train(model, optimizer, optimizer.batches(window * 6, weight=lambda part: part[2]), loss=loss, weigh=weigh)
+    assert optimizer.updates == 6
+    assert_same(model, large([[part[:2] for part in window if part[2]]] * 6))
+
+
+def test_an_overflow_in_a_weightless_micro_batch_costs_no_update_and_no_halving():
+    model, optimizer = wrapped(steps=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    parts = [regression(2), regression(3)]
+    parts[1][0][0] = float("nan")
+    for x, y in optimizer.batches(parts, weight=lambda part: 0 if part[0].isnan().any() else len(part[0])):
+        optimizer.zero_grad()
+        scaler.scale(mse(model, x, y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.updates == 1
+    assert scaler.get_scale() == 8.0

@@ -14,7 +14,6 @@ _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 def global_step_hooks() -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """The hooks of every optimizer's step, before and after it."""
     module = sys.modules["torch.optim.optimizer"]  # torch.optim hides it
     return getattr(module, _GLOBAL_HOOKS[0], {}), getattr(module, _GLOBAL_HOOKS[1], {})
 

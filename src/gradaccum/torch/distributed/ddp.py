@@ -91,11 +91,9 @@ class Replicas(Engine):
             starts, done = (torch.compiler.disable(weakly(call)) for call in (self._forward_starts, self._forward_done))
             self._hooks += [model.register_forward_pre_hook(starts), model.register_forward_hook(done)]
         if not self.manual_reduce:
-            first, counted = weakly(self._first_gradient), self._counted[0]
-            for parameter in {counted[-1], _last_of_first_bucket(self.modules[0], counted)}:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(first))
-            bucket = _last_of_first_bucket(self.modules[0], counted)
-            self._hooks.append(bucket.register_post_accumulate_grad_hook(weakly(self._first_bucket)))
+            bucket = _last_of_first_bucket(self.modules[0], self._counted[0])
+            for parameter, arrives in {self._counted[0][-1]: self._first_gradient, bucket: self._first_bucket}.items():
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(weakly(arrives)))
 
     def remove(self) -> bool:
         was_last = super().remove()
@@ -134,6 +132,7 @@ class Replicas(Engine):
             ranks.backward_starts()
 
     def _first_bucket(self, parameter: Tensor) -> None:
+        self._first_gradient(parameter)
         if (ranks := self._ranks()) is not None:
             ranks.first_bucket()
 

@@ -157,41 +157,43 @@ def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes a second to import, and has been, where one is there
     kinds = (DistributedDataParallel, *(() if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)))
     # By type, without isinstance: other objects may be proxies.
-    for wrapper in [o for o in gc.get_objects() if issubclass(type(o), kinds)]:
-        if any(id(parameter) in own for parameter in wrapper.parameters()):
-            message, weighs_wrong = _unknown_wrapper(wrapper, model, any(map(is_sharded, parameters)))
-            if weighs_wrong or steps != 1:
-                raise ValueError(message)
-            logger.warning(message)
-            return
+    wrappers = (o for o in gc.get_objects() if issubclass(type(o), kinds))
+    found = next((o for o in wrappers if any(id(parameter) in own for parameter in o.parameters())), None)
+    if found is None:
+        return
+    if not issubclass(type(found), DistributedDataParallel):
+        message = _UNKNOWN_SHARDS if any(map(is_sharded, parameters)) else _FSDP1
+    else:
+        kinds = type(getattr(found, "module", None)).__mro__
+        in_lightning = any(kind.__module__.startswith(("lightning.pytorch", "pytorch_lightning")) for kind in kinds)
+        message, advice = (_UNKNOWN, "Pass model=ddp.") if model is None else (_WRAPPED_LATER, _WRAP_FIRST)
+        message = f"{message} {_IN_LIGHTNING if in_lightning else advice}"
+        if model is not None:
+            raise ValueError(message)
+    if steps != 1:
+        raise ValueError(message)
+    logger.warning(message)
 
 
-def _unknown_wrapper(wrapper: Any, model: nn.Module | None, sharded: bool) -> tuple[str, bool]:
-    """What a data-parallel model means that an optimizer doesn't know; whether that is an error in any case."""
-    if not issubclass(type(wrapper), DistributedDataParallel):
-        kind, effect = "FullyShardedDataParallel model (FSDP1), which", ""
-        advice = "Shard the model with fully_shard, and pass model=."
-        if sharded:
-            kind, effect = "sharded model (fully_shard) that", "it reduces on every micro-batch, and "
-            advice = "Pass model=, the sharded model."
-        return (
-            f"The parameters belong to a {kind} the optimizer does not know: {effect}all ranks weigh the same whatever "
-            f"their rows. {advice}"
-        ), False
-    kinds, advice = type(getattr(wrapper, "module", None)).__mro__, ""
-    if any(kind.__module__.startswith(("lightning.pytorch", "pytorch_lightning")) for kind in kinds):
-        advice = (
-            "Lightning's Trainer wraps the module after its optimizers. On several devices use automatic optimization "
-            "with gradaccum.integrations.lightning.GradientAccumulation; or a loop with Fabric, where model = "
-            "fabric.setup(model) comes first; or TrainStep, made in on_fit_start."
-        )
-    if model is None:
-        return (
-            "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on "
-            f"every micro-batch, and all ranks weigh the same whatever their rows. {advice or 'Pass model=ddp.'}"
-        ), False
-    advice = advice or "Wrap the model first, and pass that, on every rank: Optimizer(..., model=ddp)."
-    return (
-        "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing and "
-        f"weighs each rank the same. {advice}"
-    ), True
+_UNKNOWN_SHARDS = (
+    "The parameters belong to a sharded model (fully_shard) that the optimizer does not know: it reduces on every "
+    "micro-batch, and all ranks weigh the same whatever their rows. Pass model=, the sharded model."
+)
+_FSDP1 = (
+    "The parameters belong to a FullyShardedDataParallel model (FSDP1), which the optimizer does not know: all ranks "
+    "weigh the same whatever their rows. Shard the model with fully_shard, and pass model=."
+)
+_UNKNOWN = (
+    "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on every "
+    "micro-batch, and all ranks weigh the same whatever their rows."
+)
+_WRAPPED_LATER = (
+    "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing and weighs "
+    "each rank the same."
+)
+_WRAP_FIRST = "Wrap the model first, and pass that, on every rank: Optimizer(..., model=ddp)."
+_IN_LIGHTNING = (
+    "Lightning's Trainer wraps the module after its optimizers. On several devices use automatic optimization with "
+    "gradaccum.integrations.lightning.GradientAccumulation; or a loop with Fabric, where model = fabric.setup(model) "
+    "comes first; or TrainStep, made in on_fit_start."
+)

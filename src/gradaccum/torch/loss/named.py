@@ -329,7 +329,7 @@ class NamedSums(GradientBuffer):
 
     def prepare(self) -> None:
         super().prepare()
-        for held in (self.detached, self.restored, *self.sums.values(), *self._restored.values()):
+        for held in (self.restored, *self.sums.values(), *self._restored.values()):
             if held:  # the parameters that were added come last
                 held += [None] * (len(self.parameters()) - len(held))
 
@@ -404,11 +404,6 @@ class NamedSums(GradientBuffer):
             if scale is not None:
                 scale_([s for s in sums if s is not None], scale)
             self.sums[name] = _joined(self.sums[name] or [None] * len(sums), sums)
-
-    def detach(self) -> None:
-        sums, restored = self.sums, self._restored
-        super().detach()
-        self.sums, self._restored = sums, restored
 
     def clear(self, set_to_none: bool = True) -> None:
         super().clear(set_to_none)

@@ -81,7 +81,6 @@ class Batches:
             self._to_skip = 0
 
     def goes_on_in(self, other: Batches) -> bool:
-        """Whether another loop uses the same iterator, where this one has been left."""
         return isinstance(self.loader, Iterator) and self.loader is other.loader
 
     def __iter__(self) -> Iterator[Any]:
@@ -194,7 +193,6 @@ class _Ahead:
             self.is_empty = self.is_over = True
 
     def arrives(self) -> bool:
-        """Fetch the batch that is due. Returns whether there is one."""
         self.is_due = False
         self._fetch()
         return self.failure is None and not self.is_over

@@ -97,10 +97,11 @@ def window_state(windows: Windows) -> dict[str, Any]:
     open_.saved = True
     windows.parameter_monitor.check_parameters()
     open_.check_failed()
+    open_.check_sum()  # an ordinary window does so at its end, which is elsewhere
     if ranks.sharded:
         ranks.reduce_pending()
         open_.monitor.forget_arrivals()  # of the reduction
-    elif open_.buffer.detached is None and open_.passes.arrivals:
+    elif open_.in_progress[0] and open_.passes.arrivals:
         raise uncounted_error()
     scale = open_.loss_scale
     state["scaled"] = scale.in_use or open_.buffer.restored is not None

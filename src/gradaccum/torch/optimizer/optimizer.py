@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
@@ -40,6 +41,11 @@ from gradaccum.torch.window import GradientWindow, Nonfinite, Windows, on_collec
 __all__ = ["Nonfinite", "Optimizer"]
 
 logger = logging.getLogger("gradaccum")
+
+
+def _shown(path: str) -> Any:
+    """A property that reads this attribute."""
+    return property(operator.attrgetter(path))
 
 
 class Optimizer(OptimizerProxy):
@@ -130,8 +136,6 @@ class Optimizer(OptimizerProxy):
         if arguments["accumulate_dtype"] is None and overflows_easily(inner):
             arguments["accumulate_dtype"] = torch.float32
         self._hold(inner)
-        # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
-        parameters = functools.partial(parameters_of, inner)
         options = {**arguments, "sync": self._sync}
         manual_reduce = arguments["nonfinite"] == "skip_micro_batch"
         if manual_reduce and isinstance(inner, torch.optim.SparseAdam):
@@ -144,8 +148,9 @@ class Optimizer(OptimizerProxy):
         )
         check_closures([inner] if needs_closure(inner) else [], ranks)
         noise = noise_meter(arguments.pop("noise_scale"), self._model)
-        current = GradientWindow(parameters, ranks, noise, **arguments)
+        current = GradientWindow(functools.partial(parameters_of, inner), ranks, noise, **arguments)
         self._loss_scale = current.loss_scale
+        # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
         self._windows = windows = Windows(inner, schedule, current, weakref.ref(self), check_steps)
         weakref.finalize(self, on_collect, windows).atexit = False
         self._checked = False
@@ -179,15 +184,16 @@ class Optimizer(OptimizerProxy):
     def epoch(self, epoch: int) -> None:
         self._windows.epoch = epoch
 
-    @property
-    def updates(self) -> int:
-        """Updates made."""
-        return self._windows.updates
-
-    @property
-    def updated(self) -> bool:
-        """Whether the last `step()` or `flush()` made an update."""
-        return self._windows.updated
+    updates: int = _shown("_windows.updates")
+    """Updates made."""
+    updated: bool = _shown("_windows.updated")
+    """Whether the last `step()` or `flush()` made an update."""
+    micro_batches: int = _shown("_windows.current.window.micro_batches")
+    """Micro-batches in the open window."""
+    closes_next: bool = _shown("_windows.closes_next")
+    """Whether the next `step()` closes the window."""
+    grad_norm: Tensor | None = _shown("_windows.current.grad_norm")
+    """2-norm of the last finished gradient, before clipping; None without `clip_grad_norm`."""
 
     @property
     def steps(self) -> int:
@@ -197,16 +203,6 @@ class Optimizer(OptimizerProxy):
     @steps.setter
     def steps(self, steps: Steps) -> None:
         self._windows.reschedule(Schedule(steps))
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches in the open window."""
-        return self._windows.current.window.micro_batches
-
-    @property
-    def closes_next(self) -> bool:
-        """Whether the next `step()` closes the window."""
-        return self._windows.closes_next
 
     @property
     def _in_batches(self) -> bool:
@@ -225,11 +221,6 @@ class Optimizer(OptimizerProxy):
     def losses(self) -> dict[Any, Tensor]:
         """`{name: mean}` of named losses, over the same window as `loss`."""
         return {name: mean for name, mean in self._windows.current.losses.means().items() if name is not None}
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """2-norm of the last finished gradient, before clipping; None without `clip_grad_norm`."""
-        return self._windows.current.grad_norm
 
     @property
     def noise_scale(self) -> NoiseScale:
@@ -329,13 +320,11 @@ class Optimizer(OptimizerProxy):
         if closure is None and self._checked and self._windows.current.passes.arrivals:
             self._windows.count(self._scaled)  # nearly always
             return None
-        windows, self._answer, result = self._windows, (), None
+        windows, result = self._windows, None
         if closure is not None:
             again = may_evaluate_again(self.inner)
-            plain = windows.steps == 1 and not (
-                has_options(self._accumulation_arguments) or windows.ranks.is_distributed
-            )
-            if needs_closure(self.inner) or (again and plain):
+            plain = not (has_options(self._accumulation_arguments) or windows.ranks.is_distributed)
+            if needs_closure(self.inner) or (again and plain and windows.steps == 1):
                 return windows.evaluate(functools.partial(self._step_inner, closure))
             with torch.enable_grad():
                 result = closure()

@@ -7,14 +7,13 @@ from gradaccum.torch.watch.messages import (
     modification_error,
     untouched_error,
 )
-from gradaccum.torch.watch.monitor import GradientMonitor, ShardedMonitor, all_require_grad
+from gradaccum.torch.watch.monitor import GradientMonitor, ShardedMonitor
 from gradaccum.torch.watch.parameters import ParameterMonitor, parameters_of
 
 __all__ = [
     "GradientMonitor",
     "ParameterMonitor",
     "ShardedMonitor",
-    "all_require_grad",
     "callers",
     "check_outside_of_trainers",
     "failed_error",

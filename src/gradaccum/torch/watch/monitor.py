@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from gradaccum.on_torch.grad_buffer import all_require_grad
 from gradaccum.on_torch.private import current_backward, queue_callback, recorded_operations
 from gradaccum.torch.watch.messages import SEVERAL_PASSES, several_passes_warning
 
-__all__ = ["GradientMonitor", "Modification", "ShardedMonitor", "all_require_grad"]
+__all__ = ["GradientMonitor", "Modification", "ShardedMonitor"]
 
 logger = logging.getLogger("gradaccum")
 
@@ -42,10 +43,9 @@ class _Passes:
         self.current: int | None = None
         self.unfinished: set[int] = set()
         self.began: list[int] = []  # operations recorded when the micro-batch began, and when each of its passes did
-        self.opener: _Sum | None = None  # of the parameter that a pass reached first
         self.on_end: Callable[[], None] | None = None  # called when a pass is over, in windows that look
 
-    def begin(self, number: int | None, opener: _Sum) -> None:
+    def begin(self, number: int | None) -> None:
         """The first gradient of a backward pass has arrived."""
         # FSDP2 calls hooks outside of backward passes, too.
         if number is None or number == -1 or torch.compiler.is_compiling():
@@ -57,16 +57,14 @@ class _Passes:
             queue_callback(self.on_end)
             if len(self.unfinished) == 1:  # checkpointing runs passes inside of one
                 self.began.append(recorded_operations())
-                self.opener = opener
 
 
 class _Sum:
     """A parameter's gradient as autograd alone leaves it. The parameter's hook holds this, and no optimizer."""
 
-    __slots__ = ("arrivals", "base", "comparable", "counted", "gradient", "handle", "left", "seen", "sees_passes")
+    __slots__ = ("arrivals", "base", "comparable", "counted", "gradient", "handle", "left", "seen")
 
     def __init__(self, parameter: Tensor, passes: _Passes) -> None:
-        self.sees_passes = True
         self.restart()
 
         def arrived(parameter: Tensor) -> None:
@@ -74,8 +72,8 @@ class _Sum:
             self.arrivals += 1
             if self.gradient is None and parameter.grad is not None:  # the first one: it is the sum from here on
                 self.look(parameter.grad)
-            if self.sees_passes and (number := current_backward()) != passes.current:
-                passes.begin(number, self)
+            if (number := current_backward()) != passes.current:
+                passes.begin(number)
 
         with all_require_grad([parameter]):
             self.handle = parameter.register_post_accumulate_grad_hook(arrived)
@@ -140,14 +138,10 @@ class GradientMonitor:
             sum_.handle.remove()
 
     def watch_all(self) -> None:
-        """Look at every parameter until the window closes."""
         self._watch(self._parameters())
         self.looking, self.passes.on_end = True, self._on_end
-        for _, sum_ in self._watched:
-            sum_.sees_passes = True
 
     def remove(self) -> None:
-        """Leave the parameters without hooks."""
         self._watch([])
 
     # A window, from its first backward pass to its update.
@@ -184,20 +178,14 @@ class GradientMonitor:
         elif self.looking:
             most = max([sum_.arrivals for _, sum_ in self._watched], default=0)
             likely = [parameter for parameter, sum_ in self._watched if sum_.arrivals == most > 0]
-            opener = [
-                parameter for parameter, sum_ in self._watched if sum_ is self.passes.opener and sum_.arrivals == most
-            ]
             if likely:
-                self._watch(dict.fromkeys([*opener, likely[0], likely[len(likely) // 2], likely[-1]][:3]))
+                self._watch(likely[i] for i in sorted({0, len(likely) // 2, len(likely) - 1}))
                 self.looking, self.passes.on_end = False, None
-                for _, sum_ in self._watched[1:]:
-                    sum_.sees_passes = not opener
         self.restart(closed=True)
 
     # What has arrived.
 
     def forget_arrivals(self) -> None:
-        """What arrives from now on belongs to the next micro-batch."""
         self._seen = self.passes.arrivals = 0
         if self.looking:
             self.passes.began = [recorded_operations()]
@@ -300,7 +288,6 @@ class GradientMonitor:
         return self.looking and (self._counted < _COMPARED or self._last_next)
 
     def _comparable(self) -> list[Tensor]:
-        """The gradients whose values can be compared."""
         found = []
         for _, sum_ in self._watched:
             if sum_.gradient is not None:
@@ -316,6 +303,8 @@ class GradientMonitor:
         now = _digest(gradients)
         if digest is None or now is None or now.shape != digest.shape:
             return True
+        if torch.equal(digest, now):
+            return False
         sizes = [4 * torch.finfo(digest.dtype).eps * g.numel() ** 0.5 for g in gradients]
         rounding = torch.tensor(sizes, dtype=digest.dtype, device=digest.device)  # threads may differ
         same = (digest - now).abs() <= rounding * digest[0]
@@ -410,16 +399,3 @@ def _counts_versions(gradient: Tensor) -> bool:
     if gradient._is_view() or hasattr(gradient, "to_local") or torch.compiler.is_compiling():
         return False
     return gradient.is_sparse or gradient.untyped_storage().nbytes() <= gradient.nbytes
-
-
-@contextlib.contextmanager
-def all_require_grad(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Frozen leaves require gradients meanwhile: torch hooks no others, and they may be unfrozen later."""
-    frozen = [leaf for leaf in leaves if not leaf.requires_grad]
-    for leaf in frozen:
-        leaf.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for leaf in frozen:
-            leaf.requires_grad_(False)

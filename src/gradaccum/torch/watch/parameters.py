@@ -57,7 +57,6 @@ class ParameterMonitor:
             raise self._changed_error()
 
     def written(self) -> bool:
-        """Whether a parameter was written since the window began."""
         return self._looking and any(p._version != v for p, v in zip(self._parameters, self._versions, strict=True))
 
     def check_parameters(self) -> None:

@@ -100,7 +100,6 @@ class GradientWindow(Listener):
         self.build_stages()
 
     def build_stages(self) -> None:
-        """List what happens to the gradients at a window's end: again where something more is asked for."""
         ranks = self.ranks.is_distributed
         self.stages: list[Stage] = gradient_stages(
             self._screen if self.screened is not None else None,
@@ -118,13 +117,11 @@ class GradientWindow(Listener):
             self.window.unit = self.ranks.unit
 
     def parameters_added(self) -> None:
-        """Parameters have joined a group: they are summed and watched like the others."""
         self.buffer.prepare()
         self.loss_scale.remove()
         self.monitor.watch_all()
 
     def remove(self) -> None:
-        """Leave the parameters as they were found: no hooks, their own `grad_dtype`."""
         self.monitor.remove()
         self.loss_scale.remove()
         self.arrival_scale.set(1.0)
@@ -137,7 +134,6 @@ class GradientWindow(Listener):
     # A micro-batch, until it is counted.
 
     def expect_nothing(self) -> None:
-        """The micro-batches that come weigh the same, unless `backward` says otherwise."""
         self.window.expect_nothing()
         self._scale_arrivals(1.0)
 
@@ -147,15 +143,9 @@ class GradientWindow(Listener):
         window.expect(weight, given, last)
         if weight == window.unit and not self.special:
             return  # nearly always
-        arriving = 1.0
+        arriving = float(weight > 0)
         if weight == 0:
-            if self.ranks.sharded:
-                arriving = 0.0  # the other ranks need this one's passes
-            else:
-                self.check_sum()
-                self.buffer.detach()
-                self.monitor.restart()
-                self.special = True
+            self.special = True
         elif window.reduction == "mean" and weight != window.unit and not self.by_name:
             if self.ranks.is_distributed and not self.ranks.manual_reduce and window.unit is not None:
                 arriving = weight / window.unit
@@ -165,10 +155,6 @@ class GradientWindow(Listener):
                     with self.monitor.resyncing():
                         self.buffer.scale_(factor)
         self._scale_arrivals(arriving)
-
-    def _reattach(self) -> None:
-        self.buffer.reattach()
-        self.monitor.resync()
 
     def _scale_arrivals(self, factor: float) -> None:
         """What comes through `loss.backward()` cannot be multiplied there, so it is on its way to the sum."""
@@ -275,7 +261,6 @@ class GradientWindow(Listener):
         return start  # type: ignore[return-value]  # it is one by now
 
     def add_gradients(self, gradients: Sequence[Tensor | None], weight: Any) -> None:
-        """Add a micro-batch's gradients, in the order of the parameters, as a backward pass would."""
         self.check_failed()
         self.check_sum()
         if self.by_name:
@@ -317,9 +302,6 @@ class GradientWindow(Listener):
             monitor.forget_values()  # `unscale_` has changed them, and raises no version
         self.check_failed()
         self.check_sum()
-        in_reach = self.buffer.detached is None
-        if not in_reach:
-            self._reattach()
         if self.passes.arrivals != one.weighed:
             if self.by_name:
                 raise mixed_terms_error()
@@ -327,7 +309,7 @@ class GradientWindow(Listener):
                 raise mixed_error()
         if one.weight is None:  # it came through loss.backward(), or had no backward pass
             window.weigh()
-        self._scale_sum(scaled, in_reach)
+        self._scale_sum(scaled)
         weight = one.weight
         closes = window.add()
         self.saved = False
@@ -337,13 +319,12 @@ class GradientWindow(Listener):
         self._settle()
         return closes
 
-    def _scale_sum(self, scaled: Sequence[Any], in_reach: bool) -> None:
+    def _scale_sum(self, scaled: Sequence[Any]) -> None:
         """Have the sum in one scale, with that of a checkpoint in it."""
         scale, weight = self.loss_scale, self.window.micro_batch.weight
         unscaled = bool(scaled) and scaled[0] is None
         # One that weighs nothing has no say, unless `unscale_` has divided the others' sum in it.
-        has_say = weight or (unscaled and in_reach)
-        if has_say and self.screened is None and (scaled or self.passes.arrivals or not self.monitor.idle):
+        if (weight or unscaled) and self.screened is None and (scaled or self.passes.arrivals or not self.monitor.idle):
             scale.check(bool(scaled))
         if not scaled:
             if self.buffer.restored is not None:
@@ -362,7 +343,7 @@ class GradientWindow(Listener):
         if unscaled:
             self._check_unscaled()
         if weight or scale.in_use or self.ranks.is_distributed:
-            scale.add(scaled[0], scaled[1], in_reach)
+            scale.add(scaled[0], scaled[1])
             self.monitor.resync()
 
     def _check_unscaled(self) -> None:
@@ -395,10 +376,8 @@ class GradientWindow(Listener):
 
     def _settle(self) -> None:
         """Whether there is more in this window than gradients that autograd adds up."""
-        moved = self.buffer.restored is not None or self.buffer.detached is not None
-        self.special = (
-            self._always_special or moved or self.by_name or self.loss_scale.in_use or self._failure is not None
-        )
+        moved = self.buffer.restored is not None or self.loss_scale.in_use
+        self.special = self._always_special or moved or self.by_name or self._failure is not None
 
     def _measure(self, noise: NoiseMeter) -> None:
         """Show the meter the sum so far: unscaled and over the weight, it is the mean of the micro-batches so far."""
@@ -412,8 +391,7 @@ class GradientWindow(Listener):
         """The micro-batch that was expected is over, counted or not: if not, it must not have left a gradient."""
         if self.window.micro_batches or self.window.micro_batch.announced:
             self.check_untouched()
-        if self.buffer.detached is not None:
-            self._reattach()
+        self._scale_arrivals(1.0)
 
     # The window's end.
 
@@ -434,7 +412,6 @@ class GradientWindow(Listener):
         return True
 
     def _weigh(self, total: WindowTotal) -> None:
-        """What the window weighs has become known."""
         window, size = self.window, self.ranks.size
         total.weight, total.divisor = window.weight, window.divisor / size  # the ranks' reduction leaves a mean
         weight = window.weight / (window.unit or 1)
@@ -497,7 +474,8 @@ class GradientWindow(Listener):
 
     # What `ranks` calls: a `gradaccum.torch.distributed.Listener`.
 
-    def _weighs(self) -> tuple[float, bool]:
+    @property
+    def in_progress(self) -> tuple[float, bool]:
         """What the micro-batch in progress weighs as far as is known, and whether the user said so."""
         one = self.window.micro_batch
         return (one.default, one.default_given) if one.weight is None else (one.weight, one.given)
@@ -506,13 +484,13 @@ class GradientWindow(Listener):
         """What the window weighs with the micro-batch in progress; a GradScaler's verdict comes after its pass."""
         if self.loss_scale.known:
             return None
-        window, (weight, given) = self.window, self._weighs()
+        window, (weight, given) = self.window, self.in_progress
         given, total = given or window.weights_given, window.weight + weight
         equal = not (given or window.micro_batch.in_batches) and total > 0 and window.reduction == "mean"
         return Total(total, given, max(window.largest, weight), equal=equal)
 
     def own_unit(self) -> float:
-        window, (weight, _) = self.window, self._weighs()
+        window, (weight, _) = self.window, self.in_progress
         return (window.unit or weight) if weight and window.reduction == "mean" else float(weight > 0)
 
     def take_unit(self, unit: float) -> float:
@@ -571,12 +549,12 @@ class GradientWindow(Listener):
         if found is None:
             return
         window = self.window
-        alone = not window.micro_batches and window.closes_next
+        early = found == "edited" and self.ranks.is_distributed and not self.ranks.sharded  # reduced later, perhaps
+        alone = not window.micro_batches and window.closes_next and not early
         if not (alone and not (window.reduction == "sum" and window.micro_batch.given)):
             raise modification_error(found)
 
     def check_untouched(self) -> None:
-        """Raise if a gradient has arrived since the last micro-batch was counted."""
         self.check_failed()
         if self.passes.arrivals or self.window.micro_batch.weight is not None:
             raise untouched_error()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.grad_buffer import GradientBuffer
-from gradaccum.torch.watch import GradientMonitor, all_require_grad
+from gradaccum.on_torch.grad_buffer import GradientBuffer, all_require_grad
+from gradaccum.torch.watch import GradientMonitor
 
 __all__ = ["LossScale"]
 
@@ -64,14 +64,12 @@ class LossScale:
         self.scaled = scaled
 
     def restore(self, overflow: bool) -> None:
-        """Go on from a checkpoint, whose sums are not scaled."""
         if overflow:
             self.known = True
             self.overflow = torch.ones(1, device=self._buffer.parameters()[0].device)
 
     @property
     def in_use(self) -> bool:
-        """Whether a GradScaler has stepped in this window."""
         return self.overflow is not None
 
     @property
@@ -102,16 +100,14 @@ class LossScale:
             if parameter.grad is zero and zero._version == version:
                 parameter.grad = None
 
-    def add(self, live: Tensor | None, found_inf: Tensor, counts: bool = True) -> None:
-        if not counts:
-            found_inf = torch.zeros_like(found_inf)
+    def add(self, live: Tensor | None, found_inf: Tensor) -> None:
         if self._due and live is not None:
             self.rescale_()  # no backward pass has done it
         self.overflow = found_inf.clone() if self.overflow is None else torch.maximum(self.overflow, found_inf)
         if live is not None:
             self._live = live
             self._scale = live.detach().clone()  # `live` itself is about to change in place
-        elif counts or self._scale is None:
+        else:
             self._scale = torch.ones_like(found_inf)
         self._buffer.join_restored(self._scale)
 
@@ -131,7 +127,6 @@ class LossScale:
                 self._handle = torch.autograd.graph.register_multi_grad_hook(leaves, backward_starts, mode="any")
 
     def rescale_(self) -> None:
-        """Bring the sum to the scale of the backward pass that starts now."""
         if self._live is None or self._scale is None or self.overflow is None:
             return
         version = self._live._version  # it may change after a pass that only `torch.autograd.grad` has asked for

@@ -40,8 +40,6 @@ _Phase = enum.Enum("_Phase", ["PLAIN", "RESTORED", "LOOP", "AHEAD"])
 
 
 class Windows:
-    """Counts micro-batches into windows, and makes an update of each."""
-
     def __init__(
         self,
         inner: torch.optim.Optimizer,
@@ -80,7 +78,6 @@ class Windows:
 
     @property
     def steps(self) -> int:
-        """Micro-batches of the open window, or of the next one."""
         if not self.current.window.micro_batches:
             self._settle_steps()
         return self.current.window.steps
@@ -113,7 +110,6 @@ class Windows:
     # Micro-batches.
 
     def count(self, scaled: Sequence[Any] = ()) -> None:
-        """A micro-batch is in; with the one that closes the window, make the update."""
         current = self.current
         window = current.window
         one = window.micro_batch
@@ -165,7 +161,7 @@ class Windows:
                 "perhaps. The gradients of its micro-batches belong to different ones. Change parameters when "
                 "`updated` is True."
             )
-        if current.window.micro_batch.weight != 0 and current.monitor.idle and current.buffer.detached is None:
+        if current.in_progress[0] and current.monitor.idle:
             self._warn_once(
                 "step() counts a micro-batch whose loss reached none of the parameters, or that had no backward pass: "
                 "its rows count, with a gradient of zero. To leave them out, leave out its step(), or use "
@@ -239,7 +235,6 @@ class Windows:
     # A loop of `batches()`: begin_loop, then for each batch expect_batch and end_batch, then end_loop and end_epoch.
 
     def begin_loop(self, source: Any, resumed: bool) -> None:
-        """Its first batch is there; `resumed` in the middle of an epoch."""
         before, phase = self.source, self._phase
         self.source, self._phase, self._first_unused = None, _Phase.PLAIN, None
         if phase is not _Phase.RESTORED and not resumed:
@@ -357,7 +352,6 @@ class Windows:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` wrote, with the open window that `current` has."""
         self.epoch, self.updates, self.in_epoch = state["epoch"], state["updates"], state["in_epoch"]
         self.updated = False
         followed = state.get("noise_schedule")
@@ -401,7 +395,6 @@ class OtherLoops:
         self._warned = False
 
     def note(self, filled: bool) -> None:
-        """Whether a loop of `batches()` fills this optimizer's window from now on."""
         number = id(self._window)
         if filled:
             self.running[number] = weakref.ref(self._window, lambda _: self.running.pop(number, None))
