@@ -3,7 +3,10 @@
 import copy
 import dataclasses
 import io
+import pathlib
 import random
+import runpy
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -566,3 +569,43 @@ def test_activation_memory_does_not_grow_with_the_batch():
     inside = [live_bytes(chunked(module, 16), torch.randn(rows, 5)) - rows * 8 * 4 for rows in (64, 1024)]
     assert inside[1] <= inside[0]
     assert live_bytes(module, torch.randn(1024, 5)) > 15 * live_bytes(chunked(module, 16), torch.randn(1024, 5))
+
+
+SAVED_BY_0_1 = Path(__file__).parents[1] / "data" / "chunked_0_1.pt"
+"""`nn.ModuleDict(plain=chunked(linear, norm, linear; 2, keep=1, "pooled"), exact=chunked(linear, norm; 3, "exact"))`,
+after a forward pass over 8 rows of 3 numbers."""
+
+
+def test_a_chunked_model_saved_by_version_0_1_loads_and_works():
+    model = torch.load(SAVED_BY_0_1, weights_only=False)
+    assert all(isinstance(part, chunked) for part in model.values())
+    assert (model["plain"].micro_batch_size, model["plain"].keep) == (2, 1)
+    model.eval()
+    whole = copy.deepcopy(model)
+    x = torch.randn(8, 3, dtype=torch.float32)
+    model["exact"](model["plain"](x)).logsumexp((0, 1)).backward()
+    whole["exact"].module(whole["plain"].module(x)).logsumexp((0, 1)).backward()
+    assert relative_error([p.grad for p in model.parameters()], [p.grad for p in whole.parameters()]) <= FLOAT32
+    model.train()
+    assert model["exact"](model["plain"](x)).shape == (8, 2)
+    assert next(iter(model.state_dict())) == "plain.0.weight"
+
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def test_the_contrastive_example_follows_the_large_batch_where_naive_accumulation_does_not(tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    main = runpy.run_path(str(ROOT / "examples" / "contrastive.py"))["main"]
+    picture = tmp_path / "picture.png"
+    runs = main(["--quick", "--out", str(picture)])
+    large, chunks, naive = (runs[kind] for kind in ("large batch", "chunked", "naive"))
+    assert chunks.losses == pytest.approx(large.losses, rel=1e-10)
+    assert (chunks.gradient - large.gradient).norm() <= 1e-12 * large.gradient.norm()
+    way = (large.path[-1] - large.path[0]).norm()
+    assert (chunks.path[-1] - large.path[-1]).norm() <= 1e-8 * way
+    assert (naive.gradient - large.gradient).norm() > 1e-2 * large.gradient.norm()
+    assert (naive.path[-1] - large.path[-1]).norm() > 1e-2 * way
+    assert abs(naive.losses[-1] - large.losses[-1]) > 0.1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "naive" in capsys.readouterr().out

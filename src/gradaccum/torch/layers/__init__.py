@@ -6,14 +6,6 @@ from gradaccum.torch.layers.offload import OffloadChoice
 from gradaccum.torch.layers.schedule import Layers, proof_of
 
 __all__ = [
-    "BackwardOptimizer",
-    "Blocks",
-    "BlocksChoice",
-    "Layers",
-    "OffloadChoice",
-    "check_in_backward",
-    "checked_blocks",
-    "has_blocks",
-    "parameters_by_block",
-    "proof_of",
-]
+    "BackwardOptimizer", "Blocks", "BlocksChoice", "Layers", "OffloadChoice", "check_in_backward", "checked_blocks",
+    "has_blocks", "parameters_by_block", "proof_of",
+]  # fmt: skip
