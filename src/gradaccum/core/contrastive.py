@@ -94,10 +94,11 @@ def check_ids(
 def _ids_message(given: Any, found: Described | None, name: str, array: str, floats: str, functions: bool) -> str:
     if functions and found is not None and len(found.shape) == 2:
         floats = f"A matrix that is at hand is given as {name}=lambda rows, columns: matrix[rows][:, columns]."
-    must = f"`{name}` must be {array} of ids, which are integers, or a tuple of two (of a's rows, of b's)"
-    must += ", or a function (rows, columns) -> bool tensor" if functions else ""
-    received = f"{given!r} of type {type(given).__name__}" if found is None else found
-    return f"{must}. Received: {received}. {floats}".strip()
+    if found is not None:
+        return f"`{name}` must be {array} of ids, which are integers. Received: {found}. {floats}".strip()
+    function = ", or a function (rows, columns) -> bool tensor" if functions else ""
+    must = f"`{name}` must be {array} of ids, or a tuple of two (of a's rows, of b's){function}"
+    return f"{must}. Received: {name}={given!r} of type {type(given).__name__}."
 
 
 def _check_paired(rows: int | None, columns: int | None, name: str) -> None:
