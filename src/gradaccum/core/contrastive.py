@@ -80,26 +80,33 @@ def check_ids(
         return 1
     is_pair = isinstance(given, tuple) and len(given) == 2
     sides = [] if given is None else [*zip(given, (rows, columns))] if is_pair else [(given, rows)]
-    function = ", or a function (rows, columns) -> bool tensor" if functions else ""
     for ids, count in sides:
         found = describe(ids)
         if found is None or "int" not in found.dtype:
-            received = f"{given!r} of type {type(given).__name__}" if found is None else found
-            if found is not None and len(found.shape) == 2 and functions:
-                floats = f"A matrix that is at hand is given as {name}=lambda rows, columns: matrix[rows][:, columns]."
-            raise TypeError(
-                f"`{name}` must be {array} of ids, which are integers, or a tuple of two (of a's rows, of b's)"
-                f"{function}. Received: {received}. {floats}".strip()
-            )
+            raise TypeError(_ids_message(given, found, name, array, floats, functions))
         if len(found.shape) != 1 or (None not in (found.shape[0], count) and found.shape[0] != count):
             raise ValueError(f"`{name}` must have an id for each row, ({count},). Received: {found.shape}.")
-    paired = given is not None or name == "positives"
-    if paired and not is_pair and rows is not None and columns is not None and columns < rows:
+    if (given is not None or name == "positives") and not is_pair:
+        _check_paired(rows, columns, name)
+    return 0 if given is None else 2
+
+
+def _ids_message(given: Any, found: Described | None, name: str, array: str, floats: str, functions: bool) -> str:
+    if functions and found is not None and len(found.shape) == 2:
+        floats = f"A matrix that is at hand is given as {name}=lambda rows, columns: matrix[rows][:, columns]."
+    if found is not None:
+        return f"`{name}` must be {array} of ids, which are integers. Received: {found}. {floats}".strip()
+    function = ", or a function (rows, columns) -> bool tensor" if functions else ""
+    must = f"`{name}` must be {array} of ids, or a tuple of two (of a's rows, of b's){function}"
+    return f"{must}. Received: {name}={given!r} of type {type(given).__name__}."
+
+
+def _check_paired(rows: int | None, columns: int | None, name: str) -> None:
+    if rows is not None and columns is not None and columns < rows:
         raise ValueError(
             "Row i of a and row i of b are a pair, so b has as many rows as a, or more: negatives. Received: "
             f"{rows} rows of a, {columns} of b. Swap them, or pass {name}=(ids_of_a, ids_of_b)."
         )
-    return 0 if given is None else 2
 
 
 def check_scalar(value: Any, name: str, describe: Describe, array: str, *, positive: bool = True) -> None:

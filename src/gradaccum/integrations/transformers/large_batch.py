@@ -184,20 +184,7 @@ class LargeBatch:
         passes = -(-rows // (step.micro_batch_size or rows or 1)) if together else 0
         mine = [batches, trainer.accelerator.gradient_state.end_of_dataloader if batches < 0 else 0, passes, rows]
         everybody = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device)).tolist()
-        if any(one[:2] != everybody[0][:2] for one in everybody):
-            found = [f"{n} batches" if n >= 0 else "the last batch" if last else "more" for n, last, *_ in everybody]
-            raise WindowError(
-                f"Ranks have different numbers of batches: {by_rank(found)}. A rank that has used up its own would be "
-                "waited for. Leave even_batches=True in `accelerator_config`, or cut the data of all ranks to the "
-                "shortest."
-            )
-        if any(one[2] != passes for one in everybody):
-            found = [f"{rows} rows, {passes} micro-batches" for *_, passes, rows in everybody]
-            raise WindowError(
-                f"{type(trainer).__name__}.compute_loss gathers metrics over the ranks, so all of them need as many "
-                f"micro-batches. Received: {by_rank(found)}. "
-                "Set dataloader_drop_last=True, or have all ranks' batches of one size."
-            )
+        _check_even(everybody, type(trainer).__name__)
 
     @contextlib.contextmanager
     def _own_tokens_alone(self) -> Iterator[None]:
@@ -219,6 +206,23 @@ class LargeBatch:
         self._state, self.trims = state, state.get("trims", False)
         if self.step is not None:
             self.step.load_state_dict(state)
+
+
+def _check_even(everybody: list[list[int]], trainer: str) -> None:
+    """Raise where the ranks' batches, whether this is the last one, or micro-batches differ; they have so many rows."""
+    if any(one[:2] != everybody[0][:2] for one in everybody):
+        found = [f"{n} batches" if n >= 0 else "the last batch" if last else "more" for n, last, *_ in everybody]
+        raise WindowError(
+            f"Ranks have different numbers of batches: {by_rank(found)}. A rank that has used up its own would be "
+            "waited for. Leave even_batches=True in `accelerator_config`, or cut the data of all ranks to the shortest."
+        )
+    if any(one[2] != everybody[0][2] for one in everybody):
+        found = [f"{rows} rows, {passes} micro-batches" for *_, passes, rows in everybody]
+        raise WindowError(
+            f"{trainer}.compute_loss gathers metrics over the ranks, so all of them need as many "
+            f"micro-batches. Received: {by_rank(found)}. "
+            "Set dataloader_drop_last=True, or have all ranks' batches of one size."
+        )
 
 
 # A trainer for passes that only prove something.

@@ -204,6 +204,14 @@ _SUMMARY: dict[str, Sequence[Any]] = {
 """What ranks compare, as numbers, and what the numbers stand for where they stand for something."""
 
 
+def _summary(kinds: list[int], a: Tensor, b: Tensor, temperature: Any, bias: Any, symmetric: bool) -> list[Any]:
+    inputs = a, b, temperature, bias
+    learned = [isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled() for t in inputs]
+    numbers = [float(0.0 if t is None else t.detach() if isinstance(t, Tensor) else t) for t in inputs[2:]]
+    dtypes = _DTYPES.index(a.dtype), _DTYPES.index(b.dtype)
+    return [len(a), len(b), a.shape[1], *dtypes, *learned, *numbers, symmetric, *kinds]
+
+
 def _ranks(
     name: str,
     check: Callable[[], list[int]],
@@ -223,11 +231,7 @@ def _ranks(
     problem: Exception | None = None
     summary: list[Any] = [0] * (2 + len(_SUMMARY))
     try:
-        kinds, inputs = check(), (a, b, temperature, bias)
-        learned = [isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled() for t in inputs]
-        numbers = [float(0.0 if t is None else t.detach() if isinstance(t, Tensor) else t) for t in inputs[2:]]
-        dtypes = _DTYPES.index(a.dtype), _DTYPES.index(b.dtype)
-        summary = [len(a), len(b), a.shape[1], *dtypes, *learned, *numbers, symmetric, *kinds]
+        summary = _summary(check(), a, b, temperature, bias, symmetric)
     except (TypeError, ValueError) as error:
         problem = error
     device = a.device if isinstance(a, Tensor) else torch.device("cpu")
