@@ -106,33 +106,18 @@ def test_a_batch_that_fits_as_it_is_takes_an_ordinary_step(file):
     assert first == "The whole batch of 16 rows fits into an ordinary step."
 
 
-@pytest.mark.parametrize("arguments", [("--memory", "lots"), ("--margin", "1")])
-def test_bad_input_is_one_clear_line_and_exit_code_2(file, arguments):
-    result = size(f"{file}:make", *arguments)
-    assert result.exit_code == 2
-    (line,) = [line for line in result.stderr.strip().splitlines() if "own" not in line]
-    assert line.startswith("Error: ")
-    assert arguments[0] in line
-
-
-def test_a_file_that_is_not_there_is_told():
-    result = size("absent.py:make")
-    assert result.exit_code == 2
-    assert "absent.py" in result.stderr
-
-
 @pytest.mark.parametrize(
-    ("name", "parts"),
+    ("name", "arguments", "parts"),
     [
-        ("in_forward", ["in_forward: the model or its loss raised ValueError: no (mine.py, line 29)"]),
-        (
-            "of_keras",
-            ["estimates models of PyTorch and JAX, and this is a Keras model", 'micro_batched(model, "auto")'],
-        ),
+        ("make", ["--memory", "lots"], ["Error: --memory"]),
+        ("make", ["--margin", "1"], ["Error: ", "--margin"]),
+        ("../absent.py:make", [], ["absent.py: no such file"]),
+        ("in_forward", [], ["in_forward: the model or its loss raised ValueError: no (mine.py, line 29)"]),
+        ("of_keras", [], ["of PyTorch and JAX, and this is a Keras model", 'micro_batched(model, "auto")']),
     ],
 )
-def test_an_error_is_one_line_with_its_reason(file, name, parts):
-    result = size(f"{file}:{name}")
+def test_bad_input_is_one_clear_line_and_exit_code_2(file, name, arguments, parts):
+    result = size(f"{file}:{name}", *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert_one_line(result.stderr, parts)
 

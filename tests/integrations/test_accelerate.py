@@ -324,47 +324,64 @@ def counted_calls():
 # Refused.
 
 
-def test_accumulation_that_is_configured_twice_is_refused():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2\). Remove it"):
-        prepare_optimizer(accelerator, sgd(network().parameters()), 3)
+def model_parameters():
+    return network().parameters()
 
 
-def test_accumulation_that_is_configured_later_is_refused():
+def prepared_twice():
+    training = Training()
+    prepare_optimizer(training.accelerator, training.optimizer, 3)
+
+
+def prepared_by_accelerate():
+    accelerator = Accelerator(cpu=True)
+    prepare_optimizer(accelerator, accelerator.prepare(sgd(model_parameters())), 3)
+
+
+def accumulates_later():
     training = Training()
     training.accelerator.gradient_accumulation_steps = 2
-    with pytest.raises(ValueError, match=r"both accumulate. Received: Accelerator\(gradient_accumulation_steps=2\)"):
-        training.run()
+    training.run()
 
 
-def test_an_optimizer_that_is_prepared_or_wrapped_twice_is_refused():
-    training = Training()
-    with pytest.raises(ValueError, match=r"prepared already. Remove it from accelerator.prepare"):
-        prepare_optimizer(training.accelerator, training.optimizer, 3)
-    with pytest.raises(ValueError, match=r"prepared already. Remove it from accelerator.prepare"):
-        prepare_optimizer(training.accelerator, training.accelerator.prepare(sgd(network().parameters())), 3)
-    with pytest.raises(ValueError, match="wrapped already"):
-        prepare_optimizer(training.accelerator, Optimizer(sgd(network().parameters()), 2), 3)
+REFUSED = {
+    "configured twice": (
+        lambda: prepare_optimizer(Accelerator(cpu=True, gradient_accumulation_steps=2), sgd(model_parameters()), 3),
+        r"gradient_accumulation_steps=2\). Remove it",
+    ),
+    "configured later": (
+        accumulates_later, r"both accumulate. Received: Accelerator\(gradient_accumulation_steps=2\)",
+    ),
+    "prepared twice": (prepared_twice, r"prepared already. Remove it from accelerator.prepare"),
+    "prepared by Accelerate": (prepared_by_accelerate, r"prepared already. Remove it from accelerator.prepare"),
+    "wrapped": (
+        lambda: prepare_optimizer(Accelerator(cpu=True), Optimizer(sgd(model_parameters()), 2), 3), "wrapped already",
+    ),
+    "no Accelerator": (
+        lambda: prepare_optimizer(sgd(model_parameters()), Accelerator(cpu=True), 3),
+        "`accelerator` must be an Accelerator. Received: SGD",
+    ),
+    "no optimizer": (
+        lambda: prepare_optimizer(Accelerator(cpu=True), "adam", 3), "`optimizer` must be a torch.optim.Optimizer",
+    ),
+}  # fmt: skip
 
 
-def test_arguments_of_other_types_are_refused():
-    with pytest.raises(TypeError, match="`accelerator` must be an Accelerator. Received: SGD"):
-        prepare_optimizer(sgd(network().parameters()), Accelerator(cpu=True), 3)
-    with pytest.raises(TypeError, match="`optimizer` must be a torch.optim.Optimizer"):
-        prepare_optimizer(Accelerator(cpu=True), "adam", 3)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_accumulates_twice_or_is_of_another_type_is_refused(case):
+    run, message = REFUSED[case]
+    with pytest.raises((TypeError, ValueError), match=message):
+        run()
 
 
-def test_an_accelerate_that_lacks_a_name_is_refused(monkeypatch):
+def test_an_accelerate_that_lacks_a_name_or_distributes_otherwise_is_refused(monkeypatch):
     accelerator = Accelerator(cpu=True)
-    monkeypatch.delattr(Accelerator, "clip_grad_value_")
-    with pytest.raises(ValueError, match=r"accelerate 1.*has no clip_grad_value_ in its accelerator"):
-        prepare_optimizer(accelerator, sgd(network().parameters()), 3)
-
-
-def test_ways_to_distribute_that_it_does_not_know_are_refused(monkeypatch):
     monkeypatch.setattr("gradaccum.integrations.accelerate.prepared._KNOWN", ())
     with pytest.raises(ValueError, match=r"Received: an Accelerator of type NO. Remove its plugin"):
-        prepare_optimizer(Accelerator(cpu=True), sgd(network().parameters()), 3)
+        prepare_optimizer(accelerator, sgd(model_parameters()), 3)
+    monkeypatch.delattr(Accelerator, "clip_grad_value_")
+    with pytest.raises(ValueError, match=r"accelerate 1.*has no clip_grad_value_ in its accelerator"):
+        prepare_optimizer(accelerator, sgd(model_parameters()), 3)
 
 
 def test_gradients_that_are_edited_otherwise_inside_a_window_are_noticed():

@@ -1,8 +1,6 @@
 """`GradientAccumulation` under Lightning's Trainer: each window's update is that of its rows as one batch."""
 
-import contextlib
 import functools
-import logging
 import re
 import warnings
 
@@ -15,13 +13,13 @@ from gradaccum import WindowError
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.documents import ROOT
+from tests.integrations.lightning_problems import MARKS, GradientAccumulation, Scaled, lightning, quiet_trainer
 from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
 from tests.torch.problems import adam, classes, mse, network, regression, sgd
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its dependencies, about each other
     import lightning as lightning_itself
-    import lightning.pytorch as lightning
     from lightning.pytorch.callbacks import (
         EarlyStopping,
         GradientAccumulationScheduler,
@@ -30,20 +28,10 @@ with warnings.catch_warnings():
         TQDMProgressBar,
         WeightAveraging,
     )
-    from lightning.pytorch.plugins import MixedPrecision
 
-    from gradaccum.integrations.lightning import GradientAccumulation
     from tests.integrations.distributed.lightning_cases import SaveAt
 
-pytestmark = [
-    pytest.mark.usefixtures("float64"),
-    # Lightning's own, and those about it.
-    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*overfit_batches:UserWarning"),
-]
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+pytestmark = MARKS
 
 ROWS = 23
 BATCHES = [slice(i, min(i + 2, ROWS)) for i in range(0, ROWS, 2)]  # 11 of 2 rows and one of 1
@@ -78,13 +66,8 @@ class Module(lightning.LightningModule):
 
 
 def trainer(callbacks=(), **keywords):
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return lightning.Trainer(**{"max_epochs": 1, "accelerator": "cpu", "callbacks": [*callbacks]} | quiet | keywords)
+    saves = any(isinstance(c, ModelCheckpoint) for c in callbacks)
+    return quiet_trainer(callbacks=[*callbacks], enable_checkpointing=saves, **keywords)
 
 
 def fit(module, steps=4, batches=None, checkpoint=None, callbacks=(), weight=None, validation=None, **keywords):
@@ -119,16 +102,6 @@ def test_a_learning_rate_that_changes_inside_a_window_is_named(hook, said, caplo
     fit(Module(), 4, callbacks=[Slower(hook)])
     assert caplog.text.count("Hyperparameters changed, lr from ") == said
     assert said == 0 or "lr from 0.1 to 0.05 inside an open window" in caplog.text
-
-
-class Scaled(MixedPrecision):
-    """16-bit precision's GradScaler, and float64 all the same."""
-
-    def __init__(self, scale=8.0):
-        super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
-
-    def autocast_context_manager(self):
-        return contextlib.nullcontext()
 
 
 class StopAt(lightning.Callback):

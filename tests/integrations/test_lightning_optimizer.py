@@ -1,7 +1,6 @@
 """Inside Lightning's Trainer and Fabric: what `configure_optimizers` returns makes the large batch's updates."""
 
 import contextlib
-import logging
 import re
 import warnings
 
@@ -13,25 +12,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from gradaccum import WindowError
 from gradaccum.torch.optim import Optimizer
 from tests.documents import ROOT
+from tests.integrations.lightning_problems import MARKS, Scaled, lightning, quiet_trainer
 from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.problems import mse, network, regression, sgd
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its dependencies, about each other
-    import lightning.pytorch as lightning
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision as FabricsMixedPrecision
     from lightning.pytorch.callbacks import WeightAveraging
-    from lightning.pytorch.plugins import MixedPrecision
 
-pytestmark = [
-    pytest.mark.usefixtures("float64"),
-    # Lightning's own, and those about it.
-    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`:UserWarning"),
-]
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+pytestmark = MARKS
 
 SIXES = [slice(0, 6), slice(6, 12), slice(12, 18), slice(18, 24)]
 
@@ -72,25 +63,9 @@ class ByHand(Module):
 
 
 def fit(module, batches, checkpoint=None, **keywords):
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = lightning.Trainer(**{"max_epochs": 1, "accelerator": "cpu"} | quiet | keywords)
+    trainer = quiet_trainer(**keywords)
     trainer.fit(module, batches, ckpt_path=checkpoint)
     return trainer
-
-
-def scaled():
-    """16-bit precision's GradScaler, and float64 all the same."""
-
-    class Plugin(MixedPrecision):
-        def autocast_context_manager(self):
-            return contextlib.nullcontext()
-
-    return Plugin("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
 
 
 def error(module, windows, make=sgd, **keywords):
@@ -99,7 +74,7 @@ def error(module, windows, make=sgd, **keywords):
     return relative_error(module.network.parameters(), model.parameters())
 
 
-@pytest.mark.parametrize("plugins", [[], [scaled]], ids=["plain", "GradScaler"])
+@pytest.mark.parametrize("plugins", [[], [Scaled]], ids=["plain", "GradScaler"])
 def test_automatic_optimization_makes_the_large_batches_updates(plugins):
     module = Module()
     trainer = fit(module, loader(), plugins=[make() for make in plugins])
@@ -108,7 +83,7 @@ def test_automatic_optimization_makes_the_large_batches_updates(plugins):
     assert error(module, SIXES) <= FLOAT64
 
 
-@pytest.mark.parametrize("plugins", [[], [scaled]], ids=["plain", "GradScaler"])
+@pytest.mark.parametrize("plugins", [[], [Scaled]], ids=["plain", "GradScaler"])
 @pytest.mark.parametrize("skipped", [0, 4, 5])
 def test_a_training_step_that_returns_none_leaves_its_rows_out(skipped, plugins):
     """Under a GradScaler Lightning doesn't call step() then, so the window takes another micro-batch."""
@@ -143,7 +118,7 @@ def test_gradient_clip_val_is_refused_and_the_wrappers_clips_the_large_batches_g
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])
 @pytest.mark.parametrize(
-    ("how", "plugins"), [(Module, []), (Module, [scaled]), (ByHand, [])], ids=["plain", "GradScaler", "by hand"]
+    ("how", "plugins"), [(Module, []), (Module, [Scaled]), (ByHand, [])], ids=["plain", "GradScaler", "by hand"]
 )
 def test_a_checkpoint_in_the_middle_of_a_window_goes_on_there(tmp_path, how, plugins, nonfinite):
     """Lightning calls zero_grad() after it has restored."""
@@ -311,7 +286,7 @@ def test_fabrics_optimizer_passes_on_what_belongs_to_windows():
     assert optimizer.optimizer.param_groups[-1]["params"] == [added]
 
 
-@pytest.mark.parametrize("plugins", [[], [scaled]], ids=["plain", "GradScaler"])
+@pytest.mark.parametrize("plugins", [[], [Scaled]], ids=["plain", "GradScaler"])
 def test_the_pages_module_averages_schedules_and_closes_windows_by_updates(plugins):
     page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

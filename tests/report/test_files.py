@@ -18,15 +18,12 @@ def test_a_file_is_made_with_its_folder_and_replaced_whole(tmp_path):
     assert os.listdir(path.parent) == ["a.bin"]
 
 
-def test_a_link_stays_a_link(tmp_path):
+def test_a_link_stays_a_link_and_a_device_is_written_to(tmp_path):
     write(tmp_path / "a", b"1")
     (tmp_path / "link").symlink_to("a")
     write(tmp_path / "link", b"2")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "a").read_bytes() == b"2"
-
-
-def test_a_device_is_written_to():
     write("/dev/null", b"1")
     assert not os.path.isfile("/dev/null")
 

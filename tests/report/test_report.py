@@ -69,10 +69,9 @@ def test_plain_text_has_everything_but_the_pictures():
 
 def test_show_is_plain_where_there_is_no_terminal(capsys):
     make().show()
-    assert capsys.readouterr().out == f"{make()}\n"
     file = io.StringIO()
     make().show(file)
-    assert file.getvalue() == f"{make()}\n"
+    assert capsys.readouterr().out == file.getvalue() == f"{make()}\n"
 
 
 class Terminal(io.StringIO):
@@ -80,37 +79,35 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_show_is_coloured_on_a_terminal(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "100")
+def shown(report, monkeypatch, **environment):
+    """What a terminal gets."""
     monkeypatch.delenv("NO_COLOR", raising=False)
-    good, bad = Terminal(), Terminal()
-    make().show(good)
-    make(ok=False).show(bad)
-    assert "\x1b[32mEqual." in good.getvalue()
-    assert "\x1b[31mEqual." in bad.getvalue()
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", good.getvalue())
-    for part in ("A & B", "Two & two.", "a < b", "[bold]b", "0.1235", "12 KiB", "pip install <it>"):
-        assert part in shown, f"{part!r} is missing, or was taken for markup"
-
-
-def test_a_narrow_terminal_loses_no_digit(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    for columns in (80, 24):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        file = Terminal()
-        Report("A", [Table(["run", "some long name"], [["a long name of a run", 1.25e-07]] * 2)]).show(file)
-        shown = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
-        assert "…" not in shown
-        assert max(map(len, shown.splitlines())) <= columns
-
-
-def test_no_color_is_heeded(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("NO_COLOR", "1")
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "100", **environment}.items():
+        monkeypatch.setenv(name, value)
     file = Terminal()
-    make().show(file)
-    assert "\x1b[32m" not in file.getvalue()
+    report.show(file)
+    return file.getvalue()
+
+
+def without_colours(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_show_is_coloured_on_a_terminal_unless_that_is_unwanted(monkeypatch):
+    good = shown(make(), monkeypatch)
+    assert "\x1b[32mEqual." in good
+    assert "\x1b[31mEqual." in shown(make(ok=False), monkeypatch)
+    assert "\x1b[32m" not in shown(make(), monkeypatch, NO_COLOR="1")
+    for part in ("A & B", "Two & two.", "a < b", "[bold]b", "0.1235", "12 KiB", "pip install <it>"):
+        assert part in without_colours(good), f"{part!r} is missing, or was taken for markup"
+
+
+@pytest.mark.parametrize("columns", [80, 24])
+def test_a_narrow_terminal_loses_no_digit(columns, monkeypatch):
+    report = Report("A", [Table(["run", "some long name"], [["a long name of a run", 1.25e-07]] * 2)])
+    text = without_colours(shown(report, monkeypatch, COLUMNS=str(columns)))
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= columns
 
 
 def test_html_is_one_file_that_needs_nothing_else():
@@ -126,12 +123,10 @@ def test_html_is_one_file_that_needs_nothing_else():
 
 
 def test_html_has_light_and_dark_pictures_and_colours():
-    text = drawn()
-    assert "prefers-color-scheme: dark" in text
-    light, dark = re.findall(r'srcset="(.*?)".*?src="(.*?)"', text, re.DOTALL)[0]
+    assert "prefers-color-scheme: dark" in drawn()
+    light, dark = re.findall(r'srcset="(.*?)".*?src="(.*?)"', drawn(), re.DOTALL)[0]
     assert light != dark
-    for uri in (light, dark):
-        assert b"<svg" in base64.b64decode(uri.partition("base64,")[2])
+    assert all(b"<svg" in base64.b64decode(uri.partition("base64,")[2]) for uri in (light, dark))
 
 
 def test_html_escapes_what_it_shows():
@@ -160,16 +155,10 @@ def test_png_shows_all_figures_side_by_side():
     assert widths[1] == 2 * widths[0]
 
 
-def test_pictures_are_the_same_each_time():
+def test_pictures_are_the_same_each_time_and_leave_matplotlib_as_it_was():
+    before = copy.copy(dict(matplotlib.rcParams))
     assert make().png() == make().png()
     assert make().html() == drawn()
-
-
-def test_drawing_leaves_matplotlib_as_it_was():
-    before = copy.copy(dict(matplotlib.rcParams))
-    report = make(blocks=[BARS])
-    report.html()
-    report.png()
     assert dict(matplotlib.rcParams) == before
 
 
@@ -213,16 +202,11 @@ def test_a_report_is_saved_by_its_ending(tmp_path):
     assert make().save(str(tmp_path / "d.txt")).is_file()
 
 
-@pytest.mark.parametrize("name", ["report", "report.pdf", "report.html.gz"])
-def test_another_ending_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"saved as \.html, \.png or \.txt\. Received: .*report"):
-        make().save(tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_png_without_figures_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no figures to draw"):
-        make(blocks=[TABLE]).save(tmp_path / "new" / "report.png")
+@pytest.mark.parametrize("name", ["report", "report.pdf", "report.html.gz", "new/report.png"])
+def test_another_ending_and_a_png_without_figures_are_refused(tmp_path, name):
+    message = r"saved as \.html, \.png or \.txt\. Received: .*report|has no figures to draw"
+    with pytest.raises(ValueError, match=message):
+        make(blocks=[TABLE]).save(tmp_path / name)
     assert list(tmp_path.iterdir()) == [], "it left an empty folder behind"
 
 
@@ -278,16 +262,10 @@ def test_an_error_inside_a_library_is_not_taken_for_its_absence(monkeypatch):
         extras.require("matplotlib")
 
 
-def test_a_row_has_a_cell_for_each_column():
+def test_a_table_has_a_cell_for_each_column_quantities_on_the_right_and_may_have_no_rows():
     with pytest.raises(ValueError, match="must have a cell for each column"):
         Table(["a", "b"], [[1, 2], [3]])
-
-
-def test_a_table_without_rows_is_its_header():
     assert Table(["a", "bc"], []).plain() == "a  bc\n-  --"
-
-
-def test_quantities_are_aligned_right_and_words_left():
     table = Table(["a", "b", "c", "d"], [["x", 1, "-2 KiB", None], ["3", "< 4", None, None]])
     assert table.numeric == [False, True, True, False]
 
@@ -297,24 +275,8 @@ def test_a_report_is_a_value():
     assert pickle.loads(pickle.dumps(report)) == report
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0, "0"), (-1234567, "-1,234,567"), (12345.678, "12,346"), (1e-6, "1e-06"), (float("inf"), "inf"), (False, "no")],
-)
-def test_values_are_shown_short(value, shown):
-    assert format_value(value) == shown
-
-
-@pytest.mark.parametrize(
-    ("number", "shown"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (5 * 2**20, "5.0 MiB"),
-        (2**40, "1.0 TiB"),
-        (2**51, "2048.0 TiB"),
-    ],
-)
-def test_bytes_have_binary_units(number, shown):
-    assert format_bytes(number) == shown
+def test_values_are_shown_short_and_bytes_in_binary_units():
+    values = [0, -1234567, 12345.678, 1e-6, float("inf"), False]
+    assert [*map(format_value, values)] == ["0", "-1,234,567", "12,346", "1e-06", "inf", "no"]
+    sizes = [0, 1023, 1024, 5 * 2**20, 2**40, 2**51]
+    assert [*map(format_bytes, sizes)] == ["0 B", "1023 B", "1.0 KiB", "5.0 MiB", "1.0 TiB", "2048.0 TiB"]

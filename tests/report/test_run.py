@@ -35,7 +35,7 @@ def test_every_quantity_gets_a_row_and_a_figure():
     assert "Recorded with gradaccum 0.1.0, torch 2.13.0." in text
 
 
-@pytest.mark.parametrize("kept", range(0, 400, 7))
+@pytest.mark.parametrize("kept", range(0, 400, 21))
 def test_a_file_cut_off_anywhere_still_becomes_a_report(kept, tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_bytes("\n".join(lines()).encode()[:kept])
@@ -49,24 +49,12 @@ def test_a_file_cut_off_anywhere_still_becomes_a_report(kept, tmp_path):
         assert "1 line of the file could not be read" in str(report)
 
 
-def test_cut_off_in_the_middle_it_becomes_html_and_png(tmp_path):
-    path = tmp_path / "run.jsonl"
-    few = [encode({"update": i, "loss": 1 / i, "seconds": 0.5}) for i in range(1, 7)]
-    path.write_text("\n".join([START, *few])[:-20], encoding="utf-8")
-    report = read(path).report()
-    assert "could not be read" in report.save(tmp_path / "run.html").read_text(encoding="utf-8")
-    assert report.save(tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_damage_in_the_middle_costs_only_its_own_line():
+def test_damage_costs_only_its_own_line(tmp_path):
     damaged = lines()
     damaged[3] = '{"update": 3, "loss"\x00\x00'
     run = parse("run", [*damaged[:4], "", "[1, 2]", '"text"', '{"update": null}', *damaged[4:]])
     assert [line["update"] for line in run.updates] == [1, 2, 4, 5, 6]
     assert run.damaged == 4
-
-
-def test_bytes_that_are_no_text_are_damage(tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_bytes("\n".join(lines(2)).encode() + b"\n\xff\xfe\x00garbage")
     assert (len(read(path).updates), read(path).damaged) == (2, 1)
@@ -82,9 +70,11 @@ def test_numbers_that_json_does_not_have_survive():
     assert "nan" in str(run.report())
 
 
-def test_figures_with_nan_and_infinity_can_be_drawn(tmp_path):
-    run = parse("run", [encode({"update": i, "loss": v}) for i, v in enumerate([1.0, math.nan, math.inf, 2.0])])
-    assert run.report().save(tmp_path / "run.png").stat().st_size > 1000
+def test_a_run_with_nan_and_infinity_that_was_cut_off_becomes_html_and_png(tmp_path):
+    few = [encode({"update": i, "loss": v, "seconds": 0.5 + i}) for i, v in enumerate([1.0, math.nan, math.inf, 2.0])]
+    report = parse("run", [START, *few, few[-1][:-20]]).report()
+    assert "could not be read" in report.save(tmp_path / "run.html").read_text(encoding="utf-8")
+    assert report.save(tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_noise_scale_gives_its_advice():

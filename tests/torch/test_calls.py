@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gradaccum.torch
-from gradaccum.torch.window import OtherLoops
+from gradaccum.torch.window import RUNNING
 
 STEPS, WARM = 4, 8
 """Windows 1, 2, 4 and 8 look at all gradients; the next seven don't."""
@@ -23,7 +23,7 @@ def undisturbed():
     """No garbage of other tests is collected meanwhile, and none of their loops runs on."""
     gc.collect()
     gc.disable()
-    OtherLoops.running.clear()
+    RUNNING.clear()
     yield
     gc.enable()
 

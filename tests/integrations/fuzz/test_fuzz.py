@@ -24,7 +24,7 @@ def quiet():
     transformers.logging.set_verbosity(before)
 
 
-@pytest.mark.parametrize(("kind", "runs"), [("transformers", 3), ("lightning", 30), ("accelerate", 60)])
+@pytest.mark.parametrize(("kind", "runs"), [("transformers", 8), ("lightning", 30), ("accelerate", 60)])
 def test_some_random_runs_are_the_large_batchs(kind, runs, tmp_path):
     assert not [found for seed in range(runs) if (found := KINDS[kind](seed, str(tmp_path)))]
 

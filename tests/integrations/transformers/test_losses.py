@@ -175,9 +175,6 @@ def test_a_loss_that_logs_counts_each_row_once(tmp_path):
 class WithRouter(nn.Module):
     """A loss over rows, and one that balances a router over all of them."""
 
-    class config:  # as transformers names it
-        output_router_logits, router_aux_loss_coef = True, 0.1
-
     def __init__(self):
         super().__init__()
         self.embedding, self.router = nn.Embedding(37, 4), nn.Linear(4, 3)
@@ -189,7 +186,6 @@ class WithRouter(nn.Module):
 
 def test_a_routers_loss_that_nothing_tells_of_is_no_mean(tmp_path):
     made = WithRouter()
-    made.config.output_router_logits = False
     with pytest.raises(NotEquivalentError, match="MicroBatchTrainer.compute_loss"):
         train(MicroBatchTrainer, made, rows(TOKENS), tmp_path, micro={"micro_batch_size": 4})
 

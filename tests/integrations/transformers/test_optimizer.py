@@ -1,6 +1,5 @@
 """transformers' Trainer is refused at the first step, with advice that can be followed there; its models are exact."""
 
-import functools
 import math
 
 import pytest
@@ -9,7 +8,6 @@ import transformers
 from torch import nn
 
 from gradaccum import NotEquivalentError, WindowError
-from gradaccum.integrations.transformers import MicroBatchTrainer
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
@@ -56,53 +54,26 @@ def error(model, windows):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"max_grad_norm": 1.0}, {"gradient_accumulation_steps": 2}, {"max_grad_norm": math.inf}],
-    ids=["no clipping", "clipping", "its own accumulation", "only the norm"],
+    [{}, {"max_grad_norm": 1.0}, {"gradient_accumulation_steps": 2}, {"max_grad_norm": math.inf}, None],
+    ids=["no clipping", "clipping", "its own accumulation", "only the norm", "zero_grad that waits for windows"],
 )
 def test_windows_are_refused_before_anything_has_changed(tmp_path, arguments):
+    """Where zero_grad waits, nothing would close an epoch's last window."""
     model = Model()
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = Optimizer(sgd(model.parameters()), steps=3)
+    if arguments is None:
+        arguments, model.zero_grad = {}, optimizer.zero_grad
     with pytest.raises(WindowError, match=r"transformers' Trainer.*MicroBatchTrainer, without gradient_accum"):
         train(model, optimizer, tmp_path, **arguments)
     assert optimizer.updates == 0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_windows_are_refused_where_zero_grad_waits_for_them_as_well(tmp_path):
-    """Nothing closed an epoch's last window, which was 1e-3 of a step off."""
-    model = Model()
-    optimizer = Optimizer(sgd(model.parameters()), steps=5)
-    model.zero_grad = optimizer.zero_grad
-    with pytest.raises(WindowError, match=r"transformers' Trainer.*MicroBatchTrainer, without gradient_accum"):
-        train(model, optimizer, tmp_path, max_grad_norm=0.0)
-    assert optimizer.updates == 0
-
-
 def test_windows_of_one_are_the_plain_trainers(tmp_path):
     model = Model()
     train(model, Optimizer(sgd(model.parameters()), steps=1), tmp_path)
     assert error(model, [slice(i, i + 2) for i in range(0, 24, 2)]) <= FLOAT64
-
-
-def test_the_advice_to_use_micro_batch_trainer_gives_the_large_batch(tmp_path):
-    model = Model()
-    trainer = functools.partial(MicroBatchTrainer, micro_batch_size=2)
-    train(model, sgd(model.parameters()), tmp_path, trainer, per_device_train_batch_size=6)
-    assert error(model, [slice(i, i + 6) for i in range(0, 24, 6)]) <= FLOAT64
-
-
-def test_the_advice_to_use_train_step_in_a_loop_gives_the_large_batch():
-    model = Model()
-
-    def compute_loss(model, batch):
-        return model(**batch)["loss"]
-
-    step = TrainStep(model, sgd(model.parameters()), compute_loss=compute_loss, micro_batch_size=2)
-    x, y = data()
-    for start in range(0, 24, 6):
-        step({"x": x[start : start + 6], "labels": y[start : start + 6]})
-    assert error(model, [slice(i, i + 6) for i in range(0, 24, 6)]) <= FLOAT64
 
 
 # A causal model: what its loss divides by.

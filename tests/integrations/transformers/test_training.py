@@ -28,17 +28,6 @@ def both(kind, folder, micro=MICRO, trainer=None, double=True, **more):
 @pytest.mark.parametrize(
     "more",
     [
-        {"max_grad_norm": 0.05},
-        {"max_grad_norm": 0.0},
-        {"train_sampling_strategy": "group_by_length"},
-        {
-            "optim": "adamw_torch",
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": 2,
-            "learning_rate": 0.01,
-            "max_steps": 7,
-        },
-        {"optim": "sgd", "activation_checkpointing": True, "learning_rate": 0.1},
         {"dataloader_drop_last": True, "torch_empty_cache_steps": 1},
         pytest.param(
             {"optim": "sgd", "learning_rate": 0.1, "torch_compile": True, "torch_compile_backend": "eager"},
@@ -48,12 +37,10 @@ def both(kind, folder, micro=MICRO, trainer=None, double=True, **more):
     ids=lambda more: " ".join(more),
 )
 def test_the_trainers_own_settings_act_on_the_large_batchs_gradient(more, tmp_path):
+    """Clipping, schedules, optimizers, sampling and checkpointing: fuzz/trainer_runs.py."""
     start, expected, found = both(KIND, tmp_path, **more)
     assert relative_error(updates(found, start), updates(expected, start)) <= FLOAT64
     names = ["loss", "grad_norm", "learning_rate", "epoch"]
-    if "grad_norm" not in expected.state.log_history[0]:  # as in transformers 5.0, where nothing is clipped
-        assert more["max_grad_norm"] == 0
-        names.remove("grad_norm")
     assert relative_error([torch.tensor(logs(found, *names))], [torch.tensor(logs(expected, *names))]) <= 1e-6
 
 

@@ -279,7 +279,8 @@ def _is_small(value: Any, left: list[int]) -> bool:
 class Metrics:
     """TRL's metrics of micro-batches, one number each in a list per name, as those of the batch.
 
-    Means are weighed by the micro-batch's rows; those over tokens, by its tokens.
+    Means are weighed by the micro-batch's rows; those over tokens, by its tokens; those of the chosen or the rejected
+    rows, by these rows' alone.
     """
 
     _OVER_TOKENS = (
@@ -288,41 +289,60 @@ class Metrics:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._weights: list[tuple[float, float]] = []
+        self._kinds = {cls.__name__ for cls in type(trainer).__mro__}
+        self._counts: list[dict[tuple[str, bool], float]] = []
 
     def next(self, batch: Any, inputs: Mapping[str, Any]) -> None:
         """A micro-batch begins."""
         if gathers(self._trainer):
-            self._weights.append((float(row_count(batch)), _tokens(inputs)))
+            self._counts.append(_counts(inputs, row_count(batch), blocks_of(self._trainer)))
 
     @contextlib.contextmanager
     def of_a_batch(self) -> Iterator[None]:
         """Turn what the micro-batches of one batch have added to the lists into one number each."""
         metrics = getattr(self._trainer, "_metrics", {}).get("train", {}) if gathers(self._trainer) else {}
         before = {name: (values, len(values)) for name, values in metrics.items() if isinstance(values, list)}
-        self._weights.clear()
+        self._counts.clear()
         yield
-        count = len(self._weights)
-        for name, values in metrics.items():
+        for name, values in metrics.items() if len(self._counts) > 1 else ():
             known, start = before.get(name, (values, 0))
-            if count > 1 and isinstance(values, list) and values is known and len(values) - start == count:
-                values[start:] = [self._of_all(name, values[start:])]
+            if isinstance(values, list) and values is known and (found := self._of_all(name, values[start:])):
+                values[start:] = found
+        sides = [any(count.get((side, False)) for count in self._counts) for side in ("chosen", "rejected")]
+        if "KTOTrainer" in self._kinds and len(self._counts) > 1 and all(sides):  # no micro-batch may have had both
+            margin = metrics["rewards/chosen"][-1] - metrics["rewards/rejected"][-1]
+            metrics.setdefault("rewards/margins", [])[before.get("rewards/margins", ([], 0))[1] :] = [margin]
 
-    def _of_all(self, name: str, values: list[float]) -> float:
+    def _of_all(self, name: str, values: list[float]) -> list[float]:
+        """The one number, or nothing where these are none of the micro-batches'."""
+        over_tokens, side = name.startswith(self._OVER_TOKENS), name.rpartition("/")[2]
+        if name.startswith("clip_ratio/"):  # RLOO clips the ratio of a whole completion
+            over_tokens = "RLOOTrainer" not in self._kinds
+        if name == "mean_token_accuracy" and "DPOTrainer" in self._kinds:
+            side = "chosen"
+        weights = [count.get((side, over_tokens), count["", over_tokens]) for count in self._counts]
+        if len(values) != len(weights):  # not added where it has no rows
+            weights = [weight for weight in weights if weight]
+        if len(values) != len(weights):
+            return []
         for which in (min, max):
             if which.__name__ in name.replace("/", "_").split("_"):
-                return which(values)
-        over_tokens = name.startswith(self._OVER_TOKENS)
-        if name.startswith("clip_ratio/"):  # RLOO clips the ratio of a whole completion
-            over_tokens = not any(cls.__name__ == "RLOOTrainer" for cls in type(self._trainer).__mro__)
-        place = int(over_tokens)
-        pairs = [(w[place], v) for w, v in zip(self._weights, values) if not math.isnan(v)]
+                return [which(values)]
+        pairs = [(weight, value) for weight, value in zip(weights, values) if not math.isnan(value)]
         total = sum(weight for weight, _ in pairs)
-        return sum(weight * value for weight, value in pairs) / total if total else values[-1]
+        return [sum(weight * value for weight, value in pairs) / total if total else values[-1]]
 
 
-def _tokens(inputs: Mapping[str, Any]) -> float:
+def _counts(inputs: Mapping[str, Any], rows: int, blocks: int) -> dict[tuple[str, bool], float]:
+    """Of all rows (""), and of the chosen and the rejected ones: how many there are, and their tokens (True)."""
     labels, mask = inputs.get("labels"), inputs.get("completion_mask", inputs.get("attention_mask"))
     if isinstance(labels, Tensor) and labels.dim() > 1:
-        return float((labels[..., 1:] != IGNORED).sum())
-    return float(mask.sum()) if isinstance(mask, Tensor) else 1.0
+        mask = labels[..., 1:] != IGNORED
+    found = {("", False): float(rows), ("", True): float(mask.sum()) if isinstance(mask, Tensor) else 1.0}
+    chosen = inputs.get("label")  # KTO's
+    if blocks == 2 and isinstance(mask, Tensor):
+        chosen = torch.arange(len(mask), device=mask.device) < len(mask) // 2
+    if isinstance(chosen, Tensor) and isinstance(mask, Tensor) and chosen.shape == mask.shape[:1]:
+        for name, side in (("chosen", chosen.bool()), ("rejected", ~chosen.bool())):
+            found |= {(name, False): float(side.sum()), (name, True): float(mask[side].sum())}
+    return found

@@ -92,6 +92,11 @@ def _wrong(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
     if across := [kind for kind in getattr(trainer, "loss_types", ()) if str(kind).startswith("aot")]:
         # With the policy still at its reference there is no difference yet that a proof could find.
         yield f"loss_type={across[0]!r} sorts the log-ratios of the whole batch. Choose one that judges pair by pair."
+    if getattr(trainer, "calculate_KL", False):
+        yield (
+            "KTO compares each row with the mean KL divergence of the whole batch. Choose "
+            'loss_type="apo_zero_unpaired", which has none.'
+        )
     if args.neftune_noise_alpha is not None and micro_batches.max_tokens is not None:
         yield (
             "neftune_noise_alpha makes noise by the length of the padded rows, which `max_tokens` shortens. Remove one "

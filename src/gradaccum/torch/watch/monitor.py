@@ -99,7 +99,7 @@ class _Sum:
         """What was done to the gradient since the last look, as far as the tensor and its version show."""
         left, version = self.left or (None, 0)
         if self.gradient is None:
-            return None if gradient is left or self.arrivals > self.seen else "assigned"
+            return None if gradient is None or gradient is left or self.arrivals > self.seen else "assigned"
         if gradient is self.gradient:
             if gradient is left and self.base == version:
                 return "left" if _counts_versions(gradient) else None

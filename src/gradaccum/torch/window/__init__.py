@@ -2,6 +2,6 @@
 
 from gradaccum.torch.window.gradient_window import GradientWindow, Nonfinite
 from gradaccum.torch.window.loss_scale import LossScale
-from gradaccum.torch.window.windows import OtherLoops, Windows, on_collect
+from gradaccum.torch.window.windows import RUNNING, Windows, on_collect
 
-__all__ = ["GradientWindow", "LossScale", "Nonfinite", "OtherLoops", "Windows", "on_collect"]
+__all__ = ["RUNNING", "GradientWindow", "LossScale", "Nonfinite", "Windows", "on_collect"]

@@ -19,7 +19,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +32,12 @@ from gradaccum.schedule import Schedule
 from gradaccum.torch.watch import ParameterMonitor, parameters_of
 from gradaccum.torch.window.gradient_window import GradientWindow
 
-__all__ = ["OtherLoops", "Windows", "on_collect"]
+__all__ = ["RUNNING", "Windows", "on_collect"]
 
 logger = logging.getLogger("gradaccum")
+
+RUNNING: dict[int, weakref.ref[Window]] = {}
+"""The windows that a loop of `batches()` fills, of all optimizers."""
 
 _Phase = enum.Enum("_Phase", ["PLAIN", "RESTORED", "LOOP", "AHEAD"])
 
@@ -58,7 +61,7 @@ class Windows:
         self._first_unused: bool | None = None  # the loop's first batch had no `step()`; None while it is in use
         self._updates_in_loop = 0
         self.before_update: Callable[[], None] | None = None  # a checkpoint may have reserved room in the state
-        self._other_loops = OtherLoops(current.window)
+        self._defaults_elsewhere: dict[int, float] | None = {}  # of the last micro-batch in other loops; None: warned
         self._wrapper, self._check_steps = wrapper, check_steps
         self._scheduled_for: tuple[int, int] | None = None
         self.noise_schedule = NoiseSchedule._of(schedule)
@@ -126,8 +129,8 @@ class Windows:
             if current.monitor.passes_now > 1:
                 self.ranks.reduce_manually()  # in the first of them, others are to come
         closes = current.count(scaled)
-        if OtherLoops.running and not one.in_batches:
-            self._other_loops.look()
+        if RUNNING and not one.in_batches:
+            self._check_other_loops(window)
         self.in_epoch, self.updated = True, False
         if closes:
             self.updated = self._update()
@@ -168,6 +171,24 @@ class Windows:
                 "backward(loss, weight=0)."
             )
         current.monitor.warn_of_several_passes(current.window.steps)
+
+    def _check_other_loops(self, window: Window) -> None:
+        """Warn, once, if this window counts another one's batches equally, and they differ."""
+        before = self._defaults_elsewhere
+        if before is None or window.weights_given or window.reduction == "sum":
+            return
+        others = [other for one in [*RUNNING.values()] if (other := one()) is not None and other is not window]
+        self._defaults_elsewhere = {id(other): other.micro_batch.default for other in others}
+        for number, rows in self._defaults_elsewhere.items():
+            if window.micro_batches > 1 and rows != before.get(number, rows):
+                self._defaults_elsewhere = None
+                warnings.warn(
+                    "This optimizer steps inside of another one's batches(), which weigh differently (the last two "
+                    f"{before[number]:g} and {rows:g}), and counts its micro-batches equally. Let both share the "
+                    "batches, a.batches(b.batches(loader)), or use backward(loss, weight=...).",
+                    stacklevel=4,
+                )
+                break
 
     def _warn_once(self, what: str) -> None:
         if what not in self._warned:
@@ -246,7 +267,11 @@ class Windows:
 
     def _set_source(self, source: Any, phase: _Phase = _Phase.PLAIN) -> None:
         self.source, self._phase = source, phase if source is None else _Phase.LOOP
-        self._other_loops.note(source is not None)
+        window, number = self.current.window, id(self.current.window)
+        if source is None:
+            RUNNING.pop(number, None)
+        else:
+            RUNNING[number] = weakref.ref(window, lambda _: RUNNING.pop(number, None))
 
     def expect_batch(self, weight: float, given: bool, last: bool) -> None:
         if not self.ranks.is_distributed:
@@ -379,42 +404,3 @@ def on_collect(windows: Windows) -> None:
             window.steps,
         )
     windows.current.remove()
-
-
-class OtherLoops:
-    """The loops of `batches()` that fill other optimizers' windows, as one optimizer sees them.
-
-    An optimizer that steps inside of one counts its micro-batches equally, where the other weighs them: a warning.
-    """
-
-    running: ClassVar[dict[int, weakref.ref[Window]]] = {}  # windows that such a loop fills, of all optimizers
-
-    def __init__(self, window: Window) -> None:
-        self._window = window
-        self._before: dict[int, float] = {}
-        self._warned = False
-
-    def note(self, filled: bool) -> None:
-        number = id(self._window)
-        if filled:
-            self.running[number] = weakref.ref(self._window, lambda _: self.running.pop(number, None))
-        else:
-            self.running.pop(number, None)
-
-    def look(self) -> None:
-        """Warn, once, if this window counts another one's batches equally, and they differ."""
-        window, before = self._window, self._before
-        if self._warned or window.weights_given or window.reduction == "sum":
-            return
-        others = [other for one in [*self.running.values()] if (other := one()) is not None and other is not window]
-        self._before = {id(other): other.micro_batch.default for other in others}
-        for number, rows in self._before.items():
-            if window.micro_batches > 1 and rows != before.get(number, rows):
-                self._warned = True
-                warnings.warn(
-                    "This optimizer steps inside of another one's batches(), which weigh differently (the last two "
-                    f"{before[number]:g} and {rows:g}), and counts its micro-batches equally. Let both share the "
-                    "batches, a.batches(b.batches(loader)), or use backward(loss, weight=...).",
-                    stacklevel=4,
-                )
-                break
