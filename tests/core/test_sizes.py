@@ -1,10 +1,16 @@
-"""How a large batch is cut."""
+"""How a large batch is cut: into even sizes, the fastest that fits, whole groups, packs of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradaccum.core.sizes import even_sizes
+from gradaccum.core.sizes import FixedSize, Groups, Rows, TokenBudget, Tokens
+from gradaccum.core.sizes.plans import packed
+from gradaccum.core.sizes.search import MemoryLine, SizeSearch, even_size, even_sizes
 
 
 @given(st.integers(0, 10**4), st.integers(1, 10**4))
@@ -46,3 +52,201 @@ def test_a_micro_batch_has_at_least_one_row(rows, micro_batch_size, error):
 def test_rows_are_counted(rows, error):
     with pytest.raises(error, match=r"`rows` must be an int >= 0. Received: rows="):
         even_sizes(rows, 4)
+
+
+# Whole groups.
+
+runs = st.lists(st.integers(1, 6), min_size=1, max_size=12)
+
+
+def groups_of(sizes: list[int]) -> Groups:
+    return Groups([group for group, size in enumerate(sizes) for _ in range(size)])
+
+
+def whole(groups: Groups, rows: list[int]) -> bool:
+    """Whether these are whole groups."""
+    found = {groups.ids[row] for row in rows}
+    return sorted(rows) == [row for row, group in enumerate(groups.ids) if group in found]
+
+
+@given(runs, st.integers(1, 40))
+def test_cut_gives_whole_groups_of_at_most_the_size(sizes: list[int], size: int) -> None:
+    groups = groups_of(sizes)
+    parts = groups.cut(range(sum(sizes)), size)
+    assert [row for part in parts for row in part] == list(range(sum(sizes)))
+    for part in parts:
+        assert whole(groups, part)
+        assert len(part) <= size or groups.alone(part) is not None
+    if size < sum(sizes) and len(sizes) > 1:
+        assert len(parts) > 1
+
+
+@given(runs, st.integers(0, 20))
+def test_the_plan_of_rows_takes_whole_groups_in_order(sizes: list[int], more: int) -> None:
+    groups, size = groups_of(sizes), max(sizes) + more
+    pieces = list(Rows(FixedSize(size), sum(sizes), groups))
+    assert [row for piece in pieces for row in range(*piece.rows.indices(99))] == list(range(sum(sizes)))
+    assert all(whole(groups, list(range(*piece.rows.indices(99)))) and piece.size <= size for piece in pieces)
+
+
+@given(runs, st.integers(0, 30), st.data())
+def test_the_plan_of_tokens_takes_whole_groups(sizes: list[int], more: int, data: st.DataObject) -> None:
+    groups = groups_of(sizes)
+    extents = [(0, data.draw(st.integers(1, 5))) for _ in range(sum(sizes))]
+    budget = TokenBudget(5 * max(sizes) + more)
+    pieces = list(Tokens(budget, extents, None, groups))
+    assert sorted(row for piece in pieces for row in piece.rows) == list(range(sum(sizes)))
+    assert all(whole(groups, piece.rows) and piece.tokens <= budget.max_tokens for piece in pieces)
+    divisible = [piece.tokens for piece in pieces if len(set(map(groups.ids.__getitem__, piece.rows))) > 1]
+    if divisible:
+        smaller = Tokens(budget, extents, None, groups).too_large(max(divisible))
+        assert smaller is not None
+        assert smaller.size < max(divisible)
+        assert all(whole(groups, piece.rows) for piece in smaller)
+
+
+@given(runs, st.integers(0, 30), st.integers(1, 20), st.booleans())
+def test_ranks_that_need_so_many_passes_get_no_more_of_whole_groups(
+    sizes: list[int], more: int, count: int, tokens: bool
+) -> None:
+    groups, total = groups_of(sizes), sum(sizes)
+    budget = TokenBudget(3 * max(sizes) + more)
+    plan = (
+        Tokens(budget, [(0, 3)] * total, None, groups) if tokens else Rows(FixedSize(max(sizes) + more), total, groups)
+    )
+    planned, pieces = len(list(plan)), plan.in_passes(count)
+    assert planned <= len(pieces) <= max(count, planned)
+    rows = [list(p.rows) if isinstance(p.rows, list) else list(range(p.rows.start, p.rows.stop)) for p in pieces]
+    assert sorted(row for each in rows for row in each) == list(range(total))
+    assert all(whole(groups, each) for each in rows)
+
+
+# The search for a size, with costs that are made up.
+
+
+def search(
+    climb: SizeSearch | FixedSize,
+    rows: int,
+    seconds: Callable[[int], float],
+    peak: Callable[[int], float] | None = None,
+    fits: int | None = None,
+    windows: int = 2,
+) -> list[list[int]]:
+    """Run windows of so many rows; returns the sizes of each window's micro-batches."""
+    seen = []
+    for _ in range(windows):
+        sizes, left = [], rows
+        while left:
+            size = climb.next_size(left)
+            assert 1 <= size <= left
+            if fits is not None and size > fits:
+                climb.failed(size)
+                continue
+            climb.record(size, seconds(size), 0.0 if peak else None, peak(size) if peak else None)
+            sizes.append(size)
+            left -= size
+        climb.close()
+        seen.append(sizes)
+    return seen
+
+
+def overhead(best: int) -> Callable[[int], float]:
+    """Seconds of a micro-batch: launching costs as much as computing `best` rows, and caches overflow beyond it."""
+    return lambda size: best + size + 0.5 * max(size - best, 0) ** 1.5
+
+
+def test_the_first_window_climbs_by_doubling() -> None:
+    climb = SizeSearch()
+    sizes = search(climb, 64, lambda size: 1 + 0.01 * size, windows=1)[0]
+    assert sizes[:6] == [1, 2, 4, 8, 16, 32]
+    assert sum(sizes) == 64
+
+
+@pytest.mark.parametrize("best", [8, 64, 256])
+@pytest.mark.parametrize("rows", [1024, 1000])
+def test_it_settles_on_the_fastest_size_within_two_windows(best: int, rows: int) -> None:
+    climb = SizeSearch()
+    search(climb, rows, overhead(best))
+    assert climb.settled
+    seconds = overhead(best)
+    fastest = min(seconds(size) / size for size in range(1, rows + 1))
+    assert seconds(climb.size) / climb.size <= 1.05 * fastest
+
+
+def test_the_whole_batch_is_tried_where_larger_is_faster() -> None:
+    climb = SizeSearch()
+    search(climb, 64, lambda size: 10 + 0.1 * size)
+    assert climb.settled
+    assert climb.size == 64
+
+
+def test_a_slow_first_run_does_not_decide() -> None:
+    climb, runs = SizeSearch(), {}
+
+    def warming(size: int) -> float:
+        runs[size] = runs.get(size, 0) + 1
+        return overhead(64)(size) * (1.4 if runs[size] == 1 and size == 64 else 1.0)
+
+    search(climb, 1024, warming)
+    assert climb.size == 64
+
+
+def test_it_stops_before_the_limit() -> None:
+    climb = SizeSearch(limit=1000.0)
+    sizes = search(climb, 256, lambda size: 10 + 0.01 * size, peak=lambda size: 100 + 20 * size)
+    assert max(max(window) for window in sizes) * 20 + 100 <= 900
+    assert climb.settled
+    assert 32 <= climb.size <= 40  # what the line allows, not only the last power of two
+
+
+def test_memory_is_predicted_by_a_line_above_a_knee() -> None:
+    line = MemoryLine(base=100)
+    for size in (1, 2, 4, 8, 16):
+        line.add(size, max(500, 100 + 50 * size))
+    assert line.predict(32) == 100 + 50 * 32
+    assert line.largest(2000) == 38
+
+
+@pytest.mark.parametrize("fits", [1, 3, 20, 40])
+def test_sizes_that_fail_are_not_tried_again(fits: int) -> None:
+    climb = SizeSearch()
+    sizes = search(climb, 128, lambda size: 10 + 0.1 * size, fits=fits, windows=3)
+    assert climb.settled
+    assert climb.size <= fits
+    assert climb.size > fits // 2 or fits == 1
+    assert max(sizes[-1]) <= fits
+
+
+def test_a_size_that_fails_after_settling_is_lowered() -> None:
+    climb = SizeSearch()
+    search(climb, 128, overhead(32))
+    assert climb.size == 32
+    climb.failed(32)
+    assert climb.size == 16
+    assert climb.settled
+
+
+@given(st.integers(1, 300), st.integers(1, 8))
+def test_no_micro_batch_is_below_the_minimum(rows: int, minimum: int) -> None:
+    climb = SizeSearch(minimum=minimum)
+    for window in search(climb, rows, overhead(16), windows=3):
+        assert sum(window) == rows
+        assert min(window) >= min(minimum, rows)
+
+
+@given(st.integers(1, 500), st.integers(1, 500))
+def test_even_sizes_come_one_by_one_too(rows: int, size: int) -> None:
+    one_by_one, left = [], rows
+    while left:
+        one_by_one.append(even_size(left, size))
+        left -= one_by_one[-1]
+    assert one_by_one == even_sizes(rows, size)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted), max_size=40), st.integers(1, 60))
+def test_packs_hold_every_row_once_within_the_budget(extents: list[list[int]], max_tokens: int) -> None:
+    packs = packed([(first, last) for first, last in extents], max_tokens)
+    assert sorted(row for rows, _, _ in packs for row in rows) == list(range(len(extents)))
+    for rows, start, stop in packs:
+        assert len(rows) == 1 or len(rows) * (stop - start) <= max_tokens
+        assert all(start <= extents[row][0] and extents[row][1] <= stop for row in rows)

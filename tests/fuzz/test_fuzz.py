@@ -143,6 +143,13 @@ FOUND_ON_RANKS = {
         losses=2,
         steps=1,
     ),
+    "several backward passes in windows that go on from a checkpoint": Scenario(
+        epochs=((SAVED, SAVED, ONE, ONE, ONE),),
+        others=((SAVED, SAVED, ONE),),
+        engine="ddp",
+        way="batches backward",
+        losses=2,
+    ),
     "a second forward pass after the reduction beside a rank that weighs nothing": Scenario(
         others=((NOTHING,),), engine="ddp", way="batches backward", losses=2
     ),

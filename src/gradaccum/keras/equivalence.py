@@ -35,15 +35,12 @@ NEARBY = 2
 
 
 class Draws:
-    """What was drawn while random numbers were held.
-
-    Attributes:
-        held: Whether Keras' own functions were asked for random numbers.
-        raw: Whether a `SeedGenerator` was asked for a seed by somebody else, whose random numbers can't be held.
-    """
+    """What was drawn while random numbers were held."""
 
     held = False
+    """Whether Keras' own functions were asked for random numbers."""
     raw = False
+    """Whether a `SeedGenerator` was asked for a seed by somebody else, whose random numbers can't be held."""
 
 
 def outcome_of(model: Any, loss: Any, gradients: list[Any], before: list[Any], after: list[Any]) -> Outcome:

@@ -30,9 +30,9 @@ _SMALL = 1 << 20
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set, OrderedDict)
-_INSIDE = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(name for name in sorted(_OF_EVERY_MODULE) if "hooks" in name)
 _OF_PASSES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_INSIDE = ("_parameters", "_buffers", "_modules", *_OF_PASSES)
 _UNWATCHED = {*_CONTAINERS, tuple, str, bool, int, float, type(None)}
 """Types of most attributes of a module, which need no second look."""
 
@@ -71,6 +71,8 @@ class Attributes:
 
 
 def _set(holder: dict[Any, Any], content: Mapping[Any, Any]) -> None:
+    if not (holder or content):  # as mostly
+        return
     if holder.keys() != content.keys() or not all(map(is_, holder.values(), content.values())):
         holder.clear()
         holder.update(content)
@@ -94,11 +96,18 @@ class ModuleContents:
         """Random number generators that are attributes."""
         self.tensors = {id(tensor) for tensor in (*self.buffers, *own) if isinstance(tensor, Tensor)}
         """The buffers, and the tensors that are attributes, by `id`."""
-        holders = [values[name] for values in attributes for name in (*_INSIDE, *_HOOKS) if name in values]
-        self._held = [(holder, dict(holder)) for holder in holders]
-        # A tensor that an earlier call has made has a graph, which would live as long as this one's.
-        self._held += [(values, dict(filter(_without_graph, values.items()))) for values in attributes]
+        self._held = [(vars(part)[name], dict(vars(part)[name])) for part in self.modules for name in _INSIDE]
+        self._held += [(values, dict(values)) for values in attributes]
+        self._forget_graphs([value for value in own if isinstance(value, Tensor)])
         self._frozen = [(p, p._version) for p in self.parameters if not (p.requires_grad or p.is_inference())]
+
+    def _forget_graphs(self, tensors: Sequence[Tensor]) -> None:
+        """A tensor that an earlier call has made has a graph, which would live as long as this one's."""
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                for _, then in self._held:
+                    for name in [name for name, held in then.items() if held is tensor]:
+                        del then[name]
 
     def modes(self) -> set[tuple[Any, ...]]:
         """What each module, by its place, is, whether it is in training mode, with the root's own, and its hooks."""
@@ -134,10 +143,6 @@ class ModuleContents:
         finally:
             for holder, now in found:
                 _set(holder, now)
-
-
-def _without_graph(item: tuple[str, Any]) -> bool:
-    return not isinstance(item[1], Tensor) or item[1].grad_fn is None
 
 
 def _with_hidden_ones(module: nn.Module) -> list[nn.Module]:

@@ -17,10 +17,11 @@ TABLE = jnp.asarray(RANDOM.normal(size=(20, 4)))
 def seen(caplog, loss_fn, params, batch, *more, **options):
     """What is said of a loss: an error, a line, or nothing."""
     caplog.clear()
-    grad_fn = gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=3, **options)
+    grad_fn = gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=4, **options)
     try:
         jax.eval_shape(grad_fn, params, batch, *more)
     except ValueError as error:
+        assert not caplog.records  # no line before an error that says the same
         return str(error)
     return " ".join(record.getMessage() for record in caplog.records)
 
@@ -54,12 +55,12 @@ def test_a_weight_that_counts_other_entries_than_the_loss_is_a_line(weight, is_i
 
 BY_ROWS = {
     "a branch between the sizes that are tried and the real ones": (
-        lambda p, x: (x @ p).mean() * (2.0 if len(x) > 4 else 1.0), W, X, "looks across the rows",
+        lambda p, x: (x @ p).mean() * (3.0 if len(x) > 4 else 1.0), W, X, "looks across the rows",
     ),
     "a number of rounds": (
-        lambda p, x: jax.lax.fori_loop(0, len(x), lambda i, a: a * 0.9, 1.0) * (x @ p).mean(), W, X, "3 rounds",
+        lambda p, x: jax.lax.fori_loop(0, len(x), lambda i, a: a * 0.9, 1.0) * (x @ p).mean(), W, X, "4 rounds",
     ),
-    "a power": (lambda p, x: (x @ p).mean() * p[0] ** len(x), W, X, "y=3 for 3 rows, y=8 for 8"),
+    "a power": (lambda p, x: (x @ p).mean() * p[0] ** len(x), W, X, "y=4 for 4 rows, y=8 for 8"),
     "as many of a row as there are rows": (
         lambda p, x: jax.lax.top_k(x.reshape(len(x), -1) * p[0], len(x) // 3)[0].sum(1).mean(), W, TEXT, "top_k",
     ),
@@ -69,14 +70,6 @@ BY_ROWS = {
     "as much of the parameters": (lambda p, x: p[: len(x)].sum() * x.mean(), TABLE, X, "limit_indices"),
     "a parameter for each place": (lambda p, x: (p[jnp.arange(len(x))] * x).mean(), TABLE, X, "looks across the rows"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BY_ROWS)
-def test_what_goes_with_the_number_of_rows_is_noticed(name, caplog):
-    loss_fn, params, batch, message = BY_ROWS[name]
-    assert message in seen(caplog, loss_fn, params, batch)
-
-
 GUARDED = {
     "any of the mask": (lambda p, b: jnp.where(b[1].any(), token_mean(p, b), 0.0), True),
     "a count, in a branch": (
@@ -93,44 +86,24 @@ GUARDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GUARDED)
-def test_a_guard_is_one_where_it_asks_for_what_is_divided_by(name, caplog):
-    loss_fn, exact = GUARDED[name]
-    said = seen(caplog, loss_fn, W, (X, MASK), weight=lambda b: b[1].sum())
-    assert (said == "") == exact, said
+def mean_over(denominator):
+    return lambda p, b: tokens(p.astype(b[0].dtype), b) / denominator(b[1].sum())
 
 
-def test_targets_that_are_nan_are_counted_as_what_they_are(caplog):
-    def loss_fn(p, b):
-        known = jnp.where(jnp.isnan(b[1]), 0.0, 1.0)
-        return ((b[0] @ p)[:, None] ** 2 * known).sum() / known.sum()
-
-    assert "It divides by" in seen(caplog, loss_fn, W, (X, SOFT))
-    assert seen(caplog, loss_fn, W, (X, SOFT), weight=lambda b: jnp.where(jnp.isnan(b[1]), 0.0, 1.0).sum()) == ""
-
-
-@pytest.mark.parametrize(
-    ("denominator", "mask", "message"),
-    [
-        (lambda n: jnp.maximum(n, 1), MASK, ""),
-        (lambda n: jnp.maximum(n, 1), MASK.astype(int), ""),
-        (lambda n: jnp.maximum(n, 1.0), SOFT, "It divides by 1 where the sum at test_classes.py"),
-        (lambda n: n + 1e-8, MASK.astype(jnp.float32), "It adds 1e-08 to the sum at test_classes.py"),
-        (lambda n: n + jnp.float32(1e-8), MASK.astype(jnp.float32), ""),
-        (lambda n: n + 1e-13, SOFT, ""),
-    ],
-)
-def test_what_a_denominator_is_guarded_with_is_a_line_where_it_shows(denominator, mask, message, caplog):
-    def loss_fn(p, b):
-        p = p.astype(b[1].dtype) if b[1].dtype == jnp.float32 else p
-        n = b[1].sum()
-        n = n.astype(float) if message.startswith("It adds") else n
-        return tokens(p, b) / denominator(n)
-
-    said = seen(caplog, loss_fn, W, (X.astype(mask.dtype) if mask.dtype == jnp.float32 else X, mask),
-                weight=lambda b: b[1].sum())  # fmt: skip
-    assert message in said
-    assert bool(said) == bool(message)
+HALF = X.astype(jnp.float32)
+DENOMINATORS = {  # what a mask's sum is guarded with
+    "at least 1, of booleans": (lambda n: jnp.maximum(n, 1), X, MASK, ""),
+    "at least 1, of whole numbers": (lambda n: jnp.maximum(n, 1), X, MASK.astype(int), ""),
+    "at least 1, of others": (
+        lambda n: jnp.maximum(n, 1.0), X, SOFT, "It divides by 1 where the sum at test_classes.py",
+    ),
+    "1e-8 more in double precision": (
+        lambda n: n.astype(float) + 1e-8, HALF, MASK.astype(jnp.float32),
+        "It adds 1e-08 to the sum at test_classes.py",
+    ),
+    "1e-8 more": (lambda n: n + jnp.float32(1e-8), HALF, MASK.astype(jnp.float32), ""),
+    "1e-13 more in double precision": (lambda n: n + 1e-13, X, SOFT, ""),
+}  # fmt: skip
 
 
 def own(forward, backward):
@@ -165,13 +138,6 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_a_derivative_of_ones_own_is_followed(name, caplog):
-    loss_fn, exact = OWN[name]
-    said = seen(caplog, loss_fn, W, X)
-    assert said == "" if exact else "The derivative of its own" in said
-
-
 STATES = {
     "a counter": (lambda p, x, s: ((x @ p).mean(), {"n": s["n"] + 1, "u": s["u"]}), True),
     "what stands still": (lambda p, x, s: ((x @ p * s["u"]).mean(), {"n": s["n"] + 1, "u": s["u"]}), True),
@@ -185,13 +151,6 @@ STATES = {
         ), True,
     ),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_a_loss_that_reads_state_that_moves_is_a_line(name, caplog):
-    loss_fn, exact = STATES[name]
-    said = seen(caplog, loss_fn, W, X, {"n": jnp.zeros((), int), "u": jnp.ones(())}, state_argnum=2)
-    assert said == "" if exact else "computed from state that each micro-batch moves: state['u']" in said
 
 
 ASIDE = {
@@ -211,30 +170,6 @@ ASIDE = {
     "centred rows": ("concat", lambda p, b: b[0] @ p - (b[0] @ p).mean(), "those of aux['it'] look at other rows"),
     "numbers of rows": ("concat", lambda p, b: jnp.arange(len(b[0])), "those of aux['it'] look at other rows"),
 }
-
-
-@pytest.mark.parametrize("name", ASIDE)
-def test_an_aux_that_is_not_what_it_is_said_to_be_is_a_line(name, caplog):
-    how, aside, message = ASIDE[name]
-    loss_fn = lambda p, b: ((b[0] @ p).mean(), {"it": aside(p, b)})  # noqa: E731
-    said = seen(caplog, loss_fn, W, (X, MASK), has_aux=True, aux=how)
-    assert message in said
-    assert bool(said) == bool(message)
-
-
-def test_an_aux_of_a_weighed_loss_is_a_mean_over_the_same(caplog):
-    loss_fn = lambda p, b: (token_mean(p, b), token_mean(p, b))  # noqa: E731
-    options = {"has_aux": True, "aux": "mean", "weight": lambda b: b[1].sum()}
-    assert seen(caplog, loss_fn, W, (X, MASK), **options) == ""
-    loss_fn = lambda p, b: (token_mean(p, b), (b[0] @ p).mean())  # noqa: E731
-    assert "no mean over what the loss is a mean over" in seen(caplog, loss_fn, W, (X, MASK), **options)
-
-
-def test_labels_by_place_and_the_mean_over_a_mapped_axis_pass(caplog):
-    loss_fn = lambda p, b: -jax.nn.log_softmax(b[0] @ p)[jnp.arange(len(b[1])), b[1]].mean()  # noqa: E731
-    assert seen(caplog, loss_fn, WIDE, (X, LABELS)) == ""
-    across = lambda p, x: jax.vmap(lambda r: (r @ p) ** 2 / jax.lax.pmean((r @ p) ** 2, "i"), axis_name="i")(x)  # noqa: E731
-    assert "looks across the rows" in seen(caplog, lambda p, x: (across(p, x) * x[:, 0]).mean(), W, X)
 
 
 TRIPLE, DOUBLE, MATRIX = (jnp.asarray(RANDOM.normal(size=shape)) for shape in ((4, 12), (4, 8), (3, 3)))
@@ -302,6 +237,17 @@ def dropped_and_counted(p, x):
 def folded(p, b, key=KEY):
     keep = jax.vmap(lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), 0.5))
     return ((b[0] @ p) * keep(b[1])).mean()
+
+
+def in_loop(*steps):
+    """The quotient of what a scan over the rows makes of its carry, or that alone."""
+
+    def loss(p, x):
+        step = lambda carry, row: ([f(c, (row @ p) ** 2) for f, c in zip(steps, carry)], None)  # noqa: E731
+        first, *rest = jax.lax.scan(step, [0.0] * len(steps), x)[0]
+        return first / rest[0] if rest else first
+
+    return loss
 
 
 FOLLOWED = {
@@ -384,6 +330,19 @@ FOLLOWED = {
         lambda p, x: sum((part**2).mean() for part in jnp.split(x @ p, 2)) / 2, W, X, {}, "can't be told",
     ),
     "dropout over its count": (dropped_and_counted, W, X, {}, "rng_argnum="),
+    "a sum in a loop over rows": (lambda p, x: in_loop(lambda c, u: c + u)(p, x) / len(x), W, X, {}, ""),
+    "tokens in a loop over rows": (
+        lambda p, x: (lambda s: s[0] / s[1])(
+            jax.lax.scan(lambda c, r: ((c[0] + r @ p, c[1] + (r[0] > 0)), None), (0.0, 0.0), x)[0]
+        ), W, X, {}, "Pass weight=",
+    ),
+    "a decaying sum": (lambda p, x: in_loop(lambda c, u: 0.9 * c + u)(p, x) / len(x), W, X, {}, "can't be told"),
+    "two numbers that aren't followed": (
+        lambda p, x: in_loop(lambda c, u: 0.9 * c + u, lambda c, u: 0.5 * c + u)(p, x), W, X, {}, "can't be told",
+    ),
+    "masks with what all rows share": (
+        lambda p, b: (b[0] @ p * (b[1] | (jnp.arange(3) == 0))).mean(), WIDE[:, :3], (X, MASK), {}, "",
+    ),
     "a shift by the largest": (
         lambda p, x: (lambda z: jax.nn.logsumexp(z - z.max(), axis=-1) - (z - z.max())[:, 0])(x @ p).mean(), WIDE, X,
         {}, "can't be told",
@@ -391,17 +350,59 @@ FOLLOWED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
-def test_what_is_followed_passes_or_is_named(name, caplog):
-    loss_fn, params, batch, options, message = FOLLOWED[name]
-    grad_fn = gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=4, **options)
-    caplog.clear()
-    try:
-        jax.eval_shape(grad_fn, params, batch)
-        said = " ".join(record.getMessage() for record in caplog.records)
-    except ValueError as error:
-        said = str(error)
-        assert not caplog.records  # no line before an error that says the same
+def known(z):
+    return jnp.where(jnp.isnan(z), 0.0, 1.0)
+
+
+def known_mean(p, b):
+    return ((b[0] @ p)[:, None] ** 2 * known(b[1])).sum() / known(b[1]).sum()
+
+
+def beside(aside, loss=lambda p, b: (b[0] @ p).mean()):
+    return lambda p, b: (loss(p, b), {"it": aside(p, b)})
+
+
+def over_a_mapped_axis(p, x):
+    means = jax.vmap(lambda r: (r @ p) ** 2 / jax.lax.pmean((r @ p) ** 2, "i"), axis_name="i")(x)
+    return (means * x[:, 0]).mean()
+
+
+STATE = {"n": jnp.zeros((), int), "u": jnp.ones(())}
+MOVING = "computed from state that each micro-batch moves: state['u']"
+WEIGHED = COUNTED | {"has_aux": True, "aux": "mean"}
+ANYTHING = " "
+CASES = {
+    **{name: (loss, p, b, {}, message) for name, (loss, p, b, message) in BY_ROWS.items()},
+    **{name: (loss, W, (X, MASK), COUNTED, "" if right else ANYTHING) for name, (loss, right) in GUARDED.items()},
+    **{name: (mean_over(f), W, (x, mask), COUNTED, said) for name, (f, x, mask, said) in DENOMINATORS.items()},
+    **{name: (loss, W, X, {}, "" if right else "The derivative of its own") for name, (loss, right) in OWN.items()},
+    **{
+        name: (loss, W, X, {"state_argnum": 2}, "" if right else MOVING, STATE)
+        for name, (loss, right) in STATES.items()
+    },
+    **{
+        f"aux: {name}": (beside(aside), W, (X, MASK), {"has_aux": True, "aux": how}, message)
+        for name, (how, aside, message) in ASIDE.items()
+    },
+    "aux: a mean over the same": (beside(token_mean, token_mean), W, (X, MASK), WEIGHED, ""),
+    "aux: a mean over others": (
+        beside(lambda p, b: (b[0] @ p).mean(), token_mean), W, (X, MASK), WEIGHED,
+        "no mean over what the loss is a mean over",
+    ),
+    "targets that are NaN": (known_mean, W, (X, SOFT), {}, "It divides by"),
+    "targets that are NaN, weighed": (known_mean, W, (X, SOFT), {"weight": lambda b: known(b[1]).sum()}, ""),
+    "labels by place": (
+        lambda p, b: -jax.nn.log_softmax(b[0] @ p)[jnp.arange(len(b[1])), b[1]].mean(), WIDE, (X, LABELS), {}, "",
+    ),
+    "the mean over a mapped axis": (over_a_mapped_axis, W, X, {}, "looks across the rows"),
+    **FOLLOWED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_passes_in_silence_or_is_named(name, caplog):
+    loss_fn, params, batch, options, message, *more = CASES[name]
+    said = seen(caplog, loss_fn, params, batch, *more, **options)
     assert message in said
     assert bool(said) == bool(message)
 

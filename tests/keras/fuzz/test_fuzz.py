@@ -58,10 +58,17 @@ TABLE = {
     "two losses": Scenario(**TWO, reduction="sum", weights="random"),
     "train_on_batch": Scenario(**BATCHES, event="train_on_batch"),
     "several steps per execution": Scenario(**BATCHES, per_execution=2, epochs=2, metrics=True),
+    "averages of weights": Scenario(**BATCHES, optimizer="ema", epochs=2),
+    "clipping": Scenario(**BATCHES, optimizer="clipped"),
+    "weight decay": Scenario(**BATCHES, optimizer="decayed", losses=("sparse",)),
     "eager": Scenario(**BATCHES, eager=True, metrics=True),
     "compiled anew": Scenario(**BATCHES, event="recompile"),
     "a wrapped optimizer in an eager loop": Scenario(eager=True, batches=(4, 4, 2), optimizer="adam"),
     "a wrapped optimizer in windows of one": Scenario(batches=(4, 4, 2), steps=(1,)),
+    "a loss scale inside, and a window that the epoch's end closes": Scenario(
+        batches=(4,) * 5, steps=(2,), scaled="inside", eager=True
+    ),
+    "a file of an open window": Scenario(batches=(4,) * 6, steps=(3,), event="save", at=2),
     "a wrapped optimizer without the callback": Scenario(batches=(4,) * 16, steps=(4,), callback=False, epochs=2),
     "a wrapped optimizer in steps per execution": Scenario(batches=(4,) * 7, steps=(3,), per_execution=2, epochs=2),
     "exact BatchNormalization in a model that is called twice, masked": Scenario(

@@ -169,19 +169,6 @@ def test_a_window_that_a_backup_restores_is_discarded_where_its_epoch_begins_ane
     assert not any("Go on with" in message for message in messages(caplog))
 
 
-@compiled_on("jax")
-def test_a_window_that_was_loaded_before_fit_goes_on_in_it(tmp_path, fit_bound):
-    batches = split(regression(24), [4] * 6)
-    model = wrapped(sgd(), 3)
-    for batch in batches[:2]:
-        model.train_on_batch(*batch)
-    model.save_weights(tmp_path / "open.weights.h5")
-    model = wrapped(sgd(), 3)
-    model.load_weights(tmp_path / "open.weights.h5")
-    model.fit(Batches(batches[2:]), shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
-    assert error(model, plain(network(), sgd(), batches, 3, 1)) <= fit_bound
-
-
 class Nested(keras.callbacks.Callback):
     """Runs a `fit` of its own in the first epoch's end, or after its second micro-batch."""
 
@@ -224,15 +211,18 @@ def test_a_fit_inside_of_an_epoch_of_another_is_an_error_that_names_it():
         wrapped(sgd(), 4).fit(Batches(batches), shuffle=False, verbose=0, callbacks=callbacks)
 
 
-REDUCTIONS = [("sum", 1), slow("mean_with_sample_weight", 1), slow("sum_over_batch_size", 0)]
+REDUCTIONS = [
+    ("sum", 2, 1),
+    *(slow(*one) for one in [("mean_with_sample_weight", 2, 1), ("sum_over_batch_size", 2, 0), ("sum", 1, 0)]),
+]
 
 
 @compiled_on("jax")
-@pytest.mark.parametrize(("reduction", "named"), REDUCTIONS)
-def test_a_loss_that_is_no_mean_over_rows_is_named_once(reduction, named, caplog):
+@pytest.mark.parametrize(("reduction", "steps", "named"), REDUCTIONS)
+def test_a_loss_that_is_no_mean_over_rows_is_named_once_in_windows_of_several(reduction, steps, named, caplog):
     model = network()
     loss = keras.losses.MeanSquaredError(reduction=reduction, name="squares")
-    model.compile(optimizer=Optimizer(sgd(), 2), loss=loss, jit_compile=False)
+    model.compile(optimizer=Optimizer(sgd(), steps), loss=loss, jit_compile=False)
     with caplog.at_level(logging.WARNING, "gradaccum"):
         callback = GradientAccumulation()
         for _ in range(2):
@@ -242,16 +232,6 @@ def test_a_loss_that_is_no_mean_over_rows_is_named_once(reduction, named, caplog
     for message in found:
         assert f"The loss 'squares' has reduction={reduction!r}" in message
         assert "gradaccum.keras.micro_batched" in message
-
-
-@compiled_on("jax")
-def test_windows_of_one_micro_batch_have_any_loss(caplog):
-    model = network()
-    loss = keras.losses.MeanSquaredError(reduction="sum")
-    model.compile(optimizer=Optimizer(sgd(), 1), loss=loss, jit_compile=False)
-    with caplog.at_level(logging.WARNING, "gradaccum"):
-        model.fit(*regression(8), batch_size=4, verbose=0, callbacks=[GradientAccumulation()])
-    assert messages(caplog) == []
 
 
 def test_two_callbacks_of_one_fit_are_refused_by_name():

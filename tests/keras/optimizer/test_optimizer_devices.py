@@ -9,7 +9,6 @@ from gradaccum.keras.optimizers import BatchOptimizer, Optimizer
 from tests.keras.problems import (
     BACKEND,
     SHAPES,
-    Batches,
     adam,
     compiled_on,
     error,
@@ -95,17 +94,6 @@ def test_mixed_float16_matches_the_large_batch(inside):
     assert int(model.optimizer.iterations) == 4
     assert error(model, expected) <= 5e-3  # activations, and so gradients, have 11 bits
     assert {w.dtype for w in model.get_weights()} == {np.dtype("float32")}
-
-
-@pytest.mark.parametrize("eager", [True, slow(False)])
-def test_a_loss_scale_inside_makes_updates_outside_of_compiled_functions(eager, fit_bound):
-    batches = split(regression(20), [4] * 5)  # the last window is closed by the epoch's end
-    model = network()
-    optimizer = Optimizer(LossScale(sgd(), initial_scale=8.0), 2)
-    model.compile(optimizer=optimizer, loss="mse", run_eagerly=eager, jit_compile=BACKEND == "jax" and not eager)
-    model.fit(Batches(batches), shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
-    assert int(model.optimizer.iterations) == 3
-    assert error(model, plain(network(), sgd(), batches, 2, 1)) <= fit_bound
 
 
 @compiled_on("jax")

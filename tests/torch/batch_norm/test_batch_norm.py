@@ -55,23 +55,6 @@ def cross_entropy(model, x, y):
 # pooled
 
 
-@pytest.mark.parametrize("momentum", [0.1, 0.7, 1.0, None])
-def test_pooled_statistics_are_the_large_batchs(momentum):
-    whole, pooled = network(momentum=momentum), network(momentum=momentum)
-    statistics = PooledStatistics(pooled)
-    for window in range(3):
-        x, _ = batch(seed=window)
-        whole(x)
-        with statistics.window():
-            for rows in x.split(SIZES):
-                with statistics.micro_batch():
-                    pooled(rows)
-                statistics.commit()
-    assert relative_error(pooled.buffers(), whole.buffers()) <= FLOAT64
-    assert pooled[1].num_batches_tracked == 3
-    assert pooled[1].momentum == momentum
-
-
 def test_pooled_statistics_have_the_rows_of_micro_batches_that_weigh_nothing():
     model, plain = network(), network()
     step = TrainStep(
@@ -168,50 +151,60 @@ def test_exact_updates_are_the_large_batchs(offload):
     assert relative_error(model.buffers(), whole.buffers()) <= 1e-11
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_train_step_pools_statistics_once_per_update(momentum):
-    model, step = one_step("pooled", momentum=momentum)
-    whole, plain = copy.deepcopy(model), micro_batched(copy.deepcopy(model), *batch(), [5, 5, 4])
-    step(*batch())
-    whole(batch()[0])
-    assert relative_error(model.buffers(), whole.buffers()) <= FLOAT64
-    assert relative_error(gradients(model), gradients(plain)) <= FLOAT64
+WORDS = [("micro", 0.1), ("frozen", 0.1), *(("pooled", momentum) for momentum in (0.1, 0.7, 1.0, None))]
 
 
-def test_train_step_micro_is_the_plain_loop_and_silent():
-    model, step = one_step("micro")
-    plain = micro_batched(copy.deepcopy(model), *batch(), [5, 5, 4])
-    step(*batch())
-    assert relative_error(gradients(model), gradients(plain)) <= FLOAT64
-    assert relative_error(model.buffers(), plain.buffers()) <= FLOAT64
-    assert model[1].num_batches_tracked == 3
+@pytest.mark.parametrize("way", ["TrainStep", 0, 1, 9])
+@pytest.mark.parametrize(("choice", "momentum"), WORDS)
+def test_each_word_normalises_and_moves_statistics_as_it_says(choice, momentum, way):
+    """`way`: TrainStep, or so many micro-batches that `chunked` keeps."""
+    model = network(momentum=momentum)
+    with torch.no_grad():
+        model(batch(seed=9)[0])
+    whole, plain = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer, options = torch.optim.SGD(model.parameters(), 0.0), {"loss_fn": nn.CrossEntropyLoss()}
+    step = TrainStep(model, optimizer, micro_batch_size=5, batch_norm=choice, **options)
+    small = chunked(model, 5, batch_norm=choice, keep=0 if way == "TrainStep" else way)
+    if choice == "frozen":
+        plain.eval()
+    for window in range(3):
+        x, y = batch(seed=window)
+        model.zero_grad()
+        plain.zero_grad()
+        if way == "TrainStep":
+            step(x, y)
+        else:
+            F.cross_entropy(small(x), y).backward()
+        micro_batched(plain, x, y, [5, 5, 4])
+        whole(x)
+        assert relative_error(gradients(model), gradients(plain)) <= FLOAT64
+        assert relative_error(model.buffers(), (whole if choice == "pooled" else plain).buffers()) <= FLOAT64
+    if way != "TrainStep":
+        with torch.no_grad():
+            small(x), whole(x), [plain(rows) for rows in x.split(5)]
+        assert relative_error(model.buffers(), (whole if choice == "pooled" else plain).buffers()) <= FLOAT64
+    assert model[1].momentum == momentum
+    assert model[1].training
 
 
-def test_train_step_warns_once_and_names_the_modules():
+@pytest.mark.parametrize("way", ["TrainStep", "chunked"])
+def test_it_warns_once_names_the_modules_and_moves_statistics_as_it_does_without_a_word(way):
     model, step = one_step("warn")
-    plain = micro_batched(copy.deepcopy(model), *batch(), [5, 5, 4])
+    plain, call = copy.deepcopy(model), step if way == "TrainStep" else lambda x, y: small(x).sum().backward()
+    small = chunked(model, 5)
     with pytest.warns(UserWarning, match=r"not the large batch's: '1' \(BatchNorm2d\).*batch_norm=\"exact\"") as caught:
-        step(*batch())
+        call(*batch())
     assert len(caught) == 1
     assert caught[0].filename == __file__
+    if way == "TrainStep":
+        micro_batched(plain, *batch(), [5, 5, 4])
+    else:  # once
+        plain(batch()[0])
     assert relative_error(model.buffers(), plain.buffers()) <= FLOAT64
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step(*batch())
+        call(*batch())
         one_step("warn", size=100)[1](*batch())  # one micro-batch is the large batch
-
-
-def test_frozen_is_the_large_batch_in_eval_mode():
-    model, step = one_step("frozen")
-    with torch.no_grad():
-        model(batch(seed=9)[0])
-    whole, before = copy.deepcopy(model), running(model)
-    whole[1].eval()
-    torch_updates(whole, sgd(whole), [batch()], cross_entropy)
-    step(*batch())
-    assert relative_error(model.parameters(), whole.parameters()) <= FLOAT64
-    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
-    assert model[1].training
 
 
 @pytest.mark.parametrize("choice", ["warn", "micro", "pooled", "frozen", "exact"])
@@ -268,52 +261,6 @@ def test_frozen_needs_running_statistics():
     _, step = one_step("frozen", track_running_stats=False)
     with pytest.raises(ValueError, match=r"these layers keep none: '1' \(BatchNorm2d\)"):
         step(*batch())
-
-
-# chunked
-
-
-def test_chunked_warns_once_names_the_modules_and_moves_statistics_once():
-    model, (x, _) = network(), batch()
-    whole = copy.deepcopy(model)
-    small = chunked(model, 5)
-    with pytest.warns(UserWarning, match=r"'1' \(BatchNorm2d\)") as caught:
-        loss = small(x).square().sum()
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    after = running(small)
-    loss.backward()
-    whole(x)
-    assert all(torch.equal(a, b) for a, b in zip(after, small.buffers(), strict=True))
-    assert relative_error(small.buffers(), whole.buffers()) <= FLOAT64
-    small(x)
-
-
-@pytest.mark.parametrize("keep", [0, 1, 9])
-@pytest.mark.parametrize("choice", ["pooled", "micro", "frozen"])
-def test_chunked_agrees_with_the_plain_loop(choice, keep):
-    model, (x, y) = network(), batch()
-    whole, plain = copy.deepcopy(model), copy.deepcopy(model)
-    small = chunked(model, 5, batch_norm=choice, keep=keep)
-    if choice == "frozen":
-        plain.eval()
-    F.cross_entropy(small(x), y).backward()
-    micro_batched(plain, x, y, [5, 5, 4])
-    whole(x)
-    assert relative_error(gradients(small), gradients(plain)) <= FLOAT64
-    if choice == "pooled":
-        assert relative_error(small.buffers(), whole.buffers()) <= FLOAT64
-    else:
-        assert relative_error(small.buffers(), plain.buffers()) <= FLOAT64
-
-
-def test_without_gradients_statistics_move_once_too():
-    model, (x, _) = network(), batch()
-    whole = copy.deepcopy(model)
-    with torch.no_grad():
-        chunked(model, 5, batch_norm="pooled")(x)
-        whole(x)
-    assert relative_error(model.buffers(), whole.buffers()) <= FLOAT64
 
 
 # The optimizer

@@ -79,9 +79,7 @@ def assert_same_gradients(module, loss, *inputs, size=4, tolerance=FLOAT64, **op
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.integers(1, 12), size=st.integers(1, 13), keep=st.integers(0, 5), seed=st.integers(0, 99))
-def test_any_rows_in_any_sizes_have_the_large_batchs_gradients_that_of_the_temperature_among_them(
-    rows, size, keep, seed
-):
+def test_any_rows_in_any_sizes(rows, size, keep, seed):
     x, t = torch.randn(2, rows, 5, generator=torch.Generator().manual_seed(seed))
     whole, small = TwoTowers(), TwoTowers(lambda tower: chunked(tower, size, keep=keep, verify=False))
     for model in (whole, small):

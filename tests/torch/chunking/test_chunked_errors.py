@@ -21,45 +21,39 @@ class Calls(nn.Module):
         return self.function(self.weight, *args, **kwargs)
 
 
-@pytest.mark.parametrize("size", [0, -1])
-def test_a_size_below_one_is_refused(size):
-    with pytest.raises(ValueError, match=rf"`micro_batch_size` must be an int >= 1. Received: micro_batch_size={size}"):
-        chunked(nn.Linear(3, 2), size)
+def script():
+    return nn.Sequential(nn.Tanh(), torch.jit.script(nn.Linear(3, 2)))
 
 
-@pytest.mark.parametrize("size", [2.5, True, "4", None])
-def test_a_size_that_is_no_int_is_refused(size):
-    with pytest.raises(TypeError, match="`micro_batch_size` must be an int >= 1"):
-        chunked(nn.Linear(3, 2), size)
+WRONG = [  # what is chunked, in which size, the options, the error
+    *[(nn.Linear, n, {}, ValueError, f"`micro_batch_size` must be an int >= 1. Received: .*={n}") for n in (0, -1)],
+    *[(nn.Linear, n, {}, TypeError, "`micro_batch_size` must be an int >= 1") for n in (2.5, True, "4", None)],
+    *[
+        (nn.Linear, 4, {"keep": n}, (TypeError, ValueError), "`keep` must be an int >= 0")
+        for n in (-1, 1.5, True, False)
+    ],
+    (lambda *_: torch.relu, 4, {}, TypeError, "must be a torch"),
+    (lambda *_: script(), 4, {}, ValueError, "'1' is a TorchScript module"),
+    (
+        nn.Linear,
+        4,
+        {"offload": True},
+        ValueError,
+        "`offload` keeps what crosses BatchNorm .*Received: offload=True, batch_no",
+    ),
+    (nn.Linear, 4, {"batch_norm": "none"}, ValueError, "`batch_norm` must be one of 'warn', 'micro'"),
+    (nn.Linear, 4, {"batch_norm": "exact", "keep": 1}, ValueError, "recomputes every micro-batch"),
+    (nn.Linear, 4, {"max_tokens": 0}, ValueError, "`max_tokens` must be an int >= 1"),
+    (nn.Linear, 4, {"max_tokens": 8, "batch_norm": "exact"}, ValueError, "needs the whole batch as it is padded"),
+]
 
 
-@pytest.mark.parametrize("keep", [-1, 1.5, True, False])
-def test_keep_counts_micro_batches(keep):
-    with pytest.raises((TypeError, ValueError), match="`keep` must be an int >= 0"):
-        chunked(nn.Linear(3, 2), 4, keep=keep)
-
-
-def test_only_modules_can_be_chunked():
-    with pytest.raises(TypeError, match="must be a torch"):
-        chunked(torch.relu, 4)
-
-
+@pytest.mark.parametrize(("make", "size", "options", "error", "message"), WRONG)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*torch.jit.script:FutureWarning")
-def test_torch_script_is_refused_by_name():
-    with pytest.raises(ValueError, match="'1' is a TorchScript module"):
-        chunked(nn.Sequential(nn.Tanh(), torch.jit.script(nn.Linear(3, 2))), 4)
-
-
-def test_offload_needs_exact_batch_norm():
-    with pytest.raises(
-        ValueError, match=r"`offload` keeps what crosses BatchNorm layers.*Received: offload=True, batch_no"
-    ):
-        chunked(nn.Linear(3, 2), 4, offload=True)
-
-
-def test_an_unknown_word_for_batch_norm_is_refused():
-    with pytest.raises(ValueError, match="`batch_norm` must be one of 'warn', 'micro'"):
-        chunked(nn.Linear(3, 2), 4, batch_norm="none")
+def test_what_cannot_be_chunked_is_refused_by_name(make, size, options, error, message):
+    module = make(3, 2)
+    with pytest.raises(error, match=message):
+        chunked(module, size, **options)
 
 
 @pytest.mark.parametrize("keep", [0, 9])
@@ -136,20 +130,24 @@ def test_transforms_of_torch_func_around_it_are_refused(transform):
         transform(lambda x: small(x).sum())(torch.randn(4, 6, 3))
 
 
-def test_batch_dims_must_name_arguments():
-    small = chunked(nn.Linear(3, 2), 2, batch_dims={"table": None})
-    with pytest.raises(ValueError, match=r"`batch_dims` names \['table'\], which Linear.forward"):
-        small(torch.randn(6, 3))
+CALLS = [  # what is chunked, the options, its inputs, the error
+    (
+        nn.Linear,
+        {"batch_dims": {"table": None}},
+        torch.ones(6, 3),
+        r"`batch_dims` names \['table'\], which Linear.forward",
+    ),
+    (nn.Linear, {}, 3, "No tensor with rows"),
+    (lambda rows, columns: nn.LazyLinear(columns), {}, torch.ones(6, 3), "call it on a few rows first"),
+    (nn.Linear, {"max_tokens": 8}, torch.ones(6, 3), "(?s)needs an attention mask of shape .*shape .6, 3."),
+]
 
 
-def test_without_rows_there_is_nothing_to_chunk():
-    with pytest.raises(ValueError, match="No tensor with rows"):
-        chunked(nn.Linear(3, 2), 2)(3)
-
-
-def test_lazy_parameters_are_asked_for():
-    with pytest.raises(ValueError, match="call it on a few rows first"):
-        chunked(nn.LazyLinear(2), 2)(torch.randn(6, 3))
+@pytest.mark.parametrize(("make", "options", "x", "message"), CALLS)
+def test_a_call_that_cannot_be_cut_is_refused_by_name(make, options, x, message):
+    small = chunked(make(3, 2), 2, **options)
+    with pytest.raises(ValueError, match=message):
+        small(x)
 
 
 def test_a_module_that_looks_across_rows_is_found_on_request_and_the_layer_named():

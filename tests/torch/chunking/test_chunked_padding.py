@@ -210,15 +210,6 @@ def test_outputs_for_each_token_are_refused_by_name(float64):
         chunked(Tokens(), 4, max_tokens=2)(**same)
 
 
-def test_errors_of_arguments():
-    with pytest.raises(ValueError, match="`max_tokens` must be an int >= 1"):
-        chunked(Encoder(), 4, max_tokens=0)
-    with pytest.raises(ValueError, match='batch_norm="exact" needs the whole batch as it is padded'):
-        chunked(nn.Sequential(nn.BatchNorm1d(2)), 4, max_tokens=8, batch_norm="exact")
-    with pytest.raises(ValueError, match="(?s)needs an attention mask of shape .*shape .11, 12."):
-        chunked(nn.Linear(12, 3), 4, max_tokens=8)(text()["input_ids"].float())
-
-
 @pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_towers_of_transformers_train_as_the_padded_batch(side):
     transformers = pytest.importorskip("transformers")

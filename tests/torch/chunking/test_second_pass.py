@@ -1,4 +1,4 @@
-"""The second pass is the first one again, whatever has happened to the module in between."""
+"""The second pass is the first one again, whatever has happened in between; and what comes after the first call."""
 
 import copy
 import random
@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from gradaccum import NotEquivalentError
 from gradaccum.torch import chunked
 from tests.reference import FLOAT64, relative_error
 
@@ -77,48 +78,52 @@ class Adapter(nn.Linear):
         return y * self.scale + (0.0 if self.training else x.sum(1, keepdim=True))
 
 
-def switch_mode(module):
+# What happens to a module before its forward pass, and between forward and backward.
+
+
+def another_mode(module):
+    yield
     module.eval()
 
 
-def switch_adapter(module):
+def another_adapter(module):
+    yield
     module.active, module.scale = "b", 3.0
 
 
-def switch_method(module):
+def another_method(module):
+    yield
     module.forward = lambda x: x[:, :3]
 
 
-def switch_hook(module):
+def a_hook_that_comes(module):
+    yield
     module.register_forward_hook(lambda m, args, output: output * 2)
 
 
+def a_hook_that_goes(module):
+    handle = module.register_forward_hook(lambda m, args, output: output * 2)
+    yield
+    handle.remove()
+
+
 @pytest.mark.parametrize("keep", [0, 1])
-@pytest.mark.parametrize("switch", [switch_mode, switch_adapter, switch_method, switch_hook])
-def test_what_changes_the_module_between_forward_and_backward_does_not_reach_the_second_pass(switch, keep):
+@pytest.mark.parametrize("change", [another_mode, another_adapter, another_method, a_hook_that_comes, a_hook_that_goes])
+def test_what_changes_the_module_between_forward_and_backward_does_not_reach_the_second_pass(change, keep):
     whole, x = Adapter(), torch.randn(ROWS, 5)
     module = copy.deepcopy(whole)
     small = chunked(module, SIZE, keep=keep)
     for m, inside in ((whole, whole), (small, module)):
+        changes = change(inside)
+        next(changes)
         loss = loss_of(m(x))
-        switch(inside)
+        next(changes, None)
         later = dict(vars(inside))
         loss.backward()
         assert vars(inside) == later
     for one, other in zip(gradients(small), gradients(whole), strict=True):
         assert (one is None) == (other is None)
         assert one is None or relative_error([one], [other]) <= FLOAT64
-
-
-def test_a_hook_that_is_gone_by_backward_still_has_its_effect():
-    whole, x = encoder(), torch.randn(ROWS, 5)
-    module = copy.deepcopy(whole)
-    for m, inside in ((whole, whole), (chunked(module, SIZE), module)):
-        handle = inside[0].register_forward_hook(lambda m, args, output: output * 2)
-        loss = loss_of(m(x))
-        handle.remove()
-        loss.backward()
-    assert relative_error(gradients(module), gradients(whole)) <= FLOAT64
 
 
 def test_layers_that_are_replaced_or_unfrozen_between_forward_and_backward():
@@ -244,3 +249,166 @@ def test_gradients_that_nobody_asked_for_are_not_made():
     loss = loss_of(small(torch.randn(ROWS, 5), theta * 2))
     torch.autograd.grad(loss, [module.weight])
     assert theta.grad is None
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("keep", [0, 1])
+def test_hooks_see_the_finished_gradient_once_under_create_graph(keep, calls):
+    whole = encoder()
+    module, x = copy.deepcopy(whole), torch.randn(ROWS, 5)
+    found = []
+    for call, inside in ((whole, whole), (chunked(module, SIZE, keep=keep), module)):
+        leaf, seen = x.clone().requires_grad_(), []
+        rows = leaf * 1.0  # not a leaf, with a hook of its own
+        for tensor in (rows, leaf, *inside.parameters()):
+            tensor.register_hook(lambda g, seen=seen: seen.append(g.detach()) or g.clamp(-0.02, 0.05))
+        loss = sum(loss_of(call(rows)) for _ in range(calls))
+        wanted = [leaf, *inside.parameters()]
+        first = torch.autograd.grad(loss, wanted, create_graph=True)
+        assert len(seen) == 2 + len(list(inside.parameters()))
+        (loss + sum(g.square().sum() for g in first)).backward()
+        assert len(seen) == 2 * (2 + len(list(inside.parameters())))
+        found.append([*first, *(t.grad for t in wanted)])
+    assert relative_error(found[1], found[0]) <= FLOAT64
+
+
+def normalised(gradient):
+    return gradient / gradient.norm()
+
+
+class Centre(nn.Module):
+    def forward(self, h):
+        return h - h.mean(0)
+
+
+def on_activations(module):
+    module[1].register_forward_hook(
+        lambda m, args, output: output.register_hook(normalised) and None if output.requires_grad else None
+    )
+
+
+def by_a_backward_hook(module):
+    module[1].register_full_backward_hook(lambda m, given, received: tuple(normalised(g) for g in given))
+
+
+def by_an_object(module):
+    class Hook:
+        def __call__(self, m, args):
+            return (args[0] - args[0].mean(0),)
+
+    module[2].register_forward_pre_hook(Hook())
+
+
+def of_all_modules(module):
+    return nn.modules.module.register_module_forward_hook(
+        lambda m, args, output: output - output.mean(0) if m is module[1] else None
+    )
+
+
+def in_place_of_a_layer(module):
+    module[1] = Centre()
+
+
+def in_place_of_forward(module):
+    module[1].forward = lambda h: h - h.mean(0)
+
+
+LATE = [on_activations, by_a_backward_hook, by_an_object, of_all_modules, in_place_of_a_layer, in_place_of_forward]
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_what_is_added_after_the_first_call_is_proven_too(late):
+    module, x = encoder(), torch.randn(ROWS, 5)
+    small = chunked(module, SIZE)
+    loss_of(small(x)).backward()
+    handle = late(module)
+    try:
+        with pytest.raises(NotEquivalentError, match="Sequential is not per-row"):
+            small(x)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def test_activations_collected_by_a_hook_that_comes_later_are_named():
+    module, x, held = encoder(), torch.randn(ROWS, 5), []
+    small = chunked(module, SIZE)
+    loss_of(small(x)).backward()
+    module[0].register_forward_hook(lambda m, args, output: held.append(output))
+    with pytest.raises(NotEquivalentError, match=r"keeps a tensor of shape \(8, 6\) with a graph, made in '0'"):
+        small(x)
+
+
+def test_a_hook_that_comes_and_goes_is_proven_once():
+    module, x, rows = encoder(), torch.randn(ROWS, 5), []
+    small = chunked(module, SIZE)
+    for step in range(4):
+        rows.clear()
+        handle = module[0].register_forward_hook(lambda m, args, output: rows.append(len(output)))
+        loss_of(small(x)).backward()
+        handle.remove()
+        assert (8 in rows) == (step == 0)
+
+
+def test_hooks_on_activations_without_a_graph_are_explained():
+    module, x = encoder(), torch.randn(ROWS, 5)
+    module[1].register_forward_hook(lambda m, args, output: output.register_hook(lambda g: g) and None)
+    with pytest.raises(RuntimeError, match="runs twice, at first without gradients. Register hooks on"):
+        chunked(module, SIZE)(x)
+
+
+def edited_by_numpy(x):
+    x.numpy()[:] = 0.3
+
+
+def edited_by_data(x):
+    x.data.mul_(2)
+
+
+@pytest.mark.parametrize("edit", [edited_by_numpy, edited_by_data])
+@pytest.mark.parametrize("shape", ["plain", "not contiguous", "shared"])
+@pytest.mark.parametrize("batch_norm", ["micro", "exact"])
+def test_inputs_edited_behind_autograds_back_are_an_error_in_calls_1_2_4(batch_norm, shape, edit):
+    class Shifts(nn.Linear):
+        def forward(self, x, by):
+            return super().forward(x).tanh() + by
+
+    module = nn.ModuleList([Shifts(5, 3), nn.BatchNorm1d(3)])
+    module.forward = lambda x, by: module[1](module[0](x, by)) if batch_norm == "exact" else module[0](x, by)
+    small = chunked(module, SIZE, batch_dims=(0, None), batch_norm=batch_norm)
+    x = torch.randn(5, ROWS).T if shape == "not contiguous" else torch.randn(ROWS, 5)
+    by = torch.randn(3)
+    for _ in range(3):
+        loss_of(small(x, by)).backward()
+    loss = loss_of(small(x, by))
+    edit(by if shape == "shared" else x)
+    with pytest.raises(NotEquivalentError, match="other outputs when backward runs it again.*Was an input refilled"):
+        loss.backward()
+
+
+def test_arrays_that_are_refilled_are_an_error_and_nan_is_none():
+    class OfArrays(nn.Linear):
+        def forward(self, x):
+            return super().forward(torch.from_numpy(np.nan_to_num(x)))
+
+    x = np.random.default_rng(0).normal(size=(ROWS, 5))
+    x[0] = np.nan
+    small = chunked(OfArrays(5, 3), SIZE)
+    loss_of(small(x)).backward()
+    loss = loss_of(small(x))
+    x[:] = 1.0
+    with pytest.raises(NotEquivalentError, match="other outputs when backward runs it again.*Was an input refilled"):
+        loss.backward()
+
+
+def test_a_modules_backward_hook_is_refused_under_create_graph_alone():
+    whole, x = encoder(), torch.randn(ROWS, 5)
+    module = copy.deepcopy(whole)
+    for inside in (whole, module):
+        inside[2].register_full_backward_hook(lambda m, given, received: tuple(2 * g for g in given))
+    small = chunked(module, SIZE)
+    with pytest.raises(NotImplementedError, match=r"'2' \(Linear\) in a chunked module has a backward hook"):
+        torch.autograd.grad(loss_of(small(x)), list(module.parameters()), create_graph=True)
+    for m in (whole, small):
+        loss_of(m(x)).backward()
+    assert relative_error([p.grad for p in module.parameters()], [p.grad for p in whole.parameters()]) <= FLOAT64

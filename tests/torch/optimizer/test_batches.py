@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import gradaccum.torch
+import gradaccum.torch.optimizer.batches as batches_module
 from gradaccum import WindowError
 from tests.reference import FLOAT64, relative_error, windows_of
 from tests.torch.optimizer.loops import assert_same, large, train, wrapped
@@ -474,3 +475,17 @@ def test_a_jagged_batch_is_counted_by_its_rows():
     torch.stack([alone(row).mean() for x in parts for row in x.unbind()]).mean().backward()
     inner.step()
     assert_same(model, alone)
+
+
+def test_a_loader_is_compared_with_its_copies_ever_less_often_over_all_its_epochs(monkeypatch):
+    found = []
+    original = batches_module._contents_changed
+    monkeypatch.setattr(batches_module, "_contents_changed", lambda *both: found.append(1) or original(*both))
+    loader = torch.utils.data.DataLoader(torch.arange(20.0).view(10, 2))
+    optimizer = gradaccum.torch.optim.Optimizer(torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1), steps=2)
+    for _ in range(3):
+        for x in optimizer.batches(loader):
+            optimizer.zero_grad()
+            (optimizer.param_groups[0]["params"][0] * x).sum().backward()
+            optimizer.step()
+    assert len(found) == 5  # fetches 1, 2, 4, 8 of the first epoch, and 16

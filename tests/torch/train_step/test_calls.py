@@ -68,5 +68,5 @@ def test_an_ordinary_window_of_four_makes_so_many_calls_beyond_the_loop_by_hand(
     few, many = beyond_the_loop(layers=0), beyond_the_loop(layers=300)
     assert few == many
     python, c = few
-    assert python <= 100
-    assert c <= 72
+    assert python <= 91
+    assert c <= 69

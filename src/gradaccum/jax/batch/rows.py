@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,9 @@ import jax.numpy as jnp
 
 from gradaccum.core.sizes import even_sizes
 from gradaccum.jax.batch.arrays import devices_of
+from gradaccum.on_jax import scan
 
-__all__ = ["Batch", "Group", "argument_names", "argument_numbers", "axes_of_each", "spread"]
+__all__ = ["Batch", "Group", "argument_names", "argument_numbers", "axes_of_each", "over", "spread"]
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,6 @@ class Batch:
         """The axis of each leaf of one of the arguments."""
         return self.axes[self._ends[position] : self._ends[position + 1]]
 
-    def with_leaves(self, leaves: list[Any], axes: list[int | None] | None = None) -> Batch:
-        """The same rows of other leaves: in the same structure and axes, or in a list, each with its axis."""
-        other = copy.copy(self)
-        other.leaves = leaves
-        if axes is not None:
-            other.axes, other.structure = axes, jax.tree.structure([0] * len(leaves))
-        return other
-
     def groups(self, micro_batch_size: int) -> list[Group]:
         """The micro-batches, of at most this many rows; sets the `blocks` that they are taken from."""
         most = min(micro_batch_size, self.rows)
@@ -153,6 +145,15 @@ class Batch:
 
         return jax.tree.unflatten(self.structure, [rows_of(*pair) for pair in zip(self.leaves, self.axes)])
 
+    def stacked(self, leaf: Any, axis: int, group: Group) -> Any:
+        """The rows of the micro-batches of a group, one micro-batch behind the other in a new first axis."""
+        before, after = leaf.shape[:axis], leaf.shape[axis + 1 :]
+        size, count = group.size // self.blocks, group.count
+        parts = leaf.reshape(*before, self.blocks, self.rows // self.blocks, *after)
+        parts = jax.lax.slice_in_dim(parts, group.start, group.start + count * size, axis=axis + 1)
+        parts = jnp.moveaxis(parts.reshape(*before, self.blocks, count, size, *after), axis + 1, 0)
+        return parts.reshape(count, *before, group.size, *after)
+
     def joined(self, parts: list[Any], axis: int = 0) -> Any:
         """The rows of all micro-batches, in the order of the batch."""
         pieces = []
@@ -164,6 +165,38 @@ class Batch:
             pieces.append(part.reshape(*before, self.blocks, count * size, *after))
         whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis + 1)
         return whole.reshape(*whole.shape[:axis], self.rows, *whole.shape[axis + 2 :])
+
+
+def over(
+    groups: Iterable[Group],
+    step: Callable[[Any, Group, Any, Any], tuple[Any, Any]],
+    carry: Any,
+    xs: Any,
+    enter: Callable[[Any, Group], Any] = lambda carry, group: carry,
+) -> tuple[Any, list[Any]]:
+    """The carry after `step(carry, group, index, x)` of every micro-batch, and of each group what they gave, stacked.
+
+    The micro-batches of a group run in a scan; one alone runs by itself. `xs` has an entry for each micro-batch.
+    `enter(carry, group)` gives the carry that a group begins with.
+    """
+    done, parts = 0, []
+    for group in groups:
+        some = jax.tree.map(lambda each: each[done : done + group.count], xs)  # noqa: B023  # used at once
+        done += group.count
+        carry = enter(carry, group)
+        if group.count == 1:
+            carry, part = step(carry, group, 0, jax.tree.map(lambda each: each[0], some))
+            part = jax.tree.map(lambda each: jnp.asarray(each)[None], part)
+        else:
+
+            def body(state: Any, x: Any, group: Group = group) -> Any:
+                carry, part = step(state[1], group, state[0], x)
+                return (state[0] + 1, carry), part
+
+            # Counted in the carry: as `xs`, the numbers would be an array that grows with the micro-batches.
+            (_, carry), part = scan(body, (jnp.zeros((), jnp.int32), carry), some, length=group.count)
+        parts.append(part)
+    return carry, parts
 
 
 def spread(prefix: Any, tree: Any, option: str, name: str) -> list[Any]:

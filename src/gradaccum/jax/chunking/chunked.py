@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from gradaccum.jax.batch import Batch, argument_names, argument_numbers, axes_of_each
-from gradaccum.jax.chunking.two_passes import Body, TwoPasses
+from gradaccum.jax.chunking.two_passes import Body, in_two_passes
 from gradaccum.schedule import checked_count
 
 __all__ = ["chunked"]
@@ -88,6 +88,6 @@ def chunked(
             body.check(groups)
             return fn(*args, **kwargs)
         split = [jax.random.split(key, count) for key in body.keys]
-        return TwoPasses(body, batch, groups, keep)(split)
+        return in_two_passes(body, groups, keep, split)
 
     return in_chunks

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from gradaccum.jax.batch import Batch, Group, as_varying, drawn_shapes, like, varying_axes, zeros
-from gradaccum.on_jax import scan
+from gradaccum.jax.batch import Batch, Group, as_varying, drawn_shapes, like, over, varying_axes, zeros
 
-__all__ = ["Body", "TwoPasses"]
+__all__ = ["Body", "in_two_passes"]
 
 
 class _Traced(NamedTuple):
@@ -30,9 +29,9 @@ class Body:
     """`fn` with its arguments taken apart.
 
     Attributes:
-        shared: Arrays of the arguments that are no batch.
+        shared: Arrays that all micro-batches share: those of the arguments, and of the batch without an axis of rows.
+        rows: The arrays with rows, and `axes` the axis of each one's.
         keys: Of the argument that is a key.
-        rows: The arrays among the batch's leaves, by their position.
         structure: Of the outputs, once it is traced.
     """
 
@@ -41,67 +40,56 @@ class Body:
     ) -> None:
         self.fn, self.batches, self.key_numbers, self.batch = fn, batches, key_numbers, batch
         others = [arg for n, arg in enumerate(args) if n not in (*batches, *key_numbers)]
-        self.count = len(args)
         leaves, self._others = jax.tree.flatten((others, kwargs))
-        self._static = [None if _is_array(leaf) else leaf for leaf in leaves]
+        self.count, self._other_leaves = len(args), leaves
         # In an enclosing `shard_map`: else each micro-batch's gradients would be summed over the devices.
         varying = varying_axes([leaf for leaf in batch.leaves if _is_array(leaf)])
-        self.shared = [as_varying(jnp.asarray(leaf), varying) for leaf in leaves if _is_array(leaf)]
-        self._dynamic = [_is_array(leaf) for leaf in leaves]
+        self._positions = [n for n, leaf in enumerate(batch.leaves) if batch.axes[n] is not None]
+        self._whole = [n for n, leaf in enumerate(batch.leaves) if batch.axes[n] is None and _is_array(leaf)]
+        self._dynamic = [n for n, leaf in enumerate(leaves) if _is_array(leaf)]
+        self.rows = [jnp.asarray(batch.leaves[n]) for n in self._positions]
+        self.axes = [batch.axes[n] or 0 for n in self._positions]
+        self.shared = [as_varying(jnp.asarray(leaves[n]), varying) for n in self._dynamic]
+        self.shared += [jnp.asarray(batch.leaves[n]) for n in self._whole]
         self.keys, self._keys = jax.tree.flatten([args[n] for n in key_numbers])
-        batch.leaves = [jnp.asarray(leaf) if _is_array(leaf) else leaf for leaf in batch.leaves]
-        self.rows = [i for i, leaf in enumerate(batch.leaves) if _is_array(leaf)]
-        self.axes = [batch.axes[i] for i in self.rows]
         self.structure: Any = None
         self._paths: list[str] = []
         self._traced: dict[int, _Traced] = {}
 
-    def __call__(self, shared: list[Any], micro_batch: list[Any], keys: list[Any]) -> list[Any]:
+    def __call__(self, shared: list[Any], rows: list[Any], keys: list[Any]) -> list[Any]:
         """The outputs for one micro-batch, flat."""
-        leaves = iter(shared)
-        filled = [next(leaves) if dynamic else static for dynamic, static in zip(self._dynamic, self._static)]
-        others, kwargs = jax.tree.unflatten(self._others, filled)
-        parts = dict(zip(self.batches, jax.tree.unflatten(self.batch.structure, self.leaves_with(micro_batch))))
+        others, whole = _filled(self._other_leaves, self._dynamic, shared), shared[len(self._dynamic) :]
+        remaining, kwargs = jax.tree.unflatten(self._others, others)
+        leaves = _filled(_filled(self.batch.leaves, self._whole, whole), self._positions, rows)
+        parts = dict(zip(self.batches, jax.tree.unflatten(self.batch.structure, leaves)))
         parts |= dict(zip(self.key_numbers, jax.tree.unflatten(self._keys, keys)))
-        remaining = iter(others)
-        outputs = self.fn(*(parts[n] if n in parts else next(remaining) for n in range(self.count)), **kwargs)
+        rest = iter(remaining)
+        outputs = self.fn(*(parts[n] if n in parts else next(rest) for n in range(self.count)), **kwargs)
         found, self.structure = jax.tree_util.tree_flatten_with_path(outputs)
         self._paths = [f"outputs{jax.tree_util.keystr(path)}" for path, _ in found]
         return [jnp.asarray(leaf) for _, leaf in found]
 
-    def leaves_with(self, arrays: list[Any]) -> list[Any]:
-        """The batch's leaves, with these arrays."""
-        replaced = dict(zip(self.rows, arrays))
-        return [replaced.get(position, leaf) for position, leaf in enumerate(self.batch.leaves)]
-
-    def traced(self, group: Group) -> _Traced:
-        """`fn` on micro-batches of this group's size."""
-        if group.size not in self._traced:
-            self._traced[group.size] = self._trace(
-                jax.eval_shape(lambda: self.micro_batch(self.batch.leaves, group, 0))
-            )
-        return self._traced[group.size]
-
-    def micro_batch(self, leaves: list[Any], group: Group, index: Any) -> list[Any]:
-        """The arrays of one micro-batch, of these leaves of the whole batch."""
-        taken = self.batch.with_leaves(leaves).micro_batch(group, index)
-        flat = jax.tree.structure(taken).flatten_up_to(taken)
-        return [flat[position] for position in self.rows]
-
-    def _trace(self, micro_batch: list[Any]) -> _Traced:
-        closed, outputs = jax.make_jaxpr(self, return_shape=True)(self.shared, micro_batch, self.keys)
-        return _Traced(closed.jaxpr, list(closed.consts), list(outputs))
+    def traced(self, size: int) -> _Traced:
+        """`fn` on micro-batches of so many rows."""
+        if size not in self._traced:
+            cut = [
+                jax.eval_shape(lambda leaf, axis=axis: jax.lax.slice_in_dim(leaf, 0, size, axis=axis), leaf)
+                for leaf, axis in zip(self.rows, self.axes)
+            ]
+            closed, outputs = jax.make_jaxpr(self, return_shape=True)(self.shared, cut, self.keys)
+            self._traced[size] = _Traced(closed.jaxpr, list(closed.consts), list(outputs))
+        return self._traced[size]
 
     def check(self, groups: list[Group]) -> None:
         """Outputs have a row for each row, at two sizes, and keys that all share draw nothing for rows."""
-        sizes = {group.size: self.traced(group) for group in groups}
+        sizes = {group.size: self.traced(group.size) for group in groups}
         for size, traced in sizes.items():
             self._check_rows(size, traced.outputs)
         if len(sizes) == 1:
             (size,) = sizes
             other = size - 1 if size > 1 else 2
             with contextlib.suppress(Exception):  # a function that is written for one size
-                sizes[other] = self._trace(jax.eval_shape(lambda: self._resized(other)))
+                sizes[other] = self.traced(other)
         if len(sizes) == 1:
             return
         (size, one), (other, two) = sizes.items()
@@ -119,13 +107,6 @@ class Body:
                 "gets one that is split off; or give each row a key of its own, as a part of the batch."
             )
 
-    def _resized(self, size: int) -> list[Any]:
-        leaves = [self.batch.leaves[position] for position in self.rows]
-        return [
-            leaf if axis is None else jax.lax.slice_in_dim(leaf, 0, size, axis=axis)
-            for leaf, axis in zip(leaves, self.axes)
-        ]
-
     def _check_rows(self, size: int, outputs: list[Any]) -> None:
         wrong = [f"  {p}: {tuple(k.shape)}" for p, k in zip(self._paths, outputs) if k.shape[:1] != (size,)]
         if wrong:
@@ -138,18 +119,28 @@ class Body:
 _OUTSIDE = "Return what each row gives, and reduce over the rows outside of the chunked function."
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+def in_two_passes(body: Body, groups: list[Group], keep: int, keys: list[Any]) -> Any:
+    """The outputs of the whole batch; `keys` has one for each micro-batch.
 
-
-class _Part(NamedTuple):
-    """Micro-batches of one size that are treated alike."""
-
-    group: Group
-    first: int
-    kept: bool
-    traced: _Traced
-    consts: list[int]
+    The first `keep` micro-batches are plain JAX, which keeps their activations.
+    """
+    body.check(groups)
+    batch, outputs, done = body.batch, [], 0
+    for group in groups:
+        kept = max(0, min(group.count, keep - done))
+        start = group.start + kept * (group.size // batch.blocks)
+        for some, is_kept in (
+            (Group(group.start, group.size, kept), True),
+            (Group(start, group.size, group.count - kept), False),
+        ):
+            if some.count:
+                part = _Part(body.traced(group.size), some)
+                rows = [batch.stacked(leaf, axis, some) for leaf, axis in zip(body.rows, body.axes)]
+                mine = [key[done : done + some.count] for key in keys]
+                done += some.count
+                fixed = [*part.traced.consts, *body.shared]
+                outputs.append(part.kept(fixed, rows, mine) if is_kept else part.replayed(fixed, rows, mine))
+    return jax.tree.unflatten(body.structure, [batch.joined(list(pieces)) for pieces in zip(*outputs, strict=True)])
 
 
 @jax.tree_util.register_static
@@ -160,179 +151,76 @@ class _Wanted:
     positions: tuple[int, ...]
 
 
-class TwoPasses:
-    """A call of a chunked function.
+class _Part(NamedTuple):
+    """Micro-batches of one size that are treated alike.
 
-    Its inputs, flat: what the function closes over, what the arguments share, and the arrays of the batch.
+    `fixed` is what they share, and what the function closes over; `rows` has theirs, and `keys` one for each.
     """
 
-    def __init__(self, body: Body, batch: Batch, groups: list[Group], keep: int) -> None:
-        self.body, self.batch = body, batch
-        body.check(groups)
-        self.consts: list[Any] = []
-        self.parts: list[_Part] = []
-        first = 0
-        for group in groups:
-            traced = body.traced(group)
-            new = {id(const): const for const in (*self.consts, *traced.consts)}
-            self.consts, places = [*new.values()], [*new]
-            consts = [places.index(id(const)) for const in traced.consts]
-            kept = max(0, min(group.count, keep - first))
-            start = group.start + kept * (group.size // batch.blocks)
-            behind = Group(start, group.size, group.count - kept)
-            for some, is_kept in ((Group(group.start, group.size, kept), True), (behind, False)):
-                if some.count:
-                    self.parts.append(_Part(some, first, is_kept, traced, consts))
-                    first += some.count
-        self.axes: list[int | None] = [*[None] * (len(self.consts) + len(body.shared)), *body.axes]
-        """Of each input, the axis of its rows; None for what is shared."""
+    traced: _Traced
+    group: Group
 
-    def __call__(self, keys: list[Any]) -> Any:
-        """The outputs of the whole batch; `keys` has one for each micro-batch."""
-        run = jax.custom_vjp(self._outputs)
+    def outputs(self, fixed: list[Any], rows: list[Any], keys: list[Any]) -> list[Any]:
+        """What each gives, stacked."""
+        return over([self.group], lambda _, group, index, x: (None, self._of_one(fixed, *x)), None, (rows, keys))[1][0]
+
+    def _of_one(self, fixed: list[Any], rows: list[Any], keys: list[Any]) -> list[Any]:
+        consts, shared = fixed[: len(self.traced.consts)], fixed[len(self.traced.consts) :]
+        return jax.core.eval_jaxpr(self.traced.jaxpr, consts, *shared, *rows, *keys)
+
+    def kept(self, fixed: list[Any], rows: list[Any], keys: list[Any]) -> list[Any]:
+        """The outputs, as JAX differentiates them; gradients of half precision are added up in float32."""
+        wide = [_widened(value) for value in fixed]
+
+        def one(_: Any, group: Group, index: Any, x: Any) -> Any:
+            return None, self._of_one([value.astype(old.dtype) for value, old in zip(wide, fixed)], *x)
+
+        return over([self.group], one, None, (rows, keys))[1][0]
+
+    def replayed(self, fixed: list[Any], rows: list[Any], keys: list[Any]) -> list[Any]:
+        """The outputs, whose gradients run each micro-batch again."""
+        run = jax.custom_vjp(self.outputs)
         run.defvjp(self._first_pass, self._second_pass, symbolic_zeros=True)
-        inputs = [*self.consts, *self.body.shared, *(self.batch.leaves[i] for i in self.body.rows)]
-        return jax.tree.unflatten(self.body.structure, run(inputs, keys))
+        return run(fixed, rows, keys)
 
-    # The first pass.
+    def _first_pass(self, *inputs: Any) -> Any:
+        fixed, rows, keys = ([each.value for each in some] for some in inputs)
+        needed = (n for n, each in enumerate([*inputs[0], *inputs[1]]) if each.perturbed and _is_inexact(each.value))
+        return self.outputs(fixed, rows, keys), (fixed, rows, keys, _Wanted(tuple(needed)))
 
-    def _outputs(self, inputs: list[Any], keys: list[Any]) -> list[Any]:
-        return self._joined([self._forward(part, inputs, keys) for part in self.parts])
-
-    def _forward(self, part: _Part, inputs: list[Any], keys: list[Any]) -> list[Any]:
-        return self._over(part, keys, lambda index, key: self._evaluated(part, self._values(part, inputs, index), key))
-
-    def _first_pass(self, inputs: Any, keys: Any) -> Any:
-        wanted = _Wanted(tuple(n for n, each in enumerate(inputs) if each.perturbed and _is_inexact(each.value)))
-        inputs, keys = [each.value for each in inputs], [each.value for each in keys]
-        outputs, pullbacks = [], []
-        for part in self.parts:
-            if part.kept:
-                some, pullback = self._kept(part, inputs, keys, wanted.positions)
-                pullbacks.append(pullback)
-            else:
-                some = self._forward(part, inputs, keys)
-            outputs.append(some)
-        return self._joined(outputs), (inputs, keys, pullbacks, wanted)
-
-    def _kept(self, part: _Part, inputs: list[Any], keys: list[Any], wanted: tuple[int, ...]) -> Any:
-        """Outputs and pullback of micro-batches whose activations stay."""
-        rows = self._over(part, [], lambda index, key: self._values(part, inputs, index))
-
-        def outputs(given: list[Any]) -> list[Any]:
-            replaced = dict(zip(wanted, given))
-
-            def one(index: Any, key: Any, entries: Any) -> list[Any]:
-                values = [
-                    entry if axis is not None else replaced.get(n, value).astype(value.dtype)
-                    for n, (value, axis, entry) in enumerate(zip(inputs, self.axes, entries))
-                ]
-                return self._evaluated(part, values, key)
-
-            xs = [replaced.get(n, rows[n]) if axis is not None else None for n, axis in enumerate(self.axes)]
-            return self._over(part, keys, one, xs)
-
-        given = [rows[n] if self.axes[n] is not None else _widened(inputs[n]) for n in wanted]
-        return jax.vjp(outputs, given)
-
-    # The second pass.
-
-    def _second_pass(self, kept: Any, cotangents: Any) -> Any:
-        inputs, keys, pullbacks, wanted = kept
+    def _second_pass(self, saved: Any, cotangents: Any) -> Any:
+        fixed, rows, keys, (wanted) = saved[0], saved[1], saved[2], saved[3].positions
         used = [n for n, each in enumerate(cotangents) if not isinstance(each, SymbolicZero) and _is_inexact(each)]
-        sums = [None if self.axes[n] is not None else self._zeros(inputs[n]) for n in wanted.positions]
-        rows: list[list[Any]] = [[] for _ in wanted.positions]
-        waiting = iter(pullbacks)
-        for part in self.parts:
-            if part.kept:
-                found = self._pulled_back(part, next(waiting), cotangents, used)
-                sums = [s if s is None else s + g for s, g in zip(sums, found)]
-            else:
-                sums, found = self._replayed(part, inputs, keys, cotangents, used, wanted.positions, sums)
-            for entries, entry, number in zip(rows, found, wanted.positions):
-                if self.axes[number] is not None:
-                    entries.append(entry)
-        gradients: list[Any] = [None] * len(inputs)
-        for number, total, entries in zip(wanted.positions, sums, rows):
-            axis = self.axes[number]
-            gradient: Any = total if axis is None else self.batch.joined(entries, axis)
-            gradients[number] = gradient.astype(inputs[number].dtype)
-        return gradients, None
+        of_fixed = [n for n in wanted if n < len(fixed)]
 
-    def _replayed(
-        self, part: _Part, inputs: Any, keys: Any, cotangents: Any, used: Any, wanted: Any, sums: Any
-    ) -> tuple[list[Any], list[Any]]:
-        """The sums with these micro-batches' gradients in them, and the gradients of their rows."""
+        def step(sums: list[Any], group: Group, index: Any, x: Any) -> Any:
+            mine, key, given = x
 
-        def gradients(index: Any, key: Any) -> list[Any]:
-            values = self._values(part, inputs, index)
-
-            def outputs(*given: Any) -> list[Any]:
-                filled = list(values)
-                for number, value in zip(wanted, given):
-                    filled[number] = value
-                found = self._evaluated(part, filled, key)
+            def outputs(*some: Any) -> list[Any]:
+                values = _filled([*fixed, *mine], wanted, some)
+                found = self._of_one(values[: len(fixed)], values[len(fixed) :], key)
                 return [found[n] for n in used]
 
-            _, pullback = jax.vjp(outputs, *(values[n] for n in wanted))
-            return list(pullback(self._cotangents_of(part, index, cotangents, used)))
+            values = [*fixed, *mine]
+            found = jax.vjp(outputs, *(values[n] for n in wanted))[1](given)
+            added = [like(fixed[n], s + _widened(g)) for n, s, g in zip(of_fixed, sums, found)]
+            return added, list(found[len(of_fixed) :])
 
-        def step(sums: list[Any], x: Any) -> Any:
-            found = gradients(*x)
-            added = [s if s is None else like(inputs[n], s + _widened(g)) for s, g, n in zip(sums, found, wanted)]
-            return added, [g if s is None else None for s, g in zip(sums, found)]
+        begin = [_zeros(fixed[n]) for n in of_fixed]
+        sums, (entries,) = over([self.group], step, begin, (rows, keys, [cotangents[n] for n in used]))
+        gradients = _filled([None] * (len(fixed) + len(rows)), wanted, [*sums, *entries])
+        typed = [g if g is None else g.astype(x.dtype) for g, x in zip(gradients, [*fixed, *rows])]
+        return typed[: len(fixed)], typed[len(fixed) :], None
 
-        return self._scan(part, keys, step, sums)
 
-    def _pulled_back(self, part: _Part, pullback: Any, cotangents: Any, used: Any) -> list[Any]:
-        kinds = part.traced.outputs
-        stacked = iter(self._over(part, [], lambda index, key: self._cotangents_of(part, index, cotangents, used)))
-        whole = []
-        for n, kind in enumerate(kinds):
-            none = kind.dtype if jnp.issubdtype(kind.dtype, jnp.inexact) else jax.dtypes.float0
-            whole.append(next(stacked) if n in used else jnp.zeros((part.group.count, *kind.shape), none))
-        return list(pullback(whole)[0])
+def _filled(values: list[Any], positions: Any, others: Any) -> list[Any]:
+    """The values, with others at these positions."""
+    replaced = dict(zip(positions, others))
+    return [replaced.get(n, value) for n, value in enumerate(values)]
 
-    def _cotangents_of(self, part: _Part, index: Any, cotangents: Any, used: Any) -> list[Any]:
-        leaves = [cotangents[n] for n in used]
-        return list(self.batch.with_leaves(leaves, [0] * len(leaves)).micro_batch(part.group, index))
 
-    # What both share.
-
-    def _values(self, part: _Part, inputs: list[Any], index: Any) -> list[Any]:
-        """The inputs, with the rows of one micro-batch."""
-        shared = len(inputs) - len(self.body.rows)
-        leaves = self.body.leaves_with(inputs[shared:])
-        return [*inputs[:shared], *self.body.micro_batch(leaves, part.group, index)]
-
-    def _evaluated(self, part: _Part, values: list[Any], key: list[Any]) -> list[Any]:
-        count = len(self.consts)
-        consts = [values[n] for n in part.consts]
-        return jax.core.eval_jaxpr(part.traced.jaxpr, consts, *values[count:], *key)
-
-    def _over(self, part: _Part, keys: list[Any], one: Callable[..., list[Any]], entries: Any = None) -> list[Any]:
-        """What `one(index, key)` gives for each micro-batch, stacked; `entries` holds more for each of them."""
-
-        def step(carry: Any, x: Any) -> Any:
-            index, key, *more = x
-            return carry, one(index, key, *more)
-
-        return self._scan(part, keys, step, None, *(() if entries is None else (entries,)))[1]
-
-    def _scan(self, part: _Part, keys: list[Any], step: Callable[..., Any], carry: Any, *more: Any) -> Any:
-        count = part.group.count
-        keys = [key[part.first : part.first + count] for key in keys]
-        if count == 1:
-            carry, found = step(carry, (0, *jax.tree.map(lambda each: each[0], (keys, *more))))
-            return carry, jax.tree.map(lambda each: each[None], found)
-        return scan(step, carry, (jnp.arange(count), keys, *more))
-
-    def _joined(self, parts: list[list[Any]]) -> list[Any]:
-        return [self.batch.joined(list(pieces)) for pieces in zip(*parts, strict=True)]
-
-    def _zeros(self, leaf: Any) -> Any:
-        kind = jax.typeof(leaf)
-        return like(leaf, zeros(kind, _widened(zeros(jax.ShapeDtypeStruct((), kind.dtype))).dtype))
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
 def _is_inexact(value: Any) -> bool:
@@ -343,3 +231,8 @@ def _widened(number: Any) -> Any:
     """Half precision in float32: sums of many lose what they add otherwise."""
     half = jnp.issubdtype(number.dtype, jnp.floating) and jnp.finfo(number.dtype).bits < 32
     return number.astype(jnp.float32) if half else number
+
+
+def _zeros(leaf: Any) -> Any:
+    kind = jax.typeof(leaf)
+    return like(leaf, zeros(kind, _widened(zeros(jax.ShapeDtypeStruct((), kind.dtype))).dtype))

@@ -12,7 +12,6 @@ from gradaccum.core.causes import LossFacts, LossSplit, coupling_cause, loss_cau
 from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.numpy_arrays import leaf_of
 from gradaccum.core.proof import Outcome, differences_between
-from gradaccum.jax.batch import drawn_shapes
 from gradaccum.jax.equivalence.trial import Trial
 from gradaccum.jax.loss import Verdict
 
@@ -24,47 +23,34 @@ _FITS = 1e-4
 
 def find_causes(
     trial: Trial, order: np.ndarray, size: int, differences: Sequence[Difference], allowed: float, verdict: Verdict
-) -> list[Cause]:
-    """The most certain cause first; at least one."""
+) -> Cause:
+    """The most certain cause."""
     wrong = [difference for difference in differences if not difference.error <= allowed]
-    if _draws_for_rows(trial):
-        return [
-            Cause(
-                "randomness",
-                "loss",
-                "The loss draws random numbers for its rows from a key that it does not name. Each micro-batch would "
-                "draw the same ones. Name the argument that is the key, rng_argnum=..., and each gets a part of it.",
-            )
-        ]
-    if all(difference.part == "buffer" for difference in wrong):
-        return [
-            Cause(
-                "buffer",
-                wrong[0].name,
-                f"The state {wrong[0].name!r} moves once per micro-batch, each time from where the one before has left "
-                "it, and with the statistics of fewer rows. Loss and gradient are the large batch's.",
-            )
-        ]
+    moved = [difference.name for difference in wrong if difference.part == "buffer"]
+    if verdict.kind == "randomness":
+        return Cause("randomness", "loss", verdict.message)
+    if len(moved) == len(wrong):
+        return Cause(
+            "buffer",
+            moved[0],
+            f"The state {moved[0]!r} moves once per micro-batch, each time from where the one before has left it, and "
+            "with the statistics of fewer rows. Loss and gradient are the large batch's.",
+        )
     cause = _of_an_input(trial, order, size, allowed) or loss_cause(_splits(trial, order), _facts(trial))
     if cause is not None and cause.kind == "loss":  # nothing that is known of it says more
         cause = None
     seen = verdict.kind if verdict.certain else ""
     if seen and seen != "batch_norm" and (cause is None or cause.kind not in (seen, "input")):
-        return [Cause(seen, "loss", verdict.message)]  # type: ignore[arg-type]  # its kinds are causes' kinds
-    if cause is not None:
-        return [cause]
-    moved = [difference.name for difference in wrong if difference.part == "buffer"]
-    if moved:
-        return [
-            Cause(
-                "batch_norm",
-                moved[0],
-                f"A row's output depends on the other rows of its micro-batch, and the state {moved[0]!r} moves with "
-                "them, as BatchNorm's statistics do in training mode. Freeze it (use its running averages), or take "
-                "GroupNorm or LayerNorm.",
-            )
-        ]
-    return [coupling_cause(_ACROSS_ROWS)]
+        return Cause(seen, "loss", verdict.message)  # type: ignore[arg-type]  # its kinds are causes' kinds
+    if cause is None and moved:
+        return Cause(
+            "batch_norm",
+            moved[0],
+            f"A row's output depends on the other rows of its micro-batch, and the state {moved[0]!r} moves with them, "
+            "as BatchNorm's statistics do in training mode. Freeze it (use its running averages), or take GroupNorm or "
+            "LayerNorm.",
+        )
+    return cause or coupling_cause(_ACROSS_ROWS)
 
 
 _ACROSS_ROWS = (
@@ -105,22 +91,11 @@ def _facts(trial: Trial) -> LossFacts:
     )
 
 
-def _draws_for_rows(trial: Trial) -> bool:
-    if trial.holds_keys:
-        return False
-    rows = np.arange(trial.rows)
-    return drawn_shapes(trial.jaxpr(rows)) != drawn_shapes(trial.jaxpr(rows[:-1]))
-
-
 def _of_an_input(trial: Trial, order: np.ndarray, size: int, allowed: float) -> Cause | None:
     """The leaf of the batch without whose split nothing differs."""
-    leaves = trial.leaves()
-    if len([axis for _, axis, _ in leaves if axis is not None]) < 2:
-        return None
+    split = [(position, path) for position, (path, axis, _) in enumerate(trial.leaves()) if axis is not None]
     large: Outcome | None = None
-    for position, (path, axis, _) in enumerate(leaves):
-        if axis is None:
-            continue
+    for position, path in split if len(split) > 1 else ():
         axes = list(trial.batch.axes)
         axes[position] = None
         in_axes = jax.tree.unflatten(trial.batch.structure, axes)

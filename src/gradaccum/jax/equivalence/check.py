@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from gradaccum.core.equivalence import Cause, Equivalence, limits_of
-from gradaccum.core.proof import Compared, Comparison, Way, worst
+from gradaccum.core.proof import Comparison, Way, worst
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.jax.equivalence.causes import find_causes
@@ -87,53 +87,55 @@ def check_equivalence(
 
 
 def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None) -> Equivalence:
-    rows = trial.rows
-    precision, device = trial.precision(), jax.default_backend()
+    rows, precision, device = trial.rows, trial.precision(), jax.default_backend()
     allowed = trial.tolerance = rounding(precision, device) if tolerance is None else tolerance
-    found: list[Compared] = []
-    ways: list[Way] = []
-    causes: list[Cause] = []
-    # A size that gives micro-batches of different sizes, if these rows can have that.
-    ragged = next((size for size in range(rows - 1, 0, -1) if len(set(even_sizes(rows, size))) > 1), 1)
-    given = [] if micro_batch_size is None or micro_batch_size >= rows else [micro_batch_size]
-    shuffled = np.random.default_rng(0).permutation(rows).tolist()
-    for order, sizes in ((range(rows), [*given, ragged]), (shuffled, [ragged])):
-        comparison = Comparison(trial, order, [(order, even_sizes(rows, size)) for size in sizes], "differs")
-        for loss in comparison.large.losses.values():
-            if not np.isfinite(loss).all():
-                raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
-        comparison.differences()
-        found += comparison.compared
-        ways += comparison.ways
-        causes = causes or _failures(comparison)
-    found.sort(key=lambda one: -one.error)
+    comparisons = [_compared(trial, order, ways) for order, ways in _partitions(rows, micro_batch_size)]
+    found = sorted((one for each in comparisons for one in each.compared), key=lambda one: -one.error)
     differences = worst(d for one in found if one.distances for d in one.differences)
-    differs = not found[0].error <= allowed
-    verdict = trial.verdict()
+    causes = [*filter(None, map(_failure, comparisons))][:1]
+    differs, verdict = not found[0].error <= allowed, trial.verdict()
     if differs and not causes:
-        worst_order, parts = found[0].way
-        causes = find_causes(trial, np.asarray(worst_order), max(parts), differences, allowed, verdict)
-    refused = verdict.certain and verdict.kind != "exact"
-    if not differs and not refused:
-        known_exact(trial.loss_fn)
-    notes = ["Random numbers were held: whatever is drawn, as by dropout, was the same for each row."]
-    notes = [*(notes if trial.holds_keys else []), *limits_of(rows)]
-    if refused and not differs:
+        order, parts = found[0].way
+        causes = [find_causes(trial, np.asarray(order), max(parts), differences, allowed, verdict)]
+    notes = limits_of(rows)
+    if trial.holds_keys:
+        notes.insert(0, "Random numbers were held: whatever is drawn, as by dropout, was the same for each row.")
+    if verdict.certain and verdict.kind != "exact" and not differs:
         notes.append(f"This batch hides what others will show, and value_and_grad refuses the loss: {verdict.message}")
-    partitions = tuple(tuple(sizes) for _, sizes in ways)
+    elif not differs:
+        known_exact(trial.loss_fn)
+    partitions = tuple(tuple(sizes) for each in comparisons for _, sizes in each.ways)
     return Equivalence(
         tuple(differences), allowed, tuple(causes), rows=rows, partitions=partitions, notes=tuple(notes),
         precision=precision, device=device,
     )  # fmt: skip
 
 
-def _failures(comparison: Comparison) -> list[Cause]:
+def _compared(trial: Trial, order: Sequence[int], ways: list[Way]) -> Comparison:
+    comparison = Comparison(trial, order, ways, "differs")
+    for loss in comparison.large.losses.values():
+        if not np.isfinite(loss).all():
+            raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
+    comparison.differences()
+    return comparison
+
+
+def _partitions(rows: int, micro_batch_size: int | None) -> list[tuple[Sequence[int], list[Way]]]:
+    """Orders of the rows, and ways to cut them: into the sizes that are asked for, and into ragged ones."""
+    # A size that gives micro-batches of different sizes, if these rows can have that.
+    ragged = next((size for size in range(rows - 1, 0, -1) if len(set(even_sizes(rows, size))) > 1), 1)
+    given = [] if micro_batch_size is None or micro_batch_size >= rows else [micro_batch_size]
+    shuffled = np.random.default_rng(0).permutation(rows).tolist()
+    some = ((range(rows), [*given, ragged]), (shuffled, [ragged]))
+    return [(order, [(order, even_sizes(rows, size)) for size in sizes]) for order, sizes in some]
+
+
+def _failure(comparison: Comparison) -> Cause | None:
     """What the loss raises in micro-batches, and not on the large batch."""
-    error = comparison.error
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    of = [" + ".join(map(str, sizes)) for (_, sizes), _, distances in comparison.compared if not distances]
-    message = f"rows the loss raises {type(error).__name__}: {first_line} The large batch does not."
-    return [
-        Cause("error", "loss", f"In micro-batches of {sizes} {message} Write it for any number of rows.")
-        for sizes in of[:1]
-    ]
+    failed = [sizes for (_, sizes), _, distances in comparison.compared if not distances]
+    if not failed:
+        return None
+    first_line = (str(comparison.error).strip().splitlines() or [""])[0]
+    message = f"rows the loss raises {type(comparison.error).__name__}: {first_line} The large batch does not."
+    of = " + ".join(map(str, failed[0]))
+    return Cause("error", "loss", f"In micro-batches of {of} {message} Write it for any number of rows.")

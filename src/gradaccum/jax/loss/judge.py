@@ -34,12 +34,13 @@ one, ask what it does to each row, and add a line to the table at the end of `ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.extend.core import Literal
 
-from gradaccum.jax.loss.nested import HOLD_JAXPRS
 from gradaccum.jax.loss.rules import RULES
 from gradaccum.jax.loss.walk import (
     COUNT,
@@ -55,9 +56,11 @@ from gradaccum.jax.loss.walk import (
     Value,
     Walk,
     as_factor,
-    does_alike,
+    exponent,
     is_integral,
+    is_number,
     line,
+    opened,
     power,
 )
 
@@ -103,7 +106,7 @@ def judge(spec: LossSpec) -> Verdict:
         rows, (one, names), (other, _) = _traces(spec)
     except Exception as error:  # it is written for other numbers of rows
         return Verdict("unknown", f"It can't be traced for other rows: {str(error).strip().partition(chr(10))[0]}")
-    walk = Walk(rows, RULES, HOLD_JAXPRS)
+    walk = Walk(rows, RULES)
     inputs = [
         Value(
             frozenset([Term(axis is not None)]), None if axis is None else Place(axis), walk.number("input", n),
@@ -136,13 +139,15 @@ def judge(spec: LossSpec) -> Verdict:
 
 def _traces(spec: LossSpec) -> tuple[tuple[int, int], Any, Any]:
     """Two numbers of rows, and the loss for each: those of a micro-batch and of the batch, if these tell rows apart."""
-    sizes = sorted({size for size in spec.sizes if size > 1})
-    rows = (
-        (sizes[0] if len(sizes) == 2 else sizes[-2], sizes[-1])
-        if len(sizes) > 1
-        else (_ROWS * spec.unit, 2 * _ROWS * spec.unit)
-    )
-    return rows, _traced(spec, rows[0]), _traced(spec, rows[1])
+    sizes, few = sorted({size for size in spec.sizes if size > 1}), _ROWS * spec.unit
+    failed: Exception | None = None
+    for rows in ([(sizes[-2], sizes[-1])] if len(sizes) > 1 else []) + [(few, 2 * few)]:
+        try:
+            return rows, _traced(spec, rows[0]), _traced(spec, rows[1])
+        except Exception as error:
+            failed = failed or error
+    assert failed is not None
+    raise failed
 
 
 def _traced(spec: LossSpec, rows: int) -> tuple[Any, Any]:
@@ -170,9 +175,53 @@ def _of_sizes(spec: LossSpec, rows: tuple[int, int], one: Any, other: Any) -> Ve
             closed, _ = _traced(spec, size)
         except Exception:  # the same error comes when it is traced in earnest
             return EXACT
-        if not does_alike(one, other, closed, (*rows, size)):
+        if not _does_alike(one, other, closed, (*rows, size)):
             return Verdict("unknown", f"It does other things for {rows[0]} rows than for {size}.")
     return EXACT
+
+
+_LAYOUT = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
+"""What a single row needs none of."""
+
+
+def _does_alike(first: Any, second: Any, third: Any, rows: tuple[int, int, int]) -> bool:
+    """Whether a loss does the same for the third number of rows: the same operations, and the same numbers, or they go
+    with the power of the rows that they go with from the first to the second."""
+    traces = [list(_done(closed)) for closed in (first, second, third)]
+
+    def goes_on(one: Any, two: Any, three: Any) -> bool:
+        if isinstance(one, str) or isinstance(three, str):
+            return bool(one == three)
+        degree = exponent(one, two, rows[1] / rows[0])
+        expected = three if degree is None else one * (rows[2] / rows[0]) ** float(degree)
+        return bool(abs(three - expected) <= 1e-5 * abs(expected))
+
+    return len({len(trace) for trace in traces}) == 1 and all(map(goes_on, *traces))
+
+
+def _done(closed: Any) -> Iterator[Any]:
+    """The names of all operations of a jaxpr, and the numbers that are written down in it."""
+    jaxpr, consts = opened(closed)
+    yield from _finite_numbers(consts)
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _LAYOUT:
+            continue
+        yield equation.primitive.name
+        yield from _finite_numbers(v.val for v in equation.invars if isinstance(v, Literal))
+        for name, value in sorted(equation.params.items()):
+            if name in ("y", "k", "reverse", "exponent"):
+                yield float(value) if isinstance(value, int | float) else str(value)
+            for each in value if isinstance(value, tuple | list) else [value]:
+                if hasattr(each, "eqns") or hasattr(each, "jaxpr"):
+                    yield from _done(each)
+
+
+def _finite_numbers(values: Any) -> Iterator[float]:
+    for value in values:
+        if not isinstance(value, jax.core.Tracer) and np.size(value) == 1 and is_number(value):
+            number = float(np.asarray(value).item())
+            if np.isfinite(number):
+                yield number
 
 
 _AUX = {
@@ -252,11 +301,12 @@ def _why(wrong: list[Term], loss: Value, divisor: Factor | None, reduction: str,
 
 
 def _mixing(wrong: list[Term]) -> Symbol | None:
-    """The symbol that no weight can make right, if one is among them."""
+    """The symbol that no weight can make right, if one is among them: of those of a kind, that with the first cause."""
     powers = [(symbol, degree) for term in wrong for symbol, degree in term.factor]
-    found = [symbol for kind in ("random", "mixed", "position") for symbol, _ in powers if symbol.kind == kind]
-    found += [s for s, degree in powers if s.kind == "sum" and not (s.free and s.scalar and degree == -1)]
-    return next(iter(found), None)
+    kinds = [[s for s, _ in powers if s.kind == kind] for kind in ("random", "mixed", "position")]
+    kinds.append([s for s, degree in powers if s.kind == "sum" and not (s.free and s.scalar and degree == -1)])
+    found = next(filter(None, kinds), [])
+    return min(found, key=lambda symbol: symbol.source.number or 0, default=None)
 
 
 def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:

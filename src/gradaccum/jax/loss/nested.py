@@ -19,13 +19,16 @@ from gradaccum.jax.loss.walk import (
     MixesRows,
     Place,
     Rule,
+    Source,
     Symbol,
     Tag,
     Terms,
     Value,
+    followed,
     is_ours,
     joined,
     of,
+    summed,
 )
 
 __all__ = ["HOLD_JAXPRS"]
@@ -38,7 +41,7 @@ def _called(e: Equation, inputs: list[Value]) -> list[Value]:
     name = next((name for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in e.params), None)
     if name is None:
         raise CannotTell(e.name)
-    e.walk.callers.append((e.params.get("name", ""), e.source.info))
+    e.walk.callers.append((e.params.get("name", ""), e.info))
     try:
         return e.walk.run(e.params[name], e.other_params[name], inputs)
     finally:
@@ -57,8 +60,16 @@ def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
     given = [n for n in _floats(traced.outvars) if type(traced.outvars[n]).__name__ != "DropVar"]
     if not (wanted and given):
         return outputs
-    number = walk.number("gradient", id(traced))
-    factor = of(Symbol(number, "mixed", e.source._replace(number=number), False), True)
+    return _differentiated(e, inputs, outputs, wanted, given) or outputs
+
+
+def _differentiated(
+    e: Equation, inputs: list[Value], outputs: list[Value], wanted: list[int], given: list[int]
+) -> list[Value] | None:
+    """The outputs, if their gradients aren't passed on row by row; else None."""
+    walk = e.walk
+    number = walk.number("gradient", id(e.traced[0]))
+    factor = of(Symbol(number, "mixed", Source(e.name, e.info, number), False), True)
     gradients = [Value(factor, outputs[n].place, walk.number(factor, n)) for n in given]
     walk.is_derivative = True
     try:
@@ -68,10 +79,10 @@ def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
         walk.is_derivative = False
     for place, gradient in zip((inputs[n].place for n in wanted), found):
         if (unknown := gradient.unknown) is not None:
-            return [e.lost("unknown", [], why=f"its derivative: {unknown.why or unknown.primitive}")] * len(outputs)
+            return [e.lost("unknown", [], why=f"its derivative: {unknown.why or unknown.primitive}") for _ in outputs]
         if not _is_multiple(gradient, factor, place):
-            return [e.lost("mixed", inputs)] * len(outputs)
-    return outputs
+            return [e.lost("mixed", inputs) for _ in outputs]
+    return None
 
 
 def _is_multiple(gradient: Value, factor: Terms, place: Place | None) -> bool:
@@ -146,16 +157,48 @@ def _scanned(e: Equation, inputs: list[Value]) -> list[Value]:
     def body(carry: list[Value]) -> list[Value]:
         return e.walk.run(params["jaxpr"], e.other_params["jaxpr"], [*consts, *carry, *entries])
 
-    if not over_rows or not carry:
-        carry = _carry(e, lambda carry: body(carry)[: len(carry)], carry)
-    found = body(carry)
     if over_rows and carry:
-        if not all(value.is_shared for value in (*carry, *found[: len(carry)])):
-            raise CannotTell("scan over rows")
-        carry = found[: len(carry)]
-    moved = [v.place and v.place._replace(axis=v.place.axis + 1) for v in found[len(carry) :]]
-    rounds = [v.but(place=p, scalar=False, values=None, position=False) for v, p in zip(found[len(carry) :], moved)]
+        carry, found = _added_up(e, carry, body)
+    else:
+        carry = _carry(e, lambda carry: body(carry)[: len(carry)], carry)
+        found = body(carry)[len(carry) :]
+    moved = [v.place and v.place._replace(axis=v.place.axis + 1) for v in found]
+    rounds = [v.but(place=p, scalar=False, values=None, position=False) for v, p in zip(found, moved)]
     return [*carry, *rounds]
+
+
+def _added_up(
+    e: Equation, carry: list[Value], body: Callable[[list[Value]], list[Value]]
+) -> tuple[list[Value], list[Value]]:
+    """What a scan over rows makes of its carry, if the body does no more than add to it: sums over the rows."""
+    jaxpr = e.params["jaxpr"].jaxpr
+    for variable, result in zip(jaxpr.invars[e.params["num_consts"] :], jaxpr.outvars[: len(carry)]):
+        if not _only_adds(jaxpr, variable, result):
+            raise CannotTell("scan over rows")
+    found = body([Value(scalar=value.scalar) for value in carry])
+    sums = []
+    for n, (value, each) in enumerate(zip(carry, found)):
+        if each.place is not None and each.terms:
+            number = e.walk.number("scan", id(e.traced[0]), n)
+            each = each.but(terms=summed(each.terms), place=None, number=number, core=number, whole=None)
+            each = each.but(sums=each.sums | {Source(e.name, e.info, number)}).tagged(*[Tag.LOCAL] * bool(e.walk.split))
+            value = each.but(terms=value.terms | each.terms, **followed([value, each]))
+        elif each.terms:  # it adds the same in each round, so the rows
+            raise CannotTell("scan over rows")
+        sums.append(value.but(values=None))
+    return sums, found[len(carry) :]
+
+
+def _only_adds(jaxpr: Any, variable: Any, result: Any) -> bool:
+    """Whether all that is done with this variable is that something is added to it, for this result."""
+    uses = [each for each in jaxpr.eqns for one in each.invars if one is variable]
+    is_result = [one is result for one in jaxpr.outvars if one is variable]
+    if len(uses) != 1 or is_result:
+        return not uses and is_result == [True]
+    (use,) = uses
+    if use.primitive.name == "convert_element_type" and jnp.issubdtype(use.params["new_dtype"], jnp.floating):
+        return _only_adds(jaxpr, use.outvars[0], result)
+    return use.primitive.name in ("add", "add_any") and use.outvars[0] is result and jaxpr.outvars.count(result) == 1
 
 
 def _entry(value: Value) -> Value:

@@ -15,7 +15,6 @@ import numpy as np
 from gradaccum.jax.loss.nested import HOLD_JAXPRS
 from gradaccum.jax.loss.walk import (
     LIFTED,
-    ROWS,
     SHARED,
     CannotTell,
     Equation,
@@ -28,6 +27,7 @@ from gradaccum.jax.loss.walk import (
     Terms,
     Value,
     common_place,
+    elsewhere,
     function,
     is_integral,
     lifted,
@@ -35,7 +35,7 @@ from gradaccum.jax.loss.walk import (
     of,
     power_of,
     product,
-    times,
+    summed,
     union,
 )
 
@@ -57,8 +57,10 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
 # Entry by entry.
 
 
-def _any(e: Equation, values: list[Value]) -> Terms:
-    return function(values, e.source)
+def _any(e: Equation, values: list[Value], n: int = 0) -> Terms:
+    """Any function, of several outputs the one at `n`."""
+    number = e.walk.number("output", e.number, n) if n else e.number
+    return function(values, e.source._replace(number=number))
 
 
 def _entries(terms: Callable[[Equation, list[Value]], Terms] = _any) -> Rule:
@@ -129,7 +131,7 @@ def _largest(e: Equation, inputs: list[Value]) -> Value:
     for a, b in (inputs, inputs[::-1]):
         least = _small(a)
         if least is not None and _is_count(b):
-            doubt = f"It divides by {least:g} where the sum at {line(e.source.info)} is smaller, which "
+            doubt = f"It divides by {least:g} where the sum at {line(e.info)} is smaller, which "
             doubt += "a micro-batch's may be: it is not one of whole numbers."
             return b if b.integral or least <= _TINY else b.tagged(doubt)
         if least == 0 and b.place is not None and len({term.factor for term in b.terms}) == 1:
@@ -144,7 +146,7 @@ def _added(e: Equation, inputs: list[Value]) -> Value:
         tiny = _small(a, _TINY)
         if tiny is not None and _is_count(b):
             is_rounding = tiny <= (_ROUNDED_IN_DOUBLE if e.dtypes[1][0] == np.float64 else _ROUNDED[b.integral])
-            doubt = f"It adds {tiny:g} to the sum at {line(e.source.info)}, and micro-batches do so each to its own: "
+            doubt = f"It adds {tiny:g} to the sum at {line(e.info)}, and micro-batches do so each to its own: "
             return b if is_rounding else b.tagged(f"{doubt}off by that, in relation to their sums.")
     found: Value = _entries(lambda e, values: union(values))(e, inputs)
     both = frozenset.intersection(*(value.terms for value in e.aligned(inputs)[1]))
@@ -246,8 +248,8 @@ def _across(axes: Callable[[Equation], Collection[int]], linear: bool = False, t
         place, values = e.aligned(inputs)
         if place is not None and place.axis in axes(e):
             raise MixesRows(tag)
-        terms = union(values) if linear else _any(e, values)
-        return [e.made(inputs, terms, e.placed(place, n), n) for n in range(len(e.outputs))]
+        terms = [union(values) if linear else _any(e, values, n) for n, _ in enumerate(e.outputs)]
+        return [e.made(inputs, each, e.placed(place, n), n) for n, each in enumerate(terms)]
 
     return rule
 
@@ -379,14 +381,10 @@ def _as_sum(e: Equation, found: Value, over_rows: bool = True) -> Value:
     return found.tagged(Tag.LOCAL) if over_rows and e.walk.split else found
 
 
-def _summed(terms: Terms) -> Terms:
-    return frozenset(term if term.own else Term(False, times(term.factor, ROWS)) for term in terms)
-
-
 def _sum(e: Equation, inputs: list[Value]) -> Value:
     (value,), place = inputs, inputs[0].place
     over_rows = value.axis in e.params["axes"]
-    found = e.made(inputs, _summed(value.terms) if over_rows else value.terms, None if over_rows else e.placed(place))
+    found = e.made(inputs, summed(value.terms) if over_rows else value.terms, None if over_rows else e.placed(place))
     if e.outputs[0] == ():
         found = found.but(number=e.walk.number("sum", value.total), whole=None)
     return _as_sum(e, found, over_rows) if over_rows or value.sums else found
@@ -447,8 +445,9 @@ def _multiplied(e: Equation, inputs: list[Value]) -> Value:
         place = (left or right) and (_contracted if e.name == "dot_general" else _convolved)(e, left, right)
     over_rows = place is None and (left or right) is not None
     a, b = (lifted(value, left or right, e.source) for value in inputs)
-    terms = product(a, b, e.source)
-    found = e.made(inputs, _summed(terms) if over_rows else terms, place)
+    # Entries of one meet other entries of the other: what differs between them does not cancel.
+    terms = product(a, b.but(terms=elsewhere(b.terms, e.number)), e.source)
+    found = e.made(inputs, summed(terms) if over_rows else terms, place)
     return _as_sum(e, found) if over_rows else found
 
 
@@ -594,25 +593,27 @@ def _mapped(e: Equation, inputs: list[Value]) -> list[Value]:
     """Any other primitive: a function of what has no axis of rows, or entry by entry on that axis, where `vmap` over it
     of the operation on one row is the very same operation."""
     place, values = e.aligned(inputs)
-    if e.walk.split and not inputs:
+    if (e.walk.split and not inputs) or (place is not None and place.axis >= 0 and not _is_own_vmap(e, place.axis)):
         raise CannotTell(e.name)
-    if place is not None and place != LIFTED and not _is_own_vmap(e, inputs):
-        raise CannotTell(e.name)
-    return [e.made(inputs, _any(e, values), e.placed(place, n), n) for n in range(len(e.outputs))]
+    return [e.made(inputs, _any(e, values, n), e.placed(place, n), n) for n in range(len(e.outputs))]
 
 
-def _is_own_vmap(e: Equation, inputs: list[Value]) -> bool:
-    traced = e.traced[0]
-    axes = [None if value.place is None else value.place.axis for value in inputs]
+def _is_own_vmap(e: Equation, axis: int) -> bool:
+    traced, axes, kinds = e.traced[0], [], []
+    for variable, other in zip(traced.invars, e.traced[1].invars):
+        shape, mapped = [*variable.aval.shape], variable.aval.shape != other.aval.shape
+        if shape[axis : axis + 1] == [1]:  # it is the same for all rows
+            shape[axis], mapped = e.walk.rows[0], True
+        axes.append(axis if mapped else None)
+        kinds.append(jax.ShapeDtypeStruct(tuple(shape), variable.aval.dtype))
     outs = [place and place.axis for place in (e.grown(n) for n in range(len(e.outputs)))]
-    kinds = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.invars]
     bind = lambda *one: traced.primitive.bind(*one, **traced.params)  # noqa: E731
     try:
-        mapped = jax.make_jaxpr(jax.vmap(bind, axes, outs if traced.primitive.multiple_results else outs[0]))(*kinds)
+        jaxpr = jax.make_jaxpr(jax.vmap(bind, axes, outs if traced.primitive.multiple_results else outs[0]))(*kinds)
     except Exception:  # it is another operation on one row
         return False
-    names = [(each.primitive, repr(each.params), each.invars) for each in mapped.eqns]
-    return names == [(traced.primitive, repr(traced.params), mapped.jaxpr.invars)]
+    names = [(each.primitive, repr(each.params), each.invars) for each in jaxpr.eqns]
+    return names == [(traced.primitive, repr(traced.params), jaxpr.jaxpr.invars)]
 
 
 def _each(names: str, rule: Rule) -> dict[str, Rule]:

@@ -6,9 +6,10 @@ The idea stands on top of `judge`, what each primitive does in `rules`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ from jax.extend.core import Literal
 
 __all__ = [
     "COUNT", "LIFTED", "ONE", "ROWS", "SHARED", "CannotTell", "Equation", "Factor", "MixesRows", "Place", "Rule",
-    "Source", "Symbol", "Tag", "Term", "Terms", "Value", "Walk", "as_factor", "common_place", "does_alike", "function",
-    "is_integral", "is_ours", "joined", "lifted", "line", "of", "power", "power_of", "product", "times", "union",
+    "Source", "Symbol", "Tag", "Term", "Terms", "Value", "Walk", "as_factor", "common_place", "elsewhere", "exponent",
+    "followed", "function", "is_integral", "is_number", "is_ours", "joined", "lifted", "line", "of", "opened", "power",
+    "power_of", "product", "summed", "union",
 ]  # fmt: skip
 
 Factor = frozenset[tuple["Symbol", Fraction]]
@@ -234,7 +236,8 @@ def as_factor(value: Value, source: Source) -> Factor:
         return factors.pop()
     kind, own = ("sum", factors.pop()) if len(value.terms) == 1 else ("mixed", ONE)
     number = value.number if value.core is None else value.core
-    source = min(value.sums, key=lambda each: each.number, default=source._replace(number=number))
+    symbols = value.symbols if kind == "mixed" else []
+    source = _first_cause(symbols, [value], kind, source._replace(number=number))
     number = (Tag.LOCAL, number) if Tag.LOCAL in value.tags else number
     return times(
         own, frozenset([(Symbol(number, kind, source, value.free, value.scalar, value.positive), Fraction(1))])
@@ -316,13 +319,18 @@ def _first_cause(symbols: Sequence[Symbol], values: Sequence[Value], kind: str, 
     return min(causes, key=lambda each: each.number, default=source)
 
 
-def _elsewhere(terms: Terms, number: Any) -> Terms:
+def elsewhere(terms: Terms, number: Any) -> Terms:
     """After entries have moved or were added up: what differs between them is another number."""
 
     def moved(symbol: Symbol) -> Symbol:
         return symbol if symbol.scalar else symbol._replace(number=(symbol.number, number))
 
     return frozenset(Term(term.own, frozenset((moved(s), d) for s, d in term.factor)) for term in terms)
+
+
+def summed(terms: Terms) -> Terms:
+    """After a sum over the rows."""
+    return frozenset(term if term.own else Term(False, times(term.factor, ROWS)) for term in terms)
 
 
 # The walk.
@@ -355,15 +363,27 @@ Rule = Callable[["Equation", list[Value]], Any]
 
 
 class Equation:
-    """One operation, at both numbers of rows; `number` is equal for operations that compute the same."""
+    """One operation, at both numbers of rows."""
 
-    def __init__(self, walk: Walk, one: Any, other: Any, source: Source) -> None:
-        self.walk, self.name, self.source, self.number = walk, source.primitive, source, source.number
-        self.traced, self.params, self.other_params = (one, other), one.params, other.params
+    def __init__(self, walk: Walk, one: Any, other: Any, values: list[Value]) -> None:
+        self.walk, self.name, self.traced, self._values = walk, one.primitive.name, (one, other), values
+        self.params, self.other_params = one.params, other.params
         self.shapes, self.outputs, self.other_outputs = (
             [tuple(np.shape(variable.aval)) for variable in some] for some in (one.invars, one.outvars, other.outvars)
         )
         self.dtypes = [[getattr(v.aval, "dtype", None) for v in some] for some in (one.invars, one.outvars)]
+        self.info = _called_from(one.source_info, walk.callers)
+
+    @functools.cached_property
+    def number(self) -> int:
+        """Equal for operations that compute the same."""
+        static = tuple(sorted((key, repr(value)) for key, value in self.params.items() if key != "sharding"))
+        return self.walk.number(self.name, static, *(value.number for value in self._values))
+
+    @functools.cached_property
+    def source(self) -> Source:
+        """The operation, as the cause of what it gives."""
+        return Source(self.name, self.info, self.number)
 
     def check_parameters(self, first: Value | None) -> None:
         """Numbers that it is given beside its inputs, powers say, are the same for both numbers of rows."""
@@ -397,15 +417,15 @@ class Equation:
 
     def lost(self, kind: str, values: list[Value], tag: str = "", why: str = "") -> Value:
         """An output that terms can't express: a symbol, whose cause is what has mixed rows first."""
-        source = self.source._replace(number=self.walk.number("lost", len(self.walk._numbers)), why=why)
+        source = Source(self.name, self.info, self.walk.number("lost", len(self.walk._numbers)), why)
         if any(value.is_lost for value in values) and not why:
-            return Value(function(values, source), None, source.number, **_followed(values))
+            return Value(function(values, source), None, source.number, **followed(values))
         own = [term for value in values for term in value.terms if term.own]
         if tag and all(any(symbol.kind == "position" for symbol, _ in term.factor) for term in own):
             tag, source = Tag.PATTERN, source._replace(number=source.number + _LATE)
         tags = {tag} | ({Tag.LINEAR} if tag == Tag.PAIRS and self.name in _LINEAR else set())
         return Value(
-            of(Symbol(source.number, kind, source, scalar=False)), None, source.number, **_followed(values)
+            of(Symbol(source.number, kind, source, scalar=False)), None, source.number, **followed(values)
         ).tagged(*tags)
 
     def settled(self, values: list[Value], value: Value) -> Value:
@@ -452,14 +472,14 @@ class Equation:
         rows = self.outputs[n][place.axis] if place is not None and place != LIFTED else 1
         name, dtype = self.name, str(self.dtypes[1][n])
         found = Value(
-            _elsewhere(terms, self.number) if moves else terms,
+            elsewhere(terms, self.number) if moves else terms,
             place,
             self.number if n == 0 else self.walk.number("output", self.number, n),
             whole=inputs[0].total if name in _SAME_TOTAL else None,
             scalar=math.prod(self.outputs[n]) == rows,
             integral=is_integral(dtype) or (name in _INTEGRAL and all(value.integral for value in inputs)),
             positive=dtype.startswith(("bool", "uint")) or self._keeps_sign(inputs),
-            **_followed(inputs),
+            **followed(inputs),
         )
         # No gradient goes through whole numbers. A question about the batch may have one answer in all micro-batches.
         if is_integral(dtype):
@@ -473,19 +493,16 @@ class Equation:
         return self.name in _INTEGRAL - {"neg", "sub"} | {"div"} and all(value.positive for value in inputs)
 
 
-def _followed(values: Sequence[Value]) -> dict[str, Any]:
+def followed(values: Sequence[Value]) -> dict[str, Any]:
     """What a number inherits from those that it follows from."""
     return {name: frozenset().union(*(getattr(v, name) for v in values)) for name in ("sums", "tags")}
 
 
 class Walk:
-    """Two traces of a loss, side by side.
+    """Two traces of a loss, side by side; `rules` of primitives by name, and of all others at ""."""
 
-    `rules` of primitives by name, and of all others at ""; `nested`: the names of those that hold jaxprs.
-    """
-
-    def __init__(self, rows: tuple[int, int], rules: dict[str, Rule], nested: Collection[str]) -> None:
-        self.rows, self.rules, self.nested = rows, rules, nested
+    def __init__(self, rows: tuple[int, int], rules: dict[str, Rule]) -> None:
+        self.rows, self.rules = rows, rules
         self._numbers: dict[Any, int] = {}
         self.callers: list[tuple[str, Any]] = []
         """The functions that are being walked through: their names, and who has called them."""
@@ -500,7 +517,7 @@ class Walk:
 
     def run(self, first: Any, second: Any, inputs: Sequence[Value]) -> list[Value]:
         """What is known of the outputs of a jaxpr, closed or not."""
-        (first, consts), (second, others) = _opened(first), _opened(second)
+        (first, consts), (second, others) = opened(first), opened(second)
         if [e.primitive.name for e in first.eqns] != [e.primitive.name for e in second.eqns]:
             raise CannotTell("other operations")
         known: dict[Any, Value] = dict(zip(first.invars, inputs, strict=True))
@@ -521,7 +538,7 @@ class Walk:
             same = not is_traced and np.size(first) and bool((np.asarray(first) == np.ravel(first)[0]).all())
             terms = SHARED if same else of(Symbol(number, "position", Source("constant"), scalar=False), True)
             return Value(terms, self.place_by_shapes(np.shape(first), np.shape(second)), number)
-        if is_traced or np.size(first) != 1 or not _is_number(first):
+        if is_traced or np.size(first) != 1 or not is_number(first):
             integral = is_integral(getattr(first, "dtype", None))
             return Value(SHARED, None, number, scalar=np.size(first) == 1, integral=integral)
         return self.of_values(np.asarray(first).item(), np.asarray(second).item())
@@ -552,20 +569,16 @@ class Walk:
         return Place(axes[0], 1, length // self.rows[0])
 
     def _outputs(self, one: Any, other: Any, values: list[Value]) -> list[Value]:
-        name, number = one.primitive.name, None
-        if name not in self.nested:
-            static = tuple(sorted((key, repr(value)) for key, value in one.params.items() if key != "sharding"))
-            number = self.number(name, static, *(value.number for value in values))
-        equation = Equation(self, one, other, Source(name, _called_from(one.source_info, self.callers), number))
+        equation = Equation(self, one, other, values)
         try:
             if not any(value.is_lost for value in values):
                 equation.check_parameters(values[0] if values else None)
-            found = (self.rules.get(name) or self.rules[""])(equation, values)
+            found = (self.rules.get(equation.name) or self.rules[""])(equation, values)
             found = [equation.checked(*pair) for pair in enumerate(found if isinstance(found, list) else [found])]
         except MixesRows as error:
-            found = [equation.lost("mixed", values, str(error))] * len(one.outvars)
+            found = [equation.lost("mixed", values, str(error)) for _ in one.outvars]
         except CannotTell as error:
-            found = [equation.lost("unknown", values, why=str(error))] * len(one.outvars)
+            found = [equation.lost("unknown", values, why=str(error)) for _ in one.outvars]
         return [equation.settled(values, value) if value.is_lost else value for value in found]
 
 
@@ -579,67 +592,24 @@ def joined(walk: Walk, a: Value, b: Value) -> Value:
     """What is known of a number that is one of both."""
     if a == b:
         return a
-    place = common_place([a, b])
+    try:
+        place = common_place([a, b])
+    except MixesRows:
+        raise MixesRows(Tag.UNSURE) from None
     both: dict[str, Any] = {
         name: getattr(a, name) if getattr(a, name) == getattr(b, name) else None for name in ("values", "guard")
     }
     both |= {name: getattr(a, name) and getattr(b, name) for name in ("scalar", "position", "integral", "positive")}
     number = a.number if a.number == b.number else walk.number("either", a.number, b.number)
-    return Value(a.terms | b.terms, place, number, **both, **_followed([a, b]))
+    return Value(a.terms | b.terms, place, number, **both, **followed([a, b]))
 
 
-# Whether the loss does for other rows what it does for those that it is followed for.
-
-_LAYOUT = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
-"""What a single row needs none of."""
-
-
-def does_alike(first: Any, second: Any, third: Any, rows: tuple[int, int, int]) -> bool:
-    """Whether a loss does the same for the third number of rows: the same operations, and the same numbers, or they go
-    with the power of the rows that they go with from the first to the second."""
-    traces = [list(_done(closed)) for closed in (first, second, third)]
-
-    def goes_on(one: Any, two: Any, three: Any) -> bool:
-        if isinstance(one, str) or isinstance(three, str):
-            return bool(one == three)
-        degree = exponent(one, two, rows[1] / rows[0])
-        expected = three if degree is None else one * (rows[2] / rows[0]) ** float(degree)
-        return bool(abs(three - expected) <= 1e-5 * abs(expected))
-
-    return len({len(trace) for trace in traces}) == 1 and all(map(goes_on, *traces))
-
-
-def _done(closed: Any) -> Iterator[Any]:
-    """The names of all operations of a jaxpr, and the numbers that are written down in it."""
-    jaxpr, consts = _opened(closed)
-    yield from _finite_numbers(consts)
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in _LAYOUT:
-            continue
-        yield equation.primitive.name
-        yield from _finite_numbers(v.val for v in equation.invars if isinstance(v, Literal))
-        for name, value in sorted(equation.params.items()):
-            if name in ("y", "k", "reverse", "exponent"):
-                yield float(value) if isinstance(value, int | float) else str(value)
-            for each in value if isinstance(value, tuple | list) else [value]:
-                if hasattr(each, "eqns") or hasattr(each, "jaxpr"):
-                    yield from _done(each)
-
-
-def _finite_numbers(values: Any) -> Iterator[float]:
-    for value in values:
-        if not isinstance(value, jax.core.Tracer) and np.size(value) == 1 and _is_number(value):
-            number = float(np.asarray(value).item())
-            if np.isfinite(number):
-                yield number
-
-
-def _opened(jaxpr: Any) -> tuple[Any, Any]:
+def opened(jaxpr: Any) -> tuple[Any, Any]:
     """A jaxpr and its constants."""
     return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, [])
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     try:
         return np.asarray(value).dtype.kind in "biuf" or str(np.asarray(value).dtype) == "bfloat16"
     except TypeError:

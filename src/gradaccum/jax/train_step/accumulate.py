@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum.core.noise import Norms
-from gradaccum.jax.batch import Group, as_varying, like, spread, squared_norm, varying_axes, zeros
+from gradaccum.jax.batch import Group, as_varying, like, over, spread, squared_norm, varying_axes, zeros
 from gradaccum.jax.train_step.call import Call, Outcome
-from gradaccum.on_jax import scan
 
 __all__ = ["accumulated"]
 
@@ -23,20 +22,8 @@ __all__ = ["accumulated"]
 def accumulated(call: Call, micro_batch_size: int) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
     """The losses by name, the new state, the aux and the gradients of the whole batch; and its norms, if asked for."""
     groups = call.batch.groups(max(micro_batch_size // call.devices, 1))
-    if len(groups) == groups[0].count == 1 and not call.axes:
-        outcome, gradients = _gradients(call, list(call.args), {})
-        leaves, structure = jax.tree.flatten(outcome.aux)
-        pairs = zip(_ways_of_aux(call, groups, outcome), map(jnp.asarray, leaves))
-        aux = [leaf if way.result is None else leaf.astype(way.result) for way, leaf in pairs]
-        norms = None
-        if call.options.noise_scale:  # of one micro-batch both are the same, which tells nothing
-            of_parameters = [leaf for leaf, axis in zip(jax.tree.leaves(gradients), _axes(call)) if axis is None]
-            squared = _squared_mean(call, of_parameters, call.batch.rows)
-            rows = jnp.asarray(call.batch.rows, jnp.result_type(float))
-            norms = Norms(squared, rows, squared, rows)
-        return outcome.losses, outcome.state, jax.tree.unflatten(structure, aux), gradients, norms
     accumulation = _Accumulation(call, groups)  # an error of the loss itself comes before anything is said of it
-    if call.options.verification is not None:
+    if call.options.verification is not None and not accumulation.is_plain:
         call.options.verification.look(call, tuple(sorted({call.batch.rows, *(group.size for group in groups)})))
     return accumulation.run()
 
@@ -66,10 +53,13 @@ class _Accumulation:
     def __init__(self, call: Call, groups: list[Group]) -> None:
         self.options, self.groups = call.options, groups
         self.count = sum(group.count for group in groups)
-        self.keys = jax.tree.map(lambda key: jax.random.split(key, self.count), call.key)
+        self.is_plain = self.count == 1 and not call.axes
+        """Whether it is one micro-batch, as `jax.value_and_grad` has it: its key is its own, and it isn't weighed."""
+        one = (lambda key: key[None]) if self.is_plain else (lambda key: jax.random.split(key, self.count))
+        self.keys = jax.tree.map(one, call.key)
         self.kinds = kinds = call.kinds(groups[0])
         self.state = call.state_like(call.state, kinds.state)
-        self.factors = _factors_of(call, groups, kinds, self.state, self.keys)
+        self.factors = {} if self.is_plain else _factors_of(call, groups, kinds, self.state, self.keys)
         self.given = tuple(call.args[number] for number in self.options.differentiated)
         varying = varying_axes(kinds.losses)
         self.varying = tuple(sorted(varying | varying_axes((call.batch.leaves, self.given))))
@@ -89,49 +79,28 @@ class _Accumulation:
         self.summed = [way for way in self.ways if way.how in ("mean", "sum")]
 
     def run(self) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
-        sums: Any = None
-        last: list[Any] = []
-        state, done = self.state, 0
+        sums = self._placed([zeros(way.kind, way.dtype) for way in self.summed])
         first = self._first(*jnp.zeros(2, jnp.result_type(float))) if self.options.noise_scale else None
-        parts: list[Any] = []
-        for group in self.groups:
-            xs = jax.tree.map(
-                lambda each: each[done : done + group.count],  # noqa: B023  # used at once
-                (self.keys, self.factors),
-            )
-            done += group.count
-            if sums is not None:  # as if its micro-batches had been of this one's size
-                units = [self._unit(self.groups[0], way) / self._unit(group, way) for way in self.summed]
-                sums = list(map(_scaled, sums, units))
-            if group.count == 1:
-                x = jax.tree.map(lambda each: each[0], xs)
-                state, added, last, part, first = self._visit(group, 0, state, first, *x)
-                sums = added if sums is None else self._sum(sums, added)
-                part = [leaf[None] for leaf in part]
-            else:
-                if sums is None:
-                    sums = self._placed([zeros(way.kind, way.dtype) for way in self.summed])
-                (sums, last, state, first), part = self._scan(group, sums, state, first, xs)
-            parts.append(part)
+        carry: Any = sums, self.state, [], first
+        (sums, state, last, first), parts = over(
+            self.groups, self._visit, carry, (self.keys, self.factors), self._entered
+        )
         return self._finished(sums, last, state, parts, first)
 
-    def _scan(self, group: Group, sums: Any, state: Any, first: Any, xs: Any) -> Any:
-        def body(carry: Any, x: Any) -> Any:
-            index, sums, _, state, first = carry
-            state, added, last, part, first = self._visit(group, index, state, first, *x)
-            return (index + 1, self._sum(sums, added), last, state, first), part
-
-        last: list[Any] = []
+    def _entered(self, carry: Any, group: Group) -> Any:
+        """The sums as if all micro-batches so far had been of this group's size; and places for the last one's aux."""
+        sums, state, last, first = carry
+        if group is not self.groups[0]:
+            units = [self._unit(self.groups[0], way) / self._unit(group, way) for way in self.summed]
+            sums = list(map(_scaled, sums, units))
         if group is self.groups[-1] and any(way.how == "last" for way in self.ways):
             kinds = jax.tree.leaves((self.kinds if group.size == self.groups[0].size else self.call.kinds(group)).aux)
             last = [zeros(kind) for way, kind in zip(self.ways[-len(kinds) :], kinds) if way.how == "last"]
-        # Counted in the carry: as `xs`, the numbers would be an array that grows with the micro-batches.
-        start = jnp.zeros((), jnp.int32)
-        (_, *carry), parts = scan(body, (start, sums, last, state, first), xs, length=group.count)
-        return carry, parts
+        return sums, state, last, first
 
-    def _visit(self, group: Group, index: Any, state: Any, first: Any, key: Any, factors: Any) -> tuple[Any, ...]:
-        """A micro-batch: the new state, what it adds to the sums, its last leaves and its rows, and `first`."""
+    def _visit(self, carry: Any, group: Group, index: Any, x: Any) -> tuple[Any, list[Any]]:
+        """A micro-batch: what it adds to the sums, the new state, its last leaves and `first`; and its rows."""
+        (sums, state, _, first), (key, factors) = carry, x
         micro_batch = self.call.batch.micro_batch(group, index)
         outcome, gradients = _gradients(self.call, self.call.arguments(micro_batch, state, key), factors)
         losses = [outcome.losses[name] for name in self.kinds.losses]
@@ -142,11 +111,9 @@ class _Accumulation:
             found[way.how].append(leaf if way.factor is None else _times(factors.get(way.factor), leaf))
         if first is not None:
             first = self._seen(first, self._of_parameters(found["sum"]), factors, group)
+        sums = self._placed(list(map(jnp.add, sums, found["sum"])))
         last = found["last"] if group is self.groups[-1] else []
-        return self.call.state_like(outcome.state, self.kinds.state), found["sum"], last, found["concat"], first
-
-    def _sum(self, sums: list[Any], added: list[Any]) -> list[Any]:
-        return self._placed(list(map(jnp.add, sums, added)))
+        return (sums, self.call.state_like(outcome.state, self.kinds.state), last, first), found["concat"]
 
     def _placed(self, sums: list[Any]) -> list[Any]:
         pairs = zip(self.summed, sums)
@@ -238,7 +205,7 @@ def _ways_of_aux(call: Call, groups: list[Group], kinds: Outcome) -> list[_Way]:
         lines = [
             f"  aux{jax.tree_util.keystr(path)}: {tuple(kind.shape)}"
             for (path, kind), how in zip(jax.tree_util.tree_flatten_with_path(kinds)[0], hows)
-            if how == "concat" and jnp.shape(kind)[:1] != (size,)
+            if how == "concat" and kind.shape[:1] != (size,)
         ]
         if lines:
             raise ValueError(
@@ -254,7 +221,6 @@ def _ways_of_aux(call: Call, groups: list[Group], kinds: Outcome) -> list[_Way]:
     for how, kind in zip(hows, leaves):
         result = None
         if how in ("sum", "mean"):
-            kind = jnp.asarray(kind) if not hasattr(kind, "dtype") else kind
             one = jax.ShapeDtypeStruct((1,), kind.dtype)
             result = jax.eval_shape(jnp.sum if how == "sum" else jnp.mean, one).dtype
             if how == "sum" and jnp.issubdtype(kind.dtype, jnp.integer) and kind.dtype.itemsize >= 4:
@@ -340,26 +306,22 @@ def _factors_of(call: Call, groups: list[Group], kinds: Outcome, state: Any, key
     """
     if call.options.weight is None and not kinds.weights:
         return {}
-    weights: dict[str, list[Any]] = {}
-    done = 0
-    for group in groups:
-        some = jax.tree.map(lambda each: each[done : done + group.count], keys)  # noqa: B023  # used at once
-        done += group.count
 
-        def weigh(state: Any, x: Any, group: Group = group) -> tuple[Any, dict[str, Any]]:
-            index, key = x
-            values = call.arguments(call.batch.micro_batch(group, index), state, key)
-            if call.options.weight is not None:
-                return state, {"": call.weight(values)}
-            outcome = call.outcome(values)
-            return call.state_like(outcome.state, kinds.state), outcome.weights
+    def weigh(state: Any, group: Group, index: Any, key: Any) -> tuple[Any, dict[str, Any]]:
+        values = call.arguments(call.batch.micro_batch(group, index), state, key)
+        if call.options.weight is not None:
+            return state, {"": call.weight(values)}
+        outcome = call.outcome(values)
+        return call.state_like(outcome.state, kinds.state), outcome.weights
 
-        state, found = scan(weigh, state, (jnp.arange(group.count), some))
-        for name, weight in found.items():
-            _check_weight(name, weight, kinds.losses[name])
-            dtype = jnp.promote_types(kinds.losses[name].dtype, jnp.float32)
-            weights.setdefault(name, []).append(weight.astype(dtype))
-    return {name: _normalised(call, jnp.concatenate(each)) for name, each in weights.items()}
+    weights: dict[str, Any] = {}
+    _, parts = over(groups, weigh, state, keys)
+    for name in parts[0]:
+        found = [part[name] for part in parts]
+        _check_weight(name, found[0], kinds.losses[name])
+        dtype = jnp.promote_types(kinds.losses[name].dtype, jnp.float32)
+        weights[name] = _normalised(call, jnp.concatenate([each.astype(dtype) for each in found]))
+    return weights
 
 
 def _check_weight(name: str, weight: Any, loss: Any) -> None:

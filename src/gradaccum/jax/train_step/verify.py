@@ -87,15 +87,10 @@ def _spec(call: Call, sizes: tuple[int, ...] = ()) -> LossSpec:
     inputs = [position for position, number in enumerate(numbers) if number in roles]
     paths = jax.tree_util.tree_flatten_with_path(call.state)[0]
     names = [f"state{jax.tree_util.keystr(path)}" for path, _ in paths]
-    mine = iter(names)
-    states = {position: next(mine) for position in inputs if numbers[position] == options.state_argnum}
-
-    def tags(position: int) -> frozenset[str]:
-        number = numbers[position]
-        roles = {Tag.DIFFERENTIATED: number in options.differentiated, Tag.FRESH: number in fresh}
-        return frozenset(
-            [*(role for role, is_it in roles.items() if is_it), *([states[position]] if position in states else [])]
-        )
+    mine, tags = iter(names), []
+    for number in (numbers[position] for position in inputs):
+        role = {Tag.DIFFERENTIATED} if number in options.differentiated else {Tag.FRESH} if number in fresh else set()
+        tags.append(frozenset(role | ({next(mine)} if number == options.state_argnum else set())))
 
     def function(values: list[Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         args = [*call.filled(inputs, values)[0]]
@@ -113,15 +108,8 @@ def _spec(call: Call, sizes: tuple[int, ...] = ()) -> LossSpec:
 
         return jax.eval_shape(lambda: [resized(position) for position in inputs])
 
-    return LossSpec(
-        function,
-        kinds,
-        [axes[position] for position in inputs],
-        [tags(position) for position in inputs],
-        options.reduction,
-        call.batch.devices,
-        sizes,
-    )
+    of_inputs = [axes[position] for position in inputs]
+    return LossSpec(function, kinds, of_inputs, tags, options.reduction, call.batch.devices, sizes)
 
 
 def _more(call: Call, outcome: Any, names: list[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import types
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -19,7 +20,7 @@ from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import Result, Scope, Spec, has_rows, is_float
 from gradaccum.keras.batch_norm import BatchNormOrExact, Pool, batch_norms_of, during_micro_batch
 
-__all__ = ["Body", "OuterTensorError", "State", "two_passes"]
+__all__ = ["Body", "Graph", "OuterTensorError", "exact_passes", "two_passes"]
 
 
 class OuterTensorError(ValueError):
@@ -48,19 +49,14 @@ class _Structure:
 
 
 class Body:
-    """One call of a chunked layer.
-
-    Attributes:
-        tensors: What has rows in the arguments: tensors, and the masks that travel with them.
-        shared: Scalars in the arguments, and what is beside them: what all rows share and may need a gradient.
-        specs: Of the outputs of a micro-batch, once it has run.
-        state: The variables that the call moves, likewise.
-        read: The variables that it reads and doesn't move, likewise.
-    """
+    """One call of a chunked layer: `tensors` have rows, masks among them; what is `shared` may need a gradient, too."""
 
     specs: list[Spec]
+    """Of the outputs of a micro-batch, once it has run."""
     state: State
+    """The variables that the call moves, likewise."""
     read: list[Any]
+    """The variables that it reads and doesn't move, likewise."""
 
     def __init__(
         self,
@@ -182,11 +178,7 @@ class Body:
         return self._outputs.filled(tensors)
 
     def check_rows(self, rows: Any, shapes: list[tuple[Any, ...]]) -> None:
-        """Compare the shapes of a micro-batch's outputs with its rows, and with the first micro-batch's.
-
-        Raises:
-            ValueError: An output has no row for each row, or differs in more than its rows.
-        """
+        """Compare the shapes of a micro-batch's outputs with its rows, and with the first micro-batch's."""
         wrong = [shape for shape in shapes if not shape or None is not shape[0] != rows is not None]
         if wrong:
             raise ValueError(
@@ -203,11 +195,7 @@ class Body:
                 )
 
     def refuse_outer(self, shapes: list[tuple[int, ...]]) -> None:
-        """Refuse tensors of these shapes, if there are any.
-
-        Raises:
-            OuterTensorError: There are some.
-        """
+        """Refuse tensors of these shapes, if there are any."""
         if shapes:
             raise OuterTensorError(
                 f"{self.name} computes with tensors that need a gradient and are neither its inputs nor its variables, "
@@ -225,17 +213,12 @@ class Body:
 
 
 class State:
-    """The variables that a layer's forward pass assigns, and where they are before, between and after micro-batches.
+    """The variables that a layer's forward pass assigns, in a flat list of tensors that loops take along (`carry`).
 
-    - Seeds, metrics, and the moving statistics that `batch_norm` lets move with every micro-batch, go from one
-      micro-batch to the next.
+    - First seeds, metrics, and the moving statistics that move with every micro-batch: they go from one to the next.
     - Each micro-batch finds all others as they were, and they end up where it takes them on average over rows: exact
       for counters, for what depends on the weights alone, and for moving averages of means over rows.
-    - Statistics that are pooled move once, by mean and variance of the whole batch.
-
-    The carry that a backend's loop takes along is a flat list of tensors, in this order.
-
-    `read` it before anything else.
+    - Last statistics that are pooled: they move once, by mean and variance of the whole batch.
     """
 
     def __init__(self, body: Body, assigned: Iterable[Any]) -> None:
@@ -380,3 +363,176 @@ class _Passes:
         for n, part in zip(own, rows):
             gradients[count + n] = batches.joined([part], self.keep)
         return gradients
+
+
+# Exact BatchNormalization: a model is cut there, and each segment runs over all micro-batches before the next. Mean and
+# variance are taken over all rows of what is normalised, by the layer itself; the next segment begins with the
+# normalisation. So what stays in memory is what these layers are given, and what a shortcut carries past them.
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """The tensor of this number, among the arguments of a step."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A call of a layer or an operation, whose arguments have a `_Tensor` in the place of each tensor."""
+
+    operation: Any
+    arguments: Any
+    results: list[int]
+    """The numbers of its outputs."""
+    normalises: bool
+    """Whether it is a BatchNormalization that goes by its batch."""
+    segment: int
+    """In which it runs."""
+
+    def filled(self, values: Mapping[int, Any]) -> Any:
+        """The arguments with the values of these tensors."""
+        return tree.map_structure(
+            lambda leaf: values[leaf.number] if isinstance(leaf, _Tensor) else leaf, self.arguments
+        )
+
+
+def _reads(arguments: Any) -> list[int]:
+    """The numbers of the tensors in these."""
+    return [leaf.number for leaf in tree.flatten(arguments) if isinstance(leaf, _Tensor)]
+
+
+def exact_passes(body: Body, micro_batch_size: int, keep: int = 0) -> list[Any]:
+    """The outputs of the whole batch, and their masks, of a functional or sequential model in training."""
+    model, graph = body.layer, Graph(body.layer)
+    args, kwargs = body.arguments()
+    inputs = private.standardized_inputs(private.functional_of(model), args[0] if args else kwargs["inputs"])
+    for tensor, mask in zip(inputs, tree.flatten(kwargs.get("mask"))):
+        if mask is not None:
+            private.set_keras_mask(tensor, mask)
+    values: dict[int, Any] = dict(enumerate(inputs))
+    for segment in range(graph.segments):
+        values.update(_segment_passes(graph, segment, values, micro_batch_size, keep))
+        values = {number: value for number, value in values.items() if graph.last_use[number] > segment}
+    flat = [values[number] for number in graph.outputs]
+    outputs = tree.pack_sequence_as(private.functional_of(model).output, flat)
+    body.read = list(model.trainable_variables)
+    body.state = State(body, model.non_trainable_variables)
+    lone = isinstance(outputs, (list, tuple)) and len(outputs) == 1
+    return body.take_for_outputs(outputs[0] if lone else outputs)
+
+
+def _segment_passes(graph: Graph, segment: int, values: dict[int, Any], size: int, keep: int) -> dict[int, Any]:
+    """What later segments and the outputs take of this one, by its number."""
+    steps = [step for step in graph.steps if step.segment == segment]
+    beside = [s for step in steps if step.normalises for s in _statistics(step.operation, *step.filled(values))]
+    made = {number for step in steps for number in step.results}
+    read = sorted({number for step in steps for number in _reads(step.arguments)} - made)
+    wanted = sorted(number for number in made if graph.last_use[number] > segment)
+    if not wanted:
+        return {}
+
+    def run(tensors: list[Any], beside: list[Any]) -> list[Any]:
+        values, statistics = dict(zip(read, tensors)), iter(beside)
+        for step in steps:
+            layer = step.operation
+            args, kwargs = step.filled(values)
+            moving = []
+            if step.normalises:
+                moving = [(layer.moving_mean, next(statistics)), (layer.moving_variance, next(statistics))]
+            if isinstance(layer, keras.layers.Layer) and private.takes_training(layer):
+                kwargs = {**kwargs, "training": not step.normalises}
+            with Scope(moving) if moving else contextlib.nullcontext():
+                values.update(zip(step.results, tree.flatten(layer(*args, **kwargs))))
+        return [values[number] for number in wanted]
+
+    part = Body(graph.model, run, "micro", ([values[n] for n in read],), {}, beside)
+    return dict(zip(wanted, part.outputs(two_passes(part, size, keep))))
+
+
+def _statistics(layer: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Mean and variance of all rows, as the layer takes them; its moving statistics make a step towards them."""
+    moving = [layer.moving_mean, layer.moving_variance]
+    before, momentum = private.uncast_values(moving), layer.momentum
+    # Without momentum the moving statistics become the batch's.
+    with private.replaced(layer, momentum=0.0), Scope() as scope:
+        layer(*args, **{**kwargs, "training": True})
+        found = [scope.get_current_value(variable) for variable in moving]
+    for variable, old, new in zip(moving, before, found):
+        variable.assign(old * momentum + ops.stop_gradient(new) * (1.0 - momentum))
+    return found
+
+
+class Graph:
+    """The calls of a functional or sequential model, one after the other, and the segments that they run in.
+
+    Tensors have numbers, the inputs the first ones. `last_use` is the last segment that each is needed in; behind all
+    of them for an output.
+    """
+
+    def __init__(self, model: Any) -> None:
+        functional = private.functional_of(model)
+        if functional is None:
+            raise ValueError(
+                'batch_norm="exact" cuts a model at its BatchNormalization layers, and needs a functional or '
+                f"sequential model to see where. Received: {type(model).__name__} {model.name!r}, whose `call` is its "
+                "own."
+            )
+        self.model, self.steps = model, list[_Step]()
+        self._segment_of = [0] * len(functional.inputs)
+        self.outputs = self._inline(functional, list(range(len(functional.inputs))))
+        self.segments = 1 + max((step.segment for step in self.steps), default=0)
+        self.last_use = {number: -1 for number in range(len(self._segment_of))}
+        for step in self.steps:
+            for number in _reads(step.arguments):
+                self.last_use[number] = max(self.last_use[number], step.segment)
+        self.last_use.update(dict.fromkeys(self.outputs, self.segments))
+
+    def _inline(self, functional: Any, inputs: list[int]) -> list[int]:
+        numbers = {id(tensor): number for tensor, number in zip(functional.inputs, inputs)}
+
+        def numbered(leaf: Any) -> Any:
+            return _Tensor(numbers[id(leaf)]) if isinstance(leaf, keras.KerasTensor) else leaf
+
+        for operation, args, kwargs, outputs in private.nodes_of(functional):
+            arguments = tree.map_structure(numbered, (args, kwargs))
+            normalises = isinstance(operation, keras.layers.BatchNormalization) and operation.trainable
+            inside = [] if normalises or not isinstance(operation, keras.layers.Layer) else batch_norms_of(operation)
+            if inside:
+                results = self._inline_call(operation, arguments, inside[0])
+            else:
+                if normalises and getattr(operation, "renorm", False):
+                    raise ValueError(f'batch_norm="exact" does not know renorm=True. Received: {operation.name!r}.')
+                results = self._add(operation, arguments, len(outputs), normalises)
+            numbers.update((id(tensor), number) for tensor, number in zip(outputs, results))
+        return [numbers[id(tensor)] for tensor in functional.outputs]
+
+    def _inline_call(self, model: Any, arguments: Any, norm: Any) -> list[int]:
+        """The steps of a model inside, with this layer in it, in the place of its call."""
+        (args, kwargs), within = arguments, private.functional_of(model)
+        inputs = tree.flatten(args[0] if args else kwargs.get("inputs"))
+        if within is None or len(inputs) != len(within.inputs):
+            raise ValueError(
+                f'batch_norm="exact" can\'t cut {type(model).__name__} {model.name!r} at {norm.name!r} inside of it, '
+                "as its `call` is its own. Use a functional or sequential model there, or GroupNormalization or "
+                "LayerNormalization."
+            )
+        numbers = [leaf.number for leaf in inputs]
+        for place, mask in enumerate(tree.flatten(kwargs.get("mask"))):
+            if isinstance(mask, _Tensor):
+                numbers[place : place + 1] = self._add(_masked, ((_Tensor(numbers[place]), mask), {}), 1)
+        return self._inline(within, numbers)
+
+    def _add(self, operation: Any, arguments: Any, outputs: int, normalises: bool = False) -> list[int]:
+        """Another step; returns the numbers of its outputs."""
+        results = [len(self._segment_of) + place for place in range(outputs)]
+        segment = max((self._segment_of[number] for number in _reads(arguments)), default=0) + normalises
+        self.steps.append(_Step(operation, arguments, results, normalises, segment))
+        self._segment_of += [segment] * outputs
+        return results
+
+
+def _masked(tensor: Any, mask: Any) -> Any:
+    """The tensor, with the mask that a model is called with."""
+    private.set_keras_mask(tensor, mask)
+    return tensor

@@ -28,8 +28,7 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import assign, has_rows, is_float
 from gradaccum.keras.batch_norm import BatchNorm, BatchNormOrExact, during_micro_batch, warn
-from gradaccum.keras.chunking.body import Body, OuterTensorError, two_passes
-from gradaccum.keras.chunking.exact_batch_norm import Program, exact_passes
+from gradaccum.keras.chunking.body import Body, Graph, OuterTensorError, exact_passes, two_passes
 from gradaccum.keras.equivalence import StepRunner, as_array, held, mixing_layers, precision_of, recorded_calls
 from gradaccum.schedule import checked_count
 
@@ -119,7 +118,7 @@ def chunked(
         if keep:
             raise ValueError(f'batch_norm="exact" runs every segment of a model again. Received: keep={keep}.')
         if layer_or_model.built or not isinstance(layer_or_model, keras.Sequential):
-            Program(layer_or_model)  # refused here, if at all
+            Graph(layer_or_model)  # refused here, if at all
     _Chunking(layer_or_model, micro_batch_size, keep, batch_norm, verify).install()
     return layer_or_model
 

@@ -46,23 +46,21 @@ class Proof:
     """
 
     def __init__(self, step: Any) -> None:
-        self.step = step
-        self.restart()
-        self._wanted = self._warned = False
+        self.step, self.schedule = step, ProofSchedule()
+        self._wanted = self._seen = self._warned = False
         self._compiled: Any = None
         self._proven: set[str] = set()
         self._doubt = ""
 
-    def restart(self) -> None:
-        """The training function is made anew."""
-        self.schedule = ProofSchedule()
-
-    def begin_fit(self) -> None:
-        """A `fit` begins: its first batch is proved."""
-        self._wanted = True
+    def begin(self, is_new: bool) -> None:
+        """The training function is asked for, made anew or as it is: by a `fit`, if no batch comes by itself."""
+        if is_new:
+            self.schedule = ProofSchedule()
+        self._wanted, self._seen = self._wanted or not self._seen, False
 
     def see(self, data: Any) -> None:
         """This batch comes next, by itself."""
+        self._seen = True
         self._wanted = self._wanted or self._kind(data) not in self._proven
 
     def is_due(self, updates: int) -> bool:

@@ -8,16 +8,20 @@ up. One update follows, and the metrics of the whole batch.
 from __future__ import annotations
 
 import functools
+import logging
 import math
+import timeit
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.proof import Outcome
+from gradaccum.core.sizes import MARGIN, MemoryLine, free_host_memory, process_memory
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import (
     RestartWindow,
@@ -32,11 +36,19 @@ from gradaccum.keras.backends.base import (
 )  # fmt: skip
 from gradaccum.keras.batch_norm import BatchNorm, Pool, batch_norms_of, during_micro_batch, warn
 from gradaccum.keras.equivalence import Draws, held, outcome_of
-from gradaccum.keras.loss import Measured, update_trackers, weighed_losses
-from gradaccum.keras.train_step.auto_size import fastest_size
+from gradaccum.keras.loss import Measured, divisors_of, update_trackers, weighed_losses
 from gradaccum.keras.train_step.proof import Proof
 
 __all__ = ["MicroBatchedStep", "remove_step"]
+
+logger = logging.getLogger("gradaccum")
+
+_UNKNOWN_ROWS = 4096
+"""Rows to try at most where TensorFlow doesn't know the batch's while it traces."""
+_UNKNOWN_DIMENSION = 128
+"""What stands in for another dimension that is not known, such as the length of sequences."""
+_WORSE = 1.05
+"""After two sizes that are so much slower per row than the best, larger ones aren't tried."""
 
 
 @dataclass(frozen=True)
@@ -95,30 +107,30 @@ class MicroBatchedStep:
 
     def install(self) -> None:
         """Make this the model's training step."""
-        proof = self.proof
         self._warn(stacklevel=4)
         self.model.train_step = self
         self.model.train_function = None
         self.model.make_train_function = self._make_train_function
-        if proof is not None:
-            self.model.fit = _after(lambda *args, **kwargs: proof.begin_fit(), self.model.fit)
-        self.model.train_on_batch = _after(self._see, self.model.train_on_batch)
+        train_on_batch = self.model.train_on_batch
+
+        @functools.wraps(train_on_batch)
+        def seen(x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+            rows_of((x, y, sample_weight))  # an error of its own where Keras would build the model from it, and fail
+            if self.proof is not None:
+                self.proof.see((x, y, sample_weight))
+            return train_on_batch(x, y, sample_weight, *args, **kwargs)
+
+        self.model.train_on_batch = seen
 
     def _make_train_function(self, force: bool = False) -> Any:
         """Keras' own, which `fit` and `train_on_batch` begin with, around this step."""
-        model = self.model
-        if model.train_function is None or force:
+        model, is_new = self.model, self.model.train_function is None or force
+        if self.proof is not None:
+            self.proof.begin(is_new)
+        if is_new:
             self._trials.clear()
-            if self.proof is not None:
-                self.proof.restart()
             self.training.make_train_function(lambda: type(model).make_train_function(model, force=force))
         return model.train_function
-
-    def _see(self, x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> None:
-        """`train_on_batch` has this: an error of its own where Keras would build the model from it, and fail."""
-        rows_of((x, y, sample_weight))
-        if self.proof is not None:
-            self.proof.see((x, y, sample_weight))
 
     def __call__(self, *args: Any) -> Any:
         return self.training.call(*args)
@@ -223,12 +235,8 @@ class MicroBatchedStep:
 
     @property
     def overwriting(self) -> frozenset[int]:
-        """Trainable variables, by index, whose gradient is their next value, as the scales of float8 are.
-
-        Of several micro-batches' the largest is taken: they hold maxima.
-        """
-        weights = self.model.trainable_variables
-        return frozenset(i for i, v in enumerate(weights) if getattr(v, "overwrite_with_gradient", False))
+        """Trainable variables, by index, whose gradient is their next value: of several, the largest is taken."""
+        return frozenset(i for i, v in enumerate(self.model.trainable_variables) if private.is_overwritten(v))
 
     def _size_for(self, data: Any, rows: int | None) -> int:
         """Rows of a micro-batch at most, for a batch of so many."""
@@ -386,17 +394,8 @@ def _times(value: Any, share: Any) -> Any:
 def remove_step(model: Any) -> None:
     """Let a model train as it did before a step was installed; nothing where there is none."""
     if isinstance(vars(model).get("train_step"), MicroBatchedStep):
-        for name in ("train_step", "make_train_function", "fit", "train_on_batch"):
+        for name in ("train_step", "make_train_function", "train_on_batch"):
             vars(model).pop(name, None)
-
-
-def _after(first: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def both(*args: Any, **kwargs: Any) -> Any:
-        first(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    return both
 
 
 def _overrides(model: Any, method: str) -> bool:
@@ -415,3 +414,64 @@ def _numbers_per_row(leaves: Any) -> int | None:
     if any(number is None for size in sizes for number in size):
         return None
     return sum(math.prod(size) for size in sizes)
+
+
+# micro_batch_size="auto" where the update is compiled as a whole: measured beforehand.
+
+
+def fastest_size(model: Any, data: Any, rows: int | None) -> int:
+    """The rows with which a micro-batch is fastest per row, of those that fit into memory.
+
+    Powers of two are tried from small to large, each with a forward and backward pass over zeros in the shapes of
+    `data`, compiled as the model is. A size is only tried when the memory of the smaller ones, an affine function of
+    the rows, says that it fits: what XLA states on JAX, and what the process took on TensorFlow.
+    """
+    most = _UNKNOWN_ROWS if rows is None else rows
+    size, backend = min(max(1, most // 64), 8), backends.running()
+    free = backend.free_memory(free_host_memory)
+    line, limit = MemoryLine(), float("inf") if free is None else (1 - MARGIN) * free
+    base = process_memory()["VmHWM"]  # the most bytes ever in use
+    seconds: dict[int, float] = {}
+    while True:
+        try:
+            run, needed = _trial(model, data, size)
+            if needed is not None and needed > limit:
+                break
+            run()
+            seconds[size] = min(timeit.repeat(run, number=1, repeat=3)) / size
+        except Exception as error:
+            text = f"{type(error).__name__} {error}".lower()
+            if seconds and any(sign in text for sign in ("resource_exhausted", "resourceexhausted", "memory", "oom")):
+                break
+            raise
+        line.add(size, process_memory()["VmHWM"] - base if needed is None else needed)
+        best = min(seconds, key=seconds.__getitem__)
+        slower = [other for other in seconds if other > best and seconds[other] > _WORSE * seconds[best]]
+        size, tried = min(2 * size, most), size
+        if size == tried or len(slower) >= 2 or line.predict(size) > limit:
+            break
+    best = min(seconds, key=seconds.__getitem__, default=1)
+    logger.info("micro_batch_size='auto': %d of %s rows.", best, "any number of" if rows is None else rows)
+    return best
+
+
+def _trial(model: Any, data: Any, size: int) -> tuple[Callable[[], Any], float | None]:
+    """One gradient of a micro-batch, ready to run, and the bytes that it needs, where the compiler says."""
+    backend = backends.running()
+
+    def zeros(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        shape = [size, *leaf.shape[1:]] if has_rows(leaf) else []
+        known = [_UNKNOWN_DIMENSION if number is None else number for number in shape]
+        return ops.convert_to_tensor(np.zeros(known, keras.backend.standardize_dtype(leaf.dtype)))
+
+    def gradients(state: Any, batch: Any) -> Any:
+        def loss_of(values: Any) -> Any:
+            return ops.sum(divisors_of(model, (values, *state[1:]), *unpack(batch))[1]), None
+
+        return backend.value_and_gradients(loss_of, state[0])
+
+    variables = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
+    state = [[ops.zeros(v.shape, v.dtype) for v in part] for part in variables]
+    return backend.prepared(gradients, (state, tree.map_structure(zeros, data)), model)

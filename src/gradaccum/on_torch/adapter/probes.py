@@ -14,7 +14,7 @@ from gradaccum.core.causes import innermost
 from gradaccum.on_torch.adapter.rng import row_dimension, rows_in
 from gradaccum.on_torch.batch import leaves
 
-__all__ = ["Trace", "mixing", "others_differ", "part_differs", "tokens_differ"]
+__all__ = ["Trace", "mixing", "part_differs", "tokens_differ"]
 
 _TOLERANCE = 1e-8
 """Relative difference between fingerprints that counts as rounding, in float64; narrower dtypes get more."""
@@ -74,25 +74,6 @@ def part_differs(rows: int, taken: Tensor) -> Differ:
         if dim is None or dim >= len(whole.along):
             return None
         return _differs(part.along[dim], rows_in(whole.along[dim], 0, rows, taken), precision)
-
-    return differ
-
-
-def others_differ(rows: int, changed: int) -> Differ:
-    """Whether rows other than the changed one differ."""
-    keep = [row for row in range(rows) if row != changed]
-
-    def differ(before: _Fingerprint, after: _Fingerprint) -> bool | None:
-        if before.shape != after.shape or not before.shape:
-            return None
-        precision = max(before.precision, after.precision)
-        found = [
-            _differs(old.unflatten(0, (rows, -1))[keep], new.unflatten(0, (rows, -1))[keep], precision)
-            for old, new in zip(before.along, after.along)
-            if len(old) % rows == 0
-        ]
-        # Where another dimension happens to have as many entries, all of them see the change: so one is enough.
-        return all(found) if found else None
 
     return differ
 

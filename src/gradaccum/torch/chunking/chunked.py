@@ -34,8 +34,8 @@ from gradaccum.torch.chunking.two_passes import (
     Call,
     ColumnsError,
     Inputs,
+    check_nothing_cached,
     dims_by_name,
-    parametrizations_computed,
     tensors_of,
 )
 from gradaccum.torch.padding import Left, Packs, can_take_positions
@@ -170,6 +170,7 @@ class Chunked(nn.Module):
             with self.policy.recomputation():
                 return self.module(*args, **kwargs)
         call, tensors = self._call(plan, self.policy), tensors_of(plan.inputs)
+        check_nothing_cached()
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in call.state.parameters):
             raise ValueError("`module` has lazy parameters without a shape yet: call it on a few rows first.")
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (*call.state.parameters, *tensors))
@@ -181,7 +182,7 @@ class Chunked(nn.Module):
             )
         if self._proven is not None:
             call = self._proven_call(plan, call, self._proven, differentiated)
-        with self.policy.window(), parametrizations_computed():
+        with self.policy.window():
             return call.run(tensors, self.keep, differentiated=differentiated)
 
     def _proven_call(self, plan: _Plan, call: Call, proven: frozenset[Any], differentiated: bool) -> Call:

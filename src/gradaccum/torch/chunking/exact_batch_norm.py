@@ -130,17 +130,17 @@ class ExactCall(Call):
 
     def run(self, tensors: Sequence[Tensor], keep: int, *, differentiated: bool) -> Any:
         every = range(len(self.slices))
-        return self.in_two_passes(every, tensors) if differentiated else self.first_passes((), tensors)
+        return self.in_two_passes(every, tensors) if differentiated else self.first_passes(every, tensors)
 
     def first_passes(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Any:
-        """All outputs. With micro-batches to run again, what crosses BatchNorm layers stays after its last use."""
+        """All outputs. What crosses BatchNorm layers stays."""
         outputs: list[Any] = []
         for number, segment in enumerate(self.segmented.segments):
             buffers = LentBuffers(layer for module in segment.modules for layer in module.modules())
             self._segment_buffers.append(buffers)
             self.stored.update({node: [] for node in segment.stores})
             pool, here = None, Conditions(self.generators, self.devices)
-            for index in range(len(self.sizes)):
+            for index in indices:
                 values = self._first_values(number, tensors, index)
                 self.conditions[number, index], here = here, here.advance()
                 for node in segment.stores:
@@ -155,9 +155,6 @@ class ExactCall(Call):
             buffers.move()
             if segment.boundary is not None and pool is not None:
                 self._normalise(segment.boundary, pool)
-            if not indices:
-                for node in set(self.stored) - self.segmented.read_after(number):
-                    del self.stored[node]
         return concatenate(outputs, self.out_dims)
 
     def stored_tensors(self) -> list[Tensor]:
@@ -351,14 +348,6 @@ class SegmentedModel:
             for used in node.all_input_nodes:
                 if last[used] is node and used not in needed:
                     values.pop(used, None)
-
-    def read_after(self, number: int) -> set[fx.Node]:
-        """What segments after this one, and the BatchNorm layers between them, read."""
-        boundaries = {one.boundary.node: one.boundary for one in self.segments if one.boundary is not None}
-        read: set[fx.Node] = set()
-        for segment in self.segments[number + 1 :]:
-            read.update(segment.loads, [] if segment.boundary is None else [segment.boundary.source])
-        return read | {boundaries[node].source for node in read if node in boundaries}
 
     def filled(self, tree: Any, values: dict[fx.Node, Any]) -> Any:
         """A tree with what nodes stand for; parameters are looked up in the model as it is now."""

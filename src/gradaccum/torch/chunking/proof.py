@@ -36,7 +36,6 @@ from gradaccum.torch.chunking.two_passes import (
     attributes_of,
     gradient_leaf,
     is_floating,
-    parametrizations_computed,
     tensors_of,
 )
 from gradaccum.torch.proof import counting_layers, eager
@@ -129,7 +128,6 @@ def _alone(module: nn.Module, few: Inputs) -> Iterator[None]:
         with (
             kept([*generators, *_generators_of(module, few)]),
             eager(),
-            parametrizations_computed(),
             # In place of those around, a checkpoint's say. Detached, because a saved output would keep itself alive.
             torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor),
             torch.enable_grad(),
@@ -317,9 +315,9 @@ class _Runner(TorchRunner):
 
     def _trace(self, piece: Tensor | None, batch_dims: BatchDims) -> Trace:
         few = self.few if piece is None else take(self.few, piece, batch_dims)
-        attributes, owners = Attributes(self.module.modules()), self.state.modules
+        attributes, neutral = Attributes(self.module.modules()), self.exact or not self.batch_norm
         try:
-            with as_found(owners, self.device), self._watching(Watch(self.module, few), neutral=not self.batch_norm):
+            with as_found(self.state.modules, self.device), self._watching(Watch(self.module, few), neutral=neutral):
                 self.rng.start(piece)
                 return Trace(self.module).run(lambda: self.module(*few.args, **few.kwargs))
         finally:

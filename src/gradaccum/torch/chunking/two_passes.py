@@ -33,7 +33,7 @@ from gradaccum.torch.padding import Packs
 
 __all__ = [
     "Call", "ColumnsError", "Conditions", "GradientSums", "Inputs", "accelerators", "added", "attributes_of",
-    "backward_roots", "dims_by_name", "gradient_leaf", "is_floating", "parametrizations_computed", "tensors_of",
+    "backward_roots", "check_nothing_cached", "dims_by_name", "gradient_leaf", "is_floating", "tensors_of",
     "version_of", "with_tensors", "without_tensors",
 ]  # fmt: skip
 
@@ -119,15 +119,13 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def parametrizations_computed() -> Iterator[None]:
-    """Inside of `parametrize.cached()`: weights are computed, as what a pass without a graph would cache has none."""
-    enabled = getattr(nn.utils.parametrize, "_cache_enabled", 0)
-    nn.utils.parametrize._cache_enabled = 0
-    try:
-        yield
-    finally:
-        nn.utils.parametrize._cache_enabled = enabled
+def check_nothing_cached() -> None:
+    """Raise a ValueError inside of `parametrize.cached()`: what a pass without a graph caches has none later on."""
+    if getattr(nn.utils.parametrize, "_cache_enabled", 0):
+        raise ValueError(
+            "torch.nn.utils.parametrize.cached() keeps weights from a first pass, which has no graph, for the second "
+            "one. Leave it out around what runs twice: chunked modules, `blocks`, and their backward pass."
+        )
 
 
 class Conditions:
@@ -350,7 +348,8 @@ class Call:
     def _recomputation(self, replacements: Mapping[int, Tensor]) -> Iterator[None]:
         """Around second passes: the module is as it was in the first ones, and they leave no trace."""
         moved = {generator for conditions in self.conditions.values() for generator in conditions.random.states}
-        with self.state.restored(replacements), parametrizations_computed(), kept(moved):
+        check_nothing_cached()
+        with self.state.restored(replacements), kept(moved):
             yield
 
     def _second_pass(self, pieces: Sequence[Tensor], index: int) -> Any:

@@ -70,13 +70,7 @@ class Replicas(Engine):
         # Reductions of several models would start in the order of backward: here, every rank keeps one order.
         self.manual_reduce = self._flat or len(models) > 1 or any(model.static_graph for model in models)
         for model in models:
-            if model.static_graph:  # it counts backward passes that don't reduce, too, and then waits for as many
-                logger.warning(
-                    "static_graph=True cannot hold back DDP's reduction to the window's end. This model's gradients "
-                    "are reduced by step(), after the backward pass."
-                )
-                drop_static_graph(model)
-            model.require_forward_param_sync = False  # DDP's constructor has synchronised the buffers
+            _hold_back(model)
         if self._flat and any(map(communication_hooks, models)):
             logger.warning(
                 "DDP's communication hook is left out where gradients are of a wider dtype (accumulate_dtype), of a "
@@ -202,6 +196,16 @@ def _check(models: Sequence[DistributedDataParallel], parameters: Sequence[Tenso
             "post_localSGD_hook reduces within a part of the ranks, so the ranks' updates are not that of all rows. "
             "Leave the communication hook out."
         )
+
+
+def _hold_back(model: DistributedDataParallel) -> None:
+    if model.static_graph:  # it counts backward passes that don't reduce, too, and then waits for as many
+        logger.warning(
+            "static_graph=True cannot hold back DDP's reduction to the window's end. This model's gradients are "
+            "reduced by step(), after the backward pass."
+        )
+        drop_static_graph(model)
+    model.require_forward_param_sync = False  # DDP's constructor has synchronised the buffers
 
 
 def _counted_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:

@@ -159,18 +159,20 @@ def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks:
     # By type, without isinstance: other objects may be proxies.
     wrappers = (o for o in gc.get_objects() if issubclass(type(o), kinds))
     found = next((o for o in wrappers if any(id(parameter) in own for parameter in o.parameters())), None)
-    if found is None:
-        return
+    if found is not None:
+        _name_unknown(found, any(map(is_sharded, parameters)), model is not None, steps)
+
+
+def _name_unknown(found: Any, sharded: bool, has_model: bool, steps: int | None) -> None:
+    """Name a data-parallel model that an optimizer doesn't know: an error, unless each micro-batch updates."""
     if not issubclass(type(found), DistributedDataParallel):
-        message = _UNKNOWN_SHARDS if any(map(is_sharded, parameters)) else _FSDP1
+        message, weighs_wrong = _UNKNOWN_SHARDS if sharded else _FSDP1, False
     else:
         kinds = type(getattr(found, "module", None)).__mro__
         in_lightning = any(kind.__module__.startswith(("lightning.pytorch", "pytorch_lightning")) for kind in kinds)
-        message, advice = (_UNKNOWN, "Pass model=ddp.") if model is None else (_WRAPPED_LATER, _WRAP_FIRST)
-        message = f"{message} {_IN_LIGHTNING if in_lightning else advice}"
-        if model is not None:
-            raise ValueError(message)
-    if steps != 1:
+        message, advice = (_WRAPPED_LATER, _WRAP_FIRST) if has_model else (_UNKNOWN, "Pass model=ddp.")
+        message, weighs_wrong = f"{message} {_IN_LIGHTNING if in_lightning else advice}", has_model
+    if weighs_wrong or steps != 1:
         raise ValueError(message)
     logger.warning(message)
 

@@ -24,8 +24,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import after_backward
 from gradaccum.torch.distributed.channel import WIDTH, Channel, Kind, Settings, by_rank
@@ -274,11 +272,7 @@ class Ranks:
             self._read()
         reports, self.reduced_unit = self._reports or [], self.unit or 1.0
         if not self.reduced:
-            if not (self.sharded or any(report.kind is Kind.WINDOW for report in reports)):
-                self.reduced_unit = max(report.total.largest for report in reports) or self.reduced_unit
-            if rescale is not None:
-                rescale(self.reduced_unit)
-            self.engine.reduce()
+            self._reduce(reports, rescale)
         if not all(report.known for report in reports):
             reports = self._meet(self._report(Kind.TOTAL, mine))
         self._restart()
@@ -287,6 +281,14 @@ class Ranks:
         if len({report.settings for report in reports}) > 1:
             self.settings.settle(self.channel)
         return total
+
+    def _reduce(self, reports: list[_Report], rescale: Callable[[float], None] | None) -> None:
+        """Reduce the finished sum, in the unit of those that a backward pass reduces, else the largest weight."""
+        if not self.sharded and (self.unit is None or all(report.manual for report in reports)):
+            self.reduced_unit = max(report.total.largest for report in reports) or self.reduced_unit
+        if rescale is not None:
+            rescale(self.reduced_unit)
+        self.engine.reduce()
 
     def _check_unchanged(self, mine: Total) -> None:
         """Raise where the window has become another one than a backward pass has reduced."""
@@ -348,11 +350,9 @@ class Ranks:
         self.engine.reduce()
         self.drop_common(self.engine.unused())
 
-    def restored(self, parameters: Sequence[Tensor]) -> None:
-        """The open window came from a checkpoint, in which these parameters have a gradient."""
-        self._waits = not self.sharded
-        if self.sharded:
-            self.engine.restored(parameters)
+    def resume(self, unit: float | None) -> None:
+        """A checkpoint is loaded, of ranks with this unit: the first window shows what no checkpoint holds."""
+        self.unit, self._waits = unit, not self.sharded
 
     # Numbers of all ranks. All ranks take part.
 
@@ -362,10 +362,14 @@ class Ranks:
 
     def sum_by_name(self, mine: Mapping[Any, float]) -> dict[Any, float]:
         """Numbers summed over the ranks, each by its name; some ranks may lack some names."""
-        names, everybody = list(mine), [list(mine)]
-        if len({*self._numbers(zlib.crc32(repr(names).encode()))}) > 1:
-            everybody = self.channel.gather(names)
-        return {name: self.sum_number(mine.get(name, 0.0)) for name in dict.fromkeys(n for o in everybody for n in o)}
+        names, fits = list(mine), len(mine) <= WIDTH - 2
+        messages = self._exchange(Kind.NUMBER, zlib.crc32(repr(names).encode()), *(mine.values() if fits else ()))
+        if fits and len({numbers[1] for numbers in messages}) == 1:
+            return {name: sum(numbers[2 + i] for numbers in messages) for i, name in enumerate(names)}
+        everybody = self.channel.gather(dict(mine))
+        return {
+            n: sum(one.get(n, 0.0) for one in everybody) for n in dict.fromkeys(n for one in everybody for n in one)
+        }
 
     def most_passes(self, passes: int) -> int:
         """The largest number of passes that any rank of a sharded model has in this window."""

@@ -251,20 +251,15 @@ def check_per_parameter(optimizer: torch.optim.Optimizer) -> list[float]:
 
     Returns the bytes of state per number of a parameter, for each group.
     """
-    name, failed = type(optimizer).__name__, None
-    for sparse in (False, True):  # SparseAdam takes no dense gradients
-        try:
-            at_once = _trained(optimizer, sparse=sparse, one_by_one=False)
-            alone = _trained(optimizer, sparse=sparse, one_by_one=True)
-            break
-        except Exception as error:
-            failed = failed or error
-    else:
+    name = type(optimizer).__name__
+    try:
+        at_once, alone = (_trained(optimizer, one_by_one=one_by_one) for one_by_one in (False, True))
+    except Exception as error:
         raise ValueError(
             f"Whether {name} treats parameters one by one could not be found out, as update='in_backward' needs: a "
-            f"copy of it can't be stepped with small parameters ({type(failed).__name__}: {failed}). Use "
+            f"copy of it can't be stepped with small parameters ({type(error).__name__}: {error}). Use "
             "update='after_backward'."
-        )
+        ) from error
     pairs = itertools.zip_longest(_everything(at_once), _everything(alone))
     if any(x is not y and (x is None or y is None or _differ(x, y)) for x, y in pairs):
         raise ValueError(
@@ -313,7 +308,7 @@ def _done_without_parameters(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def _trained(optimizer: torch.optim.Optimizer, *, sparse: bool, one_by_one: bool) -> torch.optim.Optimizer:
+def _trained(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> torch.optim.Optimizer:
     """A copy of the optimizer, after some updates of small parameters."""
     small = _in_small(optimizer)
     parameters = [p for group in small.param_groups for p in group["params"]]
@@ -322,8 +317,7 @@ def _trained(optimizer: torch.optim.Optimizer, *, sparse: bool, one_by_one: bool
         for update in range(UPDATES):
             for p in parameters:
                 grad = torch.randn(p.shape, generator=generator, dtype=torch.float64) * 100.0 ** (1 - update)
-                grad = grad.to(p.device, p.dtype)
-                p.grad = grad.to_sparse(1) if sparse else grad
+                p.grad = grad.to(p.device, p.dtype)
             for wanted in [{id(p)} for p in reversed(parameters)] if one_by_one else [set(map(id, parameters))]:
                 with limited_to(small, wanted):
                     small.step()

@@ -56,17 +56,19 @@ class Arguments:
 
     def __init__(self, inputs: Inputs, given: GivenTensors) -> None:
         nodes = _nodes(inputs, into_objects=False)
-        direct, others = {id(node) for node in nodes if isinstance(node, Tensor)}, dict[int, Tensor]()
-        for node in nodes:
-            if _is_written_to(node):
-                inside = tensors_in(node)
-                own = {id(tensor) for tensor in given.setdefault(id(node), (node, inside))[1]}
-                for tensor in inside:
-                    if id(tensor) not in own:  # only its shape
-                        others[id(tensor)] = torch.empty_like(tensor, device="meta", requires_grad=False)
-                    elif not tensor.requires_grad:
-                        others[id(tensor)] = tensor
-        self.tensors = [t for t in tensors_in(inputs) if id(t) in direct or id(t) not in others]
+        self.tensors, others = [node for node in nodes if isinstance(node, Tensor)], dict[int, Tensor]()
+        direct = {id(tensor) for tensor in self.tensors}
+        for node in filter(_is_written_to, nodes):
+            inside = tensors_in(node)
+            own = {id(tensor) for tensor in given.setdefault(id(node), (node, inside))[1]}
+            for tensor in inside:
+                if id(tensor) not in own:  # only its shape
+                    others[id(tensor)] = torch.empty_like(tensor, device="meta", requires_grad=False)
+                elif not tensor.requires_grad:
+                    others[id(tensor)] = tensor
+                elif id(tensor) not in direct:
+                    direct.add(id(tensor))
+                    self.tensors.append(tensor)
         """Those that the block needs when it runs again, each once: direct arguments, and what passes gradients on."""
         leaves = {**others, **{id(tensor): _Slot(number) for number, tensor in enumerate(self.tensors)}}
         self._copy: Any = _mapped(inputs, lambda tensor: leaves[id(tensor)], {})

@@ -24,7 +24,7 @@ from gradaccum.torch.chunking.two_passes import (
     Inputs,
     accelerators,
     attributes_of,
-    parametrizations_computed,
+    check_nothing_cached,
     tensors_of,
 )
 from gradaccum.torch.distributed import ByBlocks
@@ -83,6 +83,7 @@ class Layers:
     ) -> None:
         """All passes of a window, whose loss and divisor the listener asks for."""
         self._proving, listener, ranks = proving, self.listener, self.ranks
+        check_nothing_cached()
         self._open()
         if listener is not None:
             listener.open()
@@ -171,20 +172,26 @@ class Layers:
         yield
         self._moving[place] = [buffer for buffer in buffers if buffer.moved]
 
-    @contextlib.contextmanager
-    def _passes_again(self, place: int, modules: Iterable[nn.Module], *hooked: nn.Module) -> Iterator[None]:
-        """Around a second pass: buffers are as they were before the first ones, and it leaves nothing behind."""
+    def _second_passes(
+        self, place: int, modules: Iterable[nn.Module], hooked: Iterable[nn.Module] = ()
+    ) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """What is around each second pass: buffers are as before the first ones, and it leaves nothing behind."""
         attributes, moving = Attributes(modules, hooked), self._moving.get(place, ())
-        held = [(buffer.owner, buffer.name, buffer.owner.get(buffer.name)) for buffer in moving]
-        try:
-            for buffer, (owner, name, now) in zip(moving, held, strict=True):
-                assert buffer.copy is not None
-                owner[name] = buffer.copy.to(buffer.copy.device if now is None else now.device, copy=True)
-            yield
-        finally:
-            attributes.put_back()
-            for owner, name, now in held:
-                owner[name] = now
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            held = [(buffer.owner, buffer.name, buffer.owner.get(buffer.name)) for buffer in moving]
+            try:
+                for buffer, (owner, name, now) in zip(moving, held, strict=True):
+                    assert buffer.copy is not None
+                    owner[name] = buffer.copy.to(buffer.copy.device if now is None else now.device, copy=True)
+                yield
+            finally:
+                attributes.put_back()
+                for owner, name, now in held:
+                    owner[name] = now
+
+        return around
 
     def _note_drawn(self, conditions: Conditions) -> None:
         """A micro-batch, which looks at all generators, has drawn from those of these conditions."""
@@ -321,7 +328,8 @@ class Layers:
         if not waiting:
             return
         block = self.blocks[place]
-        with self._states[place].restored(), parametrizations_computed(), self._on_device(place, place - 1):
+        with self._states[place].restored(), self._on_device(place, place - 1):
+            around = self._second_passes(place, block.module.modules())
             for index, micro_batch in enumerate(waiting):
                 last = index + 1 == len(waiting)
                 following = waiting[0].calls[place - 1] if last else waiting[index + 1].calls[place]
@@ -330,7 +338,7 @@ class Layers:
                 call = micro_batch.pop(place)
                 assert call is not None
                 try:
-                    with self._passes_again(place, block.module.modules()):
+                    with around():
                         if self._proving:
                             micro_batch.retake()
                         found = call.again()
@@ -349,7 +357,7 @@ class Layers:
         self._reaching = True
         try:
             # An exception leaves out what the user's code does after its forward pass, such as removing hooks.
-            with self._passes_again(-1, self._around, *self._inside):
+            with self._second_passes(-1, self._around, self._inside)():
                 roots, grads = micro_batch.reach(batch, self.blocks[0].path)
         finally:
             self._reaching = False

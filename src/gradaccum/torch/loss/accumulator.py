@@ -132,7 +132,10 @@ class LossAccumulator:
     def empty(self) -> bool:
         """Whether the window weighs nothing. What a device counts has arrived, as its copy began before the passes."""
         weights = self._known if self.divisor is None else self._by_passes
-        return all(not (w if isinstance(w, float) else w()) for w in weights) and (self.named or bool(weights))
+        for weight in weights:
+            if weight if isinstance(weight, float) else weight():
+                return False
+        return self.named or bool(weights)
 
     @property
     def sum(self) -> Tensor:

@@ -196,7 +196,7 @@ def summed(values: list[Tensor]) -> Tensor:
 
 def weighted_sum(losses: list[tuple[Tensor, Weight]]) -> Tensor:
     """`sum_i factor_i * loss_i` of scalars: in float64 where that waits for no device, else there."""
-    if all(type(loss) is Tensor and loss.is_cpu for loss, _ in losses):
+    if all([type(loss) is Tensor and loss.is_cpu for loss, _ in losses]):
         total, dtype = 0.0, losses[0][0].dtype
         for loss, factor in losses:
             total += loss.item() * float(factor)

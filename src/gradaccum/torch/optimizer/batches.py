@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -166,6 +168,10 @@ class Batches:
         return any(took_part) or len(ending) < len(self.members)  # of which another loop has begun since
 
 
+_FETCHED: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How many batches of a loader had been fetched, in all epochs, when the last one was compared with its copy."""
+
+
 class _Ahead:
     """A loader's iterator, and the batch that comes next.
 
@@ -181,7 +187,11 @@ class _Ahead:
         self._knows_end = hasattr(loader, "end_of_dataloader")
         self.is_due = False  # the next batch is yet to be fetched
         self._has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self._fetched = 0
+        try:
+            self._fetched = _FETCHED.get(loader, 0)
+        except TypeError:  # no weak reference: an epoch is all that is known of it
+            self._fetched = 0
+        self._may_refill = type(loader) not in (list, tuple)
         try:
             for _ in range(to_skip):
                 next(self._iterator)
@@ -217,9 +227,11 @@ class _Ahead:
             self.is_due = not self.is_over
             return state
         self._fetched += 1
-        if self._fetched & (self._fetched - 1):
+        if self._fetched & (self._fetched - 1) or not self._may_refill:
             self._fetch()
             return state
+        with contextlib.suppress(TypeError):
+            _FETCHED[self.loader] = self._fetched
         batch, before = self.batch, _contents(self.batch)  # a loader that refills its batches does so from the start
         self._fetch()
         if not self.is_over and self.failure is None and _contents_changed(batch, before):

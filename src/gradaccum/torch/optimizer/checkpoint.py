@@ -116,7 +116,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
 def restore(windows: Windows, state: dict[str, Any]) -> None:
     open_, ranks = windows.current, windows.ranks
     if ranks.is_distributed:
-        ranks.unit = state.get("unit", ranks.unit)
+        ranks.resume(state.get("unit", ranks.unit))
     open_.close()
     open_.special = True
     open_.empty()
@@ -134,7 +134,8 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
             open_.named.load_terms(state.get("terms", ()))
             open_.build_stages()
         open_.special = True
-        ranks.restored([p for i, p in enumerate(open_.buffer.parameters()) if i in state["gradients"]])
+        if ranks.sharded:
+            ranks.engine.restored([p for i, p in enumerate(open_.buffer.parameters()) if i in state["gradients"]])
     windows.load_state_dict(state)
 
 

@@ -16,7 +16,7 @@ from gradaccum.core.causes import LossFacts, LossSplit, loss_cause, mixing_cause
 from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.numpy_arrays import leaf_of
 from gradaccum.core.proof import Outcome, Way, differences_between
-from gradaccum.on_torch.adapter.probes import Trace, mixing, others_differ, part_differs
+from gradaccum.on_torch.adapter.probes import Trace, mixing, part_differs
 from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
 from gradaccum.on_torch.random_state import names_of
 from gradaccum.torch.batch_norm import batch_norms
@@ -50,7 +50,7 @@ def find_causes(trial: Trial, differences: Sequence[Difference], ways: Sequence[
     if not culprits and any(difference.part == "loss" for difference in wrong):
         causes += _loss_causes(trial)
     causes += _buffer_causes(large, wrong, culprits)
-    return causes or _suspects(trial, large) or [_unknown(wrong)]
+    return causes or [_unknown(wrong)]
 
 
 # Losses.
@@ -196,25 +196,6 @@ def _mixes(path: str, module: nn.Module) -> Cause:
         advice="Compute it per row, or take it out of the model into the loss and use gradaccum.torch.chunked around "
         "what comes before.",
     )
-
-
-def _suspects(trial: Trial, large: Trace) -> list[Cause]:
-    """Modules through which one row reaches another, found by changing the first row and by making it NaN."""
-    dims = iter(trial.batch.described)
-
-    def tainted(leaf: Any) -> Any:
-        _, _, dim = next(dims)
-        if dim is None or not leaf.is_floating_point():
-            return leaf
-        leaf = leaf.detach().clone()
-        leaf.select(dim, 0).fill_(float("nan"))
-        return leaf
-
-    rows = torch.arange(trial.rows)
-    changed = [trial.batch.take(torch.where(rows == 0, other, rows)) for other in (1, trial.rows - 1)]
-    traces = [trial.trace(None, batch) for batch in (*changed, trial.batch.map(tainted))]
-    found = [mixing(large, trace, others_differ(trial.rows, 0)) for trace in traces if trace.failed is None]
-    return [_mixes(path, large.kinds[path]) for path in dict.fromkeys(path for paths in found for path in paths)]
 
 
 def unusual_batch_norms(model: nn.Module) -> list[Cause]:
