@@ -22,7 +22,7 @@ def reset(ranks):
 )
 def test_what_the_loops_body_asks_for_is_done_on_ranks_whose_loop_is_over(ranks, what, steps):
     """Clipping, and prepared schedules."""
-    for found, _ in ranks.run(cases.train_counts, what, steps):
+    for found in ranks.run(cases.train_counts, what, steps):
         for error, rate in found:
             assert error <= FLOAT64
             assert rate <= FLOAT64
