@@ -115,6 +115,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
 
 def restore(windows: Windows, state: dict[str, Any]) -> None:
     open_, ranks = windows.current, windows.ranks
+    announced = open_.window.micro_batch  # of the loop in whose body this is
     if ranks.is_distributed:
         ranks.unit = state.get("unit", ranks.unit)
     open_.close()
@@ -136,6 +137,8 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
         open_.special = True
         ranks.restored([p for i, p in enumerate(open_.buffer.parameters()) if i in state["gradients"]])
     windows.load_state_dict(state)
+    if announced.announced:
+        windows.expect_batch(announced.default, announced.default_given, announced.last)
 
 
 def _check_window(windows: Windows, state: dict[str, Any]) -> None:
