@@ -131,6 +131,8 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
             open_.loss_scale.restore(state["overflow"])
         if open_.named is not None:
             open_.named.load_terms(state.get("terms", ()))
+            if open_.named.used:
+                ranks.reduce_manually()
             open_.build_stages()
         open_.special = True
         if ranks.sharded:

@@ -219,7 +219,7 @@ class GradientWindow(Listener):
             raise not_by_name_error()
         if not named.sums and (window.weight > 0 or one.weight is not None or self.passes.arrivals):
             raise mixed_terms_error()
-        if self.ranks.is_distributed and not self.ranks.manual_reduce:
+        if self.ranks.is_distributed and not self.ranks.waits:
             raise WindowError(
                 "Losses came as backward({name: (loss, weight)}) for the first time in a later window than the first, "
                 "on several ranks, which reduce a single loss in the backward pass by now. Use names from the first "
