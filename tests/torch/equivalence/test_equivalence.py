@@ -156,11 +156,7 @@ EXACT = {
     "softmax shifted by the batch's maximum": (lambda: net(Apply(lambda x: (x - x.max()).softmax(1))), (X, Y), CE),
     "attention with masks and dropout": (lambda: Embedded(transformer()), ((TOKENS, MASK), LABELS), CE),
     "recurrent with dropout": (lambda: Embedded(nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True)), (TOKENS, LABELS), CE),
-    "packed sequences": (
-        lambda: Packed(nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True)),
-        ((TOKENS, MASK), LABELS),
-        CE,
-    ),
+    "packed sequences": (lambda: Packed(nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True)), ((TOKENS, MASK), LABELS), CE),
     "sparse gradients": (lambda: Embedded(sparse=True), (TOKENS, LABELS), CE),
     "tied weights": (Tied, (TOKENS, LABELS), CE),
     "checkpointing": (lambda: Checkpointed(False), (X, Y), CE),

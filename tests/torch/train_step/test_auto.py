@@ -1,14 +1,10 @@
 """`micro_batch_size="auto"`: the fastest size that fits, found by exact updates."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradaccum.core.sizes import container_limits, free_host_memory, parse_bytes
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
@@ -22,30 +18,28 @@ LOSS = nn.CrossEntropyLoss()
 class Clock:
     """A clock that a model moves, and the memory that it takes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fastest: int = 8, bytes_per_row: int = 10) -> None:
+    def __init__(self, monkeypatch, fastest=8, bytes_per_row=10):
         self.now, self.highest, self.alive = 0.0, 0, 0
         self.fastest, self.bytes_per_row = fastest, bytes_per_row
-        self.sizes: list[int] = []
+        self.sizes = []
         monkeypatch.setattr("gradaccum.on_torch.oom_retry.time.perf_counter", lambda: self.now)
         monkeypatch.setattr(MemoryMeter, "mark", lambda gauge: self.highest)
         monkeypatch.setattr(MemoryMeter, "live", lambda gauge: 100)
 
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def __call__(self, module, args):
         rows = len(args[0])
         self.sizes.append(rows)
         self.now += self.fastest + rows + 2.0 * max(rows - self.fastest, 0)
         self.highest = max(self.highest, 100 + self.bytes_per_row * args[0].numel())
 
 
-def make(clock: Clock, **keywords: Any) -> TrainStep:
+def make(clock, **keywords):
     model = network()
     model.register_forward_pre_hook(clock)
     return TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=LOSS, verify=False, **keywords)
 
 
-def test_it_climbs_and_settles_within_two_updates(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_climbs_and_settles_within_two_updates(monkeypatch, caplog):
     clock = Clock(monkeypatch)
     step = make(clock)
     with caplog.at_level(logging.INFO, logger="gradaccum"):
@@ -59,16 +53,14 @@ def test_it_climbs_and_settles_within_two_updates(
     assert clock.sizes[-16:] == [8] * 16
 
 
-def test_a_change_of_the_size_is_told_as_well(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_change_of_the_size_is_told_as_well(monkeypatch, caplog):
     clock = Clock(monkeypatch)
     step = make(clock)
     for batch in batches(64, count=3):
         step(*batch)
     assert step.micro_batch_size == 8
 
-    def shrinks(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def shrinks(module, args):
         if len(args[0]) > 4:
             raise torch.OutOfMemoryError("simulated")
 
@@ -85,7 +77,7 @@ def test_a_change_of_the_size_is_told_as_well(
     assert "micro_batch_size='auto': 4 of 64 rows" in caplog.text
 
 
-def test_without_a_limit_given_it_is_what_the_machine_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_limit_given_it_is_what_the_machine_has_free(monkeypatch):
     gauge = MemoryMeter(torch.device("cpu"))
     monkeypatch.setattr(MemoryMeter, "live", lambda gauge: 100)
     monkeypatch.setattr("gradaccum.on_torch.memory.free_host_memory", lambda: 900)
@@ -95,12 +87,12 @@ def test_without_a_limit_given_it_is_what_the_machine_has_free(monkeypatch: pyte
     assert MemoryMeter(torch.device("cpu"), 50).limit() == 50
 
 
-def test_every_update_of_the_search_is_exact() -> None:
+def test_every_update_of_the_search_is_exact():
     for rows in (1, 2, 37, 64):
         assert_same_updates(network(), batches(rows, count=4), lambda model, x, y: LOSS(model(x), y), loss_fn=LOSS)
 
 
-def test_the_search_stops_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_stops_before_the_limit(monkeypatch):
     clock = Clock(monkeypatch, fastest=64)
     step = make(clock, memory_limit=1000)  # 100 + 50 bytes per row: 16 rows take 900
     for batch in batches(64, count=3):
@@ -110,13 +102,13 @@ def test_the_search_stops_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> N
     assert 8 <= step.micro_batch_size <= 16
 
 
-def test_another_shape_starts_another_search_and_small_changes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_shape_starts_another_search_and_small_changes_do_not(monkeypatch):
     class Rows(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner = nn.Linear(1, 3, dtype=torch.float64)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.inner(x.mean(1, keepdim=True))
 
     clock = Clock(monkeypatch)
@@ -136,14 +128,14 @@ def test_another_shape_starts_another_search_and_small_changes_do_not(monkeypatc
     assert len(set(clock.sizes)) > 2
 
 
-def test_batch_norm_never_gets_a_single_row() -> None:
+def test_batch_norm_never_gets_a_single_row():
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=LOSS, batch_norm="micro")
     for rows in (13, 16, 2):
         step(*batches(rows)[0])
 
 
-def test_a_real_search_settles() -> None:
+def test_a_real_search_settles():
     model = network()
     reference = network()
     optimizer = OPTIMIZERS["sgd"](reference.parameters())
@@ -162,16 +154,16 @@ def test_a_real_search_settles() -> None:
     ("given", "expected"),
     [(None, None), (5, 5), ("4GiB", 4 << 30), ("4 gb", 4 * 10**9), ("512MiB", 512 << 20), ("1.5k", 1500), ("7B", 7)],
 )
-def test_memory_limits_are_bytes_or_strings(given: Any, expected: int | None) -> None:
+def test_memory_limits_are_bytes_or_strings(given, expected):
     assert parse_bytes(given) == expected
 
 
-def write(root: Path, path: str, text: str) -> None:
+def write(root, path, text):
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text)
 
 
-def test_the_containers_limit_is_read_from_cgroups_of_version_2(tmp_path: Path) -> None:
+def test_the_containers_limit_is_read_from_cgroups_of_version_2(tmp_path):
     write(tmp_path, "proc/self/cgroup", "0::/work/job\n")
     write(tmp_path, "proc/meminfo", "MemTotal: 999 kB\nMemAvailable:   64 kB\n")
     assert free_host_memory(tmp_path) == 65536
@@ -185,7 +177,7 @@ def test_the_containers_limit_is_read_from_cgroups_of_version_2(tmp_path: Path) 
     assert free_host_memory(tmp_path) == 14000
 
 
-def test_the_containers_limit_is_read_from_cgroups_of_version_1(tmp_path: Path) -> None:
+def test_the_containers_limit_is_read_from_cgroups_of_version_1(tmp_path):
     write(tmp_path, "proc/self/cgroup", "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n")
     top = "sys/fs/cgroup/memory"  # a container sees its own group at the top
     write(tmp_path, f"{top}/memory.limit_in_bytes", f"{2**63 - 4096}\n")
@@ -197,7 +189,7 @@ def test_the_containers_limit_is_read_from_cgroups_of_version_1(tmp_path: Path) 
     assert free_host_memory(tmp_path) == 4000
 
 
-def test_out_of_memory_is_told_from_other_errors() -> None:
+def test_out_of_memory_is_told_from_other_errors():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("shapes differ"))

@@ -1,7 +1,5 @@
 """Batches as users have them are split by rows; what every micro-batch shares is left alone."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -29,12 +27,12 @@ class Sample:
     extra: Any = None
 
 
-def data() -> tuple[Tensor, Tensor]:
+def data():
     torch.manual_seed(1)
     return torch.randn(ROWS, 5, dtype=torch.float64), torch.randint(0, 3, (ROWS,))
 
 
-def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def loss(model, x, y):
     return nn.functional.cross_entropy(model(x), y)
 
 
@@ -50,22 +48,22 @@ def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     ],
     ids=["tuple", "named tuple", "dataclass", "dict and list", "nested tuple", "array"],
 )
-def test_nested_batches_are_split(make: Any, compute: Any) -> None:
+def test_nested_batches_are_split(make, compute):
     assert_same_updates(network(), [make(*data())], compute, compute_loss=compute, micro_batch_size=3)
 
 
-def test_loss_fn_takes_the_pair_as_one_argument_too() -> None:
+def test_loss_fn_takes_the_pair_as_one_argument_too():
     model = network()
     step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=3)
     for batch in (data(), list(data())):
         assert step(batch).isfinite()
 
 
-def test_batch_dims_say_where_the_rows_are() -> None:
+def test_batch_dims_say_where_the_rows_are():
     x, y = data()
     shared = torch.randn(2, 5, dtype=torch.float64)
 
-    def compute(model: nn.Module, x: Tensor, y: Tensor, options: dict[str, Tensor]) -> Tensor:
+    def compute(model, x, y, options):
         return loss(model, x.T + options["shift"].mean(0), y)
 
     for dims in ((1, 0, None), (1, 0, {"shift": None})):
@@ -79,7 +77,7 @@ def test_batch_dims_say_where_the_rows_are() -> None:
         )
 
 
-def test_rows_that_do_not_match_are_listed_with_paths_and_shapes() -> None:
+def test_rows_that_do_not_match_are_listed_with_paths_and_shapes():
     model = network()
     step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss, micro_batch_size=3)
     x, y = data()
@@ -89,7 +87,7 @@ def test_rows_that_do_not_match_are_listed_with_paths_and_shapes() -> None:
         assert told in str(raised.value)
 
 
-def test_batches_are_left_as_they_were() -> None:
+def test_batches_are_left_as_they_were():
     x, y = data()
     batch = {"x": x, "y": y}
     model = network()
@@ -101,7 +99,7 @@ def test_batches_are_left_as_they_were() -> None:
     assert all(torch.equal(batch[name], before[name]) for name in batch)
 
 
-def test_a_packed_sequence_is_refused_by_name() -> None:
+def test_a_packed_sequence_is_refused_by_name():
     packed = nn.utils.rnn.pack_sequence([torch.randn(3, 5), torch.randn(2, 5)])
     step = TrainStep(nn.Linear(5, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), compute_loss=len)
     for batch in ((packed,), (packed, torch.zeros(2)), ({"x": packed, "y": torch.zeros(2)},)):
@@ -109,7 +107,7 @@ def test_a_packed_sequence_is_refused_by_name() -> None:
             step(*batch)
 
 
-def test_an_empty_batch_is_refused() -> None:
+def test_an_empty_batch_is_refused():
     model = network()
     step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss)
     with pytest.raises(ValueError, match="0 rows"):

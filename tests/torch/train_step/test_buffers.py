@@ -1,15 +1,11 @@
 """State that moves in the forward pass: every micro-batch finds the window's buffers, and they move once."""
 
-from __future__ import annotations
-
 import copy
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradaccum.torch import TrainStep, chunked, combine_buffers
 from tests.reference import FLOAT64, relative_error
@@ -22,7 +18,7 @@ class Codebook(nn.Module):
 
     decay = 0.9
 
-    def __init__(self, how: str = "in place") -> None:
+    def __init__(self, how="in place"):
         super().__init__()
         generator = torch.Generator().manual_seed(5)
         self.register_buffer("codes", torch.randn(4, 6, dtype=torch.float64, generator=generator))
@@ -30,13 +26,13 @@ class Codebook(nn.Module):
         self.register_buffer("count", torch.ones(4, dtype=torch.float64))
         self.how = how
 
-    def move(self, name: str, value: Tensor) -> None:
+    def move(self, name, value):
         if self.how == "assigned":
             setattr(self, name, value)
         else:
             (getattr(self, name).data if self.how == "data" else getattr(self, name)).copy_(value)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         nearest = nn.functional.one_hot(torch.cdist(x, self.codes).argmin(1), 4).double()
         quantised = nearest @ self.codes
         with torch.no_grad():
@@ -50,7 +46,7 @@ class SumsExactly(Codebook):
     """The same, of which the rules are known."""
 
 
-def sum_of_moving_averages(module: Any, start: Tensor, ends: list[Tensor]) -> Tensor:
+def sum_of_moving_averages(module, start, ends):
     return torch.stack(ends).sum(0) - (len(ends) - 1) * module.decay * start
 
 
@@ -65,14 +61,14 @@ combine_buffers(
 class Largest(nn.Module):
     """Scales by the largest values of the passes before, as FP8 does; counts rows and passes; averages rows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("history", torch.ones(3, dtype=torch.float64))
         self.register_buffer("rows", torch.zeros((), dtype=torch.long))
         self.register_buffer("passes", torch.zeros((), dtype=torch.long))
         self.register_buffer("average", torch.zeros(6, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with torch.no_grad():
             scale = self.history.max()
             self.history.copy_(self.history.roll(1))
@@ -86,12 +82,12 @@ class Largest(nn.Module):
 combine_buffers(Largest, history="max", rows="sum", passes="once", average="mean")
 
 
-def network(middle: Callable[[], nn.Module]) -> nn.Module:
+def network(middle):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), middle(), nn.Linear(6, 3)).double()
 
 
-MIDDLES: dict[str, Callable[[], nn.Module]] = {
+MIDDLES = {
     "spectral norm (parametrization)": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
     "spectral norm (hook)": lambda: nn.utils.spectral_norm(nn.Linear(6, 6)),
     "largest values": Largest,
@@ -104,7 +100,7 @@ MIDDLES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def by_hand(model: nn.Module, data: list[Any], kind: str) -> list[Tensor]:
+def by_hand(model, data, kind):
     optimizer, losses = OPTIMIZERS[kind](model.parameters()), []
     for x, y in data:
         optimizer.zero_grad()
@@ -120,7 +116,7 @@ def by_hand(model: nn.Module, data: list[Any], kind: str) -> list[Tensor]:
     [("sgd", 4), ("adam", 13), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("sgd", "auto"), ("adam", 5)))],
 )
 @pytest.mark.parametrize("name", MIDDLES)
-def test_buffers_move_once_and_to_where_the_large_batch_moves_them(name: str, kind: str, size: Any) -> None:
+def test_buffers_move_once_and_to_where_the_large_batch_moves_them(name, kind, size):
     reference, model = network(MIDDLES[name]), network(MIDDLES[name])
     data = batches(count=4)
     expected = by_hand(reference, data, kind)
@@ -132,7 +128,7 @@ def test_buffers_move_once_and_to_where_the_large_batch_moves_them(name: str, ki
 
 
 @pytest.mark.parametrize("name", ["spectral norm (hook)", "largest values", "codebook"])
-def test_chunked_follows_the_same_rules(name: str) -> None:
+def test_chunked_follows_the_same_rules(name):
     reference, model = network(MIDDLES[name]), network(MIDDLES[name])
     data = batches(count=3)
     by_hand(reference, data, "sgd")
@@ -143,13 +139,13 @@ def test_chunked_follows_the_same_rules(name: str) -> None:
 
 @pytest.mark.parametrize("fails", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["spectral norm (hook)", "largest values", "codebook", "codebook through .data"])
-def test_micro_batches_that_did_not_fit_move_nothing(name: str, fails: str) -> None:
+def test_micro_batches_that_did_not_fit_move_nothing(name, fails):
     class Fragile(nn.Module):
-        def __init__(self, inner: nn.Module, limit: int) -> None:
+        def __init__(self, inner, limit):
             super().__init__()
             self.inner, self.limit = inner, limit
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             outputs = self.inner(x)
             if fails == "forward" and len(x) > self.limit:
                 raise torch.OutOfMemoryError(OUT)
@@ -166,7 +162,7 @@ def test_micro_batches_that_did_not_fit_move_nothing(name: str, fails: str) -> N
     assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
 
 
-def test_each_evaluation_of_a_closure_is_a_window() -> None:
+def test_each_evaluation_of_a_closure_is_a_window():
     name = "spectral norm (hook)"
     reference, model = network(MIDDLES[name]), network(MIDDLES[name])
     data = batches(count=2)
@@ -174,7 +170,7 @@ def test_each_evaluation_of_a_closure_is_a_window() -> None:
     step = TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=5)
     for x, y in data:
 
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+        def closure(x=x, y=y):
             plain.zero_grad()
             loss = nn.CrossEntropyLoss()(reference(x), y)
             loss.backward()
@@ -186,9 +182,7 @@ def test_each_evaluation_of_a_closure_is_a_window() -> None:
     assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
 
 
-def test_what_has_no_rule_and_is_no_mean_is_said_once_and_the_update_is_exact(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_has_no_rule_and_is_no_mean_is_said_once_and_the_update_is_exact(caplog):
     reference, model = network(Codebook), network(Codebook)
     x, y = batches(count=1)[0]
     by_hand(reference, [(x, y)], "sgd")
@@ -213,15 +207,15 @@ def test_what_has_no_rule_and_is_no_mean_is_said_once_and_the_update_is_exact(
         (dict, {}, TypeError, "a class of them"),
     ],
 )
-def test_what_is_no_rule_is_refused(module: Any, rules: Any, error: type[Exception], message: str) -> None:
+def test_what_is_no_rule_is_refused(module, rules, error, message):
     with pytest.raises(error, match=message):
         combine_buffers(module, **rules)
 
 
 @pytest.mark.parametrize("place", ["before", "inside", "behind"])
 @pytest.mark.parametrize("name", ["spectral norm (hook)", "codebook"])
-def test_layer_by_layer_buffers_move_once_too(name: str, place: str) -> None:
-    def layered() -> nn.Module:
+def test_layer_by_layer_buffers_move_once_too(name, place):
+    def layered():
         torch.manual_seed(0)
         moving = MIDDLES[name]()
         block = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
@@ -233,7 +227,7 @@ def test_layer_by_layer_buffers_move_once_too(name: str, place: str) -> None:
     data = batches(count=3)
     expected = by_hand(reference, data, "sgd")
     blocks = "2" if place == "before" else "1"
-    keywords: dict[str, Any] = {"micro_batch_size": 4, "blocks": blocks}
+    keywords = {"micro_batch_size": 4, "blocks": blocks}
     step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), **keywords)
     assert relative_error([step(x, y) for x, y in data], expected) <= FLOAT64
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
@@ -243,11 +237,11 @@ def test_layer_by_layer_buffers_move_once_too(name: str, place: str) -> None:
 class CountsPasses(nn.Linear):
     """A layer that counts its forward passes, and reads the count."""
 
-    def __init__(self, *sizes: int) -> None:
+    def __init__(self, *sizes):
         super().__init__(*sizes, dtype=torch.float64)
         self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.passes += 1
         return super().forward(x) * (1 + 1 / self.passes)
 
@@ -255,11 +249,11 @@ class CountsPasses(nn.Linear):
 class Centre(nn.Module):
     """Subtracts a moving average of the rows' mean."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         super().__init__()
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         centred = x - self.mean.clone()
         with torch.no_grad():
             self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
@@ -267,7 +261,7 @@ class Centre(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["weight", "weights by name", "returned", "blocks"])
-def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_batch(how: str) -> None:
+def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_batch(how):
     """Their gradient is left out; their forward pass isn't."""
     torch.manual_seed(0)
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6, dtype=torch.float64))
@@ -276,17 +270,17 @@ def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_
     reference = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, reference)]
 
-    def counts(x: Tensor, y: Tensor) -> Tensor:
+    def counts(x, y):
         return (x[:, 0] > 0).double()
 
-    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def loss(m, x, y):
         each = nn.functional.cross_entropy(m(x), y, reduction="none")
         return (each * counts(x, y)).sum() / counts(x, y).sum().clamp(min=1e-9)
 
-    def weight(x: Tensor, y: Tensor) -> Any:
+    def weight(x, y):
         return {"a": counts(x, y).sum()} if how == "weights by name" else counts(x, y).sum()
 
-    def compute_loss(m: nn.Module, x: Tensor, y: Tensor) -> Any:
+    def compute_loss(m, x, y):
         found = loss(m, x, y)
         return {"a": found} if how == "weights by name" else (found, weight(x, y)) if how == "returned" else found
 

@@ -1,16 +1,12 @@
 """Buffers that the forward pass makes, resizes, deletes, shares, or that no module of the model has."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradaccum.torch import TrainStep, chunked, combine_buffers
 from gradaccum.torch.buffers import rules_of
@@ -21,18 +17,18 @@ from tests.torch.train_step.test_train_step import assert_same_updates, batches,
 LOSS = nn.CrossEntropyLoss()
 
 
-def scaled(x: Tensor, by: Tensor) -> Tensor:
+def scaled(x, by):
     return x * (1 + 0.1 * by.double().sum().cos())
 
 
 class Lazy(nn.Module):
     """Counts its passes in a buffer that is None at first."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("passes", None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.passes = torch.zeros(()).double() if self.passes is None else self.passes
         self.passes = self.passes + 1
         return scaled(x, self.passes)
@@ -41,7 +37,7 @@ class Lazy(nn.Module):
 class Registers(nn.Module):
     """The same, in one that is not there at all."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if not hasattr(self, "passes"):
             self.register_buffer("passes", torch.zeros(()).double())
         self.passes += 1
@@ -51,12 +47,12 @@ class Registers(nn.Module):
 class Grows(nn.Module):
     """Appends a mean over rows, by assigning, or in place."""
 
-    def __init__(self, in_place: bool) -> None:
+    def __init__(self, in_place):
         super().__init__()
         self.in_place = in_place
         self.register_buffer("means", torch.zeros(0).double())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         outputs, new = scaled(x, self.means), x.detach().mean()
         if self.in_place:
             self.means.data = torch.cat([self.means, new[None]])
@@ -68,11 +64,11 @@ class Grows(nn.Module):
 class Deletes(nn.Module):
     """Starts from a buffer that it deletes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("once", torch.ones(6).double())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if "once" not in self._buffers:
             return x
         outputs = x * (1 + self.once)
@@ -83,14 +79,14 @@ class Deletes(nn.Module):
 class Shared(nn.Module):
     """One tensor is the buffer of two modules, or two buffers are views of one."""
 
-    def __init__(self, views: bool) -> None:
+    def __init__(self, views):
         super().__init__()
         memory = torch.zeros(6).double()
         self.one, self.two = nn.Module(), nn.Module()
         self.one.register_buffer("passes", memory[:4] if views else memory)
         self.two.register_buffer("passes", memory[2:] if views else memory)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         outputs = scaled(x, self.one.passes)
         self.one.passes.add_(1)
         self.two.passes.mul_(0.5)
@@ -100,11 +96,11 @@ class Shared(nn.Module):
 class Hidden(nn.Module):
     """Moves through NumPy, which no version tells of."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("passes", torch.zeros(2).double())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         outputs = scaled(x, self.passes)
         self.passes.numpy()[...] += 1
         return outputs
@@ -113,11 +109,11 @@ class Hidden(nn.Module):
 class Narrow(nn.Module):
     """The largest values in float8, which has no arithmetic."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("largest", torch.ones(6).to(torch.float8_e4m3fn))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         outputs = scaled(x, self.largest)
         self.largest.copy_(torch.maximum(self.largest.double(), x.detach().abs().amax(0)))
         return outputs
@@ -125,7 +121,7 @@ class Narrow(nn.Module):
 
 combine_buffers(Narrow, largest="max")
 
-KINDS: dict[str, Callable[[], nn.Module]] = {
+KINDS = {
     "made": Lazy,
     "registered": Registers,
     "assigned in another size": lambda: Grows(False),
@@ -138,12 +134,12 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def network(middle: nn.Module) -> nn.Module:
+def network(middle):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 6).double(), middle, nn.Linear(6, 3).double())
 
 
-def assert_same_state(model: nn.Module, reference: nn.Module) -> None:
+def assert_same_state(model, reference):
     expected = dict(reference.named_buffers(remove_duplicate=False))
     found = dict(model.named_buffers(remove_duplicate=False))
     assert found.keys() == expected.keys()
@@ -155,7 +151,7 @@ def assert_same_state(model: nn.Module, reference: nn.Module) -> None:
 
 @pytest.mark.parametrize("how", ["TrainStep", "out of memory", "chunked"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_such_buffers_go_where_the_large_batch_takes_them(kind: str, how: str) -> None:
+def test_such_buffers_go_where_the_large_batch_takes_them(kind, how):
     reference, model = network(KINDS[kind]()), network(KINDS[kind]())
     plain, inner = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (reference, model))
     step = None
@@ -165,7 +161,7 @@ def test_such_buffers_go_where_the_large_batch_takes_them(kind: str, how: str) -
         step = TrainStep(model, inner, loss_fn=LOSS, micro_batch_size=5, verify=how == "TrainStep")
     passes = []
 
-    def fails(module: nn.Module, args: Any, outputs: Tensor) -> None:
+    def fails(module, args, outputs):
         passes.append(len(outputs))
         if how == "out of memory" and len(passes) in (2, 8):
             raise torch.OutOfMemoryError(OUT)
@@ -184,10 +180,10 @@ def test_such_buffers_go_where_the_large_batch_takes_them(kind: str, how: str) -
         assert_same_state(model, reference)
 
 
-def test_a_failed_update_leaves_nothing_that_a_pass_has_made() -> None:
+def test_a_failed_update_leaves_nothing_that_a_pass_has_made():
     model = network(Lazy())
 
-    def fails(module: nn.Module, args: Any, outputs: Tensor) -> None:
+    def fails(module, args, outputs):
         raise RuntimeError("an error of the user's own")
 
     model[2].register_forward_hook(fails)
@@ -200,29 +196,29 @@ def test_a_failed_update_leaves_nothing_that_a_pass_has_made() -> None:
 class Centred(nn.Module):
     """A loss with a moving centre, and one with a parameter of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("centre", torch.zeros(3).double())
 
-    def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
+    def forward(self, outputs, y):
         loss = LOSS(outputs - self.centre, y)
         self.centre.mul_(0.9).add_(0.1 * outputs.detach().mean(0))
         return loss
 
 
 @pytest.mark.parametrize("where", ["closure", "list", "helper", "object"])
-def test_modules_that_compute_loss_refers_to_move_once_too(where: str) -> None:
+def test_modules_that_compute_loss_refers_to_move_once_too(where):
     criteria = {name: Centred() for name in ("ours", "theirs")}
 
-    def make(criterion: Centred) -> Any:
-        def helper(outputs: Tensor, y: Tensor) -> Tensor:
+    def make(criterion):
+        def helper(outputs, y):
             return criterion(outputs, y)
 
         class Computes:
-            def __init__(self) -> None:
+            def __init__(self):
                 self.criterion = criterion
 
-            def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            def __call__(self, model, x, y):
                 return self.criterion(model(x), y)
 
         held = [criterion]
@@ -241,13 +237,13 @@ def test_modules_that_compute_loss_refers_to_move_once_too(where: str) -> None:
 class Counts(nn.Module):
     """Rows and largest values, of which nothing is said; averages of sums, which no rule fits."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("rows", torch.zeros((), dtype=torch.long))
         self.register_buffer("largest", torch.zeros(6).double())
         self.register_buffer("seen", torch.zeros(6, dtype=torch.bool))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         outputs = scaled(x, self.rows) + 0.1 * self.largest
         with torch.no_grad():
             self.rows += len(x)
@@ -256,7 +252,7 @@ class Counts(nn.Module):
         return outputs
 
 
-def test_what_is_no_mean_is_named_in_a_warning_and_no_rule_is_guessed(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_mean_is_named_in_a_warning_and_no_rule_is_guessed(caplog):
     model = network(Counts())
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=LOSS, micro_batch_size=5)
     for batch in batches(count=5):
@@ -267,7 +263,7 @@ def test_what_is_no_mean_is_named_in_a_warning_and_no_rule_is_guessed(caplog: py
     assert rules_of(model[1]) == {}
 
 
-def test_what_is_said_of_a_module_goes_with_its_copies_and_files() -> None:
+def test_what_is_said_of_a_module_goes_with_its_copies_and_files():
     module = Counts()
     combine_buffers(module, rows="sum", largest=lambda module, start, ends: torch.stack(ends).amax(0))
     file = io.BytesIO()
@@ -279,7 +275,7 @@ def test_what_is_said_of_a_module_goes_with_its_copies_and_files() -> None:
     assert rules_of(module) == {"rows": "sum", "largest": "max"}
 
 
-def test_a_rule_of_a_module_holds_inside_of_a_chunked_one() -> None:
+def test_a_rule_of_a_module_holds_inside_of_a_chunked_one():
     reference, model = network(Counts()), network(Counts())
     combine_buffers(model[1], rows="sum", largest="max", seen="max")
     model[1] = chunked(model[1], 2)
@@ -299,7 +295,7 @@ def test_a_rule_of_a_module_holds_inside_of_a_chunked_one() -> None:
         (lambda module, start, ends: start.double(), ValueError, r"Received: shape \(\), torch.float64"),
     ],
 )
-def test_what_a_rule_returns_is_checked(rule: Any, error: type[Exception], message: str) -> None:
+def test_what_a_rule_returns_is_checked(rule, error, message):
     model = network(Counts())
     combine_buffers(model[1], rows=rule)
     step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=LOSS, micro_batch_size=5)
@@ -308,6 +304,6 @@ def test_what_a_rule_returns_is_checked(rule: Any, error: type[Exception], messa
     assert model[1].rows == 0
 
 
-def test_a_rule_with_other_arguments_is_refused_at_once() -> None:
+def test_a_rule_with_other_arguments_is_refused_at_once():
     with pytest.raises(TypeError, match=r"called as rule\(module, start, ends\). Received: rows="):
         combine_buffers(Counts, rows=lambda start, ends: start)

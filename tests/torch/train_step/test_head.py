@@ -1,14 +1,10 @@
 """Huge vocabularies: the head and the loss in tiles make the update of the logits that never exist."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from gradaccum.torch import TrainStep
@@ -23,7 +19,7 @@ CLASSES = 23
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tiles(monkeypatch):
     """Of three rows."""
     monkeypatch.setattr("gradaccum.torch.head.NUMBERS", 3 * CLASSES)
 
@@ -31,17 +27,17 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 class Model(nn.Module):
     """Tokens, a layer, and a head over classes."""
 
-    def __init__(self, bias: bool = True, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, bias=True, dtype=torch.float64):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(CLASSES, 6, dtype=dtype)
         self.head = nn.Linear(6, CLASSES, bias=bias, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return self.head(torch.tanh(self.embedding(x)))
 
 
-def tokens(rows: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
+def tokens(rows=7, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(CLASSES, (rows, 5), generator=generator)
     y = torch.randint(CLASSES, (rows, 5), generator=generator)
@@ -49,7 +45,7 @@ def tokens(rows: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 WEIGHTS = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64)
-LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Any] | None]] = {
+LOSSES = {
     "flat": (lambda m, x, y: F.cross_entropy(m(x).view(-1, CLASSES), y.flatten()), lambda x, y: (y != -100).sum()),
     "transposed": (lambda m, x, y: F.cross_entropy(m(x).transpose(1, 2), y), lambda x, y: (y != -100).sum()),
     "next token": (
@@ -70,17 +66,17 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Any] | None]] = {
 }  # fmt: skip
 
 
-def made(compute_loss: Callable[..., Tensor], weight: Callable[..., Any] | None, **keywords: Any) -> list[Tensor]:
+def made(compute_loss, weight, **keywords):
     """Parameters after three updates."""
     model = keywords.pop("model", None) or Model()
-    options: dict[str, Any] = {"micro_batch_size": 3, "head": "head"} | keywords
+    options = {"micro_batch_size": 3, "head": "head"} | keywords
     step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=compute_loss, weight=weight, **options)
     for seed in range(3):
         step(*tokens(seed=seed))
     return list(model.parameters())
 
 
-def plain(compute_loss: Callable[..., Tensor], model: nn.Module | None = None) -> list[Tensor]:
+def plain(compute_loss, model=None):
     model = model or Model()
     batches = [tokens(seed=seed) for seed in range(3)]
     torch_updates(model, OPTIMIZERS["sgd"](model.parameters()), batches, compute_loss)
@@ -88,14 +84,14 @@ def plain(compute_loss: Callable[..., Tensor], model: nn.Module | None = None) -
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_tiles_make_the_update_of_whole_logits(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_tiles_make_the_update_of_whole_logits(kind, caplog):
     assert relative_error(made(*LOSSES[kind]), plain(LOSSES[kind][0])) <= FLOAT64
     assert not [record for record in caplog.records if "computed whole" in record.message]
 
 
-def test_a_torch_nn_loss_takes_tiles() -> None:
+def test_a_torch_nn_loss_takes_tiles():
     class Second(Model):
-        def forward(self, x: Tensor) -> Any:
+        def forward(self, x):
             return super().forward(x).transpose(1, 2)
 
     model, reference = Second(bias=False), Second(bias=False)
@@ -110,7 +106,7 @@ def test_a_torch_nn_loss_takes_tiles() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_head_of_transformers_is_found(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_head_of_transformers_is_found(kind, caplog):
     """GPT-2's weights are tied to its embedding; the model's own loss computes in float32."""
     model = tiny(kind)
     reference = copy.deepcopy(model)
@@ -128,10 +124,10 @@ def test_the_head_of_transformers_is_found(kind: str, caplog: pytest.LogCaptureF
     flat = [nn.utils.parameters_to_vector(m.parameters()) for m in (model, reference)]
     assert relative_error(flat[:1], flat[1:]) <= FLOAT32
     assert not [record for record in caplog.records if "computed whole" in record.message]
-    assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]  # transformers'
+    assert type(model.get_output_embeddings()) is nn.Linear
 
 
-def test_logits_never_exist() -> None:
+def test_logits_never_exist():
     """Of 64 tokens and 4096 classes; a tile has three rows."""
     peaks = []
     for head in (None, "1"):
@@ -150,11 +146,11 @@ def test_logits_never_exist() -> None:
     assert peaks[1] < whole / 2
 
 
-def test_what_takes_no_tiles_is_computed_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    def halved(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def test_what_takes_no_tiles_is_computed_and_said_once(caplog):
+    def halved(m, x, y):
         return F.cross_entropy((m(x) / 2).mT, y.clamp(0))
 
-    def own(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def own(m, x, y):
         return F.nll_loss(F.log_softmax(m(x).flatten(0, 1), -1), y.clamp(0).flatten())
 
     for loss, what in ((halved, "operator.truediv"), (own, "log_softmax")):
@@ -165,7 +161,7 @@ def test_what_takes_no_tiles_is_computed_and_said_once(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("around", ["model", "model and loss"])
-def test_autocast_casts_where_it_does_without_tiles(around: str) -> None:
+def test_autocast_casts_where_it_does_without_tiles(around):
     """The numbers are the same; the tiles' gradients are added up in another order, of bfloat16 each."""
     model = Model(dtype=torch.float32)
     x, y = tokens()
@@ -183,7 +179,7 @@ def test_autocast_casts_where_it_does_without_tiles(around: str) -> None:
     assert relative_error(found[1][1:], found[0][1:]) <= 2 * torch.finfo(torch.bfloat16).eps
 
 
-def test_frozen_heads_get_no_gradient() -> None:
+def test_frozen_heads_get_no_gradient():
     loss, weight = LOSSES["flat"]
     models = [Model(), Model()]
     for model in models:
@@ -191,7 +187,7 @@ def test_frozen_heads_get_no_gradient() -> None:
     assert relative_error(made(loss, weight, model=models[0]), plain(loss, models[1])) <= FLOAT64
 
 
-def test_copies_of_a_model_compute_with_their_own_weights() -> None:
+def test_copies_of_a_model_compute_with_their_own_weights():
     model = Model()
     with tiling(model, "head")():
         other = copy.deepcopy(model)
@@ -212,6 +208,6 @@ def test_copies_of_a_model_compute_with_their_own_weights() -> None:
         ("auto", ValueError, "transformers' models. Received: Model"),
     ],
 )
-def test_what_is_no_head_is_refused(head: Any, error: type[Exception], message: str) -> None:
+def test_what_is_no_head_is_refused(head, error, message):
     with pytest.raises(error, match=message):
         Head(Model(), head)

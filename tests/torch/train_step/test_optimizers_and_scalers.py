@@ -1,13 +1,10 @@
 """What surrounds a training step works as in the three lines that it replaces."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import gradaccum.torch
@@ -18,28 +15,28 @@ from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updat
 LOSS = nn.CrossEntropyLoss()
 
 
-def plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def plain(model, x, y):
     return LOSS(model(x), y)
 
 
-def make_step(model: nn.Module, optimizer: Any = None, **keywords: Any) -> TrainStep:
+def make_step(model, optimizer=None, **keywords):
     keywords = {"loss_fn": LOSS, "micro_batch_size": 4} | keywords
     return TrainStep(model, optimizer or OPTIMIZERS["sgd"](model.parameters()), **keywords)
 
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
-def test_lbfgs_evaluates_the_whole_window_each_time(search: str | None) -> None:
+def test_lbfgs_evaluates_the_whole_window_each_time(search):
     model = network()
     reference = copy.deepcopy(model)
 
-    def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    def lbfgs(model):
         return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn=search)
 
     data = batches()
     expected, losses = lbfgs(reference), []
     for batch in data:
 
-        def closure(batch: tuple[Any, ...] = batch) -> Tensor:
+        def closure(batch=batch):
             expected.zero_grad()
             loss = plain(reference, *batch)
             loss.backward()
@@ -56,7 +53,7 @@ def test_lbfgs_evaluates_the_whole_window_each_time(search: str | None) -> None:
 class Twice(torch.optim.SGD):
     """Moves by the gradient that it finds one step ahead."""
 
-    def step(self, closure: Any) -> Any:  # type: ignore[override]  # it needs the closure
+    def step(self, closure):
         loss = closure()
         with torch.no_grad():
             before = [p.clone() for p in self.param_groups[0]["params"]]
@@ -69,14 +66,14 @@ class Twice(torch.optim.SGD):
 
 
 class TwiceIfItCan(Twice):
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         return torch.optim.SGD.step(self) if closure is None else super().step(closure)
 
 
 class SharpnessAware(torch.optim.SGD):
     """Moves before it evaluates: the gradients that are there say whereto."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         parameters = self.param_groups[0]["params"]
         before = [p.detach().clone() for p in parameters]
         for p in parameters:
@@ -89,14 +86,14 @@ class SharpnessAware(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [Twice, TwiceIfItCan, SharpnessAware])
-def test_other_optimizers_that_evaluate_a_closure_get_the_whole_window(kind: Any) -> None:
+def test_other_optimizers_that_evaluate_a_closure_get_the_whole_window(kind):
     model = network()
     reference = copy.deepcopy(model)
     optimizer = kind(reference.parameters(), lr=0.1)
     step = make_step(model, kind(model.parameters(), lr=0.1))
     for batch in batches(count=3):
 
-        def closure(batch: tuple[Any, ...] = batch) -> Tensor:
+        def closure(batch=batch):
             optimizer.zero_grad()
             loss = plain(reference, *batch)
             loss.backward()
@@ -108,15 +105,15 @@ def test_other_optimizers_that_evaluate_a_closure_get_the_whole_window(kind: Any
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
 
 
-def test_an_optimizer_that_evaluates_its_closure_once_costs_no_second_window() -> None:
+def test_an_optimizer_that_evaluates_its_closure_once_costs_no_second_window():
     class Own(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             loss = closure() if closure is not None else None
             super().step()
             return loss
 
     model = network()
-    passes: list[int] = []
+    passes = []
     model.register_forward_hook(lambda *_: passes.append(1))
     step = make_step(model, Own(model.parameters(), lr=0.1), micro_batch_size=5, verify=False)
     for batch in batches(count=2):
@@ -125,11 +122,11 @@ def test_an_optimizer_that_evaluates_its_closure_once_costs_no_second_window() -
 
 
 @pytest.mark.parametrize("size", [4, 13])
-def test_clipping_sees_the_finished_gradient_once(size: int) -> None:
+def test_clipping_sees_the_finished_gradient_once(size):
     model = network()
     reference = copy.deepcopy(model)
     data = batches()
-    norms: list[Tensor] = []
+    norms = []
     optimizer = OPTIMIZERS["sgd"](reference.parameters())
     for batch in data:
         optimizer.zero_grad()
@@ -146,7 +143,7 @@ def test_clipping_sees_the_finished_gradient_once(size: int) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_a_grad_scaler_scales_unscales_and_skips_an_overflow(clip: float | None) -> None:
+def test_a_grad_scaler_scales_unscales_and_skips_an_overflow(clip):
     model = network()
     reference = copy.deepcopy(model)
     torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), batches(), plain, clip_grad_norm=clip)
@@ -164,7 +161,7 @@ def test_a_grad_scaler_scales_unscales_and_skips_an_overflow(clip: float | None)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
 
 
-def test_autocast_runs_the_forward_pass_in_its_dtype() -> None:
+def test_autocast_runs_the_forward_pass_in_its_dtype():
     seen = []
     model = network(torch.float32)
     model[2].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
@@ -175,7 +172,7 @@ def test_autocast_runs_the_forward_pass_in_its_dtype() -> None:
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_half_precision_gradients_may_be_summed_in_float32() -> None:
+def test_half_precision_gradients_may_be_summed_in_float32():
     torch.manual_seed(0)
     rows = 256
     x, y = torch.randn(rows, 8), torch.randn(rows, 1)
@@ -188,7 +185,7 @@ def test_half_precision_gradients_may_be_summed_in_float32() -> None:
         exact = nn.Linear(8, 1)
         exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
         F.mse_loss(exact(x), y).backward()
-        sums: list[Tensor] = []
+        sums = []
         step = TrainStep(
             model,
             torch.optim.SGD(model.parameters(), lr=0.0),
@@ -198,7 +195,7 @@ def test_half_precision_gradients_may_be_summed_in_float32() -> None:
             verify=False,
         )
         finish = step.update.buffer.cast
-        step.update.buffer.cast = lambda sums=sums, model=model, finish=finish: (  # type: ignore[method-assign]  # a spy
+        step.update.buffer.cast = lambda sums=sums, model=model, finish=finish: (
             sums.extend(p.grad.clone() for p in model.parameters()),
             finish(),
         )
@@ -212,10 +209,10 @@ def test_half_precision_gradients_may_be_summed_in_float32() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")  # torch, of that Python alone
-def test_a_compiled_model_is_compiled_at_most_twice() -> None:
+def test_a_compiled_model_is_compiled_at_most_twice():
     compiled = 0
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         nonlocal compiled
         compiled += 1
         return graph.forward
@@ -231,14 +228,14 @@ def test_a_compiled_model_is_compiled_at_most_twice() -> None:
     assert compiled == 2
 
 
-def test_parameters_that_only_some_rows_use() -> None:
+def test_parameters_that_only_some_rows_use():
     class Experts(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             torch.manual_seed(0)
             self.experts = nn.ModuleList(nn.Linear(5, 3, dtype=torch.float64) for _ in range(4))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             chosen = (x[:, 0] > 0).long()
             outputs = x.new_zeros(len(x), 3)
             for index in chosen.unique().tolist():  # the last two are never used
@@ -248,8 +245,8 @@ def test_parameters_that_only_some_rows_use() -> None:
     assert_same_updates(Experts(), batches(), plain, loss_fn=LOSS, micro_batch_size=1)
 
 
-def test_losses_with_gradients_of_their_own() -> None:
-    def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def test_losses_with_gradients_of_their_own():
+    def penalised(model, x, y):
         x = x.detach().requires_grad_()
         outputs = model(x)
         (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
@@ -258,7 +255,7 @@ def test_losses_with_gradients_of_their_own() -> None:
     assert_same_updates(network(), batches(), penalised, compute_loss=penalised, micro_batch_size=4)
 
 
-def test_the_state_of_a_step_is_its_counter_and_the_sizes_it_found(tmp_path: Any) -> None:
+def test_the_state_of_a_step_is_its_counter_and_the_sizes_it_found(tmp_path):
     model = network()
     step = make_step(model, micro_batch_size="auto")
     for batch in batches(32, count=3):
@@ -296,13 +293,13 @@ def test_the_state_of_a_step_is_its_counter_and_the_sizes_it_found(tmp_path: Any
         ({"offload": True}, "exact"),
     ],
 )
-def test_wrong_arguments_are_told(keywords: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_told(keywords, message):
     with pytest.raises((ValueError, TypeError), match=message) as raised:
         make_step(network(), **keywords)
     assert "Received" in str(raised.value)
 
 
-def test_wrong_optimizers_are_told() -> None:
+def test_wrong_optimizers_are_told():
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):

@@ -1,14 +1,12 @@
 """Rows laid one behind the other, without padding, make the update of the padded large batch."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
@@ -21,37 +19,37 @@ from tests.torch.train_step.test_train_step import OPTIMIZERS
 Batch = dict[str, Any]
 
 
-def of_width(batch: Batch) -> Batch:
+def of_width(batch):
     """Without what is no tensor: transformers' models would not know it."""
     return {name: value for name, value in batch.items() if name != "name"}
 
 
-def left(batch: Batch) -> Batch:
+def left(batch):
     """Padding on the left; the first label of such rows counts no more."""
     mask = batch["attention_mask"]
     first = (mask.cumsum(1) == 1) & (mask == 1) & (mask[:, :1] == 0)
     return batch | {"labels": batch["labels"].masked_fill(first, -100)}
 
 
-def next_token_mean(model: nn.Module, batch: Batch) -> Tensor:
+def next_token_mean(model, batch):
     """The model's own loss, in the model's dtype."""
     logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
-def packed_step(model: nn.Module, **keywords: Any) -> TrainStep:
+def packed_step(model, **keywords):
     options = {"compute_loss": next_token_mean, "weight": shifted, "max_tokens": 24, "pack": causal_lm} | keywords
     return TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), **options)
 
 
-def data(side: str, updates: int = 3) -> list[tuple[Batch]]:
+def data(side, updates=3):
     made = [of_width(text(side, seed)) for seed in range(updates)]
     return [(left(batch) if side == "left" else batch,) for batch in made]
 
 
-def computed(model: nn.Module) -> list[int]:
+def computed(model):
     """Tokens of the model's calls."""
-    found: list[int] = []
+    found = []
     model.register_forward_pre_hook(lambda _, args, kwargs: found.append(kwargs["input_ids"].numel()), with_kwargs=True)
     return found
 
@@ -65,9 +63,9 @@ def computed(model: nn.Module) -> list[int]:
         ("gpt2", "left", "sdpa"),
     ],
 )
-def test_packed_rows_make_the_padded_batchs_update(kind: str, side: str, attention: str) -> None:
+def test_packed_rows_make_the_padded_batchs_update(kind, side, attention):
     model = tiny(kind)
-    model.set_attn_implementation(attention)  # type: ignore[operator]  # transformers'
+    model.set_attn_implementation(attention)
     reference = copy.deepcopy(model)
     torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), data(side), next_token_mean)
     step = packed_step(model)
@@ -77,7 +75,7 @@ def test_packed_rows_make_the_padded_batchs_update(kind: str, side: str, attenti
     assert relative_error(flat[:1], flat[1:]) <= FLOAT64
 
 
-def test_hardly_any_padding_is_computed_and_a_line_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_hardly_any_padding_is_computed_and_a_line_says_so_once(caplog):
     model = tiny("llama")
     tokens = computed(model)
     step = packed_step(model, verify=False)
@@ -94,14 +92,14 @@ def test_hardly_any_padding_is_computed_and_a_line_says_so_once(caplog: pytest.L
 class Mixing(nn.Module):
     """Adds to each token the mean of all tokens before it, whatever their rows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(20, 8, dtype=torch.float64)
         self.before = Before()
         self.head = nn.Linear(8, 20, dtype=torch.float64)
 
-    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+    def forward(self, input_ids, **_):
         class Outputs:
             logits = self.head(self.before(torch.tanh(self.embedding(input_ids))))
 
@@ -109,12 +107,12 @@ class Mixing(nn.Module):
 
 
 class Before(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
 
 
 @pytest.mark.parametrize("rows", [len(LENGTHS), 2])
-def test_a_model_that_mixes_packed_rows_is_refused_by_name(rows: int) -> None:
+def test_a_model_that_mixes_packed_rows_is_refused_by_name(rows):
     model = Mixing()
     before = copy.deepcopy(model.state_dict())
     batch = {name: value[:rows] for name, value in data("right", 1)[0][0].items()}
@@ -123,20 +121,20 @@ def test_a_model_that_mixes_packed_rows_is_refused_by_name(rows: int) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_transformers_with_a_cache_mixes_packed_rows_and_is_refused_by_name() -> None:
-    def cached(batch: Batch, rows: list[list[int]]) -> Batch:
+def test_transformers_with_a_cache_mixes_packed_rows_and_is_refused_by_name():
+    def cached(batch, rows):
         return {**causal_lm(batch, rows), "use_cache": True}
 
     with pytest.raises(NotEquivalentError, match=r"'model.layers.0.self_attn' \(LlamaAttention\) gives the tokens"):
         packed_step(tiny("llama"), pack=cached)(*data("right", 1)[0])
 
 
-def test_all_rows_of_a_micro_batch_may_lie_in_one_without_any_padding() -> None:
+def test_all_rows_of_a_micro_batch_may_lie_in_one_without_any_padding():
     """What attention of variable lengths takes."""
     model, reference = tiny("llama"), tiny("llama")
     tokens = computed(model)
 
-    def flat(batch: Batch, rows: list[list[int]]) -> Batch:
+    def flat(batch, rows):
         return causal_lm(batch, [[row for pack in rows for row in pack]])
 
     packed_step(model, pack=flat, verify=False)(*data("right", 1)[0])
@@ -146,12 +144,12 @@ def test_all_rows_of_a_micro_batch_may_lie_in_one_without_any_padding() -> None:
     assert sum(tokens) == sum(LENGTHS)
 
 
-def test_running_out_of_memory_goes_on_in_fewer_tokens() -> None:
+def test_running_out_of_memory_goes_on_in_fewer_tokens():
     model, reference = tiny("llama"), tiny("llama")
     torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), data("right", 1), next_token_mean)
     tokens = computed(model)
 
-    def limited(model: nn.Module, batch: Batch) -> Tensor:
+    def limited(model, batch):
         if batch["input_ids"].numel() > 12:
             raise torch.OutOfMemoryError("injected")
         return next_token_mean(model, batch)
@@ -163,21 +161,21 @@ def test_running_out_of_memory_goes_on_in_fewer_tokens() -> None:
     assert len(tokens) > 1
 
 
-def test_a_pack_of_ones_own_takes_what_follows_the_model() -> None:
+def test_a_pack_of_ones_own_takes_what_follows_the_model():
     """Inputs and targets, and `torch.nn`'s own mean over the targets that count."""
     model = nn.Sequential(nn.Embedding(20, 8, dtype=torch.float64), nn.Linear(8, 20, dtype=torch.float64))
     reference = copy.deepcopy(model)
     loss_fn = nn.CrossEntropyLoss(ignore_index=0)
 
     class Words(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
+        def __init__(self, inner):
             super().__init__()
             self.inner = inner
 
-        def forward(self, x: Batch) -> Tensor:
+        def forward(self, x):
             return self.inner(x["input_ids"]).transpose(1, 2)
 
-    def pack(batch: tuple[Batch, Tensor], rows: list[list[int]]) -> tuple[Batch, Tensor]:
+    def pack(batch, rows):
         x, y = batch
         kept = [torch.cat([torch.nonzero(x["attention_mask"][row])[:, 0] + row * COLUMNS for row in p]) for p in rows]
         take = [torch.cat([t.flatten()[k] for k in kept])[None] for t in (x["input_ids"], y)]
@@ -201,11 +199,7 @@ MASK = (IDS > 0).long()
     ("batch", "error", "message"),
     [
         ((IDS, MASK), TypeError, "a flat mapping"),
-        (
-            {"attention_mask": torch.tensor([[1, 0, 1], [1, 0, 0]])},
-            ValueError,
-            "row 0 of a micro-batch",
-        ),
+        ({"attention_mask": torch.tensor([[1, 0, 1], [1, 0, 0]])}, ValueError, "row 0 of a micro-batch"),
         ({"attention_mask": MASK, "score": torch.ones(2)}, ValueError, r"batch\['score'\] of shape \(2,\)"),
         (
             {"attention_mask": MASK.flip(1), "labels": IDS.flip(1)},
@@ -215,12 +209,12 @@ MASK = (IDS > 0).long()
         ({"attention_mask": MASK, "cross_attention_mask": MASK}, ValueError, "one attention mask"),
     ],
 )
-def test_what_causal_lm_cannot_pack_is_refused(batch: Any, error: type[Exception], message: str) -> None:
+def test_what_causal_lm_cannot_pack_is_refused(batch, error, message):
     with pytest.raises(error, match=message):
         causal_lm(batch, [[0, 1]])
 
 
-def test_rows_begin_anew_whatever_side_they_are_padded_on() -> None:
+def test_rows_begin_anew_whatever_side_they_are_padded_on():
     """With padding on the left a position follows the one before it by chance, if rows lie in the wrong order."""
     mask = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 1], [0, 1, 1, 1]])
     positions = causal_lm({"attention_mask": mask, "input_ids": mask}, [[0, 1, 2]])["position_ids"]
@@ -234,12 +228,12 @@ def test_rows_begin_anew_whatever_side_they_are_padded_on() -> None:
         ({"pack": 3}, TypeError, "Received: 3 of type int"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_options_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         packed_step(Mixing(), **options)
 
 
-def test_groups_and_other_results_are_refused() -> None:
+def test_groups_and_other_results_are_refused():
     with pytest.raises(ValueError, match="`groups` keeps some together"):
         packed_step(Mixing(), groups=1, verify=False)(*data("right", 1)[0])
     step = packed_step(

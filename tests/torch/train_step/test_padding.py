@@ -1,14 +1,11 @@
 """Padded rows, packed by tokens, make the update of the padded large batch."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
@@ -21,7 +18,7 @@ COLUMNS = 12
 LENGTHS = [3, 12, 1, 7, 2, 2, 5, 9, 4, 1, 6]
 
 
-def text(side: str, seed: int = 0) -> dict[str, Any]:
+def text(side, seed=0):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.zeros(len(LENGTHS), COLUMNS, dtype=torch.long)
     for row, length in enumerate(LENGTHS):
@@ -35,33 +32,33 @@ def text(side: str, seed: int = 0) -> dict[str, Any]:
 class Attention(nn.Module):
     """A masked self-attention over embedded tokens, with no idea of positions."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(20, 8, dtype=torch.float64)
         self.attention = nn.MultiheadAttention(8, 2, bias=False, batch_first=True, dtype=torch.float64)
         self.head = nn.Linear(8, 20, dtype=torch.float64)
-        self.tokens: list[int] = []
+        self.tokens = []
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids, attention_mask):
         self.tokens.append(input_ids.numel())
         x = self.embedding(input_ids)
         x, _ = self.attention(x, x, x, key_padding_mask=attention_mask == 0, need_weights=False)
         return self.head(x)
 
 
-def token_mean(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+def token_mean(model, batch):
     outputs = model(batch["input_ids"], batch["attention_mask"])
     return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
 
 
-def valid(batch: dict[str, Any]) -> Tensor:
+def valid(batch):
     return (batch["labels"] != -100).sum()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("optimizer", ["sgd", *(SLOW(name) for name in OPTIMIZERS if name != "sgd")])
-def test_packed_rows_make_the_padded_batchs_update(side: str, optimizer: str) -> None:
+def test_packed_rows_make_the_padded_batchs_update(side, optimizer):
     model = Attention()
     assert_same_updates(
         model,
@@ -78,9 +75,9 @@ def test_packed_rows_make_the_padded_batchs_update(side: str, optimizer: str) ->
     assert sum(packed) < 0.6 * 3 * len(LENGTHS) * COLUMNS
 
 
-def test_batches_may_be_dicts_beside_other_arguments() -> None:
+def test_batches_may_be_dicts_beside_other_arguments():
     class Model(Attention):
-        def forward(self, batch: dict[str, Any]) -> Tensor:  # type: ignore[override]  # a model of another signature
+        def forward(self, batch):
             return super().forward(batch["input_ids"], batch["attention_mask"]).transpose(1, 2)
 
     data = [(batch := text("right", seed), batch["labels"]) for seed in range(2)]
@@ -88,7 +85,7 @@ def test_batches_may_be_dicts_beside_other_arguments() -> None:
     assert_same_updates(Model(), data, lambda model, x, y: loss_fn(model(x), y), loss_fn=loss_fn, max_tokens=24)
 
 
-def tiny(kind: str) -> nn.Module:
+def tiny(kind):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     common = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -105,11 +102,11 @@ def tiny(kind: str) -> nn.Module:
     return transformers.BertForMaskedLM(config).double()
 
 
-def shifted(batch: dict[str, Any]) -> Tensor:
+def shifted(batch):
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-def assert_same_for_transformers(model: nn.Module, data: list[tuple[Any, ...]], **keywords: Any) -> TrainStep:
+def assert_same_for_transformers(model, data, **keywords):
     """As `assert_same_updates`, for models whose attention has keys with a bias, the true gradient of which is 0 (so
     all parameters are compared as one vector), and whose loss is computed in float32."""
     reference = copy.deepcopy(model)
@@ -123,7 +120,7 @@ def assert_same_for_transformers(model: nn.Module, data: list[tuple[Any, ...]], 
     return step
 
 
-def output_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+def output_loss(model, batch):
     return model(**{name: value for name, value in batch.items() if name != "name"}).loss
 
 
@@ -136,7 +133,7 @@ def output_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         *(SLOW(kind, "right", first) for kind in ("bert", "gpt2") for first in (True, False)),
     ],
 )
-def test_models_of_transformers_take_packed_batches(kind: str, side: str, first: bool) -> None:
+def test_models_of_transformers_take_packed_batches(kind, side, first):
     data = [(text(side, seed),) for seed in range(2)]
     if not first:
         for (batch,) in data:
@@ -150,7 +147,7 @@ def test_models_of_transformers_take_packed_batches(kind: str, side: str, first:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", SLOW("bert"), SLOW("llama")])
-def test_padding_on_the_left_is_judged_where_it_comes_first(kind: str) -> None:
+def test_padding_on_the_left_is_judged_where_it_comes_first(kind):
     data = [(text(side, seed),) for seed, side in enumerate(["right", "right", "left", "left"])]
     for batch, *_ in data[:1]:  # full rows
         batch["attention_mask"].fill_(1)
@@ -161,7 +158,7 @@ def test_padding_on_the_left_is_judged_where_it_comes_first(kind: str) -> None:
 
 @pytest.mark.parametrize("rows", [[3], [0, 7]], ids=["one row", "others"])
 @pytest.mark.parametrize("kind", ["gpt2", SLOW("llama")])
-def test_a_first_label_that_counts_in_a_later_batch_alone_is_noticed(kind: str, rows: list[int], caplog: Any) -> None:
+def test_a_first_label_that_counts_in_a_later_batch_alone_is_noticed(kind, rows, caplog):
     data = [(text("left", seed),) for seed in range(4)]
     for index, (batch,) in enumerate(data):
         first = batch["attention_mask"].argmax(1)
@@ -179,10 +176,10 @@ def test_a_first_label_that_counts_in_a_later_batch_alone_is_noticed(kind: str, 
     assert "batch[0]['labels']" in caplog.text
 
 
-def test_a_loss_mask_of_the_users_own_is_noticed_as_labels_are() -> None:
+def test_a_loss_mask_of_the_users_own_is_noticed_as_labels_are():
     """The first token of some rows counts by a mask that has no name known to the library."""
 
-    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    def loss(model, batch):
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
         each = F.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="none")
         counts = batch["counts"][:, 1:].flatten()
@@ -199,7 +196,7 @@ def test_a_loss_mask_of_the_users_own_is_noticed_as_labels_are() -> None:
     assert step.batcher.packing.left == "keep"
 
 
-def test_padded_labels_that_count_in_a_later_batch_alone_are_refused() -> None:
+def test_padded_labels_that_count_in_a_later_batch_alone_are_refused():
     data = [text("right", seed) for seed in range(3)]
     data[2]["labels"] = data[2]["labels"].masked_fill(data[2]["attention_mask"] == 0, 0)  # 0 is a token here
     model = Attention()
@@ -215,8 +212,8 @@ def test_padded_labels_that_count_in_a_later_batch_alone_are_refused() -> None:
         step(data[2])
 
 
-def test_an_error_where_padding_was_cut_off_names_max_tokens() -> None:
-    def mean_of_means(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+def test_an_error_where_padding_was_cut_off_names_max_tokens():
+    def mean_of_means(model, batch):
         outputs = model(batch["input_ids"], batch["attention_mask"])
         each = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
         return (each.sum(1) / (batch["labels"] != -100).sum(1)).mean()
@@ -228,12 +225,12 @@ def test_an_error_where_padding_was_cut_off_names_max_tokens() -> None:
         step(text("left"))
 
 
-def test_padding_that_stays_on_the_left_counts_in_the_budget() -> None:
+def test_padding_that_stays_on_the_left_counts_in_the_budget():
     class Numbered(Attention):
         """Knows the column of each token, and takes no `position_ids`."""
 
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            outputs: Tensor = super().forward(input_ids, attention_mask)
+        def forward(self, input_ids, attention_mask):
+            outputs = super().forward(input_ids, attention_mask)
             return outputs * torch.arange(1.0, 1.0 + input_ids.shape[1], dtype=torch.float64)[:, None]
 
     model = Numbered()
@@ -245,21 +242,21 @@ def test_padding_that_stays_on_the_left_counts_in_the_budget() -> None:
     assert max(model.tokens) <= 2 * COLUMNS
 
 
-def test_batch_encodings_are_split_and_packed() -> None:
+def test_batch_encodings_are_split_and_packed():
     transformers = pytest.importorskip("transformers")
     batch = transformers.BatchEncoding({k: v for k, v in text("right").items() if k != "name"})
     for how in ({"max_tokens": 24}, {"micro_batch_size": 3}):
         assert_same_for_transformers(tiny("bert"), [(batch,)], compute_loss=output_loss, weight=valid, **how)
 
 
-def test_a_row_longer_than_the_budget_goes_alone() -> None:
+def test_a_row_longer_than_the_budget_goes_alone():
     model = Attention()
     data = [(text("right"),)]
     assert_same_updates(model, data, token_mean, compute_loss=token_mean, weight=valid, max_tokens=4, verify=False)
     assert max(model.tokens) == COLUMNS
 
 
-def test_labels_that_count_are_never_cut_off() -> None:
+def test_labels_that_count_are_never_cut_off():
     batch = text("right")
     batch["labels"][2, 9] = 5  # outside the mask
     assert_same_updates(
@@ -267,8 +264,8 @@ def test_labels_that_count_are_never_cut_off() -> None:
     )
 
 
-def test_a_loss_that_counts_padding_is_refused() -> None:
-    def padded_mean(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+def test_a_loss_that_counts_padding_is_refused():
+    def padded_mean(model, batch):
         return F.cross_entropy(
             model(batch["input_ids"], batch["attention_mask"]).flatten(0, 1), batch["input_ids"].flatten()
         )
@@ -280,11 +277,11 @@ def test_a_loss_that_counts_padding_is_refused() -> None:
         step(batch)
 
 
-def test_out_of_memory_splits_a_pack_and_lowers_the_budget() -> None:
+def test_out_of_memory_splits_a_pack_and_lowers_the_budget():
     class Fragile(Attention):
         limit = 99
 
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        def forward(self, input_ids, attention_mask):
             if input_ids.numel() > self.limit:
                 raise torch.OutOfMemoryError("simulated")
             return super().forward(input_ids, attention_mask)
@@ -304,7 +301,7 @@ def test_out_of_memory_splits_a_pack_and_lowers_the_budget() -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_a_batch_without_a_mask_is_refused() -> None:
+def test_a_batch_without_a_mask_is_refused():
     model = Attention()
     step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=token_mean, max_tokens=24, verify=False)
     batch = text("right")
@@ -316,16 +313,16 @@ def test_a_batch_without_a_mask_is_refused() -> None:
 class States(Attention):
     """Reads what is padded, as a recurrence does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.recurrent = nn.GRU(8, 8, batch_first=True, bidirectional=False, dtype=torch.float64)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids, attention_mask):
         return self.head(self.recurrent(self.embedding(input_ids).flip(1))[0].flip(1))
 
 
 @pytest.mark.parametrize("before", [[], ["full"], ["left"], ["full", "left"]])
-def test_padding_on_the_right_that_counts_is_refused_where_it_first_comes(before: list[str]) -> None:
+def test_padding_on_the_right_that_counts_is_refused_where_it_first_comes(before):
     """A recurrence from the right, which comes to the padding there first."""
     step = padded_step(States())
     for kind in before:
@@ -338,14 +335,14 @@ def test_padding_on_the_right_that_counts_is_refused_where_it_first_comes(before
         step(text("right"))
 
 
-def padded_step(model: nn.Module, **options: Any) -> TrainStep:
+def padded_step(model, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return TrainStep(model, optimizer, compute_loss=token_mean, weight=valid, max_tokens=24, **options)
 
 
-def test_padding_stays_where_it_cannot_be_tried_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_padding_stays_where_it_cannot_be_tried_out(caplog):
     class Wide(Attention):
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        def forward(self, input_ids, attention_mask):
             if not self.training and input_ids.shape[1] < COLUMNS:
                 raise ValueError("all columns are needed")
             return super().forward(input_ids, attention_mask)

@@ -1,11 +1,8 @@
 """An optimizer whose step fails halfway leaves everything as it was, or says that it may not be so."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -22,24 +19,24 @@ Failure = Callable[[], BaseException]
 class FailsAt(TorchDispatchMode):
     """Fails in place of the operation with this number."""
 
-    def __init__(self, number: float, failure: Failure = lambda: torch.OutOfMemoryError(OUT)) -> None:
+    def __init__(self, number, failure=lambda: torch.OutOfMemoryError(OUT)):
         super().__init__()
         self.left, self.failure = number, failure
 
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, _, args=(), kwargs=None):
         if self.left == 0:
             raise self.failure()
         self.left -= 1
         return func(*args, **(kwargs or {}))
 
 
-def fragile(kind: type[torch.optim.Optimizer]) -> Any:
+def fragile(kind):
     """This optimizer, with an attribute `mode` in which its steps run."""
 
-    class FragileOptimizer(kind):  # type: ignore[misc,valid-type]
+    class FragileOptimizer(kind):
         mode = FailsAt(math.inf)
 
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             with self.mode:
                 return super().step(closure)
 
@@ -49,7 +46,7 @@ def fragile(kind: type[torch.optim.Optimizer]) -> Any:
 class AverageEverything(torch.optim.SGD):
     """State of its own kind: counters in the groups, containers in containers, and an entry for no parameter."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         for group in self.param_groups:
             group["counter"] = group.get("counter", 0) + 1
             group["lr"] = 0.1 / group["counter"]
@@ -59,12 +56,12 @@ class AverageEverything(torch.optim.SGD):
                 seen["gradients"].append(parameter.grad.clone())
                 for gradient in seen["gradients"]:
                     gradient.mul_(0.5)
-        total = self.state["total"].setdefault("value", torch.zeros(()))  # type: ignore[index]
+        total = self.state["total"].setdefault("value", torch.zeros(()))
         total += 1
         return super().step(closure)
 
 
-KINDS: dict[str, Callable[[Any], Any]] = {
+KINDS = {
     "sgd": lambda groups: fragile(torch.optim.SGD)(groups, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adam": lambda groups: fragile(torch.optim.Adam)(groups, lr=0.1, foreach=False),
     "foreach adam": lambda groups: fragile(torch.optim.Adam)(groups, lr=0.1, foreach=True, amsgrad=True),
@@ -74,14 +71,14 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def model_and_step(kind: str, **keywords: Any) -> tuple[Any, Any, TrainStep]:
+def model_and_step(kind, **keywords):
     model = Fragile(dropout=0.5)
     optimizer = KINDS[kind]([{"params": model.first.parameters()}, {"params": model.last.parameters(), "lr": 0.05}])
     keywords = {"loss_fn": nn.CrossEntropyLoss(), "micro_batch_size": 4, "batch_norm": "micro", **keywords}
     return model, optimizer, TrainStep(model, optimizer, verify=False, **keywords)
 
 
-def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Any]:
+def everything(model, *optimizers):
     """Parameters, buffers, optimizer state, groups and random state, as copies."""
     values = [*model.state_dict().values(), torch.get_rng_state()]
     for optimizer in optimizers:
@@ -89,7 +86,7 @@ def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Any
     return copy.deepcopy(values)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -99,7 +96,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def operations(optimizer: Any) -> int:
+def operations(optimizer):
     """How many operations a step takes from here."""
     trial = copy.deepcopy(optimizer)
     trial.mode = FailsAt(1e9)
@@ -110,7 +107,7 @@ def operations(optimizer: Any) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_out_of_memory_at_any_operation_of_the_first_update_and_of_any_after_it_changes_nothing(kind: str) -> None:
+def test_out_of_memory_at_any_operation_of_the_first_update_and_of_any_after_it_changes_nothing(kind):
     data = batches(count=3)
     model, optimizer, step = model_and_step(kind)
     for batch in data:
@@ -128,7 +125,7 @@ def test_out_of_memory_at_any_operation_of_the_first_update_and_of_any_after_it_
 
 
 @pytest.mark.parametrize("kind", ["sgd", "foreach adam", "fused adam"])
-def test_what_cannot_be_taken_back_is_told_and_from_then_on_it_can(kind: str) -> None:
+def test_what_cannot_be_taken_back_is_told_and_from_then_on_it_can(kind):
     data = batches(count=2)
     model, optimizer, step = model_and_step(kind)
     step(*data[0])
@@ -145,9 +142,7 @@ def test_what_cannot_be_taken_back_is_told_and_from_then_on_it_can(kind: str) ->
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, lambda: ValueError("the user's own")])
-def test_any_other_error_of_an_optimizer_changes_nothing_in_the_first_update_and_is_told_later(
-    failure: Failure, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_any_other_error_of_an_optimizer_changes_nothing_in_the_first_update_and_is_told_later(failure, caplog):
     model, optimizer, step = model_and_step("foreach adam")
     data, kind = batches(count=2), type(failure())
     before = everything(model, optimizer)
@@ -165,7 +160,7 @@ def test_any_other_error_of_an_optimizer_changes_nothing_in_the_first_update_and
 
 
 @pytest.mark.parametrize("choice", ["pooled", "exact", "frozen"])
-def test_batch_norms_buffers_are_as_they_were(choice: Any) -> None:
+def test_batch_norms_buffers_are_as_they_were(choice):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double()
     optimizer = fragile(torch.optim.Adam)(model.parameters(), lr=0.1)
@@ -181,10 +176,10 @@ def test_batch_norms_buffers_are_as_they_were(choice: Any) -> None:
         step(*batch)
 
 
-def test_of_several_optimizers_all_are_taken_back() -> None:
+def test_of_several_optimizers_all_are_taken_back():
     model = network()
-    first = torch.optim.Adam(model[0].parameters(), lr=0.1)  # type: ignore[index]
-    second = fragile(torch.optim.SGD)(model[2].parameters(), lr=0.1, momentum=0.9)  # type: ignore[index]
+    first = torch.optim.Adam(model[0].parameters(), lr=0.1)
+    second = fragile(torch.optim.SGD)(model[2].parameters(), lr=0.1, momentum=0.9)
     step = TrainStep(model, [first, second], loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4)
     data = batches()
     before = everything(model, first, second)
@@ -195,7 +190,7 @@ def test_of_several_optimizers_all_are_taken_back() -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
-def test_a_scaler_forgets_the_failed_update(clip: float | None) -> None:
+def test_a_scaler_forgets_the_failed_update(clip):
     outcomes = []
     for fails in (False, True):
         model = network(torch.float32)
@@ -215,12 +210,12 @@ def test_a_scaler_forgets_the_failed_update(clip: float | None) -> None:
 
 @pytest.mark.parametrize("evaluation", [1, 2, 5])
 @pytest.mark.parametrize("failure", [torch.OutOfMemoryError, ZeroDivisionError])
-def test_an_error_in_a_closures_window_leaves_everything_as_before_the_call(evaluation: int, failure: Failure) -> None:
+def test_an_error_in_a_closures_window_leaves_everything_as_before_the_call(evaluation, failure):
     model = Fragile(dropout=0.1)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=6)
     evaluations = 99
 
-    def loss_fn(outputs: Tensor, y: Tensor) -> Tensor:
+    def loss_fn(outputs, y):
         nonlocal evaluations
         evaluations -= 1
         if evaluations <= 0:

@@ -1,13 +1,10 @@
 """Several losses, each with a denominator of its own: the update is that of their means over the large batch."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
@@ -21,19 +18,19 @@ ROWS = 13
 class Tagger(nn.Module):
     """A class for each token, and one for each row."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout=0.0):
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Linear(5, 7, dtype=torch.float64)
         self.dropout = nn.Dropout(dropout)
         self.tokens, self.row = (nn.Linear(7, outputs, dtype=torch.float64) for outputs in (3, 2))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x):
         hidden = self.dropout(self.body(x).tanh())
         return self.tokens(hidden), self.row(hidden.mean(1))
 
 
-def batches(count: int = 3, rows: int = ROWS) -> list[tuple[Tensor, Tensor, Tensor]]:
+def batches(count=3, rows=ROWS):
     """Tokens of which many are ignored, in whole rows too, and a class for some rows."""
     torch.manual_seed(1)
     data = []
@@ -46,7 +43,7 @@ def batches(count: int = 3, rows: int = ROWS) -> list[tuple[Tensor, Tensor, Tens
     return data
 
 
-def losses(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, tuple[Tensor, Any]]:
+def losses(model, x, y, z):
     tokens, row = model(x)
     return {
         "tokens": (F.cross_entropy(tokens.transpose(1, 2), y), (y != -100).sum()),  # 0 / 0 where there is none
@@ -55,19 +52,19 @@ def losses(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, tuple[Tenso
     }
 
 
-def large(model: Any, *batch: Any) -> Tensor:
-    return sum(loss for loss, _ in losses(model, *batch).values())  # type: ignore[return-value]
+def large(model, *batch):
+    return sum(loss for loss, _ in losses(model, *batch).values())
 
 
-def counts(x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+def counts(x, y, z):
     return {"tokens": (y != -100).sum(), "row": (z != -100).sum(), "z": len(x)}
 
 
-def alone(model: Any, *batch: Any) -> dict[str, Tensor]:
+def alone(model, *batch):
     return {name: loss for name, (loss, _) in losses(model, *batch).items()}
 
 
-def assert_same(model: nn.Module, data: Any, plain: Any = large, make: Any = OPTIMIZERS["sgd"], **keywords: Any) -> Any:
+def assert_same(model, data, plain=large, make=OPTIMIZERS["sgd"], **keywords):
     """The parameters and the loss of ordinary steps, and each term's mean."""
     reference = copy.deepcopy(model)
     expected = torch_updates(reference, make(reference.parameters()), data, plain)
@@ -97,13 +94,13 @@ def assert_same(model: nn.Module, data: Any, plain: Any = large, make: Any = OPT
         *(pytest.param(size, True, marks=pytest.mark.slow) for size in (1, 2, 4, 13, "auto")),
     ],
 )
-def test_every_split_makes_the_sum_of_the_large_batchs_means(size: Any, told: bool) -> None:
+def test_every_split_makes_the_sum_of_the_large_batchs_means(size, told):
     keywords = {"compute_loss": alone, "weight": counts} if told else {}
     for make in OPTIMIZERS.values():
         assert_same(Tagger(), batches(), make=make, micro_batch_size=size, **keywords)
 
 
-def test_a_list_of_pairs_has_its_means_by_index() -> None:
+def test_a_list_of_pairs_has_its_means_by_index():
     step = assert_same(
         Tagger(), batches(), compute_loss=lambda *batch: list(losses(*batch).values()), micro_batch_size=4
     )
@@ -114,7 +111,7 @@ def test_a_list_of_pairs_has_its_means_by_index() -> None:
     assert one.losses == {}
 
 
-def summed(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, tuple[Tensor, Any]]:
+def summed(model, x, y, z):
     tokens, row = model(x)
     return {
         "tokens": (F.cross_entropy(tokens.transpose(1, 2), y, reduction="sum"), (y != -100).sum()),
@@ -122,24 +119,24 @@ def summed(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, tuple[Tenso
     }
 
 
-def test_sums_are_divided_each_by_its_own_total() -> None:
-    def plain(*batch: Any) -> Any:
+def test_sums_are_divided_each_by_its_own_total():
+    def plain(*batch):
         return sum(loss / weight for loss, weight in summed(*batch).values())
 
     assert_same(Tagger(), batches(), plain, compute_loss=summed, reduction="sum", micro_batch_size=3)
 
 
-def test_a_term_that_is_missing_somewhere_weighs_nothing_there() -> None:
-    def some(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+def test_a_term_that_is_missing_somewhere_weighs_nothing_there():
+    def some(model, x, y, z):
         found = losses(model, x, y, z)
         return {name: term for name, term in found.items() if term[1] > 0}
 
     assert_same(Tagger(), batches(), compute_loss=some, micro_batch_size=1)
 
-    def told(x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+    def told(x, y, z):
         return {name: count for name, count in counts(x, y, z).items() if count}
 
-    def there(*batch: Any) -> dict[str, Any]:
+    def there(*batch):
         return {name: loss for name, (loss, _) in some(*batch).items()}
 
     assert_same(Tagger(), batches(), compute_loss=there, weight=told, micro_batch_size=1)
@@ -147,15 +144,15 @@ def test_a_term_that_is_missing_somewhere_weighs_nothing_there() -> None:
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 5, 13])
-def test_a_micro_batch_in_which_all_terms_are_detached_adds_nothing(size: int, verify: bool) -> None:
+def test_a_micro_batch_in_which_all_terms_are_detached_adds_nothing(size, verify):
     """A metric for every row, and a loss for a few."""
 
-    def rare(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+    def rare(model, x, y, z):
         _, row = model(x)
         flagged = {"row": (F.cross_entropy(row, z), int((z != -100).sum()))} if (z != -100).any() else {}
         return {"metric": (row.detach().square().mean(), len(x)), **flagged}
 
-    def plain(*batch: Any) -> Any:
+    def plain(*batch):
         return sum(loss for loss, _ in rare(*batch).values())
 
     data = batches()
@@ -167,11 +164,11 @@ def test_a_micro_batch_in_which_all_terms_are_detached_adds_nothing(size: int, v
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_a_term_of_total_weight_0_adds_nothing(told: bool) -> None:
+def test_a_term_of_total_weight_0_adds_nothing(told):
     keywords = {"compute_loss": alone, "weight": counts} if told else {"compute_loss": losses}
     data = [(x, y.fill_(-100), z) for x, y, z in batches()]
 
-    def plain(model: Any, *batch: Any) -> Any:
+    def plain(model, *batch):
         return sum(loss for name, (loss, _) in losses(model, *batch).items() if name != "tokens")
 
     for size in (4, 13):
@@ -179,7 +176,7 @@ def test_a_term_of_total_weight_0_adds_nothing(told: bool) -> None:
         assert step.losses["tokens"].isnan()
 
 
-def test_nothing_that_weighs_anything_is_no_update(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_that_weighs_anything_is_no_update(caplog):
     model = Tagger()
     before = copy.deepcopy(model)
     step = step_of(
@@ -194,7 +191,7 @@ def test_nothing_that_weighs_anything_is_no_update(caplog: pytest.LogCaptureFixt
     assert relative_error(model.parameters(), before.parameters()) == 0
 
 
-def drop(rate: float, **keywords: Any) -> tuple[nn.Module, list[float], Tensor]:
+def drop(rate, **keywords):
     """Three updates with dropout, from one random state; the parameters, the losses, and the next random numbers."""
     model = Tagger(rate)
     step = TrainStep(model, OPTIMIZERS["adam"](model.parameters()), micro_batch_size=4, **keywords)
@@ -203,7 +200,7 @@ def drop(rate: float, **keywords: Any) -> tuple[nn.Module, list[float], Tensor]:
     return model, found, torch.rand(3)
 
 
-def test_counting_leaves_random_numbers_as_they_were() -> None:
+def test_counting_leaves_random_numbers_as_they_were():
     counted, found, after = drop(0.5, compute_loss=losses)
     told, expected, expected_after = drop(0.5, compute_loss=alone, weight=counts)
     assert found == expected
@@ -211,14 +208,14 @@ def test_counting_leaves_random_numbers_as_they_were() -> None:
     assert relative_error(counted.parameters(), told.parameters()) == 0
 
 
-def test_counting_moves_no_buffer() -> None:
+def test_counting_moves_no_buffer():
     class Moving(Tagger):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.register_buffer("seen", torch.zeros(()))
             self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(self, x):
             self.seen += len(x)
             return super().forward(self.norm(x))
 
@@ -237,14 +234,14 @@ def test_counting_moves_no_buffer() -> None:
         assert relative_error(counted, told) == 0
 
 
-def masked(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, tuple[Tensor, Any]]:
+def masked(model, x, y, z):
     """Which tokens count is drawn in the forward pass."""
     counts = torch.rand(y.shape) < 0.5
     found = F.cross_entropy(model(x)[0].transpose(1, 2), y.clamp(min=0), reduction="none")
     return {"drawn": ((found * counts).sum() / counts.sum(), counts.sum()), "z": losses(model, x, y, z)["z"]}
 
 
-def test_weights_that_are_drawn_in_the_forward_pass() -> None:
+def test_weights_that_are_drawn_in_the_forward_pass():
     model = Tagger()
     reference = copy.deepcopy(model)
     step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=masked, micro_batch_size=5)
@@ -260,10 +257,10 @@ def test_weights_that_are_drawn_in_the_forward_pass() -> None:
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
 
 
-def test_weights_that_change_from_pass_to_pass_are_refused() -> None:
+def test_weights_that_change_from_pass_to_pass_are_refused():
     calls = []
 
-    def fickle(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+    def fickle(model, x, y, z):
         calls.append(len(x))
         return {"tokens": (model(x)[0].mean(), len(calls)), "z": (model(x)[0].square().mean(), len(x))}
 
@@ -276,10 +273,10 @@ def test_weights_that_change_from_pass_to_pass_are_refused() -> None:
 
 @pytest.mark.parametrize("limits", [(3, 99), (99, 3)])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_running_out_of_memory_keeps_the_totals(limits: tuple[int, int], dropout: float) -> None:
+def test_running_out_of_memory_keeps_the_totals(limits, dropout):
     from tests.torch.train_step.test_memory import Fragile
 
-    def terms(model: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+    def terms(model, x, y):
         outputs = model(x)
         return {
             "ce": (F.cross_entropy(outputs, y, ignore_index=1), (y != 1).sum()),
@@ -303,7 +300,7 @@ def test_running_out_of_memory_keeps_the_totals(limits: tuple[int, int], dropout
         assert step.micro_batch_size <= 3
 
 
-def test_a_micro_batch_of_all_rows_needs_no_counting_pass() -> None:
+def test_a_micro_batch_of_all_rows_needs_no_counting_pass():
     seen = []
     for size, passes in ((64, 1), (7, 4)):
         model = Tagger()
@@ -316,20 +313,20 @@ def test_a_micro_batch_of_all_rows_needs_no_counting_pass() -> None:
         seen.clear()
 
 
-def test_losses_with_gradients_of_their_own_are_counted_with_gradients() -> None:
-    def penalised(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+def test_losses_with_gradients_of_their_own_are_counted_with_gradients():
+    def penalised(model, x, y, z):
         x = x.detach().requires_grad_()
         tokens = model(x)[0]
         (slope,) = torch.autograd.grad(tokens.square().sum(), x, create_graph=True)
         return {"tokens": losses(model, x, y, z)["tokens"], "penalty": (slope.square().mean(), len(x))}
 
-    def plain(*batch: Any) -> Any:
+    def plain(*batch):
         return sum(loss for loss, _ in penalised(*batch).values())
 
     assert_same(Tagger(), batches(), plain, compute_loss=penalised, micro_batch_size=4)
 
 
-def test_a_scaler_an_autocast_and_a_wider_sum() -> None:
+def test_a_scaler_an_autocast_and_a_wider_sum():
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     step = assert_same(Tagger(), batches(), scaler=scaler, micro_batch_size=4)
     assert step.updates == 3
@@ -351,14 +348,14 @@ def test_a_scaler_an_autocast_and_a_wider_sum() -> None:
     assert relative_error([p.grad for p in model.parameters()], gradient) < 0.03
 
 
-def test_lbfgs_evaluates_all_terms_each_time() -> None:
+def test_lbfgs_evaluates_all_terms_each_time():
     model = Tagger()
     reference = copy.deepcopy(model)
     optimizer, own = (torch.optim.LBFGS(m.parameters(), max_iter=4) for m in (reference, model))
     step = TrainStep(model, own, compute_loss=losses, micro_batch_size=5)
     for batch in batches():
 
-        def closure(batch: Any = batch) -> Tensor:
+        def closure(batch=batch):
             optimizer.zero_grad()
             loss = large(reference, *batch)
             loss.backward()
@@ -371,33 +368,33 @@ def test_lbfgs_evaluates_all_terms_each_time() -> None:
     assert relative_error(model.parameters(), reference.parameters()) <= 1e-9
 
 
-def test_exact_batch_norm_gives_the_terms_all_rows_at_once() -> None:
+def test_exact_batch_norm_gives_the_terms_all_rows_at_once():
     class Normed(Tagger):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(self, x):
             return super().forward(self.norm(x))
 
     assert_same(Normed(), batches(), micro_batch_size=4, batch_norm="exact")
 
 
-def test_text_that_is_packed_by_tokens() -> None:
+def test_text_that_is_packed_by_tokens():
     from tests.torch.train_step.test_padding import Attention, text, token_mean, valid
 
-    def terms(model: Any, batch: Any) -> dict[str, Any]:
+    def terms(model, batch):
         outputs = model(batch["input_ids"], batch["attention_mask"])
         found = (batch["attention_mask"] * outputs.logsumexp(-1).square()).sum(1).mean()
         return {"tokens": (token_mean(model, batch), valid(batch)), "z": (1e-2 * found, len(outputs))}
 
-    def plain(*batch: Any) -> Any:
+    def plain(*batch):
         return sum(loss for loss, _ in terms(*batch).values())
 
     assert_same(Attention(), [(text("right", seed),) for seed in range(3)], plain, compute_loss=terms, max_tokens=24)
 
 
-def test_the_noise_scale_is_measured() -> None:
+def test_the_noise_scale_is_measured():
     model = Tagger()
     step = step_of(model, compute_loss=losses, micro_batch_size=4, noise_scale=True, verify=True)
     for batch in batches(count=6):
@@ -407,7 +404,7 @@ def test_the_noise_scale_is_measured() -> None:
 
 # What is refused.
 
-WRONG: dict[str, tuple[Any, str]] = {
+WRONG = {
     "alone": (lambda m, x: {"a": (m(x).mean(), 1), "b": m(x).mean()}, "loss term 'b' comes without its weight"),
     "alone in a list": (lambda m, x: [m(x).mean(), m(x).mean()], "loss term 0 comes without its weight"),
     "negative": (lambda m, x: {"a": (m(x).mean(), -1)}, "loss term 'a': A weight must be a finite number >= 0"),
@@ -430,7 +427,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_loss_with_its_weight_is_an_error_that_names_the_term(case: str) -> None:
+def test_what_is_no_loss_with_its_weight_is_an_error_that_names_the_term(case):
     compute_loss, message = WRONG[case]
     model = nn.Linear(5, 1)
     step = step_of(model, torch.optim.SGD(model.parameters()), compute_loss=compute_loss, micro_batch_size=4)
@@ -438,7 +435,7 @@ def test_what_is_no_loss_with_its_weight_is_an_error_that_names_the_term(case: s
         step(torch.randn(7, 5))
 
 
-TOLD: dict[str, tuple[Any, Any, str]] = {
+TOLD = {
     "a pair": (lambda m, x: {"a": (m(x).mean(), 1)}, lambda x: {"a": 1}, "'a' comes as .loss, weight."),
     "unknown": (
         lambda m, x: {"a": m(x).mean(), "b": m(x).mean()},
@@ -453,7 +450,7 @@ TOLD: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", TOLD)
-def test_weights_from_the_batch_name_the_terms_that_there_are(case: str) -> None:
+def test_weights_from_the_batch_name_the_terms_that_there_are(case):
     compute_loss, weight, message = TOLD[case]
     model = nn.Linear(5, 1)
     step = step_of(
@@ -463,14 +460,14 @@ def test_weights_from_the_batch_name_the_terms_that_there_are(case: str) -> None
         step(torch.randn(7, 5))
 
 
-def by_rows(model: Any, x: Tensor, y: Tensor, z: Tensor) -> dict[str, Any]:
+def by_rows(model, x, y, z):
     """The tokens' mean with the wrong weight."""
     return {
         name: (loss, len(x) if name == "tokens" else weight) for name, (loss, weight) in losses(model, x, y, z).items()
     }
 
 
-def uneven() -> tuple[Tensor, Tensor, Tensor]:
+def uneven():
     x, y, z = batches(rows=16)[0]
     return (
         x,
@@ -479,7 +476,7 @@ def uneven() -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def test_the_proof_and_the_check_name_the_term_whose_weight_is_wrong() -> None:
+def test_the_proof_and_the_check_name_the_term_whose_weight_is_wrong():
     batch = uneven()
     assert check_equivalence(Tagger(), batch, compute_loss=losses).raise_if_different().max_error <= FLOAT64
     assert check_equivalence(Tagger(), batch, compute_loss=alone, weight=counts).ok

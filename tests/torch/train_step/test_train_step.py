@@ -1,10 +1,6 @@
 """One call of TrainStep makes the update of one ordinary step on the whole batch."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,37 +9,30 @@ from torch import nn
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
 }
 
 
-def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+def network(dtype=torch.float64):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
 
 
-def batches(rows: int = 13, count: int = 3, dtype: torch.dtype = torch.float64) -> list[tuple[Any, ...]]:
+def batches(rows=13, count=3, dtype=torch.float64):
     torch.manual_seed(1)
     return [(torch.randn(rows, 5, dtype=dtype), torch.randint(0, 3, (rows,))) for _ in range(count)]
 
 
-def step_of(model: nn.Module, optimizer: Any = "sgd", *, verify: bool = False, **keywords: Any) -> TrainStep:
+def step_of(model, optimizer="sgd", *, verify=False, **keywords):
     """A TrainStep with an optimizer of all parameters, or one by name, and cross entropy where no loss is given."""
     inner = OPTIMIZERS[optimizer](model.parameters()) if isinstance(optimizer, str) else optimizer
     loss = {} if "compute_loss" in keywords else {"loss_fn": nn.CrossEntropyLoss()}
     return TrainStep(model, inner, **{**loss, **keywords}, verify=verify)
 
 
-def assert_same_updates(
-    model: nn.Module,
-    data: list[tuple[Any, ...]],
-    plain_loss: Callable[..., Any],
-    make: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["sgd"],
-    tolerance: float = FLOAT64,
-    **keywords: Any,
-) -> TrainStep:
+def assert_same_updates(model, data, plain_loss, make=OPTIMIZERS["sgd"], tolerance=FLOAT64, **keywords):
     """Train a copy by ordinary steps and the model by TrainStep: the same parameters, the same losses."""
     reference = copy.deepcopy(model)
     expected = torch_updates(reference, make(reference.parameters()), data, plain_loss)
@@ -56,7 +45,7 @@ def assert_same_updates(
     return step
 
 
-def test_one_call_makes_the_large_batchs_update() -> None:
+def test_one_call_makes_the_large_batchs_update():
     for name, make in OPTIMIZERS.items():
         for size in (1, 2, 4, 5, 13, 64, "auto"):
             loss_fn = nn.CrossEntropyLoss()
@@ -71,23 +60,18 @@ def test_one_call_makes_the_large_batchs_update() -> None:
             assert size == "auto" or step.micro_batch_size == size, name
 
 
-def test_float32_is_exact_to_its_rounding() -> None:
+def test_float32_is_exact_to_its_rounding():
     loss_fn = nn.CrossEntropyLoss()
     data = batches(32, dtype=torch.float32)
     model = network(torch.float32)
     assert_same_updates(
-        model,
-        data,
-        lambda model, x, y: loss_fn(model(x), y),
-        tolerance=FLOAT32,
-        loss_fn=loss_fn,
-        micro_batch_size=3,
+        model, data, lambda model, x, y: loss_fn(model(x), y), tolerance=FLOAT32, loss_fn=loss_fn, micro_batch_size=3
     )
 
 
 @pytest.mark.parametrize("size", [4, 6])
-def test_micro_batches_come_in_two_shapes_at_most(size: int) -> None:
-    seen: list[int] = []
+def test_micro_batches_come_in_two_shapes_at_most(size):
+    seen = []
     model = network()
     model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     step = step_of(model, micro_batch_size=size)
@@ -97,7 +81,7 @@ def test_micro_batches_come_in_two_shapes_at_most(size: int) -> None:
     assert max(seen) <= size
 
 
-def test_at_the_prompt_a_step_says_what_it_is_and_shows_what_is_public() -> None:
+def test_at_the_prompt_a_step_says_what_it_is_and_shows_what_is_public():
     step = step_of(network(), micro_batch_size=16)
     assert repr(step) == "TrainStep(Sequential, SGD, micro_batch_size=16, updates=0)"
     assert [name for name in dir(step) if not name.startswith("_")] == [
@@ -106,11 +90,11 @@ def test_at_the_prompt_a_step_says_what_it_is_and_shows_what_is_public() -> None
     ]  # fmt: skip
 
 
-def test_a_loss_without_its_keyword_and_a_batch_without_targets_are_told() -> None:
+def test_a_loss_without_its_keyword_and_a_batch_without_targets_are_told():
     model = network()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     with pytest.raises(TypeError, match=r"by keyword: loss_fn=... .* Received: CrossEntropyLoss\(\) as the third"):
-        TrainStep(model, optimizer, nn.CrossEntropyLoss())  # type: ignore[misc]
+        TrainStep(model, optimizer, nn.CrossEntropyLoss())
     x, y = batches()[0]
     step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4)
     with pytest.raises(

@@ -1,14 +1,10 @@
 """Whatever a loss divides by, the micro-batches add up to the large batch's loss and update."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
@@ -18,11 +14,11 @@ from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updat
 ROWS = 11
 
 
-def randn(*shape: int) -> Tensor:
+def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def linear(outputs: int) -> nn.Module:
+def linear(outputs):
     torch.manual_seed(0)
     return nn.Linear(5, outputs, dtype=torch.float64)
 
@@ -30,20 +26,20 @@ def linear(outputs: int) -> nn.Module:
 class Several(nn.Module):
     """A model with a tuple of outputs."""
 
-    def __init__(self, *widths: int, positive: bool = False) -> None:
+    def __init__(self, *widths, positive=False):
         super().__init__()
         torch.manual_seed(0)
         self.heads = nn.ModuleList(nn.Linear(5, width, dtype=torch.float64) for width in widths)
         self.positive = positive
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x):
         outputs = [head(x) for head in self.heads]
         if self.positive:
             outputs[-1] = outputs[-1].exp()
         return tuple(outputs)
 
 
-def classes(*shape: int, count: int = 4, ignored: int | None = None) -> Tensor:
+def classes(*shape, count=4, ignored=None):
     targets = torch.randint(0, count, (ROWS, *shape))
     if ignored is not None:
         targets[torch.rand(targets.shape) < 0.4] = ignored
@@ -51,37 +47,37 @@ def classes(*shape: int, count: int = 4, ignored: int | None = None) -> Tensor:
     return targets
 
 
-def log_softmax() -> nn.Module:
+def log_softmax():
     return nn.Sequential(linear(4), nn.LogSoftmax(-1))
 
 
 class Frames(nn.Module):
     """Log-probabilities of 6 frames, as CTCLoss wants them: (frames, rows, classes)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = linear(6 * 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.inner(x).reshape(-1, 6, 4).log_softmax(-1).transpose(0, 1)
 
 
-def ctc_targets() -> tuple[Tensor, Tensor, Tensor]:
+def ctc_targets():
     return torch.randint(1, 4, (ROWS, 3)), torch.full((ROWS,), 6), torch.randint(1, 4, (ROWS,))
 
 
-def positions() -> nn.Module:
+def positions():
     return nn.Sequential(linear(4 * 6), nn.Unflatten(1, (4, 6)))
 
 
-def signs() -> Tensor:
+def signs():
     return torch.randint(0, 2, (ROWS,)) * 2.0 - 1.0
 
 
 CLASS_WEIGHTS = torch.tensor([0.2, 3.0, 1.0, 0.7], dtype=torch.float64)
 
 # name: (loss with a reduction, model, targets)
-LOSSES: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module], Callable[[], Any]]] = {
+LOSSES = {
     "L1": (nn.L1Loss, lambda: linear(2), lambda: randn(ROWS, 2)),
     "MSE": (nn.MSELoss, lambda: linear(2), lambda: randn(ROWS, 2)),
     "Huber": (nn.HuberLoss, lambda: linear(2), lambda: randn(ROWS, 2)),
@@ -140,11 +136,11 @@ LOSSES: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module], Callable[[]
 }
 
 
-def same_updates(loss_fn: Any, model: nn.Module, targets: Callable[[], Any], size: int = 3, **keywords: Any) -> None:
+def same_updates(loss_fn, model, targets, size=3, **keywords):
     torch.manual_seed(3)
     data = [(randn(ROWS, 5), targets()) for _ in range(2)]
 
-    def plain(model: nn.Module, x: Tensor, y: Any) -> Tensor:
+    def plain(model, x, y):
         outputs = model(x)
         return loss_fn(*(outputs if isinstance(outputs, tuple) else (outputs,)), *(y if isinstance(y, tuple) else (y,)))
 
@@ -162,7 +158,7 @@ SUMS = ("L1", "CrossEntropy, smooth, weights, ignored", "CTC", "KLDiv", "Triplet
         *(pytest.param(name, "sum", marks=[] if name in SUMS else pytest.mark.slow) for name in LOSSES),
     ],
 )
-def test_every_torch_loss_is_weighed_by_what_it_divides_by(name: str, reduction: str) -> None:
+def test_every_torch_loss_is_weighed_by_what_it_divides_by(name, reduction):
     make, model, targets = LOSSES[name]
     if name == "KLDiv" and reduction == "mean":
         reduction = "batchmean"  # torch warns about "mean"; the test below has it
@@ -170,23 +166,23 @@ def test_every_torch_loss_is_weighed_by_what_it_divides_by(name: str, reduction:
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
-def test_kl_divergence_may_be_a_mean_over_elements() -> None:
+def test_kl_divergence_may_be_a_mean_over_elements():
     loss_fn = nn.KLDivLoss(reduction="mean", log_target=True)
     same_updates(loss_fn, log_softmax(), lambda: randn(ROWS, 4).log_softmax(-1))
 
 
-def test_every_loss_of_torch_nn_is_in_the_table() -> None:
+def test_every_loss_of_torch_nn_is_in_the_table():
     table = {type(make(reduction="sum")).__name__ for make, _, _ in LOSSES.values()}
     there = {name for name in vars(nn) if name.endswith("Loss")}
     left_out = {"AdaptiveLogSoftmaxWithLoss", "LinearCrossEntropyLoss"}  # with parameters: they are tested below
     assert there - left_out <= table
 
 
-def test_losses_with_parameters_of_their_own() -> None:
+def test_losses_with_parameters_of_their_own():
     torch.manual_seed(0)
     adaptive = nn.AdaptiveLogSoftmaxWithLoss(6, 10, cutoffs=[2, 6], div_value=2.0).double()
     model = linear(6)
-    keywords: dict[str, Any] = {"loss_fn": adaptive, "micro_batch_size": 3}
+    keywords = {"loss_fn": adaptive, "micro_batch_size": 3}
     data = [(randn(ROWS, 5), classes(count=10))]
     assert_same_updates(model, data, lambda model, x, y: adaptive(model(x), y).loss, **keywords)
     if hasattr(nn, "LinearCrossEntropyLoss"):
@@ -198,18 +194,18 @@ def test_losses_with_parameters_of_their_own() -> None:
     "loss_fn",
     [F.cross_entropy, functools.partial(F.cross_entropy, weight=CLASS_WEIGHTS), functools.partial(F.nll_loss)],
 )
-def test_functional_losses_are_known_too(loss_fn: Any) -> None:
+def test_functional_losses_are_known_too(loss_fn):
     same_updates(loss_fn, log_softmax(), lambda: classes(ignored=-100))
 
 
 class WithTargets(nn.Module):
     """Returns its targets beside its outputs, so that the batch says nothing about them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = network()
 
-    def forward(self, batch: Any) -> tuple[Any, Any]:
+    def forward(self, batch):
         x, y = batch["x"], batch["y"]
         return self.inner(x), y
 
@@ -217,9 +213,9 @@ class WithTargets(nn.Module):
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("shape", ["a tuple", "from the model"])
 @pytest.mark.parametrize("targets", ["indices", "probabilities"])
-def test_targets_are_known_wherever_they_come_from(shape: str, targets: str, verify: bool) -> None:
+def test_targets_are_known_wherever_they_come_from(shape, targets, verify):
     loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64))
-    data: list[Any] = []
+    data = []
     for x, y in batches():
         if targets == "probabilities":
             y = torch.nn.functional.one_hot(y, 3).double() * 0.8 + 0.1
@@ -233,22 +229,22 @@ def test_targets_are_known_wherever_they_come_from(shape: str, targets: str, ver
         assert_same_updates(WithTargets(), data, lambda model, x: loss_fn(*model(x)), **keywords)
 
 
-def test_functional_sums_are_sums() -> None:
+def test_functional_sums_are_sums():
     same_updates(functools.partial(F.mse_loss, reduction="sum"), linear(2), lambda: randn(ROWS, 2))
 
 
-def token_mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def token_mean(model, x, y):
     mask = y != -100
     losses = F.cross_entropy(model(x), y, ignore_index=-100, reduction="none")
     return (losses * mask).sum() / mask.sum()
 
 
-def token_data() -> list[tuple[Any, ...]]:
+def token_data():
     torch.manual_seed(3)
     return [(randn(ROWS, 5), classes(6, ignored=-100)) for _ in range(2)]
 
 
-def test_a_weight_function_says_what_the_mean_is_over() -> None:
+def test_a_weight_function_says_what_the_mean_is_over():
     assert_same_updates(
         positions(),
         token_data(),
@@ -259,7 +255,7 @@ def test_a_weight_function_says_what_the_mean_is_over() -> None:
     )
 
 
-def test_compute_loss_may_return_the_weight() -> None:
+def test_compute_loss_may_return_the_weight():
     for count in (lambda y: (y != -100).sum(), lambda y: int((y != -100).sum())):
         assert_same_updates(
             positions(),
@@ -270,34 +266,31 @@ def test_compute_loss_may_return_the_weight() -> None:
         )
 
 
-def test_sums_are_divided_by_the_weights_where_there_are_any() -> None:
-    def token_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def test_sums_are_divided_by_the_weights_where_there_are_any():
+    def token_sum(model, x, y):
         return F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum")
 
-    def counted(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    def counted(model, x, y):
         return token_sum(model, x, y), (y != -100).sum()
 
     data = token_data()
     assert_same_updates(positions(), data, token_sum, compute_loss=token_sum, reduction="sum", micro_batch_size=2)
-    for keywords in (
-        {"compute_loss": counted},
-        {"compute_loss": token_sum, "weight": lambda x, y: (y != -100).sum()},
-    ):
+    for keywords in ({"compute_loss": counted}, {"compute_loss": token_sum, "weight": lambda x, y: (y != -100).sum()}):
         assert_same_updates(positions(), data, token_mean, reduction="sum", micro_batch_size=2, **keywords)
 
 
-def test_a_regulariser_is_exact_beside_a_mean_and_refused_beside_a_sum() -> None:
-    def penalty(model: nn.Module) -> Tensor:
+def test_a_regulariser_is_exact_beside_a_mean_and_refused_beside_a_sum():
+    def penalty(model):
         return 0.1 * sum((p**2).sum() for p in model.parameters())
 
     data = [(randn(ROWS, 5), randn(ROWS, 2)) for _ in range(2)]
 
-    def mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def mean(model, x, y):
         return F.mse_loss(model(x), y) + penalty(model)
 
     assert_same_updates(linear(2), data, mean, compute_loss=mean, micro_batch_size=3)
 
-    def total(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def total(model, x, y):
         return F.mse_loss(model(x), y, reduction="sum") + penalty(model)
 
     model = linear(2)
@@ -315,7 +308,7 @@ def test_a_regulariser_is_exact_beside_a_mean_and_refused_beside_a_sum() -> None
     )
 
 
-def ignored_mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def ignored_mean(model, x, y):
     return nn.CrossEntropyLoss()(model(x), y)
 
 
@@ -330,9 +323,7 @@ def ignored_mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     ],
     ids=["loss_fn", "weight", "(loss, weight)", "by name"],
 )
-def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(
-    keywords: Any, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(keywords, device, monkeypatch):
     if device == "accelerator":  # where weights stay tensors, read when the window ends
         from gradaccum.torch.loss import named, objective
 
@@ -350,8 +341,8 @@ def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(
     assert step.updates == 2
 
 
-def test_a_micro_batch_of_weight_zero_may_have_a_loss_of_nan() -> None:
-    def compute_loss(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
+def test_a_micro_batch_of_weight_zero_may_have_a_loss_of_nan():
+    def compute_loss(model, x, y):
         mask = y != -100
         return (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum(), int(mask.sum())
 
@@ -365,17 +356,17 @@ def test_a_micro_batch_of_weight_zero_may_have_a_loss_of_nan() -> None:
     )
 
 
-def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
+def contrastive(outputs, targets):
     outputs = F.normalize(outputs)
     return F.cross_entropy(outputs @ F.normalize(targets).T / 0.1, torch.arange(len(outputs)))
 
 
-def dice(outputs: Tensor, targets: Tensor) -> Tensor:
+def dice(outputs, targets):
     probabilities = outputs.sigmoid()
     return 1 - 2 * (probabilities * targets).sum() / (probabilities.sum() + targets.sum())
 
 
-def batch_hard(outputs: Tensor, targets: Tensor) -> Tensor:
+def batch_hard(outputs, targets):
     distances = torch.cdist(outputs, outputs)
     same = targets[:, None] == targets[None, :]
     hardest_positive = (distances * same).max(1).values
@@ -396,7 +387,7 @@ def batch_hard(outputs: Tensor, targets: Tensor) -> Tensor:
         ),
     ],
 )
-def test_losses_that_are_not_additive_are_refused_with_advice(loss_fn: Any, targets: Any, advice: str) -> None:
+def test_losses_that_are_not_additive_are_refused_with_advice(loss_fn, targets, advice):
     torch.manual_seed(3)
     model = nn.Sequential(linear(4), nn.Dropout(0.5))
     before = [p.clone() for p in model.parameters()]
@@ -407,15 +398,15 @@ def test_losses_that_are_not_additive_are_refused_with_advice(loss_fn: Any, targ
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 
 
-def test_token_means_weighed_by_rows_are_refused() -> None:
+def test_token_means_weighed_by_rows_are_refused():
     model = positions()
     step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=token_mean, micro_batch_size=3)
     with pytest.raises(NotEquivalentError, match="weight=lambda"):
         step(*token_data()[0])
 
 
-def test_a_small_first_batch_does_not_speak_for_larger_ones() -> None:
-    def rows_of_large_ones(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def test_a_small_first_batch_does_not_speak_for_larger_ones():
+    def rows_of_large_ones(model, x, y):
         return nn.functional.cross_entropy(model(x), y) / (1 if len(x) <= 2 else len(x))
 
     model = network()
@@ -425,14 +416,14 @@ def test_a_small_first_batch_does_not_speak_for_larger_ones() -> None:
         step(*batches(13)[0])
 
 
-def test_weights_that_do_not_add_up_are_refused() -> None:
+def test_weights_that_do_not_add_up_are_refused():
     model = linear(2)
     step = step_of(model, loss_fn=nn.MSELoss(), weight=lambda x, y: 1.0, micro_batch_size=3, verify=True)
     with pytest.raises(NotEquivalentError, match="weighed by what `weight` returns. Leave `weight` out"):
         step(randn(ROWS, 5), randn(ROWS, 2))
 
 
-def test_verification_moves_nothing_and_is_not_tripped_by_dropout_or_batch_norm() -> None:
+def test_verification_moves_nothing_and_is_not_tripped_by_dropout_or_batch_norm():
     torch.manual_seed(0)
     model = nn.Sequential(linear(4), nn.BatchNorm1d(4, dtype=torch.float64), nn.Dropout(0.5), nn.Dropout(0.5))
     model[3].eval()
@@ -456,8 +447,8 @@ def test_verification_moves_nothing_and_is_not_tripped_by_dropout_or_batch_norm(
     assert results[0][2] == results[1][2] == 3
 
 
-def test_the_first_and_the_second_update_are_verified_and_not_the_third() -> None:
-    calls: list[int] = []
+def test_the_first_and_the_second_update_are_verified_and_not_the_third():
+    calls = []
     model = linear(4)
     model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
     step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.MSELoss(), micro_batch_size=4)
@@ -481,7 +472,7 @@ def test_the_first_and_the_second_update_are_verified_and_not_the_third() -> Non
     ],
     ids=["BCEWithLogitsLoss", "BCELoss", "pos_weight", "function"],
 )
-def test_a_weight_for_each_row_that_the_loss_holds_is_refused_by_name(loss: Any, shape: Any, nested: bool) -> None:
+def test_a_weight_for_each_row_that_the_loss_holds_is_refused_by_name(loss, shape, nested):
     columns = shape[1] if len(shape) > 1 else 1
     model = nn.Sequential(nn.Linear(3, columns), nn.Sigmoid(), *([nn.Flatten(0)] if len(shape) == 1 else []))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -491,7 +482,7 @@ def test_a_weight_for_each_row_that_the_loss_holds_is_refused_by_name(loss: Any,
         step(torch.randn(12, 3), (targets,) if nested else targets)
 
 
-def test_a_loss_of_one_value_per_row_is_refused() -> None:
+def test_a_loss_of_one_value_per_row_is_refused():
     model = linear(2)
     with pytest.raises(ValueError, match="reduction='none'"):
         TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.MSELoss(reduction="none"))
@@ -500,7 +491,7 @@ def test_a_loss_of_one_value_per_row_is_refused() -> None:
         step(randn(ROWS, 5))
 
 
-def test_reductions_that_contradict_are_refused() -> None:
+def test_reductions_that_contradict_are_refused():
     model = linear(2)
     with pytest.raises(ValueError, match="contradicts"):
         TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.MSELoss(), reduction="sum")
