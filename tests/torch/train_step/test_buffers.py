@@ -10,7 +10,7 @@ from torch import nn
 from gradaccum.torch import TrainStep, chunked, combine_buffers
 from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.test_memory import OUT, Backward
-from tests.torch.train_step.test_train_step import OPTIMIZERS, batches, step_of
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, by_hand, step_of
 
 
 class Codebook(nn.Module):
@@ -87,6 +87,9 @@ def network(middle):
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), middle(), nn.Linear(6, 3)).double()
 
 
+BUFFERS = {"loss_fn": nn.CrossEntropyLoss(), "buffers": True}
+
+
 MIDDLES = {
     "spectral norm (parametrization)": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
     "spectral norm (hook)": lambda: nn.utils.spectral_norm(nn.Linear(6, 6)),
@@ -100,41 +103,22 @@ MIDDLES = {
 }
 
 
-def by_hand(model, data, kind):
-    optimizer, losses = OPTIMIZERS[kind](model.parameters()), []
-    for x, y in data:
-        optimizer.zero_grad()
-        loss = nn.CrossEntropyLoss()(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
-
-
 @pytest.mark.parametrize(
     ("kind", "size"),
     [("sgd", 4), ("adam", 13), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("sgd", "auto"), ("adam", 5)))],
 )
 @pytest.mark.parametrize("name", MIDDLES)
 def test_buffers_move_once_and_to_where_the_large_batch_moves_them(name, kind, size):
-    reference, model = network(MIDDLES[name]), network(MIDDLES[name])
-    data = batches(count=4)
-    expected = by_hand(reference, data, kind)
-    step = TrainStep(model, OPTIMIZERS[kind](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=size)
-    losses = [step(x, y) for x, y in data]
-    assert relative_error(losses, expected) <= FLOAT64
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
+    model, reference = network(MIDDLES[name]), network(MIDDLES[name])
+    assert_same_updates(model, batches(count=4), make=kind, reference=reference, micro_batch_size=size, **BUFFERS)
 
 
 @pytest.mark.parametrize("name", ["spectral norm (hook)", "largest values", "codebook"])
 def test_chunked_follows_the_same_rules(name):
     reference, model = network(MIDDLES[name]), network(MIDDLES[name])
-    data = batches(count=3)
-    by_hand(reference, data, "sgd")
-    by_hand(chunked(model, 4, verify=False), data, "sgd")
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
+    by_hand(reference, batches(count=3))
+    by_hand(chunked(model, 4, verify=False), batches(count=3))
+    assert relative_error(model.state_dict().values(), reference.state_dict().values()) <= FLOAT64
 
 
 @pytest.mark.parametrize("fails", ["forward", "backward"])
@@ -153,7 +137,7 @@ def test_micro_batches_that_did_not_fit_move_nothing(name, fails):
 
     reference, model = network(MIDDLES[name]), Fragile(network(MIDDLES[name]), 99)
     data = batches(count=3)
-    by_hand(reference, data, "sgd")
+    by_hand(reference, data)
     step = step_of(model, micro_batch_size=6)
     for number, (x, y) in enumerate(data):
         model.limit = (99, 3, 2)[number]
@@ -163,29 +147,18 @@ def test_micro_batches_that_did_not_fit_move_nothing(name, fails):
 
 
 def test_each_evaluation_of_a_closure_is_a_window():
-    name = "spectral norm (hook)"
-    reference, model = network(MIDDLES[name]), network(MIDDLES[name])
-    data = batches(count=2)
-    plain, inner = (torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3) for m in (reference, model))
-    step = TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=5)
-    for x, y in data:
+    model, reference = (network(MIDDLES["spectral norm (hook)"]) for _ in range(2))
 
-        def closure(x=x, y=y):
-            plain.zero_grad()
-            loss = nn.CrossEntropyLoss()(reference(x), y)
-            loss.backward()
-            return loss
+    def lbfgs(parameters):
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
 
-        plain.step(closure)
-        step(x, y)
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
+    assert_same_updates(model, batches(count=2), make=lbfgs, reference=reference, micro_batch_size=5, **BUFFERS)
 
 
 def test_what_has_no_rule_and_is_no_mean_is_said_once_and_the_update_is_exact(caplog):
     reference, model = network(Codebook), network(Codebook)
     x, y = batches(count=1)[0]
-    by_hand(reference, [(x, y)], "sgd")
+    by_hand(reference, [(x, y)])
     step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4)
     with caplog.at_level(logging.WARNING, "gradaccum"):
         step(x, y)
@@ -223,15 +196,8 @@ def test_layer_by_layer_buffers_move_once_too(name, place):
         around = {"before": ([moving], []), "behind": ([], [moving])}.get(place, ([], []))
         return nn.Sequential(first, *around[0], nn.Sequential(*blocks), *around[1], nn.Linear(6, 3)).double()
 
-    reference, model = layered(), layered()
-    data = batches(count=3)
-    expected = by_hand(reference, data, "sgd")
-    blocks = "2" if place == "before" else "1"
-    keywords = {"micro_batch_size": 4, "blocks": blocks}
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), **keywords)
-    assert relative_error([step(x, y) for x, y in data], expected) <= FLOAT64
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
+    keywords = {"micro_batch_size": 4, "blocks": "2" if place == "before" else "1", **BUFFERS}
+    assert_same_updates(layered(), batches(count=3), reference=layered(), **keywords)
 
 
 class CountsPasses(nn.Linear):
@@ -267,8 +233,6 @@ def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6, dtype=torch.float64))
     middle = nn.ModuleList(nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), Centre(6)) for _ in range(2))
     model = nn.Sequential(spectral, nn.Tanh(), *middle, CountsPasses(6, 3))
-    reference = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, reference)]
 
     def counts(x, y):
         return (x[:, 0] > 0).double()
@@ -284,20 +248,10 @@ def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_
         found = loss(m, x, y)
         return {"a": found} if how == "weights by name" else (found, weight(x, y)) if how == "returned" else found
 
-    step = TrainStep(
-        model,
-        optimizers[0],
-        compute_loss=compute_loss,
-        weight=None if how == "returned" else weight,
-        blocks=[model[2], model[3]] if how == "blocks" else None,
-        micro_batch_size=2,
-    )
-    for _ in range(4):
-        x, y = torch.rand(12, 4, dtype=torch.float64), torch.randint(3, (12,))
+    data = [(torch.rand(12, 4, dtype=torch.float64), torch.randint(3, (12,))) for _ in range(4)]
+    for x, _ in data:
         x[:6, 0] = -1.0
-        step(x, y)
-        optimizers[1].zero_grad()
-        loss(reference, x, y).backward()
-        optimizers[1].step()
-        assert relative_error(list(model.parameters()), list(reference.parameters())) < FLOAT64
-        assert relative_error(list(model.buffers()), list(reference.buffers())) < FLOAT64
+    keywords = {"compute_loss": compute_loss, "micro_batch_size": 2, "buffers": True}
+    keywords["weight"] = None if how == "returned" else weight
+    keywords["blocks"] = [model[2], model[3]] if how == "blocks" else None
+    assert_same_updates(model, data, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.5), **keywords)

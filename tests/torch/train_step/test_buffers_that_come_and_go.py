@@ -12,7 +12,7 @@ from gradaccum.torch import TrainStep, chunked, combine_buffers
 from gradaccum.torch.buffers import rules_of
 from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.test_memory import OUT
-from tests.torch.train_step.test_train_step import assert_same_updates, batches, step_of
+from tests.torch.train_step.test_train_step import assert_same_updates, batches, by_hand, step_of
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -153,12 +153,6 @@ def assert_same_state(model, reference):
 @pytest.mark.parametrize("kind", KINDS)
 def test_such_buffers_go_where_the_large_batch_takes_them(kind, how):
     reference, model = network(KINDS[kind]()), network(KINDS[kind]())
-    plain, inner = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (reference, model))
-    step = None
-    if how == "chunked":
-        small = chunked(model, 5)
-    else:
-        step = TrainStep(model, inner, loss_fn=LOSS, micro_batch_size=5, verify=how == "TrainStep")
     passes = []
 
     def fails(module, args, outputs):
@@ -167,17 +161,14 @@ def test_such_buffers_go_where_the_large_batch_takes_them(kind, how):
             raise torch.OutOfMemoryError(OUT)
 
     model[1].register_forward_hook(fails)
-    for x, y in batches(count=3):
-        plain.zero_grad()
-        LOSS(reference(x), y).backward()
-        plain.step()
-        if step is not None:
-            step(x, y)
-        else:
-            inner.zero_grad()
-            LOSS(small(x), y).backward()
-            inner.step()
-        assert_same_state(model, reference)
+    if how == "chunked":
+        by_hand(chunked(model, 5), batches(count=3))
+    else:
+        step = step_of(model, micro_batch_size=5, verify=how == "TrainStep")
+        for batch in batches(count=3):
+            step(*batch)
+    by_hand(reference, batches(count=3))
+    assert_same_state(model, reference)
 
 
 def test_a_failed_update_leaves_nothing_that_a_pass_has_made():
@@ -279,11 +270,8 @@ def test_a_rule_of_a_module_holds_inside_of_a_chunked_one():
     reference, model = network(Counts()), network(Counts())
     combine_buffers(model[1], rows="sum", largest="max", seen="max")
     model[1] = chunked(model[1], 2)
-    x, y = batches(count=1)[0]
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=LOSS, micro_batch_size=5)
-    step(x, y)
-    LOSS(reference(x), y).backward()
-    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    step_of(model, micro_batch_size=5, verify=True)(*batches(count=1)[0])
+    by_hand(reference, batches(count=1))
     assert_same_state(model, reference)
 
 

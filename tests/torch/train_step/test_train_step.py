@@ -1,5 +1,6 @@
 """One call of TrainStep makes the update of one ordinary step on the whole batch."""
 
+import contextlib
 import copy
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from gradaccum.torch import TrainStep
-from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+from tests.reference import FLOAT32, FLOAT64, relative_error
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -25,6 +26,25 @@ def batches(rows=13, count=3, dtype=torch.float64):
     return [(torch.randn(rows, 5, dtype=dtype), torch.randint(0, 3, (rows,))) for _ in range(count)]
 
 
+def plain_loss(model, x, y):
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def by_hand(model, data, loss=plain_loss, make="sgd"):
+    """Ordinary steps on whole batches, by closures, as any optimizer takes them; the losses."""
+    optimizer, losses = OPTIMIZERS.get(make, make)(model.parameters()), []
+    for batch in data:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            value = loss(model, *batch)
+            value.backward()
+            return value
+
+        losses.append(optimizer.step(closure).detach())
+    return losses
+
+
 def step_of(model, optimizer="sgd", *, verify=False, **keywords):
     """A TrainStep with an optimizer of all parameters, or one by name, and cross entropy where no loss is given."""
     inner = OPTIMIZERS[optimizer](model.parameters()) if isinstance(optimizer, str) else optimizer
@@ -32,41 +52,45 @@ def step_of(model, optimizer="sgd", *, verify=False, **keywords):
     return TrainStep(model, inner, **{**loss, **keywords}, verify=verify)
 
 
-def assert_same_updates(model, data, plain_loss, make=OPTIMIZERS["sgd"], tolerance=FLOAT64, **keywords):
-    """Train a copy by ordinary steps and the model by TrainStep: the same parameters, the same losses."""
-    reference = copy.deepcopy(model)
-    expected = torch_updates(reference, make(reference.parameters()), data, plain_loss)
-    step = TrainStep(model, make(model.parameters()), **keywords)
+@contextlib.contextmanager
+def left_as_it_was(model, error, match=None):
+    """What is raised inside leaves parameters, buffers and random numbers as they were."""
+    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    with pytest.raises(error, match=match) as raised:
+        yield raised
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def assert_same_updates(
+    model, data, loss=plain_loss, make="sgd", tolerance=FLOAT64, reference=None, buffers=False, **keywords
+):
+    """Train a copy by ordinary steps and the model by TrainStep: the same parameters and losses, maybe buffers."""
+    reference = copy.deepcopy(model) if reference is None else reference
+    expected = by_hand(reference, data, loss, make)
+    own = {} if "loss_fn" in keywords else {"compute_loss": loss}
+    step = TrainStep(model, OPTIMIZERS.get(make, make)(model.parameters()), **{**own, **keywords})
     losses = [step(*batch) for batch in data]
-    assert not any(loss.requires_grad or loss.dim() for loss in losses)
+    assert not any(value.requires_grad or value.dim() for value in losses)
     assert relative_error(model.parameters(), reference.parameters()) <= tolerance
-    assert relative_error([torch.stack(losses).double()], [torch.tensor(expected, dtype=torch.float64)]) <= tolerance
+    assert relative_error([torch.stack(losses).double()], [torch.stack(expected).double()]) <= tolerance
+    assert not buffers or relative_error(model.buffers(), reference.buffers()) <= tolerance
     assert step.updates == len(data)
     return step
 
 
 def test_one_call_makes_the_large_batchs_update():
-    for name, make in OPTIMIZERS.items():
+    for make in OPTIMIZERS:
         for size in (1, 2, 4, 5, 13, 64, "auto"):
-            loss_fn = nn.CrossEntropyLoss()
-            step = assert_same_updates(
-                network(),
-                batches(),
-                lambda model, x, y, loss_fn=loss_fn: loss_fn(model(x), y),
-                make,
-                loss_fn=loss_fn,
-                micro_batch_size=size,
-            )
-            assert size == "auto" or step.micro_batch_size == size, name
+            keywords = {"loss_fn": nn.CrossEntropyLoss(), "micro_batch_size": size}
+            step = assert_same_updates(network(), batches(), make=make, **keywords)
+            assert size == "auto" or step.micro_batch_size == size, make
 
 
 def test_float32_is_exact_to_its_rounding():
-    loss_fn = nn.CrossEntropyLoss()
+    keywords = {"loss_fn": nn.CrossEntropyLoss(), "micro_batch_size": 3}
     data = batches(32, dtype=torch.float32)
-    model = network(torch.float32)
-    assert_same_updates(
-        model, data, lambda model, x, y: loss_fn(model(x), y), tolerance=FLOAT32, loss_fn=loss_fn, micro_batch_size=3
-    )
+    assert_same_updates(network(torch.float32), data, tolerance=FLOAT32, **keywords)
 
 
 @pytest.mark.parametrize("size", [4, 6])
