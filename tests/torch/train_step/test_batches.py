@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.torch import TrainStep
-from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, network, step_of
+from tests.torch.train_step.test_train_step import assert_same_updates, network, plain_loss, step_of
 
 ROWS = 11
 
@@ -32,57 +32,53 @@ def data():
     return torch.randn(ROWS, 5, dtype=torch.float64), torch.randint(0, 3, (ROWS,))
 
 
-def loss(model, x, y):
-    return nn.functional.cross_entropy(model(x), y)
+def of(x, y):
+    return lambda model, batch: plain_loss(model, x(batch), y(batch))
 
 
-@pytest.mark.parametrize(
-    ("make", "compute"),
-    [
-        (lambda x, y: (x, y), loss),
-        (lambda x, y: (Pair(x, y),), lambda model, pair: loss(model, pair.x, pair.y)),
-        (lambda x, y: (Sample(x, y, "train"),), lambda model, sample: loss(model, sample.x, sample.y)),
-        (lambda x, y: ({"x": x, "more": [y, None, "name", 3]},), lambda model, b: loss(model, b["x"], b["more"][0])),
-        (lambda x, y: ((x, (y,)),), lambda model, b: loss(model, b[0], b[1][0])),
-        (lambda x, y: (x.numpy(), y), lambda model, x, y: loss(model, torch.as_tensor(np.asarray(x)), y)),
-    ],
-    ids=["tuple", "named tuple", "dataclass", "dict and list", "nested tuple", "array"],
-)
-def test_nested_batches_are_split(make, compute):
-    assert_same_updates(network(), [make(*data())], compute, compute_loss=compute, micro_batch_size=3)
+def of_array(model, x, y):
+    return plain_loss(model, torch.as_tensor(np.asarray(x)), y)
+
+
+NESTED = {
+    "tuple": (lambda x, y: (x, y), plain_loss),
+    "named tuple": (lambda x, y: (Pair(x, y),), of(lambda pair: pair.x, lambda pair: pair.y)),
+    "dataclass": (lambda x, y: (Sample(x, y, "train"),), of(lambda sample: sample.x, lambda sample: sample.y)),
+    "dict and list": (
+        lambda x, y: ({"x": x, "more": [y, None, "name", 3]},),
+        of(lambda batch: batch["x"], lambda batch: batch["more"][0]),
+    ),
+    "nested tuple": (lambda x, y: ((x, (y,)),), of(lambda batch: batch[0], lambda batch: batch[1][0])),
+    "array": (lambda x, y: (x.numpy(), y), of_array),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_batches_are_split(name):
+    make, loss = NESTED[name]
+    assert_same_updates(network(), [make(*data())], loss, micro_batch_size=3)
 
 
 def test_loss_fn_takes_the_pair_as_one_argument_too():
-    model = network()
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=3)
+    step = step_of(network(), micro_batch_size=3, verify=True)
     for batch in (data(), list(data())):
         assert step(batch).isfinite()
 
 
-def test_batch_dims_say_where_the_rows_are():
+@pytest.mark.parametrize("dims", [(1, 0, None), (1, 0, {"shift": None})])
+def test_batch_dims_say_where_the_rows_are(dims):
+    def loss(model, x, y, options):
+        return plain_loss(model, x.T + options["shift"].mean(0), y)
+
     x, y = data()
-    shared = torch.randn(2, 5, dtype=torch.float64)
-
-    def compute(model, x, y, options):
-        return loss(model, x.T + options["shift"].mean(0), y)
-
-    for dims in ((1, 0, None), (1, 0, {"shift": None})):
-        assert_same_updates(
-            network(),
-            [(x.T.contiguous(), y, {"shift": shared})],
-            compute,
-            compute_loss=compute,
-            batch_dims=dims,
-            micro_batch_size=3,
-        )
+    batch = x.T.contiguous(), y, {"shift": torch.randn(2, 5, dtype=torch.float64)}
+    assert_same_updates(network(), [batch], loss, batch_dims=dims, micro_batch_size=3)
 
 
 def test_rows_that_do_not_match_are_listed_with_paths_and_shapes():
-    model = network()
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss, micro_batch_size=3)
     x, y = data()
     with pytest.raises(ValueError, match="same number of rows") as raised:
-        step({"x": x, "y": y[:4]}, [torch.zeros(7)])
+        step_of(network(), compute_loss=plain_loss, micro_batch_size=3)({"x": x, "y": y[:4]}, [torch.zeros(7)])
     for told in ("batch[0]['x']", "(11, 5)", "batch[0]['y']", "(4,)", "batch[1][0]", "(7,)", "batch_dims"):
         assert told in str(raised.value)
 
@@ -90,9 +86,8 @@ def test_rows_that_do_not_match_are_listed_with_paths_and_shapes():
 def test_batches_are_left_as_they_were():
     x, y = data()
     batch = {"x": x, "y": y}
-    model = network()
-    step = step_of(model, compute_loss=lambda model, b: loss(model, b["x"], b["y"]), micro_batch_size=3, verify=True)
     before = {name: value.clone() for name, value in batch.items()}
+    step = step_of(network(), compute_loss=lambda model, b: plain_loss(model, **b), micro_batch_size=3, verify=True)
     step(batch)
     assert list(batch) == list(before)
     assert batch["x"] is x
@@ -108,10 +103,8 @@ def test_a_packed_sequence_is_refused_by_name():
 
 
 def test_an_empty_batch_is_refused():
-    model = network()
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss)
     with pytest.raises(ValueError, match="0 rows"):
-        step(torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.long))
+        step_of(network())(torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.long))
 
 
 def test_what_no_loss_can_take_is_refused_at_the_first_batch():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradaccum.torch import TrainStep, chunked, combine_buffers
+from gradaccum.torch import chunked, combine_buffers
 from gradaccum.torch.buffers import rules_of
 from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.test_memory import OUT
@@ -21,59 +21,62 @@ def scaled(x, by):
     return x * (1 + 0.1 * by.double().sum().cos())
 
 
-class Lazy(nn.Module):
-    """Counts its passes in a buffer that is None at first."""
+class Moving(nn.Module):
+    """Scales by its buffers, which a function moves."""
 
-    def __init__(self):
+    def __init__(self, forward, **buffers):
         super().__init__()
-        self.register_buffer("passes", None)
+        self.function = forward
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
 
     def forward(self, x):
-        self.passes = torch.zeros(()).double() if self.passes is None else self.passes
-        self.passes = self.passes + 1
-        return scaled(x, self.passes)
+        return self.function(self, x)
 
 
-class Registers(nn.Module):
-    """The same, in one that is not there at all."""
-
-    def forward(self, x):
-        if not hasattr(self, "passes"):
-            self.register_buffer("passes", torch.zeros(()).double())
-        self.passes += 1
-        return scaled(x, self.passes)
+def counts_in_what_was_none(module, x):
+    module.passes = torch.zeros(()).double() if module.passes is None else module.passes
+    module.passes = module.passes + 1
+    return scaled(x, module.passes)
 
 
-class Grows(nn.Module):
-    """Appends a mean over rows, by assigning, or in place."""
-
-    def __init__(self, in_place):
-        super().__init__()
-        self.in_place = in_place
-        self.register_buffer("means", torch.zeros(0).double())
-
-    def forward(self, x):
-        outputs, new = scaled(x, self.means), x.detach().mean()
-        if self.in_place:
-            self.means.data = torch.cat([self.means, new[None]])
-        else:
-            self.means = torch.cat([self.means, new[None]])
-        return outputs
+def counts_in_what_was_not_there(module, x):
+    if not hasattr(module, "passes"):
+        module.register_buffer("passes", torch.zeros(()).double())
+    module.passes += 1
+    return scaled(x, module.passes)
 
 
-class Deletes(nn.Module):
-    """Starts from a buffer that it deletes."""
+def appends_a_mean_by_assigning(module, x):
+    outputs, module.means = scaled(x, module.means), torch.cat([module.means, x.detach().mean()[None]])
+    return outputs
 
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("once", torch.ones(6).double())
 
-    def forward(self, x):
-        if "once" not in self._buffers:
-            return x
-        outputs = x * (1 + self.once)
-        del self.once
-        return outputs
+def appends_a_mean_in_place(module, x):
+    outputs, module.means.data = scaled(x, module.means), torch.cat([module.means, x.detach().mean()[None]])
+    return outputs
+
+
+def deletes_what_it_starts_from(module, x):
+    if "once" not in module._buffers:
+        return x
+    outputs = x * (1 + module.once)
+    del module.once
+    return outputs
+
+
+def moves_through_numpy(module, x):
+    """Which no version tells of."""
+    outputs = scaled(x, module.passes)
+    module.passes.numpy()[...] += 1
+    return outputs
+
+
+def keeps_the_largest_in_float8(module, x):
+    """Which has no arithmetic."""
+    outputs = scaled(x, module.largest)
+    module.largest.copy_(torch.maximum(module.largest.double(), x.detach().abs().amax(0)))
+    return outputs
 
 
 class Shared(nn.Module):
@@ -93,44 +96,22 @@ class Shared(nn.Module):
         return outputs
 
 
-class Hidden(nn.Module):
-    """Moves through NumPy, which no version tells of."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("passes", torch.zeros(2).double())
-
-    def forward(self, x):
-        outputs = scaled(x, self.passes)
-        self.passes.numpy()[...] += 1
-        return outputs
-
-
-class Narrow(nn.Module):
-    """The largest values in float8, which has no arithmetic."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("largest", torch.ones(6).to(torch.float8_e4m3fn))
-
-    def forward(self, x):
-        outputs = scaled(x, self.largest)
-        self.largest.copy_(torch.maximum(self.largest.double(), x.detach().abs().amax(0)))
-        return outputs
+class Narrow(Moving):
+    """Whose rule is known."""
 
 
 combine_buffers(Narrow, largest="max")
 
 KINDS = {
-    "made": Lazy,
-    "registered": Registers,
-    "assigned in another size": lambda: Grows(False),
-    "resized in place": lambda: Grows(True),
-    "deleted": Deletes,
+    "made": lambda: Moving(counts_in_what_was_none, passes=None),
+    "registered": lambda: Moving(counts_in_what_was_not_there),
+    "assigned in another size": lambda: Moving(appends_a_mean_by_assigning, means=torch.zeros(0).double()),
+    "resized in place": lambda: Moving(appends_a_mean_in_place, means=torch.zeros(0).double()),
+    "deleted": lambda: Moving(deletes_what_it_starts_from, once=torch.ones(6).double()),
     "one tensor twice": lambda: Shared(False),
     "views of one tensor": lambda: Shared(True),
-    "through NumPy": Hidden,
-    "float8": Narrow,
+    "through NumPy": lambda: Moving(moves_through_numpy, passes=torch.zeros(2).double()),
+    "float8": lambda: Narrow(keeps_the_largest_in_float8, largest=torch.ones(6).to(torch.float8_e4m3fn)),
 }
 
 
@@ -172,15 +153,14 @@ def test_such_buffers_go_where_the_large_batch_takes_them(kind, how):
 
 
 def test_a_failed_update_leaves_nothing_that_a_pass_has_made():
-    model = network(Lazy())
+    model = network(KINDS["made"]())
 
     def fails(module, args, outputs):
         raise RuntimeError("an error of the user's own")
 
     model[2].register_forward_hook(fails)
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=LOSS, micro_batch_size=5)
     with pytest.raises(RuntimeError, match="user's own"):
-        step(*batches(count=1)[0])
+        step_of(model, micro_batch_size=5, verify=True)(*batches(count=1)[0])
     assert model[1].passes is None
 
 
@@ -199,30 +179,30 @@ class Centred(nn.Module):
 
 @pytest.mark.parametrize("where", ["closure", "list", "helper", "object"])
 def test_modules_that_compute_loss_refers_to_move_once_too(where):
-    criteria = {name: Centred() for name in ("ours", "theirs")}
+    ours, theirs = Centred(), Centred()
 
-    def make(criterion):
-        def helper(outputs, y):
-            return criterion(outputs, y)
+    def helper(outputs, y):
+        return ours(outputs, y)
 
-        class Computes:
-            def __init__(self):
-                self.criterion = criterion
+    class Computes:
+        criterion = ours
 
-            def __call__(self, model, x, y):
-                return self.criterion(model(x), y)
+        def __init__(self):
+            self.criterion = ours
 
-        held = [criterion]
-        return {
-            "closure": lambda model, x, y: criterion(model(x), y),
-            "list": lambda model, x, y: held[0](model(x), y),
-            "helper": lambda model, x, y: helper(model(x), y),
-            "object": Computes(),
-        }[where]
+        def __call__(self, model, x, y):
+            return self.criterion(model(x), y)
 
-    ours, theirs = make(criteria["ours"]), make(criteria["theirs"])
-    assert_same_updates(network(nn.Tanh()), batches(), theirs, compute_loss=ours, micro_batch_size=4)
-    assert_same_state(criteria["ours"], criteria["theirs"])
+    held = [ours]
+    compute_loss = {
+        "closure": lambda model, x, y: ours(model(x), y),
+        "list": lambda model, x, y: held[0](model(x), y),
+        "helper": lambda model, x, y: helper(model(x), y),
+        "object": Computes(),
+    }[where]
+    keywords = {"compute_loss": compute_loss, "micro_batch_size": 4}
+    assert_same_updates(network(nn.Tanh()), batches(), lambda model, x, y: theirs(model(x), y), **keywords)
+    assert_same_state(ours, theirs)
 
 
 class Counts(nn.Module):
@@ -245,7 +225,7 @@ class Counts(nn.Module):
 
 def test_what_is_no_mean_is_named_in_a_warning_and_no_rule_is_guessed(caplog):
     model = network(Counts())
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=LOSS, micro_batch_size=5)
+    step = step_of(model, micro_batch_size=5, verify=True)
     for batch in batches(count=5):
         step(*batch)
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -286,9 +266,8 @@ def test_a_rule_of_a_module_holds_inside_of_a_chunked_one():
 def test_what_a_rule_returns_is_checked(rule, error, message):
     model = network(Counts())
     combine_buffers(model[1], rows=rule)
-    step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=LOSS, micro_batch_size=5)
     with pytest.raises(error, match=f"The rule for 'rows' of Counts .*{message}"):
-        step(*batches(count=1)[0])
+        step_of(model, micro_batch_size=5)(*batches(count=1)[0])
     assert model[1].rows == 0
 
 

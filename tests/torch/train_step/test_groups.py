@@ -1,7 +1,5 @@
 """Rows that belong together are never split, and make the large batch's update."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -9,8 +7,10 @@ from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch import TrainStep, check_equivalence
-from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.reference import FLOAT64
 from tests.torch.train_step.test_memory import OUT, Backward
+from tests.torch.train_step.test_padding import Attention
+from tests.torch.train_step.test_terms import total
 from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, step_of
 
 SIZES = [3, 1, 4, 2, 3, 4, 1, 2]
@@ -69,11 +69,9 @@ def answers(order):
 
 @pytest.mark.parametrize("size", [2, 3, 6, 7, 26, 64, "auto"])
 def test_pairs_of_preferences(size):
-    for make in OPTIMIZERS.values():
+    for make in OPTIMIZERS:
         model = Policy()
-        step = assert_same_updates(
-            model, [(x,) for x in rows(26)], dpo, make, compute_loss=dpo, micro_batch_size=size, groups=2
-        )
+        step = assert_same_updates(model, [(x,) for x in rows(26)], dpo, make, micro_batch_size=size, groups=2)
         assert all(found % 2 == 0 for found in model.sizes)
         assert size == "auto" or max(model.sizes[1:]) <= max(size, 16) or size == 64
         assert step.micro_batch_size is not None
@@ -81,9 +79,7 @@ def test_pairs_of_preferences(size):
 
 @pytest.mark.parametrize("size", [4, 5, 12, "auto"])
 def test_a_query_with_its_hard_negatives(size):
-    assert_same_updates(
-        Policy(), [(x,) for x in rows(28)], negatives, compute_loss=negatives, micro_batch_size=size, groups=4
-    )
+    assert_same_updates(Policy(), [(x,) for x in rows(28)], negatives, micro_batch_size=size, groups=4)
 
 
 @pytest.mark.parametrize("size", [4, 5, 9, "auto"])
@@ -132,17 +128,8 @@ def test_check_equivalence_cuts_between_groups(size):
 @pytest.mark.parametrize("limits", [(5, 99), (99, 5)])
 @pytest.mark.parametrize("size", [20, "auto"])
 def test_running_out_of_memory_splits_between_groups(limits, size):
-    order = torch.arange(len(IDS))
-    model = Policy(*limits)
-    reference = copy.deepcopy(model)
-    reference.limits = 99, 99
-    optimizer = OPTIMIZERS["sgd"](reference.parameters())
-    step = step_of(model, compute_loss=grpo, micro_batch_size=size, groups=IDS)
-    found = [step(*batch).item() for batch in answers(order)]
-    expected = torch_updates(reference, optimizer, answers(order), grpo)
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert relative_error([torch.tensor(found)], [torch.tensor(expected)]) <= FLOAT64
-    assert step.updates == 3
+    keywords = {"micro_batch_size": size, "groups": IDS, "verify": False}
+    assert_same_updates(Policy(*limits), answers(torch.arange(len(IDS))), grpo, reference=Policy(), **keywords)
 
 
 def test_a_group_that_does_not_fit_into_memory_is_named():
@@ -161,14 +148,9 @@ def test_groups_too_large_to_be_proven_together_are_said_to_be(caplog):
 
 
 def test_a_size_below_the_largest_group_that_memory_has_taught_is_kept_in_a_resumed_run():
-    steps = []
-    for _ in range(2):
-        model = Policy(4, 99)
-        steps.append(step_of(model, compute_loss=grpo, micro_batch_size=5, groups=IDS))
-    first, second = steps
+    first, second = (step_of(Policy(4, 99), compute_loss=grpo, micro_batch_size=5, groups=IDS) for _ in range(2))
     batch = answers(torch.arange(len(IDS)))[0]
     expected = first(*batch)
-    assert first.micro_batch_size is not None
     assert first.micro_batch_size < 4
     second.load_state_dict(first.state_dict())
     torch.testing.assert_close(second(*batch), expected)
@@ -190,8 +172,6 @@ def texts(seed):
 
 @pytest.mark.parametrize("limit", [99, 4])
 def test_packing_by_tokens_keeps_groups_together(limit):
-    from tests.torch.train_step.test_padding import Attention
-
     class Limited(Attention):
         limit = 99
 
@@ -201,17 +181,11 @@ def test_packing_by_tokens_keeps_groups_together(limit):
             return super().forward(input_ids, attention_mask)
 
     model = Limited()
-    reference = copy.deepcopy(model)
     model.limit = limit
-    data = [(texts(seed),) for seed in range(3)]
-    expected = torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), data, text)
-    step = step_of(model, compute_loss=text, max_tokens=40, groups=2, verify=limit == 99)
-    found = [step(*batch).item() for batch in data]
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert relative_error([torch.tensor(found)], [torch.tensor(expected)]) <= FLOAT64
+    keywords = {"groups": 2, "verify": limit == 99, "max_tokens": 40}
+    assert_same_updates(model, [(texts(seed),) for seed in range(3)], text, reference=Limited(), **keywords)
     assert max(model.tokens[-6:]) <= 40
-    model = Limited()
-    step = step_of(model, compute_loss=text, max_tokens=20, groups=2)
+    step = step_of(Limited(), compute_loss=text, max_tokens=20, groups=2)
     with pytest.raises(ValueError, match=r"group 0 \(2 rows\) of up to 12 columns, 24 padded tokens, in max_tokens=20"):
         step(texts(0))
 
@@ -220,10 +194,8 @@ def test_terms_and_groups_go_together():
     def terms(model, x):
         return {"dpo": (dpo(model, x), len(x) // 2), "z": (model(x).square().mean(), len(x))}
 
-    def plain(model, x):
-        return sum(loss for loss, _ in terms(model, x).values())
-
-    assert_same_updates(Policy(), [(x,) for x in rows(26)], plain, compute_loss=terms, micro_batch_size=6, groups=2)
+    keywords = {"compute_loss": terms, "micro_batch_size": 6, "groups": 2}
+    assert_same_updates(Policy(), [(x,) for x in rows(26)], total(terms), **keywords)
 
 
 # What is refused.

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from gradaccum.torch import TrainStep
 from gradaccum.torch.head import Head, tiling
 from gradaccum.torch.measure.fake_memory import LiveBytes
-from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+from tests.reference import FLOAT32, relative_error
 from tests.torch.train_step.test_packing import data
-from tests.torch.train_step.test_padding import shifted, tiny
-from tests.torch.train_step.test_train_step import OPTIMIZERS, step_of
+from tests.torch.train_step.test_padding import assert_same_for_transformers, output_loss, shifted, tiny
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, plain_loss
 
 CLASSES = 23
 
@@ -66,26 +66,16 @@ LOSSES = {
 }  # fmt: skip
 
 
-def made(compute_loss, weight, **keywords):
-    """Parameters after three updates."""
-    model = keywords.pop("model", None) or Model()
-    options = {"micro_batch_size": 3, "head": "head"} | keywords
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=compute_loss, weight=weight, **options)
-    for seed in range(3):
-        step(*tokens(seed=seed))
-    return list(model.parameters())
-
-
-def plain(compute_loss, model=None):
-    model = model or Model()
-    batches = [tokens(seed=seed) for seed in range(3)]
-    torch_updates(model, OPTIMIZERS["sgd"](model.parameters()), batches, compute_loss)
-    return list(model.parameters())
+def assert_tiled(compute_loss, weight, model=None, **keywords):
+    """A model after three updates, and one after three ordinary steps: their parameters and losses are the same."""
+    data = [tokens(seed=seed) for seed in range(3)]
+    keywords = {"micro_batch_size": 3, "head": "head", "weight": weight, **keywords}
+    assert_same_updates(model or Model(), data, compute_loss, **keywords)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_tiles_make_the_update_of_whole_logits(kind, caplog):
-    assert relative_error(made(*LOSSES[kind]), plain(LOSSES[kind][0])) <= FLOAT64
+    assert_tiled(*LOSSES[kind])
     assert not [record for record in caplog.records if "computed whole" in record.message]
 
 
@@ -94,35 +84,16 @@ def test_a_torch_nn_loss_takes_tiles():
         def forward(self, x):
             return super().forward(x).transpose(1, 2)
 
-    model, reference = Second(bias=False), Second(bias=False)
-    loss_fn = nn.CrossEntropyLoss()
-    step = step_of(model, "adam", loss_fn=loss_fn, micro_batch_size=3, head=model.head, verify=True)
-    for seed in range(3):
-        step(*tokens(seed=seed))
-    batches = [tokens(seed=seed) for seed in range(3)]
-    optimizer = OPTIMIZERS["adam"](reference.parameters())
-    torch_updates(reference, optimizer, batches, lambda m, x, y: loss_fn(m(x), y))
-    assert relative_error(list(model.parameters()), list(reference.parameters())) <= FLOAT64
+    model = Second(bias=False)
+    assert_tiled(plain_loss, None, model, make="adam", loss_fn=nn.CrossEntropyLoss(), head=model.head)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_head_of_transformers_is_found(kind, caplog):
     """GPT-2's weights are tied to its embedding; the model's own loss computes in float32."""
     model = tiny(kind)
-    reference = copy.deepcopy(model)
-    step = TrainStep(
-        model,
-        OPTIMIZERS["sgd"](model.parameters()),
-        compute_loss=lambda m, batch: m(**batch).loss,
-        weight=shifted,
-        micro_batch_size=4,
-        head="auto",
-    )
-    for batch in data("right"):
-        step(*batch)
-    torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), data("right"), lambda m, b: m(**b).loss)
-    flat = [nn.utils.parameters_to_vector(m.parameters()) for m in (model, reference)]
-    assert relative_error(flat[:1], flat[1:]) <= FLOAT32
+    keywords = {"compute_loss": output_loss, "weight": shifted, "micro_batch_size": 4, "head": "auto"}
+    assert_same_for_transformers(model, data("right"), **keywords)
     assert not [record for record in caplog.records if "computed whole" in record.message]
     assert type(model.get_output_embeddings()) is nn.Linear
 
@@ -155,7 +126,7 @@ def test_what_takes_no_tiles_is_computed_and_said_once(caplog):
 
     for loss, what in ((halved, "operator.truediv"), (own, "log_softmax")):
         caplog.clear()
-        assert relative_error(made(loss, None), plain(loss)) <= FLOAT64
+        assert_tiled(loss, None)
         (record,) = [record for record in caplog.records if "computed whole" in record.message]
         assert f"for {what!r}" in record.message
 
@@ -180,11 +151,10 @@ def test_autocast_casts_where_it_does_without_tiles(around):
 
 
 def test_frozen_heads_get_no_gradient():
-    loss, weight = LOSSES["flat"]
-    models = [Model(), Model()]
-    for model in models:
-        model.head.requires_grad_(False)
-    assert relative_error(made(loss, weight, model=models[0]), plain(loss, models[1])) <= FLOAT64
+    model = Model()
+    model.head.requires_grad_(False)
+    assert_tiled(*LOSSES["flat"], model)
+    assert model.head.weight.grad is None
 
 
 def test_copies_of_a_model_compute_with_their_own_weights():

@@ -1,6 +1,7 @@
 """What surrounds a training step works as in the three lines that it replaces."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,46 +9,28 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradaccum.torch
-from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error, torch_updates
-from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network
+from tests.torch.train_step.test_train_step import (
+    OPTIMIZERS,
+    assert_same_updates,
+    batches,
+    network,
+    plain_loss,
+    step_of,
+)
 
 LOSS = nn.CrossEntropyLoss()
 
 
-def plain(model, x, y):
-    return LOSS(model(x), y)
-
-
-def make_step(model, optimizer=None, **keywords):
-    keywords = {"loss_fn": LOSS, "micro_batch_size": 4} | keywords
-    return TrainStep(model, optimizer or OPTIMIZERS["sgd"](model.parameters()), **keywords)
+def make_step(model, optimizer="sgd", **keywords):
+    return step_of(model, optimizer, **{"micro_batch_size": 4, "verify": True, **keywords})
 
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 def test_lbfgs_evaluates_the_whole_window_each_time(search):
-    model = network()
-    reference = copy.deepcopy(model)
-
-    def lbfgs(model):
-        return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn=search)
-
-    data = batches()
-    expected, losses = lbfgs(reference), []
-    for batch in data:
-
-        def closure(batch=batch):
-            expected.zero_grad()
-            loss = plain(reference, *batch)
-            loss.backward()
-            return loss
-
-        losses.append(expected.step(closure).detach())
-    step = make_step(model, lbfgs(model))
-    found = [step(*batch) for batch in data]
-    assert relative_error(found, losses) <= 1e-9
-    assert relative_error(model.parameters(), reference.parameters()) <= 1e-9  # five iterations amplify the rounding
-    assert step.updates == len(data)
+    make = functools.partial(torch.optim.LBFGS, lr=0.5, max_iter=5, line_search_fn=search)
+    keywords = {"loss_fn": LOSS, "micro_batch_size": 4}
+    assert_same_updates(network(), batches(), make=make, tolerance=1e-9, **keywords)  # iterations amplify the rounding
 
 
 class Twice(torch.optim.SGD):
@@ -85,6 +68,13 @@ class SharpnessAware(torch.optim.SGD):
         return loss
 
 
+class Once(torch.optim.SGD):
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        super().step()
+        return loss
+
+
 @pytest.mark.parametrize("kind", [Twice, TwiceIfItCan, SharpnessAware])
 def test_other_optimizers_that_evaluate_a_closure_get_the_whole_window(kind):
     model = network()
@@ -95,7 +85,7 @@ def test_other_optimizers_that_evaluate_a_closure_get_the_whole_window(kind):
 
         def closure(batch=batch):
             optimizer.zero_grad()
-            loss = plain(reference, *batch)
+            loss = plain_loss(reference, *batch)
             loss.backward()
             return loss
 
@@ -106,16 +96,9 @@ def test_other_optimizers_that_evaluate_a_closure_get_the_whole_window(kind):
 
 
 def test_an_optimizer_that_evaluates_its_closure_once_costs_no_second_window():
-    class Own(torch.optim.SGD):
-        def step(self, closure=None):
-            loss = closure() if closure is not None else None
-            super().step()
-            return loss
-
-    model = network()
-    passes = []
+    model, passes = network(), []
     model.register_forward_hook(lambda *_: passes.append(1))
-    step = make_step(model, Own(model.parameters(), lr=0.1), micro_batch_size=5, verify=False)
+    step = make_step(model, Once(model.parameters(), lr=0.1), micro_batch_size=5, verify=False)
     for batch in batches(count=2):
         step(*batch)
     assert len(passes) == 2 * 3
@@ -123,35 +106,27 @@ def test_an_optimizer_that_evaluates_its_closure_once_costs_no_second_window():
 
 @pytest.mark.parametrize("size", [4, 13])
 def test_clipping_sees_the_finished_gradient_once(size):
-    model = network()
-    reference = copy.deepcopy(model)
-    data = batches()
-    norms = []
+    model, reference = network(), network()
     optimizer = OPTIMIZERS["sgd"](reference.parameters())
-    for batch in data:
-        optimizer.zero_grad()
-        plain(reference, *batch).backward()
-        norms.append(nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
-        optimizer.step()
     step = make_step(model, micro_batch_size=size, clip_grad_norm=0.1)
-    found = []
-    for batch in data:
+    for batch in batches():
+        optimizer.zero_grad()
+        plain_loss(reference, *batch).backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        optimizer.step()
         step(*batch)
-        found.append(step.grad_norm)
-    assert relative_error(found, norms) <= FLOAT64
+        assert relative_error([step.grad_norm], [norm]) <= FLOAT64
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_a_grad_scaler_scales_unscales_and_skips_an_overflow(clip):
-    model = network()
-    reference = copy.deepcopy(model)
-    torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), batches(), plain, clip_grad_norm=clip)
+    model, reference = network(), network()
+    torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), batches(), plain_loss, clip_grad_norm=clip)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     step = make_step(model, scaler=scaler, clip_grad_norm=clip)
     for x, y in batches():
-        loss = step(x, y)
-        assert relative_error([loss], [plain(model, x, y)]) < 1  # the loss is not scaled
+        assert relative_error([step(x, y)], [plain_loss(model, x, y)]) < 1  # the loss is not scaled
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
     before = copy.deepcopy(model.state_dict())
     x, y = batches()[0]
@@ -174,26 +149,17 @@ def test_autocast_runs_the_forward_pass_in_its_dtype():
 
 def test_half_precision_gradients_may_be_summed_in_float32():
     torch.manual_seed(0)
-    rows = 256
-    x, y = torch.randn(rows, 8), torch.randn(rows, 1)
+    x, y = torch.randn(256, 8), torch.randn(256, 1)
     errors = []
     for dtype in (None, torch.float32):
         model = nn.Linear(8, 1, dtype=torch.bfloat16)
-        with torch.no_grad():
-            model.weight.fill_(0.1)
-            model.bias.fill_(0.0)
-        exact = nn.Linear(8, 1)
-        exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+        nn.init.constant_(model.weight, 0.1)
+        nn.init.zeros_(model.bias)
+        exact = copy.deepcopy(model).float()
         F.mse_loss(exact(x), y).backward()
         sums = []
-        step = TrainStep(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.0),
-            loss_fn=nn.MSELoss(),
-            micro_batch_size=1,
-            accumulate_dtype=dtype,
-            verify=False,
-        )
+        keywords = {"loss_fn": nn.MSELoss(), "micro_batch_size": 1, "accumulate_dtype": dtype, "verify": False}
+        step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.0), **keywords)
         finish = step.update.buffer.cast
         step.update.buffer.cast = lambda sums=sums, model=model, finish=finish: (
             sums.extend(p.grad.clone() for p in model.parameters()),
@@ -201,9 +167,8 @@ def test_half_precision_gradients_may_be_summed_in_float32():
         )
         step(x.bfloat16(), y.bfloat16())
         assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
-        errors.append(
-            relative_error(sums or [p.grad for p in model.parameters()], [p.grad for p in exact.parameters()])
-        )
+        found = sums or [p.grad for p in model.parameters()]
+        errors.append(relative_error(found, [p.grad for p in exact.parameters()]))
     assert errors[1] < 0.01
     assert errors[1] < 0.5 * errors[0]
 
@@ -219,7 +184,7 @@ def test_a_compiled_model_is_compiled_at_most_twice():
 
     model = network()
     reference = copy.deepcopy(model)
-    torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), batches(), plain)
+    torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), batches(), plain_loss)
     torch._dynamo.reset()
     step = make_step(torch.compile(model, backend=backend, dynamic=False), OPTIMIZERS["sgd"](model.parameters()))
     for batch in batches():
@@ -242,7 +207,7 @@ def test_parameters_that_only_some_rows_use():
                 outputs[chosen == index] = self.experts[index](x[chosen == index])
             return outputs
 
-    assert_same_updates(Experts(), batches(), plain, loss_fn=LOSS, micro_batch_size=1)
+    assert_same_updates(Experts(), batches(), plain_loss, loss_fn=LOSS, micro_batch_size=1)
 
 
 def test_losses_with_gradients_of_their_own():
@@ -252,7 +217,7 @@ def test_losses_with_gradients_of_their_own():
         (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
         return LOSS(outputs, y) + (slope.norm(dim=1) - 1).square().mean()
 
-    assert_same_updates(network(), batches(), penalised, compute_loss=penalised, micro_batch_size=4)
+    assert_same_updates(network(), batches(), penalised, micro_batch_size=4)
 
 
 def test_the_state_of_a_step_is_its_counter_and_the_sizes_it_found(tmp_path):
@@ -274,7 +239,7 @@ def test_the_state_of_a_step_is_its_counter_and_the_sizes_it_found(tmp_path):
     ("keywords", "message"),
     [
         ({"loss_fn": None}, "exactly one"),
-        ({"compute_loss": plain}, "exactly one"),
+        ({"loss_fn": LOSS, "compute_loss": plain_loss}, "exactly one"),
         ({"micro_batch_size": 0}, "micro_batch_size"),
         ({"micro_batch_size": 2.5}, "micro_batch_size"),
         ({"micro_batch_size": True}, "micro_batch_size"),

@@ -1,6 +1,5 @@
 """Rows laid one behind the other, without padding, make the update of the padded large batch."""
 
-import copy
 import logging
 from typing import Any
 
@@ -10,11 +9,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
-from gradaccum.torch import TrainStep
 from gradaccum.torch.packing import causal_lm
-from tests.reference import FLOAT64, relative_error, torch_updates
-from tests.torch.train_step.test_padding import COLUMNS, LENGTHS, SLOW, shifted, text, tiny
-from tests.torch.train_step.test_train_step import OPTIMIZERS
+from tests.reference import FLOAT64
+from tests.torch.train_step.test_padding import (
+    COLUMNS,
+    LENGTHS,
+    SLOW,
+    assert_same_for_transformers,
+    shifted,
+    text,
+    tiny,
+)
+from tests.torch.train_step.test_train_step import assert_same_updates, left_as_it_was, step_of
 
 Batch = dict[str, Any]
 
@@ -38,8 +44,14 @@ def next_token_mean(model, batch):
 
 
 def packed_step(model, **keywords):
-    options = {"compute_loss": next_token_mean, "weight": shifted, "max_tokens": 24, "pack": causal_lm} | keywords
-    return TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), **options)
+    return step_of(model, **{"verify": True, **PACKED, **keywords})
+
+
+PACKED = {"compute_loss": next_token_mean, "weight": shifted, "max_tokens": 24, "pack": causal_lm}
+
+
+def assert_same(model, batches, tolerance=FLOAT64, **keywords):
+    assert_same_for_transformers(model, batches, tolerance, loss=next_token_mean, **{**PACKED, **keywords})
 
 
 def data(side, updates=3):
@@ -48,9 +60,14 @@ def data(side, updates=3):
 
 
 def computed(model):
-    """Tokens of the model's calls."""
+    """Tokens of the model's calls; not of its copies'."""
     found = []
-    model.register_forward_pre_hook(lambda _, args, kwargs: found.append(kwargs["input_ids"].numel()), with_kwargs=True)
+
+    def count(module, args, keywords):
+        if module is model:
+            found.append(keywords["input_ids"].numel())
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
     return found
 
 
@@ -66,13 +83,7 @@ def computed(model):
 def test_packed_rows_make_the_padded_batchs_update(kind, side, attention):
     model = tiny(kind)
     model.set_attn_implementation(attention)
-    reference = copy.deepcopy(model)
-    torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), data(side), next_token_mean)
-    step = packed_step(model)
-    for batch in data(side):
-        step(*batch)
-    flat = [nn.utils.parameters_to_vector(m.parameters()) for m in (model, reference)]
-    assert relative_error(flat[:1], flat[1:]) <= FLOAT64
+    assert_same(model, data(side))
 
 
 def test_hardly_any_padding_is_computed_and_a_line_says_so_once(caplog):
@@ -114,11 +125,10 @@ class Before(nn.Module):
 @pytest.mark.parametrize("rows", [len(LENGTHS), 2])
 def test_a_model_that_mixes_packed_rows_is_refused_by_name(rows):
     model = Mixing()
-    before = copy.deepcopy(model.state_dict())
     batch = {name: value[:rows] for name, value in data("right", 1)[0][0].items()}
-    with pytest.raises(NotEquivalentError, match=r"'before' \(Before\) gives the tokens of a row something else"):
+    message = r"'before' \(Before\) gives the tokens of a row something else"
+    with left_as_it_was(model, NotEquivalentError, message):
         packed_step(model)(batch)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_transformers_with_a_cache_mixes_packed_rows_and_is_refused_by_name():
@@ -131,22 +141,18 @@ def test_transformers_with_a_cache_mixes_packed_rows_and_is_refused_by_name():
 
 def test_all_rows_of_a_micro_batch_may_lie_in_one_without_any_padding():
     """What attention of variable lengths takes."""
-    model, reference = tiny("llama"), tiny("llama")
-    tokens = computed(model)
+    model = tiny("llama")
 
     def flat(batch, rows):
         return causal_lm(batch, [[row for pack in rows for row in pack]])
 
-    packed_step(model, pack=flat, verify=False)(*data("right", 1)[0])
-    torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), data("right", 1), next_token_mean)
-    vectors = [nn.utils.parameters_to_vector(m.parameters()) for m in (model, reference)]
-    assert relative_error(vectors[:1], vectors[1:]) <= FLOAT64
+    tokens = computed(model)
+    assert_same(model, data("right", 1), pack=flat, verify=False)
     assert sum(tokens) == sum(LENGTHS)
 
 
 def test_running_out_of_memory_goes_on_in_fewer_tokens():
-    model, reference = tiny("llama"), tiny("llama")
-    torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), data("right", 1), next_token_mean)
+    model = tiny("llama")
     tokens = computed(model)
 
     def limited(model, batch):
@@ -154,26 +160,18 @@ def test_running_out_of_memory_goes_on_in_fewer_tokens():
             raise torch.OutOfMemoryError("injected")
         return next_token_mean(model, batch)
 
-    packed_step(model, compute_loss=limited, max_tokens=48, verify=False)(*data("right", 1)[0])
-    vectors = [nn.utils.parameters_to_vector(m.parameters()) for m in (model, reference)]
-    assert relative_error(vectors[:1], vectors[1:]) <= FLOAT64
+    assert_same(model, data("right", 1), compute_loss=limited, max_tokens=48, verify=False)
     assert max(tokens) <= 12
     assert len(tokens) > 1
 
 
 def test_a_pack_of_ones_own_takes_what_follows_the_model():
     """Inputs and targets, and `torch.nn`'s own mean over the targets that count."""
-    model = nn.Sequential(nn.Embedding(20, 8, dtype=torch.float64), nn.Linear(8, 20, dtype=torch.float64))
-    reference = copy.deepcopy(model)
     loss_fn = nn.CrossEntropyLoss(ignore_index=0)
 
-    class Words(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
+    class Words(nn.Sequential):
         def forward(self, x):
-            return self.inner(x["input_ids"]).transpose(1, 2)
+            return super().forward(x["input_ids"]).transpose(1, 2)
 
     def pack(batch, rows):
         x, y = batch
@@ -181,14 +179,10 @@ def test_a_pack_of_ones_own_takes_what_follows_the_model():
         take = [torch.cat([t.flatten()[k] for k in kept])[None] for t in (x["input_ids"], y)]
         return {"input_ids": take[0]}, take[1]
 
+    model = Words(nn.Embedding(20, 8, dtype=torch.float64), nn.Linear(8, 20, dtype=torch.float64))
     batches = [(of_width(text("right", seed)), text("right", seed)["input_ids"]) for seed in range(2)]
-    step = TrainStep(Words(model), OPTIMIZERS["sgd"](model.parameters()), loss_fn=loss_fn, max_tokens=24, pack=pack)
-    outer = Words(reference)
-    optimizer = OPTIMIZERS["sgd"](reference.parameters())
-    torch_updates(outer, optimizer, batches, lambda model, x, y: loss_fn(model(x), y))
-    for batch in batches:
-        step(*batch)
-    assert relative_error(list(model.parameters()), list(reference.parameters())) <= FLOAT64
+    keywords = {"loss_fn": loss_fn, "max_tokens": 24, "pack": pack}
+    assert_same_updates(model, batches, lambda model, x, y: loss_fn(model(x), y), **keywords)
 
 
 IDS = torch.tensor([[5, 6, 0], [7, 0, 0]])
@@ -201,11 +195,7 @@ MASK = (IDS > 0).long()
         ((IDS, MASK), TypeError, "a flat mapping"),
         ({"attention_mask": torch.tensor([[1, 0, 1], [1, 0, 0]])}, ValueError, "row 0 of a micro-batch"),
         ({"attention_mask": MASK, "score": torch.ones(2)}, ValueError, r"batch\['score'\] of shape \(2,\)"),
-        (
-            {"attention_mask": MASK.flip(1), "labels": IDS.flip(1)},
-            ValueError,
-            "Row 0 of a micro-batch begins behind padding",
-        ),
+        ({"attention_mask": MASK.flip(1), "labels": IDS.flip(1)}, ValueError, "Row 0 of a micro-batch begins behind"),
         ({"attention_mask": MASK, "cross_attention_mask": MASK}, ValueError, "one attention mask"),
     ],
 )
@@ -226,19 +216,19 @@ def test_rows_begin_anew_whatever_side_they_are_padded_on():
     [
         ({"max_tokens": None}, ValueError, "up to `max_tokens` tokens"),
         ({"pack": 3}, TypeError, "Received: 3 of type int"),
+        ({"groups": 1, "verify": False}, ValueError, "`groups` keeps some together"),
     ],
 )
 def test_bad_options_are_refused(options, error, message):
+    batch = data("right", 1)[0]
     with pytest.raises(error, match=message):
-        packed_step(Mixing(), **options)
+        packed_step(Mixing(), **options)(*batch)
 
 
-def test_groups_and_other_results_are_refused():
-    with pytest.raises(ValueError, match="`groups` keeps some together"):
-        packed_step(Mixing(), groups=1, verify=False)(*data("right", 1)[0])
-    step = packed_step(
-        Mixing(), compute_loss=lambda model, x, y: next_token_mean(model, x), weight=None, pack=lambda *_: None,
-        verify=False,
-    )  # fmt: skip
+def test_what_a_pack_returns_is_checked():
+    def first(model, x, y):
+        return next_token_mean(model, x)
+
+    step = packed_step(Mixing(), compute_loss=first, weight=None, pack=lambda *_: None, verify=False)
     with pytest.raises(TypeError, match="a tuple of 2, as it is given. Received: None"):
         step(*data("right", 1)[0], torch.ones(len(LENGTHS)))

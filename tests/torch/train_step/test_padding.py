@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
-from gradaccum.torch import TrainStep
-from tests.reference import FLOAT32, relative_error, torch_updates
-from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates
+from tests.reference import FLOAT32, relative_error
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, by_hand, step_of
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 COLUMNS = 12
@@ -27,6 +26,13 @@ def text(side, seed=0):
         mask = mask.flip(1)
     tokens = torch.randint(1, 20, mask.shape, generator=generator) * mask
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100), "name": "text"}
+
+
+def full(seed=0):
+    """Rows without any padding."""
+    batch = text("right", seed)
+    batch["attention_mask"].fill_(1)
+    return {**batch, "labels": batch["input_ids"].clone()}
 
 
 class Attention(nn.Module):
@@ -56,23 +62,20 @@ def valid(batch):
     return (batch["labels"] != -100).sum()
 
 
+PADDED = {"weight": valid, "max_tokens": 24}
+
+
+def padded_step(model, compute_loss=token_mean, **options):
+    return step_of(model, **{"compute_loss": compute_loss, "verify": True, **PADDED, **options})
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("optimizer", ["sgd", *(SLOW(name) for name in OPTIMIZERS if name != "sgd")])
 def test_packed_rows_make_the_padded_batchs_update(side, optimizer):
-    model = Attention()
-    assert_same_updates(
-        model,
-        [(text(side, seed),) for seed in range(3)],
-        token_mean,
-        OPTIMIZERS[optimizer],
-        compute_loss=token_mean,
-        weight=valid,
-        max_tokens=24,
-        verify=False,
-    )
-    packed = model.tokens
-    assert max(packed) <= 24
-    assert sum(packed) < 0.6 * 3 * len(LENGTHS) * COLUMNS
+    model, data = Attention(), [(text(side, seed),) for seed in range(3)]
+    assert_same_updates(model, data, token_mean, optimizer, **PADDED, verify=False)
+    assert max(model.tokens) <= 24
+    assert sum(model.tokens) < 0.6 * 3 * len(LENGTHS) * COLUMNS
 
 
 def test_batches_may_be_dicts_beside_other_arguments():
@@ -106,17 +109,16 @@ def shifted(batch):
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-def assert_same_for_transformers(model, data, **keywords):
+def assert_same_for_transformers(model, data, tolerance=FLOAT32, loss=None, **keywords):
     """As `assert_same_updates`, for models whose attention has keys with a bias, the true gradient of which is 0 (so
     all parameters are compared as one vector), and whose loss is computed in float32."""
     reference = copy.deepcopy(model)
-    make = OPTIMIZERS["sgd"]
-    torch_updates(reference, make(reference.parameters()), data, keywords["compute_loss"])
-    step = TrainStep(model, make(model.parameters()), **keywords)
+    by_hand(reference, data, loss or keywords["compute_loss"])
+    step = step_of(model, **{"verify": True, **keywords})
     for batch in data:
         step(*batch)
     flat = [nn.utils.parameters_to_vector(m.parameters()) for m in (model, reference)]
-    assert relative_error(flat[:1], flat[1:]) <= FLOAT32
+    assert relative_error(flat[:1], flat[1:]) <= tolerance
     return step
 
 
@@ -199,14 +201,8 @@ def test_a_loss_mask_of_the_users_own_is_noticed_as_labels_are():
 def test_padded_labels_that_count_in_a_later_batch_alone_are_refused():
     data = [text("right", seed) for seed in range(3)]
     data[2]["labels"] = data[2]["labels"].masked_fill(data[2]["attention_mask"] == 0, 0)  # 0 is a token here
-    model = Attention()
-    step = TrainStep(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), compute_loss=token_mean, weight=valid, max_tokens=24
-    )
-    full = text("right", 9)
-    full["attention_mask"].fill_(1)
-    full["labels"] = full["input_ids"].clone()
-    for batch in (full, *data[:2]):
+    step = padded_step(Attention())
+    for batch in (full(9), *data[:2]):
         step(batch)
     with pytest.raises(NotEquivalentError, match="mark them with -100 in the labels.*Leave out `max_tokens`"):
         step(data[2])
@@ -218,11 +214,8 @@ def test_an_error_where_padding_was_cut_off_names_max_tokens():
         each = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
         return (each.sum(1) / (batch["labels"] != -100).sum(1)).mean()
 
-    model = Attention()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = TrainStep(model, optimizer, compute_loss=mean_of_means, weight=valid, max_tokens=24)
     with pytest.raises(NotEquivalentError, match="`max_tokens` has cut off padding there. Taken for text"):
-        step(text("left"))
+        padded_step(Attention(), mean_of_means)(text("left"))
 
 
 def test_padding_that_stays_on_the_left_counts_in_the_budget():
@@ -251,63 +244,41 @@ def test_batch_encodings_are_split_and_packed():
 
 def test_a_row_longer_than_the_budget_goes_alone():
     model = Attention()
-    data = [(text("right"),)]
-    assert_same_updates(model, data, token_mean, compute_loss=token_mean, weight=valid, max_tokens=4, verify=False)
+    assert_same_updates(model, [(text("right"),)], token_mean, weight=valid, max_tokens=4, verify=False)
     assert max(model.tokens) == COLUMNS
 
 
 def test_labels_that_count_are_never_cut_off():
     batch = text("right")
     batch["labels"][2, 9] = 5  # outside the mask
-    assert_same_updates(
-        Attention(), [(batch,)], token_mean, compute_loss=token_mean, weight=valid, max_tokens=24, verify=False
-    )
+    assert_same_updates(Attention(), [(batch,)], token_mean, **PADDED, verify=False)
 
 
 def test_a_loss_that_counts_padding_is_refused():
     def padded_mean(model, batch):
-        return F.cross_entropy(
-            model(batch["input_ids"], batch["attention_mask"]).flatten(0, 1), batch["input_ids"].flatten()
-        )
+        outputs = model(batch["input_ids"], batch["attention_mask"])
+        return F.cross_entropy(outputs.flatten(0, 1), batch["input_ids"].flatten())
 
-    model = Attention()
-    batch = text("right")
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=padded_mean, max_tokens=24)
     with pytest.raises(NotEquivalentError, match="padded positions count"):
-        step(batch)
+        padded_step(Attention(), padded_mean, weight=None)(text("right"))
 
 
 def test_out_of_memory_splits_a_pack_and_lowers_the_budget():
-    class Fragile(Attention):
-        limit = 99
-
+    class Limited(Attention):
         def forward(self, input_ids, attention_mask):
-            if input_ids.numel() > self.limit:
+            if input_ids.numel() > 15:
                 raise torch.OutOfMemoryError("simulated")
             return super().forward(input_ids, attention_mask)
 
-    class Limited(Fragile):
-        limit = 15
-
-    plain = Attention()
-    model = Limited()
     data = [(text("right", seed),) for seed in range(2)]
-    make = OPTIMIZERS["sgd"]
-    assert_same_updates(plain, data, token_mean, make, compute_loss=token_mean, weight=valid, micro_batch_size=3)
-    step = TrainStep(model, make(model.parameters()), compute_loss=token_mean, weight=valid, max_tokens=36)
-    for batch in data:
-        step(*batch)
-    for a, b in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert_same_updates(Limited(), data, token_mean, reference=Attention(), weight=valid, max_tokens=36)
 
 
 def test_a_batch_without_a_mask_is_refused():
-    model = Attention()
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=token_mean, max_tokens=24, verify=False)
     batch = text("right")
     del batch["attention_mask"]
     with pytest.raises(ValueError, match="attention_mask"):
-        step(batch)
+        padded_step(Attention(), verify=False)(batch)
 
 
 class States(Attention):
@@ -326,18 +297,9 @@ def test_padding_on_the_right_that_counts_is_refused_where_it_first_comes(before
     """A recurrence from the right, which comes to the padding there first."""
     step = padded_step(States())
     for kind in before:
-        batch = text("right" if kind == "full" else "left")
-        if kind == "full":
-            batch["attention_mask"].fill_(1)
-            batch["labels"] = batch["input_ids"]
-        step(batch)
+        step(full() if kind == "full" else text("left"))
     with pytest.raises(NotEquivalentError, match="Cutting off columns of nothing but padding changes the loss"):
         step(text("right"))
-
-
-def padded_step(model, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TrainStep(model, optimizer, compute_loss=token_mean, weight=valid, max_tokens=24, **options)
 
 
 def test_padding_stays_where_it_cannot_be_tried_out(caplog):

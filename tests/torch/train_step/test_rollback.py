@@ -1,5 +1,6 @@
 """An optimizer whose step fails halfway leaves everything as it was, or says that it may not be so."""
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -106,19 +107,26 @@ def operations(optimizer):
     return int(1e9 - trial.mode.left)
 
 
+@contextlib.contextmanager
+def unchanged(model, *optimizers, error=torch.OutOfMemoryError, match=None):
+    """What is raised inside leaves everything as it was."""
+    before = everything(model, *optimizers)
+    with pytest.raises(error, match=match):
+        yield
+    assert same(everything(model, *optimizers), before)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_out_of_memory_at_any_operation_of_the_first_update_and_of_any_after_it_changes_nothing(kind):
     data = batches(count=3)
     model, optimizer, step = model_and_step(kind)
     for batch in data:
-        before = everything(model, optimizer)
         count = operations(optimizer)
         assert count > 1
         for number in range(count) if batch is data[0] or kind == "foreach adam" else (0, count - 1):
             optimizer.mode = FailsAt(number)
-            with pytest.raises(torch.OutOfMemoryError, match=r"\.step\(\)(.|\n)*are as they were\."):
+            with unchanged(model, optimizer, match=r"\.step\(\)(.|\n)*are as they were\."):
                 step(*batch)
-            assert same(everything(model, optimizer), before), number
         optimizer.mode = FailsAt(math.inf)
         step(*batch)
     assert step.updates == 3
@@ -135,21 +143,17 @@ def test_what_cannot_be_taken_back_is_told_and_from_then_on_it_can(kind):
         step(*data[1])
     assert not same(everything(model, optimizer), before)
     assert torch.equal(torch.get_rng_state(), generator)
-    before = everything(model, optimizer)
-    with pytest.raises(torch.OutOfMemoryError, match="are as they were"):
+    with unchanged(model, optimizer, match="are as they were"):
         step(*data[1])
-    assert same(everything(model, optimizer), before)
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, lambda: ValueError("the user's own")])
 def test_any_other_error_of_an_optimizer_changes_nothing_in_the_first_update_and_is_told_later(failure, caplog):
     model, optimizer, step = model_and_step("foreach adam")
     data, kind = batches(count=2), type(failure())
-    before = everything(model, optimizer)
     optimizer.mode = FailsAt(5, failure)
-    with pytest.raises(kind):
+    with unchanged(model, optimizer, error=kind):
         step(*data[0])
-    assert same(everything(model, optimizer), before)
     assert not caplog.text
     optimizer.mode = FailsAt(math.inf)
     step(*data[0])
@@ -161,17 +165,13 @@ def test_any_other_error_of_an_optimizer_changes_nothing_in_the_first_update_and
 
 @pytest.mark.parametrize("choice", ["pooled", "exact", "frozen"])
 def test_batch_norms_buffers_are_as_they_were(choice):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double()
     optimizer = fragile(torch.optim.Adam)(model.parameters(), lr=0.1)
-    step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, batch_norm=choice)
-    data = batches(count=2)
-    for batch in data:
-        before = everything(model, optimizer)
+    step = step_of(model, optimizer, micro_batch_size=4, batch_norm=choice, verify=True)
+    for batch in batches(count=2):
         optimizer.mode = FailsAt(0)
-        with pytest.raises(torch.OutOfMemoryError):
+        with unchanged(model, optimizer):
             step(*batch)
-        assert same(everything(model, optimizer), before)
         optimizer.mode = FailsAt(math.inf)
         step(*batch)
 
@@ -180,13 +180,11 @@ def test_of_several_optimizers_all_are_taken_back():
     model = network()
     first = torch.optim.Adam(model[0].parameters(), lr=0.1)
     second = fragile(torch.optim.SGD)(model[2].parameters(), lr=0.1, momentum=0.9)
-    step = TrainStep(model, [first, second], loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4)
-    data = batches()
-    before = everything(model, first, second)
+    step = step_of(model, [first, second], micro_batch_size=4, verify=True)
+    batch = batches()[0]
     second.mode = FailsAt(3)
-    with pytest.raises(torch.OutOfMemoryError):
-        step(*data[0])
-    assert same(everything(model, first, second), before)
+    with unchanged(model, first, second):
+        step(*batch)
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
@@ -219,17 +217,15 @@ def test_an_error_in_a_closures_window_leaves_everything_as_before_the_call(eval
         nonlocal evaluations
         evaluations -= 1
         if evaluations <= 0:
-            raise failure()
+            raise failure
         return nn.functional.cross_entropy(outputs, y)
 
-    step = TrainStep(model, optimizer, loss_fn=loss_fn, micro_batch_size=13, batch_norm="micro", verify=False)
-    data = batches(count=2)
-    step(*data[0])
-    before = everything(model, optimizer)
+    step = step_of(model, optimizer, loss_fn=loss_fn, micro_batch_size=13, batch_norm="micro")
+    first, second = batches(count=2)
+    step(*first)
     evaluations = evaluation
-    with pytest.raises(type(failure()), match="one row" if failure is torch.OutOfMemoryError else None):
-        step(*data[1])
-    assert same(everything(model, optimizer), before)
+    with unchanged(model, optimizer, error=failure, match="one row" if failure is torch.OutOfMemoryError else None):
+        step(*second)
     evaluations = 99
-    step(*data[1])
+    step(*second)
     assert step.updates == 2

@@ -1,6 +1,7 @@
 """Whatever a loss divides by, the micro-batches add up to the large batch's loss and update."""
 
-import functools
+import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,15 @@ from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch import TrainStep
-from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network, step_of
+from tests.torch.train_step.test_train_step import (
+    OPTIMIZERS,
+    assert_same_updates,
+    batches,
+    left_as_it_was,
+    network,
+    plain_loss,
+    step_of,
+)
 
 ROWS = 11
 
@@ -71,68 +80,67 @@ def positions():
 
 
 def signs():
-    return torch.randint(0, 2, (ROWS,)) * 2.0 - 1.0
+    return torch.randint(0, 2, (ROWS, 1)) * 2.0 - 1.0
+
+
+def binary(columns):
+    return torch.randint(0, 2, (ROWS, columns)).double()
+
+
+def one_label():
+    return torch.cat([classes(1), torch.full((ROWS, 3), -1)], 1)
+
+
+def probabilities():
+    return randn(ROWS, 4).softmax(-1)
 
 
 CLASS_WEIGHTS = torch.tensor([0.2, 3.0, 1.0, 0.7], dtype=torch.float64)
 
 # name: (loss with a reduction, model, targets)
+one, two, four, ignored = (
+    *(partial(linear, outputs) for outputs in (1, 2, 4)),
+    partial(classes, ignored=-100),
+)
+numbers = partial(randn, ROWS, 2)
+weighted = partial(nn.CrossEntropyLoss, weight=CLASS_WEIGHTS)
+with_logits = partial(nn.BCEWithLogitsLoss, pos_weight=torch.tensor([2.0, 5.0], dtype=torch.float64))
 LOSSES = {
-    "L1": (nn.L1Loss, lambda: linear(2), lambda: randn(ROWS, 2)),
-    "MSE": (nn.MSELoss, lambda: linear(2), lambda: randn(ROWS, 2)),
-    "Huber": (nn.HuberLoss, lambda: linear(2), lambda: randn(ROWS, 2)),
-    "SmoothL1": (nn.SmoothL1Loss, lambda: linear(2), lambda: randn(ROWS, 2)),
-    "CrossEntropy": (nn.CrossEntropyLoss, lambda: linear(4), classes),
-    "CrossEntropy, class weights": (
-        functools.partial(nn.CrossEntropyLoss, weight=CLASS_WEIGHTS),
-        lambda: linear(4),
-        classes,
-    ),
-    "CrossEntropy, ignored": (nn.CrossEntropyLoss, lambda: linear(4), lambda: classes(ignored=-100)),
+    "L1": (nn.L1Loss, two, numbers),
+    "MSE": (nn.MSELoss, two, numbers),
+    "Huber": (nn.HuberLoss, two, numbers),
+    "SmoothL1": (nn.SmoothL1Loss, two, numbers),
+    "CrossEntropy": (nn.CrossEntropyLoss, four, classes),
+    "CrossEntropy, class weights": (weighted, four, classes),
+    "CrossEntropy, ignored": (nn.CrossEntropyLoss, four, ignored),
     "CrossEntropy, smooth, weights, ignored": (
-        functools.partial(nn.CrossEntropyLoss, weight=CLASS_WEIGHTS, ignore_index=1, label_smoothing=0.1),
-        lambda: linear(4),
-        lambda: classes(ignored=1),
+        partial(weighted, ignore_index=1, label_smoothing=0.1),
+        four,
+        partial(classes, ignored=1),
     ),
-    "CrossEntropy, positions": (nn.CrossEntropyLoss, positions, lambda: classes(6, ignored=-100)),
+    "CrossEntropy, positions": (nn.CrossEntropyLoss, positions, partial(ignored, 6)),
     "CrossEntropy, positions, smooth": (
-        functools.partial(nn.CrossEntropyLoss, label_smoothing=0.2),
+        partial(nn.CrossEntropyLoss, label_smoothing=0.2),
         positions,
-        lambda: classes(6, ignored=-100),
+        partial(ignored, 6),
     ),
-    "CrossEntropy, probabilities": (
-        functools.partial(nn.CrossEntropyLoss, weight=CLASS_WEIGHTS, label_smoothing=0.1),
-        lambda: linear(4),
-        lambda: randn(ROWS, 4).softmax(-1),
-    ),
-    "NLL": (functools.partial(nn.NLLLoss, weight=CLASS_WEIGHTS), log_softmax, lambda: classes(ignored=-100)),
-    "CTC": (functools.partial(nn.CTCLoss, zero_infinity=True), Frames, ctc_targets),
-    "PoissonNLL": (nn.PoissonNLLLoss, lambda: linear(2), lambda: randn(ROWS, 2).exp()),
-    "GaussianNLL": (nn.GaussianNLLLoss, lambda: linear(2), lambda: (randn(ROWS, 2), randn(ROWS, 2).exp())),
-    "KLDiv": (nn.KLDivLoss, log_softmax, lambda: randn(ROWS, 4).softmax(-1)),
-    "BCE": (nn.BCELoss, lambda: nn.Sequential(linear(2), nn.Sigmoid()), lambda: randn(ROWS, 2).sigmoid()),
-    "BCEWithLogits": (
-        functools.partial(nn.BCEWithLogitsLoss, pos_weight=torch.tensor([2.0, 5.0], dtype=torch.float64)),
-        lambda: linear(2),
-        lambda: torch.randint(0, 2, (ROWS, 2)).double(),
-    ),
-    "MarginRanking": (nn.MarginRankingLoss, lambda: Several(1, 1), lambda: signs()[:, None]),
-    "HingeEmbedding": (nn.HingeEmbeddingLoss, lambda: linear(1), lambda: signs()[:, None]),
-    "MultiLabelMargin": (
-        nn.MultiLabelMarginLoss,
-        lambda: linear(4),
-        lambda: torch.cat([classes(1), torch.full((ROWS, 3), -1)], 1),
-    ),
-    "SoftMargin": (nn.SoftMarginLoss, lambda: linear(1), lambda: signs()[:, None]),
-    "MultiLabelSoftMargin": (
-        functools.partial(nn.MultiLabelSoftMarginLoss, weight=CLASS_WEIGHTS),
-        lambda: linear(4),
-        lambda: torch.randint(0, 2, (ROWS, 4)).double(),
-    ),
-    "CosineEmbedding": (nn.CosineEmbeddingLoss, lambda: Several(3, 3), signs),
-    "MultiMargin": (functools.partial(nn.MultiMarginLoss, weight=CLASS_WEIGHTS), lambda: linear(4), classes),
-    "TripletMargin": (nn.TripletMarginLoss, lambda: Several(3, 3, 3), lambda: ()),
-    "TripletMarginWithDistance": (nn.TripletMarginWithDistanceLoss, lambda: Several(3, 3, 3), lambda: ()),
+    "CrossEntropy, probabilities": (partial(weighted, label_smoothing=0.1), four, probabilities),
+    "NLL": (partial(nn.NLLLoss, weight=CLASS_WEIGHTS), log_softmax, ignored),
+    "CTC": (partial(nn.CTCLoss, zero_infinity=True), Frames, ctc_targets),
+    "PoissonNLL": (nn.PoissonNLLLoss, two, lambda: numbers().exp()),
+    "GaussianNLL": (nn.GaussianNLLLoss, two, lambda: (numbers(), numbers().exp())),
+    "KLDiv": (nn.KLDivLoss, log_softmax, probabilities),
+    "BCE": (nn.BCELoss, lambda: nn.Sequential(two(), nn.Sigmoid()), lambda: numbers().sigmoid()),
+    "BCEWithLogits": (with_logits, two, partial(binary, 2)),
+    "MarginRanking": (nn.MarginRankingLoss, partial(Several, 1, 1), signs),
+    "HingeEmbedding": (nn.HingeEmbeddingLoss, one, signs),
+    "MultiLabelMargin": (nn.MultiLabelMarginLoss, four, one_label),
+    "SoftMargin": (nn.SoftMarginLoss, one, signs),
+    "MultiLabelSoftMargin": (partial(nn.MultiLabelSoftMarginLoss, weight=CLASS_WEIGHTS), four, partial(binary, 4)),
+    "CosineEmbedding": (nn.CosineEmbeddingLoss, partial(Several, 3, 3), lambda: signs()[:, 0]),
+    "MultiMargin": (partial(nn.MultiMarginLoss, weight=CLASS_WEIGHTS), four, classes),
+    "TripletMargin": (nn.TripletMarginLoss, partial(Several, 3, 3, 3), tuple),
+    "TripletMarginWithDistance": (nn.TripletMarginWithDistanceLoss, partial(Several, 3, 3, 3), tuple),
 }
 
 
@@ -165,10 +173,24 @@ def test_every_torch_loss_is_weighed_by_what_it_divides_by(name, reduction):
     same_updates(make(reduction=reduction), model(), targets)
 
 
+OTHERS = {
+    "KL divergence, a mean over elements": (
+        nn.KLDivLoss(reduction="mean", log_target=True),
+        log_softmax,
+        lambda: probabilities().log(),
+    ),
+    "a function": (F.cross_entropy, log_softmax, ignored),
+    "a partial function": (partial(F.cross_entropy, weight=CLASS_WEIGHTS), log_softmax, ignored),
+    "a partial function of nothing": (partial(F.nll_loss), log_softmax, ignored),
+    "a function's sum": (partial(F.mse_loss, reduction="sum"), two, numbers),
+}
+
+
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
-def test_kl_divergence_may_be_a_mean_over_elements():
-    loss_fn = nn.KLDivLoss(reduction="mean", log_target=True)
-    same_updates(loss_fn, log_softmax(), lambda: randn(ROWS, 4).log_softmax(-1))
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_losses_and_functions_are_weighed_by_what_they_divide_by(name):
+    loss_fn, model, targets = OTHERS[name]
+    same_updates(loss_fn, model(), targets)
 
 
 def test_every_loss_of_torch_nn_is_in_the_table():
@@ -181,21 +203,12 @@ def test_every_loss_of_torch_nn_is_in_the_table():
 def test_losses_with_parameters_of_their_own():
     torch.manual_seed(0)
     adaptive = nn.AdaptiveLogSoftmaxWithLoss(6, 10, cutoffs=[2, 6], div_value=2.0).double()
-    model = linear(6)
-    keywords = {"loss_fn": adaptive, "micro_batch_size": 3}
     data = [(randn(ROWS, 5), classes(count=10))]
-    assert_same_updates(model, data, lambda model, x, y: adaptive(model(x), y).loss, **keywords)
+    keywords = {"loss_fn": adaptive, "micro_batch_size": 3}
+    assert_same_updates(linear(6), data, lambda model, x, y: adaptive(model(x), y).loss, **keywords)
     if hasattr(nn, "LinearCrossEntropyLoss"):
         linear_loss = nn.LinearCrossEntropyLoss(6, 10, dtype=torch.float64)
         same_updates(linear_loss, linear(6), lambda: classes(count=10, ignored=-100))
-
-
-@pytest.mark.parametrize(
-    "loss_fn",
-    [F.cross_entropy, functools.partial(F.cross_entropy, weight=CLASS_WEIGHTS), functools.partial(F.nll_loss)],
-)
-def test_functional_losses_are_known_too(loss_fn):
-    same_updates(loss_fn, log_softmax(), lambda: classes(ignored=-100))
 
 
 class WithTargets(nn.Module):
@@ -229,10 +242,6 @@ def test_targets_are_known_wherever_they_come_from(shape, targets, verify):
         assert_same_updates(WithTargets(), data, lambda model, x: loss_fn(*model(x)), **keywords)
 
 
-def test_functional_sums_are_sums():
-    same_updates(functools.partial(F.mse_loss, reduction="sum"), linear(2), lambda: randn(ROWS, 2))
-
-
 def token_mean(model, x, y):
     mask = y != -100
     losses = F.cross_entropy(model(x), y, ignore_index=-100, reduction="none")
@@ -244,72 +253,48 @@ def token_data():
     return [(randn(ROWS, 5), classes(6, ignored=-100)) for _ in range(2)]
 
 
-def test_a_weight_function_says_what_the_mean_is_over():
-    assert_same_updates(
-        positions(),
-        token_data(),
-        token_mean,
-        compute_loss=token_mean,
-        weight=lambda x, y: (y != -100).sum(),
-        micro_batch_size=2,
-    )
+def token_sum(model, x, y):
+    return F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum")
 
 
-def test_compute_loss_may_return_the_weight():
-    for count in (lambda y: (y != -100).sum(), lambda y: int((y != -100).sum())):
-        assert_same_updates(
-            positions(),
-            token_data(),
-            token_mean,
-            compute_loss=lambda model, x, y, count=count: (token_mean(model, x, y), count(y)),
-            micro_batch_size=2,
-        )
+def valid(x, y):
+    return (y != -100).sum()
 
 
-def test_sums_are_divided_by_the_weights_where_there_are_any():
-    def token_sum(model, x, y):
-        return F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum")
+TOLD = {
+    "by a function": {"compute_loss": token_mean, "weight": valid},
+    "with the loss": {"compute_loss": lambda m, *batch: (token_mean(m, *batch), valid(*batch))},
+    "with the loss, as an int": {"compute_loss": lambda m, *batch: (token_mean(m, *batch), int(valid(*batch)))},
+    "of a sum": {"compute_loss": token_sum, "weight": valid, "reduction": "sum"},
+    "with a sum": {"compute_loss": lambda m, *batch: (token_sum(m, *batch), valid(*batch)), "reduction": "sum"},
+}
 
-    def counted(model, x, y):
-        return token_sum(model, x, y), (y != -100).sum()
 
-    data = token_data()
-    assert_same_updates(positions(), data, token_sum, compute_loss=token_sum, reduction="sum", micro_batch_size=2)
-    for keywords in ({"compute_loss": counted}, {"compute_loss": token_sum, "weight": lambda x, y: (y != -100).sum()}):
-        assert_same_updates(positions(), data, token_mean, reduction="sum", micro_batch_size=2, **keywords)
+@pytest.mark.parametrize("how", TOLD)
+def test_what_the_mean_is_over_is_told(how):
+    assert_same_updates(positions(), token_data(), token_mean, micro_batch_size=2, **TOLD[how])
+
+
+def test_sums_without_weights_are_sums():
+    assert_same_updates(positions(), token_data(), token_sum, reduction="sum", micro_batch_size=2)
 
 
 def test_a_regulariser_is_exact_beside_a_mean_and_refused_beside_a_sum():
-    def penalty(model):
-        return 0.1 * sum((p**2).sum() for p in model.parameters())
+    def penalised(share, reduction="mean"):
+        def loss(model, x, y):
+            penalty = 0.1 * sum((p**2).sum() for p in model.parameters())
+            return F.mse_loss(model(x), y, reduction=reduction) + penalty * share(x)
+
+        return loss
 
     data = [(randn(ROWS, 5), randn(ROWS, 2)) for _ in range(2)]
-
-    def mean(model, x, y):
-        return F.mse_loss(model(x), y) + penalty(model)
-
-    assert_same_updates(linear(2), data, mean, compute_loss=mean, micro_batch_size=3)
-
-    def total(model, x, y):
-        return F.mse_loss(model(x), y, reduction="sum") + penalty(model)
-
-    model = linear(2)
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=total, reduction="sum")
+    assert_same_updates(linear(2), data, penalised(lambda x: 1), micro_batch_size=3)
+    sums = {"reduction": "sum", "micro_batch_size": 3}
+    total = penalised(lambda x: 1, "sum")
     with pytest.raises(NotEquivalentError, match="regulariser"):
-        step(*data[0])
-    # Its share of the rows makes it additive.
-    assert_same_updates(
-        linear(2),
-        data,
-        total,
-        compute_loss=lambda model, x, y: F.mse_loss(model(x), y, reduction="sum") + penalty(model) * len(x) / ROWS,
-        reduction="sum",
-        micro_batch_size=3,
-    )
-
-
-def ignored_mean(model, x, y):
-    return nn.CrossEntropyLoss()(model(x), y)
+        step_of(linear(2), compute_loss=total, verify=True, **sums)(*data[0])
+    shared = penalised(lambda x: len(x) / ROWS, "sum")  # its share of the rows makes it additive
+    assert_same_updates(linear(2), data, total, compute_loss=shared, **sums)
 
 
 @pytest.mark.parametrize("device", ["cpu", "accelerator"])
@@ -317,9 +302,9 @@ def ignored_mean(model, x, y):
     "keywords",
     [
         {"loss_fn": nn.CrossEntropyLoss()},
-        {"compute_loss": ignored_mean, "weight": lambda x, y: (y != -100).sum()},
-        {"compute_loss": lambda *batch: (ignored_mean(*batch), (batch[-1] != -100).sum())},
-        {"compute_loss": lambda *batch: {"a": (ignored_mean(*batch), (batch[-1] != -100).sum())}},
+        {"compute_loss": plain_loss, "weight": valid},
+        {"compute_loss": lambda m, *batch: (plain_loss(m, *batch), valid(*batch))},
+        {"compute_loss": lambda m, *batch: {"a": (plain_loss(m, *batch), valid(*batch))}},
     ],
     ids=["loss_fn", "weight", "(loss, weight)", "by name"],
 )
@@ -331,7 +316,7 @@ def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(keywords,
             monkeypatch.setattr(module, "plain_weight", lambda weight: torch.as_tensor(weight))
     model = linear(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    step = TrainStep(model, optimizer, micro_batch_size=3, verify=False, **keywords)
+    step = step_of(model, optimizer, micro_batch_size=3, **keywords)
     assert step(randn(ROWS, 5), classes()).isfinite()
     before = [p.clone() for p in model.parameters()]
     assert step(randn(ROWS, 5), torch.full((ROWS,), -100)).isnan()
@@ -342,28 +327,11 @@ def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(keywords,
 
 
 def test_a_micro_batch_of_weight_zero_may_have_a_loss_of_nan():
-    def compute_loss(model, x, y):
-        mask = y != -100
-        return (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum(), int(mask.sum())
+    def loss_and_weight(model, x, y):
+        return token_mean(model, x, y), int(valid(x, y))
 
     data = [(randn(ROWS, 5), classes(ignored=-100))]
-    assert_same_updates(
-        linear(4),
-        data,
-        lambda model, x, y: nn.CrossEntropyLoss()(model(x), y),
-        compute_loss=compute_loss,
-        micro_batch_size=1,
-    )
-
-
-def contrastive(outputs, targets):
-    outputs = F.normalize(outputs)
-    return F.cross_entropy(outputs @ F.normalize(targets).T / 0.1, torch.arange(len(outputs)))
-
-
-def dice(outputs, targets):
-    probabilities = outputs.sigmoid()
-    return 1 - 2 * (probabilities * targets).sum() / (probabilities.sum() + targets.sum())
+    assert_same_updates(linear(4), data, compute_loss=loss_and_weight, micro_batch_size=1)
 
 
 def batch_hard(outputs, targets):
@@ -377,32 +345,15 @@ def batch_hard(outputs, targets):
 @pytest.mark.parametrize(
     ("loss_fn", "targets", "advice"),
     [
-        (contrastive, lambda: randn(ROWS, 4), "chunked"),
-        (dice, lambda: torch.randint(0, 2, (ROWS, 4)).double(), "chunked"),
         (batch_hard, lambda: torch.arange(ROWS) % 3, "chunked"),
-        (
-            lambda outputs, targets: F.mse_loss(outputs, targets, reduction="sum"),
-            lambda: randn(ROWS, 4),
-            'reduction="sum"',
-        ),
+        (partial(F.mse_loss, reduction="sum"), lambda: randn(ROWS, 4), 'reduction="sum"'),
     ],
 )
 def test_losses_that_are_not_additive_are_refused_with_advice(loss_fn, targets, advice):
-    torch.manual_seed(3)
-    model = nn.Sequential(linear(4), nn.Dropout(0.5))
-    before = [p.clone() for p in model.parameters()]
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=loss_fn, micro_batch_size=3)
-    with pytest.raises(NotEquivalentError) as raised:
-        step(randn(ROWS, 5), targets())
-    assert advice in str(raised.value)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
-
-
-def test_token_means_weighed_by_rows_are_refused():
-    model = positions()
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=token_mean, micro_batch_size=3)
-    with pytest.raises(NotEquivalentError, match="weight=lambda"):
-        step(*token_data()[0])
+    model, batch = nn.Sequential(linear(4), nn.Dropout(0.5)), (randn(ROWS, 5), targets())
+    step = step_of(model, loss_fn=lambda *outputs: loss_fn(*outputs), micro_batch_size=3, verify=True)
+    with left_as_it_was(model, NotEquivalentError, advice):
+        step(*batch)
 
 
 def test_a_small_first_batch_does_not_speak_for_larger_ones():
@@ -424,41 +375,19 @@ def test_weights_that_do_not_add_up_are_refused():
 
 
 def test_verification_moves_nothing_and_is_not_tripped_by_dropout_or_batch_norm():
-    torch.manual_seed(0)
     model = nn.Sequential(linear(4), nn.BatchNorm1d(4, dtype=torch.float64), nn.Dropout(0.5), nn.Dropout(0.5))
     model[3].eval()
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.0), (randn(ROWS, 5), randn(ROWS, 4))
     results = []
     for verify in (True, False):
         torch.manual_seed(5)
-        step = TrainStep(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.0),
-            loss_fn=nn.MSELoss(),
-            micro_batch_size=4,
-            verify=verify,
-            batch_norm="micro",
-        )
         model[1].reset_running_stats()
-        step(randn(ROWS, 5), randn(ROWS, 4))
-        results.append((torch.get_rng_state(), model[1].running_mean.clone(), model[1].num_batches_tracked.item()))
+        options = {"micro_batch_size": 4, "batch_norm": "micro", "verify": verify}
+        step_of(model, optimizer, loss_fn=nn.MSELoss(), **options)(*batch)
+        results.append((torch.get_rng_state(), *copy.deepcopy(list(model[1].buffers()))))
     assert [module.training for module in model] == [True, True, True, False]
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-    assert results[0][2] == results[1][2] == 3
-
-
-def test_the_first_and_the_second_update_are_verified_and_not_the_third():
-    calls = []
-    model = linear(4)
-    model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.MSELoss(), micro_batch_size=4)
-    counts = []
-    for _ in range(3):
-        calls.clear()
-        step(randn(ROWS, 5), randn(ROWS, 4))
-        counts.append(len(calls))
-    assert counts[0] == counts[1] == 3 + 4  # at once, and in three parts
-    assert counts[2] == 3
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert model[1].num_batches_tracked == 3
 
 
 @pytest.mark.parametrize("shape", [(12,), (12, 1), (12, 2)])
@@ -468,7 +397,7 @@ def test_the_first_and_the_second_update_are_verified_and_not_the_third():
     [
         *(lambda weight, kind=kind: kind(weight=weight) for kind in (nn.BCEWithLogitsLoss, nn.BCELoss)),
         lambda weight: nn.BCEWithLogitsLoss(pos_weight=weight),
-        lambda weight: functools.partial(F.binary_cross_entropy_with_logits, weight=weight),
+        lambda weight: partial(F.binary_cross_entropy_with_logits, weight=weight),
     ],
     ids=["BCEWithLogitsLoss", "BCELoss", "pos_weight", "function"],
 )
@@ -482,16 +411,10 @@ def test_a_weight_for_each_row_that_the_loss_holds_is_refused_by_name(loss, shap
         step(torch.randn(12, 3), (targets,) if nested else targets)
 
 
-def test_a_loss_of_one_value_per_row_is_refused():
-    model = linear(2)
+def test_a_loss_of_one_value_per_row_and_a_reduction_that_contradicts_are_refused():
     with pytest.raises(ValueError, match="reduction='none'"):
-        TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.MSELoss(reduction="none"))
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=lambda model, x: model(x).mean(1))
+        step_of(linear(2), loss_fn=nn.MSELoss(reduction="none"))
     with pytest.raises(ValueError, match="must be a scalar"):
-        step(randn(ROWS, 5))
-
-
-def test_reductions_that_contradict_are_refused():
-    model = linear(2)
+        step_of(linear(2), compute_loss=lambda model, x: model(x).mean(1), verify=True)(randn(ROWS, 5))
     with pytest.raises(ValueError, match="contradicts"):
-        TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.MSELoss(), reduction="sum")
+        step_of(linear(2), loss_fn=nn.MSELoss(), reduction="sum")
