@@ -35,11 +35,18 @@ def imported(tree):
 
 
 def declared(module):
-    """The names in a module's `__all__`, as far as they are written there."""
+    """The names that others may import: those of `__all__`, else what the module defines without an underscore."""
+    found = set()
     for node in TREES[module].body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return set(ast.literal_eval(node.value))
-    return set()
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found |= {
+            name.id for target in targets for name in ast.walk(target or ast.Pass()) if isinstance(name, ast.Name)
+        }
+    return {name for name in found if not name.startswith("_")}
 
 
 def definition(module, name):

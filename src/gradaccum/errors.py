@@ -1,7 +1,5 @@
 """The two errors that have a meaning of their own; everything else is a ValueError or a TypeError."""
 
-__all__ = ["NotEquivalentError", "WindowError"]
-
 
 class WindowError(RuntimeError):
     """An operation that isn't allowed inside an open window.

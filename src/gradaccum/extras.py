@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any, NamedTuple
 
-__all__ = ["PrivateName", "require"]
-
 # The extra that brings a library; for others it is "cli".
 _EXTRAS = {
     name: name for name in ("torch", "keras", "jax", "transformers", "lightning", "accelerate", "sentence_transformers")

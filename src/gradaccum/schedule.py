@@ -9,8 +9,6 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Union
 
-__all__ = ["Schedule", "Steps", "checked_count", "signature_with_steps", "steps_for"]
-
 Steps = Union[int, Mapping[int, int], Callable[[int, int], int], "Schedule"]
 """What users may pass as `steps`."""
 

@@ -23,8 +23,6 @@ from gradaccum.cli.group import (
 from gradaccum.core.sizes import MARGIN, DoesNotFit, parse_bytes
 from gradaccum.extras import require
 
-__all__ = ["commands"]
-
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(gradaccum.__version__, prog_name="gradaccum")

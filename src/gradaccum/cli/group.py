@@ -20,11 +20,6 @@ import gradaccum
 from gradaccum.extras import require
 from gradaccum.report import check_writable
 
-__all__ = [
-    "DIFFERENT", "BadInput", "Commands", "Failed", "advice_on", "checked_output", "framework_of", "require_framework",
-    "save", "subject", "user_errors",
-]  # fmt: skip
-
 DIFFERENT = 1
 _DRAWN_WITH = {".html": ("jinja2", "matplotlib"), ".png": ("matplotlib",)}
 

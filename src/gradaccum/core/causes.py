@@ -21,17 +21,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from gradaccum.core.equivalence import Cause
 
-__all__ = [
-    "Leaf",
-    "LossFacts",
-    "LossSplit",
-    "coupling_cause",
-    "innermost",
-    "loss_cause",
-    "mixing_cause",
-    "moving_cause",
-]
-
 Array = Any
 Rows = Any
 Key = TypeVar("Key", bound=Hashable)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["Described", "check_ids", "check_pairs", "check_rows", "check_scalar"]
-
 
 class Described(NamedTuple):
     """Of an array, what its framework says."""

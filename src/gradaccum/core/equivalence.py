@@ -16,8 +16,6 @@ from typing import Any, Literal
 from gradaccum.errors import NotEquivalentError
 from gradaccum.report import Bars, Block, Report, Table, Text, write
 
-__all__ = ["Cause", "Difference", "Equivalence", "Part", "limits_of"]
-
 CauseKind = Literal[
     "batch_norm", "mixes_rows", "loss", "weight", "reduction", "regulariser", "input", "buffer", "padding", "hook",
     "randomness", "nondeterminism", "error", "unknown",

@@ -32,8 +32,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from gradaccum.schedule import Schedule, Steps, checked_count
 
-__all__ = ["WINDOWS", "AnySteps", "NoiseScale", "NoiseSchedule", "Norms", "estimate", "schedule_of"]
-
 logger = logging.getLogger("gradaccum")
 
 WINDOWS = 500

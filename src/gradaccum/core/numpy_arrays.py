@@ -11,8 +11,6 @@ import numpy as np
 from gradaccum.core.causes import Leaf
 from gradaccum.core.proof import Measured, Runner
 
-__all__ = ["ArrayRunner", "largest", "leaf_of", "relative_error"]
-
 
 class ArrayRunner(Runner):
     """A proof's runner whose outcomes are arrays of NumPy's, or what becomes one."""

@@ -22,12 +22,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from gradaccum.core.equivalence import Difference, Part
 
-__all__ = [
-    "ATTEMPTS", "ENOUGH", "GROUPS", "Compared", "Comparison", "Key", "Measured", "Outcome", "ProofSchedule", "Runner",
-    "Way", "differences_between", "informative_rows", "informative_units", "interleaved_ways",
-    "ragged_ways", "with_fewer_rows", "worst",
-]  # fmt: skip
-
 Array = Any
 """An array of some framework. None stands for a gradient that never arrived, which is zero."""
 Key = tuple[Part, str]

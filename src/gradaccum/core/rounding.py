@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["IN_FLOAT64", "last_place", "rounding"]
-
 IN_FLOAT64 = 1e-9
 """What a comparison in float64 allows."""
 

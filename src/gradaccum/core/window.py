@@ -18,8 +18,6 @@ from typing import Any, Literal, get_args
 
 from gradaccum.errors import WindowError
 
-__all__ = ["MicroBatch", "Reduction", "Window", "checked_reduction", "checked_weight", "mixed_error", "uncounted_error"]
-
 LEAST_WEIGHT, LARGEST_WEIGHT = 1e-150, 1e150
 """What a weight lies between that is not 0: sums and quotients of such numbers neither overflow nor lose digits."""
 

@@ -20,8 +20,6 @@ from gradaccum.core.sizes import (
 from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each
 from gradaccum.jax.train_step import value_and_grad
 
-__all__ = ["estimate_size"]
-
 
 def estimate_size(
     loss_fn: Callable[..., Any],

@@ -16,8 +16,6 @@ from keras import ops
 
 from gradaccum.keras import private
 
-__all__ = ["BatchNorm", "BatchNormOrExact", "Pool", "batch_norms_of", "during_micro_batch", "warn"]
-
 BatchNorm = Literal["warn", "micro", "pooled", "frozen"]
 BatchNormOrExact = Literal["warn", "micro", "pooled", "frozen", "exact"]
 

@@ -15,8 +15,6 @@ from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizer import Added, Counts, Optimizer, StepsRule, minimum, where, wrapped_optimizer
 from gradaccum.schedule import Schedule, checked_count, steps_for
 
-__all__ = ["BatchOptimizer"]
-
 logger = logging.getLogger("gradaccum")
 
 

@@ -22,11 +22,6 @@ from gradaccum.keras.backends.base import has_rows
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
 from gradaccum.keras.loss import Measured, coupled_losses, divisors_of
 
-__all__ = [
-    "Draws", "StepRunner", "as_array", "find_causes", "held", "mixing_layers", "outcome_of", "precision_of",
-    "recorded_calls", "take_rows",
-]  # fmt: skip
-
 _SMALL = 1e-2
 """Tensors that are smaller than the largest gradient by this factor are measured by that one: where a gradient is zero,
 as that of the bias of attention's keys, all of it is rounding."""

@@ -35,8 +35,6 @@ from gradaccum.core.numpy_arrays import relative_error
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import Scope
 
-__all__ = ["Measured", "coupled_losses", "divisors_of", "update_trackers", "weighed_losses"]
-
 
 @dataclass
 class Measured:

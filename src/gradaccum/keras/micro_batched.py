@@ -27,8 +27,6 @@ from gradaccum.keras.equivalence import StepRunner, find_causes, precision_of
 from gradaccum.keras.train_step import MicroBatchedStep, ragged_size, remove_step
 from gradaccum.schedule import checked_count
 
-__all__ = ["check_equivalence", "micro_batched"]
-
 
 def micro_batched(
     model: Any, micro_batch_size: int | Literal["auto"], *, batch_norm: BatchNormOrExact = "warn", verify: bool = True

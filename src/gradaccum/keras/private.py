@@ -17,8 +17,6 @@ import keras
 
 from gradaccum.extras import PrivateName
 
-__all__ = ["NAMES", "missing"]
-
 NAMES: tuple[PrivateName, ...] = (
     PrivateName("model", "_flatten_layers", "every layer of a model, nested ones too"),
     PrivateName("model", "_layers", "the layers directly inside: a layer without any is a leaf"),

@@ -14,8 +14,6 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
-__all__ = ["scan"]
-
 
 def scan(body: Callable[[Any, Any], Any], carry: Any, xs: Any, length: int | None = None) -> tuple[Any, Any]:
     """`jax.lax.scan(body, carry, xs, length)`, whose convolutions come in XLA's own order on a CPU.

@@ -7,8 +7,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-__all__ = ["Sync", "checked_choice", "checked_dtype", "checked_model", "checked_norm", "checked_scaler"]
-
 Sync = Literal["window", "micro_batch"]
 """When several ranks reduce their gradients: once per window, or on every micro-batch."""
 

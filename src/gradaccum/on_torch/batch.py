@@ -16,23 +16,6 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = [
-    "Batch",
-    "BatchDims",
-    "children",
-    "concatenate",
-    "described",
-    "has_rows",
-    "leaves",
-    "map_leaves",
-    "number_of_rows",
-    "read_early",
-    "read_later",
-    "rebuild",
-    "take",
-    "with_dims",
-]
-
 BatchDims = Any
 """Like `torch.vmap`'s `in_dims`: an int (the dimension that holds the rows), None (shared), or a container of these
 that is a prefix of the batch's structure."""

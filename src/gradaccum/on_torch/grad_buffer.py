@@ -13,8 +13,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradaccum.on_torch.foreach import all_finite, scale_
 from gradaccum.on_torch.private import leaves_of
 
-__all__ = ["ArrivalScale", "GradientBuffer", "ScreenedBuffer", "add_gradient", "all_require_grad"]
-
 Sums = list[Tensor | None]
 """One for each parameter, None where nothing has arrived."""
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from gradaccum.core.sizes import free_host_memory, process_memory
 
-__all__ = ["MemoryMeter", "is_out_of_memory", "local_part"]
-
 _MESSAGES = (
     "can't allocate memory",  # DefaultCPUAllocator
     "not enough memory",

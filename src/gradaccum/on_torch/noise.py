@@ -17,8 +17,6 @@ from gradaccum.core.noise import WINDOWS, NoiseScale, Norms, estimate
 from gradaccum.on_torch.batch import map_leaves
 from gradaccum.on_torch.foreach import clip_norm_
 
-__all__ = ["NoiseChoice", "NoiseMeter", "checked_noise", "inside_step", "noise_meter"]
-
 logger = logging.getLogger("gradaccum")
 
 NoiseChoice = Literal[False, True, "layer_norm"]

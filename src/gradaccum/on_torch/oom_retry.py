@@ -13,8 +13,6 @@ import torch
 from gradaccum.core.sizes import Plan, Slice
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 
-__all__ = ["OneRow", "OomRetry", "RestartWindow", "nothing_fits"]
-
 logger = logging.getLogger("gradaccum")
 
 _AGAIN = "Out of memory with a micro-batch of %d rows: all over again in smaller micro-batches, of at most %d %s."

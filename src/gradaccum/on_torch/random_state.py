@@ -19,11 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "MOST", "RandomState", "all_generators", "every_device", "held_generators", "is_generator", "kept",
-    "names_of", "nothing_drawn", "seed", "torch_generators",
-]  # fmt: skip
-
 
 def torch_generators(devices: Iterable[torch.device] = ()) -> list[Any]:
     """PyTorch's generators, on the CPU and on these devices."""

@@ -20,8 +20,6 @@ from gradaccum.on_torch.foreach import all_finite, clip_norm_, clip_value_, divi
 from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.noise import NoiseMeter
 
-__all__ = ["Stage", "Unscale", "WindowTotal", "gradient_stages", "run_stages"]
-
 logger = logging.getLogger("gradaccum")
 
 

@@ -17,18 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.on_torch.random_state import RandomState, all_generators, held_generators, torch_generators
 
-__all__ = [
-    "BufferDicts",
-    "BufferSnapshot",
-    "Snapshot",
-    "WindowState",
-    "as_found",
-    "evaluated",
-    "put",
-    "same",
-    "set_to",
-]
-
 logger = logging.getLogger("gradaccum")
 
 SMALL = 1 << 20

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Bars", "Block", "Code", "Curve", "Curves", "Table", "Text", "format_value"]
-
 
 @dataclass(frozen=True)
 class Text:

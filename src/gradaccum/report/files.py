@@ -9,8 +9,6 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-__all__ = ["check_writable", "write"]
-
 ROOM = 1 << 20
 """Bytes that `check_writable` tries: more than a report takes."""
 

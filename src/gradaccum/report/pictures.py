@@ -15,8 +15,6 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from gradaccum.report.blocks import Bars, Curves, format_value
 
-__all__ = ["data_uri", "picture"]
-
 _WIDTH, _HEIGHT = 6.0, 4.0
 """Inches of one figure."""
 

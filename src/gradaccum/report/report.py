@@ -24,8 +24,6 @@ from gradaccum.extras import require
 from gradaccum.report.blocks import Bars, Block, Code, Curves, Table, Text
 from gradaccum.report.files import write
 
-__all__ = ["Report"]
-
 _WIDTH = 120
 
 

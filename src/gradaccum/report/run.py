@@ -19,8 +19,6 @@ from gradaccum.core.sizes import format_bytes
 from gradaccum.report.blocks import Block, Curve, Curves, Table, Text, format_value
 from gradaccum.report.report import Report
 
-__all__ = ["Run", "encode", "read"]
-
 _FIGURES = {
     "loss": ("Loss", ""),
     "grad_norm": ("Gradient norm, before clipping", ""),

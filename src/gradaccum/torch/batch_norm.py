@@ -30,12 +30,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import gradaccum
 from gradaccum.on_torch.arguments import checked_choice
 
-__all__ = [
-    "BatchNormChoice", "BatchNormPolicy", "Pool", "PooledStatistics", "batch_norms", "check_plain",
-    "checked_batch_norm", "frozen", "in_eval_mode", "is_of_the_user", "move_running_statistics", "ranks_of",
-    "summed_over_ranks", "warn_of_batch_norm", "warn_of_functional_batch_norm",
-]  # fmt: skip
-
 
 def batch_norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
     """The BatchNorm layers that would normalise with their batch's statistics, by path.

@@ -20,11 +20,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradaccum.on_torch.random_state import all_generators, held_generators, is_generator, kept
 from gradaccum.on_torch.state import BufferDicts, BufferSnapshot, put, same
 
-__all__ = [
-    "Attributes", "LentBuffers", "ModuleContents", "ModuleState", "WindowBuffers", "combine_buffers",
-    "gradients_kept", "left_as_found", "owners_of_buffers", "rules_of", "take_over", "warn_of_buffers",
-]  # fmt: skip
-
 _SMALL = 1 << 20
 """Bytes up to which a frozen parameter is copied: larger ones are pretrained weights, which stand still."""
 

@@ -18,8 +18,6 @@ from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof import certify
 from gradaccum.torch.train_step import GroupsChoice, TrainStep, check_exact, checked_groups, with_groups
 
-__all__ = ["check_equivalence"]
-
 _IRRELEVANT = (
     "optimizer", "clip_grad_norm", "scaler", "autocast", "accumulate_dtype", "memory_limit", "noise_scale", "verify",
     "sync", "max_tokens",

@@ -19,8 +19,6 @@ from torch.nn import functional as F
 
 from gradaccum.on_torch.private import casts_outputs, sharded_groups
 
-__all__ = ["Head", "tiling"]
-
 logger = logging.getLogger("gradaccum")
 
 _TILED = "TiledLinear"

@@ -13,21 +13,6 @@ from torch import Tensor
 from gradaccum.core.sizes import Slice, TokenBudget, Tokens
 from gradaccum.on_torch.batch import Batch, has_rows, leaves, map_leaves
 
-__all__ = [
-    "IGNORED",
-    "Left",
-    "Packs",
-    "can_take_positions",
-    "causal_lm",
-    "extents",
-    "kept_columns",
-    "mask_of",
-    "packed_rows",
-    "text_of",
-    "what_is_cut",
-    "widths_apart",
-]
-
 Left = Literal["cut", "number", "keep", "whole"]
 """What happens to padding on the left: cut off, cut off with the columns' numbers told to the model, or kept; "whole"
 keeps it on both sides."""

@@ -110,6 +110,16 @@ def test_an_overflow_leaves_the_next_windows_aligned():
     assert int(model.optimizer.iterations) == 6
 
 
+@compiled_on("jax")
+def test_mixed_bfloat16_matches_the_large_batch():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    x, y = regression(32)
+    model = network()
+    model.compile(optimizer=Optimizer(sgd(), 4), loss="mse")
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
+    assert error(model, plain(network(), sgd(), split((x, y), [4] * 8), 4, 1)) <= 4e-2  # 8 bits
+
+
 DEFAULT = BACKEND == "jax"  # other tests compile so
 
 

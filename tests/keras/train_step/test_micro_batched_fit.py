@@ -69,6 +69,41 @@ def test_xla_on_tensorflow_matches_plain_fit(micro_batch_size):
     assert_same(classifier, compiled, X[:20], CLASSES[:20], 1e-6, micro_batch_size, **fit)
 
 
+@compiled_on("jax")
+def test_schedules_ema_weight_decay_constraints_and_callbacks_are_per_update(float64):
+    def optimizer():
+        schedule = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=2, decay_rate=0.5)
+        return keras.optimizers.SGD(
+            schedule,
+            momentum=0.9,
+            weight_decay=0.01,
+            use_ema=True,
+            ema_momentum=0.5,
+            ema_overwrite_frequency=2,
+            clipnorm=0.1,
+        )
+
+    class Batches(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen.append((batch, float(logs["loss"])))
+
+    make = lambda: classifier(kernel_constraint=keras.constraints.MaxNorm(0.5))  # noqa: E731
+    seen = []
+    for size in (None, MICRO):
+        callback = Batches()
+        model, _ = run(
+            make, lambda: {**crossentropy(), "optimizer": optimizer()}, X, CLASSES, size, callbacks=[callback]
+        )
+        assert int(ops.convert_to_numpy(model.optimizer.iterations)) == 4
+        seen.append((model.get_weights(), callback.seen))
+    assert relative_error(seen[1][0], seen[0][0]) <= float64
+    assert relative_error(seen[1][1], seen[0][1]) <= 10 * float64
+
+
 def linear():
     return keras.Sequential([layers.Input((5,)), layers.Dense(3)])
 
@@ -88,6 +123,23 @@ def test_random_layers_draw_per_micro_batch_and_are_reproducible():
     if BACKEND != "torch":  # which draws from PyTorch's own generator
         (state,) = [ops.convert_to_numpy(v) for v in first.non_trainable_variables if "seed" in v.path]
         assert int(state[1]) == 4  # one draw per micro-batch
+
+
+@slow_where_compiled
+def test_metrics_of_outputs_larger_than_the_batch_are_streamed(float64):
+    def make():
+        return keras.Sequential([layers.Input((5,)), layers.Dense(40, activation="softmax")])
+
+    def compiled():
+        loss = losses.SparseCategoricalCrossentropy()
+        return {
+            "loss": loss,
+            "metrics": ["accuracy", keras.metrics.SparseCategoricalCrossentropy()],
+            "weighted_metrics": ["accuracy"],
+        }
+
+    ours, _ = assert_same(make, compiled, X, CLASSES, float64, sample_weight=WEIGHTS)
+    assert {plan.metrics for plan in ours.train_step.plans.values()} <= {"streamed"}
 
 
 @compiled_on("tensorflow")

@@ -11,17 +11,6 @@ from typing import Any
 
 from gradaccum.core.sizes.search import MemoryLine
 
-__all__ = [
-    "DoesNotFit",
-    "SizeEstimate",
-    "container_limits",
-    "format_bytes",
-    "free_host_memory",
-    "largest_size",
-    "parse_bytes",
-    "process_memory",
-]
-
 NO_LIMIT = 1 << 60
 """cgroup v1 says 'no limit' with a number near 2**63."""
 _UNITS = {f"{k}{i}": (1024 if i else 1000) ** power for power, k in enumerate(["", *"kmgt"]) for i in ("", "i"[:power])}

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from gradaccum.core.sizes.search import FixedSize, Sizer, even_sizes
 from gradaccum.schedule import checked_count
 
-__all__ = ["GivenSizes", "Groups", "Joined", "Plan", "Rows", "Slice", "TokenBudget", "Tokens", "packed"]
-
 
 class Groups:
     """Which rows of a batch stay together, as pairs do; the rows of a group lie one behind the other.

@@ -15,8 +15,6 @@ from typing import Any
 
 from gradaccum.schedule import checked_count
 
-__all__ = ["MARGIN", "BatchSizeFinder", "FixedSize", "MemoryLine", "SizeSearch", "Sizer", "even_size", "even_sizes"]
-
 logger = logging.getLogger("gradaccum")
 
 MARGIN = 0.1

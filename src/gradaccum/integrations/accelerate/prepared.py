@@ -22,8 +22,6 @@ from gradaccum.integrations.accelerate.ranks import CLIPPING, Clip, ClipSettings
 from gradaccum.schedule import Steps
 from gradaccum.torch.optim import Optimizer
 
-__all__ = ["PreparedOptimizer", "prepare_optimizer"]
-
 logger = logging.getLogger("gradaccum")
 
 _NAMES = (

@@ -23,8 +23,6 @@ from gradaccum.errors import WindowError
 from gradaccum.torch.distributed import Channel, Settings, by_rank
 from gradaccum.torch.optimizer import KEY
 
-__all__ = ["CLIPPING", "Clip", "ClipSettings", "Schedules", "WindowFiles"]
-
 logger = logging.getLogger("gradaccum")
 
 CLIPPING: dict[str, Callable[..., Any]] = {

@@ -26,8 +26,6 @@ from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.optimizer import BatchWeight
 from gradaccum.torch.watch import GradientMonitor
 
-__all__ = ["GradientAccumulation"]
-
 logger = logging.getLogger("gradaccum")
 
 

@@ -21,8 +21,6 @@ from gradaccum.torch.distributed import Channel, Kind, Settings, by_rank
 from gradaccum.torch.optim import Optimizer
 from gradaccum.torch.optimizer import needs_closure
 
-__all__ = ["Ranks", "Replaced", "Varying", "check", "check_optimizer", "count_updates"]
-
 _NAMES = (
     PrivateName("trainer", "fit_loop._should_accumulate", "says whether a batch closes its window"),
     PrivateName("trainer", "fit_loop._skip_backward", "weight averaging's last epoch makes no update"),

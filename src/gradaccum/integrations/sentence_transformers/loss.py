@@ -20,8 +20,6 @@ from gradaccum.schedule import checked_count
 from gradaccum.torch import chunked
 from gradaccum.torch.losses import info_nce
 
-__all__ = ["ChunkedMultipleNegativesRankingLoss"]
-
 logger = logging.getLogger("gradaccum")
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]

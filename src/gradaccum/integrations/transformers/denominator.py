@@ -13,8 +13,6 @@ from gradaccum.integrations.transformers.rows import as_inputs, row_count, with_
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.state import evaluated
 
-__all__ = ["IGNORED", "Denominator"]
-
 logger = logging.getLogger("gradaccum")
 
 IGNORED = -100

@@ -28,8 +28,6 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.torch import TrainStep
 from gradaccum.torch.distributed import by_rank
 
-__all__ = ["LargeBatch"]
-
 logger = logging.getLogger("gradaccum")
 
 WITHOUT_LIMIT = 1 << 40

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from gradaccum.on_torch.batch import has_rows
 
-__all__ = ["as_inputs", "as_rows", "blocks_of", "can_be_trimmed", "check_cuttable", "row_count", "with_labels"]
-
 _TRL = {"DPOTrainer": 2, "RewardTrainer": 2}
 
 _CU_SEQ_LENS, _MAX_LENGTH = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")

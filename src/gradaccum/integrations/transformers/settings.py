@@ -9,8 +9,6 @@ import transformers
 
 from gradaccum.extras import PrivateName
 
-__all__ = ["NAMES", "MicroBatches", "check_hooks", "check_settings", "gathers"]
-
 
 class MicroBatches(NamedTuple):
     """The arguments of a MicroBatchTrainer beyond a Trainer's."""

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from gradaccum.integrations.transformers.large_batch import LargeBatch
 from gradaccum.integrations.transformers.settings import MicroBatches, check_hooks, check_settings
 
-__all__ = ["MicroBatchTrainer"]
-
 
 class MicroBatchTrainer(transformers.Trainer):
     """A `transformers.Trainer` whose `per_device_train_batch_size` is the batch of an update, cut into micro-batches.

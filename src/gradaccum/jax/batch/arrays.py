@@ -11,10 +11,6 @@ import jax.numpy as jnp
 from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType
 
-__all__ = [
-    "as_varying", "devices_of", "drawn_shapes", "equations", "like", "squared_norm", "varying_axes", "zeros",
-]  # fmt: skip
-
 
 def varying_axes(tree: Any) -> frozenset[str]:
     """The axes of an enclosing `shard_map` that some leaf has other values along; none outside of one."""

@@ -16,8 +16,6 @@ from gradaccum.core.sizes import even_sizes
 from gradaccum.jax.batch.arrays import devices_of
 from gradaccum.on_jax import scan
 
-__all__ = ["Batch", "Group", "argument_names", "argument_numbers", "axes_of_each", "over", "spread"]
-
 
 @dataclass(frozen=True)
 class Group:

@@ -12,8 +12,6 @@ from gradaccum.jax.batch import Batch, argument_names, argument_numbers, axes_of
 from gradaccum.jax.chunking.two_passes import Body, in_two_passes
 from gradaccum.schedule import checked_count
 
-__all__ = ["chunked"]
-
 
 def chunked(
     fn: Callable[..., Any],

@@ -14,8 +14,6 @@ from jax.custom_derivatives import SymbolicZero
 
 from gradaccum.jax.batch import Batch, Group, as_varying, drawn_shapes, like, over, varying_axes, zeros
 
-__all__ = ["Body", "in_two_passes"]
-
 
 class _Traced(NamedTuple):
     """`fn` on micro-batches of one size."""

@@ -15,8 +15,6 @@ from gradaccum.core.proof import Outcome, differences_between
 from gradaccum.jax.equivalence.trial import Trial
 from gradaccum.jax.loss import Verdict
 
-__all__ = ["find_causes"]
-
 _FITS = 1e-4
 """What shares and sums may be off by: causes differ by far more."""
 

@@ -17,8 +17,6 @@ from gradaccum.jax.equivalence.trial import Trial
 from gradaccum.jax.train_step import known_exact
 from gradaccum.schedule import checked_count
 
-__all__ = ["check_equivalence"]
-
 
 def check_equivalence(
     loss_fn: Callable[..., Any],

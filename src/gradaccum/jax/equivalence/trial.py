@@ -17,8 +17,6 @@ from gradaccum.jax.batch import Batch, argument_names, argument_numbers, axes_of
 from gradaccum.jax.loss import Verdict
 from gradaccum.jax.train_step import judge_loss, value_and_grad
 
-__all__ = ["Trial"]
-
 SMALL = 1e-2
 """Gradients that are smaller than the largest one by this factor are measured by that one: where a gradient is zero,
 all of it is rounding."""

@@ -64,8 +64,6 @@ from gradaccum.jax.loss.walk import (
     power,
 )
 
-__all__ = ["LossSpec", "Verdict", "judge"]
-
 _ROWS = 6
 """The smaller number of rows that a loss is traced for where no sizes are known; the other one is twice that."""
 

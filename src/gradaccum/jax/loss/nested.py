@@ -31,8 +31,6 @@ from gradaccum.jax.loss.walk import (
     summed,
 )
 
-__all__ = ["HOLD_JAXPRS"]
-
 _ROUNDS = 6
 """Times that a loop's body is looked at until what is known of its carry stays."""
 

@@ -39,8 +39,6 @@ from gradaccum.jax.loss.walk import (
     union,
 )
 
-__all__ = ["RULES"]
-
 _TINY = 1e-6
 """What is added to a denominator, or is the least that it may be, as a guard."""
 _ROUNDED, _ROUNDED_IN_DOUBLE = {True: 1e-6, False: 1e-8}, 1e-12

@@ -17,13 +17,6 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-__all__ = [
-    "COUNT", "LIFTED", "ONE", "ROWS", "SHARED", "CannotTell", "Equation", "Factor", "MixesRows", "Place", "Rule",
-    "Source", "Symbol", "Tag", "Term", "Terms", "Value", "Walk", "as_factor", "common_place", "elsewhere", "exponent",
-    "followed", "function", "is_integral", "is_number", "is_ours", "joined", "lifted", "line", "of", "opened", "power",
-    "power_of", "product", "summed", "union",
-]  # fmt: skip
-
 Factor = frozenset[tuple["Symbol", Fraction]]
 """Powers of symbols; the empty one is 1."""
 ONE: Factor = frozenset()

@@ -12,10 +12,6 @@ import optax
 from gradaccum.core.noise import NoiseScale, Norms, estimate
 from gradaccum.jax.batch import squared_norm
 
-__all__ = [
-    "WindowedState", "add_micro_batch", "close_window", "empty_noise", "noise_scale", "refuse_accumulating", "updated",
-]  # fmt: skip
-
 
 class WindowedState(NamedTuple):
     """The open window, and the inner optimizer's state.

@@ -22,8 +22,6 @@ from gradaccum.jax.optimizer.state import (
 )  # fmt: skip
 from gradaccum.schedule import Schedule, Steps
 
-__all__ = ["WindowedOptimizer", "windowed"]
-
 
 class WindowedOptimizer(optax.GradientTransformationExtraArgs):
     """What `windowed` returns: an `optax.GradientTransformationExtraArgs` with one more function, `flush`."""

@@ -16,8 +16,6 @@ from gradaccum.core.noise import Norms
 from gradaccum.jax.batch import Group, as_varying, like, over, spread, squared_norm, varying_axes, zeros
 from gradaccum.jax.train_step.call import Call, Outcome
 
-__all__ = ["accumulated"]
-
 
 def accumulated(call: Call, micro_batch_size: int) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
     """The losses by name, the new state, the aux and the gradients of the whole batch; and its norms, if asked for."""

@@ -15,8 +15,6 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from gradaccum.core.sizes import MARGIN, MemoryLine, format_bytes, free_host_memory
 from gradaccum.jax.train_step.call import Call
 
-__all__ = ["AutoSize", "Trial", "fastest"]
-
 logger = logging.getLogger("gradaccum")
 
 _STEP = 4

@@ -12,8 +12,6 @@ import numpy as np
 from gradaccum.jax.batch import Batch, Group, as_varying, varying_axes
 from gradaccum.jax.train_step.options import Options
 
-__all__ = ["Call", "Outcome"]
-
 _NEED_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,

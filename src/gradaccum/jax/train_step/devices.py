@@ -12,8 +12,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 from gradaccum.jax.train_step.call import Call
 
-__all__ = ["data_axes", "on_each_device"]
-
 logger = logging.getLogger("gradaccum")
 
 

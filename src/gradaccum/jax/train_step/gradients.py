@@ -12,8 +12,6 @@ from gradaccum.jax.train_step.devices import data_axes, on_each_device
 from gradaccum.jax.train_step.options import checked_options
 from gradaccum.jax.train_step.verify import Verification
 
-__all__ = ["grad", "value_and_grad"]
-
 
 def value_and_grad(
     loss_fn: Callable[..., Any],

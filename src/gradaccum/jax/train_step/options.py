@@ -12,8 +12,6 @@ from gradaccum.core.sizes import parse_bytes
 from gradaccum.jax.batch import argument_numbers, axes_of_each
 from gradaccum.schedule import checked_count
 
-__all__ = ["AUX", "Options", "checked_options"]
-
 AUX = ("concat", "sum", "mean", "last")
 
 

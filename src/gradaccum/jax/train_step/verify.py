@@ -15,8 +15,6 @@ from gradaccum.jax.loss import LossSpec, Tag, Verdict, judge
 from gradaccum.jax.train_step.call import Call
 from gradaccum.jax.train_step.options import checked_options
 
-__all__ = ["Verification", "judge_loss", "known_exact"]
-
 logger = logging.getLogger("gradaccum")
 
 _exact: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -20,8 +20,6 @@ from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import Result, Scope, Spec, has_rows, is_float
 from gradaccum.keras.batch_norm import BatchNormOrExact, Pool, batch_norms_of, during_micro_batch
 
-__all__ = ["Body", "Graph", "OuterTensorError", "exact_passes", "two_passes"]
-
 
 class OuterTensorError(ValueError):
     """A layer computes with tensors that need gradients, and are neither its inputs nor its variables."""

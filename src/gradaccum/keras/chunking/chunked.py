@@ -32,8 +32,6 @@ from gradaccum.keras.chunking.body import Body, Graph, OuterTensorError, exact_p
 from gradaccum.keras.equivalence import StepRunner, as_array, held, mixing_layers, precision_of, recorded_calls
 from gradaccum.schedule import checked_count
 
-__all__ = ["chunked"]
-
 logger = logging.getLogger("gradaccum")
 
 ROWS = 6

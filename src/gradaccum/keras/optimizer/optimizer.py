@@ -17,8 +17,6 @@ from gradaccum.keras import backends, private
 from gradaccum.keras.optimizer.window import StepsRule, Window
 from gradaccum.schedule import Schedule, Steps
 
-__all__ = ["LossScaledOptimizer", "Optimizer", "wrapped_optimizer"]
-
 logger = logging.getLogger("gradaccum")
 
 

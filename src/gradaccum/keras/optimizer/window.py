@@ -21,8 +21,6 @@ from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import wide
 from gradaccum.schedule import Schedule
 
-__all__ = ["Added", "Counts", "StepsRule", "Window", "minimum", "where"]
-
 logger = logging.getLogger("gradaccum")
 
 COUNTS, TOUCHED, SETTINGS, SUM = "window_counts", "window_touched", "window_settings", "window_sum_"

@@ -22,8 +22,6 @@ from gradaccum.keras import private
 from gradaccum.keras.backends.base import has_rows, rows_of, unpack
 from gradaccum.keras.equivalence import StepRunner, find_causes, precision_of, take_rows
 
-__all__ = ["Proof", "few_rows", "ragged_size"]
-
 ROWS = 16
 """Rows of the batch that are looked at, at most."""
 ROWS_OF_AUTO = 8

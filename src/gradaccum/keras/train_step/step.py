@@ -39,8 +39,6 @@ from gradaccum.keras.equivalence import Draws, held, outcome_of
 from gradaccum.keras.loss import Measured, divisors_of, update_trackers, weighed_losses
 from gradaccum.keras.train_step.proof import Proof
 
-__all__ = ["MicroBatchedStep", "remove_step"]
-
 logger = logging.getLogger("gradaccum")
 
 _UNKNOWN_ROWS = 4096

@@ -14,8 +14,6 @@ from gradaccum.core.rounding import rounding
 from gradaccum.on_torch.adapter.rng import RowwiseRng
 from gradaccum.on_torch.memory import is_out_of_memory
 
-__all__ = ["TorchRunner", "largest", "measure", "relative_error", "sample"]
-
 ENTRIES = 1 << 18
 """Entries of a gradient that are compared, at most."""
 

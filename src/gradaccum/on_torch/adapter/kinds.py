@@ -13,8 +13,6 @@ from torch import Tensor
 from gradaccum.core.proof import ENOUGH, informative_rows, informative_units
 from gradaccum.on_torch.batch import Batch, read_later
 
-__all__ = ["BatchKinds", "rows_to_prove"]
-
 SMALL = 1 << 16
 """Numbers in a tensor up to which a look at each of them takes no time beside an update."""
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)

@@ -14,8 +14,6 @@ from gradaccum.core.causes import innermost
 from gradaccum.on_torch.adapter.rng import row_dimension, rows_in
 from gradaccum.on_torch.batch import leaves
 
-__all__ = ["Trace", "mixing", "part_differs", "tokens_differ"]
-
 _TOLERANCE = 1e-8
 """Relative difference between fingerprints that counts as rounding, in float64; narrower dtypes get more."""
 

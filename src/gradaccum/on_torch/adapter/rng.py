@@ -15,8 +15,6 @@ from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.random_state import RandomState, all_generators, held_generators
 
-__all__ = ["RowwiseRng", "row_dimension", "rows_in", "watched"]
-
 
 class RowwiseRng(TorchDispatchMode):
     """While active, every random tensor is cut out of the one that the large batch has drawn.

@@ -9,17 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "after_backward",
-    "current_backward",
-    "graph_of",
-    "leaves_of",
-    "pass_for_parameter",
-    "queue_callback",
-    "recorded_operations",
-    "run_backward",
-]
-
 
 def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], retain_graph: bool = False) -> None:
     """`torch.autograd.backward(tensors, gradients)`, where the gradients are known to fit.

@@ -8,8 +8,6 @@ import torch
 
 from gradaccum.extras import PrivateName
 
-__all__ = ["NAMES", "missing"]
-
 # Owner | names | what they are used for | how it goes on without them, if it can
 _TABLE = """
 torch | autograd.graph._engine_run_backward | starts a backward pass at once | torch.autograd.backward

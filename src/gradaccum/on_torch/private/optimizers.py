@@ -7,9 +7,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["global_step_hooks", "without_global_step_hooks"]
-
-
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 

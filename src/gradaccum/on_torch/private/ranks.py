@@ -10,18 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "communication_hooks",
-    "default_store",
-    "drop_static_graph",
-    "joins",
-    "rebuild_buckets",
-    "reduce_by_hand",
-    "share_buffers",
-    "timeout_of",
-]
-
-
 # Process groups.
 
 

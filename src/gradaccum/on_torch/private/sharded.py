@@ -10,16 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "ShardedGroup",
-    "casts_outputs",
-    "finish_sharded_backward",
-    "gathering_nothing",
-    "own_sharded_groups",
-    "sharded_groups",
-    "start_over",
-]
-
 
 class ShardedGroup:
     """The parameters that FSDP2 gathers and reduces together."""

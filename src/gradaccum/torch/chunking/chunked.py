@@ -40,8 +40,6 @@ from gradaccum.torch.chunking.two_passes import (
 )
 from gradaccum.torch.padding import Left, Packs, can_take_positions
 
-__all__ = ["Chunked", "chunked"]
-
 logger = logging.getLogger("gradaccum")
 
 

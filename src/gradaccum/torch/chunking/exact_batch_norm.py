@@ -43,8 +43,6 @@ from gradaccum.torch.chunking.two_passes import (
     without_tensors,
 )
 
-__all__ = ["ExactCall"]
-
 
 @dataclasses.dataclass
 class Stored:

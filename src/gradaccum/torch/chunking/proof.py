@@ -40,8 +40,6 @@ from gradaccum.torch.chunking.two_passes import (
 )
 from gradaccum.torch.proof import counting_layers, eager
 
-__all__ = ["ROWS", "Findings", "prove", "proving"]
-
 ROWS = 8
 """Rows that are looked at, at most."""
 

@@ -31,12 +31,6 @@ from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.buffers import LentBuffers, ModuleContents
 from gradaccum.torch.padding import Packs
 
-__all__ = [
-    "Call", "ColumnsError", "Conditions", "GradientSums", "Inputs", "accelerators", "added", "attributes_of",
-    "backward_roots", "check_nothing_cached", "dims_by_name", "gradient_leaf", "is_floating", "tensors_of",
-    "version_of", "with_tensors", "without_tensors",
-]  # fmt: skip
-
 
 class Inputs(NamedTuple):
     """What a module is called with."""

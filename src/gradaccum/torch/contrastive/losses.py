@@ -14,8 +14,6 @@ from gradaccum.core.contrastive import Described, check_ids, check_rows, check_s
 from gradaccum.schedule import checked_count
 from gradaccum.torch.contrastive.tiles import CrossEntropy, PairsOf, Ranks, Scores, Sigmoid, TiledLoss
 
-__all__ = ["info_nce", "sigmoid_loss"]
-
 
 def info_nce(
     a: Tensor,

@@ -19,8 +19,6 @@ from torch.nn import functional as F
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.random_state import RandomState, all_generators, kept
 
-__all__ = ["CrossEntropy", "PairsOf", "Ranks", "Scores", "Sigmoid", "TiledLoss"]
-
 PairsOf = Tensor | tuple[Tensor, Tensor] | Callable[[Tensor, Tensor], Tensor]
 """What users give: ids of the rows, ids of `a`'s and of `b`'s rows, or a function of numbers of rows."""
 

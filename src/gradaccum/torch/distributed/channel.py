@@ -22,8 +22,6 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import default_store, timeout_of
 
-__all__ = ["WIDTH", "Channel", "Kind", "Settings", "by_rank", "stay_away"]
-
 WIDTH = 24
 """Numbers in a message. All messages have the same size, so that even mismatched ones meet, and are told apart."""
 

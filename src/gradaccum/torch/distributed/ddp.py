@@ -23,8 +23,6 @@ from gradaccum.on_torch.private import (
 )
 from gradaccum.torch.distributed.engine import Engine, weakly
 
-__all__ = ["Replicas"]
-
 logger = logging.getLogger("gradaccum")
 
 FIRST_BUCKET = 2**20

@@ -20,8 +20,6 @@ from gradaccum.torch.distributed.engine import Engine
 from gradaccum.torch.distributed.fsdp import Shards, is_sharded, members_of, sharded_modules
 from gradaccum.torch.distributed.ranks import Ranks
 
-__all__ = ["check_closures", "check_detected", "detect_ranks", "leaving_on_error"]
-
 logger = logging.getLogger("gradaccum")
 
 Self = TypeVar("Self")

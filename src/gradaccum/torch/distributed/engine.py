@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-__all__ = ["Engine", "weakly"]
-
 
 def weakly(function: Callable[..., Any], owner: Any = None) -> Callable[..., Any]:
     """A hook that calls this method, or this function of its owner, as long as that is alive; None afterwards."""

@@ -25,8 +25,6 @@ from gradaccum.on_torch.private import (
 )
 from gradaccum.torch.distributed.engine import Engine, weakly
 
-__all__ = ["DIFFERENT_PASSES", "RankOutOfMemory", "Shards", "is_sharded", "members_of", "sharded_modules"]
-
 DIFFERENT_PASSES = (
     "A sharded model needs the same passes on every rank, and the ranks ran different parts of it: a head that the "
     "batch chooses, perhaps, where a rank whose batches are used up repeated its last micro-batch. Nothing was "

@@ -30,8 +30,6 @@ from gradaccum.torch.distributed.channel import WIDTH, Channel, Kind, Settings, 
 from gradaccum.torch.distributed.engine import Engine
 from gradaccum.torch.distributed.fsdp import DIFFERENT_PASSES
 
-__all__ = ["SUMS", "Listener", "Ranks", "Total"]
-
 SUMS = WIDTH - 16
 
 

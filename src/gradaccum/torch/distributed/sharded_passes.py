@@ -31,8 +31,6 @@ from gradaccum.on_torch.oom_retry import OomRetry, RestartWindow, nothing_fits
 from gradaccum.on_torch.private import ShardedGroup
 from gradaccum.torch.distributed.fsdp import RankOutOfMemory, Shards
 
-__all__ = ["ByBlocks", "run_by_blocks", "run_together"]
-
 logger = logging.getLogger("gradaccum")
 
 

@@ -29,8 +29,6 @@ from gradaccum.on_torch.private import without_global_step_hooks
 from gradaccum.on_torch.stages import Stage, WindowTotal, run_stages
 from gradaccum.torch.layers.blocks import Block
 
-__all__ = ["BackwardOptimizer", "parameters_by_block"]
-
 logger = logging.getLogger("gradaccum")
 
 LONGEST, UPDATES = 32, 3

@@ -13,18 +13,6 @@ from torch import nn
 
 from gradaccum.on_torch.arguments import checked_choice
 
-__all__ = [
-    "Block",
-    "Blocks",
-    "BlocksChoice",
-    "called",
-    "check_in_backward",
-    "checked_blocks",
-    "find_blocks",
-    "has_blocks",
-    "intercepted",
-]
-
 UpdateChoice = Literal["after_backward", "in_backward"]
 
 ModulesChoice = nn.ModuleList | nn.Sequential | list[nn.Module] | tuple[nn.Module, ...] | str

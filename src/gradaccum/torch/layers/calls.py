@@ -24,8 +24,6 @@ from gradaccum.torch.chunking.two_passes import Conditions, Inputs, backward_roo
 from gradaccum.torch.layers.blocks import Block, called
 from gradaccum.torch.layers.offload import Store, Waiting
 
-__all__ = ["BlockCall", "MicroBatch", "Reached"]
-
 _AS_THEY_ARE = (nn.Module, type, enum.Enum, types.FunctionType, types.MethodType, types.ModuleType, torch.dtype)
 _PLAIN = {str, bool, int, float, type(None), torch.device, torch.dtype, torch.Size}
 

@@ -22,8 +22,6 @@ from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.torch.chunking.two_passes import version_of
 from gradaccum.torch.layers.blocks import Block, called, intercepted
 
-__all__ = ["OffloadChoice", "OffloadedBlocks", "Store", "Waiting"]
-
 logger = logging.getLogger("gradaccum")
 
 OffloadChoice = bool | str | os.PathLike[str]

@@ -33,8 +33,6 @@ from gradaccum.torch.layers.blocks import Blocks, called, find_blocks, intercept
 from gradaccum.torch.layers.calls import BlockCall, MicroBatch, Reached
 from gradaccum.torch.layers.offload import OffloadChoice, OffloadedBlocks, Store
 
-__all__ = ["Layers", "proof_of"]
-
 logger = logging.getLogger("gradaccum")
 
 _LONG = {"python", "numpy"}  # generators whose states take long to look at

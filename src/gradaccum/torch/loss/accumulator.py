@@ -29,8 +29,6 @@ from gradaccum.torch.loss.named import (
 )
 from gradaccum.torch.loss.objective import Objective, one_weight
 
-__all__ = ["LossAccumulator", "WeightedLoss", "accumulator", "counted"]
-
 ROUNDING = 1e-6
 """Relative difference of two sums of the same weights, in other orders."""
 

@@ -21,34 +21,6 @@ from gradaccum.errors import WindowError
 from gradaccum.on_torch.foreach import all_finite, scale_
 from gradaccum.on_torch.grad_buffer import GradientBuffer
 
-__all__ = [
-    "MIXED_TERMS",
-    "NamedSums",
-    "Term",
-    "Terms",
-    "Totals",
-    "Weight",
-    "WindowLosses",
-    "added",
-    "checked_scalar",
-    "checked_terms",
-    "is_zero",
-    "mixed_terms_error",
-    "not_by_name_error",
-    "plain_weight",
-    "ratio",
-    "read_totals",
-    "summed",
-    "terms_of",
-    "times",
-    "totals_of",
-    "weighed",
-    "weighted_sum",
-    "where_any",
-    "wide",
-]
-
-
 MIXED_TERMS = "`compute_loss` must return {name: (loss, weight)} always or never. Received: both."
 
 

@@ -22,8 +22,6 @@ from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.random_state import MOST, names_of
 from gradaccum.torch.loss.named import Terms, Totals, Weight, added, checked_scalar, plain_weight, terms_of, totals_of
 
-__all__ = ["Objective", "one_weight"]
-
 STARTS = 16
 """Factors that are kept from one window to the next."""
 

@@ -19,8 +19,6 @@ from gradaccum.torch.layers import Blocks, BlocksChoice, Layers, has_blocks, par
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of, micro_batch_peak, on_fakes, optimizer_bytes
 
-__all__ = ["SIZE_KEYWORDS", "estimate_size", "estimate_ways", "largest_fitting", "suggest_micro_batch_size"]
-
 logger = logging.getLogger("gradaccum")
 
 SIZE_KEYWORDS = frozenset(

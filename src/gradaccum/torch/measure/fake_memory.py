@@ -20,8 +20,6 @@ from gradaccum.on_torch.state import as_found
 from gradaccum.torch.buffers import gradients_kept
 from gradaccum.torch.loss import Objective
 
-__all__ = ["LiveBytes", "bytes_of", "micro_batch_peak", "on_fakes", "optimizer_bytes"]
-
 Found = TypeVar("Found")
 
 

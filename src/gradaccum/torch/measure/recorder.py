@@ -19,8 +19,6 @@ from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.report import Report
 from gradaccum.report.run import Run, encode, read
 
-__all__ = ["Recorder"]
-
 logger = logging.getLogger("gradaccum")
 
 _NOISE_EVERY = 20

@@ -17,8 +17,6 @@ from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import children, has_rows, leaves, number_of_rows
 from gradaccum.torch.window import Windows
 
-__all__ = ["BatchWeight", "Batches"]
-
 
 class Batches:
     """The loader's batches, unchanged and in order, with one fetched ahead: so the last one is known to be the last.

@@ -21,8 +21,6 @@ from gradaccum.torch.optimizer import sharded_checkpoint as sharded
 from gradaccum.torch.watch import parameters_of
 from gradaccum.torch.window import Windows
 
-__all__ = ["KEY", "initialise", "is_initialisation", "load", "state_dict"]
-
 logger = logging.getLogger("gradaccum")
 
 KEY = sharded.KEY

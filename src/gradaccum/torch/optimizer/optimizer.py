@@ -38,8 +38,6 @@ from gradaccum.torch.optimizer.proxy import (
 from gradaccum.torch.watch import parameters_of
 from gradaccum.torch.window import GradientWindow, Nonfinite, Windows, on_collect
 
-__all__ = ["Nonfinite", "Optimizer"]
-
 logger = logging.getLogger("gradaccum")
 
 

@@ -19,20 +19,6 @@ from gradaccum.schedule import Schedule
 from gradaccum.torch.watch import callers, check_outside_of_trainers, parameters_of
 from gradaccum.torch.window import LossScale, Windows
 
-__all__ = [
-    "OptimizerProxy",
-    "check_first_step",
-    "check_steps_of",
-    "checked_gradients",
-    "checked_inner",
-    "evaluated",
-    "has_options",
-    "left_out",
-    "may_evaluate_again",
-    "needs_closure",
-    "overflows_easily",
-]
-
 _WRAPPED = "Optimizer(torch.optim.Adam(model.parameters()), steps=4)"
 _PREPARED = {
     "accelerate.": f"accelerator.prepare({_WRAPPED})",

@@ -21,8 +21,6 @@ from gradaccum.on_torch.memory import local_part
 from gradaccum.torch.distributed import Ranks
 from gradaccum.torch.watch import parameters_of
 
-__all__ = ["KEY", "is_initialisation", "pack", "release", "reserve", "unpack"]
-
 KEY = "gradaccum"
 
 

@@ -23,16 +23,6 @@ from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof.trial import Trial
 
-__all__ = [
-    "counting_layers",
-    "find_causes",
-    "hook_cause",
-    "input_cause",
-    "nondeterminism_cause",
-    "suspicion",
-    "unusual_batch_norms",
-]
-
 
 def find_causes(trial: Trial, differences: Sequence[Difference], ways: Sequence[Way], tolerance: float) -> list[Cause]:
     """Every cause that can be told apart in one go, the most certain first."""

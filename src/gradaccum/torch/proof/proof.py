@@ -57,8 +57,6 @@ from gradaccum.torch.proof.causes import (
 )
 from gradaccum.torch.proof.trial import Accumulate, BatchRunner, Gradients, LoweredScale, Trial, named_parameters
 
-__all__ = ["Proof", "certify", "eager"]
-
 logger = logging.getLogger("gradaccum")
 
 NEARLY = 20

@@ -23,8 +23,6 @@ from gradaccum.torch.batch_norm import BatchNormChoice, frozen
 from gradaccum.torch.buffers import ModuleState
 from gradaccum.torch.loss import LossAccumulator, Objective, Terms, accumulator, counted
 
-__all__ = ["Accumulate", "BatchRunner", "Gradients", "LoweredScale", "Trial", "named_parameters"]
-
 Gradients = Callable[[Objective, Batch, Sequence[int]], Tensor]
 """Runs the rows of a batch in micro-batches of these sizes, in order, as an update does: takes each of them by
 `batch.take(rows)` before its forward pass, leaves the finished gradients in the parameters, not clipped, and returns

@@ -28,8 +28,6 @@ from gradaccum.torch.optimizer import needs_closure
 from gradaccum.torch.train_step.options import Options
 from gradaccum.torch.train_step.update import Update
 
-__all__ = ["GlobalBatch", "Window", "check_members", "find_ranks", "inside", "spans_ranks"]
-
 logger = logging.getLogger("gradaccum")
 
 _NOT_COUNTED = (

@@ -21,8 +21,6 @@ from gradaccum.torch.padding import what_is_cut
 from gradaccum.torch.train_step.options import Options, with_groups
 from gradaccum.torch.train_step.padding import Joining, Packing
 
-__all__ = ["EXACT_MICRO_BATCH_SIZE", "MicroBatcher"]
-
 EXACT_MICRO_BATCH_SIZE = 32
 """Rows, for "auto" with exact BatchNorm: all rows' boundary activations are kept in any case, and larger micro-batches
 are hardly faster."""

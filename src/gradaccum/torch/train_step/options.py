@@ -19,16 +19,6 @@ from gradaccum.torch.distributed import Ranks
 from gradaccum.torch.layers import Layers, check_in_backward, checked_blocks
 from gradaccum.torch.optimizer import needs_closure
 
-__all__ = [
-    "GroupsChoice",
-    "Options",
-    "check_exact",
-    "check_optimized",
-    "checked_groups",
-    "loss_by_name",
-    "with_groups",
-]
-
 GroupsChoice = int | Tensor | Sequence[int] | Callable[..., Any] | None
 """Rows that stay together: so many in a row, the rows' group ids, or `groups(*batch) -> ids`."""
 

@@ -32,8 +32,6 @@ from gradaccum.torch.padding import (
     widths_apart,
 )
 
-__all__ = ["Joining", "Packing", "judged_left"]
-
 logger = logging.getLogger("gradaccum")
 
 ROWS = 4

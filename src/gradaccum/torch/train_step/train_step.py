@@ -28,8 +28,6 @@ from gradaccum.torch.train_step.options import GroupsChoice, Options, check_opti
 from gradaccum.torch.train_step.update import Update
 from gradaccum.torch.train_step.window import Finished, WholeBatch, WindowRunner
 
-__all__ = ["TrainStep"]
-
 logger = logging.getLogger("gradaccum")
 
 _REMEDY = 'Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.'

@@ -22,8 +22,6 @@ from gradaccum.torch.distributed import ByBlocks, Ranks
 from gradaccum.torch.layers import BackwardOptimizer, Layers
 from gradaccum.torch.train_step.options import Options
 
-__all__ = ["Update"]
-
 logger = logging.getLogger("gradaccum")
 
 _AS_THEY_WERE = "Parameters and optimizer state are as they were."

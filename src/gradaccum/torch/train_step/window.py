@@ -31,8 +31,6 @@ from gradaccum.torch.train_step.global_batch import GlobalBatch, Window, inside
 from gradaccum.torch.train_step.micro_batcher import EXACT_MICRO_BATCH_SIZE, MicroBatcher
 from gradaccum.torch.train_step.update import Update
 
-__all__ = ["Finished", "WholeBatch", "WindowRunner"]
-
 logger = logging.getLogger("gradaccum")
 
 _NO_CONTEXT = contextlib.nullcontext()

@@ -7,16 +7,6 @@ from typing import Any
 
 from gradaccum.errors import WindowError
 
-__all__ = [
-    "SEVERAL_PASSES",
-    "callers",
-    "check_outside_of_trainers",
-    "failed_error",
-    "modification_error",
-    "several_passes_warning",
-    "untouched_error",
-]
-
 SEVERAL_PASSES = (
     "%d backward passes reached one step(), which counts one micro-batch: right for several losses over the same rows. "
     "Where they are of several micro-batches, call step() after each of them."

@@ -25,8 +25,6 @@ from gradaccum.on_torch.grad_buffer import all_require_grad
 from gradaccum.on_torch.private import current_backward, queue_callback, recorded_operations
 from gradaccum.torch.watch.messages import SEVERAL_PASSES, several_passes_warning
 
-__all__ = ["GradientMonitor", "Modification", "ShardedMonitor"]
-
 logger = logging.getLogger("gradaccum")
 
 Modification = Literal["cleared", "edited", "left", "assigned"]

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 
-__all__ = ["ParameterMonitor", "parameters_of"]
-
 
 class ParameterMonitor:
     """The inner optimizer's parameters and groups as a window began: parameters stay until it closes, settings should.

@@ -42,8 +42,6 @@ from gradaccum.torch.loss import (
 from gradaccum.torch.watch import GradientMonitor, ShardedMonitor, failed_error, modification_error, untouched_error
 from gradaccum.torch.window.loss_scale import LossScale
 
-__all__ = ["GradientWindow", "Nonfinite"]
-
 logger = logging.getLogger("gradaccum")
 
 Nonfinite = Literal["propagate", "skip_window", "skip_micro_batch"]

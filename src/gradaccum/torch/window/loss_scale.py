@@ -12,8 +12,6 @@ from gradaccum.errors import WindowError
 from gradaccum.on_torch.grad_buffer import GradientBuffer, all_require_grad
 from gradaccum.torch.watch import GradientMonitor
 
-__all__ = ["LossScale"]
-
 
 class _Neutral:
     """`scale * _Neutral()` is `scale` itself, not a copy.

@@ -32,8 +32,6 @@ from gradaccum.schedule import Schedule
 from gradaccum.torch.watch import ParameterMonitor, parameters_of
 from gradaccum.torch.window.gradient_window import GradientWindow
 
-__all__ = ["RUNNING", "Windows", "on_collect"]
-
 logger = logging.getLogger("gradaccum")
 
 RUNNING: dict[int, weakref.ref[Window]] = {}
