@@ -16,6 +16,7 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.torch import TrainStep, check_equivalence
 from gradaccum.torch.proof import proof
 from tests.torch.equivalence.problems import Apply, Codebook
+from tests.torch.train_step.test_train_step import step_of
 
 CE = nn.CrossEntropyLoss()
 ROWS = 24
@@ -36,11 +37,8 @@ TARGETS = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(2))
 IGNORED = torch.where(torch.arange(ROWS) % 3 == 0, -100, Y)
 
 
-def train_step(model, lr=0.1, **keywords):
-    if "loss_fn" not in keywords and "compute_loss" not in keywords:
-        keywords["loss_fn"] = CE
-    keywords.setdefault("micro_batch_size", 8)
-    return TrainStep(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), **keywords)
+def train_step(model, **keywords):
+    return step_of(model, **{"micro_batch_size": 8, "verify": True, **keywords})
 
 
 def update(model, batch=(X, Y), **keywords):
@@ -456,6 +454,18 @@ def counted(model):
     return calls
 
 
+def sizes_of(model, step):
+    """How many rows each pass of an update has."""
+    calls = counted(model)
+
+    def update_of(*batch):
+        calls.clear()
+        step(*batch)
+        return list(calls)
+
+    return update_of
+
+
 def test_hooks_that_a_model_registers_in_its_first_pass_are_there_once():
     class Recording(nn.Module):  # as models of transformers do for output_hidden_states=True
         def __init__(self):
@@ -479,13 +489,11 @@ def test_hooks_that_a_model_registers_in_its_first_pass_are_there_once():
 
 def test_it_is_repeated_in_another_mode_and_for_another_structure_and_only_then():
     model = net()
-    calls = counted(model)
     step = train_step(model, compute_loss=lambda model, x, *y: F.cross_entropy(model(x), y[0]))
+    sizes = sizes_of(model, step)
 
     def passes(*batch):
-        calls.clear()
-        step(*batch)
-        return sum(calls) - ROWS
+        return sum(sizes(*batch)) - ROWS
 
     proven = passes(X, Y)
     assert proven > passes(X, Y) > 0  # the second batch is proven, too, with fewer rows
@@ -506,13 +514,8 @@ def test_it_is_repeated_in_another_mode_and_for_another_structure_and_only_then(
 
 def test_a_repetition_looks_at_fewer_rows_and_splits_them_in_the_other_way():
     model = net()
-    calls = counted(model)
-    step = train_step(model)
-    seen = []
-    for _ in range(4):
-        calls.clear()
-        step(X, Y)
-        seen.append(calls[:-3])
+    sizes = sizes_of(model, train_step(model))
+    seen = [sizes(X, Y)[:-3] for _ in range(4)]
     assert [sum(rows) for rows in seen] == [2 * 16, 2 * 8, 0, 2 * 8]
     assert seen[1:] == [[8, 4, 2, 2], [], [8, 2, 2, 4]]
 
@@ -532,14 +535,11 @@ def test_what_a_repetition_sees_is_compared_in_all_ways_before_anything_is_said(
 
 def test_it_is_repeated_at_batches_2_4_8_and_every_1024():
     model = net()
-    calls = counted(model)
     step = train_step(model)
-    repeated = []
+    sizes, repeated = sizes_of(model, step), []
     for count in (*range(1, 18), 1023, 1024, 1025, 2048, 3072):
         step._proof.schedule.batches = count - 1
-        calls.clear()
-        step(X, Y)
-        repeated += [count] if len(calls) > 3 else []
+        repeated += [count] if len(sizes(X, Y)) > 3 else []
     assert repeated == [1, 2, 4, 8, 16, 1024, 2048, 3072]
 
 

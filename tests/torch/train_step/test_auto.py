@@ -16,9 +16,9 @@ LOSS = nn.CrossEntropyLoss()
 class Clock:
     """A clock that a model moves, and the memory that it takes."""
 
-    def __init__(self, monkeypatch, fastest=8, bytes_per_row=10):
+    def __init__(self, monkeypatch, fastest=8):
         self.now, self.highest, self.alive = 0.0, 0, 0
-        self.fastest, self.bytes_per_row = fastest, bytes_per_row
+        self.fastest = fastest
         self.sizes = []
         monkeypatch.setattr("gradaccum.on_torch.oom_retry.time.perf_counter", lambda: self.now)
         monkeypatch.setattr(MemoryMeter, "mark", lambda gauge: self.highest)
@@ -28,7 +28,7 @@ class Clock:
         rows = len(args[0])
         self.sizes.append(rows)
         self.now += self.fastest + rows + 2.0 * max(rows - self.fastest, 0)
-        self.highest = max(self.highest, 100 + self.bytes_per_row * args[0].numel())
+        self.highest = max(self.highest, 100 + 10 * args[0].numel())
 
 
 def make(clock, model=None, **keywords):

@@ -91,23 +91,24 @@ def test_answers_that_are_normalised_within_their_prompt(size, apart):
         assert_same_updates(Policy(), answers(order), grpo, compute_loss=grpo, micro_batch_size=size, groups=groups)
 
 
-def test_without_groups_the_proof_refuses_what_a_split_would_change():
-    for loss, batch in ((dpo, (rows(26)[0],)), (grpo, answers(torch.arange(len(IDS)))[0])):
-        model = Policy()
-        step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss, micro_batch_size=6)
-        with pytest.raises(NotEquivalentError, match="raises on micro-batches" if loss is dpo else "not additive"):
-            step(*batch)  # an odd number of rows is no pairs
+@pytest.mark.parametrize(
+    ("loss", "batch", "message"),  # an odd number of rows is no pairs
+    [(dpo, (rows(26)[0],), "raises on micro-batches"), (grpo, answers(torch.arange(len(IDS)))[0], "not additive")],
+    ids=["dpo", "grpo"],
+)
+def test_without_groups_the_proof_refuses_what_a_split_would_change(loss, batch, message):
+    with pytest.raises(NotEquivalentError, match=message):
+        step_of(Policy(), compute_loss=loss, micro_batch_size=6, verify=True)(*batch)
 
 
 def test_a_loss_that_looks_beyond_the_groups_is_refused():
     def beyond(model, x):
         return dpo(model, x) + model(x).var()
 
-    model = Policy()
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=beyond, micro_batch_size=6, groups=2)
+    batch, keywords = (rows(26)[0],), {"compute_loss": beyond, "groups": 2}
     with pytest.raises(NotEquivalentError, match="not additive over rows"):
-        step(rows(26)[0])
-    result = check_equivalence(Policy(), (rows(26)[0],), compute_loss=beyond, groups=2)
+        step_of(Policy(), micro_batch_size=6, verify=True, **keywords)(*batch)
+    result = check_equivalence(Policy(), batch, **keywords)
     assert not result.ok
     assert result.causes[0].kind == "loss"
 
@@ -141,7 +142,7 @@ def test_a_group_that_does_not_fit_into_memory_is_named():
 
 def test_groups_too_large_to_be_proven_together_are_said_to_be(caplog):
     model = Policy(9)
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=negatives, micro_batch_size=8, groups=4)
+    step = step_of(model, verify=True, compute_loss=negatives, micro_batch_size=8, groups=4)
     step(rows(28)[0])
     assert step.updates == 1
     assert "could not be proven: 12 rows of this batch" in caplog.text
@@ -228,7 +229,7 @@ def test_groups_that_do_not_match_the_rows_are_an_error(case):
 def test_what_is_no_groups_is_an_error(groups):
     model = Policy()
     with pytest.raises((TypeError, ValueError), match="groups"):
-        TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=dpo, groups=groups)
+        step_of(model, verify=True, compute_loss=dpo, groups=groups)
     with pytest.raises((TypeError, ValueError), match="groups"):
         check_equivalence(model, (rows(24)[0],), compute_loss=dpo, groups=groups)
 

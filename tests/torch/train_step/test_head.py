@@ -11,8 +11,7 @@ from gradaccum.torch import TrainStep
 from gradaccum.torch.head import Head, tiling
 from gradaccum.torch.measure.fake_memory import LiveBytes
 from tests.reference import FLOAT32, relative_error
-from tests.torch.train_step.test_packing import data
-from tests.torch.train_step.test_padding import assert_same_for_transformers, output_loss, shifted, tiny
+from tests.torch.train_step.test_padding import assert_same_for_transformers, data, output_loss, shifted, tiny
 from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, plain_loss
 
 CLASSES = 23

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradaccum.torch import TrainStep
 from tests.torch.train_step.test_memory import OUT, Fragile
 from tests.torch.train_step.test_train_step import batches, network, step_of
-
-Failure = Callable[[], BaseException]
 
 
 class FailsAt(TorchDispatchMode):

@@ -426,6 +426,6 @@ def test_the_proof_and_the_check_name_the_term_whose_weight_is_wrong():
     assert [cause.message.split(":")[0] for cause in result.causes] == ["Of the loss term 'tokens'"]
     assert "mean over" in result.causes[0].message
     model = Tagger()
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=by_rows, micro_batch_size=4)
+    step = step_of(model, verify=True, compute_loss=by_rows, micro_batch_size=4)
     with pytest.raises(NotEquivalentError, match="Of the loss term 'tokens'"):
         step(*batch)
