@@ -299,9 +299,8 @@ def test_a_buffer_that_first_moves_in_or_before_a_micro_batch_that_does_not_fit_
                 raise torch.OutOfMemoryError("no memory")
             return y + 0 * self.inner(x)
 
-    model = Fits(3, how)
-    step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=4)
-    batch = torch.randn(12, 5, dtype=torch.float64), torch.randint(3, (12,))
+    model, batch = Fits(3, how), rows(12)
+    step = step_of(model, micro_batch_size=4)
     for _ in range(3):
         step(*batch)
     assert not model.codes.any()
@@ -344,26 +343,20 @@ def test_the_size_that_failed_is_remembered_and_told_once(caplog):
 
 
 def test_the_size_that_failed_is_remembered_for_its_shape_only():
-    class Long(nn.Module):
+    class Long(nn.Linear):
         """Rows of eight columns and more take too much memory by fours."""
 
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(1, 3, dtype=torch.float64)
-            self.sizes = []
-
         def forward(self, x):
-            self.sizes.append(len(x))
+            seen.append(len(x))
             if x.shape[1] >= 8 and len(x) >= 4:
                 raise torch.OutOfMemoryError(OUT)
-            return self.inner(x.mean(1, keepdim=True))
+            return super().forward(x.mean(1, keepdim=True))
 
-    model = Long()
-    step = step_of(model, micro_batch_size=6)
+    seen, step = [], step_of(Long(1, 3, dtype=torch.float64), micro_batch_size=6)
     for columns, sizes in ((2, [6, 6]), (8, [6, 3, 3, 3, 3]), (2, [6, 6]), (8, [3, 3, 3, 3])):
-        model.sizes.clear()
+        seen.clear()
         step(torch.randn(12, columns, dtype=torch.float64), torch.zeros(12, dtype=torch.long))
-        assert model.sizes == sizes
+        assert seen == sizes
 
 
 AROUND = {
