@@ -78,16 +78,15 @@ class Tied(nn.Module):
         return self.head(self.embed(tokens)).mean(1)
 
 
-class Graph(nn.Module):
+class Graph(nn.Linear):
     """Takes (x, shared matrix)."""
 
     def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(6, 4)
+        super().__init__(6, 4)
 
     def forward(self, inputs):
         x, matrix = inputs
-        return self.head(x @ matrix)
+        return super().forward(x @ matrix)
 
 
 class BackwardMixes(torch.autograd.Function):
@@ -215,14 +214,13 @@ def instance_norm():
     return first_layers(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten())
 
 
-class Centred(nn.Module):
+class Centred(nn.Sequential):
     def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+        super().__init__(nn.Linear(6, 8), nn.Linear(8, 4))
 
     def forward(self, x):
-        h = self.first(x)
-        return self.second(h - h.detach().mean(0))
+        h = self[0](x)
+        return self[1](h - h.detach().mean(0))
 
 
 def nested_norm():
@@ -343,20 +341,17 @@ def test_a_language_model_divides_by_shifted_labels():
 
 
 def test_a_model_that_returns_its_own_loss_in_a_dict_is_judged_as_a_whole():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net(nn.Dropout(0.1))
-
+    class Own(nn.Sequential):
         def forward(self, x, y):
-            logits = self.net(x)
+            logits = super().forward(x)
             return {"loss": F.cross_entropy(logits, y), "logits": logits}
 
     def loss(model, batch):
         return model(**batch)["loss"]
 
-    assert check_equivalence(Own(), {"x": X, "y": Y}, compute_loss=loss).ok
-    (cause,) = check_equivalence(Own(), {"x": X, "y": IGNORED}, compute_loss=loss).causes
+    model = Own(*net(nn.Dropout(0.1)))
+    assert check_equivalence(model, {"x": X, "y": Y}, compute_loss=loss).ok
+    (cause,) = check_equivalence(model, {"x": X, "y": IGNORED}, compute_loss=loss).causes
     assert cause.kind == "weight"
     assert "weight=lambda batch: (batch['y'] != -100).sum()" in cause.message
 

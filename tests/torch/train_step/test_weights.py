@@ -205,16 +205,11 @@ def test_losses_with_parameters_of_their_own():
         same_updates(linear_loss, linear(6), lambda: classes(count=10, ignored=-100))
 
 
-class WithTargets(nn.Module):
+class WithTargets(nn.Sequential):
     """Returns its targets beside its outputs, so that the batch says nothing about them."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = network()
-
     def forward(self, batch):
-        x, y = batch["x"], batch["y"]
-        return self.inner(x), y
+        return super().forward(batch["x"]), batch["y"]
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -233,7 +228,7 @@ def test_targets_are_known_wherever_they_come_from(shape, targets, verify):
     if shape == "a tuple":
         assert_same_updates(network(), data, lambda model, x, y: loss_fn(model(x), *y), **keywords)
     else:
-        assert_same_updates(WithTargets(), data, lambda model, x: loss_fn(*model(x)), **keywords)
+        assert_same_updates(WithTargets(*network()), data, lambda model, x: loss_fn(*model(x)), **keywords)
 
 
 def token_mean(model, x, y):
