@@ -233,7 +233,7 @@ class Sharp(torch.optim.SGD):
 
     first = 0
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None):
         loss = closure()
         self.first -= 1
         if self.first < 0:
@@ -249,7 +249,7 @@ class Sharp(torch.optim.SGD):
 def test_memory_that_runs_out_where_a_closure_is_optional_changes_nothing_or_says_so(first: int) -> None:
     left = math.inf
 
-    def loss_fn(outputs: Tensor, y: Tensor) -> Tensor:
+    def loss_fn(outputs: Tensor, y: Tensor):
         nonlocal left
         left -= 1
         if left < 0:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
+from gradaccum.torch import TrainStep
 from tests.torch.train_step.test_train_step import (
     assert_same_updates,
     batches,
@@ -418,7 +419,7 @@ class Experts(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
         self.experts = nn.ModuleList(nn.Linear(5, 4, dtype=torch.float64) for _ in range(3))
 
-    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+    def forward(self, x, kinds):
         for block in self.blocks:
             x = torch.tanh(block(x))
         outputs = x.new_zeros(len(x), 4)
@@ -428,11 +429,11 @@ class Experts(nn.Module):
         return outputs
 
 
-def _mean(model: nn.Module, x: Tensor, kinds: Tensor, y: Tensor) -> Tensor:
+def _mean(model: nn.Module, x, kinds, y):
     return F.cross_entropy(model(x, kinds), y)
 
 
-def _count(x: Tensor, kinds: Tensor, y: Tensor) -> Tensor:
+def _count(x, kinds, y):
     return (y != -100).sum()
 
 
@@ -449,7 +450,7 @@ def _count(x: Tensor, kinds: Tensor, y: Tensor) -> Tensor:
         },
     ],
 )
-def test_parameters_that_only_rows_of_weight_0_lead_to_are_updated_as_by_the_large_batch(how: Any, blocks: Any) -> None:
+def test_parameters_that_only_rows_of_weight_0_lead_to_are_updated_as_by_the_large_batch(how, blocks) -> None:
     kinds, y = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 2, -100, -100])
     model, large = Experts(), Experts()
     step = TrainStep(model, torch.optim.AdamW(model.parameters()), micro_batch_size=2, blocks=blocks, **how)
