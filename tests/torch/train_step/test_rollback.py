@@ -233,7 +233,7 @@ class Sharp(torch.optim.SGD):
 
     first = 0
 
-    def step(self, closure: Any = None):
+    def step(self, closure=None):
         loss = closure()
         self.first -= 1
         if self.first < 0:
