@@ -123,6 +123,12 @@ def test_what_no_loss_can_take_is_refused_at_the_first_batch():
         TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss, micro_batch_size=2)
     step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
-    with pytest.raises(TypeError, match="Received: a NumPy array"):
-        step(x.numpy(), y.numpy())
-    assert step((x, y)).isfinite()
+    for batch in ((x.numpy(), y.numpy()), (x, y.numpy()), (x, y), (x.numpy(), y), (x, y.numpy())):  # later ones, too
+        if all(isinstance(part, Tensor) for part in batch):
+            assert step(batch).isfinite()
+        else:
+            with pytest.raises(TypeError, match=r"Received: a NumPy array.*Convert it: torch.from_numpy\(x\)"):
+                step(*batch)
+    in_a_dict = TrainStep(model, optimizer, compute_loss=lambda model, batch: model(batch["x"].float()).sum())
+    with pytest.raises(TypeError, match=r"Received: a NumPy array.*no attribute 'float'"):
+        in_a_dict({"x": x.numpy()})
