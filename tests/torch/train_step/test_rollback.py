@@ -238,3 +238,48 @@ def test_an_error_in_a_closures_window_leaves_everything_as_before_the_call(eval
     evaluations = 99
     step(*data[1])
     assert step.updates == 2
+
+
+class Sharp(torch.optim.SGD):
+    """Moves parameters between two evaluations of an optional closure, in later steps alone."""
+
+    first = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        self.first -= 1
+        if self.first < 0:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(parameter.grad, alpha=0.5)
+            closure()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_memory_that_runs_out_where_a_closure_is_optional_changes_nothing_or_says_so(first: int) -> None:
+    left = math.inf
+
+    def loss_fn(outputs: Tensor, y: Tensor) -> Tensor:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise torch.OutOfMemoryError(OUT)
+        return nn.functional.cross_entropy(outputs, y)
+
+    model = network()
+    optimizer = Sharp(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.first = first
+    step = TrainStep(model, optimizer, loss_fn=loss_fn, micro_batch_size=99, verify=False)
+    for number, batch in enumerate(batches(count=4)):
+        before = everything(model, optimizer)
+        if number == 2:
+            left = 1
+            with pytest.raises(torch.OutOfMemoryError, match="go on from a checkpoint" if first else "as they were"):
+                step(*batch)
+            left = math.inf
+            if first:  # the first time that this one evaluates twice
+                break
+            assert same(everything(model, optimizer), before)
+        step(*batch)

@@ -504,3 +504,59 @@ def test_reductions_that_contradict_are_refused() -> None:
     model = linear(2)
     with pytest.raises(ValueError, match="contradicts"):
         TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.MSELoss(), reduction="sum")
+
+
+class Experts(nn.Module):
+    """Rows of each kind go through an expert of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(5, 4, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        outputs = x.new_zeros(len(x), 4)
+        for kind, expert in enumerate(self.experts):
+            if (mine := kinds == kind).any():
+                outputs[mine] = expert(x[mine])
+        return outputs
+
+
+def _mean(model: nn.Module, x: Tensor, kinds: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x, kinds), y)
+
+
+def _count(x: Tensor, kinds: Tensor, y: Tensor) -> Tensor:
+    return (y != -100).sum()
+
+
+@pytest.mark.parametrize("blocks", [None, "blocks"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"compute_loss": _mean, "weight": _count},
+        {"compute_loss": lambda *batch: (_mean(*batch), _count(*batch[1:]))},
+        {"compute_loss": lambda *batch: {"tokens": (_mean(*batch), _count(*batch[1:]))}},
+        {
+            "compute_loss": lambda *batch: {"tokens": _mean(*batch)},
+            "weight": lambda *batch: {"tokens": _count(*batch)},
+        },
+    ],
+)
+def test_parameters_that_only_rows_of_weight_0_lead_to_are_updated_as_by_the_large_batch(how: Any, blocks: Any) -> None:
+    kinds, y = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 2, -100, -100])
+    model, large = Experts(), Experts()
+    step = TrainStep(model, torch.optim.AdamW(model.parameters()), micro_batch_size=2, blocks=blocks, **how)
+    plain = torch.optim.AdamW(large.parameters())
+    for _ in range(2):
+        x = randn(4, 5)
+        step(x, kinds, y)
+        plain.zero_grad()
+        _mean(large, x, kinds, y).backward()
+        plain.step()
+        for mine, theirs in zip(model.parameters(), large.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)  # nothing leads to the third expert
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
