@@ -8,7 +8,9 @@ import griffe
 
 __all__ = ["Examples", "WrittenOut"]
 
-ALIAS = re.compile(r"(\w*(?:Choice|Dims|Steps|Tree))|Sync|Reduction|Nonfinite")
+ALIAS = re.compile(
+    r"\w*(?:Choice|Dims|Steps|Tree|Rule)|Sync|Reduction|Nonfinite|BatchNorm(?:OrExact)?|PairsOf|Word|Direction"
+)
 """What the package calls its types that stand for several others."""
 
 

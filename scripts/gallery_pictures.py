@@ -18,7 +18,7 @@ from typing import Any
 import gradaccum
 from scripts.pictures import IMAGES, ROOT, box, chart, line, svg, text
 
-NAMES = ("gpt", "resnet18", "mlp", "recipes", "elastic", "large_models")
+NAMES = ("gpt", "resnet18", "mnist", "mlp", "vgg16", "batch_optimizer", "recipes", "elastic", "large_models")
 RECIPES = ("fine_tuning", "gan", "diffusion", "clip_ranks", "third_party_optimizers")
 FRACTION = r"([\w -]+): relative error .*?([\d.]+e[+-]\d+)"
 
@@ -36,6 +36,23 @@ model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy", metri
 callbacks = [gradaccum.keras.callbacks.GradientAccumulation()]
 found = model.fit(data.train_x / data.scale, data.train_y, batch_size=32, epochs=12, verbose=0, callbacks=callbacks)
 print(json.dumps(found.history["accuracy"]))
+"""
+
+VGG16 = """
+import json, keras, torch
+model = keras.applications.VGG16(weights=None, input_shape=(32, 32, 3), classes=10)
+parameters = {each.value.untyped_storage().data_ptr() for each in model.variables}
+found = {}
+for rows in (128, 16):
+    kept = {}
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(torch.rand(rows, 32, 32, 3), training=True).sum()
+    found[rows] = sum(size for place, size in kept.items() if place not in parameters) / 2**20
+print(json.dumps(found))
 """
 
 
@@ -106,6 +123,36 @@ def resnet18() -> str:
     )
 
 
+def mnist() -> str:
+    """Test error after each epoch: batches of 64, and 4 x 16 through the wrapped optimizer."""
+    import torch
+    from examples.demo.data import load
+    from examples.demo.progress import Progress
+
+    import gradaccum.torch
+
+    names, epochs = example("mnist"), range(1, 7)
+    with Progress() as progress:
+        data = load("digits", progress=progress)
+    train, test = (
+        torch.utils.data.TensorDataset(names["tensors"](data, part).tensors[0].double(), torch.from_numpy(labels))
+        for part, labels in (("train", data.train_y), ("test", data.test_y))
+    )
+    curves = []
+    for name, rows, steps in (("64 rows at once", 64, 1), ("4 x 16 rows", 16, 4)):
+        torch.manual_seed(0)
+        model = names["network"]().double()
+        plain = torch.optim.Adam(model.parameters(), lr=1e-3)
+        optimizer = gradaccum.torch.optim.Optimizer(plain, steps=steps)
+        loader = torch.utils.data.DataLoader(train, rows, shuffle=True, generator=torch.Generator().manual_seed(0))
+        found = []
+        for _ in epochs:
+            names["train"](model, loader, optimizer)
+            found.append(100 - 100 * names["accuracy"](model, torch.utils.data.DataLoader(test, 500)))
+        curves.append((name, epochs, found))
+    return chart("A convolutional network, 64 rows an update, float64", "epoch", curves, "test error on the digits, %")
+
+
 def mlp() -> str:
     """Accuracy of the same training on Keras' three backends."""
     curves = [
@@ -113,6 +160,26 @@ def mlp() -> str:
         for name, title in (("tensorflow", "TensorFlow"), ("jax", "JAX"), ("torch", "PyTorch"))
     ]
     return chart("An MLP in fit, 4 x 32 rows an update", "epoch", curves, "training accuracy on the digits, %")
+
+
+def vgg16() -> str:
+    """What a micro-batch keeps for its backward pass, on PyTorch."""
+    kept = json.loads(printed("-c", VGG16, KERAS_BACKEND="torch"))
+    shapes = [text(20, 28, "VGG16: memory kept for the backward pass, parameters aside", "title")]
+    for place, (rows, size) in enumerate(kept.items()):
+        y, wide = 46 + 28 * place, 360 * size / max(kept.values())
+        shapes += [text(150, y + 14, f"{rows} pictures at once", "small end"), box(160, y, wide, 20, "ba"[place])]
+        shapes.append(text(166 + wide, y + 14, f"{size:.1f} MiB", "small"))
+    words = "; ".join(f"{rows} pictures at once {size:.1f} MiB" for rows, size in kept.items())
+    return svg(640, 112, f"Memory that VGG16 keeps for its backward pass: {words}.", shapes)
+
+
+def batch_optimizer() -> str:
+    """The differences that the example prints, on TensorFlow."""
+    said = printed("examples/keras/batch_optimizer.py", "--quick", KERAS_BACKEND="tensorflow")
+    found = re.findall(r"^(float\d\d) +(\d+) +(\d+) .*?([\d.]+e[+-]\d+)$", said, re.MULTILINE)
+    values = {f"{dtype}, {wanted} rows in {rows}s": float(error) for dtype, rows, wanted, error in found}
+    return bars("BatchOptimizer: relative difference from the large batch's weights", values)
 
 
 def recipes() -> str:

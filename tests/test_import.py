@@ -88,7 +88,7 @@ def test_without_its_framework_a_shell_says_how_to_install_it(module):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stderr.splitlines()[-1] == (
         f"ModuleNotFoundError: This needs {framework}, which is not installed. Install it with: "
-        f'pip install "gradaccum[{framework}]"'
+        f'pip install "gradaccum[{framework}]", or in a checkout: pip install ".[{framework}]"'
     )
 
 

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts import gallery_pictures, layers_picture, pictures
+from scripts import gallery_pictures, layers_picture, pages, pictures
 
 DRAWN = ("window", "ways", "exactness", "scaling", "loss", "memory", "layers")
 GALLERY = [f"gallery_{name}" for name in gallery_pictures.NAMES]
@@ -31,6 +31,8 @@ def test_each_entry_of_the_gallery_has_a_picture():
     page = (pictures.ROOT / "docs/gallery.md").read_text(encoding="utf-8")
     entries = page.split("\n## ")[1:]
     assert [entry.splitlines()[0] for entry in entries if "](images/" not in entry] == []
+    shown = {path: pages._example(path) for path in pages.EXAMPLES}
+    assert [path for path, text in shown.items() if not re.search(r"^!\[", text, re.MULTILINE)] == []
     assert len(re.findall(r"\d\.\de[+-]\d\d</text>", gallery_pictures.bars("Errors", {"a": 1e-16, "b": 0.5}))) == 2
 
 

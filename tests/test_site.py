@@ -71,6 +71,19 @@ def test_formulas_are_rendered_without_a_script(site):
         mathml(r"\oint f")
 
 
+def test_types_that_stand_for_several_others_are_written_out(site):
+    aliases = set()
+    for path in (ROOT / "src/gradaccum").rglob("*.py"):
+        aliases |= set(
+            re.findall(r"^([A-Z][a-z]\w*) = (?:\w+ \||\w+\[|Any$)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        )
+    aliases -= {"Block", "Array"}  # a public name, with an entry of its own, and JAX' own
+    assert {"GroupsChoice", "BatchDims", "BufferRule", "PairsOf"} <= aliases
+    for page in (site / "reference").glob("*.html"):
+        shown = set(re.findall(r">(\w+)</span>", page.read_text(encoding="utf-8")))
+        assert shown & aliases == set(), page.name
+
+
 def test_a_link_to_nowhere_would_be_seen(tmp_path):
     """The settings that make it so, on a page that has one."""
     (tmp_path / "docs").mkdir()

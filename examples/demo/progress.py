@@ -55,6 +55,8 @@ class Progress:
         self._label, self._total, self._done, self._printed = label, total, 0.0, time.monotonic()
         if self._bars is not None:
             self._task = self._bars.add_task(label, total=total, note="")
+        else:
+            self.say(f"{label} ...")
 
     def expect(self, total: float) -> None:
         """Set the number of units, which was not known at the start."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from gradaccum.extras import how_to_install
+
 
 def main() -> None:
     """Run the command line; where a library is missing, say how to install it, and exit with 2."""
@@ -13,7 +15,7 @@ def main() -> None:
         commands(prog_name="gradaccum")
     except ModuleNotFoundError as error:
         if error.name == "click":
-            message = 'The command needs click, which is not installed. Install it with: pip install "gradaccum[cli]"'
+            message = f"The command needs click, which is not installed. {how_to_install('cli')}"
         elif "gradaccum[" in str(error):
             message = str(error)
         else:

@@ -12,6 +12,16 @@ _EXTRAS = {
 _EXTRAS["optax"] = "jax"
 
 
+def how_to_install(extra: str) -> str:
+    """The command, also from a checkout that no index has.
+
+    Example:
+        >>> how_to_install("cli")
+        'Install it with: pip install "gradaccum[cli]", or in a checkout: pip install ".[cli]"'
+    """
+    return f'Install it with: pip install "gradaccum[{extra}]", or in a checkout: pip install ".[{extra}]"'
+
+
 def require(name: str) -> Any:
     """The module of this `name`, imported now.
 
@@ -25,9 +35,8 @@ def require(name: str) -> Any:
         library = name.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != library:
             raise
-        extra = _EXTRAS.get(library, "cli")
         raise ModuleNotFoundError(
-            f'This needs {library}, which is not installed. Install it with: pip install "gradaccum[{extra}]"',
+            f"This needs {library}, which is not installed. {how_to_install(_EXTRAS.get(library, 'cli'))}",
             name=library,
         ) from None
 

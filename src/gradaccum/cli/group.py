@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 import gradaccum
-from gradaccum.extras import require
+from gradaccum.extras import how_to_install, require
 from gradaccum.report import check_writable
 
 DIFFERENT = 1
@@ -74,7 +74,7 @@ class Commands(click.Group):
 def require_framework(name: str) -> None:
     """Raises BadInput where the framework is not installed."""
     if importlib.util.find_spec(name) is None:
-        raise BadInput(f'{name} is not installed. Install it with: pip install "gradaccum[{name}]"')
+        raise BadInput(f"{name} is not installed. {how_to_install(name)}")
 
 
 def framework_of(model: Any, given: str | None = None) -> str:

@@ -245,7 +245,7 @@ def _t_quantile(probability: float, freedom: int) -> float:
 # apart, so a window that has just been doubled is not halved on the same measurements. The learning rate is the one of
 # the smallest window; at every update it is multiplied, and put back: schedulers, logs and checkpoints see theirs.
 
-Rule = Literal["sqrt", "linear"]
+ScalingRule = Literal["sqrt", "linear"]
 
 CONFIDENCE = 0.8
 """Of the interval that decides: a window that is doubled too early costs some rows, one that never is, updates."""
@@ -278,12 +278,12 @@ class NoiseSchedule:
     """
 
     def __init__(
-        self, smallest: int, largest: int, *, every: int = 100, scale_learning_rate: Rule | None = None
+        self, smallest: int, largest: int, *, every: int = 100, scale_learning_rate: ScalingRule | None = None
     ) -> None:
         self.smallest = checked_count(smallest, "smallest", least=2)
         self.largest = checked_count(largest, "largest", least=self.smallest)
         self.every = checked_count(every, "every", least=2)
-        if scale_learning_rate is not None and scale_learning_rate not in get_args(Rule):
+        if scale_learning_rate is not None and scale_learning_rate not in get_args(ScalingRule):
             raise ValueError(
                 f'`scale_learning_rate` must be "sqrt", "linear" or None. Received: {scale_learning_rate!r}.'
             )
@@ -389,7 +389,7 @@ class NoiseSchedule:
         """Continue from what `state_dict` returned, within these bounds.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: `state` is no state of a NoiseSchedule.
         """
         if not isinstance(state, Mapping) or not {"steps", "updates"} <= state.keys():
             raise ValueError(f"`state` must be what a NoiseSchedule's state_dict() wrote. Received: {state!r}.")

@@ -282,17 +282,17 @@ def gradients_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
 logger = logging.getLogger("gradaccum")
 
 Word = Literal["mean", "sum", "max", "once"]
-Rule = Word | Callable[[Any, Tensor, list[Tensor]], Tensor]
+BufferRule = Word | Callable[[Any, Tensor, list[Tensor]], Tensor]
 """One of the words, or `rule(module, start, ends) -> Tensor`."""
 
-_of_kinds: dict[type[nn.Module], dict[str, Rule]] = {}
-_of_modules: MutableMapping[nn.Module, dict[str, Rule]] = weakref.WeakKeyDictionary()
+_of_kinds: dict[type[nn.Module], dict[str, BufferRule]] = {}
+_of_modules: MutableMapping[nn.Module, dict[str, BufferRule]] = weakref.WeakKeyDictionary()
 
 _WORDS = "_gradaccum_buffers"
 """A module's attribute with the words that were said of itself, so that its copies and files have them, too."""
 
 
-def combine_buffers(module: nn.Module | type[nn.Module], **rules: Rule) -> None:
+def combine_buffers(module: nn.Module | type[nn.Module], **rules: BufferRule) -> None:
     """Define how `TrainStep` and `chunked` combine buffers that the forward pass moves.
 
     Every micro-batch starts from the buffers of the window's start, so a buffer has several ends, which a rule
@@ -377,14 +377,14 @@ def _check_rule(name: str, rule: Any) -> None:
         pass
 
 
-def rules_of(module: nn.Module | None) -> dict[str, Rule]:
+def rules_of(module: nn.Module | None) -> dict[str, BufferRule]:
     """What users have said of a module's buffers: of its classes, the nearest last, then of itself.
 
     A chunked module is the one that it stands for.
     """
     if module is None:
         return {}
-    module, rules = standing_for(module), dict[str, Rule]()
+    module, rules = standing_for(module), dict[str, BufferRule]()
     for kind in reversed(type(module).__mro__) if _of_kinds else ():
         rules.update(_of_kinds.get(kind, {}))
     rules.update(vars(module).get(_WORDS, {}))

@@ -227,6 +227,18 @@ def test_what_no_loss_can_take_is_refused_at_the_first_batch():
         TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss, micro_batch_size=2)
     step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
-    with pytest.raises(TypeError, match="Received: a NumPy array"):
-        step(x.numpy(), y.numpy())
-    assert step((x, y)).isfinite()
+    for batch in ((x.numpy(), y.numpy()), (x, y.numpy()), (x, y), (x.numpy(), y), (x, y.numpy())):  # later ones, too
+        if all(isinstance(part, torch.Tensor) for part in batch):
+            assert step(batch).isfinite()
+        else:
+            with pytest.raises(TypeError, match=r"Received: a NumPy array.*Convert it: torch.from_numpy\(x\)"):
+                step(*batch)
+    in_a_dict = TrainStep(model, optimizer, compute_loss=lambda model, batch: model(batch["x"].float()).sum())
+    with pytest.raises(TypeError, match=r"Received: a NumPy array.*no attribute 'float'"):
+        in_a_dict({"x": x.numpy()})
+
+
+def test_an_optimizer_with_none_of_the_models_parameters_is_refused():
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="None of the parameters of SGD is one of the model's"):
+        TrainStep(model, torch.optim.SGD(other.parameters(), lr=0.1), loss_fn=nn.CrossEntropyLoss())

@@ -142,13 +142,6 @@ class Objective:
         one = isinstance(self.batch_dims, dict) and len(arguments) == 1
         return Batch(arguments, (self.batch_dims,) if one else self.batch_dims)
 
-    def check(self, batch: Batch) -> None:
-        """Raise a TypeError where the first batch is none that this loss can take."""
-        if self.loss_fn is not None and type(batch.tree[0]).__module__ == "numpy":
-            raise TypeError(
-                "A model of torch takes tensors. Received: a NumPy array. Convert it: step(torch.from_numpy(x), ...)."
-            )
-
     def by_targets(self, batch: Batch) -> bool:
         """Whether the loss divides by a number that its targets say, so that sums of it are what adds up."""
         if not self._by_targets:
@@ -215,11 +208,15 @@ class Objective:
 
     def evaluate(self, batch: Batch, summed: bool = False) -> tuple[Tensor, Weight | Terms | None]:
         """What `forward` returns, where the terms need not be added up: one of them stands for their sum."""
-        if self.autocast is None:
-            result = self._result(batch.tree, summed)
-        else:
-            with torch.autocast(self.device.type, self.autocast):
+        try:
+            if self.autocast is None:
                 result = self._result(batch.tree, summed)
+            else:
+                with torch.autocast(self.device.type, self.autocast):
+                    result = self._result(batch.tree, summed)
+        except (TypeError, AttributeError) as error:
+            _check_arrays(batch, error)
+            raise
         self.found.terms = False
         if type(result) is Tensor and result.dim() == 0:  # as most are
             return result, None
@@ -272,6 +269,15 @@ class Objective:
     def device(self) -> torch.device:
         parameters = getattr(self.model, "parameters", lambda: iter(()))()
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
+def _check_arrays(batch: Batch, error: Exception) -> None:
+    """Say that NumPy arrays in the batch may be why the model or the loss raised `error`."""
+    if any(type(leaf).__module__ == "numpy" for _, leaf, _ in batch.leaves):
+        raise TypeError(
+            f"A model of torch takes tensors. Received: a NumPy array in the batch, and this error: {error}. Convert "
+            "it: torch.from_numpy(x)."
+        ) from error
 
 
 def one_weight(weight: Any) -> Any:

@@ -247,8 +247,8 @@ class Optimizer(OptimizerProxy):
 
         Args:
             loss: Scalar, the mean over this micro-batch (with `reduction="sum"`, the sum). Or `{name: (loss, weight)}`,
-                or a list of pairs: the update is that of the sum of their means, each over its own weights in the
-                window, for one more copy of the gradients for each but the first.
+                or a list of pairs. The update is then that of the sum of their means, each over its own weights in the
+                window. Each loss after the first takes one more copy of the gradients.
             weight: What that mean is over: rows, or valid tokens. 0 skips the micro-batch, even if its loss is NaN.
                 None: the batch's rows under `batches()`, else 1.
             retain_graph: As for `torch.Tensor.backward`.

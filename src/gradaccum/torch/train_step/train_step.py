@@ -268,7 +268,6 @@ class TrainStep:
         if not self._is_checked:
             check_members(self.model, self.update.parameters(), self.ranks)
             check_optimized(self.update.optimizers, self._windows.roots)
-            self.objective.check(batch)
             self._is_checked = True
         self._state.open()
         try:
