@@ -174,7 +174,7 @@ class MicroBatchedStep:
         return self.training.attempt(data, rows, size, lambda *cut: _Pass(self, *cut).run())
 
     def check_states(self, rows: int | None) -> None:
-        layers = [layer for layer in private.layers_in(self.model) if getattr(layer, "stateful", False)]
+        layers = private.stateful_layers(self.model)
         if layers and (rows is None or self.micro_batch_size == "auto" or rows > self.micro_batch_size):
             raise ValueError(
                 "A batch can't be cut for layers that keep a state of each of its rows: "
