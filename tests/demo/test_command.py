@@ -194,17 +194,8 @@ def test_a_disk_that_fills_while_it_trains_costs_the_report_alone(folder, tmp_pa
 @pytest.mark.skipif(sys.platform == "win32", reason="process groups")
 def test_ctrl_c_while_processes_start_is_one_line(tmp_path):
     """A terminal sends it to all processes."""
-    line = [
-        sys.executable,
-        "-m",
-        "examples.demo",
-        "--dataset",
-        "digits",
-        "--framework",
-        "keras",
-        "--out",
-        tmp_path / "out",
-    ]
+    arguments = f"--dataset digits --framework keras --out {tmp_path / 'out'}"
+    line = [sys.executable, "-m", "examples.demo", *arguments.split()]
     heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # in a shell's background it is ignored
     how = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True, "preexec_fn": heard}
     with subprocess.Popen(line, cwd=ROOT, **how) as running:

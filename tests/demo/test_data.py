@@ -8,7 +8,7 @@ import pooch
 import pytest
 import requests
 from examples.demo import data as module
-from examples.demo.data import DataError, load, read_idx
+from examples.demo.data import DataError, load
 from examples.demo.progress import Progress
 
 from tests.demo import fashion_mnist
@@ -174,13 +174,6 @@ def test_files_belong_together(tmp_path, progress):
         if message is not None:
             with pytest.raises(DataError, match=message):
                 load(folder=folder, progress=progress)
-
-
-def test_an_idx_file_gives_its_array(tmp_path):
-    array = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
-    for content in (fashion_mnist.idx(array), gzip.compress(fashion_mnist.idx(array))):
-        (tmp_path / "a").write_bytes(content)
-        np.testing.assert_array_equal(read_idx(tmp_path / "a"), array)
 
 
 def test_the_cache_is_the_users(monkeypatch):

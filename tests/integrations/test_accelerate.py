@@ -6,70 +6,44 @@ import sys
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradaccum import WindowError
 from gradaccum.integrations.accelerate import prepare_optimizer
 from gradaccum.torch.optim import Optimizer
+from tests.integrations import accelerate_problems
+from tests.integrations.accelerate_problems import Loop, accelerates_own_state, data, with_scale
 from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
-from tests.torch.problems import mse, network, regression, sgd
+from tests.torch.problems import mse, network, sgd
 
-
-@pytest.fixture(autouse=True)
-def accelerates_own_state(float64):
-    """Accelerate keeps its state, that of accumulation too, for the whole process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
+__all__ = ["accelerates_own_state"]
 
 ROWS = 23
 WINDOWS = [slice(0, 15), slice(15, 23)]  # batches of 5, 5, 5 and of 5, 3
 
 
-def data(dtype=None):
-    return tuple(t.to(dtype or torch.get_default_dtype()) for t in regression(ROWS))
-
-
 def loader(batch_size=5, rows=None):
-    return DataLoader(TensorDataset(*(rows or data())), batch_size=batch_size)
+    return accelerate_problems.loader(rows or data(ROWS), batch_size)
 
 
-class Training:
-    """The loop of Accelerate's guide."""
+class Training(Loop):
+    """Around `prepare_optimizer`."""
 
-    def __init__(self, make=sgd, scale=None, steps=3, **options):
-        self.accelerator = Accelerator(cpu=True)
-        if scale is not None:  # mixed_precision="fp16" makes one, on a GPU only
-            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    def __init__(self, scale=None, steps=3, **options):
+        self.accelerator = with_scale(Accelerator(cpu=True), scale)
         self.model, self.loader = self.accelerator.prepare(network(), loader())
-        self.inner = make(self.model.parameters())
-        self.optimizer = prepare_optimizer(self.accelerator, self.inner, steps, **options)
+        self.inner = sgd(self.model.parameters())
+        self.optimizer = self.stepped = prepare_optimizer(self.accelerator, self.inner, steps, **options)
+        self.rows, self.clipped = data(ROWS), None
 
-    def run(self, batches=None, bad=None, clip=None, value=None, schedule=None, loss=mse, how=None):
-        for index, batch in enumerate(self.optimizer.batches(self.loader) if batches is None else batches):
-            with self.accelerator.accumulate(self.model):
-                found = loss(self.model, *batch)
-                (how or self.accelerator.backward)(found * float("inf") if index == bad else found)
-                if self.accelerator.sync_gradients and clip is not None:
-                    assert self.accelerator.clip_grad_norm_(self.model.parameters(), clip) is None
-                if value is not None:
-                    self.accelerator.clip_grad_value_(self.model.parameters(), value)
-                self.optimizer.step()
-                if schedule is not None:
-                    schedule.step()
-                self.optimizer.zero_grad()
+    def run(self, batches=None, **options):
+        super().run(self.optimizer.batches(self.loader) if batches is None else batches, **options)
+        assert self.clipped is None, "clipping waits for the window's end"
         return self
 
-    def error(self, windows=WINDOWS, make=sgd, rows=None, loss=mse, hook=None, **keywords):
-        model, rows = network(), rows or data()
-        inner = make(model.parameters())
-        if hook is not None:
-            inner.register_step_pre_hook(lambda *_: hook(model.parameters()) and None)
-        torch_updates(model, inner, [tuple(t[w] for t in rows) for w in windows], loss, **keywords)
-        return relative_error(self.model.parameters(), model.parameters())
+    def error(self, windows=WINDOWS, **options):
+        return super().error(windows, **options)
 
 
 def test_accelerates_own_accumulation_differs():
@@ -83,7 +57,7 @@ def test_accelerates_own_accumulation_differs():
             optimizer.step()
             optimizer.zero_grad()
     plain = network()
-    torch_updates(plain, sgd(plain.parameters()), [tuple(t[w] for t in data()) for w in WINDOWS], mse)
+    torch_updates(plain, sgd(plain.parameters()), [tuple(t[w] for t in data(ROWS)) for w in WINDOWS], mse)
     assert relative_error(model.parameters(), plain.parameters()) > 1e-3
 
 
@@ -93,7 +67,7 @@ def test_in_bfloat16_autocast_windows_sum_and_divide_in_the_parameters_precision
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(network())
     optimizer = prepare_optimizer(accelerator, sgd(model.parameters()), 3)
-    batches = [tuple(t[rows] for t in data()) for rows in (slice(0, 4), slice(4, 8), slice(8, 10))]
+    batches = [tuple(t[rows] for t in data(ROWS)) for rows in (slice(0, 4), slice(4, 8), slice(8, 10))]
     for batch in optimizer.batches(batches):
         accelerator.backward(mse(model, *batch))
         optimizer.step()
@@ -144,7 +118,7 @@ def test_a_prepared_schedule_that_is_stepped_in_a_hook_steps_once_per_update():
 def test_clipping_of_other_parameters_is_accelerates_own():
     training = Training()
     other = network(1)
-    mse(other, *data()).backward()
+    mse(other, *data(ROWS)).backward()
     assert training.accelerator.clip_grad_norm_(other.parameters(), 1e-3) > 1e-3
     assert nn.utils.get_total_norm([p.grad for p in other.parameters()]) <= 1e-3
 
@@ -220,13 +194,13 @@ def test_batches_of_an_accelerate_loader_go_on_where_they_were_saved():
         again.optimizer.backward(again.model(x).mean())
         again.optimizer.step()
         again.optimizer.zero_grad()
-    assert torch.equal(torch.cat(seen), data()[0])
+    assert torch.equal(torch.cat(seen), data(ROWS)[0])
 
 
 def test_a_plain_loop_over_a_prepared_loader_closes_the_epochs_last_window():
     """Windows of 5, 5 and 5 rows, of 5; and so again: without it the fifth batch would lead to a sixth."""
     training = Training(steps={0: 3, 1: 2})
-    training.loader = training.accelerator.prepare(loader(rows=tuple(t[:20] for t in data())))
+    training.loader = training.accelerator.prepare(loader(rows=tuple(t[:20] for t in data(ROWS))))
     schedule = training.accelerator.prepare(torch.optim.lr_scheduler.StepLR(training.optimizer, 1, 1.0))
     updated = []
     for _ in range(2):
@@ -272,22 +246,6 @@ def test_a_progress_bar_inside_of_batches_is_named(caplog):
     training.run(training.optimizer.batches(Bar()))
     assert "tqdm(optimizer.batches(loader))" in caplog.text
     assert training.error() <= FLOAT64
-
-
-def test_an_open_micro_batch_looks_at_no_parameter(monkeypatch):
-    """The clipping of every micro-batch is remembered, and its parameters are looked at when the window closes."""
-    training, looked = Training(), []
-    parameters = training.model.parameters
-
-    def counted():
-        for parameter in parameters():
-            looked.append(training.optimizer.micro_batches)
-            yield parameter
-
-    monkeypatch.setattr(training.model, "parameters", counted)
-    training.run(clip=0.05)
-    assert (looked.count(0), looked.count(1)) == (2, 2)  # the first one, in windows of 3 and 2
-    assert looked.count(2) == len([*parameters()])
 
 
 @pytest.mark.parametrize("layers", [1, 30])

@@ -1,7 +1,9 @@
 """Inside Lightning's Trainer and Fabric: what `configure_optimizers` returns makes the large batch's updates."""
 
 import contextlib
+import functools
 import re
+import types
 import warnings
 
 import pytest
@@ -12,9 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from gradaccum import WindowError
 from gradaccum.torch.optim import Optimizer
 from tests.documents import ROOT
-from tests.integrations.lightning_problems import MARKS, Scaled, lightning, quiet_trainer
+from tests.integrations import lightning_problems
+from tests.integrations.lightning_problems import MARKS, Scaled, data, loader, quiet_trainer
+from tests.integrations.lightning_problems import Module as Plain
 from tests.reference import FLOAT64, relative_error, torch_updates
-from tests.torch.problems import mse, network, regression, sgd
+from tests.torch.problems import mse, network, sgd
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its dependencies, about each other
@@ -27,24 +31,12 @@ pytestmark = MARKS
 SIXES = [slice(0, 6), slice(6, 12), slice(12, 18), slice(18, 24)]
 
 
-def data():
-    return tuple(t.double() for t in regression(24))
+data, loader = functools.partial(data, 24), functools.partial(loader, of=24)
 
 
-def loader(batch_size=2, rows=24):
-    return DataLoader(TensorDataset(*(t[:rows] for t in data())), batch_size=batch_size)
-
-
-class Module(lightning.LightningModule):
+class Module(Plain):
     def __init__(self, skipped=(), **options):
-        super().__init__()
-        self.network, self.options, self.skipped = network(), options, skipped
-
-    def configure_optimizers(self):
-        return Optimizer(sgd(self.parameters()), **{"steps": 3} | self.options)
-
-    def training_step(self, batch, index):
-        return None if index in self.skipped else mse(self.network, *batch)
+        super().__init__(lambda parameters: Optimizer(sgd(parameters), **{"steps": 3} | options), skipped=skipped)
 
 
 class ByHand(Module):
@@ -68,10 +60,8 @@ def fit(module, batches, checkpoint=None, **keywords):
     return trainer
 
 
-def error(module, windows, make=sgd, **keywords):
-    model, rows = network(), data()
-    torch_updates(model, make(model.parameters()), [tuple(t[w] for t in rows) for w in windows], mse, **keywords)
-    return relative_error(module.network.parameters(), model.parameters())
+def error(module, windows, **keywords):
+    return lightning_problems.error(module, windows, rows=data(), **keywords)
 
 
 @pytest.mark.parametrize("plugins", [[], [Scaled]], ids=["plain", "GradScaler"])
@@ -108,12 +98,9 @@ def test_lightnings_own_accumulation_is_refused():
         fit(Module(), loader(), accumulate_grad_batches=2)
 
 
-def test_gradient_clip_val_is_refused_and_the_wrappers_clips_the_large_batches_gradient():
+def test_gradient_clip_val_is_refused_with_what_to_use():
     with pytest.raises(WindowError, match=r"by clipping perhaps.*Pass clip_grad_norm= to the wrapper"):
         fit(Module(), loader(), gradient_clip_val=1e-2)
-    module = Module(clip_grad_norm=1e-2)
-    fit(module, loader())
-    assert error(module, SIXES, clip_grad_norm=1e-2) <= FLOAT64
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])
@@ -142,47 +129,17 @@ class Scheduled(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class ScheduledByUpdates(Scheduled):
-    def lr_scheduler_step(self, scheduler, metric):
-        if self.optimizers().updated:
-            scheduler.step()
-
-
-def test_a_scheduler_of_steps_is_warned_of_and_follows_updates_where_its_hook_asks():
+def test_a_scheduler_of_steps_is_warned_of():
     with pytest.warns(UserWarning, match="A scheduler steps once per update: `if optimizer.updated"):
         fit(Scheduled(), loader())
-    module = ScheduledByUpdates()
-    fit(module, loader())
-    model = network()
-    inner = sgd(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    torch_updates(model, inner, [tuple(t[w] for t in data()) for w in SIXES], mse, after_update=scheduler.step)
-    assert relative_error(module.network.parameters(), model.parameters()) <= FLOAT64
 
 
-class Averaging(WeightAveraging):
-    """Averages where there is something new."""
-
-    def on_train_batch_end(self, trainer, module, *rest):
-        self.updated = module.optimizers().updated
-        super().on_train_batch_end(trainer, module, *rest)
-
-    def should_update(self, step_idx=None, epoch_idx=None):
-        return step_idx is not None and self.updated
-
-
-@pytest.mark.parametrize(("callback", "averaged"), [(WeightAveraging, 12), (Averaging, 4)])
-def test_weight_averaging_counts_micro_batches_unless_it_is_told(callback, averaged):
-    count = []
-
-    def average(mean, new, number):
-        count.append(int(number))
-        return mean * 0.9 + new * 0.1
-
-    callback = callback(avg_fn=average)
+def test_weight_averaging_that_is_not_told_counts_micro_batches():
+    averaged = []
+    callback = WeightAveraging(avg_fn=lambda mean, new, number: averaged.append(int(number)) or new)
     callback.on_train_epoch_end = callback.on_train_end = lambda *_: None  # they would average, and swap
     fit(Module(), loader(), callbacks=[callback])
-    assert len(count) / len([*network().parameters()]) == averaged - 1, "the first is a copy"
+    assert len(averaged) / len([*network().parameters()]) == 12 - 1, "the first is a copy"
 
 
 def test_lightnings_optimizer_passes_on_what_belongs_to_windows():
@@ -222,6 +179,10 @@ def fabric(scale=None):
     return Fabric(accelerator="cpu", devices=1, plugins=plugins)
 
 
+def fabrics(model):
+    return types.SimpleNamespace(network=model)
+
+
 def set_up(fabric, **options):
     model = network()
     return fabric.setup(model, Optimizer(sgd(model.parameters()), **{"steps": 3} | options))
@@ -237,12 +198,6 @@ def run(fabric, model, optimizer, batches, bad=None, clip=None):
         optimizer.step()
 
 
-def fabrics_error(model, windows):
-    plain = network()
-    torch_updates(plain, sgd(plain.parameters()), [tuple(t[w] for t in data()) for w in windows], mse)
-    return relative_error(model.parameters(), plain.parameters())
-
-
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_set_up_by_fabric_it_makes_the_large_batches_updates(scale):
     one = fabric(scale)
@@ -250,7 +205,7 @@ def test_set_up_by_fabric_it_makes_the_large_batches_updates(scale):
     run(one, model, optimizer, loader(), bad=None if scale is None else 4)
     windows = SIXES if scale is None else [SIXES[0], *SIXES[2:]]
     assert optimizer.updates == len(windows)
-    assert fabrics_error(model, windows) <= FLOAT64
+    assert error(fabrics(model), windows) <= FLOAT64
 
 
 def test_a_file_of_fabrics_holds_the_open_window(tmp_path):
@@ -263,7 +218,7 @@ def test_a_file_of_fabrics_holds_the_open_window(tmp_path):
     one.load(tmp_path / "state", {"model": model, "optimizer": optimizer})
     assert optimizer.micro_batches == 2
     run(one, model, optimizer, batches[5:])
-    assert fabrics_error(model, SIXES) <= FLOAT64
+    assert error(fabrics(model), SIXES) <= FLOAT64
 
 
 def test_fabrics_clipping_is_refused():

@@ -65,7 +65,9 @@ def test_this_version_of_torch_has_every_private_name_that_is_used(samples: dict
 
 
 def test_a_missing_name_is_told_with_what_it_is_for_and_how_it_goes_on(samples: dict[str, object]) -> None:
-    found = private.missing({**samples, "reducer": SimpleNamespace(_rebuild_buckets=None)})
+    found = private.missing(
+        {**samples, "reducer": SimpleNamespace(_rebuild_buckets=None, _get_zeros_like_grad_buckets=None)}
+    )
     assert found == [
         f"torch {torch.__version__} has no _autograd_hook in its reducer: DDP reduces outside of a backward pass. "
         "Without it: torch.distributed.all_reduce."

@@ -50,8 +50,8 @@ def loss_and_gradients(loss, model, columns):
     return [value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
 
 
-def trained(loss_of, **options):
-    """A model that sentence-transformers' Trainer has trained on texts of numbers, ragged batches and all."""
+def trained(loss_of, trainer=None, micro=None, scored=False, **options):
+    """The parameters that sentence-transformers' Trainer makes on texts of numbers, ragged batches and all."""
     import datasets
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
@@ -67,5 +67,8 @@ def trained(loss_of, **options):
         report_to=[], use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, **options,
     )  # fmt: skip
     data = datasets.Dataset.from_dict({"anchor": rows[0], "positive": rows[1]})
-    SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=loss_of(model)).train()
+    if scored:
+        data = data.add_column("score", [i / len(data) for i in range(len(data))])
+    keywords = {"model": model, "args": arguments, "train_dataset": data, "loss": loss_of(model), **(micro or {})}
+    (trainer or SentenceTransformerTrainer)(**keywords).train()
     return torch.cat([p.detach().flatten() for p in model.parameters()])

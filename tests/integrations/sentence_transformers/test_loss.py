@@ -25,11 +25,7 @@ from tests.reference import FLOAT64, relative_error
 
 BOTH = ("query_to_doc", "doc_to_query")
 ALL = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
-TILES = [
-    {},
-    {"scale": 5.0, "similarity_fct": dot_score},
-    {"directions": BOTH, "partition_mode": "per_direction"},
-]
+TILES = [{}, {"scale": 5.0, "similarity_fct": dot_score}, {"directions": BOTH, "partition_mode": "per_direction"}]
 MATRICES = [
     {"directions": ALL},
     {"directions": BOTH},

@@ -9,56 +9,117 @@ import transformers
 VOCABULARY, LONGEST = 37, 12
 
 
-def _config(kind, **more):
-    return kind(vocab_size=VOCABULARY, **more)
-
-
-def _bert(cls, **more):
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return cls(_config(transformers.BertConfig, max_position_embeddings=32, **sizes, **more))
-
-
-def _llama_sizes():
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return sizes | {"max_position_embeddings": 32}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def mixtral(**more):
-    config = _config(transformers.MixtralConfig, num_local_experts=4, num_key_value_heads=1, **_llama_sizes(), **more)
-    made = transformers.MixtralForCausalLM(config)
+    sizes = {"num_local_experts": 4, "num_key_value_heads": 1, "max_position_embeddings": 32}
+    made = transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=VOCABULARY, **SIZES, **sizes, **more))
     made.set_experts_implementation("eager")  # the others multiply no float64
     return made
 
 
-MODELS = {
-    "BERT, a label for each text": lambda: _bert(transformers.BertForSequenceClassification, num_labels=3),
-    "BERT, a number for each text": lambda: _bert(transformers.BertForSequenceClassification, num_labels=1),
-    "BERT, a label for each token": lambda: _bert(transformers.BertForTokenClassification, num_labels=3),
-    "BERT, masked tokens": lambda: _bert(transformers.BertForMaskedLM),
-    "Llama": lambda: transformers.LlamaForCausalLM(_config(transformers.LlamaConfig, **_llama_sizes())),
-    "Mixtral": lambda: mixtral(),
-    "GPT-2": lambda: transformers.GPT2LMHeadModel(
-        _config(transformers.GPT2Config, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+def _bert(cls, **more):
+    return cls(transformers.BertConfig(vocab_size=VOCABULARY, **SIZES, **QUIET, **more))
+
+
+def _llama(cls, **more):
+    sizes = SIZES | {"max_position_embeddings": 64, "num_key_value_heads": 1, "pad_token_id": 0}
+    return cls(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes, **more))
+
+
+CAUSAL = {
+    "llama": lambda: _llama(transformers.LlamaForCausalLM),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=64,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+        )
     ),
-    "T5": lambda: transformers.T5ForConditionalGeneration(
-        _config(
-            transformers.T5Config,
+    "qwen": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(
+            vocab_size=VOCABULARY, max_position_embeddings=64, num_key_value_heads=1, tie_word_embeddings=True, **SIZES
+        )
+    ),
+    "gpt-neox": lambda: transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(
+            vocab_size=VOCABULARY, max_position_embeddings=64, hidden_dropout=0.0, attention_dropout=0.0, **SIZES
+        )
+    ),
+}
+OTHERS = {
+    "classes": lambda: _bert(transformers.BertForSequenceClassification, num_labels=3),
+    "numbers": lambda: _bert(transformers.BertForSequenceClassification, num_labels=1),
+    "several classes": lambda: _bert(
+        transformers.BertForSequenceClassification, num_labels=3, problem_type="multi_label_classification"
+    ),
+    "tokens": lambda: _bert(transformers.BertForTokenClassification, num_labels=3),
+    "masked": lambda: _bert(transformers.BertForMaskedLM),
+    "answers": lambda: _bert(transformers.BertForQuestionAnswering),
+    "llama classes": lambda: _llama(transformers.LlamaForSequenceClassification, num_labels=3),
+    "llama tokens": lambda: _llama(transformers.LlamaForTokenClassification, num_labels=3, classifier_dropout=0.0),
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=VOCABULARY,
             d_model=16,
             d_kv=8,
             d_ff=24,
             num_layers=1,
             num_heads=2,
-            decoder_start_token_id=0,
             dropout_rate=0.0,
+            decoder_start_token_id=0,
+            pad_token_id=0,
         )
     ),
+    "bart": lambda: transformers.BartForConditionalGeneration(
+        transformers.BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            dropout=0.0,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            decoder_start_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            forced_eos_token_id=None,
+        )
+    ),
+    "images": lambda: transformers.ViTForImageClassification(
+        transformers.ViTConfig(image_size=8, patch_size=4, num_channels=3, num_labels=3, **SIZES, **QUIET)
+    ),
+}
+MODELS = CAUSAL | OTHERS
+"""Tiny, without dropout."""
+SHORT = {"max_position_embeddings": 32}
+FAMILIES = {
+    "BERT, a label for each text": lambda: _bert(transformers.BertForSequenceClassification, num_labels=3, **SHORT),
+    "BERT, a number for each text": lambda: _bert(transformers.BertForSequenceClassification, num_labels=1, **SHORT),
+    "BERT, a label for each token": lambda: _bert(transformers.BertForTokenClassification, num_labels=3, **SHORT),
+    "BERT, masked tokens": lambda: _bert(transformers.BertForMaskedLM, **SHORT),
+    "Llama": MODELS["llama"],
+    "Mixtral": mixtral,
+    "GPT-2": MODELS["gpt2"],
+    "T5": MODELS["t5"],
 }
 """Of each family one."""
 
 
 def model(kind, *, dropout=0.0, seed=0):
     torch.manual_seed(seed)
-    made = MODELS[kind]()
+    made = FAMILIES[kind]()
     for module in made.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from gradaccum.integrations.transformers import MicroBatchTrainer
-from tests.integrations.transformers.problems import MODELS, collate, logs, model, rows, train, updates
+from tests.integrations.transformers.problems import FAMILIES, collate, logs, model, rows, train, updates
 from tests.reference import FLOAT64, relative_error
 
 FLOAT64_THROUGHOUT = "BERT, a label for each text", "BERT, a number for each text"
@@ -39,7 +39,7 @@ def assert_large_batchs(kind, folder, cls=MicroBatchTrainer, **micro):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "GPT-2" else kind for kind in MODELS]
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "GPT-2" else kind for kind in FAMILIES]
 )
 def test_a_trainers_updates_are_the_large_batchs(kind, folder):
     assert_large_batchs(kind, folder, micro_batch_size=4)

@@ -100,60 +100,57 @@ def test_sizes_are_checked_by_name(micro, tmp_path):
         train(MicroBatchTrainer, model(KIND), rows(KIND), tmp_path, micro=micro)
 
 
-def test_batches_that_cannot_be_cut_are_refused_by_name(tmp_path):
-    def with_names(examples):
-        return collate(examples) | {"names": ["a text"] * len(examples)}
-
-    class Drops(MicroBatchTrainer):
-        def compute_loss(self, model, inputs, *arguments, **keywords):
-            inputs.pop("names")
-            return super().compute_loss(model, inputs, *arguments, **keywords)
-
-    with pytest.raises(ValueError, match=r"inputs\['names'\] is a list with an entry for each of 10 rows"):
-        train(
-            Drops,
-            model(KIND),
-            rows(KIND),
-            tmp_path,
-            micro={"micro_batch_size": 4},
-            trainer={"data_collator": with_names},
-        )
+class DropsNames(MicroBatchTrainer):
+    def compute_loss(self, model, inputs, *arguments, **keywords):
+        inputs.pop("names")
+        return super().compute_loss(model, inputs, *arguments, **keywords)
 
 
-def test_what_all_rows_share_is_refused_with_advice_that_can_be_followed(tmp_path):
-    def positions(rows, each):
-        return torch.arange(12)[None].expand(rows if each else 1, 12)
-
-    def trained(each):
-        def with_positions(examples):
-            batch = collate(examples)
-            return batch | {"position_ids": positions(len(examples), each)[:, : batch["input_ids"].shape[1]]}
-
-        micro = {"micro_batch_size": 4}
-        collator = {"data_collator": with_positions}
-        return train(MicroBatchTrainer, model(KIND), rows(KIND), tmp_path, micro=micro, trainer=collator, max_steps=1)
-
-    with pytest.raises(
-        ValueError, match=r"labels 10, position_ids 1\. .*in the data collator: tensor.expand\(10, \.\.\.\)"
-    ):
-        trained(each=False)
-    assert trained(each=True).state.global_step == 1
+def with_names(batch):
+    return {"names": ["a text"] * len(batch["labels"])}
 
 
-def test_several_masks_are_refused_where_padding_is_cut(tmp_path):
-    def two(examples):
+def with_positions(batch, rows=1):
+    return {"position_ids": torch.arange(batch["input_ids"].shape[1])[None].expand(rows, -1)}
+
+
+def with_two_masks(batch):
+    return {"other_attention_mask": batch["attention_mask"]}
+
+
+def train_with(more, folder, cls=MicroBatchTrainer, micro=None, **keywords):
+    """On batches that the collator adds to."""
+
+    def collator(examples):
         batch = collate(examples)
-        return batch | {"other_attention_mask": batch["attention_mask"]}
+        return batch | more(batch)
 
-    with pytest.raises(ValueError, match=r"several attention masks \(attention_mask, other_attention_mask\)"):
-        train(
-            MicroBatchTrainer,
-            model(KIND),
-            rows(KIND),
-            tmp_path,
-            micro={"max_tokens": 36},
-            trainer={"data_collator": two},
-        )
+    micro, trainer = micro or {"micro_batch_size": 4}, {"data_collator": collator}
+    return train(cls, model(KIND), rows(KIND), folder, micro=micro, trainer=trainer, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("more", "how", "message"),
+    [
+        (with_names, {"cls": DropsNames}, r"inputs\['names'\] is a list with an entry for each of 10 rows"),
+        (with_positions, {}, r"labels 10, position_ids 1\. .*in the data collator: tensor.expand\(10, \.\.\.\)"),
+        (
+            with_two_masks,
+            {"micro": {"max_tokens": 36}},
+            r"several attention masks \(attention_mask, other_attention_mask\)",
+        ),
+    ],
+)
+def test_batches_that_cannot_be_cut_are_refused_by_name(more, how, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train_with(more, tmp_path, **how)
+
+
+def test_the_advice_to_expand_what_all_rows_share_can_be_followed(tmp_path):
+    def expanded(batch):
+        return with_positions(batch, len(batch["labels"]))
+
+    assert train_with(expanded, tmp_path, max_steps=1).state.global_step == 1
 
 
 def test_a_version_without_a_hook_is_named():

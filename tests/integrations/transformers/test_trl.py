@@ -112,11 +112,7 @@ def test_lora_sft_by_tokens_makes_the_large_batchs_update(tmp_path):
 
 @pytest.mark.parametrize(
     "more",
-    [
-        {},
-        pytest.param({"precompute_ref_log_probs": True}, marks=pytest.mark.slow),
-        {"loss_type": ["sigmoid", "ipo"]},
-    ],
+    [{}, pytest.param({"precompute_ref_log_probs": True}, marks=pytest.mark.slow), {"loss_type": ["sigmoid", "ipo"]}],
     ids=str,
 )
 def test_dpo_keeps_the_pairs_of_a_micro_batch_together(more, tmp_path):

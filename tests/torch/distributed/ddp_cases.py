@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from gradaccum import WindowError
 from gradaccum.torch import TrainStep
 from gradaccum.torch.distributed.channel import Channel
 from gradaccum.torch.optim import Optimizer
@@ -830,3 +831,82 @@ def hooks_of(model: nn.Module) -> int:
 def whole_gradient(model: nn.Module) -> Tensor:
     gradients: list[Any] = [p.grad for p in model.parameters()]
     return torch.cat([(g.full_tensor() if hasattr(g, "full_tensor") else g).reshape(-1) for g in gradients])
+
+
+class Frozen(nn.Module):
+    """Its middle layer is frozen and unfrozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+def frozen_and_unfrozen(rank: int, trained: str, way: str, unused: bool) -> tuple[float, str]:
+    """`trained` says whether the middle layer is, when DDP wraps, the optimizer is built, and in two epochs."""
+    torch.manual_seed(0)
+    when_wrapped, when_built, *epochs = [letter == "y" for letter in trained]
+    model = Frozen().double()
+    plain = copy.deepcopy(model)
+    model.middle.requires_grad_(when_wrapped)
+    replica = DistributedDataParallel(model, find_unused_parameters=unused)
+    model.middle.requires_grad_(when_built)
+    inner, expected = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
+    loss_of_rows, named = nn.CrossEntropyLoss(), way == "names"
+    if way == "TrainStep":
+        step = TrainStep(replica, inner, loss_fn=loss_of_rows, micro_batch_size=2, verify=False)
+    else:
+        optimizer = Optimizer(inner, steps=2, model=replica)
+    for trains in epochs:
+        model.middle.requires_grad_(trains)
+        plain.middle.requires_grad_(trains)
+        x, y = torch.randn(8, 5, dtype=torch.float64), torch.randint(3, (8,))
+        own_x, own_y = x.chunk(2)[rank], y.chunk(2)[rank]
+        before = [p.detach().clone() for p in model.parameters()]
+        try:
+            if way == "TrainStep":
+                step(own_x, own_y)
+            else:
+                for i, part in enumerate(own_x.chunk(2)):
+                    loss = loss_of_rows(replica(part), own_y.chunk(2)[i])
+                    optimizer.zero_grad()
+                    if named:
+                        optimizer.backward({"rows": (loss, len(part))})
+                    else:
+                        optimizer.backward(loss, weight=len(part))
+                    optimizer.step()
+        except WindowError as error:
+            return relative_error(list(model.parameters()), before), str(error)
+        expected.zero_grad()
+        loss_of_rows(plain(x), y).backward()
+        expected.step()
+    return relative_error(list(model.parameters()), list(plain.parameters())), ""
+
+
+def names_after_a_checkpoint(rank: int, micro_batches: int) -> list[float]:
+    """Losses by name go on after a checkpoint that holds no open window, or one."""
+
+    def build(module: nn.Module) -> tuple[nn.Module, Optimizer]:
+        replica = DistributedDataParallel(module)
+        return replica, Optimizer(OPTIMIZERS["adamw"](module.parameters()), 2, model=replica)
+
+    model = network()
+    plain = copy.deepcopy(model)
+    expected, (replica, optimizer) = OPTIMIZERS["adamw"](plain.parameters()), build(model)
+    ranks = data([[4, 3, 2, 5, 4, 4], [2, 5, 1, 2, 2, 3]])
+    for i, (x, y) in enumerate(ranks[rank]):
+        if i == micro_batches:
+            state, model = optimizer.state_dict(), copy.deepcopy(model)
+            replica, optimizer = build(model)
+            optimizer.load_state_dict(state)
+        optimizer.zero_grad()
+        optimizer.backward({"rows": (nn.functional.cross_entropy(replica(x), y), len(x))})
+        optimizer.step()
+        if i % 2:
+            x, y = concatenated([batch for own in ranks for batch in own[i - 1 : i + 1]])
+            expected.zero_grad()
+            nn.functional.cross_entropy(plain(x), y).backward()
+            expected.step()
+    return [relative_error(list(model.parameters()), list(plain.parameters()))]

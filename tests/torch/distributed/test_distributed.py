@@ -347,3 +347,27 @@ def test_a_process_group_in_which_ranks_have_not_met_is_not_used_again(ranks: Pr
     for arrives, groups in ranks.run(cases.unheard):
         assert arrives
         assert groups == 3
+
+
+FREEZING = {"yyyn": "", "yyny": "", "ynny": "", "nyyy": "", "nnny": "does not reduce"}
+"""What is said where the middle layer is trained when DDP wraps it, when the optimizer is built, in two epochs."""
+
+
+@pytest.mark.parametrize("trained", FREEZING)
+@pytest.mark.parametrize("way", ["backward", "names", "TrainStep"])
+@pytest.mark.parametrize("unused", [False, True], ids=["", "find_unused_parameters"])
+def test_what_is_frozen_or_unfrozen_after_ddp_has_wrapped_it_is_exact_or_named(
+    ranks: Processes, trained: str, way: str, unused: bool
+) -> None:
+    said = "" if unused else FREEZING[trained]
+    if trained == "yyyn" and way == "backward" and not unused:  # the second window is reduced in the backward pass
+        said = "has not reduced"
+    for error, message in ranks.run(cases.frozen_and_unfrozen, trained, way, unused):
+        assert error <= FLOAT64
+        assert said in message
+        assert bool(said) == bool(message)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3, 4])
+def test_losses_by_name_go_on_after_a_checkpoint(ranks: Processes, micro_batches: int) -> None:
+    assert max(max(errors) for errors in ranks.run(cases.names_after_a_checkpoint, micro_batches)) <= FLOAT64

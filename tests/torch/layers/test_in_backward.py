@@ -331,8 +331,7 @@ def test_in_backward_each_option_is_exact_or_refused_by_name_when_the_step_is_bu
 def test_in_backward_rows_by_tokens_and_packed_ones() -> None:
     pytest.importorskip("transformers")
     from gradaccum.torch.packing import causal_lm
-    from tests.torch.train_step.test_packing import data, next_token_mean
-    from tests.torch.train_step.test_padding import shifted, tiny
+    from tests.torch.train_step.test_padding import data, next_token_mean, shifted, tiny
 
     for pack in (None, causal_lm):
         updated = []

@@ -53,9 +53,16 @@ def weights(model):
     return [p for layer in layers for p in layer.parameters() if p.requires_grad]
 
 
-def square(model, x, y):
-    gradients = torch.autograd.grad(loss_fn(model(x), y), weights(model))
+def square(model, x, y, of=weights):
+    gradients = torch.autograd.grad(loss_fn(model(x), y), of(model))
     return sum(g.square().sum().item() for g in gradients)
+
+
+def assert_measured(measured, model, x, y, first, of=weights):
+    """The mean over single rows of the first micro-batch, and the whole window."""
+    rows = [square(model, x[i : i + 1], y[i : i + 1], of) for i in range(first)]
+    assert measured.small == pytest.approx(sum(rows) / first, rel=1e-12)
+    assert measured.large == pytest.approx(square(model, x, y, of), rel=1e-12)
 
 
 def data(rows=20):
@@ -63,8 +70,13 @@ def data(rows=20):
     return torch.randn(rows, 5, 6), torch.randn(rows, 1)
 
 
+def over(model, steps, parameters=None, noise_scale="layer_norm", **options):
+    inner = sgd(parameters or model.parameters())
+    return gradaccum.torch.optim.Optimizer(inner, steps, model=model, noise_scale=noise_scale, **options)
+
+
 def wrapped(model, x, y, size, by="optimizer", **options):
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 3, model=model, **options)
+    optimizer = over(model, 3, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1, enabled=by == "scaler")
     batches = list(zip(x.split(size), y.split(size), strict=True))
     for rows, targets in batches if by == "backward" else optimizer.batches(batches):
@@ -94,17 +106,14 @@ def test_it_measures_the_gradient_of_each_row_of_the_first_micro_batch_and_that_
     (x, y), model, size = data(), Network(), 8  # windows of 8, 8 and 4, or 7, 7 and 6
     reference = copy.deepcopy(model)
     (measured,) = way(model, x, y, size, noise_scale="layer_norm", **options).noise_scale.measured
-    first = range(7 if way is by_step else 8)
-    rows = [square(reference, x[i : i + 1], y[i : i + 1]) for i in first]
-    assert measured.small == pytest.approx(sum(rows) / len(first), rel=1e-12)
-    assert measured.large == pytest.approx(square(reference, x, y), rel=1e-12)
+    assert_measured(measured, reference, x, y, 7 if way is by_step else 8)
     assert (measured.small_size, measured.large_size) == (1, 20)
 
 
 def test_a_window_of_one_micro_batch_is_measured_and_weights_may_count_tokens():
     (x, y), model = data(8), Network()
     reference = copy.deepcopy(model)
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 1, model=model, noise_scale="layer_norm")
+    optimizer = over(model, 1)
     for _ in range(2):
         optimizer.zero_grad()
         optimizer.backward(loss_fn(model(x), y), weight=40)
@@ -121,16 +130,15 @@ class Direct(Network):
         return self.head(self.last.forward(self.second(self.stem(x))).mean(1))
 
 
+def second_weight(model):
+    return [model.second.weight]
+
+
 def test_a_layer_that_is_not_called_counts_in_neither_of_the_two_gradients():
     (x, y), model = data(8), Direct()
     reference = copy.deepcopy(model)
     (measured,) = by_step(model, x, y, 4, noise_scale="layer_norm").noise_scale.measured
-    rows = [
-        torch.autograd.grad(loss_fn(reference(x[i : i + 1]), y[i : i + 1]), reference.second.weight) for i in range(4)
-    ]
-    (whole,) = torch.autograd.grad(loss_fn(reference(x), y), reference.second.weight)
-    assert measured.small == pytest.approx(sum(g.square().sum().item() for (g,) in rows) / 4, rel=1e-12)
-    assert measured.large == pytest.approx(whole.square().sum().item(), rel=1e-12)
+    assert_measured(measured, reference, x, y, 4, second_weight)
 
 
 class NoRow(Network):
@@ -145,21 +153,17 @@ def test_only_weights_of_the_optimizers_own_count():
     """Others' gradients are not divided at the window's end: they may be another optimizer's."""
     (x, y), model = data(8), Network()
     reference, own = copy.deepcopy(model), [*model.stem.parameters(), *model.second.parameters()]
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(own), 2, model=model, noise_scale="layer_norm")
+    optimizer = over(model, 2, own)
     for half in (slice(0, 4), slice(4, 8)):
         loss_fn(model(x[half]), y[half]).backward()
         optimizer.step()
     (measured,) = optimizer.noise_scale.measured
-    weight = [reference.second.weight]
-    rows = [torch.autograd.grad(loss_fn(reference(x[i : i + 1]), y[i : i + 1]), weight)[0] for i in range(4)]
-    assert measured.small == pytest.approx(sum(g.square().sum().item() for g in rows) / 4, rel=1e-12)
-    (whole,) = torch.autograd.grad(loss_fn(reference(x), y), weight)
-    assert measured.large == pytest.approx(whole.square().sum().item(), rel=1e-12)
+    assert_measured(measured, reference, x, y, 4, second_weight)
 
 
 def test_windows_to_which_another_backward_pass_has_added_are_left_out_with_a_line(caplog):
     (x, y), model = data(8), Network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 2, model=model, noise_scale="layer_norm")
+    optimizer = over(model, 2)
     for window in range(4):
         for half in (slice(0, 4), slice(4, 8)):
             optimizer.zero_grad()
@@ -175,22 +179,17 @@ def test_windows_to_which_another_backward_pass_has_added_are_left_out_with_a_li
 
 def test_steps_may_follow_it_and_go_on_from_a_checkpoint():
     def training():
+        model = Network()
         steps = NoiseSchedule(2, 8, every=3, scale_learning_rate=None)
-        return Network(), steps
+        return model, over(model, steps)
 
     (x, y), states = data(16), []
     for resumed in (False, True):
-        model, steps = training()
-        optimizer = gradaccum.torch.optim.Optimizer(
-            sgd(model.parameters()), steps, model=model, noise_scale="layer_norm"
-        )
+        model, optimizer = training()
         for number in range(12):
             if resumed and number == 5:
                 saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-                model, steps = training()
-                optimizer = gradaccum.torch.optim.Optimizer(
-                    sgd(model.parameters()), steps, model=model, noise_scale="layer_norm"
-                )
+                model, optimizer = training()
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
             optimizer.zero_grad()
@@ -205,7 +204,7 @@ def test_steps_may_follow_it_and_go_on_from_a_checkpoint():
 
 def test_it_leaves_the_model_as_it_was_and_copies_and_pickles_tell_nobody():
     (x, y), model = data(8), Network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), 2, model=model, noise_scale="layer_norm")
+    optimizer = over(model, 2)
     loss_fn(model(x), y).backward()
     optimizer.step()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -236,44 +235,33 @@ def sharded():
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (
-            lambda: by_step(Sideways(), *data(), 8, noise_scale="layer_norm"),
-            "Received: 5 there, and a micro-batch of 7 rows",
-        ),
-        (lambda: by_step(NoRow(), *data(8), 4, noise_scale="layer_norm"), "0 there, and 4 in another layer"),
-        (
-            lambda: by_optimizer(Sideways(), *data(), 8, noise_scale="layer_norm"),
-            "Received: 5 there, and a micro-batch of 8 rows",
-        ),
-        (
-            lambda: by_step(nn.Linear(6, 1), *data(), 8, noise_scale="layer_norm"),
-            "the model has no LayerNorm or RMSNorm",
-        ),
-        (lambda: by_step(Network(), *data(), 8, noise_scale="rows"), "must be a bool or 'layer_norm'. Received"),
-        (
-            lambda: gradaccum.torch.optim.Optimizer(sgd(Network().parameters()), 2, noise_scale="layer_norm"),
-            "Pass `model` as well",
-        ),
-        (
-            lambda: by_optimizer(Network(), *data(), 8, noise_scale="layer_norm", nonfinite="skip_micro_batch"),
-            'nonfinite="skip_micro_batch" keeps the sum beside it',
-        ),
-        (sharded, "of a sharded model each rank has a part"),
-    ],
-    ids=[
-        "rows second",
-        "no row",
-        "under batches()",
-        "no layer",
-        "another word",
-        "no model",
-        "skip_micro_batch",
-        "sharded",
-    ],
-)
+BY_LAYERS = {"noise_scale": "layer_norm"}
+REFUSED = {
+    "rows second": (
+        lambda: by_step(Sideways(), *data(), 8, **BY_LAYERS), "Received: 5 there, and a micro-batch of 7 rows",
+    ),
+    "no row": (lambda: by_step(NoRow(), *data(8), 4, **BY_LAYERS), "0 there, and 4 in another layer"),
+    "under batches()": (
+        lambda: by_optimizer(Sideways(), *data(), 8, **BY_LAYERS), "Received: 5 there, and a micro-batch of 8 rows",
+    ),
+    "no layer": (
+        lambda: by_step(nn.Linear(6, 1), *data(), 8, **BY_LAYERS), "the model has no LayerNorm or RMSNorm",
+    ),
+    "another word": (
+        lambda: by_step(Network(), *data(), 8, noise_scale="rows"), "must be a bool or 'layer_norm'. Received",
+    ),
+    "no model": (
+        lambda: gradaccum.torch.optim.Optimizer(sgd(Network().parameters()), 2, **BY_LAYERS), "Pass `model` as well",
+    ),
+    "skip_micro_batch": (
+        lambda: by_optimizer(Network(), *data(), 8, **BY_LAYERS, nonfinite="skip_micro_batch"),
+        'nonfinite="skip_micro_batch" keeps the sum beside it',
+    ),
+    "sharded": (sharded, "of a sharded model each rank has a part"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "said"), REFUSED.values(), ids=REFUSED)
 def test_what_it_cannot_measure_is_refused_by_name(make, said):
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
         make()

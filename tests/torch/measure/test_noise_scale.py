@@ -8,6 +8,7 @@ from torch import nn
 
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
+from tests.torch.optimizer.loops import step
 
 GRADIENT = torch.tensor([1.0, -0.5, 0.25, 0.0, 0.5], dtype=torch.float64)
 NOISE = torch.tensor([4.0, 1.0, 2.0, 3.0, 0.5], dtype=torch.float64)
@@ -53,23 +54,19 @@ def same(scale, expected):
     return found == pytest.approx(wanted, rel=1e-9)
 
 
-def trained_by_optimizer(model, sizes, *, weighed, scaler=None, updates=UPDATES, **options):
+def trained_by_optimizer(model, sizes, *, weighed, in_batches=False, scaler=None, updates=UPDATES, **options):
     optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), len(sizes), noise_scale=True, **options)
     is_sum = options.get("reduction") == "sum"
-    for window in windows(sizes, updates):
-        for x in window:
-            optimizer.zero_grad()
-            loss = model(x).sum() if is_sum else model(x).mean()
-            loss = loss if scaler is None else scaler.scale(loss)
-            if weighed:
-                optimizer.backward(loss, weight=len(x))
-            else:
-                loss.backward()
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()
+    micro_batches = [x for window in windows(sizes, updates) for x in window]
+    for x in optimizer.batches(micro_batches) if in_batches else micro_batches:
+        optimizer.zero_grad()
+        loss = model(x).sum() if is_sum else model(x).mean()
+        loss = loss if scaler is None else scaler.scale(loss)
+        if weighed:
+            optimizer.backward(loss, weight=len(x))
+        else:
+            loss.backward()
+        step(optimizer, scaler)
     return optimizer
 
 
@@ -79,12 +76,7 @@ def test_the_optimizer_measures_it_on_ragged_weighted_windows():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"reduction": "sum"},
-        {"clip_grad_norm": 0.1},
-        {"nonfinite": "skip_micro_batch"},
-        {"nonfinite": "skip_window"},
-    ],
+    [{"reduction": "sum"}, {"clip_grad_norm": 0.1}, {"nonfinite": "skip_micro_batch"}, {"nonfinite": "skip_window"}],
     ids=str,
 )
 def test_the_optimizers_options_leave_what_it_measures(options):
@@ -96,27 +88,17 @@ def test_the_optimizers_options_leave_what_it_measures(options):
 
 
 def test_under_batches_the_optimizer_knows_the_rows():
-    model = Linear()
-    optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), 4, noise_scale=True)
-    for x in optimizer.batches([x for window in windows((3, 2, 4, 1)) for x in window]):
-        optimizer.zero_grad()
-        model(x).mean().backward()
-        optimizer.step()
-    scale = optimizer.noise_scale
+    scale = trained_by_optimizer(Linear(), (3, 2, 4, 1), weighed=False, in_batches=True).noise_scale
     assert_measured(scale)
     assert (scale.unit, scale.batch_size) == ("rows", 10.0)
 
 
-def test_without_rows_it_counts_in_micro_batches_and_says_so():
-    scale = trained_by_optimizer(Linear(), (3, 3, 3, 3), weighed=False).noise_scale
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_without_rows_it_counts_in_micro_batches_and_says_so(reduction):
+    scale = trained_by_optimizer(Linear(), (3, 3, 3, 3), weighed=False, reduction=reduction).noise_scale
     assert_measured(scale, factor=3.0)
     assert scale.unit == "micro-batches"
     assert "To have it in rows" in scale.advice()
-
-
-def test_sums_without_weights_count_in_micro_batches_too():
-    scale = trained_by_optimizer(Linear(), (3, 3, 3, 3), weighed=False, reduction="sum").noise_scale
-    assert_measured(scale, factor=3.0)
 
 
 @pytest.mark.parametrize("weighed", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -134,10 +116,10 @@ def mean(model, x):
 def trained_by_step(updates, **keywords):
     model = Linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = TrainStep(model, optimizer, micro_batch_size=3, noise_scale=True, **keywords)
+    train_step = TrainStep(model, optimizer, micro_batch_size=3, noise_scale=True, **keywords)
     for (x,) in windows((10,), updates):
-        step(x)
-    return step.noise_scale
+        train_step(x)
+    return train_step.noise_scale
 
 
 def test_the_train_step_measures_it_in_rows():
@@ -165,7 +147,7 @@ def test_the_train_step_measures_it_in_rows_whatever_the_loss_is(keywords):
 
 def test_the_train_step_leaves_out_rows_that_weigh_nothing():
     model = nn.Linear(5, 2).double()
-    step = TrainStep(
+    train_step = TrainStep(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         loss_fn=nn.CrossEntropyLoss(),
@@ -174,9 +156,9 @@ def test_the_train_step_leaves_out_rows_that_weigh_nothing():
     )
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.tensor([-100, -100, 0, 1, 1, 0, -100, 1])
     for _ in range(5):
-        step(x, y)
-    assert step.noise_scale.updates == 5
-    assert math.isfinite(step.noise_scale.squared_gradient)
+        train_step(x, y)
+    assert train_step.noise_scale.updates == 5
+    assert math.isfinite(train_step.noise_scale.squared_gradient)
 
 
 def test_it_is_measured_only_where_asked():

@@ -31,6 +31,13 @@ def batches(count: int, noise: float = NOISY, seed: int = 0) -> list[Tensor]:
     return [rows(ROWS, generator, noise) for _ in range(count)]
 
 
+def run(model: nn.Module, optimizer: Optimizer, data: list[Tensor]) -> None:
+    for x in data:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+
+
 def trained(optimizer: Any, model: nn.Module, data: list[Tensor]) -> list[int]:
     """The length of every window."""
     lengths, count = [], 0
@@ -133,12 +140,6 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(stop: int) -> None:
         model = Linear()
         inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         return model, Optimizer(inner, NoiseSchedule(2, 16, every=30, scale_learning_rate="linear"))
-
-    def run(model: nn.Module, optimizer: Optimizer, data: list[Tensor]) -> None:
-        for x in data:
-            optimizer.zero_grad()
-            model(x).mean().backward()
-            optimizer.step()
 
     data = batches(400)
     model, optimizer = make()

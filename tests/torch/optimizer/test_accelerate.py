@@ -1,58 +1,30 @@
 """Inside Accelerate: a wrapped optimizer that is prepared makes the large batch's updates."""
 
 import pytest
-import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from torch.utils.data import DataLoader, TensorDataset
 
 from gradaccum import WindowError
 from gradaccum.torch.optim import Optimizer
-from tests.reference import FLOAT64, relative_error, torch_updates
-from tests.torch.problems import mse, network, regression, sgd
+from tests.integrations import accelerate_problems
+from tests.integrations.accelerate_problems import Loop, accelerates_own_state, data, with_scale
+from tests.reference import FLOAT64
+from tests.torch.problems import network, sgd
 
-
-@pytest.fixture(autouse=True)
-def accelerates_own_state(float64):
-    """Accelerate keeps its state, that of accumulation too, for the whole process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-def data():
-    return tuple(t.double() for t in regression(24))
+__all__ = ["accelerates_own_state"]
 
 
 def loader(batch_size):
-    return DataLoader(TensorDataset(*data()), batch_size=batch_size)
+    return accelerate_problems.loader(data(24), batch_size)
 
 
-class Training:
-    """A loop as Accelerate's guide has it, around a wrapped optimizer."""
+class Training(Loop):
+    """Around a wrapped optimizer."""
 
     def __init__(self, scale=None, accumulated=1, **options):
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
-        if scale is not None:  # mixed_precision="fp16" makes one, on a GPU only
-            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        self.model = network()
-        self.optimizer = Optimizer(sgd(self.model.parameters()), **{"steps": 3} | options)
-        self.model, self.prepared = self.accelerator.prepare(self.model, self.optimizer)
-
-    def run(self, batches, bad=None, clip=None):
-        for index, (x, y) in enumerate(batches):
-            with self.accelerator.accumulate(self.model):
-                loss = mse(self.model, x, y)
-                self.accelerator.backward(loss * float("inf") if index == bad else loss)
-                if clip is not None and self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
-                self.prepared.step()
-                self.prepared.zero_grad()
-
-    def error(self, windows, **keywords):
-        model, rows = network(), data()
-        torch_updates(model, sgd(model.parameters()), [tuple(t[w] for t in rows) for w in windows], mse, **keywords)
-        return relative_error(self.model.parameters(), model.parameters())
+        self.accelerator = with_scale(Accelerator(cpu=True, gradient_accumulation_steps=accumulated), scale)
+        self.optimizer = Optimizer(sgd((model := network()).parameters()), **{"steps": 3} | options)
+        self.model, self.stepped = self.accelerator.prepare(model, self.optimizer)
+        self.rows = data(24)
 
 
 SIXES = [slice(0, 6), slice(6, 12), slice(12, 18), slice(18, 24)]
@@ -119,25 +91,9 @@ def test_save_state_and_load_state_keep_the_open_window(tmp_path, scale):
     assert after.error(SIXES) <= FLOAT64
 
 
-def test_a_prepared_scheduler_steps_once_per_update():
-    training = Training()
-    scheduler = training.accelerator.prepare(torch.optim.lr_scheduler.StepLR(training.optimizer, 1, 0.5))
-    model = network()
-    inner = sgd(model.parameters())
-    alone = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    for batch in training.accelerator.prepare(loader(2)):
-        training.run([batch])
-        if training.optimizer.updated:
-            scheduler.step()
-    torch_updates(model, inner, [tuple(t[w] for t in data()) for w in SIXES], mse, after_update=alone.step)
-    assert relative_error(training.model.parameters(), model.parameters()) <= FLOAT64
-
-
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_wrapped_around_its_optimizer_it_is_refused_and_the_advice_can_be_followed(scale):
-    accelerator = Accelerator(cpu=True)
-    if scale is not None:
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    accelerator = with_scale(Accelerator(cpu=True), scale)
     inner = sgd(network().parameters())
     prepared = accelerator.prepare(inner)
     with pytest.raises(ValueError, match=r"accelerate has prepared .*Received: AcceleratedOptimizer.*Wrap first, then"):

@@ -12,9 +12,10 @@ from torch.nn.utils.rnn import pack_sequence
 import gradaccum.torch
 import gradaccum.torch.optimizer.batches as batches_module
 from gradaccum import WindowError
+from tests.fuzz.loaders import loader_of
 from tests.reference import FLOAT64, relative_error, windows_of
 from tests.torch.optimizer.loops import assert_same, large, train, wrapped
-from tests.torch.problems import mse, network, regression, sgd, split
+from tests.torch.problems import classes, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -109,35 +110,20 @@ def test_an_empty_loader_is_refused():
         optimizer.batches(3)
 
 
-class Flaky:
-    """A loader that raises once, before its fourth batch; it starts over, or goes on, as iterators do."""
+class StartsOver:
+    """A loader that raises before its fourth batch, the first time."""
 
-    def __init__(self):
-        self.position, self.raised = 0, False
+    raised = False
 
     def __iter__(self):
-        for index in range(len(PAIRS)):
-            if index == 3 and not self.raised:
-                self.raised = True
-                raise OSError("disk on fire")
-            yield PAIRS[index]
-
-
-class FlakyIterator(Flaky):
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.position == 3 and not self.raised:
+        yield from PAIRS[:3]
+        if not self.raised:
             self.raised = True
             raise OSError("disk on fire")
-        if self.position == len(PAIRS):
-            raise StopIteration
-        self.position += 1
-        return PAIRS[self.position - 1]
+        yield from PAIRS[3:]
 
 
-@pytest.mark.parametrize("make", [FlakyIterator, Flaky])
+@pytest.mark.parametrize("make", [StartsOver, lambda: loader_of("", PAIRS, [3], OSError("disk on fire"))])
 def test_a_loader_that_raises_midway_can_be_gone_on_with_or_started_over(make):
     loader = make()
     model, optimizer = wrapped(steps=4)
@@ -190,75 +176,49 @@ def test_a_backward_pass_without_a_step_is_named():
                 optimizer.step()
 
 
-class TestTwoOptimizersInOneLoop:
-    """A GAN's: windows of different lengths, one loader, each parameter in exactly one optimizer."""
+# Two optimizers in one loop.
 
-    def run(self, nested):
-        torch.manual_seed(0)
-        g, d = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-        opt_g = gradaccum.torch.optim.Adam(g.parameters(), lr=0.01, steps=3)
-        opt_d = gradaccum.torch.optim.SGD(d.parameters(), lr=0.1, momentum=0.9, steps=2)
-        data = split(regression(10), [2, 3, 1, 2, 2])
-        trace = []
-        for index, (x, _) in enumerate(opt_g.batches(opt_d.batches(data)) if nested else data):
-            opt_d.zero_grad()
-            d_loss = (d(x[:, :3]) - 1).square().mean() + d(g(x[:, :3].tanh()).detach()).square().mean()
-            opt_d.backward(d_loss, weight=len(x))
-            opt_d.step()
-            if not nested and index == len(data) - 1:
-                opt_d.flush()
-            d.requires_grad_(False)
-            opt_g.zero_grad()
-            opt_g.backward((d(g(x[:, :3].tanh())) - 1).square().mean(), weight=len(x))
-            opt_g.step()
-            d.requires_grad_(True)
-            trace.append((opt_d.updated, opt_g.updated))
-        opt_g.flush()
-        return [*g.parameters(), *d.parameters()], trace
 
-    def test_each_closes_its_own_windows_on_the_shared_last_batch(self):
-        trained, trace = self.run(nested=True)
-        assert trace == [(False, False), (True, False), (False, True), (True, False), (True, True)]
-        assert relative_error(trained, self.run(nested=False)[0]) <= FLOAT64
+@pytest.mark.parametrize(("sizes", "said"), [([2, 3, 1, 2], 1), ([2, 2, 2, 2], 0), ([2, 2, 3, 3], 0)])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_one_outside_of_batches_is_told_where_its_micro_batches_are_not_alike(sizes, said, weighed):
+    left = [wrapped(steps=2)[1] for _ in range(8)]
+    stopped = [iter(optimizer.batches(PAIRS[:2])) for optimizer in left]
+    for loop in stopped:  # loops that nobody goes on with
+        next(loop)
+    first, inside = wrapped(steps=2)
+    second, outside = wrapped(steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for x, y in inside.batches(split(regression(sum(sizes)), sizes)):
+                for model, optimizer in ((first, inside), (second, outside)):
+                    optimizer.zero_grad()
+                    if weighed:
+                        optimizer.backward(mse(model, x, y), weight=len(x))
+                    else:
+                        mse(model, x, y).backward()
+                    optimizer.step()
+    told = [warning for warning in caught if "a.batches(b.batches(loader))" in str(warning.message)]
+    assert len(told) == (0 if weighed else said)
+    assert all(warning.filename == __file__ for warning in told)
+    exact = relative_error(first.parameters(), second.parameters()) <= FLOAT64
+    assert exact == (weighed or not said)
 
-    @pytest.mark.parametrize(("sizes", "said"), [([2, 3, 1, 2], 1), ([2, 2, 2, 2], 0), ([2, 2, 3, 3], 0)])
-    @pytest.mark.parametrize("weighed", [False, True])
-    def test_one_outside_of_batches_is_told_where_its_micro_batches_are_not_alike(self, sizes, said, weighed):
-        left = [wrapped(steps=2)[1] for _ in range(8)]
-        stopped = [iter(optimizer.batches(PAIRS[:2])) for optimizer in left]
-        for loop in stopped:  # loops that nobody goes on with
-            next(loop)
-        first, inside = wrapped(steps=2)
-        second, outside = wrapped(steps=2)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                for x, y in inside.batches(split(regression(sum(sizes)), sizes)):
-                    for model, optimizer in ((first, inside), (second, outside)):
-                        optimizer.zero_grad()
-                        if weighed:
-                            optimizer.backward(mse(model, x, y), weight=len(x))
-                        else:
-                            mse(model, x, y).backward()
-                        optimizer.step()
-        told = [warning for warning in caught if "a.batches(b.batches(loader))" in str(warning.message)]
-        assert len(told) == (0 if weighed else said)
-        assert all(warning.filename == __file__ for warning in told)
-        exact = relative_error(first.parameters(), second.parameters()) <= FLOAT64
-        assert exact == (weighed or not said)
 
-    def test_the_same_optimizer_twice_is_refused(self):
-        _, optimizer = wrapped(steps=2)
-        with pytest.raises(ValueError, match="already"):
-            optimizer.batches(optimizer.batches([]))
+def test_the_same_optimizer_twice_is_refused():
+    _, optimizer = wrapped(steps=2)
+    with pytest.raises(ValueError, match="already"):
+        optimizer.batches(optimizer.batches([]))
 
-    def test_a_loss_that_reaches_the_other_ones_parameters_is_named(self):
-        model, optimizer = wrapped(steps=2)
-        model(torch.ones(2, 5)).mean().backward()
-        optimizer.step()
-        model(torch.ones(2, 5)).square().mean().backward()  # the generator's loss, the discriminator not frozen
-        with pytest.raises(WindowError, match=r"requires_grad_\(False\)"):
-            optimizer.zero_grad()
+
+def test_a_loss_that_reaches_the_other_ones_parameters_is_named():
+    model, optimizer = wrapped(steps=2)
+    model(torch.ones(2, 5)).mean().backward()
+    optimizer.step()
+    model(torch.ones(2, 5)).square().mean().backward()  # the generator's loss, the discriminator not frozen
+    with pytest.raises(WindowError, match=r"requires_grad_\(False\)"):
+        optimizer.zero_grad()
 
 
 # Loaders as people have them: reused buffers, iterators that go on, loaders with a state, batches of odd shapes.
@@ -268,21 +228,6 @@ PARTS = split(tuple(t.double() for t in regression(12)), [2] * 6)
 
 
 # The next batch is fetched while one is in use.
-
-
-def one_buffer():
-    x, y = (t.clone() for t in PARTS[0])
-    for new_x, new_y in PARTS:
-        x.copy_(new_x)
-        y.copy_(new_y)
-        yield x, y
-
-
-def one_array():
-    x, y = (t.clone().numpy() for t in PARTS[0])
-    for new_x, new_y in PARTS:
-        x[:], y[:] = new_x.numpy(), new_y.numpy()
-        yield torch.from_numpy(x), torch.from_numpy(y)
 
 
 def one_list():
@@ -299,14 +244,13 @@ def one_of_numpys_arrays():
         yield batch
 
 
-def one_dict():
-    batch = {}
-    for x, y in PARTS:
-        batch["x"], batch["y"] = x, y
-        yield batch
+REFILLED = {
+    kind: lambda kind=kind: loader_of(kind, [(*part, 0) for part in split(classes(12), [2] * 6)])
+    for kind in ("refilled", "array refilled", "dict refilled")
+}
 
 
-@pytest.mark.parametrize("loader", [one_dict, one_buffer, one_array, one_list, one_of_numpys_arrays])
+@pytest.mark.parametrize("loader", [*REFILLED.values(), one_list, one_of_numpys_arrays])
 def test_a_loader_that_refills_what_is_in_use_is_named_before_anything_is_trained_on(loader):
     model, optimizer = wrapped(steps=3)
     before = [p.detach().clone() for p in model.parameters()]
@@ -434,47 +378,40 @@ def test_sequences_in_front_and_a_short_last_batch_are_counted_by_their_rows():
     assert len([optimizer.step() for _ in optimizer.batches(batches)]) == 3
 
 
-def test_a_packed_batch_is_counted_by_its_sequences():
-    def packed(lengths):
+LENGTHS = [[3, 1], [1, 2, 2], [4]]
+
+
+def packed():
+    def one(lengths):
         return pack_sequence([torch.randn(length, 5) for length in lengths], enforce_sorted=False)
 
+    return [(one(each), torch.randn(len(each), 3)) for each in LENGTHS]
+
+
+def last_of_packed(model, x, y):
+    return nn.functional.mse_loss(model(nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0].sum(1)), y)
+
+
+def jagged():
+    rows = ([torch.randn(n, 5) for n in lengths] for lengths in LENGTHS)
+    return [(torch.nested.nested_tensor(each, layout=torch.jagged),) for each in rows]
+
+
+def mean_of_jagged(model, x):
+    return torch.stack([model(row).mean() for row in x.unbind()]).mean()
+
+
+@pytest.mark.parametrize(("make", "loss"), [(packed, last_of_packed), (jagged, mean_of_jagged)])
+def test_a_packed_or_jagged_batch_is_counted_by_its_sequences(make, loss):
     torch.manual_seed(0)
-    lengths = [[3, 1], [1, 2, 2], [4]]
-    parts = [(packed(each), torch.randn(len(each), 3)) for each in lengths]
+    parts = make()
     (model, optimizer), alone = wrapped(steps=3), network()
-
-    def loss(model, x, y):
-        last = nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0].sum(1)
-        return nn.functional.mse_loss(model(last), y)
-
-    for x, y in optimizer.batches(parts):
-        loss(model, x, y).backward()
-        optimizer.step()
+    train(model, optimizer, optimizer.batches(parts), loss=loss)
     inner = sgd(alone.parameters())
-    (sum(loss(alone, x, y) * len(y) for x, y in parts) / 6).backward()
+    (sum(loss(alone, *part) * len(lengths) for part, lengths in zip(parts, LENGTHS, strict=True)) / 6).backward()
     inner.step()
     assert_same(model, alone)
     assert next(iter(optimizer.batches([parts[0][0]] * 2))) is parts[0][0]
-
-
-def test_a_jagged_batch_is_counted_by_its_rows():
-    torch.manual_seed(0)
-    parts = [
-        torch.nested.nested_tensor([torch.randn(n, 5) for n in lengths], layout=torch.jagged)
-        for lengths in ([2, 3], [1, 4, 2], [3])
-    ]
-    (model, optimizer), alone = wrapped(steps=3), network()
-
-    def loss(model, x):
-        return torch.stack([model(row).mean() for row in x.unbind()]).mean()
-
-    for x in optimizer.batches(parts):
-        loss(model, x).backward()
-        optimizer.step()
-    inner = sgd(alone.parameters())
-    torch.stack([alone(row).mean() for x in parts for row in x.unbind()]).mean().backward()
-    inner.step()
-    assert_same(model, alone)
 
 
 def test_a_loader_is_compared_with_its_copies_ever_less_often_over_all_its_epochs(monkeypatch):

@@ -1,4 +1,4 @@
-"""Checkpoints: in the middle of a window, in a fresh process, bit for bit; a plain optimizer's, and another's."""
+"""Checkpoints: snapshots of open windows, a plain optimizer's, those that do not fit, torch's own ways of saving."""
 
 import copy
 
@@ -10,13 +10,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import gradaccum.torch
 from gradaccum import WindowError
 from tests.reference import relative_error, torch_updates
-from tests.torch.distributed.processes import fresh_process
 from tests.torch.optimizer.loops import assert_same
-from tests.torch.problems import adam, mse, network, regression, sgd, split
+from tests.torch.problems import adam, join, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-SIZES = [2, 3, 1, 4, 2, 3]
+PARTS = split(tuple(t.double() for t in regression(15)), [2, 3, 1, 4, 2, 3])
 
 
 def start(make=adam, steps=4, **options):
@@ -31,81 +30,41 @@ def train(model, optimizer, batches):
         optimizer.step()
 
 
-def resume(middle, end):
-    """In a fresh process, with other parameters to begin with."""
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    model = network(seed=99)
-    optimizer = gradaccum.torch.optim.Optimizer(adam(model.parameters()), steps=4)
-    saved = torch.load(middle, weights_only=True)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    assert optimizer.micro_batches == 2, optimizer.micro_batches
-    train(model, optimizer, optimizer.batches(split(regression(15), SIZES)[2:]))
-    torch.save([optimizer.updates, optimizer.epoch, optimizer.loss, *model.state_dict().values()], end)
-
-
-def test_a_window_resumes_in_a_fresh_process_bit_for_bit(tmp_path):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    micro_batches = split(regression(15), SIZES)
-    model, optimizer = start()
-
-    def saving():
-        for index, batch in enumerate(micro_batches):
-            if index == 3:  # one batch is fetched ahead: two are done
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "middle.pt")
-            yield batch
-
-    train(model, optimizer, optimizer.batches(saving()))
-    torch.set_num_threads(threads)
-    process = fresh_process(resume, tmp_path / "middle.pt", tmp_path / "end.pt")
-    process.join(100)
-    assert process.exitcode == 0
-    updates, epoch, loss, *resumed = torch.load(tmp_path / "end.pt", weights_only=True)
-    assert (updates, epoch) == (2, 1)
-    assert torch.equal(loss, optimizer.loss)
-    assert all(torch.equal(a, b) for a, b in zip(resumed, model.state_dict().values(), strict=True))
-
-
 def test_batches_go_on_with_a_restored_window_and_its_epoch():
-    micro_batches = split(regression(15), SIZES)
     model, optimizer = start(steps={0: 2, 1: 4})
-    for _ in optimizer.batches(micro_batches):
+    for _ in optimizer.batches(PARTS):
         pass
-    train(model, optimizer, optimizer.batches(micro_batches))
-    train(model, optimizer, micro_batches[:1])
+    train(model, optimizer, optimizer.batches(PARTS))
+    train(model, optimizer, PARTS[:1])
     state, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
     assert (optimizer.epoch, optimizer.steps) == (1, 4)
     other_model, other = start(steps={0: 2, 1: 4})
     other_model.load_state_dict(weights)
     other.load_state_dict(state)
-    train(other_model, other, other.batches(micro_batches[1:]))
+    train(other_model, other, other.batches(PARTS[1:]))
     assert other.epoch == 2
-    train(model, optimizer, micro_batches[1:])
+    train(model, optimizer, PARTS[1:])
     optimizer.flush()
     assert_same(other_model, model)
 
 
 def test_a_snapshot_in_memory_does_not_move_with_the_window():
-    micro_batches = split(regression(15), SIZES)
     model, optimizer = start()
-    train(model, optimizer, micro_batches[:1])
+    train(model, optimizer, PARTS[:1])
     snapshot = optimizer.state_dict()
     before = copy.deepcopy(snapshot)
-    train(model, optimizer, micro_batches[1:2])
+    train(model, optimizer, PARTS[1:2])
     for index, gradient in snapshot["gradaccum"]["gradients"].items():
         assert torch.equal(gradient, before["gradaccum"]["gradients"][index])
     other_model, other = start()
     other.load_state_dict(snapshot)
-    train(other_model, other, micro_batches[1:2])
+    train(other_model, other, PARTS[1:2])
     assert torch.equal(snapshot["gradaccum"]["gradients"][0], before["gradaccum"]["gradients"][0])
 
 
 def test_the_usual_keys_hold_the_inner_optimizers_state():
-    micro_batches = split(regression(15), SIZES)
     model, optimizer = start()
-    train(model, optimizer, micro_batches)
+    train(model, optimizer, PARTS)
     state = optimizer.state_dict()
     plain_model = network()
     plain_model.load_state_dict(model.state_dict())
@@ -119,24 +78,23 @@ def test_the_usual_keys_hold_the_inner_optimizers_state():
 
 
 def test_a_plain_optimizers_state_dict_loads():
-    data = regression(15)
+    data = join(PARTS)
     plain_model = network()
     plain = adam(plain_model.parameters())
     torch_updates(plain_model, plain, [data], mse)
     model, optimizer = start(steps=3)
     model.load_state_dict(plain_model.state_dict())
     optimizer.load_state_dict(plain.state_dict())
-    train(model, optimizer, split(data, SIZES)[:3])
+    train(model, optimizer, PARTS[:3])
     assert optimizer.updated
     torch_updates(plain_model, plain, [tuple(t[:6] for t in data)], mse)
     assert_same(model, plain_model)
 
 
 def test_loading_replaces_an_open_window():
-    micro_batches = split(regression(15), SIZES)
     model, optimizer = start(sgd, steps=2)
     closed = optimizer.state_dict()
-    train(model, optimizer, micro_batches[:1])
+    train(model, optimizer, PARTS[:1])
     optimizer.load_state_dict(closed)
     assert optimizer.micro_batches == 0
     assert all(p.grad is None for p in model.parameters())
@@ -155,59 +113,61 @@ def test_the_hooks_of_state_dicts_run():
     assert seen == ["pre", "loaded"]
 
 
-class TestBadStates:
-    @staticmethod
-    def untouched(model, optimizer, state, error, match):
-        before = copy.deepcopy([optimizer.state_dict(), model.state_dict()])
-        with pytest.raises(error, match=match):
-            optimizer.load_state_dict(state)
-        after = [optimizer.state_dict(), model.state_dict()]
-        assert str(before) == str(after)
+def of_another_length():
+    model, optimizer = start(steps=4)
+    train(model, optimizer, PARTS[:2])
+    return optimizer.state_dict()
 
-    def test_another_steps_inside_an_open_window(self):
-        model, optimizer = start(steps=4)
-        train(model, optimizer, split(regression(15), SIZES)[:2])
-        state = optimizer.state_dict()
-        other_model, other = start(steps=2)
-        train(other_model, other, split(regression(15), SIZES)[:3])
-        self.untouched(other_model, other, state, WindowError, r"window of 4 steps \(2 of them done\).*steps=2")
 
-    def test_another_steps_between_windows_is_fine(self):
-        model, optimizer = start(steps=2)
-        train(model, optimizer, split(regression(15), SIZES)[:2])
-        _, other = start(steps=3)
-        other.load_state_dict(optimizer.state_dict())
-        assert (other.steps, other.updates) == (3, 1)
+def of_another_model(layers, batches):
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers)
+    optimizer = gradaccum.torch.optim.Optimizer(adam(model.parameters()), steps=2)
+    train(model, optimizer, PARTS[:batches])
+    return optimizer.state_dict()
 
-    def test_another_number_of_parameters(self):
-        model, optimizer = start()
-        other = gradaccum.torch.optim.Optimizer(adam(nn.Linear(5, 3).parameters()), steps=4)
-        self.untouched(model, optimizer, other.state_dict(), ValueError, "another model.*2.*4")
 
-    @pytest.mark.parametrize("middle", [True, False])
-    def test_other_shapes(self, middle):
-        torch.manual_seed(0)
-        narrow = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
-        other = gradaccum.torch.optim.Optimizer(adam(narrow.parameters()), steps=4)
-        train(narrow, other, split(regression(15), SIZES)[: 3 if middle else 4])
-        model, optimizer = start()
-        self.untouched(model, optimizer, other.state_dict(), ValueError, r"another model.*\(6, 5\).*\(7, 5\)")
+def narrow(batches):
+    return of_another_model([nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)], batches)
 
-    def test_no_state_dict_at_all(self):
-        model, optimizer = start()
-        self.untouched(model, optimizer, model.state_dict(), ValueError, "no optimizer's state dict")
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (of_another_length, WindowError, r"window of 4 steps \(2 of them done\).*steps=2"),
+        (lambda: of_another_model([nn.Linear(5, 3)], 0), ValueError, "another model.*2.*4"),
+        (lambda: narrow(3), ValueError, r"another model.*\(6, 5\).*\(7, 5\)"),
+        (lambda: narrow(4), ValueError, r"another model.*\(6, 5\).*\(7, 5\)"),
+        (lambda: network().state_dict(), ValueError, "no optimizer's state dict"),
+    ],
+    ids=["another steps", "another number of parameters", "other shapes", "other shapes, closed", "no optimizer's"],
+)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_is_touched(make, error, says):
+    model, optimizer = start(steps=2)
+    train(model, optimizer, PARTS[:3])
+    before = copy.deepcopy([optimizer.state_dict(), model.state_dict()])
+    with pytest.raises(error, match=says):
+        optimizer.load_state_dict(make())
+    assert str(before) == str([optimizer.state_dict(), model.state_dict()])
+
+
+def test_another_steps_between_windows_is_fine():
+    model, optimizer = start(steps=2)
+    train(model, optimizer, PARTS[:2])
+    _, other = start(steps=3)
+    other.load_state_dict(optimizer.state_dict())
+    assert (other.steps, other.updates) == (3, 1)
 
 
 @pytest.mark.parametrize("make", [adam, sgd])
 def test_get_state_dict_and_set_state_dict_take_the_wrapper_for_an_optimizer(make):
-    micro_batches = split(regression(15), SIZES)
     model, optimizer = start(make, steps=3)
-    train(model, optimizer, micro_batches[:3])
+    train(model, optimizer, PARTS[:3])
     model_state, optimizer_state = copy.deepcopy(get_state_dict(model, optimizer))
-    train(model, optimizer, micro_batches[3:])
+    train(model, optimizer, PARTS[3:])
     again, other = start(make, steps=3)
     get_state_dict(again, other)  # as torch.distributed.checkpoint wants it: makes the inner optimizer's state
     assert other.micro_batches == other.updates == 0
     set_state_dict(again, other, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    train(again, other, micro_batches[3:])
+    train(again, other, PARTS[3:])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

@@ -4,8 +4,6 @@ import inspect
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import gradaccum.torch
@@ -86,55 +84,6 @@ def test_every_torch_optimizer_is_there():
         assert "steps" in inspect.signature(getattr(gradaccum.torch.optim, name)).parameters
     with pytest.raises(AttributeError, match="NotThere"):
         gradaccum.torch.optim.NotThere  # noqa: B018
-
-
-def test_a_custom_optimizer_can_be_wrapped(float64):
-    class Signed(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {"lr": 0.01})
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    count = self.state[p].setdefault("count", 0)
-                    p -= group["lr"] * p.grad.tanh() / (1 + count)
-                    self.state[p]["count"] = count + 1
-
-    micro_batches = split(regression(7), [2, 4, 1])
-    accumulated, expected = network(), network()
-    accumulate(accumulated, gradaccum.torch.optim.Optimizer(Signed(accumulated.parameters()), 2), micro_batches)
-    large(expected, Signed(expected.parameters()), micro_batches, 2)
-    assert_same(accumulated, expected)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=9),
-    table=st.dictionaries(st.integers(1, 3), st.integers(1, 5), max_size=2),
-    first=st.integers(1, 5),
-    explicit=st.booleans(),
-)
-def test_any_split_into_any_windows_equals_the_large_batches(sizes, table, first, explicit):
-    torch.set_default_dtype(torch.float64)
-    schedule = {0: first} | table
-    micro_batches = split(regression(sum(sizes)), sizes)
-    accumulated, expected = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(accumulated.parameters()), steps=schedule)
-    inner = sgd(expected.parameters())
-    for epoch in range(4):
-        for x, y in micro_batches if explicit else optimizer.batches(micro_batches):
-            optimizer.zero_grad()
-            if explicit:
-                optimizer.backward(mse(accumulated, x, y), weight=len(x))
-            else:
-                mse(accumulated, x, y).backward()
-            optimizer.step()
-        if explicit:
-            optimizer.flush()
-        steps = schedule[max(start for start in schedule if start <= epoch)]
-        large(expected, inner, micro_batches, steps, epochs=1)
-    assert_same(accumulated, expected)
 
 
 def test_a_callable_schedule_is_asked_with_epoch_and_update(float64):

@@ -8,7 +8,7 @@ from torch import nn
 
 import gradaccum.torch
 from gradaccum import WindowError
-from tests.torch.optimizer.loops import assert_same
+from tests.torch.optimizer.loops import assert_same, by_rows, train
 from tests.torch.problems import join, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -100,11 +100,7 @@ def test_a_group_that_joins_the_inner_optimizer_between_windows_follows_the_loss
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     micro_batches = split(regression(sum(SIZES)), SIZES)
     for window in (micro_batches[:3], micro_batches[3:]):
-        for x, y in window:
-            optimizer.zero_grad()
-            optimizer.backward(scaler.scale(mse(model, x, y)), weight=len(x))
-            scaler.step(optimizer)
-            scaler.update()
+        train(model, optimizer, window, weigh=by_rows, scaler=scaler)
         plain_inner.zero_grad()
         mse(plain, *join(window)).backward()
         plain_inner.step()

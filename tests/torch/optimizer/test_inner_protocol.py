@@ -8,8 +8,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import gradaccum.torch
 from gradaccum import WindowError
 from gradaccum.on_torch import grad_buffer
-from tests.torch.optimizer.loops import assert_same
-from tests.torch.problems import adam, mse, network, regression, sgd
+from tests.reference import windows_of
+from tests.torch.optimizer.loops import assert_same, large, train, wrapped
+from tests.torch.problems import adam, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -19,37 +20,30 @@ Optimizer = gradaccum.torch.optim.Optimizer
 class SAM(torch.optim.Optimizer):
     """Sharpness-aware minimisation, as it is written everywhere."""
 
-    def __init__(self, parameters, base=torch.optim.SGD, rho=0.05, **kwargs):
+    def __init__(self, parameters, rho=0.05, **kwargs):
         super().__init__(parameters, {"rho": rho, **kwargs})
-        self.base = base(self.param_groups, **kwargs)
+        self.base = torch.optim.SGD(self.param_groups, **kwargs)
 
     @torch.no_grad()
     def first_step(self, zero_grad=False):
         norm = self._grad_norm()
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p]["old"] = p.data.clone()
-                    p.add_(p.grad * group["rho"] / norm)
+                self.state[p]["old"] = p.data.clone()
+                p.add_(p.grad * group["rho"] / norm)
         if zero_grad:
             self.zero_grad()
 
     @torch.no_grad()
-    def second_step(self, zero_grad=False):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data = self.state[p]["old"]
+    def second_step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.data = self.state[p]["old"]
         self.base.step()
-        if zero_grad:
-            self.zero_grad()
 
     @torch.no_grad()
     def step(self, closure=None):
-        assert closure is not None
-        closure = torch.enable_grad()(closure)
         self.first_step(zero_grad=True)
-        closure()
+        torch.enable_grad()(closure)()
         self.second_step()
 
     def _grad_norm(self):
@@ -73,6 +67,10 @@ class Careful(torch.optim.SGD):
                 loss = closure()
         super().step()
         return loss
+
+
+def careful(parameters):
+    return Careful(parameters, lr=0.1, momentum=0.9)
 
 
 def sam_updates(model, batches, optimizer, clear):
@@ -116,28 +114,21 @@ def test_a_closure_that_is_evaluated_again_is_refused_in_a_window(options):
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_closure_that_is_evaluated_once_is_evaluated_once_per_micro_batch(steps):
-    model, alone = network(), network()
-    optimizer, calls = Optimizer(Careful(model.parameters(), lr=0.1, momentum=0.9), steps=steps), []
-    inner = Careful(alone.parameters(), lr=0.1, momentum=0.9)
-    data = regression(8)
-    for part in range(4):
-        x, y = (t[2 * part : 2 * part + 2] for t in data)
+    model, optimizer = wrapped(careful, steps=steps)
+    parts, calls = split(regression(8), [2] * 4), []
+    for part in parts:
 
-        def closure(x=x, y=y):
+        def closure(part=part):
             optimizer.zero_grad()
-            loss = mse(model, x, y)
+            loss = mse(model, *part)
             loss.backward()
             calls.append(1)
             return loss
 
         assert optimizer.step(closure).dim() == 0
-    for whole in range(4 // steps):
-        inner.zero_grad()
-        mse(alone, *(t[2 * steps * whole : 2 * steps * (whole + 1)] for t in data)).backward()
-        inner.step()
     assert len(calls) == 4
     assert optimizer.updates == 4 // steps
-    assert_same(model, alone)
+    assert_same(model, large(windows_of(parts, steps), careful))
 
 
 @pytest.mark.parametrize("method", ["first_step", "second_step", "sharpness"])
@@ -161,10 +152,7 @@ def log_of(optimizer, calls):
 
     optimizer.register_step_pre_hook(log("pre"))
     optimizer.register_step_post_hook(log("post"))
-    return [
-        register_optimizer_step_pre_hook(log("global pre")),
-        register_optimizer_step_post_hook(log("global post")),
-    ]
+    return [register_optimizer_step_pre_hook(log("global pre")), register_optimizer_step_post_hook(log("global post"))]
 
 
 @pytest.mark.parametrize("make", [adam, lambda p: torch.optim.LBFGS(p)])
@@ -213,17 +201,6 @@ def test_hooks_of_the_inner_optimizer_run_too():
     assert len(log) == 4
 
 
-def test_the_sum_of_float16_gradients_does_not_overflow_where_their_mean_does_not():
-    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float16))
-    optimizer = Optimizer(torch.optim.SGD([parameter], lr=1.0), steps=8)
-    for _ in range(8):
-        optimizer.zero_grad()
-        (parameter.sum() * 30000.0).backward()
-        optimizer.step()
-    assert parameter.tolist() == [-30000.0] * 3
-    assert optimizer.updates == 1
-
-
 def test_a_torch_that_cannot_sum_in_another_dtype_is_named(monkeypatch):
     monkeypatch.setattr(grad_buffer, "_SUMS_WIDE", False)
     model = network(dtype=torch.bfloat16)
@@ -232,50 +209,11 @@ def test_a_torch_that_cannot_sum_in_another_dtype_is_named(monkeypatch):
         Optimizer(sgd(model.parameters()), steps=2, accumulate_dtype=torch.float32)
 
 
-def test_gradients_asked_for_by_torch_autograd_grad_belong_to_no_micro_batch():
-    """A gradient penalty, a saliency map, also under a GradScaler whose scale moves."""
-    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)):
-        model, alone = network(), network()
-        optimizer, inner = Optimizer(sgd(model.parameters()), steps=3), sgd(alone.parameters())
-        data = regression(6)
-
-        def loss(model, x, y):
-            x = x.clone().requires_grad_(True)
-            out = model(x)
-            penalty = torch.autograd.grad(out.sum(), x, create_graph=True)[0].square().sum(1).mean()
-            torch.autograd.grad(out.sum(), list(model.parameters()), retain_graph=True)
-            return nn.functional.mse_loss(out, y) + penalty
-
-        for part in range(3):
-            optimizer.zero_grad()
-            value = loss(model, *(t[2 * part : 2 * part + 2] for t in data))
-            (value if scaler is None else scaler.scale(value)).backward()
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()
-        loss(alone, *data).backward()
-        inner.step()
-        assert optimizer.updates == 1
-        assert_same(model, alone)
-
-
 def test_lazy_modules_take_shape_under_the_wrapper():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3))
-    optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), steps=2)
-    x, y = regression(4)
-    alone = None
-    for part in range(2):
-        optimizer.zero_grad()
-        out = model(x[2 * part : 2 * part + 2])
-        if alone is None:
-            alone = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-            alone.load_state_dict(model.state_dict())
-        nn.functional.mse_loss(out, y[2 * part : 2 * part + 2]).backward()
-        optimizer.step()
-    inner = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    mse(alone, x, y).backward()
-    inner.step()
-    assert_same(model, alone)
+    model = nn.Sequential(nn.LazyLinear(7), nn.Tanh(), nn.LazyLinear(3))
+    optimizer = Optimizer(sgd(model.parameters()), steps=2)
+    parts = split(regression(4), [2, 2])
+    model(parts[0][0])
+    model.load_state_dict(network().state_dict())
+    train(model, optimizer, parts)
+    assert_same(model, large([parts]))

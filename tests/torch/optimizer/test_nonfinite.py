@@ -192,19 +192,6 @@ def test_unscaling_as_the_window_closes_is_exact_and_inside_an_open_window_is_na
         run_scaled(scaler_of(8.0), before_step=lambda scaler, optimizer: scaler.unscale_(optimizer))
 
 
-def test_clipping_sees_the_unscaled_mean():
-    model, optimizer, _ = run_scaled(scaler_of(512.0), clip_grad_norm=0.1)
-    assert_same(model, large(without(None), clip_grad_norm=0.1))
-    assert optimizer.grad_norm > 0.1
-
-
-def test_a_window_whose_first_micro_batch_weighs_nothing_has_no_gradient_to_look_at():
-    model, optimizer = wrapped(steps=4)
-    numbers = itertools.cycle([0, 1, 1, 1])
-    train(model, optimizer, eight(), weigh=lambda x, y: len(x) * next(numbers), scaler=scaler_of(8.0, 2))
-    assert_same(model, large([eight()[1:4], eight()[5:]]))
-
-
 def test_a_skipped_micro_batch_after_an_overflow_does_not_halve_again():
     model, optimizer = wrapped(steps=4)
     scaler, factors, weights = scaler_of(1024.0), iter([float("inf"), 1, 1, 1]), iter([2, 0, 2, 2])

@@ -13,7 +13,7 @@ import gradaccum.torch
 from gradaccum import WindowError
 from tests.reference import torch_updates
 from tests.torch.optimizer.loops import assert_same, train, wrapped
-from tests.torch.problems import adam, join, mse, network, regression, sgd, split
+from tests.torch.problems import join, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -64,10 +64,7 @@ def test_tampering_is_seen_where_the_last_parameter_gets_no_gradient(window, mak
     optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3)
     if make is frozen_at_first:
         model.network.requires_grad_(True)
-    for _ in range(3 * (window - 1)):
-        optimizer.zero_grad()
-        mse(model, *regression(2)).backward()
-        optimizer.step()
+    train(model, optimizer, [regression(2)] * (3 * (window - 1)))
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(WindowError, match=named):
         for _ in range(3):
@@ -97,7 +94,7 @@ def test_a_window_whose_gradients_arrive_at_other_parameters_is_watched_there():
         train(3, tamper=lambda: heads.zero_grad())
 
 
-@pytest.mark.parametrize("plain", range(1, 6))
+@pytest.mark.parametrize("plain", range(6))
 def test_a_loss_without_a_weight_beside_one_with_a_weight_is_seen_on_any_head(plain):
     heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(6))
     optimizer = gradaccum.torch.optim.Optimizer(sgd(heads.parameters()), steps=2)
@@ -164,13 +161,6 @@ def test_a_new_wrapper_keeps_its_dtype_when_the_one_before_goes():
     optimizer.step()
 
 
-def test_backward_of_what_is_no_tensor_says_so():
-    optimizer = gradaccum.torch.optim.Optimizer(adam(network().parameters()), steps=2)
-    with pytest.raises(TypeError, match="`loss` must be a tensor. Received: loss=None"):
-        optimizer.backward(None)
-    assert optimizer.micro_batches == 0
-
-
 # Gradients that are written inside an open window, by operations that show or that don't, and to an effect or none.
 
 
@@ -208,15 +198,19 @@ EDITS = {
     "a mask": lambda p: p.grad.data[:1].zero_(),
     "numpy": lambda p: p.grad.numpy().__imul__(0.5),
     "clamp_": lambda p: p.grad.clamp_(-1e-3, 1e-3),
+    "mul_": lambda p: p.grad.mul_(2),
+    "zero_": lambda p: p.grad.zero_(),
+    "clip_grad_value_": lambda p: nn.utils.clip_grad_value_([p], 1e-3),
+    "data.mul_ of one bias": lambda p: p.grad.data.mul_(0.5) if p.shape == (7,) else None,
 }
 
 
 @pytest.mark.parametrize("when", ["before step", "after step"])
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_edits_that_raise_no_version_are_seen_in_the_first_window(edit, when):
+def test_edits_that_raise_a_version_or_none_are_seen_in_the_first_window(edit, when):
     model, optimizer = wrapped(steps=3)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(WindowError, match="edited inside an open window"):
+    with pytest.raises(WindowError, match="edited inside an open window.*clip_grad_norm="):
         touched(model, optimizer, lambda model: [edit(p) for p in model.parameters()], when)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
 
@@ -234,12 +228,6 @@ def test_edits_that_raise_no_version_before_the_windows_last_step_are_seen_howev
                     p.grad.data.clamp_(-1e-3, 1e-3)
             optimizer.step()
     assert optimizer.updates == 0
-
-
-def test_an_edit_of_one_gradient_alone_is_seen_in_the_first_window():
-    model, optimizer = wrapped(steps=3)
-    with pytest.raises(WindowError, match="edited"):
-        touched(model, optimizer, lambda model: model[0].bias.grad.data.mul_(0.5), "before step")
 
 
 def test_gradients_that_are_not_finite_or_complex_are_compared_too():
@@ -371,15 +359,3 @@ def test_a_step_in_the_middle_of_a_backward_pass_is_no_failure():
         mse(model, *part).backward()
     torch_updates(plain, sgd(plain.parameters()), [regression(8)], mse)
     assert_same(model, plain)
-
-
-def test_gradients_asked_for_inside_of_a_pass_are_no_failure():
-    model = Fragile()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=2)
-    for x, y in split(regression(8), [4, 4]):
-        optimizer.zero_grad()
-        x = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        (mse(model, x, y) + slope.square().mean()).backward()
-        optimizer.step()
-    assert optimizer.updates == 1

@@ -8,7 +8,7 @@ from torch import nn
 
 import gradaccum.torch
 from tests.reference import FLOAT64, relative_error, torch_updates, windows_of
-from tests.torch.optimizer.loops import assert_same, by_rows, large, train, wrapped
+from tests.torch.optimizer.loops import assert_same, large, train, wrapped
 from tests.torch.problems import adam, classes, join, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -43,9 +43,34 @@ def check(loss, weight, *, data=None, plain_loss=None, make=sgd, through="backwa
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
 
 
+def with_class_weights(model, x, y):
+    return cross_entropy(model, x, y, weight=CLASS_WEIGHTS)
+
+
+def masked(model, x, y, mask):
+    each = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none")
+    return (each * mask.flatten()).sum() / mask.sum()
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(10, 6, 5, generator=generator), torch.randint(3, (10, 6), generator=generator)
+    return x.double(), y, torch.arange(6) < torch.tensor([6, 1, 2, 6, 1, 1, 5, 3, 1, 6])[:, None]
+
+
 @pytest.mark.parametrize("make", [sgd, adam])
-def test_class_weights_weigh_a_micro_batch_by_their_sum(make):
-    check(lambda *b: cross_entropy(*b, weight=CLASS_WEIGHTS), lambda x, y: CLASS_WEIGHTS[y].sum(), make=make)
+@pytest.mark.parametrize("through", ["backward", "batches"])
+@pytest.mark.parametrize(
+    ("loss", "weight", "data", "sizes"),
+    [
+        (with_class_weights, lambda x, y: CLASS_WEIGHTS[y].sum(), classes(15), SIZES),
+        (masked, lambda x, y, mask: mask.sum(), tokens(), [2, 4, 1, 3]),
+    ],
+    ids=["class weights", "a mask"],
+)
+def test_a_micro_batch_weighs_what_its_loss_is_divided_by(loss, weight, data, sizes, through, make):
+    data = tuple(t.double() if t.is_floating_point() else t for t in data)
+    check(loss, weight, data=data, sizes=sizes, make=make, through=through)
 
 
 IGNORED = {"some": [1, 4, 5, 9], "first": slice(0, 3), "middle": slice(3, 4), "last": slice(10, 15)}
@@ -75,35 +100,6 @@ def test_a_window_that_weighs_nothing_makes_no_update(caplog):
     assert optimizer.flush() is False
     assert relative_error(model.parameters(), before) == 0
     assert not optimizer.inner.state
-
-
-@pytest.mark.parametrize("through", ["backward", "batches"])
-def test_sums_are_divided_by_the_total_weight(through):
-    summed = lambda *b: cross_entropy(*b, reduction="sum")  # noqa: E731
-    check(summed, by_rows, plain_loss=cross_entropy, reduction="sum", through=through)
-
-
-@pytest.mark.parametrize("through", ["backward", "batches"])
-def test_sums_without_weights_are_divided_by_nothing(through):
-    def loss(model, x, y):
-        return nn.functional.mse_loss(model(x), y, reduction="sum") / 100
-
-    weight = (lambda x, y: None) if through == "backward" else None
-    check(loss, weight, data=regression(6), sizes=[2, 3, 1], reduction="sum", through=through)
-
-
-@pytest.mark.parametrize("through", ["backward", "batches"])
-def test_a_masked_loss_is_weighed_by_its_tokens(through):
-    generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(10, 6, 5, generator=generator), torch.randint(3, (10, 6), generator=generator)
-    mask = torch.arange(6) < torch.tensor([6, 1, 2, 6, 1, 1, 5, 3, 1, 6])[:, None]
-
-    def loss(model, x, y, mask):
-        each = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none")
-        return (each * mask.flatten()).sum() / mask.sum()
-
-    data = x.double(), y, mask
-    check(loss, lambda x, y, mask: mask.sum(), data=data, sizes=[2, 4, 1, 3], make=adam, through=through)
 
 
 def test_different_weights_in_one_micro_batch_are_refused():
@@ -147,21 +143,29 @@ def test_a_wrong_weight_is_refused_before_anything_happens(weight, error):
         next(iter(optimizer.batches([torch.ones(2, 5)], weight=lambda batch: weight)))
 
 
-def test_a_loss_that_is_no_scalar_is_refused():
+def test_a_loss_that_is_no_scalar_or_no_tensor_is_refused():
     model, optimizer = wrapped(steps=2)
     with pytest.raises(ValueError, match=r"scalar.*\(2, 3\)"):
         optimizer.backward(model(torch.ones(2, 5)), weight=2)
+    with pytest.raises(TypeError, match="`loss` must be a tensor. Received: loss=None"):
+        optimizer.backward(None)
+    assert optimizer.micro_batches == 0
 
 
-def test_half_precision_sums_survive_large_token_counts():
-    """30000 tokens times a gradient of 4 would overflow float16; as multiples of the first micro-batch they are few."""
-    parameter = nn.Parameter(torch.ones(1, dtype=torch.float16))
-    optimizer = gradaccum.torch.optim.SGD([parameter], lr=1.0, steps=2)
-    for tokens in (30000, 15000):
+@pytest.mark.parametrize(
+    ("factors", "weights", "mean"),
+    [((4.0, 4.0), (30000, 15000), 4.0), ((30000.0,) * 8, (None,) * 8, 30000.0)],
+    ids=["as multiples of the first micro-batch they are few", "their mean does not"],
+)
+def test_half_precision_sums_do_not_overflow(factors, weights, mean):
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    optimizer = gradaccum.torch.optim.SGD([parameter], lr=1.0, steps=len(factors))
+    for factor, weight in zip(factors, weights, strict=True):
         optimizer.zero_grad()
-        optimizer.backward((parameter * 4).sum(), weight=tokens)
+        optimizer.backward(parameter.sum() * factor, weight=weight)
         optimizer.step()
-    assert parameter.item() == -3.0
+    assert parameter.tolist() == [-mean] * 3
+    assert optimizer.updates == 1
 
 
 # Micro-batches that weigh nothing: they change nothing, whatever else goes on in their window.
@@ -235,10 +239,7 @@ def test_an_overflow_in_a_weightless_micro_batch_costs_no_update_and_no_halving(
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     parts = [regression(2), regression(3)]
     parts[1][0][0] = float("nan")
-    for x, y in optimizer.batches(parts, weight=lambda part: 0 if part[0].isnan().any() else len(part[0])):
-        optimizer.zero_grad()
-        scaler.scale(mse(model, x, y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    batches = optimizer.batches(parts, weight=lambda part: 0 if part[0].isnan().any() else len(part[0]))
+    train(model, optimizer, batches, scaler=scaler)
     assert optimizer.updates == 1
     assert scaler.get_scale() == 8.0

@@ -1,20 +1,14 @@
 """`micro_batch_size="auto"`: the fastest size that fits, found by exact updates."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradaccum.core.sizes import container_limits, free_host_memory, parse_bytes
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
-from gradaccum.torch import TrainStep
-from tests.reference import FLOAT64, relative_error
-from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network
+from tests.torch.train_step.test_train_step import assert_same_updates, batches, network, step_of
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -22,70 +16,55 @@ LOSS = nn.CrossEntropyLoss()
 class Clock:
     """A clock that a model moves, and the memory that it takes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fastest: int = 8, bytes_per_row: int = 10) -> None:
+    def __init__(self, monkeypatch, fastest=8):
         self.now, self.highest, self.alive = 0.0, 0, 0
-        self.fastest, self.bytes_per_row = fastest, bytes_per_row
-        self.sizes: list[int] = []
+        self.fastest = fastest
+        self.sizes = []
         monkeypatch.setattr("gradaccum.on_torch.oom_retry.time.perf_counter", lambda: self.now)
         monkeypatch.setattr(MemoryMeter, "mark", lambda gauge: self.highest)
         monkeypatch.setattr(MemoryMeter, "live", lambda gauge: 100)
 
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def __call__(self, module, args):
         rows = len(args[0])
         self.sizes.append(rows)
         self.now += self.fastest + rows + 2.0 * max(rows - self.fastest, 0)
-        self.highest = max(self.highest, 100 + self.bytes_per_row * args[0].numel())
+        self.highest = max(self.highest, 100 + 10 * args[0].numel())
 
 
-def make(clock: Clock, **keywords: Any) -> TrainStep:
-    model = network()
+def make(clock, model=None, **keywords):
+    model = network() if model is None else model
     model.register_forward_pre_hook(clock)
-    return TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=LOSS, verify=False, **keywords)
+    return step_of(model, **keywords)
 
 
-def test_it_climbs_and_settles_within_two_updates(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_climbs_and_settles_within_two_updates_and_tells_so_and_what_changes_later(monkeypatch, caplog):
     clock = Clock(monkeypatch)
     step = make(clock)
-    with caplog.at_level(logging.INFO, logger="gradaccum"):
-        for batch in batches(64, count=4):
-            step(*batch)
+    caplog.set_level(logging.INFO, logger="gradaccum")
+    for batch in batches(64, count=4):
+        step(*batch)
     assert clock.sizes[:5] == [1, 2, 4, 8, 16]
     assert step.micro_batch_size == 8
-    told = [record.message for record in caplog.records if "auto" in record.message]
-    assert len(told) == 1
-    assert "8 of 64 rows" in told[0]
+    (told,) = [record.message for record in caplog.records if "auto" in record.message]
+    assert "8 of 64 rows" in told
     assert clock.sizes[-16:] == [8] * 16
 
-
-def test_a_change_of_the_size_is_told_as_well(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    clock = Clock(monkeypatch)
-    step = make(clock)
-    for batch in batches(64, count=3):
-        step(*batch)
-    assert step.micro_batch_size == 8
-
-    def shrinks(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def shrinks(module, args):
         if len(args[0]) > 4:
             raise torch.OutOfMemoryError("simulated")
 
     step.model.register_forward_pre_hook(shrinks)
-    with caplog.at_level(logging.INFO, logger="gradaccum"):
-        for batch in batches(64, count=2):
-            step(*batch)
+    caplog.clear()
+    for batch in batches(64, count=2):
+        step(*batch)
     assert step.micro_batch_size == 4
     assert len(caplog.records) == 2
-    assert (
-        "Out of memory with a micro-batch of 8 rows: all over again in smaller micro-batches, of at most 4"
-        in caplog.text
-    )
+    failed = "Out of memory with a micro-batch of 8 rows: all over again in smaller micro-batches, of at most 4"
+    assert failed in caplog.text
     assert "micro_batch_size='auto': 4 of 64 rows" in caplog.text
 
 
-def test_without_a_limit_given_it_is_what_the_machine_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_limit_given_it_is_what_the_machine_has_free(monkeypatch):
     gauge = MemoryMeter(torch.device("cpu"))
     monkeypatch.setattr(MemoryMeter, "live", lambda gauge: 100)
     monkeypatch.setattr("gradaccum.on_torch.memory.free_host_memory", lambda: 900)
@@ -95,12 +74,14 @@ def test_without_a_limit_given_it_is_what_the_machine_has_free(monkeypatch: pyte
     assert MemoryMeter(torch.device("cpu"), 50).limit() == 50
 
 
-def test_every_update_of_the_search_is_exact() -> None:
-    for rows in (1, 2, 37, 64):
-        assert_same_updates(network(), batches(rows, count=4), lambda model, x, y: LOSS(model(x), y), loss_fn=LOSS)
+def test_every_update_of_a_search_is_exact_and_it_settles():
+    for rows in (1, 2, 37, 64, 256):
+        step = assert_same_updates(network(), batches(rows, count=4), loss_fn=nn.CrossEntropyLoss())
+        assert step.micro_batch_size is not None
+        assert step.state_dict()["sizes"]
 
 
-def test_the_search_stops_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_stops_before_the_limit(monkeypatch):
     clock = Clock(monkeypatch, fastest=64)
     step = make(clock, memory_limit=1000)  # 100 + 50 bytes per row: 16 rows take 900
     for batch in batches(64, count=3):
@@ -110,68 +91,48 @@ def test_the_search_stops_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> N
     assert 8 <= step.micro_batch_size <= 16
 
 
-def test_another_shape_starts_another_search_and_small_changes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Rows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(1, 3, dtype=torch.float64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x.mean(1, keepdim=True))
+def test_another_shape_starts_another_search_and_small_changes_do_not(monkeypatch):
+    class Rows(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.mean(1, keepdim=True))
 
     clock = Clock(monkeypatch)
-    model = Rows()
-    model.register_forward_pre_hook(clock)
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=LOSS, verify=False)
-    y = torch.zeros(64, dtype=torch.long)
-    for columns in (10, 10, 10):
-        step(torch.randn(64, columns, dtype=torch.float64), y)
+    step = make(clock, Rows(1, 3, dtype=torch.float64))
+
+    def sizes(columns):
+        clock.sizes.clear()
+        step(torch.randn(64, columns, dtype=torch.float64), torch.zeros(64, dtype=torch.long))
+        return clock.sizes
+
+    for _ in range(3):
+        sizes(10)
     assert step.micro_batch_size == 8
-    clock.sizes.clear()
-    step(torch.randn(64, 12, dtype=torch.float64), y)  # a little longer: proportionally fewer rows, no search
-    assert len(set(clock.sizes)) <= 2
+    assert len(set(sizes(12))) <= 2  # a little longer: proportionally fewer rows, no search
     assert max(clock.sizes) <= 8
-    clock.sizes.clear()
-    step(torch.randn(64, 80, dtype=torch.float64), y)
-    assert len(set(clock.sizes)) > 2
+    assert len(set(sizes(80))) > 2
 
 
-def test_batch_norm_never_gets_a_single_row() -> None:
+def test_batch_norm_never_gets_a_single_row():
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=LOSS, batch_norm="micro")
+    step = step_of(model, batch_norm="micro", verify=True)
     for rows in (13, 16, 2):
         step(*batches(rows)[0])
-
-
-def test_a_real_search_settles() -> None:
-    model = network()
-    reference = network()
-    optimizer = OPTIMIZERS["sgd"](reference.parameters())
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=LOSS)
-    for x, y in batches(256, count=3):
-        step(x, y)
-        optimizer.zero_grad()
-        LOSS(reference(x), y).backward()
-        optimizer.step()
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert step.micro_batch_size is not None
-    assert step.state_dict()["sizes"]
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [(None, None), (5, 5), ("4GiB", 4 << 30), ("4 gb", 4 * 10**9), ("512MiB", 512 << 20), ("1.5k", 1500), ("7B", 7)],
 )
-def test_memory_limits_are_bytes_or_strings(given: Any, expected: int | None) -> None:
+def test_memory_limits_are_bytes_or_strings(given, expected):
     assert parse_bytes(given) == expected
 
 
-def write(root: Path, path: str, text: str) -> None:
+def write(root, path, text):
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text)
 
 
-def test_the_containers_limit_is_read_from_cgroups_of_version_2(tmp_path: Path) -> None:
+def test_the_containers_limit_is_read_from_cgroups_of_version_2(tmp_path):
     write(tmp_path, "proc/self/cgroup", "0::/work/job\n")
     write(tmp_path, "proc/meminfo", "MemTotal: 999 kB\nMemAvailable:   64 kB\n")
     assert free_host_memory(tmp_path) == 65536
@@ -185,7 +146,7 @@ def test_the_containers_limit_is_read_from_cgroups_of_version_2(tmp_path: Path) 
     assert free_host_memory(tmp_path) == 14000
 
 
-def test_the_containers_limit_is_read_from_cgroups_of_version_1(tmp_path: Path) -> None:
+def test_the_containers_limit_is_read_from_cgroups_of_version_1(tmp_path):
     write(tmp_path, "proc/self/cgroup", "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n")
     top = "sys/fs/cgroup/memory"  # a container sees its own group at the top
     write(tmp_path, f"{top}/memory.limit_in_bytes", f"{2**63 - 4096}\n")
@@ -197,7 +158,7 @@ def test_the_containers_limit_is_read_from_cgroups_of_version_1(tmp_path: Path) 
     assert free_host_memory(tmp_path) == 4000
 
 
-def test_out_of_memory_is_told_from_other_errors() -> None:
+def test_out_of_memory_is_told_from_other_errors():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("shapes differ"))

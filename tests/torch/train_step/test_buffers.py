@@ -1,20 +1,18 @@
 """State that moves in the forward pass: every micro-batch finds the window's buffers, and they move once."""
 
-from __future__ import annotations
-
 import copy
+import io
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gradaccum.torch import TrainStep, chunked, combine_buffers
+from gradaccum.torch import chunked, combine_buffers
+from gradaccum.torch.buffers import rules_of
 from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.test_memory import OUT, Backward
-from tests.torch.train_step.test_train_step import OPTIMIZERS, batches, step_of
+from tests.torch.train_step.test_train_step import assert_same_updates, batches, by_hand, step_of
 
 
 class Codebook(nn.Module):
@@ -22,7 +20,7 @@ class Codebook(nn.Module):
 
     decay = 0.9
 
-    def __init__(self, how: str = "in place") -> None:
+    def __init__(self, how="in place"):
         super().__init__()
         generator = torch.Generator().manual_seed(5)
         self.register_buffer("codes", torch.randn(4, 6, dtype=torch.float64, generator=generator))
@@ -30,13 +28,13 @@ class Codebook(nn.Module):
         self.register_buffer("count", torch.ones(4, dtype=torch.float64))
         self.how = how
 
-    def move(self, name: str, value: Tensor) -> None:
+    def move(self, name, value):
         if self.how == "assigned":
             setattr(self, name, value)
         else:
             (getattr(self, name).data if self.how == "data" else getattr(self, name)).copy_(value)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         nearest = nn.functional.one_hot(torch.cdist(x, self.codes).argmin(1), 4).double()
         quantised = nearest @ self.codes
         with torch.no_grad():
@@ -50,7 +48,7 @@ class SumsExactly(Codebook):
     """The same, of which the rules are known."""
 
 
-def sum_of_moving_averages(module: Any, start: Tensor, ends: list[Tensor]) -> Tensor:
+def sum_of_moving_averages(module, start, ends):
     return torch.stack(ends).sum(0) - (len(ends) - 1) * module.decay * start
 
 
@@ -65,14 +63,14 @@ combine_buffers(
 class Largest(nn.Module):
     """Scales by the largest values of the passes before, as FP8 does; counts rows and passes; averages rows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("history", torch.ones(3, dtype=torch.float64))
         self.register_buffer("rows", torch.zeros((), dtype=torch.long))
         self.register_buffer("passes", torch.zeros((), dtype=torch.long))
         self.register_buffer("average", torch.zeros(6, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with torch.no_grad():
             scale = self.history.max()
             self.history.copy_(self.history.roll(1))
@@ -86,12 +84,15 @@ class Largest(nn.Module):
 combine_buffers(Largest, history="max", rows="sum", passes="once", average="mean")
 
 
-def network(middle: Callable[[], nn.Module]) -> nn.Module:
+def network(middle):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), middle(), nn.Linear(6, 3)).double()
 
 
-MIDDLES: dict[str, Callable[[], nn.Module]] = {
+BUFFERS = {"loss_fn": nn.CrossEntropyLoss(), "buffers": True}
+
+
+MIDDLES = {
     "spectral norm (parametrization)": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
     "spectral norm (hook)": lambda: nn.utils.spectral_norm(nn.Linear(6, 6)),
     "largest values": Largest,
@@ -104,95 +105,57 @@ MIDDLES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def by_hand(model: nn.Module, data: list[Any], kind: str) -> list[Tensor]:
-    optimizer, losses = OPTIMIZERS[kind](model.parameters()), []
-    for x, y in data:
-        optimizer.zero_grad()
-        loss = nn.CrossEntropyLoss()(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
-
-
 @pytest.mark.parametrize(
     ("kind", "size"),
     [("sgd", 4), ("adam", 13), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("sgd", "auto"), ("adam", 5)))],
 )
 @pytest.mark.parametrize("name", MIDDLES)
-def test_buffers_move_once_and_to_where_the_large_batch_moves_them(name: str, kind: str, size: Any) -> None:
-    reference, model = network(MIDDLES[name]), network(MIDDLES[name])
-    data = batches(count=4)
-    expected = by_hand(reference, data, kind)
-    step = TrainStep(model, OPTIMIZERS[kind](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=size)
-    losses = [step(x, y) for x, y in data]
-    assert relative_error(losses, expected) <= FLOAT64
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
+def test_buffers_move_once_and_to_where_the_large_batch_moves_them(name, kind, size):
+    model, reference = network(MIDDLES[name]), network(MIDDLES[name])
+    assert_same_updates(model, batches(count=4), make=kind, reference=reference, micro_batch_size=size, **BUFFERS)
 
 
 @pytest.mark.parametrize("name", ["spectral norm (hook)", "largest values", "codebook"])
-def test_chunked_follows_the_same_rules(name: str) -> None:
+def test_chunked_follows_the_same_rules(name):
     reference, model = network(MIDDLES[name]), network(MIDDLES[name])
-    data = batches(count=3)
-    by_hand(reference, data, "sgd")
-    by_hand(chunked(model, 4, verify=False), data, "sgd")
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
+    by_hand(reference, batches(count=3))
+    by_hand(chunked(model, 4, verify=False), batches(count=3))
+    assert relative_error(model.state_dict().values(), reference.state_dict().values()) <= FLOAT64
 
 
 @pytest.mark.parametrize("fails", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["spectral norm (hook)", "largest values", "codebook", "codebook through .data"])
-def test_micro_batches_that_did_not_fit_move_nothing(name: str, fails: str) -> None:
-    class Fragile(nn.Module):
-        def __init__(self, inner: nn.Module, limit: int) -> None:
-            super().__init__()
-            self.inner, self.limit = inner, limit
+def test_micro_batches_that_did_not_fit_move_nothing(name, fails):
+    reference, model, limit = network(MIDDLES[name]), network(MIDDLES[name]), 99
 
-        def forward(self, x: Tensor) -> Tensor:
-            outputs = self.inner(x)
-            if fails == "forward" and len(x) > self.limit:
-                raise torch.OutOfMemoryError(OUT)
-            return Backward.apply(outputs, self.limit if fails == "backward" else 99)
+    def limited(module, args, outputs):
+        if fails == "forward" and len(outputs) > limit:
+            raise torch.OutOfMemoryError(OUT)
+        return Backward.apply(outputs, limit if fails == "backward" else 99)
 
-    reference, model = network(MIDDLES[name]), Fragile(network(MIDDLES[name]), 99)
-    data = batches(count=3)
-    by_hand(reference, data, "sgd")
+    model.register_forward_hook(limited)
     step = step_of(model, micro_batch_size=6)
-    for number, (x, y) in enumerate(data):
-        model.limit = (99, 3, 2)[number]
-        step(x, y)
+    for limit, batch in zip((99, 3, 2), batches(count=3)):  # noqa: B007  # what the hook reads
+        step(*batch)
+    by_hand(reference, batches(count=3))
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
     assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
 
 
-def test_each_evaluation_of_a_closure_is_a_window() -> None:
-    name = "spectral norm (hook)"
-    reference, model = network(MIDDLES[name]), network(MIDDLES[name])
-    data = batches(count=2)
-    plain, inner = (torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3) for m in (reference, model))
-    step = TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=5)
-    for x, y in data:
+def test_each_evaluation_of_a_closure_is_a_window():
+    model, reference = (network(MIDDLES["spectral norm (hook)"]) for _ in range(2))
 
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            plain.zero_grad()
-            loss = nn.CrossEntropyLoss()(reference(x), y)
-            loss.backward()
-            return loss
+    def lbfgs(parameters):
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
 
-        plain.step(closure)
-        step(x, y)
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
+    assert_same_updates(model, batches(count=2), make=lbfgs, reference=reference, micro_batch_size=5, **BUFFERS)
 
 
-def test_what_has_no_rule_and_is_no_mean_is_said_once_and_the_update_is_exact(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_has_no_rule_and_is_no_mean_is_said_once_and_the_update_is_exact(caplog):
     reference, model = network(Codebook), network(Codebook)
     x, y = batches(count=1)[0]
-    by_hand(reference, [(x, y)], "sgd")
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4)
+    by_hand(reference, [(x, y)])
+    step = step_of(model, verify=True, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4)
     with caplog.at_level(logging.WARNING, "gradaccum"):
         step(x, y)
         assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
@@ -213,15 +176,15 @@ def test_what_has_no_rule_and_is_no_mean_is_said_once_and_the_update_is_exact(
         (dict, {}, TypeError, "a class of them"),
     ],
 )
-def test_what_is_no_rule_is_refused(module: Any, rules: Any, error: type[Exception], message: str) -> None:
+def test_what_is_no_rule_is_refused(module, rules, error, message):
     with pytest.raises(error, match=message):
         combine_buffers(module, **rules)
 
 
 @pytest.mark.parametrize("place", ["before", "inside", "behind"])
 @pytest.mark.parametrize("name", ["spectral norm (hook)", "codebook"])
-def test_layer_by_layer_buffers_move_once_too(name: str, place: str) -> None:
-    def layered() -> nn.Module:
+def test_layer_by_layer_buffers_move_once_too(name, place):
+    def layered():
         torch.manual_seed(0)
         moving = MIDDLES[name]()
         block = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
@@ -229,25 +192,18 @@ def test_layer_by_layer_buffers_move_once_too(name: str, place: str) -> None:
         around = {"before": ([moving], []), "behind": ([], [moving])}.get(place, ([], []))
         return nn.Sequential(first, *around[0], nn.Sequential(*blocks), *around[1], nn.Linear(6, 3)).double()
 
-    reference, model = layered(), layered()
-    data = batches(count=3)
-    expected = by_hand(reference, data, "sgd")
-    blocks = "2" if place == "before" else "1"
-    keywords: dict[str, Any] = {"micro_batch_size": 4, "blocks": blocks}
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.CrossEntropyLoss(), **keywords)
-    assert relative_error([step(x, y) for x, y in data], expected) <= FLOAT64
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert relative_error(model.buffers(), reference.buffers()) <= FLOAT64
+    keywords = {"micro_batch_size": 4, "blocks": "2" if place == "before" else "1", **BUFFERS}
+    assert_same_updates(layered(), batches(count=3), reference=layered(), **keywords)
 
 
 class CountsPasses(nn.Linear):
     """A layer that counts its forward passes, and reads the count."""
 
-    def __init__(self, *sizes: int) -> None:
+    def __init__(self, *sizes):
         super().__init__(*sizes, dtype=torch.float64)
         self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.passes += 1
         return super().forward(x) * (1 + 1 / self.passes)
 
@@ -255,11 +211,11 @@ class CountsPasses(nn.Linear):
 class Centre(nn.Module):
     """Subtracts a moving average of the rows' mean."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         super().__init__()
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         centred = x - self.mean.clone()
         with torch.no_grad():
             self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
@@ -267,43 +223,295 @@ class Centre(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["weight", "weights by name", "returned", "blocks"])
-def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_batch(how: str) -> None:
+def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_batch(how):
     """Their gradient is left out; their forward pass isn't."""
     torch.manual_seed(0)
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6, dtype=torch.float64))
     middle = nn.ModuleList(nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), Centre(6)) for _ in range(2))
     model = nn.Sequential(spectral, nn.Tanh(), *middle, CountsPasses(6, 3))
-    reference = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, reference)]
 
-    def counts(x: Tensor, y: Tensor) -> Tensor:
+    def counts(x, y):
         return (x[:, 0] > 0).double()
 
-    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def loss(m, x, y):
         each = nn.functional.cross_entropy(m(x), y, reduction="none")
         return (each * counts(x, y)).sum() / counts(x, y).sum().clamp(min=1e-9)
 
-    def weight(x: Tensor, y: Tensor) -> Any:
+    def weight(x, y):
         return {"a": counts(x, y).sum()} if how == "weights by name" else counts(x, y).sum()
 
-    def compute_loss(m: nn.Module, x: Tensor, y: Tensor) -> Any:
+    def compute_loss(m, x, y):
         found = loss(m, x, y)
         return {"a": found} if how == "weights by name" else (found, weight(x, y)) if how == "returned" else found
 
-    step = TrainStep(
-        model,
-        optimizers[0],
-        compute_loss=compute_loss,
-        weight=None if how == "returned" else weight,
-        blocks=[model[2], model[3]] if how == "blocks" else None,
-        micro_batch_size=2,
-    )
-    for _ in range(4):
-        x, y = torch.rand(12, 4, dtype=torch.float64), torch.randint(3, (12,))
+    data = [(torch.rand(12, 4, dtype=torch.float64), torch.randint(3, (12,))) for _ in range(4)]
+    for x, _ in data:
         x[:6, 0] = -1.0
-        step(x, y)
-        optimizers[1].zero_grad()
-        loss(reference, x, y).backward()
-        optimizers[1].step()
-        assert relative_error(list(model.parameters()), list(reference.parameters())) < FLOAT64
-        assert relative_error(list(model.buffers()), list(reference.buffers())) < FLOAT64
+    keywords = {"compute_loss": compute_loss, "micro_batch_size": 2, "buffers": True}
+    keywords["weight"] = None if how == "returned" else weight
+    keywords["blocks"] = [model[2], model[3]] if how == "blocks" else None
+    assert_same_updates(model, data, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.5), **keywords)
+
+
+# Buffers that the forward pass makes, resizes, deletes, shares, or that no module of the model has.
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def scaled(x, by):
+    return x * (1 + 0.1 * by.double().sum().cos())
+
+
+class Moving(nn.Module):
+    """Scales by its buffers, which a function moves."""
+
+    def __init__(self, forward, **buffers):
+        super().__init__()
+        self.function = forward
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def counts_in_what_was_none(module, x):
+    module.passes = torch.zeros(()).double() if module.passes is None else module.passes
+    module.passes = module.passes + 1
+    return scaled(x, module.passes)
+
+
+def counts_in_what_was_not_there(module, x):
+    if not hasattr(module, "passes"):
+        module.register_buffer("passes", torch.zeros(()).double())
+    module.passes += 1
+    return scaled(x, module.passes)
+
+
+def appends_a_mean_by_assigning(module, x):
+    outputs, module.means = scaled(x, module.means), torch.cat([module.means, x.detach().mean()[None]])
+    return outputs
+
+
+def appends_a_mean_in_place(module, x):
+    outputs, module.means.data = scaled(x, module.means), torch.cat([module.means, x.detach().mean()[None]])
+    return outputs
+
+
+def deletes_what_it_starts_from(module, x):
+    if "once" not in module._buffers:
+        return x
+    outputs = x * (1 + module.once)
+    del module.once
+    return outputs
+
+
+def moves_through_numpy(module, x):
+    """Which no version tells of."""
+    outputs = scaled(x, module.passes)
+    module.passes.numpy()[...] += 1
+    return outputs
+
+
+def keeps_the_largest_in_float8(module, x):
+    """Which has no arithmetic."""
+    outputs = scaled(x, module.largest)
+    module.largest.copy_(torch.maximum(module.largest.double(), x.detach().abs().amax(0)))
+    return outputs
+
+
+class Shared(nn.Module):
+    """One tensor is the buffer of two modules, or two buffers are views of one."""
+
+    def __init__(self, views):
+        super().__init__()
+        memory = torch.zeros(6).double()
+        self.one, self.two = nn.Module(), nn.Module()
+        self.one.register_buffer("passes", memory[:4] if views else memory)
+        self.two.register_buffer("passes", memory[2:] if views else memory)
+
+    def forward(self, x):
+        outputs = scaled(x, self.one.passes)
+        self.one.passes.add_(1)
+        self.two.passes.mul_(0.5)
+        return outputs
+
+
+class Narrow(Moving):
+    """Whose rule is known."""
+
+
+combine_buffers(Narrow, largest="max")
+
+KINDS = {
+    "made": lambda: Moving(counts_in_what_was_none, passes=None),
+    "registered": lambda: Moving(counts_in_what_was_not_there),
+    "assigned in another size": lambda: Moving(appends_a_mean_by_assigning, means=torch.zeros(0).double()),
+    "resized in place": lambda: Moving(appends_a_mean_in_place, means=torch.zeros(0).double()),
+    "deleted": lambda: Moving(deletes_what_it_starts_from, once=torch.ones(6).double()),
+    "one tensor twice": lambda: Shared(False),
+    "views of one tensor": lambda: Shared(True),
+    "through NumPy": lambda: Moving(moves_through_numpy, passes=torch.zeros(2).double()),
+    "float8": lambda: Narrow(keeps_the_largest_in_float8, largest=torch.ones(6).to(torch.float8_e4m3fn)),
+}
+
+
+def around(middle):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6).double(), middle, nn.Linear(6, 3).double())
+
+
+def assert_same_state(model, reference):
+    expected = dict(reference.named_buffers(remove_duplicate=False))
+    found = dict(model.named_buffers(remove_duplicate=False))
+    assert found.keys() == expected.keys()
+    for name, buffer in expected.items():
+        assert (found[name].shape, found[name].dtype) == (buffer.shape, buffer.dtype)
+        assert relative_error([found[name].double()], [buffer.double()]) <= FLOAT64, name
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
+@pytest.mark.parametrize("how", ["TrainStep", "out of memory", "chunked"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_such_buffers_go_where_the_large_batch_takes_them(kind, how):
+    reference, model = around(KINDS[kind]()), around(KINDS[kind]())
+    passes = []
+
+    def fails(module, args, outputs):
+        passes.append(len(outputs))
+        if how == "out of memory" and len(passes) in (2, 8):
+            raise torch.OutOfMemoryError(OUT)
+
+    model[1].register_forward_hook(fails)
+    if how == "chunked":
+        by_hand(chunked(model, 5), batches(count=3))
+    else:
+        step = step_of(model, micro_batch_size=5, verify=how == "TrainStep")
+        for batch in batches(count=3):
+            step(*batch)
+    by_hand(reference, batches(count=3))
+    assert_same_state(model, reference)
+
+
+def test_a_failed_update_leaves_nothing_that_a_pass_has_made():
+    model = around(KINDS["made"]())
+
+    def fails(module, args, outputs):
+        raise RuntimeError("an error of the user's own")
+
+    model[2].register_forward_hook(fails)
+    with pytest.raises(RuntimeError, match="user's own"):
+        step_of(model, micro_batch_size=5, verify=True)(*batches(count=1)[0])
+    assert model[1].passes is None
+
+
+class Centred(nn.Module):
+    """A loss with a moving centre, and one with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3).double())
+
+    def forward(self, outputs, y):
+        loss = LOSS(outputs - self.centre, y)
+        self.centre.mul_(0.9).add_(0.1 * outputs.detach().mean(0))
+        return loss
+
+
+@pytest.mark.parametrize("where", ["closure", "list", "helper", "object"])
+def test_modules_that_compute_loss_refers_to_move_once_too(where):
+    ours, theirs = Centred(), Centred()
+
+    def helper(outputs, y):
+        return ours(outputs, y)
+
+    class Computes:
+        criterion = ours
+
+        def __init__(self):
+            self.criterion = ours
+
+        def __call__(self, model, x, y):
+            return self.criterion(model(x), y)
+
+    held = [ours]
+    compute_loss = {
+        "closure": lambda model, x, y: ours(model(x), y),
+        "list": lambda model, x, y: held[0](model(x), y),
+        "helper": lambda model, x, y: helper(model(x), y),
+        "object": Computes(),
+    }[where]
+    keywords = {"compute_loss": compute_loss, "micro_batch_size": 4}
+    assert_same_updates(around(nn.Tanh()), batches(), lambda model, x, y: theirs(model(x), y), **keywords)
+    assert_same_state(ours, theirs)
+
+
+class Counts(nn.Module):
+    """Rows and largest values, of which nothing is said; averages of sums, which no rule fits."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros((), dtype=torch.long))
+        self.register_buffer("largest", torch.zeros(6).double())
+        self.register_buffer("seen", torch.zeros(6, dtype=torch.bool))
+
+    def forward(self, x):
+        outputs = scaled(x, self.rows) + 0.1 * self.largest
+        with torch.no_grad():
+            self.rows += len(x)
+            self.largest.copy_(torch.maximum(self.largest, x.abs().amax(0)))
+            self.seen |= (x > 1).any(0)
+        return outputs
+
+
+def test_what_is_no_mean_is_named_in_a_warning_and_no_rule_is_guessed(caplog):
+    model = around(Counts())
+    step = step_of(model, micro_batch_size=5, verify=True)
+    for batch in batches(count=5):
+        step(*batch)
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "'rows' of '1' (Counts)" in record.message
+    assert "combine_buffers(Counts, " in record.message
+    assert rules_of(model[1]) == {}
+
+
+def test_what_is_said_of_a_module_goes_with_its_copies_and_files():
+    module = Counts()
+    combine_buffers(module, rows="sum", largest=lambda module, start, ends: torch.stack(ends).amax(0))
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(module), file)
+    file.seek(0)
+    assert rules_of(torch.load(file, weights_only=False)) == {"rows": "sum"}
+    assert list(rules_of(module)) == ["rows", "largest"]
+    combine_buffers(module, largest="max")
+    assert rules_of(module) == {"rows": "sum", "largest": "max"}
+
+
+def test_a_rule_of_a_module_holds_inside_of_a_chunked_one():
+    reference, model = around(Counts()), around(Counts())
+    combine_buffers(model[1], rows="sum", largest="max", seen="max")
+    model[1] = chunked(model[1], 2)
+    step_of(model, micro_batch_size=5, verify=True)(*batches(count=1)[0])
+    by_hand(reference, batches(count=1))
+    assert_same_state(model, reference)
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        (lambda module, start, ends: 3.0, TypeError, "must return a tensor like the buffer's ends. Received: 3.0"),
+        (lambda module, start, ends: start[None], ValueError, r"Received: shape \(1,\), torch.int64"),
+        (lambda module, start, ends: start.double(), ValueError, r"Received: shape \(\), torch.float64"),
+    ],
+)
+def test_what_a_rule_returns_is_checked(rule, error, message):
+    model = around(Counts())
+    combine_buffers(model[1], rows=rule)
+    with pytest.raises(error, match=f"The rule for 'rows' of Counts .*{message}"):
+        step_of(model, micro_batch_size=5)(*batches(count=1)[0])
+    assert model[1].rows == 0
+
+
+def test_a_rule_with_other_arguments_is_refused_at_once():
+    with pytest.raises(TypeError, match=r"called as rule\(module, start, ends\). Received: rows="):
+        combine_buffers(Counts, rows=lambda start, ends: start)

@@ -1,11 +1,7 @@
 """Calls that an ordinary window makes beyond a loop by hand: exact numbers, without a clock."""
 
-from __future__ import annotations
-
 import gc
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +12,11 @@ from gradaccum.torch import TrainStep
 ROWS, MICRO = 16, 4
 
 
-def calls(run: Callable[[], Any]) -> tuple[int, int]:
+def calls(run):
     """How many functions of Python and of C a call makes."""
     found = {"call": 0, "c_call": 0}
 
-    def count(frame: Any, event: str, _: Any) -> None:
+    def count(frame, event, _):
         if event in found:
             found[event] += 1
 
@@ -35,10 +31,10 @@ def calls(run: Callable[[], Any]) -> tuple[int, int]:
     return found["call"], found["c_call"]
 
 
-def beyond_the_loop(layers: int) -> tuple[int, int]:
+def beyond_the_loop(layers):
     """Calls of a TrainStep's seventh window, which looks at nothing, beyond those of the same loop by hand."""
 
-    def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def network():
         torch.manual_seed(0)
         hidden = [nn.Linear(32, 32) for _ in range(layers)]
         model = nn.Sequential(nn.Linear(16, 32), *hidden, nn.ReLU(), nn.Linear(32, 4))
@@ -49,7 +45,7 @@ def beyond_the_loop(layers: int) -> tuple[int, int]:
     step = TrainStep(model, optimizer, loss_fn=loss_fn, micro_batch_size=MICRO)
     plain, plain_optimizer = network()
 
-    def by_hand() -> None:
+    def by_hand():
         plain_optimizer.zero_grad()
         for start in range(0, ROWS, MICRO):
             rows = slice(start, start + MICRO)
@@ -64,7 +60,7 @@ def beyond_the_loop(layers: int) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="comprehensions are calls or not by version")
-def test_an_ordinary_window_of_four_makes_so_many_calls_beyond_the_loop_by_hand() -> None:
+def test_an_ordinary_window_of_four_makes_so_many_calls_beyond_the_loop_by_hand():
     few, many = beyond_the_loop(layers=0), beyond_the_loop(layers=300)
     assert few == many
     python, c = few

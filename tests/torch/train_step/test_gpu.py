@@ -1,7 +1,5 @@
 """Real memory, really running out."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -13,28 +11,25 @@ from gradaccum.torch.loss.objective import Objective
 from gradaccum.torch.measure.fake_memory import bytes_of, micro_batch_peak
 from tests.reference import FLOAT64, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LOSS = nn.CrossEntropyLoss()
 ROWS = 2048
 
 
-def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+def network(dtype=torch.float64):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 8192), nn.Tanh(), nn.Linear(8192, 8192), nn.Tanh(), nn.Linear(8192, 10)).to(
         "cuda", dtype
     )
 
 
-def batch(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(dtype=torch.float64):
     return torch.randn(ROWS, 64, device="cuda", dtype=dtype), torch.randint(10, (ROWS,), device="cuda")
 
 
 @pytest.mark.parametrize("size", [ROWS, "auto"])
-def test_a_real_out_of_memory_leaves_the_update_exact(size: int) -> None:
+def test_a_real_out_of_memory_leaves_the_update_exact(size):
     model, (x, y) = network(), batch()
     reference = copy.deepcopy(model)
     LOSS(reference(x), y).backward()
@@ -54,7 +49,7 @@ def test_a_real_out_of_memory_leaves_the_update_exact(size: int) -> None:
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
 
 
-def test_a_real_out_of_memory_in_the_first_step_of_an_optimizer_changes_nothing() -> None:
+def test_a_real_out_of_memory_in_the_first_step_of_an_optimizer_changes_nothing():
     model, (x, y) = network(torch.float32), batch(torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
     step = TrainStep(model, optimizer, loss_fn=LOSS, micro_batch_size=64)
@@ -72,7 +67,7 @@ def test_a_real_out_of_memory_in_the_first_step_of_an_optimizer_changes_nothing(
     assert step.updates == 1
 
 
-def test_the_loss_and_ignored_targets_need_no_synchronisation() -> None:
+def test_the_loss_and_ignored_targets_need_no_synchronisation():
     model, (x, y) = network(torch.float32), batch(torch.float32)
     y[::3] = -100
     y[:64] = -100
@@ -87,7 +82,7 @@ def test_the_loss_and_ignored_targets_need_no_synchronisation() -> None:
     assert loss.isfinite()
 
 
-def test_fake_tensors_foretell_the_devices_peak() -> None:
+def test_fake_tensors_foretell_the_devices_peak():
     model, (x, y) = network(torch.float32), batch(torch.float32)
     objective = Objective(model, loss_fn=LOSS)
     estimate = micro_batch_peak(objective, objective.batch((x, y)), ROWS)

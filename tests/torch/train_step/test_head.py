@@ -1,29 +1,24 @@
 """Huge vocabularies: the head and the loss in tiles make the update of the logits that never exist."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from gradaccum.torch import TrainStep
 from gradaccum.torch.head import Head, tiling
 from gradaccum.torch.measure.fake_memory import LiveBytes
-from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
-from tests.torch.train_step.test_packing import data
-from tests.torch.train_step.test_padding import shifted, tiny
-from tests.torch.train_step.test_train_step import OPTIMIZERS, step_of
+from tests.reference import FLOAT32, relative_error
+from tests.torch.train_step.test_padding import assert_same_for_transformers, data, output_loss, shifted, tiny
+from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, plain_loss
 
 CLASSES = 23
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tiles(monkeypatch):
     """Of three rows."""
     monkeypatch.setattr("gradaccum.torch.head.NUMBERS", 3 * CLASSES)
 
@@ -31,17 +26,17 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 class Model(nn.Module):
     """Tokens, a layer, and a head over classes."""
 
-    def __init__(self, bias: bool = True, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, bias=True, dtype=torch.float64):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(CLASSES, 6, dtype=dtype)
         self.head = nn.Linear(6, CLASSES, bias=bias, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return self.head(torch.tanh(self.embedding(x)))
 
 
-def tokens(rows: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
+def tokens(rows=7, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(CLASSES, (rows, 5), generator=generator)
     y = torch.randint(CLASSES, (rows, 5), generator=generator)
@@ -49,7 +44,7 @@ def tokens(rows: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 WEIGHTS = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64)
-LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Any] | None]] = {
+LOSSES = {
     "flat": (lambda m, x, y: F.cross_entropy(m(x).view(-1, CLASSES), y.flatten()), lambda x, y: (y != -100).sum()),
     "transposed": (lambda m, x, y: F.cross_entropy(m(x).transpose(1, 2), y), lambda x, y: (y != -100).sum()),
     "next token": (
@@ -70,68 +65,39 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Any] | None]] = {
 }  # fmt: skip
 
 
-def made(compute_loss: Callable[..., Tensor], weight: Callable[..., Any] | None, **keywords: Any) -> list[Tensor]:
-    """Parameters after three updates."""
-    model = keywords.pop("model", None) or Model()
-    options: dict[str, Any] = {"micro_batch_size": 3, "head": "head"} | keywords
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=compute_loss, weight=weight, **options)
-    for seed in range(3):
-        step(*tokens(seed=seed))
-    return list(model.parameters())
-
-
-def plain(compute_loss: Callable[..., Tensor], model: nn.Module | None = None) -> list[Tensor]:
-    model = model or Model()
-    batches = [tokens(seed=seed) for seed in range(3)]
-    torch_updates(model, OPTIMIZERS["sgd"](model.parameters()), batches, compute_loss)
-    return list(model.parameters())
+def assert_tiled(compute_loss, weight, model=None, **keywords):
+    """A model after three updates, and one after three ordinary steps: their parameters and losses are the same."""
+    data = [tokens(seed=seed) for seed in range(3)]
+    keywords = {"micro_batch_size": 3, "head": "head", "weight": weight, **keywords}
+    assert_same_updates(model or Model(), data, compute_loss, **keywords)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_tiles_make_the_update_of_whole_logits(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert relative_error(made(*LOSSES[kind]), plain(LOSSES[kind][0])) <= FLOAT64
+def test_tiles_make_the_update_of_whole_logits(kind, caplog):
+    assert_tiled(*LOSSES[kind])
     assert not [record for record in caplog.records if "computed whole" in record.message]
 
 
-def test_a_torch_nn_loss_takes_tiles() -> None:
+def test_a_torch_nn_loss_takes_tiles():
     class Second(Model):
-        def forward(self, x: Tensor) -> Any:
+        def forward(self, x):
             return super().forward(x).transpose(1, 2)
 
-    model, reference = Second(bias=False), Second(bias=False)
-    loss_fn = nn.CrossEntropyLoss()
-    step = step_of(model, "adam", loss_fn=loss_fn, micro_batch_size=3, head=model.head, verify=True)
-    for seed in range(3):
-        step(*tokens(seed=seed))
-    batches = [tokens(seed=seed) for seed in range(3)]
-    optimizer = OPTIMIZERS["adam"](reference.parameters())
-    torch_updates(reference, optimizer, batches, lambda m, x, y: loss_fn(m(x), y))
-    assert relative_error(list(model.parameters()), list(reference.parameters())) <= FLOAT64
+    model = Second(bias=False)
+    assert_tiled(plain_loss, None, model, make="adam", loss_fn=nn.CrossEntropyLoss(), head=model.head)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_head_of_transformers_is_found(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_head_of_transformers_is_found(kind, caplog):
     """GPT-2's weights are tied to its embedding; the model's own loss computes in float32."""
     model = tiny(kind)
-    reference = copy.deepcopy(model)
-    step = TrainStep(
-        model,
-        OPTIMIZERS["sgd"](model.parameters()),
-        compute_loss=lambda m, batch: m(**batch).loss,
-        weight=shifted,
-        micro_batch_size=4,
-        head="auto",
-    )
-    for batch in data("right"):
-        step(*batch)
-    torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), data("right"), lambda m, b: m(**b).loss)
-    flat = [nn.utils.parameters_to_vector(m.parameters()) for m in (model, reference)]
-    assert relative_error(flat[:1], flat[1:]) <= FLOAT32
+    keywords = {"compute_loss": output_loss, "weight": shifted, "micro_batch_size": 4, "head": "auto"}
+    assert_same_for_transformers(model, data("right"), **keywords)
     assert not [record for record in caplog.records if "computed whole" in record.message]
-    assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[operator]  # transformers'
+    assert type(model.get_output_embeddings()) is nn.Linear
 
 
-def test_logits_never_exist() -> None:
+def test_logits_never_exist():
     """Of 64 tokens and 4096 classes; a tile has three rows."""
     peaks = []
     for head in (None, "1"):
@@ -150,22 +116,22 @@ def test_logits_never_exist() -> None:
     assert peaks[1] < whole / 2
 
 
-def test_what_takes_no_tiles_is_computed_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    def halved(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def test_what_takes_no_tiles_is_computed_and_said_once(caplog):
+    def halved(m, x, y):
         return F.cross_entropy((m(x) / 2).mT, y.clamp(0))
 
-    def own(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def own(m, x, y):
         return F.nll_loss(F.log_softmax(m(x).flatten(0, 1), -1), y.clamp(0).flatten())
 
     for loss, what in ((halved, "operator.truediv"), (own, "log_softmax")):
         caplog.clear()
-        assert relative_error(made(loss, None), plain(loss)) <= FLOAT64
+        assert_tiled(loss, None)
         (record,) = [record for record in caplog.records if "computed whole" in record.message]
         assert f"for {what!r}" in record.message
 
 
 @pytest.mark.parametrize("around", ["model", "model and loss"])
-def test_autocast_casts_where_it_does_without_tiles(around: str) -> None:
+def test_autocast_casts_where_it_does_without_tiles(around):
     """The numbers are the same; the tiles' gradients are added up in another order, of bfloat16 each."""
     model = Model(dtype=torch.float32)
     x, y = tokens()
@@ -183,15 +149,14 @@ def test_autocast_casts_where_it_does_without_tiles(around: str) -> None:
     assert relative_error(found[1][1:], found[0][1:]) <= 2 * torch.finfo(torch.bfloat16).eps
 
 
-def test_frozen_heads_get_no_gradient() -> None:
-    loss, weight = LOSSES["flat"]
-    models = [Model(), Model()]
-    for model in models:
-        model.head.requires_grad_(False)
-    assert relative_error(made(loss, weight, model=models[0]), plain(loss, models[1])) <= FLOAT64
+def test_frozen_heads_get_no_gradient():
+    model = Model()
+    model.head.requires_grad_(False)
+    assert_tiled(*LOSSES["flat"], model)
+    assert model.head.weight.grad is None
 
 
-def test_copies_of_a_model_compute_with_their_own_weights() -> None:
+def test_copies_of_a_model_compute_with_their_own_weights():
     model = Model()
     with tiling(model, "head")():
         other = copy.deepcopy(model)
@@ -212,6 +177,6 @@ def test_copies_of_a_model_compute_with_their_own_weights() -> None:
         ("auto", ValueError, "transformers' models. Received: Model"),
     ],
 )
-def test_what_is_no_head_is_refused(head: Any, error: type[Exception], message: str) -> None:
+def test_what_is_no_head_is_refused(head, error, message):
     with pytest.raises(error, match=message):
         Head(Model(), head)

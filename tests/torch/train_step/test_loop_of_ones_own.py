@@ -8,8 +8,9 @@ from torch import nn
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch import TrainStep
-from tests.reference import FLOAT64, relative_error
+from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.problems import classes, network, sgd
+from tests.torch.train_step.test_train_step import left_as_it_was, plain_loss, step_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -20,12 +21,7 @@ def rows(number=13):
 
 
 def plain_updates(model, updates, clip):
-    optimizer, x_y = sgd(model.parameters()), rows()
-    for _ in range(updates):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x_y[0]), x_y[1]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+    torch_updates(model, sgd(model.parameters()), [rows()] * updates, plain_loss, clip_grad_norm=clip)
 
 
 @pytest.mark.parametrize("size", [1, 4, 64, "auto"])
@@ -76,15 +72,9 @@ def test_a_batch_that_weighs_nothing_leaves_no_gradient():
 
 def test_a_loss_across_rows_is_refused_with_everything_as_it_was():
     model = network()
-    before = copy.deepcopy(model.state_dict())
-
-    def spread(model, x, y):
-        return model(x).std()
-
-    step = TrainStep(model, sgd(model.parameters()), compute_loss=spread, micro_batch_size=4)
-    with pytest.raises(NotEquivalentError):
+    step = step_of(model, compute_loss=lambda model, x, y: model(x).std(), micro_batch_size=4, verify=True)
+    with left_as_it_was(model, NotEquivalentError):
         step.backward(*rows())
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert not step.proving
 

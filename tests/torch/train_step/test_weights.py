@@ -1,28 +1,32 @@
 """Whatever a loss divides by, the micro-batches add up to the large batch's loss and update."""
 
-from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from typing import Any
+import copy
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch import TrainStep
-from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, batches, network, step_of
+from tests.torch.train_step.test_train_step import (
+    assert_same_updates,
+    batches,
+    left_as_it_was,
+    network,
+    plain_loss,
+    step_of,
+)
 
 ROWS = 11
 
 
-def randn(*shape: int) -> Tensor:
+def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def linear(outputs: int) -> nn.Module:
+def linear(outputs):
     torch.manual_seed(0)
     return nn.Linear(5, outputs, dtype=torch.float64)
 
@@ -30,20 +34,16 @@ def linear(outputs: int) -> nn.Module:
 class Several(nn.Module):
     """A model with a tuple of outputs."""
 
-    def __init__(self, *widths: int, positive: bool = False) -> None:
+    def __init__(self, *widths):
         super().__init__()
         torch.manual_seed(0)
         self.heads = nn.ModuleList(nn.Linear(5, width, dtype=torch.float64) for width in widths)
-        self.positive = positive
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        outputs = [head(x) for head in self.heads]
-        if self.positive:
-            outputs[-1] = outputs[-1].exp()
-        return tuple(outputs)
+    def forward(self, x):
+        return tuple(head(x) for head in self.heads)
 
 
-def classes(*shape: int, count: int = 4, ignored: int | None = None) -> Tensor:
+def classes(*shape, count=4, ignored=None):
     targets = torch.randint(0, count, (ROWS, *shape))
     if ignored is not None:
         targets[torch.rand(targets.shape) < 0.4] = ignored
@@ -51,104 +51,103 @@ def classes(*shape: int, count: int = 4, ignored: int | None = None) -> Tensor:
     return targets
 
 
-def log_softmax() -> nn.Module:
+def log_softmax():
     return nn.Sequential(linear(4), nn.LogSoftmax(-1))
 
 
 class Frames(nn.Module):
     """Log-probabilities of 6 frames, as CTCLoss wants them: (frames, rows, classes)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = linear(6 * 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.inner(x).reshape(-1, 6, 4).log_softmax(-1).transpose(0, 1)
 
 
-def ctc_targets() -> tuple[Tensor, Tensor, Tensor]:
+def ctc_targets():
     return torch.randint(1, 4, (ROWS, 3)), torch.full((ROWS,), 6), torch.randint(1, 4, (ROWS,))
 
 
-def positions() -> nn.Module:
+def positions():
     return nn.Sequential(linear(4 * 6), nn.Unflatten(1, (4, 6)))
 
 
-def signs() -> Tensor:
-    return torch.randint(0, 2, (ROWS,)) * 2.0 - 1.0
+def signs():
+    return torch.randint(0, 2, (ROWS, 1)) * 2.0 - 1.0
+
+
+def binary(columns):
+    return torch.randint(0, 2, (ROWS, columns)).double()
+
+
+def one_label():
+    return torch.cat([classes(1), torch.full((ROWS, 3), -1)], 1)
+
+
+def probabilities():
+    return randn(ROWS, 4).softmax(-1)
 
 
 CLASS_WEIGHTS = torch.tensor([0.2, 3.0, 1.0, 0.7], dtype=torch.float64)
 
 # name: (loss with a reduction, model, targets)
-LOSSES: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module], Callable[[], Any]]] = {
-    "L1": (nn.L1Loss, lambda: linear(2), lambda: randn(ROWS, 2)),
-    "MSE": (nn.MSELoss, lambda: linear(2), lambda: randn(ROWS, 2)),
-    "Huber": (nn.HuberLoss, lambda: linear(2), lambda: randn(ROWS, 2)),
-    "SmoothL1": (nn.SmoothL1Loss, lambda: linear(2), lambda: randn(ROWS, 2)),
-    "CrossEntropy": (nn.CrossEntropyLoss, lambda: linear(4), classes),
-    "CrossEntropy, class weights": (
-        functools.partial(nn.CrossEntropyLoss, weight=CLASS_WEIGHTS),
-        lambda: linear(4),
-        classes,
-    ),
-    "CrossEntropy, ignored": (nn.CrossEntropyLoss, lambda: linear(4), lambda: classes(ignored=-100)),
+one, two, four, ignored = (
+    *(partial(linear, outputs) for outputs in (1, 2, 4)),
+    partial(classes, ignored=-100),
+)
+numbers = partial(randn, ROWS, 2)
+weighted = partial(nn.CrossEntropyLoss, weight=CLASS_WEIGHTS)
+with_logits = partial(nn.BCEWithLogitsLoss, pos_weight=torch.tensor([2.0, 5.0], dtype=torch.float64))
+LOSSES = {
+    "L1": (nn.L1Loss, two, numbers),
+    "MSE": (nn.MSELoss, two, numbers),
+    "Huber": (nn.HuberLoss, two, numbers),
+    "SmoothL1": (nn.SmoothL1Loss, two, numbers),
+    "CrossEntropy": (nn.CrossEntropyLoss, four, classes),
+    "CrossEntropy, class weights": (weighted, four, classes),
+    "CrossEntropy, ignored": (nn.CrossEntropyLoss, four, ignored),
     "CrossEntropy, smooth, weights, ignored": (
-        functools.partial(nn.CrossEntropyLoss, weight=CLASS_WEIGHTS, ignore_index=1, label_smoothing=0.1),
-        lambda: linear(4),
-        lambda: classes(ignored=1),
+        partial(weighted, ignore_index=1, label_smoothing=0.1),
+        four,
+        partial(classes, ignored=1),
     ),
-    "CrossEntropy, positions": (nn.CrossEntropyLoss, positions, lambda: classes(6, ignored=-100)),
+    "CrossEntropy, positions": (nn.CrossEntropyLoss, positions, partial(ignored, 6)),
     "CrossEntropy, positions, smooth": (
-        functools.partial(nn.CrossEntropyLoss, label_smoothing=0.2),
+        partial(nn.CrossEntropyLoss, label_smoothing=0.2),
         positions,
-        lambda: classes(6, ignored=-100),
+        partial(ignored, 6),
     ),
-    "CrossEntropy, probabilities": (
-        functools.partial(nn.CrossEntropyLoss, weight=CLASS_WEIGHTS, label_smoothing=0.1),
-        lambda: linear(4),
-        lambda: randn(ROWS, 4).softmax(-1),
-    ),
-    "NLL": (functools.partial(nn.NLLLoss, weight=CLASS_WEIGHTS), log_softmax, lambda: classes(ignored=-100)),
-    "CTC": (functools.partial(nn.CTCLoss, zero_infinity=True), Frames, ctc_targets),
-    "PoissonNLL": (nn.PoissonNLLLoss, lambda: linear(2), lambda: randn(ROWS, 2).exp()),
-    "GaussianNLL": (nn.GaussianNLLLoss, lambda: linear(2), lambda: (randn(ROWS, 2), randn(ROWS, 2).exp())),
-    "KLDiv": (nn.KLDivLoss, log_softmax, lambda: randn(ROWS, 4).softmax(-1)),
-    "BCE": (nn.BCELoss, lambda: nn.Sequential(linear(2), nn.Sigmoid()), lambda: randn(ROWS, 2).sigmoid()),
-    "BCEWithLogits": (
-        functools.partial(nn.BCEWithLogitsLoss, pos_weight=torch.tensor([2.0, 5.0], dtype=torch.float64)),
-        lambda: linear(2),
-        lambda: torch.randint(0, 2, (ROWS, 2)).double(),
-    ),
-    "MarginRanking": (nn.MarginRankingLoss, lambda: Several(1, 1), lambda: signs()[:, None]),
-    "HingeEmbedding": (nn.HingeEmbeddingLoss, lambda: linear(1), lambda: signs()[:, None]),
-    "MultiLabelMargin": (
-        nn.MultiLabelMarginLoss,
-        lambda: linear(4),
-        lambda: torch.cat([classes(1), torch.full((ROWS, 3), -1)], 1),
-    ),
-    "SoftMargin": (nn.SoftMarginLoss, lambda: linear(1), lambda: signs()[:, None]),
-    "MultiLabelSoftMargin": (
-        functools.partial(nn.MultiLabelSoftMarginLoss, weight=CLASS_WEIGHTS),
-        lambda: linear(4),
-        lambda: torch.randint(0, 2, (ROWS, 4)).double(),
-    ),
-    "CosineEmbedding": (nn.CosineEmbeddingLoss, lambda: Several(3, 3), signs),
-    "MultiMargin": (functools.partial(nn.MultiMarginLoss, weight=CLASS_WEIGHTS), lambda: linear(4), classes),
-    "TripletMargin": (nn.TripletMarginLoss, lambda: Several(3, 3, 3), lambda: ()),
-    "TripletMarginWithDistance": (nn.TripletMarginWithDistanceLoss, lambda: Several(3, 3, 3), lambda: ()),
+    "CrossEntropy, probabilities": (partial(weighted, label_smoothing=0.1), four, probabilities),
+    "NLL": (partial(nn.NLLLoss, weight=CLASS_WEIGHTS), log_softmax, ignored),
+    "CTC": (partial(nn.CTCLoss, zero_infinity=True), Frames, ctc_targets),
+    "PoissonNLL": (nn.PoissonNLLLoss, two, lambda: numbers().exp()),
+    "GaussianNLL": (nn.GaussianNLLLoss, two, lambda: (numbers(), numbers().exp())),
+    "KLDiv": (nn.KLDivLoss, log_softmax, probabilities),
+    "BCE": (nn.BCELoss, lambda: nn.Sequential(two(), nn.Sigmoid()), lambda: numbers().sigmoid()),
+    "BCEWithLogits": (with_logits, two, partial(binary, 2)),
+    "MarginRanking": (nn.MarginRankingLoss, partial(Several, 1, 1), signs),
+    "HingeEmbedding": (nn.HingeEmbeddingLoss, one, signs),
+    "MultiLabelMargin": (nn.MultiLabelMarginLoss, four, one_label),
+    "SoftMargin": (nn.SoftMarginLoss, one, signs),
+    "MultiLabelSoftMargin": (partial(nn.MultiLabelSoftMarginLoss, weight=CLASS_WEIGHTS), four, partial(binary, 4)),
+    "CosineEmbedding": (nn.CosineEmbeddingLoss, partial(Several, 3, 3), lambda: signs()[:, 0]),
+    "MultiMargin": (partial(nn.MultiMarginLoss, weight=CLASS_WEIGHTS), four, classes),
+    "TripletMargin": (nn.TripletMarginLoss, partial(Several, 3, 3, 3), tuple),
+    "TripletMarginWithDistance": (nn.TripletMarginWithDistanceLoss, partial(Several, 3, 3, 3), tuple),
 }
 
 
-def same_updates(loss_fn: Any, model: nn.Module, targets: Callable[[], Any], size: int = 3, **keywords: Any) -> None:
+def same_updates(loss_fn, model, targets):
     torch.manual_seed(3)
     data = [(randn(ROWS, 5), targets()) for _ in range(2)]
 
-    def plain(model: nn.Module, x: Tensor, y: Any) -> Tensor:
+    def plain(model, x, y):
         outputs = model(x)
         return loss_fn(*(outputs if isinstance(outputs, tuple) else (outputs,)), *(y if isinstance(y, tuple) else (y,)))
 
-    assert_same_updates(model, data, plain, loss_fn=loss_fn, micro_batch_size=size, **keywords)
+    assert_same_updates(model, data, plain, loss_fn=loss_fn, micro_batch_size=3)
 
 
 SUMS = ("L1", "CrossEntropy, smooth, weights, ignored", "CTC", "KLDiv", "TripletMargin")
@@ -162,64 +161,64 @@ SUMS = ("L1", "CrossEntropy, smooth, weights, ignored", "CTC", "KLDiv", "Triplet
         *(pytest.param(name, "sum", marks=[] if name in SUMS else pytest.mark.slow) for name in LOSSES),
     ],
 )
-def test_every_torch_loss_is_weighed_by_what_it_divides_by(name: str, reduction: str) -> None:
+def test_every_torch_loss_is_weighed_by_what_it_divides_by(name, reduction):
     make, model, targets = LOSSES[name]
     if name == "KLDiv" and reduction == "mean":
         reduction = "batchmean"  # torch warns about "mean"; the test below has it
     same_updates(make(reduction=reduction), model(), targets)
 
 
+OTHERS = {
+    "KL divergence, a mean over elements": (
+        nn.KLDivLoss(reduction="mean", log_target=True),
+        log_softmax,
+        lambda: probabilities().log(),
+    ),
+    "a function": (F.cross_entropy, log_softmax, ignored),
+    "a partial function": (partial(F.cross_entropy, weight=CLASS_WEIGHTS), log_softmax, ignored),
+    "a partial function of nothing": (partial(F.nll_loss), log_softmax, ignored),
+    "a function's sum": (partial(F.mse_loss, reduction="sum"), two, numbers),
+}
+
+
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
-def test_kl_divergence_may_be_a_mean_over_elements() -> None:
-    loss_fn = nn.KLDivLoss(reduction="mean", log_target=True)
-    same_updates(loss_fn, log_softmax(), lambda: randn(ROWS, 4).log_softmax(-1))
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_losses_and_functions_are_weighed_by_what_they_divide_by(name):
+    loss_fn, model, targets = OTHERS[name]
+    same_updates(loss_fn, model(), targets)
 
 
-def test_every_loss_of_torch_nn_is_in_the_table() -> None:
+def test_every_loss_of_torch_nn_is_in_the_table():
     table = {type(make(reduction="sum")).__name__ for make, _, _ in LOSSES.values()}
     there = {name for name in vars(nn) if name.endswith("Loss")}
     left_out = {"AdaptiveLogSoftmaxWithLoss", "LinearCrossEntropyLoss"}  # with parameters: they are tested below
     assert there - left_out <= table
 
 
-def test_losses_with_parameters_of_their_own() -> None:
+def test_losses_with_parameters_of_their_own():
     torch.manual_seed(0)
     adaptive = nn.AdaptiveLogSoftmaxWithLoss(6, 10, cutoffs=[2, 6], div_value=2.0).double()
-    model = linear(6)
-    keywords: dict[str, Any] = {"loss_fn": adaptive, "micro_batch_size": 3}
     data = [(randn(ROWS, 5), classes(count=10))]
-    assert_same_updates(model, data, lambda model, x, y: adaptive(model(x), y).loss, **keywords)
+    keywords = {"loss_fn": adaptive, "micro_batch_size": 3}
+    assert_same_updates(linear(6), data, lambda model, x, y: adaptive(model(x), y).loss, **keywords)
     if hasattr(nn, "LinearCrossEntropyLoss"):
         linear_loss = nn.LinearCrossEntropyLoss(6, 10, dtype=torch.float64)
         same_updates(linear_loss, linear(6), lambda: classes(count=10, ignored=-100))
 
 
-@pytest.mark.parametrize(
-    "loss_fn",
-    [F.cross_entropy, functools.partial(F.cross_entropy, weight=CLASS_WEIGHTS), functools.partial(F.nll_loss)],
-)
-def test_functional_losses_are_known_too(loss_fn: Any) -> None:
-    same_updates(loss_fn, log_softmax(), lambda: classes(ignored=-100))
-
-
-class WithTargets(nn.Module):
+class WithTargets(nn.Sequential):
     """Returns its targets beside its outputs, so that the batch says nothing about them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = network()
-
-    def forward(self, batch: Any) -> tuple[Any, Any]:
-        x, y = batch["x"], batch["y"]
-        return self.inner(x), y
+    def forward(self, batch):
+        return super().forward(batch["x"]), batch["y"]
 
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("shape", ["a tuple", "from the model"])
 @pytest.mark.parametrize("targets", ["indices", "probabilities"])
-def test_targets_are_known_wherever_they_come_from(shape: str, targets: str, verify: bool) -> None:
+def test_targets_are_known_wherever_they_come_from(shape, targets, verify):
     loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64))
-    data: list[Any] = []
+    data = []
     for x, y in batches():
         if targets == "probabilities":
             y = torch.nn.functional.one_hot(y, 3).double() * 0.8 + 0.1
@@ -230,93 +229,62 @@ def test_targets_are_known_wherever_they_come_from(shape: str, targets: str, ver
     if shape == "a tuple":
         assert_same_updates(network(), data, lambda model, x, y: loss_fn(model(x), *y), **keywords)
     else:
-        assert_same_updates(WithTargets(), data, lambda model, x: loss_fn(*model(x)), **keywords)
+        assert_same_updates(WithTargets(*network()), data, lambda model, x: loss_fn(*model(x)), **keywords)
 
 
-def test_functional_sums_are_sums() -> None:
-    same_updates(functools.partial(F.mse_loss, reduction="sum"), linear(2), lambda: randn(ROWS, 2))
-
-
-def token_mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def token_mean(model, x, y):
     mask = y != -100
     losses = F.cross_entropy(model(x), y, ignore_index=-100, reduction="none")
     return (losses * mask).sum() / mask.sum()
 
 
-def token_data() -> list[tuple[Any, ...]]:
+def token_data():
     torch.manual_seed(3)
     return [(randn(ROWS, 5), classes(6, ignored=-100)) for _ in range(2)]
 
 
-def test_a_weight_function_says_what_the_mean_is_over() -> None:
-    assert_same_updates(
-        positions(),
-        token_data(),
-        token_mean,
-        compute_loss=token_mean,
-        weight=lambda x, y: (y != -100).sum(),
-        micro_batch_size=2,
-    )
+def token_sum(model, x, y):
+    return F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum")
 
 
-def test_compute_loss_may_return_the_weight() -> None:
-    for count in (lambda y: (y != -100).sum(), lambda y: int((y != -100).sum())):
-        assert_same_updates(
-            positions(),
-            token_data(),
-            token_mean,
-            compute_loss=lambda model, x, y, count=count: (token_mean(model, x, y), count(y)),
-            micro_batch_size=2,
-        )
+def valid(x, y):
+    return (y != -100).sum()
 
 
-def test_sums_are_divided_by_the_weights_where_there_are_any() -> None:
-    def token_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum")
-
-    def counted(model: nn.Module, x: Tensor, y: Tensor) -> Any:
-        return token_sum(model, x, y), (y != -100).sum()
-
-    data = token_data()
-    assert_same_updates(positions(), data, token_sum, compute_loss=token_sum, reduction="sum", micro_batch_size=2)
-    for keywords in (
-        {"compute_loss": counted},
-        {"compute_loss": token_sum, "weight": lambda x, y: (y != -100).sum()},
-    ):
-        assert_same_updates(positions(), data, token_mean, reduction="sum", micro_batch_size=2, **keywords)
+TOLD = {
+    "by a function": {"compute_loss": token_mean, "weight": valid},
+    "with the loss": {"compute_loss": lambda m, *batch: (token_mean(m, *batch), valid(*batch))},
+    "with the loss, as an int": {"compute_loss": lambda m, *batch: (token_mean(m, *batch), int(valid(*batch)))},
+    "of a sum": {"compute_loss": token_sum, "weight": valid, "reduction": "sum"},
+    "with a sum": {"compute_loss": lambda m, *batch: (token_sum(m, *batch), valid(*batch)), "reduction": "sum"},
+}
 
 
-def test_a_regulariser_is_exact_beside_a_mean_and_refused_beside_a_sum() -> None:
-    def penalty(model: nn.Module) -> Tensor:
-        return 0.1 * sum((p**2).sum() for p in model.parameters())
+@pytest.mark.parametrize("how", TOLD)
+def test_what_the_mean_is_over_is_told(how):
+    assert_same_updates(positions(), token_data(), token_mean, micro_batch_size=2, **TOLD[how])
+
+
+def test_sums_without_weights_are_sums():
+    assert_same_updates(positions(), token_data(), token_sum, reduction="sum", micro_batch_size=2)
+
+
+def test_a_regulariser_is_exact_beside_a_mean_and_refused_beside_a_sum():
+    def penalised(share, reduction="mean"):
+        def loss(model, x, y):
+            penalty = 0.1 * sum((p**2).sum() for p in model.parameters())
+            return F.mse_loss(model(x), y, reduction=reduction) + penalty * share(x)
+
+        return loss
 
     data = [(randn(ROWS, 5), randn(ROWS, 2)) for _ in range(2)]
-
-    def mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(model(x), y) + penalty(model)
-
-    assert_same_updates(linear(2), data, mean, compute_loss=mean, micro_batch_size=3)
-
-    def total(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(model(x), y, reduction="sum") + penalty(model)
-
-    model = linear(2)
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=total, reduction="sum")
+    assert_same_updates(linear(2), data, penalised(lambda x: 1), micro_batch_size=3)
+    sums = {"reduction": "sum", "micro_batch_size": 3}
+    total = penalised(lambda x: 1, "sum")
     with pytest.raises(NotEquivalentError, match="regulariser"):
-        step(*data[0])
-    # Its share of the rows makes it additive.
-    assert_same_updates(
-        linear(2),
-        data,
-        total,
-        compute_loss=lambda model, x, y: F.mse_loss(model(x), y, reduction="sum") + penalty(model) * len(x) / ROWS,
-        reduction="sum",
-        micro_batch_size=3,
-    )
-
-
-def ignored_mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return nn.CrossEntropyLoss()(model(x), y)
+        step_of(linear(2), compute_loss=total, verify=True, **sums)(*data[0])
+    shared = penalised(lambda x: len(x) / ROWS, "sum")  # its share of the rows makes it additive
+    assert_same_updates(linear(2), data, total, compute_loss=shared, **sums)
 
 
 @pytest.mark.parametrize("device", ["cpu", "accelerator"])
@@ -324,15 +292,13 @@ def ignored_mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     "keywords",
     [
         {"loss_fn": nn.CrossEntropyLoss()},
-        {"compute_loss": ignored_mean, "weight": lambda x, y: (y != -100).sum()},
-        {"compute_loss": lambda *batch: (ignored_mean(*batch), (batch[-1] != -100).sum())},
-        {"compute_loss": lambda *batch: {"a": (ignored_mean(*batch), (batch[-1] != -100).sum())}},
+        {"compute_loss": plain_loss, "weight": valid},
+        {"compute_loss": lambda m, *batch: (plain_loss(m, *batch), valid(*batch))},
+        {"compute_loss": lambda m, *batch: {"a": (plain_loss(m, *batch), valid(*batch))}},
     ],
     ids=["loss_fn", "weight", "(loss, weight)", "by name"],
 )
-def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(
-    keywords: Any, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(keywords, device, monkeypatch):
     if device == "accelerator":  # where weights stay tensors, read when the window ends
         from gradaccum.torch.loss import named, objective
 
@@ -340,7 +306,7 @@ def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(
             monkeypatch.setattr(module, "plain_weight", lambda weight: torch.as_tensor(weight))
     model = linear(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    step = TrainStep(model, optimizer, micro_batch_size=3, verify=False, **keywords)
+    step = step_of(model, optimizer, micro_batch_size=3, **keywords)
     assert step(randn(ROWS, 5), classes()).isfinite()
     before = [p.clone() for p in model.parameters()]
     assert step(randn(ROWS, 5), torch.full((ROWS,), -100)).isnan()
@@ -350,32 +316,15 @@ def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(
     assert step.updates == 2
 
 
-def test_a_micro_batch_of_weight_zero_may_have_a_loss_of_nan() -> None:
-    def compute_loss(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
-        mask = y != -100
-        return (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum(), int(mask.sum())
+def test_a_micro_batch_of_weight_zero_may_have_a_loss_of_nan():
+    def loss_and_weight(model, x, y):
+        return token_mean(model, x, y), int(valid(x, y))
 
     data = [(randn(ROWS, 5), classes(ignored=-100))]
-    assert_same_updates(
-        linear(4),
-        data,
-        lambda model, x, y: nn.CrossEntropyLoss()(model(x), y),
-        compute_loss=compute_loss,
-        micro_batch_size=1,
-    )
+    assert_same_updates(linear(4), data, compute_loss=loss_and_weight, micro_batch_size=1)
 
 
-def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
-    outputs = F.normalize(outputs)
-    return F.cross_entropy(outputs @ F.normalize(targets).T / 0.1, torch.arange(len(outputs)))
-
-
-def dice(outputs: Tensor, targets: Tensor) -> Tensor:
-    probabilities = outputs.sigmoid()
-    return 1 - 2 * (probabilities * targets).sum() / (probabilities.sum() + targets.sum())
-
-
-def batch_hard(outputs: Tensor, targets: Tensor) -> Tensor:
+def batch_hard(outputs, targets):
     distances = torch.cdist(outputs, outputs)
     same = targets[:, None] == targets[None, :]
     hardest_positive = (distances * same).max(1).values
@@ -386,88 +335,49 @@ def batch_hard(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss_fn", "targets", "advice"),
     [
-        (contrastive, lambda: randn(ROWS, 4), "chunked"),
-        (dice, lambda: torch.randint(0, 2, (ROWS, 4)).double(), "chunked"),
         (batch_hard, lambda: torch.arange(ROWS) % 3, "chunked"),
-        (
-            lambda outputs, targets: F.mse_loss(outputs, targets, reduction="sum"),
-            lambda: randn(ROWS, 4),
-            'reduction="sum"',
-        ),
+        (partial(F.mse_loss, reduction="sum"), lambda: randn(ROWS, 4), 'reduction="sum"'),
     ],
 )
-def test_losses_that_are_not_additive_are_refused_with_advice(loss_fn: Any, targets: Any, advice: str) -> None:
-    torch.manual_seed(3)
-    model = nn.Sequential(linear(4), nn.Dropout(0.5))
-    before = [p.clone() for p in model.parameters()]
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=loss_fn, micro_batch_size=3)
-    with pytest.raises(NotEquivalentError) as raised:
-        step(randn(ROWS, 5), targets())
-    assert advice in str(raised.value)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+def test_losses_that_are_not_additive_are_refused_with_advice(loss_fn, targets, advice):
+    model, batch = nn.Sequential(linear(4), nn.Dropout(0.5)), (randn(ROWS, 5), targets())
+    step = step_of(model, loss_fn=lambda *outputs: loss_fn(*outputs), micro_batch_size=3, verify=True)
+    with left_as_it_was(model, NotEquivalentError, advice):
+        step(*batch)
 
 
-def test_token_means_weighed_by_rows_are_refused() -> None:
-    model = positions()
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=token_mean, micro_batch_size=3)
-    with pytest.raises(NotEquivalentError, match="weight=lambda"):
-        step(*token_data()[0])
-
-
-def test_a_small_first_batch_does_not_speak_for_larger_ones() -> None:
-    def rows_of_large_ones(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def test_a_small_first_batch_does_not_speak_for_larger_ones():
+    def rows_of_large_ones(model, x, y):
         return nn.functional.cross_entropy(model(x), y) / (1 if len(x) <= 2 else len(x))
 
     model = network()
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=rows_of_large_ones, micro_batch_size=4)
+    step = step_of(model, verify=True, compute_loss=rows_of_large_ones, micro_batch_size=4)
     step(*batches(2)[0])
     with pytest.raises(NotEquivalentError):
         step(*batches(13)[0])
 
 
-def test_weights_that_do_not_add_up_are_refused() -> None:
+def test_weights_that_do_not_add_up_are_refused():
     model = linear(2)
     step = step_of(model, loss_fn=nn.MSELoss(), weight=lambda x, y: 1.0, micro_batch_size=3, verify=True)
     with pytest.raises(NotEquivalentError, match="weighed by what `weight` returns. Leave `weight` out"):
         step(randn(ROWS, 5), randn(ROWS, 2))
 
 
-def test_verification_moves_nothing_and_is_not_tripped_by_dropout_or_batch_norm() -> None:
-    torch.manual_seed(0)
+def test_verification_moves_nothing_and_is_not_tripped_by_dropout_or_batch_norm():
     model = nn.Sequential(linear(4), nn.BatchNorm1d(4, dtype=torch.float64), nn.Dropout(0.5), nn.Dropout(0.5))
     model[3].eval()
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.0), (randn(ROWS, 5), randn(ROWS, 4))
     results = []
     for verify in (True, False):
         torch.manual_seed(5)
-        step = TrainStep(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.0),
-            loss_fn=nn.MSELoss(),
-            micro_batch_size=4,
-            verify=verify,
-            batch_norm="micro",
-        )
         model[1].reset_running_stats()
-        step(randn(ROWS, 5), randn(ROWS, 4))
-        results.append((torch.get_rng_state(), model[1].running_mean.clone(), model[1].num_batches_tracked.item()))
+        options = {"micro_batch_size": 4, "batch_norm": "micro", "verify": verify}
+        step_of(model, optimizer, loss_fn=nn.MSELoss(), **options)(*batch)
+        results.append((torch.get_rng_state(), *copy.deepcopy(list(model[1].buffers()))))
     assert [module.training for module in model] == [True, True, True, False]
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-    assert results[0][2] == results[1][2] == 3
-
-
-def test_the_first_and_the_second_update_are_verified_and_not_the_third() -> None:
-    calls: list[int] = []
-    model = linear(4)
-    model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.MSELoss(), micro_batch_size=4)
-    counts = []
-    for _ in range(3):
-        calls.clear()
-        step(randn(ROWS, 5), randn(ROWS, 4))
-        counts.append(len(calls))
-    assert counts[0] == counts[1] == 3 + 4  # at once, and in three parts
-    assert counts[2] == 3
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert model[1].num_batches_tracked == 3
 
 
 @pytest.mark.parametrize("shape", [(12,), (12, 1), (12, 2)])
@@ -477,11 +387,11 @@ def test_the_first_and_the_second_update_are_verified_and_not_the_third() -> Non
     [
         *(lambda weight, kind=kind: kind(weight=weight) for kind in (nn.BCEWithLogitsLoss, nn.BCELoss)),
         lambda weight: nn.BCEWithLogitsLoss(pos_weight=weight),
-        lambda weight: functools.partial(F.binary_cross_entropy_with_logits, weight=weight),
+        lambda weight: partial(F.binary_cross_entropy_with_logits, weight=weight),
     ],
     ids=["BCEWithLogitsLoss", "BCELoss", "pos_weight", "function"],
 )
-def test_a_weight_for_each_row_that_the_loss_holds_is_refused_by_name(loss: Any, shape: Any, nested: bool) -> None:
+def test_a_weight_for_each_row_that_the_loss_holds_is_refused_by_name(loss, shape, nested):
     columns = shape[1] if len(shape) > 1 else 1
     model = nn.Sequential(nn.Linear(3, columns), nn.Sigmoid(), *([nn.Flatten(0)] if len(shape) == 1 else []))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -491,16 +401,66 @@ def test_a_weight_for_each_row_that_the_loss_holds_is_refused_by_name(loss: Any,
         step(torch.randn(12, 3), (targets,) if nested else targets)
 
 
-def test_a_loss_of_one_value_per_row_is_refused() -> None:
-    model = linear(2)
+def test_a_loss_of_one_value_per_row_and_a_reduction_that_contradicts_are_refused():
     with pytest.raises(ValueError, match="reduction='none'"):
-        TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.MSELoss(reduction="none"))
-    step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=lambda model, x: model(x).mean(1))
+        step_of(linear(2), loss_fn=nn.MSELoss(reduction="none"))
     with pytest.raises(ValueError, match="must be a scalar"):
-        step(randn(ROWS, 5))
-
-
-def test_reductions_that_contradict_are_refused() -> None:
-    model = linear(2)
+        step_of(linear(2), compute_loss=lambda model, x: model(x).mean(1), verify=True)(randn(ROWS, 5))
     with pytest.raises(ValueError, match="contradicts"):
-        TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), loss_fn=nn.MSELoss(), reduction="sum")
+        step_of(linear(2), loss_fn=nn.MSELoss(), reduction="sum")
+
+
+class Experts(nn.Module):
+    """Rows of each kind go through an expert of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(5, 4, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x, kinds):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        outputs = x.new_zeros(len(x), 4)
+        for kind, expert in enumerate(self.experts):
+            if (mine := kinds == kind).any():
+                outputs[mine] = expert(x[mine])
+        return outputs
+
+
+def _mean(model: nn.Module, x, kinds, y):
+    return F.cross_entropy(model(x, kinds), y)
+
+
+def _count(x, kinds, y):
+    return (y != -100).sum()
+
+
+@pytest.mark.parametrize("blocks", [None, "blocks"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"compute_loss": _mean, "weight": _count},
+        {"compute_loss": lambda *batch: (_mean(*batch), _count(*batch[1:]))},
+        {"compute_loss": lambda *batch: {"tokens": (_mean(*batch), _count(*batch[1:]))}},
+        {
+            "compute_loss": lambda *batch: {"tokens": _mean(*batch)},
+            "weight": lambda *batch: {"tokens": _count(*batch)},
+        },
+    ],
+)
+def test_parameters_that_only_rows_of_weight_0_lead_to_are_updated_as_by_the_large_batch(how, blocks) -> None:
+    kinds, y = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 2, -100, -100])
+    model, large = Experts(), Experts()
+    step = TrainStep(model, torch.optim.AdamW(model.parameters()), micro_batch_size=2, blocks=blocks, **how)
+    plain = torch.optim.AdamW(large.parameters())
+    for _ in range(2):
+        x = randn(4, 5)
+        step(x, kinds, y)
+        plain.zero_grad()
+        _mean(large, x, kinds, y).backward()
+        plain.step()
+        for mine, theirs in zip(model.parameters(), large.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)  # nothing leads to the third expert
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)

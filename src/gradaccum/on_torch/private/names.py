@@ -46,6 +46,9 @@ torch | distributed.distributed_c10d._get_default_store | a rank tells the other
 group | _get_backend | a process group's timeout | torch's default of half an hour
 ddp | _comm_hooks | whether a communication hook is registered | none is assumed
 ddp | _join_config | model.join() is refused | it hangs
+ddp | _check_reducer_finalized | a window that DDP has reduced in part is an error | DDP's next forward pass raises one
+ddp | _get_ddp_logging_data | whether parameters were frozen or unfrozen after DDP wrapped them | none is assumed
+reducer | _get_zeros_like_grad_buckets | which parameters DDP reduces, where some are frozen | by their number
 ddp | _sync_buffers | buffers are broadcast once per window | torch.distributed.broadcast
 reducer | _rebuild_buckets | buckets are in the same order on all ranks | DDP's next forward pass
 reducer | _autograd_hook | DDP reduces outside of a backward pass | torch.distributed.all_reduce

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 # Process groups.
@@ -51,6 +52,38 @@ def reduce_by_hand(model: DistributedDataParallel, parameters: int, device: torc
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([])
     output.backward(inputs=[leaf])
+
+
+def reduces_exactly(model: DistributedDataParallel, parameters: Sequence[Tensor]) -> bool:
+    """Whether these are what DDP reduces: what required gradients when it wrapped the model."""
+    if not hasattr(model, "_get_ddp_logging_data"):
+        return True
+    if model._get_ddp_logging_data().get("num_parameter_tensors", len(parameters)) != len(parameters):
+        return False
+    some_frozen = not all(p.requires_grad for p in model.module.parameters())
+    if not some_frozen or not hasattr(model.reducer, "_get_zeros_like_grad_buckets"):
+        return True
+    return {p for bucket in model.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()} == {*parameters}
+
+
+def is_finalized(model: DistributedDataParallel) -> bool:
+    """Whether the last reduction that a backward pass began has come to its end."""
+    try:
+        if hasattr(model, "_check_reducer_finalized"):
+            model._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def hook_frozen(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Hook a parameter that requires no gradient yet: call this if it gets one."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        return parameter.register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(not frozen)
 
 
 def rebuild_buckets(model: DistributedDataParallel) -> None:

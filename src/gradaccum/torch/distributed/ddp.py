@@ -11,14 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.private import (
     after_backward,
     communication_hooks,
     drop_static_graph,
+    hook_frozen,
+    is_finalized,
     joins,
     rebuild_buckets,
     reduce_by_hand,
+    reduces_exactly,
     share_buffers,
 )
 from gradaccum.torch.distributed.engine import Engine, weakly
@@ -38,8 +42,8 @@ class Replicas(Engine):
     another's in backward.
 
     Without DDP's buckets are reduced: gradients that may be wider than their parameters (`wide`) or missing
-    (`find_unused_parameters`), and a part of a model's, where other optimizers have the rest, or DDP is around the
-    optimizer's model (`outside`).
+    (`find_unused_parameters`), a part of a model's, where other optimizers have the rest, or DDP is around the
+    optimizer's model (`outside`), and those of a model that was frozen or unfrozen after DDP had wrapped it.
     """
 
     def __init__(
@@ -64,15 +68,20 @@ class Replicas(Engine):
                 others,
             )
         finds_unused = any(model.find_unused_parameters for model in models)
-        self._flat = wide or outside or finds_unused or others > 0 or not hasattr(models[0].reducer, "_autograd_hook")
+        changed = not all(map(reduces_exactly, models, self._counted))
+        self._flat = wide or outside or finds_unused or others > 0 or changed
+        self._flat |= not hasattr(models[0].reducer, "_autograd_hook")
         # Reductions of several models would start in the order of backward: here, every rank keeps one order.
         self.manual_reduce = self._flat or len(models) > 1 or any(model.static_graph for model in models)
         for model in models:
             _hold_back(model)
+        if self._flat:
+            self._counted = [_differentiable_parameters(model) for model in models]
         if self._flat and any(map(communication_hooks, models)):
             logger.warning(
                 "DDP's communication hook is left out where gradients are of a wider dtype (accumulate_dtype), of a "
-                "part of a model, or perhaps missing (find_unused_parameters): these are reduced as they are."
+                "part of a model, or perhaps missing (find_unused_parameters; freezing or unfreezing after DDP has "
+                "wrapped the model): these are reduced as they are."
             )
         self._reduces = self._sees_end = False
         self._filled = set[Tensor]()  # with zeros by `reduce`, in this window
@@ -82,6 +91,10 @@ class Replicas(Engine):
         for model in self.modules:
             starts, done = (torch.compiler.disable(weakly(call)) for call in (self._forward_starts, self._forward_done))
             self._hooks += [model.register_forward_pre_hook(starts), model.register_forward_hook(done)]
+        if not self._flat:
+            counted = {parameter for counted in self._counted for parameter in counted}
+            frozen = [p for model in self.modules for p in _differentiable_parameters(model) if p not in counted]
+            self._hooks += [hook_frozen(parameter, weakly(self._not_reduced)) for parameter in frozen]
         if not self.manual_reduce:
             bucket = _last_of_first_bucket(self.modules[0], self._counted[0])
             for parameter, arrives in {self._counted[0][-1]: self._first_gradient, bucket: self._first_bucket}.items():
@@ -128,6 +141,22 @@ class Replicas(Engine):
         if (ranks := self._ranks()) is not None:
             ranks.first_bucket()
 
+    def _not_reduced(self, parameter: Tensor) -> None:
+        if parameter in {*self.parameters()}:
+            raise WindowError(
+                f"A parameter of shape {tuple(parameter.shape)} has a gradient that DistributedDataParallel does not "
+                "reduce, since it was frozen when DDP wrapped the model: it would differ from rank to rank. Wrap the "
+                "model again after unfreezing, and build a new optimizer; or wrap it with find_unused_parameters=True."
+            )
+
+    def check_finished(self) -> None:
+        if not all(map(is_finalized, self.modules)):
+            raise WindowError(
+                "DistributedDataParallel has not reduced this window's gradients, since some parameters have had none: "
+                "they were not used, or were frozen after DDP had wrapped the model. This rank has updated nothing. "
+                "Wrap the model with find_unused_parameters=True."
+            )
+
     # The window's sum.
 
     def reduce(self) -> None:
@@ -167,7 +196,8 @@ class Replicas(Engine):
         return [parameter for parameter in counted if parameter in own]
 
     def _missing(self) -> list[nn.Parameter]:
-        return [p for p in self.trained() if p.grad is None and p.requires_grad]
+        # DDP goes on reducing what is frozen by now.
+        return [p for p in self.trained() if p.grad is None and (p.requires_grad or not self._flat)]
 
     def unused(self) -> list[int]:
         unused = self._filled or {*self._missing()}
@@ -208,8 +238,13 @@ def _hold_back(model: DistributedDataParallel) -> None:
 
 def _counted_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters in the order in which DDP's reducer counts them."""
-    ignored = getattr(model, "parameters_to_ignore", ())
-    return [p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
+    return [parameter for parameter in _differentiable_parameters(model) if parameter.requires_grad]
+
+
+def _differentiable_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters that are trained, or may be by unfreezing them."""
+    ignored, named = getattr(model, "parameters_to_ignore", ()), model.module.named_parameters()
+    return [p for name, p in named if name not in ignored and (p.is_floating_point() or p.is_complex())]
 
 
 def _last_of_first_bucket(model: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> nn.Parameter:

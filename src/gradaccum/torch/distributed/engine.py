@@ -64,6 +64,9 @@ class Engine:
     def hold(self, closes: bool) -> None:
         """Whether the next micro-batch's backward pass closes the window, and reduces it."""
 
+    def check_finished(self) -> None:
+        """Raise a WindowError if a reduction that a backward pass began is not over."""
+
     def clear(self) -> None:
         """Drop what an open window has added up beside `p.grad`; `pending` returns that."""
 

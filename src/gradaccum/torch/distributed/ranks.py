@@ -173,6 +173,11 @@ class Ranks:
         # A backward pass reduces in a unit that is known before.
         return self._manual or (self.unit is None and not self.sharded)
 
+    @property
+    def waits(self) -> bool:
+        """Whether no backward pass reduces the open window, as in the first one and in that of a checkpoint."""
+        return self.manual_reduce or self._waits
+
     def _check_same(self, steps: int | None, options: Mapping[str, Any]) -> None:
         texts = {name: repr(value) for name, value in options.items()}
         messages = self.channel.exchange(Kind.START, steps or 0, zlib.crc32(repr(texts).encode()))
@@ -192,7 +197,7 @@ class Ranks:
         """Before the next micro-batch: whether it closes the window, is the epoch's last here, weighs anything."""
         self._closes, self._steps, self._last = closes, steps, last
         self._restart()
-        waits = self.manual_reduce or self._waits or not (counts or self.sharded)
+        waits = self.waits or not (counts or self.sharded)
         self.engine.hold(closes and not waits)
 
     def agree_on_last(self, last: bool) -> None:
@@ -289,7 +294,13 @@ class Ranks:
         self.engine.reduce()
 
     def _check_unchanged(self, mine: Total) -> None:
-        """Raise where the window has become another one than a backward pass has reduced."""
+        """Raise where the window has become another one than a backward pass has reduced, or has reduced in part."""
+        try:
+            self.engine.check_finished()
+        except WindowError:
+            self._restart()
+            self.abort()
+            raise
         if self.reduced and (self._versions != self._current_versions() or self._share not in (None, mine)):
             self._restart()
             self.abort()  # the others may have made their update: they learn it in the next window

@@ -113,6 +113,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
 
 def restore(windows: Windows, state: dict[str, Any]) -> None:
     open_, ranks = windows.current, windows.ranks
+    announced = open_.window.micro_batch  # of the loop in whose body this is
     if ranks.is_distributed:
         ranks.resume(state.get("unit", ranks.unit))
     open_.close()
@@ -130,11 +131,15 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
             open_.loss_scale.restore(state["overflow"])
         if open_.named is not None:
             open_.named.load_terms(state.get("terms", ()))
+            if open_.named.used:
+                ranks.reduce_manually()
             open_.build_stages()
         open_.special = True
         if ranks.sharded:
             ranks.engine.restored([p for i, p in enumerate(open_.buffer.parameters()) if i in state["gradients"]])
     windows.load_state_dict(state)
+    if announced.announced:
+        windows.expect_batch(announced.default, announced.default_given, announced.last)
 
 
 def _check_window(windows: Windows, state: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -183,20 +182,6 @@ def check_first_step(optimizer: Any, closure: Any) -> None:
         raise ValueError(
             f"{setting} accumulates as well as this optimizer, and takes the mean of batches as if they were of "
             "one size. Remove it: the optimizer accumulates by itself."
-        )
-    hooked = {
-        index
-        for index, parameter in enumerate(parameters_of(optimizer))
-        for hook in (parameter._backward_hooks or {}).values()
-        if not (getattr(hook, "__module__", None) or "").startswith(("gradaccum.", "torch."))
-    }
-    if hooked:
-        warnings.warn(
-            f"{len(hooked)} parameters have hooks on their gradients (parameter {min(hooked)} of the optimizer is "
-            "the first). They are called for every micro-batch, with its part of the window's gradient: that is exact "
-            "for hooks that multiply by a constant or a mask, not for those that clip or clamp. Pass clip_grad_norm= "
-            "to the wrapper, or edit the finished gradient in a hook: register_step_pre_hook.",
-            stacklevel=4,
         )
 
 

@@ -59,7 +59,8 @@ class Update:
                     self._closures[optimizer] = _Closure(functools.partial(_parameters_of, optimizer))
         self._snapshots = True
         """Whether the next step may have to be taken back: the first one makes the state."""
-        self._always_snapshots = bool(demanding)  # whose closures run whole windows, beside which copies cost nothing
+        self._always_snapshots = bool(demanding)
+        """So it is with closures that run whole windows, beside which copies cost nothing."""
         self._scaler_involved = self._scaler_met = False
 
     def parameters(self) -> list[Tensor]:
@@ -131,6 +132,7 @@ class Update:
                 raise
         for closure in self._closures.values():
             closure.end()
+            self._always_snapshots |= closure.reran
         if stepped:
             self._snapshots = self._always_snapshots
         if self.scaler is not None:
@@ -155,7 +157,7 @@ class Update:
     def _failed(self, optimizer: torch.optim.Optimizer, error: BaseException, before: _Snapshot | None) -> None:
         """Take back what optimizers have done; raises where memory ran out in a step."""
         name, outcome, ran_out = type(optimizer).__name__, _UNKNOWN, is_out_of_memory(error)
-        self._always_snapshots |= ran_out
+        self._always_snapshots |= ran_out or any(closure.reran for closure in self._closures.values())
         self._snapshots |= self._always_snapshots
         if before is not None:
             before.put_back()
@@ -164,6 +166,11 @@ class Update:
             raise torch.OutOfMemoryError(
                 f"Out of memory in {name}.step(), which smaller micro-batches cannot help: {error}\n{outcome} Use an "
                 "optimizer with less state, or torch.optim's foreach=False."
+            ) from error
+        if before is None and ran_out:  # the window's own error says that nothing has changed
+            raise torch.OutOfMemoryError(
+                f"Out of memory where {name}.step() evaluates its closure again, even with the smallest micro-batches: "
+                f"{error.__cause__ or error}\n{outcome}"
             ) from error
         if before is None:
             logger.warning("%s.step() raised %s. %s", name, type(error).__name__, outcome)
@@ -190,6 +197,8 @@ class _Closure:
         self._loss: Tensor | None = None
         self._window: Callable[[], Tensor] | None = None
         self._found: list[float | None] | None = None
+        self.reran = False
+        """Whether it has ever run a window: then optimizers have moved parameters by the time that memory runs out."""
         self.error: BaseException | None = None
         """What the window has raised that was evaluated last."""
 
@@ -206,6 +215,7 @@ class _Closure:
         loss, self._loss = self._loss, None
         if loss is not None and self._untouched():
             return loss
+        self.reran = True
         try:
             return self._window()
         except BaseException as error:

@@ -45,6 +45,11 @@ _NO_ROWS = (
     "run on none: {error}. Give each rank of each batch at least as many rows as there are micro-batches, or write "
     "sizes out: x.view(-1, width) takes no rows, x.view(len(x), -1) doesn't."
 )
+_NOT_REACHED = (
+    "Out of memory in the forward pass of a micro-batch of %d rows that weighs nothing: parameters that no other "
+    "micro-batch leads to have no gradient, where the large batch's is zero. Optimizers leave these out, so that "
+    "weight decay and momentum don't move them."
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -165,6 +170,8 @@ class WindowRunner:
                 total.multiple = self.scale() * (1.0 if window.is_mean else float(total.rows))
             run_stages(self.stages, total)
             finished.grad_norm = total.grad_norm
+        elif not self.ranks.is_distributed:
+            self.buffer.clear()  # of the zeros of what weighs nothing
         self.batcher.close(plan, batch)
         return finished
 
@@ -190,6 +197,27 @@ class WindowRunner:
         if self.state.surprised():
             raise RestartWindow
         self.buffers.move()
+        if passes.weightless:
+            self._reach(passes)
+
+    def _reach(self, passes: TrainPasses) -> None:
+        """Give a gradient of zero to parameters that only micro-batches of weight 0 lead to: the large batch does."""
+        if self.ranks.sharded or (self.ranks.is_distributed and (self.all_at_once or self.state.always)):
+            return
+        if self.layers is not None and self.layers.update == "in_backward":
+            return  # which has freed gradients by now
+        objective = self.objective.on(inside(self.objective.model))
+        for piece in passes.weightless:
+            if all(p.grad is not None or not p.requires_grad for p in self.buffer.parameters()):
+                return
+            try:
+                with self.as_found(), self.batch_norm.window(), self.batch_norm.micro_batch(), self.oom.around():
+                    self.buffer.reach(objective.evaluate(passes.take(piece))[0])
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                logger.warning(_NOT_REACHED, piece.size)
+                return
 
     def _run_blocks(self, layers: Layers, window: Window, plan: Plan, passes: TrainPasses) -> None:
         ranks, oom, fits = self.ranks, self.oom, self.ranks.sharded or self.proving
@@ -225,6 +253,8 @@ class TrainPasses:
 
     def __init__(self, runner: WindowRunner, window: Window, batch: Batch) -> None:
         self.window, self._runner, self._batch = window, runner, batch
+        self.weightless: list[Slice] = []
+        """The micro-batches that weigh nothing."""
         self._norm, self._layers = runner.batch_norm, runner.layers
         self._scaler, self._noise = runner.scaler, runner.noise
         self._moves = not runner.state.idle  # while a window runs, that stays so
@@ -261,6 +291,10 @@ class TrainPasses:
                 self.idle(self.take(piece))
             else:
                 self._backward_of_nothing(weighted.weightless)
+        else:
+            self.weightless.append(piece)
+            if weighted.weightless is not None and self._layers is None:  # else blocks aren't in the graph
+                self._runner.buffer.reach(weighted.weightless)
         if self._layers is not None:
             self._layers.commit(piece)
         window.add(weighted)

@@ -269,7 +269,7 @@ class GradientMonitor:
         for parameter, sum_ in self._watched:
             sum_.look(parameter.grad)
         self._seen = self.passes.arrivals
-        self._digest = _digest(self._comparable()) if self._compares else None
+        self._digest = digest(self._comparable()) if self._compares else None
 
     @contextlib.contextmanager
     def resyncing(self) -> Iterator[None]:
@@ -290,23 +290,15 @@ class GradientMonitor:
         for _, sum_ in self._watched:
             if sum_.gradient is not None:
                 if sum_.comparable is None:
-                    sum_.comparable = _has_digest(sum_.gradient)
+                    sum_.comparable = has_digest(sum_.gradient)
                 if sum_.comparable:
                     found.append(sum_.gradient)
         return found
 
     def _differs(self) -> bool:
         """Whether the gradients have other values than at the last look. Waits for the device."""
-        gradients, digest = self._comparable(), self._digest
-        now = _digest(gradients)
-        if digest is None or now is None or now.shape != digest.shape:
-            return True
-        if torch.equal(digest, now):
-            return False
-        sizes = [4 * torch.finfo(digest.dtype).eps * g.numel() ** 0.5 for g in gradients]
-        rounding = torch.tensor(sizes, dtype=digest.dtype, device=digest.device)  # threads may differ
-        same = (digest - now).abs() <= rounding * digest[0]
-        return not bool((same | (digest == now) | (digest.isnan() & now.isnan())).all())
+        gradients = self._comparable()
+        return digests_differ(self._digest, digest(gradients), gradients)
 
 
 class ShardedMonitor(GradientMonitor):
@@ -368,13 +360,24 @@ def _leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p for p in parameters if p.is_leaf and not is_lazy(p) and (p.is_floating_point() or p.is_complex())]
 
 
-def _has_digest(gradient: Tensor) -> bool:
+def has_digest(gradient: Tensor) -> bool:
     on_mps = gradient.device.type == "mps"
     return not gradient.is_sparse and not on_mps and gradient.numel() > 0 and _counts_versions(gradient)
 
 
+def digests_differ(before: Tensor | None, now: Tensor | None, tensors: list[Tensor]) -> bool:
+    if before is None or now is None or now.shape != before.shape:
+        return True
+    if torch.equal(before, now):
+        return False
+    sizes = [4 * torch.finfo(before.dtype).eps * tensor.numel() ** 0.5 for tensor in tensors]
+    rounding = torch.tensor(sizes, dtype=before.dtype, device=before.device)  # threads may differ
+    same = (before - now).abs() <= rounding * before[0]
+    return not bool((same | (before == now) | (before.isnan() & now.isnan())).all())
+
+
 @torch.no_grad()
-def _digest(gradients: list[Tensor]) -> Tensor | None:
+def digest(gradients: list[Tensor]) -> Tensor | None:
     """The 2-norm and the largest entry of each gradient, two rows: other values show in one of them."""
     found: list[Any] = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
     if not found:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
+from gradaccum.torch.watch.monitor import digest, digests_differ, has_digest
 
 
 class ParameterMonitor:
@@ -21,6 +22,7 @@ class ParameterMonitor:
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._inner, self._warned, self._looking = inner, False, False
+        self._warned_of_hooks = False
         self.note_parameters()
 
     def window_begins(self, looking: bool) -> bool:
@@ -39,6 +41,7 @@ class ParameterMonitor:
         self._lists = [(group["params"], len(group["params"])) for group in groups]
         self._parameters, self._settings = parameters_of(self._inner), [*map(dict, groups)]
         self._versions = [parameter._version for parameter in self._parameters]
+        self._digest = digest(self._comparable()) if self._looking else None
 
     def _same_lists(self) -> bool:
         """Whether no parameter has come or gone; what replaces one, or stands elsewhere, shows at the window's end."""
@@ -56,6 +59,17 @@ class ParameterMonitor:
 
     def written(self) -> bool:
         return self._looking and any(p._version != v for p, v in zip(self._parameters, self._versions, strict=True))
+
+    def values_differ(self) -> bool:
+        """Whether the parameters have other values than as the window began, as after `p.data.clamp_()`."""
+        compared = self._comparable() if self._digest is not None else []
+        return bool(compared) and digests_differ(self._digest, digest(compared), compared)
+
+    def _comparable(self) -> list[Tensor]:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return []  # FSDP moves parts of them through `.data`
+        whole = [p for p in self._parameters if not hasattr(p, "to_local")]
+        return [p.detach() for p in whole if p.is_floating_point() and has_digest(p)]
 
     def check_parameters(self) -> None:
         if not _same_objects(self._parameters, parameters_of(self._inner)):
@@ -76,6 +90,26 @@ class ParameterMonitor:
                 f"Hyperparameters changed, {', '.join(changed.values())} inside an open window: the update uses the "
                 "last ones. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`; whatever "
                 "else changes them belongs there, too.",
+                stacklevel=5,
+            )
+
+    def check_hooks(self) -> None:
+        """Hooks on gradients see a micro-batch's part: warn, once, where there are some."""
+        if self._warned_of_hooks:
+            return
+        hooked = {
+            index
+            for index, parameter in enumerate(self._parameters)
+            for hook in (parameter._backward_hooks or {}).values()
+            if not (getattr(hook, "__module__", None) or "").startswith(("gradaccum.", "torch."))
+        }
+        if hooked:
+            self._warned_of_hooks = True
+            warnings.warn(
+                f"{len(hooked)} parameters have hooks on their gradients (parameter {min(hooked)} of the optimizer is "
+                "the first). They are called for every micro-batch, with its part of the window's gradient: that is "
+                "exact for hooks that multiply by a constant or a mask, not for those that clip or clamp. Pass "
+                "clip_grad_norm= to the wrapper, or edit the finished gradient in a hook: register_step_pre_hook.",
                 stacklevel=5,
             )
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import warnings
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -43,6 +45,8 @@ from gradaccum.torch.watch import GradientMonitor, ShardedMonitor, failed_error,
 from gradaccum.torch.window.loss_scale import LossScale
 
 logger = logging.getLogger("gradaccum")
+
+_WINDOWS: weakref.WeakSet[GradientWindow] = weakref.WeakSet()
 
 Nonfinite = Literal["propagate", "skip_window", "skip_micro_batch"]
 
@@ -91,11 +95,12 @@ class GradientWindow(Listener):
         self._failure: BaseException | None = None
         self.saved = False  # a checkpoint holds all of it: it may go on elsewhere
         self.set_to_none = True  # what the user's loop passes to `zero_grad`
-        self._folded = False
+        self._folded = self._warned_of_others = False
         self._one: Tensor | None = None
         self._always_special = self.screened is not None or noise is not None or ranks.is_distributed
         self.begin()
         self.build_stages()
+        _WINDOWS.add(self)
 
     def build_stages(self) -> None:
         ranks = self.ranks.is_distributed
@@ -214,7 +219,7 @@ class GradientWindow(Listener):
             raise not_by_name_error()
         if not named.sums and (window.weight > 0 or one.weight is not None or self.passes.arrivals):
             raise mixed_terms_error()
-        if self.ranks.is_distributed and not self.ranks.manual_reduce:
+        if self.ranks.is_distributed and not self.ranks.waits:
             raise WindowError(
                 "Losses came as backward({name: (loss, weight)}) for the first time in a later window than the first, "
                 "on several ranks, which reduce a single loss in the backward pass by now. Use names from the first "
@@ -231,6 +236,9 @@ class GradientWindow(Listener):
     def _run_backward(self, loss: Tensor, factor: float, retain_graph: bool | None, create_graph: bool) -> None:
         one, scaling = self.window.micro_batch, self.arrival_scale
         others = self.passes.arrivals - one.weighed
+        shared = None
+        if factor != 1.0 and self.monitor.looking:
+            shared = [(window, window.passes.arrivals) for window in _WINDOWS if window is not self]
         try:
             if self.ranks.sharded:
                 self.ranks.engine.scale(1.0 if one.weight else 0.0)
@@ -247,6 +255,20 @@ class GradientWindow(Listener):
         finally:
             scaling.muted = False
         one.weighed = self.passes.arrivals - others
+        if shared:
+            self._warn_of_others(shared)
+
+    def _warn_of_others(self, shared: list[tuple[GradientWindow, int]]) -> None:
+        """Warn, once, if a pass whose gradients are multiplied by a weight has reached another optimizer's."""
+        if self._warned_of_others or all(other.passes.arrivals == before for other, before in shared):
+            return
+        self._warned_of_others = True
+        warnings.warn(
+            "backward(loss, weight=...) of one optimizer also reached parameters of another wrapped one, which knows "
+            "nothing of these weights: its gradients came multiplied by them, and it divides by its own. Give both the "
+            "weights, a.batches(b.batches(loader, weight=count), weight=count), and call loss.backward().",
+            stacklevel=5,
+        )
 
     def _start(self, loss: Tensor, factor: float) -> Tensor:
         """What a backward pass starts from: a tensor of this factor, of which that of 1 is made once."""

@@ -37,6 +37,11 @@ logger = logging.getLogger("gradaccum")
 RUNNING: dict[int, weakref.ref[Window]] = {}
 """The windows that a loop of `batches()` fills, of all optimizers."""
 
+WRITTEN = (
+    "Parameters were changed inside an open window, by another optimizer's step, by clamping or loading, perhaps. The "
+    "gradients of its micro-batches belong to different ones. Change parameters when `updated` is True."
+)
+
 _Phase = enum.Enum("_Phase", ["PLAIN", "RESTORED", "LOOP", "AHEAD"])
 
 
@@ -156,12 +161,9 @@ class Windows:
         """In windows 1, 2, 4, 8, ...: raise if parameters came or went; say what is no error and may be wrong."""
         if current.window.micro_batches:
             self.parameter_monitor.check_lists()
+        self.parameter_monitor.check_hooks()
         if self.parameter_monitor.written():
-            self._warn_once(
-                "Parameters were changed inside an open window, by another optimizer's step, by clamping or loading, "
-                "perhaps. The gradients of its micro-batches belong to different ones. Change parameters when "
-                "`updated` is True."
-            )
+            self._warn_once(WRITTEN)
         if current.in_progress[0] and current.monitor.idle:
             self._warn_once(
                 "step() counts a micro-batch whose loss reached none of the parameters, or that had no backward pass: "
@@ -342,6 +344,8 @@ class Windows:
         if current.monitor.looking and current.window.micro_batches:
             self.parameter_monitor.check_parameters()
             self.parameter_monitor.check_settings()
+            if current.window.micro_batches > 1 and self.parameter_monitor.values_differ():
+                self._warn_once(WRITTEN)
         try:
             if not current.finish():
                 return False
