@@ -175,6 +175,7 @@ def _checked(
     allowed = rounding(precision, _device()) if tolerance is None else tolerance
     runner = StepRunner(step, data, batch_norm, allowed)
     order, size = np.random.default_rng(0).permutation(rows).tolist(), ragged_size(rows) or 1
+    step.trial(micro_batch_size or size, batch_norm).check_states(rows)
     sizes = [*([] if micro_batch_size is None or micro_batch_size >= rows else [micro_batch_size]), size]
     in_order = Comparison(runner, range(rows), [(range(rows), even_sizes(rows, size)) for size in sizes], "raise")
     shuffled = Comparison(runner, order, [(order, even_sizes(rows, size))], "raise")

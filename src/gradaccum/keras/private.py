@@ -230,6 +230,11 @@ embedding_table = operator.attrgetter("_embeddings")
 """`(embedding)`: its table, a variable."""
 
 
+def stateful_layers(model: Any) -> list[Any]:
+    """Layers that keep a state of each row of a batch."""
+    return [layer for layer in layers_in(model) if getattr(layer, "stateful", False)]
+
+
 def build_symbolically(model: Any, data: Any) -> None:
     """Build a compiled model with its losses and metrics for batches like this, without running it."""
     model._symbolic_build(data_batch=data)

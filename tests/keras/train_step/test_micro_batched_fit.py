@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import keras
@@ -265,8 +266,11 @@ def test_a_loss_that_is_a_number_of_pythons_matches_plain_fit_and_is_proved(floa
 def test_a_layer_that_keeps_a_state_of_each_row_is_refused_by_name():
     model = keras.Sequential([layers.Input(batch_shape=(8, 2, 5)), layers.SimpleRNN(3, stateful=True, name="rnn")])
     micro_batched(model, 4, verify=False).compile(optimizer=sgd(), loss="mse")
-    with pytest.raises(ValueError, match="a state of each of its rows: 'rnn' with stateful=True"):
-        model.train_on_batch(np.zeros((8, 2, 5)), np.zeros((8, 3)))
+    batch = np.zeros((8, 2, 5)), np.zeros((8, 3))
+    for use in (model.train_on_batch, functools.partial(gradaccum.keras.check_equivalence, model)):
+        with pytest.raises(ValueError, match="a state of each of its rows: 'rnn' with stateful=True"):
+            use(*batch)
+    micro_batched(model, 8, verify=False).train_on_batch(*batch)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "4", None])

@@ -196,7 +196,8 @@ class Training(base.Training):
     def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
         if batches.rows > 1:
             try:
-                return self._looked(function, batches.take(0, 2))
+                few = batches.rows if private.stateful_layers(self.step.model) else 2
+                return self._looked(function, batches.take(0, few))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

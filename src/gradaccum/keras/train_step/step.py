@@ -168,13 +168,13 @@ class MicroBatchedStep:
             self.training.build(data)
             self.training.forget()
             self._warn(stacklevel=2)
-            self._check_states(rows)
+            self.check_states(rows)
             self._built = compiled
         size = functools.partial(self._size_for, data)
         return self.training.attempt(data, rows, size, lambda *cut: _Pass(self, *cut).run())
 
-    def _check_states(self, rows: int | None) -> None:
-        layers = [layer for layer in private.layers_in(self.model) if getattr(layer, "stateful", False)]
+    def check_states(self, rows: int | None) -> None:
+        layers = private.stateful_layers(self.model)
         if layers and (rows is None or self.micro_batch_size == "auto" or rows > self.micro_batch_size):
             raise ValueError(
                 "A batch can't be cut for layers that keep a state of each of its rows: "
