@@ -193,21 +193,26 @@ def _checked(
         parts = np.split(np.asarray(failing[0]), np.cumsum(failing[1])[:-1])
         trained, moving, _, metrics = step.state()
         causes = find_causes(model, (trained, moving, metrics), data, parts, found, allowed, batch_norm)
-    notes = {
-        "Random numbers were held: whatever is drawn, as by dropout, was the same for each row.": runner.draws.held,
-        "Random numbers are drawn that don't come from keras.random: they can't be held, and differ from one partition "
-        "to the other.": runner.draws.raw,
-    }
     return Equivalence(
         tuple(found),
         allowed,
         tuple(causes),
         rows=rows,
         partitions=tuple(tuple(one.way[1]) for one in compared),
-        notes=(*(note for note, holds in notes.items() if holds), *limits_of(rows)),
+        notes=(*_notes(runner), *limits_of(rows)),
         precision=precision,
         device=_device(),
     )
+
+
+def _notes(runner: StepRunner) -> list[str]:
+    """What a check did about random numbers."""
+    notes = {
+        "Random numbers were held: whatever is drawn, as by dropout, was the same for each row.": runner.draws.held,
+        "Random numbers are drawn that don't come from keras.random: they can't be held, and differ from one partition "
+        "to the other.": runner.draws.raw,
+    }
+    return [note for note, holds in notes.items() if holds]
 
 
 def _device() -> str:
