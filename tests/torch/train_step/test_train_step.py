@@ -240,5 +240,6 @@ def test_what_no_loss_can_take_is_refused_at_the_first_batch():
 
 def test_an_optimizer_with_none_of_the_models_parameters_is_refused():
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    step = TrainStep(model, torch.optim.SGD(other.parameters(), lr=0.1), loss_fn=nn.CrossEntropyLoss())
     with pytest.raises(ValueError, match="None of the parameters of SGD is one of the model's"):
-        TrainStep(model, torch.optim.SGD(other.parameters(), lr=0.1), loss_fn=nn.CrossEntropyLoss())
+        step(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
