@@ -1,4 +1,4 @@
-# make demo         memory and exactness on this machine, set-up included: two to four minutes after the downloads
+# make demo         memory and exactness on this machine, set-up included: one to four minutes after the downloads
 # make test         set up, then all checks and tests
 # make docs         the documentation's site, into site/
 # make bench        speed and memory against rivals, into bench-results/; QUICK=1: two minutes; WRITE=1: into docs/ too
