@@ -157,24 +157,33 @@ class Window:
             WindowError: Some losses of the window have a weight, and others, which count as 1, have none.
         """
         one = self.micro_batch
-        weight, given = one.weight, one.given
+        weight = one.weight
         if weight is None:
             weight, given = one.default, one.default_given
-            if not self.unit and weight > 0 and self.reduction == "mean":
+            if weight != self.unit and not self.unit and weight > 0 and self.reduction == "mean":
                 self.unit = weight
-        unsaid = self.unsaid or not (given or one.in_batches or weight == 0)
-        given = given or self.weights_given
-        if given and unsaid and any(w not in (0, 1) for w in (*self.weights, weight)):
-            raise mixed_error()
-        self.weights_given, self.unsaid = given, unsaid
+        else:
+            given = one.given
+        said = given or one.in_batches
+        if given is not self.weights_given or self.unsaid is said:  # of the window's first, or of some and not of others
+            self._note_weighing(weight, given, said)
         self.micro_batches += 1
         self.weights.append(weight)
         self.weight += weight
         if weight > self.largest:
             self.largest = weight
         closes = one.last or self.micro_batches >= self.steps
-        one.weight, one.given, one.factor, one.weighed, one.announced, one.last = None, False, 1.0, 0, False, False
+        one.announced = one.last = False
+        if one.weight is not None:
+            one.weight, one.given, one.factor, one.weighed = None, False, 1.0, 0
         return closes
+
+    def _note_weighing(self, weight: float, given: bool, said: bool) -> None:
+        unsaid = self.unsaid or not (said or weight == 0)
+        given = given or self.weights_given
+        if given and unsaid and any(w not in (0, 1) for w in (*self.weights, weight)):
+            raise mixed_error()
+        self.weights_given, self.unsaid = given, unsaid
 
     def rescale(self, unit: float) -> float:
         """Keep the sum in multiples of another unit from now on. Returns the factor to multiply the sum with."""

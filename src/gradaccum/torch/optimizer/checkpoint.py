@@ -92,7 +92,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
         state["unit"], state["rank"] = ranks.unit, [ranks.rank, ranks.size]
     if not open_.window.is_open:
         return state
-    open_.saved = True
+    open_.saved, open_.passes.ordinary = True, False
     windows.parameter_monitor.check_parameters()
     open_.check_failed()
     open_.check_sum()  # an ordinary window does so at its end, which is elsewhere

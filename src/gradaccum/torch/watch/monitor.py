@@ -33,28 +33,30 @@ _COMPARED = 4
 """In windows that look at everything, values are compared in so many micro-batches, and in the last one."""
 
 
-class _Passes:
-    """What the counting hooks of one optimizer share: the gradients that arrived, and the passes that brought them."""
+class Passes:
+    """What the hooks of one optimizer share: the gradients that arrived, and the passes that brought them."""
+
+    __slots__ = ("_all_ended", "arrivals", "began", "on_end", "ordinary", "unfinished")
 
     def __init__(self) -> None:
         self.arrivals = 0  # since the last micro-batch was counted
-        self.current: int | None = None
-        self.unfinished: set[int] = set()
+        self.unfinished: list[int | None] = []  # the pass that runs, or that failed; what runs inside of it is part of it
+        self._all_ended = self.unfinished.clear
         self.began: list[int] = []  # operations recorded when the micro-batch began, and when each of its passes did
         self.on_end: Callable[[], None] | None = None  # called when a pass is over, in windows that look
+        self.ordinary = False  # a micro-batch that comes through one pass is counted, and nothing else is looked at
 
-    def begin(self, number: int | None) -> None:
+    def begin(self) -> None:
         """The first gradient of a backward pass has arrived."""
+        number = current_backward()
         # FSDP2 calls hooks outside of backward passes, too.
-        if number is None or number == -1 or torch.compiler.is_compiling():
+        if number == -1 or torch.compiler.is_compiling():
             return
-        self.current = number
-        self.unfinished.add(number)
-        queue_callback(functools.partial(self.unfinished.discard, number))
+        self.unfinished.append(number)
+        queue_callback(self._all_ended)
         if self.on_end is not None:
             queue_callback(self.on_end)
-            if len(self.unfinished) == 1:  # checkpointing runs passes inside of one
-                self.began.append(recorded_operations())
+            self.began.append(recorded_operations())
 
 
 class _Sum:
@@ -62,7 +64,7 @@ class _Sum:
 
     __slots__ = ("arrivals", "base", "comparable", "counted", "gradient", "handle", "left", "seen")
 
-    def __init__(self, parameter: Tensor, passes: _Passes) -> None:
+    def __init__(self, parameter: Tensor, passes: Passes) -> None:
         self.restart()
 
         def arrived(parameter: Tensor) -> None:
@@ -70,8 +72,8 @@ class _Sum:
             self.arrivals += 1
             if self.gradient is None and parameter.grad is not None:  # the first one: it is the sum from here on
                 self.look(parameter.grad)
-            if (number := current_backward()) != passes.current:
-                passes.begin(number)
+            if not passes.unfinished:
+                passes.begin()
 
         with all_require_grad([parameter]):
             self.handle = parameter.register_post_accumulate_grad_hook(arrived)
@@ -118,10 +120,10 @@ class GradientMonitor:
 
     def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
         self._parameters = parameters
-        self._windows = 0
+        self._windows, self._next_look = 0, 1  # windows that are over; before the next one that looks
         self._watched: list[tuple[Tensor, _Sum]] = []
         self.looking = False  # at every parameter, in this window
-        self.passes = _Passes()
+        self.passes = Passes()
         self._passes_noted = self._passes_warned = False
         self._on_end = functools.partial(_pass_over, weakref.ref(self))
         self.watch_all()
@@ -137,7 +139,7 @@ class GradientMonitor:
 
     def watch_all(self) -> None:
         self._watch(self._parameters())
-        self.looking, self.passes.on_end = True, self._on_end
+        self.looking, self.passes.on_end, self.passes.ordinary = True, self._on_end, False
 
     def remove(self) -> None:
         self._watch([])
@@ -149,7 +151,6 @@ class GradientMonitor:
         passes = self.passes
         self._counted, self._last_next = 0, False
         self._modification: Modification | None = None
-        passes.current = None
         passes.unfinished.clear()
         self.forget_arrivals()
         self._digest: Tensor | None = None
@@ -171,7 +172,15 @@ class GradientMonitor:
     def close(self) -> None:
         """A window is over: choose what to watch in the next one."""
         self._windows += 1
-        if (self._windows + 1) & self._windows == 0:
+        if not self.looking and self._windows < self._next_look:  # nearly always
+            self._modification, self.passes.arrivals = None, 0
+            for parameter, sum_ in self._watched:
+                finished = parameter.grad
+                sum_.left = None if finished is None else (finished, finished._version)
+                sum_.gradient, sum_.arrivals, sum_.seen = None, 0, 0
+            return
+        if self._windows >= self._next_look:
+            self._next_look = 2 * self._windows + 1
             self.watch_all()
         elif self.looking:
             most = max([sum_.arrivals for _, sum_ in self._watched], default=0)
@@ -244,9 +253,9 @@ class GradientMonitor:
     def _found(self) -> Modification | None:
         for parameter, sum_ in self._watched:
             gradient = parameter.grad
-            as_it_was = gradient is None or gradient._version == sum_.base + sum_.arrivals
-            if as_it_was and gradient is sum_.gradient and sum_.left is None:  # nearly always
-                continue
+            if gradient is sum_.gradient and sum_.left is None:
+                if gradient is None or gradient._version == sum_.base + sum_.arrivals:  # nearly always
+                    continue
             found = sum_.modification(gradient)
             if found == "assigned" and not (self.looking and gradient.count_nonzero()):  # type: ignore[union-attr]  # it has one
                 continue

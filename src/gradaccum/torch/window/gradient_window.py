@@ -112,6 +112,15 @@ class GradientWindow(Listener):
             **self._options,
         )
 
+    @property
+    def special(self) -> bool:
+        """Whether there is more in this window than gradients that autograd adds up: each micro-batch is looked at."""
+        return self._special
+
+    @special.setter
+    def special(self, special: bool) -> None:
+        self._special, self.passes.ordinary = special, False
+
     def begin(self) -> None:
         """An empty window; where a backward pass will reduce it, its unit must be the other ranks', too."""
         self.window.close()
@@ -144,8 +153,8 @@ class GradientWindow(Listener):
         """The next micro-batch weighs this much; `given` by the user, or its rows; `last` of its epoch."""
         window = self.window
         window.expect(weight, given, last)
-        if weight == window.unit and not self.special:
-            return  # nearly always
+        if weight == window.unit and not self._special:
+            return
         arriving = float(weight > 0)
         if weight == 0:
             self.special = True
@@ -175,7 +184,7 @@ class GradientWindow(Listener):
                 self._backward_named(checked_terms(loss, weight), retain_graph, create_graph)
                 return
             loss = checked_scalar(loss, "`loss`")
-        if self.special and self.by_name:
+        if self._special and self.by_name:
             raise mixed_terms_error()
         if one.weight is None and not window.micro_batches:
             self.losses.restart()
@@ -255,6 +264,8 @@ class GradientWindow(Listener):
         finally:
             scaling.muted = False
         one.weighed = self.passes.arrivals - others
+        if not one.weighed:  # as far as is known in windows that look at three parameters
+            self.passes.ordinary = False
         if shared:
             self._warn_of_others(shared)
 
@@ -305,19 +316,27 @@ class GradientWindow(Listener):
         window, passes = self.window, self.passes
         one = window.micro_batch
         mixed = one.factor != 1.0 and passes.arrivals != one.weighed
-        if mixed or scaled or self.special or self.monitor.looking or not passes.arrivals:
+        if mixed or scaled or self._special or self.monitor.looking or not passes.arrivals:
             return self._count_and_look(scaled)
-        if one.last or window.micro_batches + 1 >= window.steps:
+        self.loss_scale.scaled, self.saved = False, False
+        passes.ordinary = True
+        return self.count_ordinary()
+
+    def count_ordinary(self) -> bool:
+        """`count`, where there is nothing to do but to add."""
+        window, passes = self.window, self.passes
+        if window.micro_batch.last or window.micro_batches + 1 >= window.steps:
             if passes.unfinished:
                 self.check_failed()
-            self.check_sum()
+            if self.monitor.modification() is not None:
+                self.check_sum()
         passes.arrivals = 0
-        self.loss_scale.scaled, self.saved = False, False
         return window.add()
 
     def _count_and_look(self, scaled: Sequence[Any]) -> bool:
         """`count`, where there is more to do than to add."""
         window, monitor, one = self.window, self.monitor, self.window.micro_batch
+        self.passes.ordinary = False
         if scaled and scaled[0] is None:
             monitor.forget_values()  # `unscale_` has changed them, and raises no version
         self.check_failed()
@@ -419,7 +438,7 @@ class GradientWindow(Listener):
         """Turn the sum into the mean gradient in `p.grad`. Returns whether there is one to update with."""
         window, scale = self.window, self.loss_scale
         total = WindowTotal(self.buffer, window.divisor, window.weight, window.micro_batches)
-        if self.special:
+        if self._special:
             self.buffer.join_restored(scale.scale)
             total.scale, total.overflow = scale.scale, False if scale.overflow is None else scale.overflow
             self._weigh(total)
@@ -533,7 +552,7 @@ class GradientWindow(Listener):
 
     def close(self) -> None:
         """The update is made, or given up: the next micro-batch is the first of a new window."""
-        if self.special:
+        if self._special:
             self.buffer.close()
         self._restart()
         self.monitor.close()
@@ -543,8 +562,9 @@ class GradientWindow(Listener):
         """Clear the gradients, too; None: in the way of the loop's own `zero_grad`."""
         self.window.micro_batch.restart()
         self.monitor.restart()
+        self.passes.ordinary = False
         self.buffer.clear(self.set_to_none if set_to_none is None else set_to_none)
-        if self.special:
+        if self._special:
             self.ranks.engine.clear()
             self._failure = None
             self._restart()
@@ -552,7 +572,7 @@ class GradientWindow(Listener):
 
     def _restart(self) -> None:
         self.loss_scale.scaled, self.saved = None, False
-        if self.special:
+        if self._special:
             self.loss_scale.close()
             if self.noise is not None:
                 self.noise.restart()

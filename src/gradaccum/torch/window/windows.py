@@ -55,6 +55,7 @@ class Windows:
         check_steps: Callable[[Schedule], None],
     ) -> None:
         self.inner, self.schedule, self.current, self.ranks = inner, schedule, current, current.ranks
+        self.window, self.passes = current.window, current.passes
         self.epoch = self.updates = 0
         self.updated = False
         self.in_epoch = False  # this epoch has a micro-batch
@@ -139,6 +140,16 @@ class Windows:
             self.updated = self._update()
         if self.ranks.is_distributed:
             self.expect_next()
+
+    def count_ordinary(self) -> None:
+        """`count`, in an open window whose micro-batches so far had nothing to look at."""
+        passes, one = self.passes, self.window.micro_batch
+        if one.factor != 1.0 and passes.arrivals != one.weighed:
+            self.count()
+        elif one.in_batches is not one.announced or (RUNNING and not one.in_batches):
+            self.count()
+        elif self.current.count_ordinary():
+            self.updated = self._update()
 
     def _check_place(self, one: MicroBatch) -> None:
         """Raise if this `step()` belongs to no batch of the loop of `batches()`."""
@@ -274,6 +285,10 @@ class Windows:
             RUNNING[number] = weakref.ref(window, lambda _: RUNNING.pop(number, None))
 
     def expect_batch(self, weight: float, given: bool, last: bool) -> None:
+        one = self.window.micro_batch
+        if self.passes.ordinary and weight == one.default == self.window.unit and given is one.default_given:
+            one.in_batches, one.announced, one.last = True, True, last  # nearly always
+            return
         if not self.ranks.is_distributed:
             self.current.expect(weight, given, last)
             return
@@ -283,7 +298,9 @@ class Windows:
 
     def end_batch(self) -> None:
         current = self.current
-        announced = current.window.micro_batch.announced
+        announced = self.window.micro_batch.announced
+        if self.passes.ordinary and not announced and not self.passes.arrivals and self._first_unused is not None:
+            return  # nearly always
         if self._first_unused is None:
             self._first_unused = announced
         if announced or current.passes.arrivals or current.special or current.monitor.looking:
