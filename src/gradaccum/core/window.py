@@ -70,6 +70,7 @@ class Window:
         self.unit: float | None = None
         self.weights_given = False  # anywhere in it, by the user
         self.unsaid = False  # whether a micro-batch counts of which nobody has said what it weighs
+        self._alike: float | None = None  # what the last one weighed, if the next one may count as it did
         self.micro_batch.restart()
 
     @property
@@ -105,14 +106,15 @@ class Window:
 
     def expect(self, default: float, given: bool = False, last: bool = False) -> None:
         """A batch of `batches()` has been handed out: the next micro-batch, and its weight unless a loss has one."""
-        one = self.micro_batch
+        one, self._alike = self.micro_batch, None
         one.weight, one.given, one.factor, one.weighed = None, False, 1.0, 0
         one.default, one.default_given, one.last = default, given, last
         one.in_batches = one.announced = True
 
     def expect_nothing(self) -> None:
         """The micro-batches that come weigh the same, unless their losses say otherwise."""
-        self.micro_batch = MicroBatch()
+        self.micro_batch.__init__()  # type: ignore[misc]  # others hold it
+        self._alike = None
 
     def weigh(self, weight: float | None = None) -> float:
         """Say what the micro-batch in progress weighs; None: what was said before, else the default.
@@ -158,6 +160,13 @@ class Window:
         """
         one = self.micro_batch
         weight = one.weight
+        if weight is None and self._alike is not None:  # nearly always
+            self.micro_batches += 1
+            self.weights.append(self._alike)
+            self.weight += self._alike
+            closes = one.last or self.micro_batches >= self.steps
+            one.announced = one.last = False
+            return closes
         if weight is None:
             weight, given = one.default, one.default_given
             if weight != self.unit and not self.unit and weight > 0 and self.reduction == "mean":
@@ -174,7 +183,10 @@ class Window:
             self.largest = weight
         closes = one.last or self.micro_batches >= self.steps
         one.announced = one.last = False
-        if one.weight is not None:
+        if one.weight is None:
+            self._alike = weight
+        else:
+            self._alike = None
             one.weight, one.given, one.factor, one.weighed = None, False, 1.0, 0
         return closes
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class Batches:
             self._handed_out = 0
         ahead: _Ahead | None = None
         try:
-            ahead, members = self._begin(resumed, to_skip), self.members
+            ahead, members, first = self._begin(resumed, to_skip), self.members, True
             while ahead.has_next or ahead.arrives():
                 batch = ahead.batch
                 self._loader_state = ahead.look_ahead()
@@ -100,7 +101,9 @@ class Batches:
                 self._handed_out += 1
                 yield batch
                 for windows, _ in members:
-                    windows.end_batch()
+                    if first or windows.passes.arrivals or not windows.passes.ordinary:
+                        windows.end_batch()
+                first = False
             ahead.exhaust()
             self._handed_out, self._loader_state = 0, None
             took_part = ahead.failure is None and self._end()
@@ -179,11 +182,11 @@ class _Ahead:
         self.is_over = self.is_empty = False  # nothing comes after the batch in use; nothing has come at all
         self._knows_end = hasattr(loader, "end_of_dataloader")
         self._has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self._fetched: float = 0
+        self._fetched = 0
         with contextlib.suppress(TypeError):  # no weak reference: an epoch is all that is known of it
             self._fetched = _FETCHED.get(loader, 0)
-        if type(loader) in (list, tuple):  # which refill nothing
-            self._fetched = -math.inf
+        # At 1, 2, 4, 8, ... batches it is looked at whether the loader refills one. A list doesn't.
+        self._look_at: float = math.inf if type(loader) in (list, tuple) else 1 << self._fetched.bit_length()
         self.has_next = True
         try:
             for _ in range(to_skip):
@@ -220,11 +223,12 @@ class _Ahead:
             self.has_next, self.is_over = False, bool(self.loader.end_of_dataloader)  # type: ignore[attr-defined]
             return state
         self._fetched += 1
-        if self._fetched < 0 or int(self._fetched) & (int(self._fetched) - 1):
+        if self._fetched < self._look_at:
             self._fetch()
             return state
+        self._look_at *= 2
         with contextlib.suppress(TypeError):
-            _FETCHED[self.loader] = int(self._fetched)
+            _FETCHED[self.loader] = self._fetched
         batch, before = self.batch, _contents(self.batch)  # a loader that refills its batches does so from the start
         self._fetch()
         if self.has_next and _contents_changed(batch, before):
@@ -282,6 +286,7 @@ def _contents_changed(batch: Any, before: list[tuple[Tensor, Any, Tensor]]) -> b
     return not (places and all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(now, before)))
 
 
+_SHAPE = operator.attrgetter("shape")
 _CHANNELS = (1, 3, 4)
 """Sizes of a first dimension that may be an image's channels in place of rows."""
 
@@ -300,22 +305,23 @@ class BatchWeight:
             raise TypeError(f"`weight` must be a callable: weight(batch) -> number. Received: weight={weight!r}.")
         self._weight, self.given, self._where = weight, weight is not None, where
         self._rows_in_front = False  # a batch has shown that its tensors have their rows in front
-        self._last: tuple[Sequence[Any], float] = (), 0.0  # shapes of the last flat batch, and its rows
+        self._last: tuple[list[Any], float] = [], 0.0  # shapes of the last flat batch, and its rows
 
     def __call__(self, batch: Any) -> float:
         if self._weight is not None:
             return checked_weight(self._weight(batch))
-        flat = type(batch) is tuple or type(batch) is list
-        shapes = [leaf.shape if type(leaf) is Tensor else None for leaf in batch] if flat else ()
+        try:
+            shapes = [*map(_SHAPE, batch)] if type(batch) is tuple or type(batch) is list else []
+        except AttributeError:
+            shapes = []
         if shapes and shapes == self._last[0]:
             return self._last[1]  # nearly always
-        firsts = {shape[0] if shape else None for shape in shapes}
+        firsts = {s[0] if s and type(leaf) is Tensor else None for s, leaf in zip(shapes, batch)}
         rows = firsts.pop() if len(firsts) == 1 else None
         if rows is None or (rows in _CHANNELS and not self._rows_in_front):
             rows = self._rows(batch)
         self._rows_in_front = self._rows_in_front or rows not in _CHANNELS
-        if None not in shapes:
-            self._last = shapes, float(rows)
+        self._last = shapes, float(rows)
         return float(rows)
 
     def _rows(self, batch: Any) -> int:

@@ -6,6 +6,7 @@ list, a dict or a tensor, so `torch.load(weights_only=True)` reads it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Mapping
@@ -113,7 +114,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
 
 def restore(windows: Windows, state: dict[str, Any]) -> None:
     open_, ranks = windows.current, windows.ranks
-    announced = open_.window.micro_batch  # of the loop in whose body this is
+    announced = copy.copy(open_.window.micro_batch)  # of the loop in whose body this is
     if ranks.is_distributed:
         ranks.resume(state.get("unit", ranks.unit))
     open_.close()

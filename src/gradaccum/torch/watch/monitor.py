@@ -126,6 +126,7 @@ class GradientMonitor:
         self.passes = Passes()
         self._passes_noted = self._passes_warned = False
         self._on_end = functools.partial(_pass_over, weakref.ref(self))
+        self._digest: Tensor | None = None
         self.watch_all()
         self.restart()
         self.resync()
@@ -148,12 +149,17 @@ class GradientMonitor:
 
     def restart(self, closed: bool = False) -> None:
         """The sum is empty, or the window `closed`: whatever comes next begins a new one."""
-        passes = self.passes
-        self._counted, self._last_next = 0, False
         self._modification: Modification | None = None
-        passes.unfinished.clear()
+        self.passes.unfinished.clear()
+        if not (self.looking or closed):
+            self.passes.arrivals = 0
+            for _, sum_ in self._watched:
+                sum_.gradient = sum_.left = None
+                sum_.arrivals = sum_.seen = 0
+            return
+        self._counted, self._last_next = 0, False
         self.forget_arrivals()
-        self._digest: Tensor | None = None
+        self._digest = None
         for parameter, sum_ in self._watched:
             sum_.restart(parameter.grad if closed else None)
 

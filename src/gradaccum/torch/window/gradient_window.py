@@ -83,7 +83,8 @@ class GradientWindow(Listener):
         self.screened = ScreenedBuffer(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
         self.named = NamedSums(parameters, accumulate_dtype, self.losses) if self.screened is None else None
         self.buffer: GradientBuffer = self.screened or self.named  # type: ignore[assignment]  # one of the two is there
-        self.buffer.attach(ranks.engine.pending)
+        if ranks.is_distributed:
+            self.buffer.attach(ranks.engine.pending)
         self.monitor = (
             ShardedMonitor(parameters, ranks.engine.pending) if ranks.sharded else GradientMonitor(parameters)
         )
@@ -325,11 +326,10 @@ class GradientWindow(Listener):
     def count_ordinary(self) -> bool:
         """`count`, where there is nothing to do but to add."""
         window, passes = self.window, self.passes
-        if window.micro_batch.last or window.micro_batches + 1 >= window.steps:
+        if window.micro_batches + 1 >= window.steps or window.micro_batch.last:
             if passes.unfinished:
                 self.check_failed()
-            if self.monitor.modification() is not None:
-                self.check_sum()
+            self.check_sum()
         passes.arrivals = 0
         return window.add()
 

@@ -64,6 +64,7 @@ class Windows:
         self.left_over: Any = None  # what a loop over an iterator had fetched ahead when it was broken off
         self._first_unused: bool | None = None  # the loop's first batch had no `step()`; None while it is in use
         self._updates_in_loop = 0
+        self._expected: float | None = None  # what the last batch weighed, of the loop that runs
         self.before_update: Callable[[], None] | None = None  # a checkpoint may have reserved room in the state
         self._defaults_elsewhere: dict[int, float] | None = {}  # of the last micro-batch in other loops; None: warned
         self._wrapper, self._check_steps = wrapper, check_steps
@@ -143,8 +144,8 @@ class Windows:
 
     def count_ordinary(self) -> None:
         """`count`, in an open window whose micro-batches so far had nothing to look at."""
-        passes, one = self.passes, self.window.micro_batch
-        if one.factor != 1.0 and passes.arrivals != one.weighed:
+        one = self.window.micro_batch
+        if one.factor != 1.0 and self.passes.arrivals != one.weighed:
             self.count()
         elif one.in_batches is not one.announced or (RUNNING and not one.in_batches):
             self.count()
@@ -277,7 +278,7 @@ class Windows:
         self._set_source(source)
 
     def _set_source(self, source: Any, phase: _Phase = _Phase.PLAIN) -> None:
-        self.source, self._phase = source, phase if source is None else _Phase.LOOP
+        self.source, self._phase, self._expected = source, phase if source is None else _Phase.LOOP, None
         window, number = self.current.window, id(self.current.window)
         if source is None:
             RUNNING.pop(number, None)
@@ -285,10 +286,11 @@ class Windows:
             RUNNING[number] = weakref.ref(window, lambda _: RUNNING.pop(number, None))
 
     def expect_batch(self, weight: float, given: bool, last: bool) -> None:
-        one = self.window.micro_batch
-        if self.passes.ordinary and weight == one.default == self.window.unit and given is one.default_given:
-            one.in_batches, one.announced, one.last = True, True, last  # nearly always
+        if weight == self._expected and self.passes.ordinary:
+            one = self.window.micro_batch
+            one.announced, one.last = True, last  # nearly always
             return
+        self._expected = weight
         if not self.ranks.is_distributed:
             self.current.expect(weight, given, last)
             return
@@ -299,8 +301,6 @@ class Windows:
     def end_batch(self) -> None:
         current = self.current
         announced = self.window.micro_batch.announced
-        if self.passes.ordinary and not announced and not self.passes.arrivals and self._first_unused is not None:
-            return  # nearly always
         if self._first_unused is None:
             self._first_unused = announced
         if announced or current.passes.arrivals or current.special or current.monitor.looking:
