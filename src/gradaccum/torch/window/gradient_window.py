@@ -321,17 +321,16 @@ class GradientWindow(Listener):
             return self._count_and_look(scaled)
         self.loss_scale.scaled, self.saved = False, False
         passes.ordinary = True
-        return self.count_ordinary()
-
-    def count_ordinary(self) -> bool:
-        """`count`, where there is nothing to do but to add."""
-        window, passes = self.window, self.passes
-        if window.micro_batches + 1 >= window.steps or window.micro_batch.last:
-            if passes.unfinished:
-                self.check_failed()
-            self.check_sum()
+        if window.closes_next:
+            self.check_before_closing()
         passes.arrivals = 0
         return window.add()
+
+    def check_before_closing(self) -> None:
+        if self.passes.unfinished:
+            self.check_failed()
+        if self.monitor.modification() is not None:
+            self.check_sum()
 
     def _count_and_look(self, scaled: Sequence[Any]) -> bool:
         """`count`, where there is more to do than to add."""

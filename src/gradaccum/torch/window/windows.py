@@ -131,7 +131,7 @@ class Windows:
         if current.monitor.looking:
             if self.schedule.constant != 1:
                 self._check_micro_batch(current)
-            if current.monitor.passes_now > 1:
+            if max(current.monitor.passes_of_each, default=0) > 1:
                 self.ranks.reduce_manually()  # in the first of them, others are to come
         closes = current.count(scaled)
         if RUNNING and not one.in_batches:
@@ -144,12 +144,16 @@ class Windows:
 
     def count_ordinary(self) -> None:
         """`count`, in an open window whose micro-batches so far had nothing to look at."""
-        one = self.window.micro_batch
-        if one.factor != 1.0 and self.passes.arrivals != one.weighed:
+        window, passes = self.window, self.passes
+        one = window.micro_batch
+        mixed = one.factor != 1.0 and passes.arrivals != one.weighed
+        if mixed or one.in_batches is not one.announced or (RUNNING and not one.in_batches):
             self.count()
-        elif one.in_batches is not one.announced or (RUNNING and not one.in_batches):
-            self.count()
-        elif self.current.count_ordinary():
+            return
+        if window.micro_batches + 1 >= window.steps or one.last:
+            self.current.check_before_closing()
+        passes.arrivals = 0
+        if window.add():
             self.updated = self._update()
 
     def _check_place(self, one: MicroBatch) -> None:
