@@ -38,11 +38,12 @@ _COMPARED = 4
 class Passes:
     """What the hooks of one optimizer share: the gradients that arrived, and the passes that brought them."""
 
-    __slots__ = ("_all_ended", "arrivals", "began", "on_end", "ordinary", "unfinished")
+    __slots__ = ("_all_ended", "_outside", "arrivals", "began", "on_end", "ordinary", "unfinished")
 
-    def __init__(self) -> None:
+    def __init__(self, outside: bool) -> None:
+        self._outside = outside  # FSDP2 calls hooks outside of backward passes, too
         self.arrivals = 0  # since the last micro-batch was counted
-        self.unfinished: list[int | None] = []  # the pass that runs, or that failed; what runs inside of it is part of it
+        self.unfinished: list[bool] = []  # the pass that runs, or that failed; what runs inside of it is part of it
         self._all_ended = self.unfinished.clear
         self.began: list[int] = []  # operations recorded when the micro-batch began, and when each of its passes did
         self.on_end: Callable[[], None] | None = None  # called when a pass is over, in windows that look
@@ -50,11 +51,9 @@ class Passes:
 
     def begin(self) -> None:
         """The first gradient of a backward pass has arrived."""
-        number = current_backward()
-        # FSDP2 calls hooks outside of backward passes, too.
-        if number == -1 or torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or (self._outside and current_backward() == -1):
             return
-        self.unfinished.append(number)
+        self.unfinished.append(True)
         queue_callback(self._all_ended)
         if self.on_end is not None:
             queue_callback(self.on_end)
@@ -150,11 +149,11 @@ class GradientMonitor:
     A backward pass that has brought a gradient and never came to its end has failed.
     """
 
-    def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, parameters: Callable[[], list[Tensor]], sharded: bool = False) -> None:
         self._parameters = parameters
         self._windows, self._next_look = 0, 1  # windows that are over; before the next one that looks
         self.looking = False  # at every parameter, in this window
-        self.passes = Passes()
+        self.passes = Passes(sharded)
         self._watched = _Watched([], self.passes)
         self._passes_noted = self._passes_warned = False
         self._on_end = functools.partial(_pass_over, weakref.ref(self))
@@ -201,10 +200,14 @@ class GradientMonitor:
     def close(self) -> None:
         """A window is over: choose what to watch in the next one."""
         self._windows += 1
+        if self._windows < self._next_look and not self.looking:  # nearly always
+            self._modification, self.passes.arrivals = None, 0
+            self._watched.restart(closed=True)
+            return
         if self._windows >= self._next_look:
             self._next_look = 2 * self._windows + 1
             self.watch_all()
-        elif self.looking:
+        else:
             most = max(self._watched.arrivals, default=0)
             likely = [p for p, arrivals in zip(self._watched.parameters, self._watched.arrivals) if arrivals == most > 0]
             if likely:
@@ -266,9 +269,14 @@ class GradientMonitor:
 
     # Modifications.
 
+    @property
+    def untouched(self) -> bool:
+        """Whether, in an ordinary window, nothing was done to the sum."""
+        return self._watched.untouched and self._modification is None
+
     def modification(self) -> Modification | None:
         """What was done to the sum; None if autograd alone touched it."""
-        if self._modification is None and not (self._watched.untouched and self._digest is None):
+        if self._modification is None and not (self._digest is None and self._watched.untouched):
             self._modification = self._found()
         return self._modification
 
@@ -332,7 +340,7 @@ class ShardedMonitor(GradientMonitor):
     def __init__(self, parameters: Callable[[], list[Tensor]], pending: Callable[[], list[Tensor]]) -> None:
         self._pending = pending
         self._kept: list[tuple[Tensor, int]] = []
-        super().__init__(parameters)
+        super().__init__(parameters, sharded=True)
 
     def watch_all(self) -> None:
         """Watch the last parameter: it tells that gradients arrive."""

@@ -125,7 +125,7 @@ class GradientWindow(Listener):
     def begin(self) -> None:
         """An empty window; where a backward pass will reduce it, its unit must be the other ranks', too."""
         self.window.close()
-        self.special = self._always_special
+        self._special, self.passes.ordinary = self._always_special, False
         if self.ranks.is_distributed and not self.ranks.manual_reduce:
             self.window.unit = self.ranks.unit
 
@@ -327,10 +327,8 @@ class GradientWindow(Listener):
         return window.add()
 
     def check_before_closing(self) -> None:
-        if self.passes.unfinished:
-            self.check_failed()
-        if self.monitor.modification() is not None:
-            self.check_sum()
+        self.check_failed()
+        self.check_sum()
 
     def _count_and_look(self, scaled: Sequence[Any]) -> bool:
         """`count`, where there is more to do than to add."""
@@ -553,7 +551,8 @@ class GradientWindow(Listener):
         """The update is made, or given up: the next micro-batch is the first of a new window."""
         if self._special:
             self.buffer.close()
-        self._restart()
+            self._restart()
+        self.loss_scale.scaled, self.saved = None, False
         self.monitor.close()
         self.begin()
 
@@ -571,10 +570,9 @@ class GradientWindow(Listener):
 
     def _restart(self) -> None:
         self.loss_scale.scaled, self.saved = None, False
-        if self._special:
-            self.loss_scale.close()
-            if self.noise is not None:
-                self.noise.restart()
+        self.loss_scale.close()
+        if self.noise is not None:
+            self.noise.restart()
 
     # Misuse.
 

@@ -151,7 +151,8 @@ class Windows:
             self.count()
             return
         if window.micro_batches + 1 >= window.steps or one.last:
-            self.current.check_before_closing()
+            if passes.unfinished or not self.current.monitor.untouched:
+                self.current.check_before_closing()
         passes.arrivals = 0
         if window.add():
             self.updated = self._update()
