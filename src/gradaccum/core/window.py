@@ -174,7 +174,7 @@ class Window:
         else:
             given = one.given
         said = given or one.in_batches
-        if given is not self.weights_given or self.unsaid is said:  # of the window's first, or of some and not of others
+        if given is not self.weights_given or self.unsaid is said:  # of the first, or of some alone
             self._note_weighing(weight, given, said)
         self.micro_batches += 1
         self.weights.append(weight)

@@ -182,6 +182,7 @@ class _Ahead:
         self.is_over = self.is_empty = False  # nothing comes after the batch in use; nothing has come at all
         self._knows_end = hasattr(loader, "end_of_dataloader")
         self._has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._is_plain = not (self._knows_end or self._has_state)
         self._fetched = 0
         with contextlib.suppress(TypeError):  # no weak reference: an epoch is all that is known of it
             self._fetched = _FETCHED.get(loader, 0)
@@ -218,11 +219,19 @@ class _Ahead:
         Raises:
             ValueError: That changed the batch before.
         """
+        self._fetched += 1
+        if self._fetched < self._look_at and self._is_plain:  # nearly always
+            try:
+                self.batch = next(self._iterator)
+            except StopIteration:
+                self.has_next, self.is_over = False, True
+            except Exception as error:
+                self.has_next, self.failure = False, error
+            return None
         state = _state_of(self.loader) if self._has_state else None
         if self._knows_end:
             self.has_next, self.is_over = False, bool(self.loader.end_of_dataloader)  # type: ignore[attr-defined]
             return state
-        self._fetched += 1
         if self._fetched < self._look_at:
             self._fetch()
             return state

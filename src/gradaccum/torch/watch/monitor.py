@@ -66,7 +66,9 @@ class _Watched:
     def __init__(self, parameters: list[Tensor], passes: Passes, before: _Watched | None = None) -> None:
         self.parameters = parameters
         self.nothing, self.none = [None] * len(parameters), [0] * len(parameters)
-        self.gradients: list[Tensor | None] = [*self.nothing]  # of this window; kept: no other tensor can have their ids
+        self.gradients: list[Tensor | None] = [
+            *self.nothing
+        ]  # of this window; kept: no other tensor can have their ids
         self.bases = [*self.none]  # their versions before anything had arrived
         self.arrivals = [*self.none]  # in this window,
         self.seen = [*self.none]  # ... at the last look,
@@ -209,7 +211,9 @@ class GradientMonitor:
             self.watch_all()
         else:
             most = max(self._watched.arrivals, default=0)
-            likely = [p for p, arrivals in zip(self._watched.parameters, self._watched.arrivals) if arrivals == most > 0]
+            likely = [
+                p for p, arrivals in zip(self._watched.parameters, self._watched.arrivals) if arrivals == most > 0
+            ]
             if likely:
                 self._watch([likely[i] for i in sorted({0, len(likely) // 2, len(likely) - 1})])
                 self.looking, self.passes.on_end, self._digest = False, None, None
