@@ -83,6 +83,7 @@ class Replicas(Engine):
                 "part of a model, or perhaps missing (find_unused_parameters; freezing or unfreezing after DDP has "
                 "wrapped the model): these are reduced as they are."
             )
+        self._all = [parameter for counted in self._counted for parameter in counted]
         self._reduces = self._sees_end = False
         self._filled = set[Tensor]()  # with zeros by `reduce`, in this window
 
@@ -111,7 +112,8 @@ class Replicas(Engine):
     def hold(self, closes: bool) -> None:
         self._reduces, self._sees_end = closes, False
         for model in self.modules:
-            model.require_backward_grad_sync = closes
+            if model.require_backward_grad_sync != closes:  # a module's attributes are slow to set
+                model.require_backward_grad_sync = closes
 
     def _forward_starts(self, model: Any, inputs: Any) -> None:
         if joins(model):
@@ -119,7 +121,8 @@ class Replicas(Engine):
                 "model.join() waits for reductions that are held back to the window's end. Leave it out: ranks may "
                 "have different numbers of micro-batches."
             )
-        model.require_backward_grad_sync = self._reduces  # others set it, too: Lightning after each step
+        if model.require_backward_grad_sync != self._reduces:  # others set it, too: Lightning after each step
+            model.require_backward_grad_sync = self._reduces
         if self._reduces and torch.is_grad_enabled() and (ranks := self._ranks()) is not None:
             ranks.forward_starts()
 
@@ -189,11 +192,10 @@ class Replicas(Engine):
     # Parameters that no rank has used.
 
     def trained(self) -> list[nn.Parameter]:
-        counted = [parameter for counted in self._counted for parameter in counted]
         if not self._flat:
-            return counted
+            return self._all
         own = set(self.parameters())
-        return [parameter for parameter in counted if parameter in own]
+        return [parameter for parameter in self._all if parameter in own]
 
     def _missing(self) -> list[nn.Parameter]:
         # DDP goes on reducing what is frozen by now.

@@ -69,6 +69,46 @@ class _Report(NamedTuple):
         return cls(Kind(int(kind)), *fields, Total(*numbers[8:16], tuple(numbers[16:])))  # type: ignore[call-arg,arg-type]
 
 
+class _Agreed(NamedTuple):
+    """What the reports of all ranks about a window come to."""
+
+    total: Total
+    loss_scale: float
+    source: int  # the first rank whose micro-batches have run
+    partly_idle: bool  # on some ranks none has run
+    last: bool
+    manual: bool
+    fills: bool
+    passes_differ: bool
+    settings_differ: bool
+    ways: tuple[str, ...]  # how each rank has weighed its micro-batches, where these can't be added up
+
+    @classmethod
+    def of(cls, reports: Sequence[_Report]) -> _Agreed:
+        totals = [report.total for report in reports]
+        weights, given, largest, scales, next_scales, overflow, equal, idle, sums = zip(*totals)
+        used = {*scales} - {0.0}
+        lost = any(overflow) or len(used) > 1  # where scales differ nevertheless, as after an overflow
+        unlike = any(equal) and any(weight and not one for weight, one in zip(weights, equal))
+        added = tuple(map(sum, zip(*sums)))
+        return cls(
+            Total(sum(weights), any(given), max(largest), min(used, default=0.0), overflow=lost, sums=added),
+            (min if lost else max)(filter(None, next_scales), default=0.0),
+            next((rank for rank, had_none in enumerate(idle) if not had_none), 0),
+            any(idle) and not all(idle),
+            all(report.last for report in reports),
+            any(report.manual for report in reports),
+            any(report.fills for report in reports),
+            len({report.passes for report in reports}) > 1,
+            len({report.settings for report in reports}) > 1,
+            tuple(map(_way, totals)) if unlike else (),
+        )
+
+
+def _way(total: Total) -> str:
+    return "without a weight" if total.equal else "weighed" if total.weight else "none"
+
+
 class Listener:
     """What an optimizer's window does while its ranks run a micro-batch; on a single device it is never called."""
 
@@ -134,6 +174,9 @@ class Ranks:
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
         self._steps = 0
         self._sent: Any = None  # a message that the other ranks' answers have not been read of
+        # What all ranks last said about a window, as it came, read, and put together: the next one is mostly the same.
+        self._rows, self._parsed = list[list[float]](), list[_Report]()
+        self._agreed: tuple[Any, Any] = (None, None)
         self.engine.attach(self)
         weakref.finalize(self, self.engine.remove).atexit = False
         try:
@@ -197,8 +240,7 @@ class Ranks:
         """Before the next micro-batch: whether it closes the window, is the epoch's last here, weighs anything."""
         self._closes, self._steps, self._last = closes, steps, last
         self._restart()
-        waits = self.waits or not (counts or self.sharded)
-        self.engine.hold(closes and not waits)
+        self.engine.hold(closes and not self.waits and (counts or self.sharded))
 
     def agree_on_last(self, last: bool) -> None:
         """A micro-batch of `batches()` begins, this rank's `last` one perhaps. A WindowError where that can't be."""
@@ -226,15 +268,15 @@ class Ranks:
             engine.factor *= listener.take_unit(unit)
         if not (self._closes or engine.always) or self.manual_reduce:
             return
-        if not self._reducing:
-            self._reducing = True
-            if not self.sharded:
-                self._share = listener.share() if self.settings.known_early else None
-                self._send(self._report(Kind.WINDOW, self._share))
-            if self.sharded:
-                after_backward(self.pass_over)
-            else:
-                engine.hold(False)  # more forward passes of this micro-batch do not belong to it
+        if self._reducing:
+            return
+        self._reducing = True
+        if self.sharded:
+            after_backward(self.pass_over)
+        else:
+            self._share = listener.share() if self.settings.known_early else None
+            self._send(self._report(Kind.WINDOW, self._share))
+            engine.hold(False)  # more forward passes of this micro-batch do not belong to it
 
     def first_bucket(self) -> None:
         """DDP is about to reduce: a rank that won't come is missed now, before anybody waits for it there."""
@@ -248,9 +290,9 @@ class Ranks:
             self._listening().reduced()
 
     def _current_versions(self) -> list[tuple[int, int]]:
-        if self.sharded:  # it reduces in every backward pass of this micro-batch
-            return []
-        return [(0, -1) if p.grad is None else (id(p.grad), p.grad._version) for p in self.engine.trained()]
+        """Empty for a sharded model, which reduces in every backward pass of this micro-batch."""
+        trained = () if self.sharded else self.engine.trained()
+        return [(0, -1) if (gradient := p.grad) is None else (id(gradient), gradient._version) for p in trained]
 
     def exchange_passes(self, *numbers: float) -> list[list[float]]:
         """What the ranks of a sharded model tell each other before a pass, or a collective of it."""
@@ -279,11 +321,13 @@ class Ranks:
         if not all(report.known for report in reports):
             reports = self._meet(self._report(Kind.TOTAL, mine))
         self._restart()
-        self._finish(reports)
-        total = self._added([report.total for report in reports])
-        if len({report.settings for report in reports}) > 1:
+        if self._agreed[0] is not reports:
+            self._agreed = reports, _Agreed.of(reports)
+        agreed: _Agreed = self._agreed[1]
+        self._finish(agreed)
+        if agreed.settings_differ:
             self.settings.settle(self.channel)
-        return total
+        return agreed.total
 
     def _reduce(self, reports: list[_Report], rescale: Callable[[float], None] | None) -> None:
         """Reduce the finished sum, in the unit of those that a backward pass reduces, else the largest weight."""
@@ -311,41 +355,24 @@ class Ranks:
                 "many from the first window on."
             )
 
-    def _finish(self, reports: list[_Report]) -> None:
-        """The window is reduced: the engine begins anew."""
-        if len({report.passes for report in reports}) > 1:
+    def _finish(self, agreed: _Agreed) -> None:
+        """The window is reduced: the engine begins anew. Raises where the ranks' sums can't be put together."""
+        if agreed.passes_differ:
             self.engine.settle()
             raise WindowError(DIFFERENT_PASSES)
-        if any(report.fills for report in reports):
+        if agreed.fills:
             self.drop_common(self.engine.unused())
-        idle = [report.total.idle for report in reports]
-        source = next((rank for rank, had_none in enumerate(idle) if not had_none), 0)
-        self.buffers_from = source if any(idle) and not all(idle) else None
-        self.engine.settle(source)
-        self._waits = False
-        self._all_last = all(report.last for report in reports)
-        self._manual |= any(report.manual for report in reports)
-
-    def _added(self, totals: list[Total]) -> Total:
-        """What the window weighs on all ranks. Raises where some of them weigh their micro-batches and others don't."""
-        weights, given, largest, scales, next_scales, overflow, equal, _, sums = zip(*totals)
-        used = {*scales} - {0.0}
-        lost = any(overflow) or len(used) > 1  # where scales differ nevertheless, as after an overflow
-        self.loss_scale = (min if lost else max)(filter(None, next_scales), default=self.loss_scale)
-        self.unit = max(largest) or self.unit
-        if any(equal) and any(weight and not one for weight, one in zip(weights, equal)):
-            ways = ["without a weight" if e else "weighed" if w else "none" for w, e in zip(weights, equal)]
+        self.buffers_from = agreed.source if agreed.partly_idle else None
+        self.engine.settle(agreed.source)
+        self._waits, self._all_last = False, agreed.last
+        self._manual |= agreed.manual
+        self.loss_scale = agreed.loss_scale or self.loss_scale
+        self.unit = agreed.total.largest or self.unit
+        if agreed.ways:
             raise WindowError(
                 "Some ranks weigh their micro-batches, by batches() or backward(loss, weight=...), and others don't: "
-                f"{by_rank(ways)}. Nothing was updated. Weigh them in the same way on every rank."
+                f"{by_rank(agreed.ways)}. Nothing was updated. Weigh them in the same way on every rank."
             )
-        scale, added = min(used, default=0.0), tuple(map(sum, zip(*sums)))
-        return Total(sum(weights), any(given), max(largest), scale, self.loss_scale, lost, sums=added)
-
-    def compare_settings(self) -> None:
-        """Compare `settings` by a message of their own, where an update begins before `total`."""
-        if len({*self._numbers(self.settings.number())}) > 1:
-            self.settings.settle(self.channel)
 
     def drop_common(self, unused: list[int]) -> None:
         """What no rank has used, by number, has no gradient, as on one device: an optimizer passes it over."""
@@ -368,6 +395,13 @@ class Ranks:
     def sum_number(self, number: float) -> float:
         """A number's sum over the ranks."""
         return sum(self._numbers(number))
+
+    def sum_in_advance(self, *numbers: float) -> list[float]:
+        """Sums over the ranks, and a look at their settings: where an update begins before `total`."""
+        messages = self._exchange(Kind.NUMBER, self.settings.number(), *numbers)
+        if len({message[1] for message in messages}) > 1:
+            self.settings.settle(self.channel)
+        return [sum(column) for column in zip(*messages)][2 : 2 + len(numbers)]
 
     def sum_by_name(self, mine: Mapping[Any, float]) -> dict[Any, float]:
         """Numbers summed over the ranks, each by its name; some ranks may lack some names."""
@@ -455,7 +489,11 @@ class Ranks:
     def _read(self) -> list[_Report]:
         """Wait for every rank's answer to the message that was sent; what they say about a window's end is kept."""
         (kind, sent), self._sent = self._sent, None
-        reports = [_Report.read(numbers) for numbers in self.channel.receive(sent)]
+        rows = self.channel.receive(sent)
+        if rows == self._rows:
+            self._reports = self._parsed
+            return self._parsed
+        reports = [_Report.read(numbers) for numbers in rows]
         kinds = {report.kind for report in reports}
         if self._last and Kind.ABORTED in kinds and kinds <= {Kind.ABORTED, Kind.IDLE}:
             return reports  # a rank has left an epoch that is over here
@@ -465,7 +503,8 @@ class Ranks:
         if len({*lengths} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
         if kind in closing and kinds & {Kind.WINDOW, Kind.FINISHED}:
-            self._reports = reports
+            self._rows, self._reports = rows, reports
+            self._parsed = reports
         return reports
 
     def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
