@@ -61,14 +61,12 @@ class Passes:
 
 
 class _Watched:
-    """Some parameters, and their gradients as autograd alone leaves them: lists that the hooks hold, and no optimizer."""
+    """Some parameters, and their gradients as autograd alone leaves them. Hooks hold the lists, and no optimizer."""
 
     def __init__(self, parameters: list[Tensor], passes: Passes, before: _Watched | None = None) -> None:
         self.parameters = parameters
         self.nothing, self.none = [None] * len(parameters), [0] * len(parameters)
-        self.gradients: list[Tensor | None] = [
-            *self.nothing
-        ]  # of this window; kept: no other tensor can have their ids
+        self.gradients: list[Tensor | None] = [*self.nothing]  # of this window: while kept, their ids stay theirs
         self.bases = [*self.none]  # their versions before anything had arrived
         self.arrivals = [*self.none]  # in this window,
         self.seen = [*self.none]  # ... at the last look,

@@ -150,9 +150,9 @@ class Windows:
         if mixed or one.in_batches is not one.announced or (RUNNING and not one.in_batches):
             self.count()
             return
-        if window.micro_batches + 1 >= window.steps or one.last:
-            if passes.unfinished or not self.current.monitor.untouched:
-                self.current.check_before_closing()
+        closes = window.micro_batches + 1 >= window.steps or one.last
+        if closes and (passes.unfinished or not self.current.monitor.untouched):
+            self.current.check_before_closing()
         passes.arrivals = 0
         if window.add():
             self.updated = self._update()
