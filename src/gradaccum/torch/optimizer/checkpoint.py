@@ -95,7 +95,6 @@ def window_state(windows: Windows) -> dict[str, Any]:
         return state
     open_.saved, open_.passes.ordinary = True, False
     windows.parameter_monitor.check_parameters()
-    open_.check_failed()
     open_.check_sum()  # an ordinary window does so at its end, which is elsewhere
     if ranks.sharded:
         ranks.reduce_pending()

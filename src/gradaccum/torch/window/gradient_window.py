@@ -293,7 +293,6 @@ class GradientWindow(Listener):
         return start  # type: ignore[return-value]  # it is one by now
 
     def add_gradients(self, gradients: Sequence[Tensor | None], weight: Any) -> None:
-        self.check_failed()
         self.check_sum()
         if self.by_name:
             raise mixed_terms_error()
@@ -322,13 +321,9 @@ class GradientWindow(Listener):
         self.loss_scale.scaled, self.saved = False, False
         passes.ordinary = True
         if window.closes_next:
-            self.check_before_closing()
+            self.check_sum()
         passes.arrivals = 0
         return window.add()
-
-    def check_before_closing(self) -> None:
-        self.check_failed()
-        self.check_sum()
 
     def _count_and_look(self, scaled: Sequence[Any]) -> bool:
         """`count`, where there is more to do than to add."""
@@ -336,7 +331,6 @@ class GradientWindow(Listener):
         self.passes.ordinary = False
         if scaled and scaled[0] is None:
             monitor.forget_values()  # `unscale_` has changed them, and raises no version
-        self.check_failed()
         self.check_sum()
         if self.passes.arrivals != one.weighed:
             if self.by_name:
@@ -582,6 +576,7 @@ class GradientWindow(Listener):
 
     def check_sum(self) -> None:
         """Raise if somebody else changed the sum; in a window of one micro-batch, the plain loop, that is fine."""
+        self.check_failed()
         found = self.monitor.modification()
         if found is None:
             return
