@@ -85,9 +85,8 @@ class GradientWindow(Listener):
         self.buffer: GradientBuffer = self.screened or self.named  # type: ignore[assignment]  # one of the two is there
         if ranks.is_distributed:
             self.buffer.attach(ranks.engine.pending)
-        self.monitor = (
-            ShardedMonitor(parameters, ranks.engine.pending) if ranks.sharded else GradientMonitor(parameters)
-        )
+        pending = ranks.engine.pending
+        self.monitor = ShardedMonitor(parameters, pending) if ranks.sharded else GradientMonitor(parameters)
         self.passes = self.monitor.passes
         self.loss_scale = LossScale(self.buffer, self.monitor)
         self.arrival_scale = ArrivalScale(parameters)
@@ -97,7 +96,7 @@ class GradientWindow(Listener):
         self.saved = False  # a checkpoint holds all of it: it may go on elsewhere
         self.set_to_none = True  # what the user's loop passes to `zero_grad`
         self._folded = self._warned_of_others = False
-        self._one: Tensor | None = None
+        self._one: Tensor | None = None  # what a backward pass starts from
         self._always_special = self.screened is not None or noise is not None or ranks.is_distributed
         self.begin()
         self.build_stages()
@@ -154,8 +153,6 @@ class GradientWindow(Listener):
         """The next micro-batch weighs this much; `given` by the user, or its rows; `last` of its epoch."""
         window = self.window
         window.expect(weight, given, last)
-        if weight == window.unit and not self._special:
-            return
         arriving = float(weight > 0)
         if weight == 0:
             self.special = True
@@ -231,24 +228,21 @@ class GradientWindow(Listener):
             raise mixed_terms_error()
         if self.ranks.is_distributed and not self.ranks.waits:
             raise WindowError(
-                "Losses came as backward({name: (loss, weight)}) for the first time in a later window than the first, "
-                "on several ranks, which reduce a single loss in the backward pass by now. Use names from the first "
-                "window on."
+                "On several ranks, backward({name: (loss, weight)}) must be used from the first window on: by now the "
+                "ranks reduce a single loss in its backward pass."
             )
         for name in self.losses.names(window.micro_batches).intersection(names) if named.sums else ():
             raise ValueError(
-                f"The loss term {name!r} came twice in one micro-batch: two means over the same rows, whose sum one "
-                "weight can't say. Give each a name of its own, or add them up before: "
-                "backward({'a': (loss_1 + loss_2, weight)})."
+                f"The loss term {name!r} came twice in one micro-batch. One weight can't describe two means over the "
+                "same rows: give each its own name, or add them first, backward({'a': (loss_1 + loss_2, weight)})."
             )
         return named
 
     def _run_backward(self, loss: Tensor, factor: float, retain_graph: bool | None, create_graph: bool) -> None:
         one, scaling = self.window.micro_batch, self.arrival_scale
-        others = self.passes.arrivals - one.weighed
-        shared = None
-        if factor != 1.0 and self.monitor.looking:
-            shared = [(window, window.passes.arrivals) for window in _WINDOWS if window is not self]
+        before, shared = self.passes.arrivals, None
+        if factor != 1.0 and self.monitor.looking and not self._warned_of_others:
+            shared = [(window.passes, window.passes.arrivals) for window in _WINDOWS if window is not self]
         try:
             if self.ranks.sharded:
                 self.ranks.engine.scale(1.0 if one.weight else 0.0)
@@ -264,45 +258,39 @@ class GradientWindow(Listener):
             raise
         finally:
             scaling.muted = False
-        one.weighed = self.passes.arrivals - others
+        one.weighed += self.passes.arrivals - before
         if not one.weighed:  # as far as is known in windows that look at three parameters
             self.passes.ordinary = False
-        if shared:
-            self._warn_of_others(shared)
-
-    def _warn_of_others(self, shared: list[tuple[GradientWindow, int]]) -> None:
-        """Warn, once, if a pass whose gradients are multiplied by a weight has reached another optimizer's."""
-        if self._warned_of_others or all(other.passes.arrivals == before for other, before in shared):
-            return
-        self._warned_of_others = True
-        warnings.warn(
-            "backward(loss, weight=...) of one optimizer also reached parameters of another wrapped one, which knows "
-            "nothing of these weights: its gradients came multiplied by them, and it divides by its own. Give both the "
-            "weights, a.batches(b.batches(loader, weight=count), weight=count), and call loss.backward().",
-            stacklevel=5,
-        )
+        if shared and any(passes.arrivals != arrivals for passes, arrivals in shared):
+            self._warned_of_others = True
+            warnings.warn(
+                "backward(loss, weight=...) of one optimizer also reached parameters of another wrapped one, which "
+                "knows nothing of these weights: its gradients came multiplied by them, and it divides by its own. "
+                "Give both the weights, a.batches(b.batches(loader, weight=count), weight=count), and call "
+                "loss.backward().",
+                stacklevel=4,
+            )
 
     def _start(self, loss: Tensor, factor: float) -> Tensor:
         """What a backward pass starts from: a tensor of this factor, of which that of 1 is made once."""
-        start = self._one
-        usable = start is not None and start.dtype is loss.dtype and start.device == loss.device
-        if factor != 1.0 or not usable or start._version:  # type: ignore[union-attr]  # a hook of the user's wrote it
+        start = self._one if factor == 1.0 else None
+        # A hook of the user's may have written to it.
+        if start is None or start.dtype is not loss.dtype or start.device != loss.device or start._version:
             start = torch.full_like(loss, factor, requires_grad=False)
             if factor == 1.0:
                 self._one = start
-        return start  # type: ignore[return-value]  # it is one by now
+        return start
 
     def add_gradients(self, gradients: Sequence[Tensor | None], weight: Any) -> None:
         self.check_sum()
         if self.by_name:
             raise mixed_terms_error()
-        one = self.window.micro_batch
+        one, before = self.window.micro_batch, self.passes.arrivals
         factor = self.window.weigh(weight)
         self.special = True
         self.loss_scale.rescale_()
         if one.weight == 0:
             return
-        before = self.passes.arrivals
         for parameter, gradient in zip(self.buffer.parameters(), gradients, strict=True):
             if gradient is not None:
                 add_gradient(parameter, gradient.detach() * factor)
@@ -343,7 +331,16 @@ class GradientWindow(Listener):
         weight = one.weight
         closes = window.add()
         self.saved = False
-        self._restart_arrivals(weight)
+        self._scale_arrivals(1.0)
+        if self.screened is not None:
+            self.screened.add()
+            monitor.resync()  # its gradient has moved into the sum
+        if weight or self.ranks.sharded:
+            monitor.counted(window.closes_next)
+        else:
+            monitor.forget_arrivals()
+        if self.noise is not None and self.noise.waiting and window.weight > 0 and not self.ranks.reduced:
+            self._measure(self.noise)
         if not closes and self.loss_scale.in_use:
             self.loss_scale.expect_backward()
         self._settle()
@@ -351,10 +348,10 @@ class GradientWindow(Listener):
 
     def _scale_sum(self, scaled: Sequence[Any]) -> None:
         """Have the sum in one scale, with that of a checkpoint in it."""
-        scale, weight = self.loss_scale, self.window.micro_batch.weight
+        scale, weight, screened = self.loss_scale, self.window.micro_batch.weight, self.screened is not None
         unscaled = bool(scaled) and scaled[0] is None
         # One that weighs nothing has no say, unless `unscale_` has divided the others' sum in it.
-        if (weight or unscaled) and self.screened is None and (scaled or self.passes.arrivals or not self.monitor.idle):
+        if (weight or unscaled) and not screened and (scaled or self.passes.arrivals or not self.monitor.idle):
             scale.check(bool(scaled))
         if not scaled:
             if self.buffer.restored is not None:
@@ -366,13 +363,11 @@ class GradientWindow(Listener):
             self.build_stages()
         if not unscaled:
             self.losses.unscale(self.window.micro_batches, scaled[0])
-        if self.screened is not None:
-            if not unscaled:
+            if screened:
                 scale_(self.buffer.gradients(), scaled[0].reciprocal())
-            return
-        if unscaled:
+        elif not screened:
             self._check_unscaled()
-        if weight or scale.in_use or self.ranks.is_distributed:
+        if not screened and (weight or scale.in_use or self.ranks.is_distributed):
             scale.add(scaled[0], scaled[1])
             self.monitor.resync()
 
@@ -389,20 +384,6 @@ class GradientWindow(Listener):
                 "it when `optimizer.closes_next`, or not at all: the wrapper unscales, and clips with clip_grad_norm=. "
                 "discard() drops the window."
             )
-
-    def _restart_arrivals(self, weight: float | None) -> None:
-        """The micro-batch is in: what arrives from now on belongs to the next one."""
-        monitor, noise = self.monitor, self.noise
-        self._scale_arrivals(1.0)
-        if self.screened is not None:
-            self.screened.add()
-            monitor.resync()  # its gradient has moved into the sum
-        if weight or self.ranks.sharded:
-            monitor.counted(self.window.closes_next)
-        else:
-            monitor.forget_arrivals()
-        if noise is not None and noise.waiting and self.window.weight > 0 and not self.ranks.reduced:
-            self._measure(noise)
 
     def _settle(self) -> None:
         """Whether there is more in this window than gradients that autograd adds up."""
@@ -469,8 +450,7 @@ class GradientWindow(Listener):
 
     def _reduce(self, total: WindowTotal) -> bool:
         """Make the sum and its weight those of all ranks."""
-        window, ranks, scale = self.window, self.ranks, self.loss_scale
-        manual_reduce = not ranks.reduced
+        window, ranks, scale, manual_reduce = self.window, self.ranks, self.loss_scale, not self.ranks.reduced
         if manual_reduce:
             scale.bring_to(ranks.loss_scale)
         weights = window.weight, window.weights_given, window.largest
@@ -492,15 +472,12 @@ class GradientWindow(Listener):
     def _rescale(self, unit: float) -> None:
         """All ranks are about to reduce: bring the sum to one unit, those of losses by name to one sum."""
         if self.named is not None and self.named.used:
-            totals = self.ranks.sum_by_name(self.named.totals())
-            if totals:
+            if totals := self.ranks.sum_by_name(self.named.totals()):
                 self.named.fold(totals)
                 self._folded = True
                 return
-        if self.window.reduction == "mean":
-            factor = self.window.rescale(unit)
-            if factor != 1.0:
-                self.buffer.scale_(factor)
+        if self.window.reduction == "mean" and (factor := self.window.rescale(unit)) != 1.0:
+            self.buffer.scale_(factor)
 
     # What `ranks` calls: a `gradaccum.torch.distributed.Listener`.
 
@@ -543,19 +520,20 @@ class GradientWindow(Listener):
 
     def close(self) -> None:
         """The update is made, or given up: the next micro-batch is the first of a new window."""
+        self.loss_scale.scaled, self.saved = None, False
         if self._special:
             self.buffer.close()
             self._restart()
-        self.loss_scale.scaled, self.saved = None, False
         self.monitor.close()
         self.begin()
 
-    def empty(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, too; None: in the way of the loop's own `zero_grad`."""
+    def empty(self) -> None:
+        """Clear the gradients, too, in the way of the loop's own `zero_grad`."""
+        self.loss_scale.scaled, self.saved = None, False
         self.window.micro_batch.restart()
         self.monitor.restart()
         self.passes.ordinary = False
-        self.buffer.clear(self.set_to_none if set_to_none is None else set_to_none)
+        self.buffer.clear(self.set_to_none)
         if self._special:
             self.ranks.engine.clear()
             self._failure = None
@@ -563,7 +541,6 @@ class GradientWindow(Listener):
             self._settle()
 
     def _restart(self) -> None:
-        self.loss_scale.scaled, self.saved = None, False
         self.loss_scale.close()
         if self.noise is not None:
             self.noise.restart()
@@ -575,15 +552,14 @@ class GradientWindow(Listener):
             raise failed_error(self._failure) from self._failure
 
     def check_sum(self) -> None:
-        """Raise if somebody else changed the sum; in a window of one micro-batch, the plain loop, that is fine."""
+        """Raise if a pass failed or somebody else changed the sum; in a window of one micro-batch, that may be fine."""
         self.check_failed()
-        found = self.monitor.modification()
+        found, window = self.monitor.modification(), self.window
         if found is None:
             return
-        window = self.window
         early = found == "edited" and self.ranks.is_distributed and not self.ranks.sharded  # reduced later, perhaps
         alone = not window.micro_batches and window.closes_next and not early
-        if not (alone and not (window.reduction == "sum" and window.micro_batch.given)):
+        if not alone or (window.reduction == "sum" and window.micro_batch.given):
             raise modification_error(found)
 
     def check_untouched(self) -> None:
