@@ -131,6 +131,7 @@ class GradientWindow(Listener):
     def parameters_added(self) -> None:
         self.buffer.prepare()
         self.loss_scale.remove()
+        self.monitor.modification()
         self.monitor.watch_all()
 
     def remove(self) -> None:
