@@ -117,7 +117,7 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
     if ranks.is_distributed:
         ranks.resume(state.get("unit", ranks.unit))
     open_.close()
-    open_.special = True
+    open_.be_special()
     open_.empty()
     open_.expect_nothing()
     open_.losses.restart()
@@ -134,7 +134,7 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
             if open_.named.used:
                 ranks.reduce_manually()
             open_.build_stages()
-        open_.special = True
+        open_.be_special()
         if ranks.sharded:
             ranks.engine.restored([p for i, p in enumerate(open_.buffer.parameters()) if i in state["gradients"]])
     windows.load_state_dict(state)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.torch.watch.values import Values
+from gradaccum.torch.watch.monitor import Values
 
 
 class ParameterMonitor:

@@ -112,19 +112,14 @@ class GradientWindow(Listener):
             **self._options,
         )
 
-    @property
-    def special(self) -> bool:
-        """Whether there is more in this window than gradients that autograd adds up: each micro-batch is looked at."""
-        return self._special
-
-    @special.setter
-    def special(self, special: bool) -> None:
-        self._special, self.passes.ordinary = special, False
+    def be_special(self) -> None:
+        """There is more in this window than gradients that autograd adds up: each micro-batch is looked at."""
+        self.special, self.passes.ordinary = True, False
 
     def begin(self) -> None:
         """An empty window; where a backward pass will reduce it, its unit must be the other ranks', too."""
         self.window.close()
-        self._special, self.passes.ordinary = self._always_special, False
+        self.special, self.passes.ordinary = self._always_special, False
         if self.ranks.is_distributed and not self.ranks.manual_reduce:
             self.window.unit = self.ranks.unit
 
@@ -156,7 +151,7 @@ class GradientWindow(Listener):
         window.expect(weight, given, last)
         arriving = float(weight > 0)
         if weight == 0:
-            self.special = True
+            self.be_special()
         elif window.reduction == "mean" and weight != window.unit and not self.by_name:
             if self.ranks.is_distributed and not self.ranks.manual_reduce and window.unit is not None:
                 arriving = weight / window.unit
@@ -183,7 +178,7 @@ class GradientWindow(Listener):
                 self._backward_named(checked_terms(loss, weight), retain_graph, create_graph)
                 return
             loss = checked_scalar(loss, "`loss`")
-        if self._special and self.by_name:
+        if self.special and self.by_name:
             raise mixed_terms_error()
         if one.weight is None and not window.micro_batches:
             self.losses.restart()
@@ -194,7 +189,7 @@ class GradientWindow(Listener):
             self.losses.add(window.micro_batches, loss, one.weight, one.given)
         elif not self.ranks.sharded:
             self.loss_scale.rescale_()  # no backward pass will do it
-            self.special = True
+            self.be_special()
             with self.monitor.resyncing():
                 self.buffer.reach(loss)
             return
@@ -207,7 +202,7 @@ class GradientWindow(Listener):
             named.used = True
             self.ranks.reduce_manually()  # each sum is divided by its own total before they are one
             self.build_stages()
-        self.special = True
+        self.be_special()
         if one.weight is None and not window.micro_batches:
             self.losses.restart()
         if one.weight is None or (counts and one.weight == 0):
@@ -254,7 +249,8 @@ class GradientWindow(Listener):
             else:
                 run_backward([loss], [self._start(loss, factor)], bool(retain_graph))
         except BaseException as error:
-            self._failure, self.special = error, True
+            self._failure = error
+            self.be_special()
             self.ranks.abort()
             raise
         finally:
@@ -288,7 +284,7 @@ class GradientWindow(Listener):
             raise mixed_terms_error()
         one, before = self.window.micro_batch, self.passes.arrivals
         factor = self.window.weigh(weight)
-        self.special = True
+        self.be_special()
         self.loss_scale.rescale_()
         if one.weight == 0:
             return
@@ -305,7 +301,7 @@ class GradientWindow(Listener):
         window, passes = self.window, self.passes
         one = window.micro_batch
         mixed = one.factor != 1.0 and passes.arrivals != one.weighed
-        if mixed or scaled or self._special or self.monitor.looking or not passes.arrivals:
+        if mixed or scaled or self.special or self.monitor.looking or not passes.arrivals:
             return self._count_and_look(scaled)
         self.loss_scale.scaled, self.saved = False, False
         passes.ordinary = True
@@ -390,6 +386,7 @@ class GradientWindow(Listener):
         """Whether there is more in this window than gradients that autograd adds up."""
         moved = self.buffer.restored is not None or self.loss_scale.in_use
         self.special = self._always_special or moved or self.by_name or self._failure is not None
+        self.passes.ordinary = False
 
     def _measure(self, noise: NoiseMeter) -> None:
         """Show the meter the sum so far: unscaled and over the weight, it is the mean of the micro-batches so far."""
@@ -411,7 +408,7 @@ class GradientWindow(Listener):
         """Turn the sum into the mean gradient in `p.grad`. Returns whether there is one to update with."""
         window, scale = self.window, self.loss_scale
         total = WindowTotal(self.buffer, window.divisor, window.weight, window.micro_batches)
-        if self._special:
+        if self.special:
             self.buffer.join_restored(scale.scale)
             total.scale, total.overflow = scale.scale, False if scale.overflow is None else scale.overflow
             self._weigh(total)
@@ -472,12 +469,11 @@ class GradientWindow(Listener):
 
     def _rescale(self, unit: float) -> None:
         """All ranks are about to reduce: bring the sum to one unit, those of losses by name to one sum."""
-        if self.named is not None and self.named.used:
-            if totals := self.ranks.sum_by_name(self.named.totals()):
-                self.named.fold(totals)
-                self._folded = True
-                return
-        if self.window.reduction == "mean" and (factor := self.window.rescale(unit)) != 1.0:
+        named = self.named
+        if named is not None and named.used and (totals := self.ranks.sum_by_name(named.totals())):
+            named.fold(totals)
+            self._folded = True
+        elif self.window.reduction == "mean" and (factor := self.window.rescale(unit)) != 1.0:
             self.buffer.scale_(factor)
 
     # What `ranks` calls: a `gradaccum.torch.distributed.Listener`.
@@ -522,7 +518,7 @@ class GradientWindow(Listener):
     def close(self) -> None:
         """The update is made, or given up: the next micro-batch is the first of a new window."""
         self.loss_scale.scaled, self.saved = None, False
-        if self._special:
+        if self.special:
             self.buffer.close()
             self._restart()
         self.monitor.close()
@@ -535,7 +531,7 @@ class GradientWindow(Listener):
         self.monitor.restart()
         self.passes.ordinary = False
         self.buffer.clear(self.set_to_none)
-        if self._special:
+        if self.special:
             self.ranks.engine.clear()
             self._failure = None
             self._restart()

@@ -234,7 +234,7 @@ class Windows:
         if self.window.micro_batches:
             current.skip()
             current.check_sum()
-            current.special = True  # a checkpoint's sum may not have been joined
+            current.be_special()  # a checkpoint's sum may not have been joined
             self.updated = self._update()
             current.empty()  # the loop's own zero_grad() is not to be relied on here: it may come before step()
         elif not ends_epoch:
@@ -253,7 +253,7 @@ class Windows:
         if self._phase is _Phase.AHEAD:
             self._phase = _Phase.PLAIN
         current.begin()
-        current.special = True
+        current.be_special()
         current.empty()
         current.losses.restart()  # what it had belongs to no update
         self.expect_next()
@@ -279,7 +279,7 @@ class Windows:
             RUNNING[number] = weakref.ref(self.window, lambda _: RUNNING.pop(number, None))
 
     def expect_batch(self, weight: float, given: bool, last: bool) -> None:
-        if weight == self._expected and self.passes.ordinary:  # nearly always
+        if weight == self._expected and weight and not self.current.special:  # nearly always
             self.one.announced, self.one.last = True, last
             return
         self._expected = weight
