@@ -212,9 +212,10 @@ class WindowState:
 
     def _begin(self) -> None:
         self._is_open, self.looks = True, self.always or self.looks
-        others = [*all_generators(), *self._generators] if self.looks else self._drawn_from
-        random = RandomState([*self._torch, *(generator for generator in others if generator != "cpu")])
-        self._start = Snapshot(self._start.buffers, self._start.dicts, random)
+        generators = [*self._torch, *self._drawn_from]
+        if self.looks:
+            generators = [*self._torch, *(one for one in all_generators() if one != "cpu"), *self._generators]
+        self._start.random = RandomState(generators)
         if self._start.buffers:
             self.retake()
 

@@ -138,10 +138,7 @@ def in_micro_batches(objective: Objective, batch: Batch, sizes: Sequence[int]) -
             found: list[Terms] = [objective.evaluate(batch.take(part))[1] for part in parts]  # type: ignore[misc]  # terms
         window = LossAccumulator(objective, batch, counted(objective, found), named=True)
     for part in parts:
-        weighted = window.forward(batch.take(part))
-        if weighted.loss is not None:
-            window.backward(weighted, weighted.loss)
-        window.add(weighted)
+        window.backward(window.forward(batch.take(part)))
     divisor = 1.0 if window.divisor is None else float(window.divisor)
     for parameter in named_parameters(objective).values():
         if parameter.grad is not None:
