@@ -333,9 +333,11 @@ class WindowState:
             self._find()
         self._begin()
 
-    def forget(self) -> None:
-        """Leave everything as it is now, and look anew at what moves."""
-        self._is_open, self._outside, self.modes, self._batch = False, [], [], None
+    def forget(self, *, modules: bool = True) -> None:
+        """Leave everything as it is now, and look anew at what moves, and at which modules there are."""
+        self._is_open, self._outside, self._batch = False, [], None
+        if modules:
+            self.modes = []
 
     def rng_used(self) -> bool:
         """Whether random numbers have been drawn since the window began."""

@@ -102,7 +102,7 @@ class LossAccumulator:
         # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
         self._same: Weight | None = None
         if not named and (self._adds or self.total is None):
-            self._same = 1.0 if self.total is None else ratio(1.0, self.total)
+            self._same = 1.0 if self.total is None else ratio(1.0, self.total)  # type: ignore[arg-type]  # no dict
         self._begin()
 
     def restart(self) -> None:
@@ -248,11 +248,11 @@ class LossAccumulator:
             return self._weighed_by_forward(loss, weight)
         if self.divisor is not None:
             raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
-        part = None if known is None or self.total is None else ratio(known, self.total)
+        if known is None or self.total is None:
+            return WeightedLoss(loss, 1.0 if self._same is None else self._same)
+        part = ratio(known, self.total)
         if self._same is not None:
             return WeightedLoss(loss, self._same, None, part)
-        if part is None:
-            return WeightedLoss(loss, ratio(1.0, self.total))
         return WeightedLoss(where_any(loss, known), part, share=part)
 
     def _of_nothing(self, micro_batch: Batch) -> WeightedLoss:

@@ -313,7 +313,8 @@ class TrainStep:
         return finished
 
     def _rehearse(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
-        return self._windows.rehearse(objective, batch, sizes, self.update.scaler and self._proof.scale)
+        scaler = self.update.scaler and self._proof.scale
+        return self._windows.rehearse(objective, batch, sizes, scaler, known=self._proof.quick)
 
     def _prove(self, batch: Batch) -> None:
         if not self._verify or not (self._windows.whole is not None or self.batcher.splits(batch)):

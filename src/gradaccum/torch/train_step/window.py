@@ -104,8 +104,13 @@ class WindowRunner:
         self._own_state = self._new_state(always=True)  # of proofs
         self._global_batch = GlobalBatch(ranks, self.buffer, in_blocks=layers is not None)
 
-    def rehearse(self, objective: Objective, batch: Batch, sizes: Sequence[int], scaler: Any) -> Tensor:
-        """What a window does, by this rank alone: nothing is clipped, measured or learned. Returns the loss."""
+    def rehearse(
+        self, objective: Objective, batch: Batch, sizes: Sequence[int], scaler: Any, *, known: bool = False
+    ) -> Tensor:
+        """What a window does, by this rank alone: nothing is clipped, measured or learned. Returns the loss.
+
+        `known`: which modules there are has been looked up for the proof before.
+        """
         own = copy.copy(self)
         own.objective = objective.on(inside(self.roots[0]) if self.whole is None else self.whole.chunks)
         own.ranks, own.state, own.buffers, own.scaler = Ranks(), self._own_state, WindowBuffers(), scaler
@@ -117,7 +122,7 @@ class WindowRunner:
         try:
             return own.run(batch, sizes).loss
         finally:
-            own.state.forget()
+            own.state.forget(modules=not known)
 
     @property
     def all_at_once(self) -> bool:
@@ -296,9 +301,9 @@ class TrainPasses:
         self.window.backward(weighted, self._scale)
         if not self._plain:
             self._note(piece, weighted)
-        if self._moves and (weighted.loss is not None or weighted.weightless is not None):
-            if piece.size < self._batch.rows:
-                self._runner.buffers.micro_batch(self._runner.state.moved(), piece.size)
+        ran = weighted.loss is not None or weighted.weightless is not None
+        if self._moves and ran and piece.size < self._batch.rows:
+            self._runner.buffers.micro_batch(self._runner.state.moved(), piece.size)
 
     def _weighs_nothing(self, piece: Slice, loss: Tensor | None) -> None:
         if self._layers is None and self._runner.ranks.sharded:
