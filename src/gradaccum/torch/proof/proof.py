@@ -165,7 +165,7 @@ class Proof:
     def _compared(
         self, objective: Objective, few: Batch, way: int, parameters: dict[str, Tensor], state: ModuleState
     ) -> _Found:
-        """The rows at once and in micro-batches: quickly, if the latest proof drew nothing, and closely if that differs."""
+        """The rows at once and in micro-batches: quickly where the last proof drew nothing, closely if that differs."""
 
         def run(ways: Sequence[Way], precision: torch.dtype | None = None) -> _Found:
             self.scale.power = 0
