@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from gradaccum.on_torch.batch import leaves, map_leaves
 from gradaccum.on_torch.private import casts_outputs, sharded_groups
 
 logger = logging.getLogger("gradaccum")
@@ -148,6 +149,13 @@ class Logits:
             return loss
         name = getattr(func, "__name__", str(func))
         return func(*_computed(args, name), **_computed(kwargs, name))
+
+
+def computed(outputs: Any, what: str) -> Any:
+    """A module's outputs, with logits that stand for theirs computed, as they are needed for `what`."""
+    if type(outputs) is Tensor or not any(isinstance(leaf, Logits) for _, leaf in leaves(outputs)):
+        return outputs
+    return map_leaves(lambda leaf: leaf.whole(what) if isinstance(leaf, Logits) else leaf, outputs)
 
 
 def _computed(tree: Any, name: str) -> Any:
