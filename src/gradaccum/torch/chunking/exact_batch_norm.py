@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
+import itertools
 import operator
 import sys
 import traceback
@@ -55,16 +55,16 @@ def run_exact(
     outputs: list[Any] = []
     for segment in model.segments:
         run = _Segment(model, segment, offload)
-        loaded = [Inputs(tuple(model.load(node, values, statistics) for node in segment.loads), {}) for values in known]
+        loaded = [Inputs(tuple(model.loaded(segment, values, statistics)), {}) for values in known]
         passes = _SegmentPasses(run, policy, loaded[0], sizes, model.owners_of_buffers(segment))
         passes.name = type(module).__name__
         outputs = passes.run(loaded, differentiated=differentiated, compares=compares)
-        boundary = segment.boundary
+        segment.is_over, boundary = True, segment.boundary
         if boundary is not None:
             for values, stored in zip(known, outputs, strict=True):
-                values.update(zip(segment.stores, stored, strict=True))
-            device, xs = model.devices[boundary.source][0], [values[boundary.source] for values in known]
-            statistics[boundary.node] = _Statistics.apply(boundary, device, boundary.weight, boundary.bias, *xs)
+                values.update(zip(segment.stores, stored.args, strict=True))
+            xs = [values[boundary.source] for values in known]
+            statistics[boundary.node] = _Statistics.apply(boundary, segment.pool, boundary.weight, boundary.bias, *xs)
     return outputs
 
 
@@ -100,9 +100,9 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, boundary: Boundary, device: torch.device, weight: Tensor | None, bias: Tensor | None, *xs: Tensor
+        ctx: Any, boundary: Boundary, pool: Pool, weight: Tensor | None, bias: Tensor | None, *xs: Tensor
     ) -> tuple[Tensor, ...]:
-        pool = functools.reduce(Pool.merged, (Pool.of(x.to(device)) for x in xs)).over_ranks(boundary.layer)
+        pool = pool.over_ranks(boundary.layer)
         if pool.count < 2:
             line = _line(boundary.node)
             raise ValueError(f"BatchNorm needs more than one value per channel in training mode: {line}.")
@@ -111,7 +111,7 @@ class _Statistics(torch.autograd.Function):
         mean, variance = pool.mean.to(like.dtype), (pool.deviations / pool.count).to(like.dtype)
         weight = torch.ones_like(mean) if weight is None else weight.clone()
         bias = torch.zeros_like(mean) if bias is None else bias.clone()
-        ctx.boundary, ctx.count, ctx.device = boundary, pool.count, device
+        ctx.boundary, ctx.count = boundary, pool.count
         ctx.save_for_backward(mean, variance, weight, *xs)
         ctx.mark_non_differentiable(mean, variance)
         ctx.set_materialize_grads(False)
@@ -136,7 +136,7 @@ class _Statistics(torch.autograd.Function):
 
         def through_statistics(x: Tensor) -> Tensor:
             shape = [1, -1] + [1] * (x.dim() - 2)
-            centred = x.to(ctx.device, slope.dtype) - mean.view(shape)
+            centred = x.to(slope.device, slope.dtype) - mean.view(shape)
             return torch.addcmul(constant.view(shape), centred, slope.view(shape)).to(x.device, x.dtype)
 
         of_xs = [through_statistics(x) if is_needed else None for x, is_needed in zip(xs, needed[4:])]
@@ -154,6 +154,10 @@ class Segment:
     """Values made here that later segments or the next BatchNorm need."""
     boundary: Boundary | None = None
     """The BatchNorm at its end; None for the last segment."""
+    pool: Pool | None = None
+    """The statistics of what that normalises."""
+    is_over: bool = False
+    """Whether its first passes are."""
 
 
 class _Root(nn.Module):
@@ -204,7 +208,7 @@ class SegmentedModel:
         """With nodes in place of values."""
         self.segments, self.boundaries = [Segment()], dict[fx.Node, Boundary]()
         self.devices: dict[fx.Node, list[torch.device]] = {}
-        """Where the tensors in a stored value were made."""
+        """Where the tensors in a value were made that is in host memory."""
         for node in list(graph.nodes):
             if node.op in ("call_module", "call_function", "call_method"):
                 self._add(node)
@@ -262,13 +266,18 @@ class SegmentedModel:
                 if node in made and node not in made[node].stores:
                     made[node].stores.append(node)
 
-    def load(self, node: fx.Node, values: dict[fx.Node, Any], statistics: dict[fx.Node, Sequence[Tensor]]) -> Any:
-        """What a segment loads: of a BatchNorm's output, what it is made of."""
-        if node in self.boundaries:
-            return [values[self.boundaries[node].source], *statistics[node]]
-        if node.op != "get_attr":
-            return values[node]
-        return value if isinstance(value := self.attribute(node), nn.Parameter) else None
+    def loaded(
+        self, segment: Segment, values: dict[fx.Node, Any], statistics: dict[fx.Node, Sequence[Tensor]]
+    ) -> Iterator[Any]:
+        """What a segment is called with: for a BatchNorm's output, what it is made of; for a buffer, None."""
+        for node in segment.loads:
+            if node in self.boundaries:
+                yield values[self.boundaries[node].source]
+                yield from statistics[node]
+            elif node.op == "get_attr":
+                yield value if isinstance(value := self.attribute(node), nn.Parameter) else None
+            else:
+                yield values[node]
 
     def owners_of_buffers(self, segment: Segment) -> list[nn.Module]:
         """The modules whose buffers the code of a segment reads or moves itself."""
@@ -282,13 +291,16 @@ class _Segment(nn.Module):
     def __init__(self, model: SegmentedModel, segment: Segment, offload: bool) -> None:
         super().__init__()
         self.model, self.segment, self.offload = model, segment, offload
+        self.nodes = [node for node in segment.loads for _ in range(5 if node in model.boundaries else 1)]
+        """Which node each argument belongs to."""
         for number, node in enumerate(segment.nodes):
             if node.op == "call_module":
                 self.add_module(str(number), model.attribute(node))
 
     def forward(self, *loaded: Any) -> Any:
         model, segment = self.model, self.segment
-        values = {node: self._ready(node, value) for node, value in zip(segment.loads, loaded, strict=True)}
+        remaining = iter(loaded)
+        values = {node: self._ready(node, remaining) for node in segment.loads}
         needed = {*segment.stores, *(_nodes(model.outputs) if segment.boundary is None else ())}
         last = {used: node for node in segment.nodes for used in node.all_input_nodes}
         for number, node in enumerate(segment.nodes):
@@ -307,35 +319,38 @@ class _Segment(nn.Module):
                     values.pop(used, None)
         if segment.boundary is None:
             return _filled(model.outputs, values)
-        return [self._kept(node, values[node]) for node in segment.stores]
+        if not segment.is_over:
+            own = Pool.of(values[segment.boundary.source])
+            segment.pool = own if segment.pool is None else segment.pool.merged(own)
+        return Inputs(tuple([self._kept(node, values[node]) for node in segment.stores]), {})
 
-    def _ready(self, node: fx.Node, value: Any) -> Any:
+    def _ready(self, node: fx.Node, loaded: Iterator[Any]) -> Any:
         """A value that was loaded, on its device; a BatchNorm's output is computed."""
-        boundary = self.model.boundaries.get(node)
-        if value is None and node.op == "get_attr":  # a buffer, as it is now
-            return self.model.attribute(node)
+        value, boundary = next(loaded), self.model.boundaries.get(node)
         if boundary is not None:
-            x, mean, variance, weight, bias = value
-            x = x.to(self.model.devices[boundary.source][0], non_blocking=True)
+            mean, variance, weight, bias = itertools.islice(loaded, 4)
+            x = value.to(mean.device, non_blocking=True)
             return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, boundary.eps)
-        if self.offload and node in self.model.devices:
+        if node.op == "get_attr" and value is None:  # a buffer, as it is now
+            return self.model.attribute(node)
+        if node in self.model.devices:
             devices = zip(tensors_of(value), self.model.devices[node], strict=True)
             return with_tensors(value, [tensor.to(device, non_blocking=True) for tensor, device in devices])
         return value
 
     def _kept(self, node: fx.Node, value: Any) -> Any:
         """A value that is stored; in host memory, where it is for later."""
-        tensors = tensors_of(value)
-        self.model.devices.setdefault(node, [tensor.device for tensor in tensors])
-        if not self.offload or torch.is_grad_enabled():
+        if not self.offload or self.segment.is_over:
             return value
+        tensors = tensors_of(value)
+        self.model.devices[node] = [tensor.device for tensor in tensors]
         return with_tensors(value, map(_in_host_memory, tensors))
 
 
 class _SegmentPasses(Passes):
     def edited(self, inputs: Inputs, tensor: Tensor) -> Exception:
         assert isinstance(self.module, _Segment)
-        loaded = zip(self.module.segment.loads, inputs.args, strict=True)
+        loaded = zip(self.module.nodes, inputs.args, strict=True)
         node = next(node for node, value in loaded if any(t is tensor for t in tensors_of(value)))
         if node.op == "placeholder":
             return super().edited(inputs, tensor)

@@ -65,15 +65,22 @@ _PLACEHOLDER = torch.empty(0)
 """Stands for a tensor in a tree that autograd shall not find tensors in: it keeps and watches them itself."""
 
 
+def _is_flat(tree: Any) -> bool:
+    """Whether these are the most frequent inputs, tensors by position, which take no walk."""
+    return type(tree) is Inputs and not tree.kwargs and all([type(leaf) is Tensor for leaf in tree.args])
+
+
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors in a tree, in order."""
     if isinstance(tree, Tensor):
         return [tree]
+    if _is_flat(tree):
+        return [*tree.args]
     return [tensor for _, _, child in children(tree) or () for tensor in tensors_of(child)]
 
 
 def without_tensors(tree: Any) -> Any:
-    return map_leaves(lambda leaf: _PLACEHOLDER if isinstance(leaf, Tensor) else leaf, tree)
+    return with_tensors(tree, itertools.repeat(_PLACEHOLDER))
 
 
 def with_tensors(tree: Any, tensors: Iterable[Any]) -> Any:
@@ -81,8 +88,8 @@ def with_tensors(tree: Any, tensors: Iterable[Any]) -> Any:
     remaining = iter(tensors)
     if isinstance(tree, Tensor):
         return next(remaining)
-    if type(tree) is Inputs and not tree.kwargs and all([type(leaf) is Tensor for leaf in tree.args]):
-        return Inputs(tuple(itertools.islice(remaining, len(tree.args))), {})  # the most frequent call
+    if _is_flat(tree):
+        return Inputs(tuple(itertools.islice(remaining, len(tree.args))), {})
     return map_leaves(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -227,11 +234,12 @@ class Passes:
 
     def _first_pass(self, number: int, inputs: Inputs) -> Any:
         """The outputs of one micro-batch; graph and activations are kept as the grad mode says."""
-        versions = [version_of(tensor) for tensor in tensors_of(inputs)]
+        given = tensors_of(inputs)
+        versions = [version_of(tensor) for tensor in given]
         with self.policy.micro_batch(), self._buffers.lent(self.sizes[number]), _hooks_on_activations_explained():
             outputs = computed(self.module(*inputs.args, **inputs.kwargs), _IN_CHUNKS)
         self.policy.commit()
-        edited = [tensor for tensor, before in zip(tensors_of(inputs), versions) if version_of(tensor) != before]
+        edited = [tensor for tensor, before in zip(given, versions) if version_of(tensor) != before]
         if edited:
             raise self.edited(inputs, edited[0])
         return outputs
