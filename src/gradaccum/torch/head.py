@@ -338,4 +338,4 @@ class _CrossEntropies(torch.autograd.Function):
 
 
 cross_entropies: Callable[..., Tensor] = _CrossEntropies.apply
-"""`losses(logits, target)` of each row, by `(x, weight, bias, target, losses)`, of the logits `linear(x, weight, bias)`."""
+"""Each row's `losses(logits, target)` of its logits `linear(x, weight, bias)`, by `(x, weight, bias, target, losses)`."""

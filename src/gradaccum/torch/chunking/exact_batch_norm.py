@@ -49,26 +49,23 @@ def run_exact(
     for path, leaf in leaves(micro_batches[0]):
         if hasattr(leaf, "shape") and not isinstance(leaf, Tensor):
             raise ValueError(f'batch_norm="exact" takes tensors. Received: {path.removeprefix(".")} = {leaf!r}.')
-    model = SegmentedModel(module, micro_batches[0])
+    model = _Model(module, micro_batches[0], offload)
     known: list[dict[fx.Node, Any]] = [{model.inputs: tensors_of(inputs)} for inputs in micro_batches]
     statistics: dict[fx.Node, Sequence[Tensor]] = {}
     outputs: list[Any] = []
     for segment in model.segments:
-        run = _Segment(model, segment, offload)
-        loaded = [Inputs(tuple(model.loaded(segment, values, statistics)), {}) for values in known]
-        passes = _SegmentPasses(run, policy, loaded[0], sizes, model.owners_of_buffers(segment))
+        loaded = [Inputs(tuple(segment.arguments(values, statistics)), {}) for values in known]
+        passes = _SegmentPasses(segment, policy, loaded[0], sizes, segment.owners_of_buffers())
         passes.name = type(module).__name__
         outputs = passes.run(loaded, differentiated=differentiated, compares=compares)
-        segment.is_over, boundary = True, segment.boundary
+        boundary = segment.boundary
         if boundary is not None:
+            boundary.is_settled = True
             for values, stored in zip(known, outputs, strict=True):
                 values.update(zip(segment.stores, stored.args, strict=True))
             xs = [values[boundary.source] for values in known]
-            statistics[boundary.node] = _Statistics.apply(boundary, segment.pool, boundary.weight, boundary.bias, *xs)
+            statistics[boundary.node] = _Statistics.apply(boundary, boundary.weight, boundary.bias, *xs)
     return outputs
-
-
-# A model in segments.
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,6 +82,10 @@ class Boundary:
     eps: float
     momentum: float | None
     layer: _BatchNorm | None = None
+    pool: Pool | None = None
+    """The statistics of the rows that have come to it."""
+    is_settled: bool = False
+    """Whether all have."""
 
     def move_running(self, pool: Pool) -> None:
         if self.layer is not None:
@@ -100,9 +101,10 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, boundary: Boundary, pool: Pool, weight: Tensor | None, bias: Tensor | None, *xs: Tensor
+        ctx: Any, boundary: Boundary, weight: Tensor | None, bias: Tensor | None, *xs: Tensor
     ) -> tuple[Tensor, ...]:
-        pool = pool.over_ranks(boundary.layer)
+        assert boundary.pool is not None
+        pool = boundary.pool.over_ranks(boundary.layer)
         if pool.count < 2:
             line = _line(boundary.node)
             raise ValueError(f"BatchNorm needs more than one value per channel in training mode: {line}.")
@@ -125,10 +127,10 @@ class _Statistics(torch.autograd.Function):
             )
         mean, variance, weight, *xs = ctx.saved_tensors
         if dy_xhat is None or dy is None:
-            return (None,) * (4 + len(xs))
+            return (None,) * (3 + len(xs))
         needed = ctx.needs_input_grad
         # Of this rank's rows, as those of any parameter.
-        of_weight, of_bias = dy_xhat if needed[2] else None, dy if needed[3] else None
+        of_weight, of_bias = dy_xhat if needed[1] else None, dy if needed[2] else None
         dy_xhat, dy = summed_over_ranks(ctx.boundary.layer, dy_xhat, dy)
         deviation = (variance + ctx.boundary.eps).rsqrt()
         scale = weight * deviation / ctx.count
@@ -139,25 +141,8 @@ class _Statistics(torch.autograd.Function):
             centred = x.to(slope.device, slope.dtype) - mean.view(shape)
             return torch.addcmul(constant.view(shape), centred, slope.view(shape)).to(x.device, x.dtype)
 
-        of_xs = [through_statistics(x) if is_needed else None for x, is_needed in zip(xs, needed[4:])]
-        return (None, None, of_weight, of_bias, *of_xs)
-
-
-@dataclasses.dataclass
-class Segment:
-    """What happens between two BatchNorm layers, in order."""
-
-    nodes: list[fx.Node] = dataclasses.field(default_factory=list)
-    loads: list[fx.Node] = dataclasses.field(default_factory=list)
-    """Values from before: inputs, parameters, BatchNorm outputs and what earlier segments stored."""
-    stores: list[fx.Node] = dataclasses.field(default_factory=list)
-    """Values made here that later segments or the next BatchNorm need."""
-    boundary: Boundary | None = None
-    """The BatchNorm at its end; None for the last segment."""
-    pool: Pool | None = None
-    """The statistics of what that normalises."""
-    is_over: bool = False
-    """Whether its first passes are."""
+        of_xs = [through_statistics(x) if is_needed else None for x, is_needed in zip(xs, needed[3:])]
+        return (None, of_weight, of_bias, *of_xs)
 
 
 class _Root(nn.Module):
@@ -185,16 +170,16 @@ class _Tracer(fx.Tracer):
         return node
 
 
-class SegmentedModel:
+class _Model:
     """A model, cut at the BatchNorm layers that are in training mode."""
 
-    def __init__(self, module: nn.Module, inputs: Inputs) -> None:
-        self._root = _Root(module, inputs)
+    def __init__(self, module: nn.Module, inputs: Inputs, offload: bool) -> None:
+        self.root, self.offload = _Root(module, inputs), offload
         try:
             with torch.enable_grad():
                 self.modes = _modes()
                 """Grad mode and autocast outside the model."""
-                graph = _Tracer().trace(self._root)
+                graph = _Tracer().trace(self.root)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -206,29 +191,36 @@ class SegmentedModel:
         self.inputs = next(node for node in graph.nodes if node.op == "placeholder")
         self.outputs = next(node for node in graph.nodes if node.op == "output").args[0]
         """With nodes in place of values."""
-        self.segments, self.boundaries = [Segment()], dict[fx.Node, Boundary]()
+        self.segments, self.boundaries = [Segment(self)], dict[fx.Node, Boundary]()
         self.devices: dict[fx.Node, list[torch.device]] = {}
         """Where the tensors in a value were made that is in host memory."""
         for node in list(graph.nodes):
             if node.op in ("call_module", "call_function", "call_method"):
                 self._add(node)
-        self._find_crossings()
+        made = {node: segment for segment in self.segments for node in segment.nodes}
+        for segment in self.segments:
+            used = [node for user in segment.nodes for node in user.all_input_nodes]
+            used += _nodes(self.outputs) if segment.boundary is None else []
+            segment.loads = [node for node in dict.fromkeys(used) if made.get(node) is not segment]
+            needed = [*segment.loads, *([segment.boundary.source] if segment.boundary is not None else [])]
+            for node in [node for node in needed if node in made and node not in made[node].stores]:
+                made[node].stores.append(node)
 
     def attribute(self, node: fx.Node) -> Any:
-        return operator.attrgetter(str(node.target))(self._root)
+        return operator.attrgetter(str(node.target))(self.root)
 
     def _add(self, node: fx.Node) -> None:
         segment, boundary = self.segments[-1], self._boundary(node)
         if boundary is None:
-            segment.nodes.append(node)
+            segment.add(node)
             return
         if boundary.source not in segment.nodes:  # right behind another BatchNorm: make the value its own
             with node.graph.inserting_before(node):
                 boundary.source = node.graph.call_function(_identity, (boundary.source,))
             boundary.source.meta.update(node.meta)
-            segment.nodes.append(boundary.source)
+            segment.add(boundary.source)
         segment.boundary = self.boundaries[node] = boundary
-        self.segments.append(Segment())
+        self.segments.append(Segment(self))
 
     def _boundary(self, node: fx.Node) -> Boundary | None:
         if node.op == "call_module":
@@ -255,58 +247,53 @@ class SegmentedModel:
                 given[name] = self.attribute(value)
         return Boundary(node, given.pop("input"), **given)
 
-    def _find_crossings(self) -> None:
-        made = {node: segment for segment in self.segments for node in segment.nodes}
-        for segment in self.segments:
-            used = [node for user in segment.nodes for node in user.all_input_nodes]
-            used += _nodes(self.outputs) if segment.boundary is None else []
-            segment.loads = [node for node in dict.fromkeys(used) if made.get(node) is not segment]
-        for segment in self.segments:
-            for node in [*segment.loads, *([segment.boundary.source] if segment.boundary is not None else [])]:
-                if node in made and node not in made[node].stores:
-                    made[node].stores.append(node)
 
-    def loaded(
-        self, segment: Segment, values: dict[fx.Node, Any], statistics: dict[fx.Node, Sequence[Tensor]]
-    ) -> Iterator[Any]:
-        """What a segment is called with: for a BatchNorm's output, what it is made of; for a buffer, None."""
-        for node in segment.loads:
-            if node in self.boundaries:
-                yield values[self.boundaries[node].source]
+class Segment(nn.Module):
+    """What happens between two BatchNorm layers: a module of what it loads, which returns what it stores."""
+
+    def __init__(self, model: _Model) -> None:
+        super().__init__()
+        self.model, self.nodes = model, list[fx.Node]()
+        self.loads: list[fx.Node] = []
+        """Values from before: inputs, parameters, BatchNorm outputs and what earlier segments stored."""
+        self.stores: list[fx.Node] = []
+        """Values made here that later segments or the next BatchNorm need."""
+        self.boundary: Boundary | None = None
+        """The BatchNorm at its end; None for the last segment."""
+
+    def add(self, node: fx.Node) -> None:
+        if node.op == "call_module":
+            self.add_module(str(len(self.nodes)), self.model.attribute(node))
+        self.nodes.append(node)
+
+    def arguments(self, values: dict[fx.Node, Any], statistics: dict[fx.Node, Sequence[Tensor]]) -> Iterator[Any]:
+        """What it is called with: for a BatchNorm's output, what it is made of; for a buffer, None."""
+        for node in self.loads:
+            if node in self.model.boundaries:
+                yield values[self.model.boundaries[node].source]
                 yield from statistics[node]
             elif node.op == "get_attr":
-                yield value if isinstance(value := self.attribute(node), nn.Parameter) else None
+                yield value if isinstance(value := self.model.attribute(node), nn.Parameter) else None
             else:
                 yield values[node]
 
-    def owners_of_buffers(self, segment: Segment) -> list[nn.Module]:
-        """The modules whose buffers the code of a segment reads or moves itself."""
-        found = [node for node in segment.loads if node.op == "get_attr"]
-        return [self._root.get_submodule(str(node.target).rpartition(".")[0]) for node in found]
+    def node_of(self, argument: int) -> fx.Node:
+        return [node for node in self.loads for _ in range(5 if node in self.model.boundaries else 1)][argument]
 
+    def owners_of_buffers(self) -> list[nn.Module]:
+        """The modules whose buffers its own code reads or moves."""
+        found = [str(node.target) for node in self.loads if node.op == "get_attr"]
+        return [self.model.root.get_submodule(path.rpartition(".")[0]) for path in found]
 
-class _Segment(nn.Module):
-    """A segment as a module of what it loads."""
-
-    def __init__(self, model: SegmentedModel, segment: Segment, offload: bool) -> None:
-        super().__init__()
-        self.model, self.segment, self.offload = model, segment, offload
-        self.nodes = [node for node in segment.loads for _ in range(5 if node in model.boundaries else 1)]
-        """Which node each argument belongs to."""
-        for number, node in enumerate(segment.nodes):
-            if node.op == "call_module":
-                self.add_module(str(number), model.attribute(node))
-
-    def forward(self, *loaded: Any) -> Any:
-        model, segment = self.model, self.segment
-        remaining = iter(loaded)
-        values = {node: self._ready(node, remaining) for node in segment.loads}
-        needed = {*segment.stores, *(_nodes(model.outputs) if segment.boundary is None else ())}
-        last = {used: node for node in segment.nodes for used in node.all_input_nodes}
-        for number, node in enumerate(segment.nodes):
+    def forward(self, *arguments: Any) -> Any:
+        remaining = iter(arguments)
+        values = {node: self._loaded(node, remaining) for node in self.loads}
+        needed = {*self.stores, *(_nodes(self.model.outputs) if self.boundary is None else ())}
+        last = {used: node for node in self.nodes for used in node.all_input_nodes}
+        for number, node in enumerate(self.nodes):
             args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
             modes = node.meta["modes"]
-            with _NO_CONTEXT if modes == model.modes else _in_modes(modes):
+            with _NO_CONTEXT if modes == self.model.modes else _in_modes(modes):
                 if node.op == "call_module":
                     values[node] = getattr(self, str(number))(*args, **kwargs)
                 elif node.op == "call_method":
@@ -317,18 +304,18 @@ class _Segment(nn.Module):
             for used in node.all_input_nodes:
                 if last[used] is node and used not in needed:
                     values.pop(used, None)
-        if segment.boundary is None:
-            return _filled(model.outputs, values)
-        if not segment.is_over:
-            own = Pool.of(values[segment.boundary.source])
-            segment.pool = own if segment.pool is None else segment.pool.merged(own)
-        return Inputs(tuple([self._kept(node, values[node]) for node in segment.stores]), {})
+        if self.boundary is None:
+            return _filled(self.model.outputs, values)
+        if not self.boundary.is_settled:
+            own = Pool.of(values[self.boundary.source])
+            self.boundary.pool = own if self.boundary.pool is None else self.boundary.pool.merged(own)
+        return Inputs(tuple([self._stored(node, values[node]) for node in self.stores]), {})
 
-    def _ready(self, node: fx.Node, loaded: Iterator[Any]) -> Any:
-        """A value that was loaded, on its device; a BatchNorm's output is computed."""
-        value, boundary = next(loaded), self.model.boundaries.get(node)
+    def _loaded(self, node: fx.Node, arguments: Iterator[Any]) -> Any:
+        """A value from before, on its device; a BatchNorm's output is computed."""
+        value, boundary = next(arguments), self.model.boundaries.get(node)
         if boundary is not None:
-            mean, variance, weight, bias = itertools.islice(loaded, 4)
+            mean, variance, weight, bias = itertools.islice(arguments, 4)
             x = value.to(mean.device, non_blocking=True)
             return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, boundary.eps)
         if node.op == "get_attr" and value is None:  # a buffer, as it is now
@@ -338,9 +325,9 @@ class _Segment(nn.Module):
             return with_tensors(value, [tensor.to(device, non_blocking=True) for tensor, device in devices])
         return value
 
-    def _kept(self, node: fx.Node, value: Any) -> Any:
-        """A value that is stored; in host memory, where it is for later."""
-        if not self.offload or self.segment.is_over:
+    def _stored(self, node: fx.Node, value: Any) -> Any:
+        """A value for later; in host memory, if that is wanted."""
+        if not self.model.offload or (self.boundary is not None and self.boundary.is_settled):
             return value
         tensors = tensors_of(value)
         self.model.devices[node] = [tensor.device for tensor in tensors]
@@ -349,9 +336,9 @@ class _Segment(nn.Module):
 
 class _SegmentPasses(Passes):
     def edited(self, inputs: Inputs, tensor: Tensor) -> Exception:
-        assert isinstance(self.module, _Segment)
-        loaded = zip(self.module.nodes, inputs.args, strict=True)
-        node = next(node for node, value in loaded if any(t is tensor for t in tensors_of(value)))
+        assert isinstance(self.module, Segment)
+        place = next(n for n, value in enumerate(inputs.args) if any(t is tensor for t in tensors_of(value)))
+        node = self.module.node_of(place)
         if node.op == "placeholder":
             return super().edited(inputs, tensor)
         return ValueError(
