@@ -338,4 +338,4 @@ class _CrossEntropies(torch.autograd.Function):
 
 
 cross_entropies: Callable[..., Tensor] = _CrossEntropies.apply
-"""Each row's `losses(logits, target)` of its logits `linear(x, weight, bias)`, by `(x, weight, bias, target, losses)`."""
+"""Losses of each row, in tiles: `(x, weight, bias, target, losses)` with `losses(logits, target)`."""
