@@ -274,7 +274,7 @@ class Chunked(nn.Module):
         """What the proof finds. Of packed rows, it finds out how padding on the left can be cut off."""
         if plan.packs is None:
             return self._compared(plan, plan.inputs, batch_norm=batch_norm)
-        ordered = take(plan.inputs, plan.packs.telling(plan.inputs, ROWS), plan.dims)
+        ordered = take(plan.inputs, plan.packs.telling(ROWS), plan.dims)
         now: Left = "keep" if self._left == "whole" else self._left
         ways: list[Left] = ["cut", "number", "keep"] if "left" in plan.packs.padded else [now]
         for way in ways:
