@@ -109,9 +109,10 @@ class Snapshot:
         self, buffers: Sequence[BufferSnapshot] = (), modules: Iterable[nn.Module] = (), generators: Iterable[Any] = ()
     ) -> None:
         self.buffers, self.random = buffers, RandomState(generators)
-        self.there = [(module, {n: b is not None for n, b in module._buffers.items()}) for module in modules]
-        self._empty = any(False in names.values() for _, names in self.there)
-        self._count = sum(len(names) for _, names in self.there)
+        self.there = [(module, frozenset(module._buffers)) for module in modules]
+        self._dicts = [module._buffers for module, _ in self.there]
+        self._empty = [(m, name) for m, names in self.there if names for name in names if m._buffers[name] is None]
+        self._count = sum(map(len, self._dicts))
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module], generators: Iterable[Any] = ()) -> Snapshot:
@@ -124,14 +125,11 @@ class Snapshot:
 
     def made(self) -> list[BufferSnapshot]:
         """What passes have made since: buffers that were None, or not there."""
-        if not self._empty and sum([len(module._buffers) for module, _ in self.there]) == self._count:  # as mostly
-            return []
-        return [
-            BufferSnapshot(module._buffers, name, module, name in names)
-            for module, names in self.there
-            for name, buffer in module._buffers.items()
-            if not names.get(name) and (buffer is not None or name not in names)
-        ]
+        found = [BufferSnapshot(m._buffers, n, m) for m, n in self._empty if m._buffers.get(n) is not None]
+        if sum(map(len, self._dicts)) != self._count:
+            new = [(module, name) for module, names in self.there for name in module._buffers if name not in names]
+            found += [BufferSnapshot(module._buffers, name, module, named=False) for module, name in new]
+        return found
 
     @torch.no_grad()
     def put_back(self) -> list[str]:
@@ -226,7 +224,8 @@ class WindowState:
         self._is_open, self.looks = True, self.always or self.looks
         others = [*all_generators(), *self._generators] if self.looks else self._drawn_from
         self._start.random = RandomState([*self._torch, *(generator for generator in others if generator != "cpu")])
-        self.retake()
+        if self._start.buffers:
+            self.retake()
 
     @torch.no_grad()
     def retake(self) -> None:

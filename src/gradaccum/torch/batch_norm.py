@@ -233,21 +233,20 @@ class BatchNormPolicy:
     several times per micro-batch moves once per call, as it would on the large batch.
     """
 
+    _open = _collecting = False  # of the class, since files of version 0.1 don't have them
+
     def __init__(self, batch_norm: Any, module: nn.Module, *, moved_once: bool = False, remedy: str = "") -> None:
-        self.choice, self.module, self._remedy = checked_batch_norm(batch_norm), module, remedy
+        self.choice, self.module, self.remedy = checked_batch_norm(batch_norm), module, remedy
         self.idle = False
         """Whether there is nothing to do in this window's micro-batches."""
         self.pooled = self.choice == "pooled" or (self.choice == "warn" and moved_once)
         self._has_layers: bool | None = None
-        self._warned, self._micro_batches = False, 0
-        self._open = self._collecting = False
-        self._pools, self._micro = dict[_BatchNorm, list[Pool]](), dict[_BatchNorm, list[Pool]]()
-        self._borrowed = dict[_BatchNorm, tuple[dict[str, Tensor | None], Any]]()
+        self.warned, self.micro_batches = False, 0
 
     def window(self) -> contextlib.AbstractContextManager[Any]:
         """Around all of a window's forward and backward passes; pooled statistics move at its end, if none raised."""
-        self._micro_batches = 0
-        self.idle = not self.pooled and (self.choice != "warn" or self._warned or self._has_layers is False)
+        self.micro_batches = 0
+        self.idle = not self.pooled and (self.choice != "warn" or self.warned or self._has_layers is False)
         if self.choice == "frozen":
             return frozen(self.module)
         return self._pooling() if self.pooled else _NO_CONTEXT
@@ -257,7 +256,8 @@ class BatchNormPolicy:
         layers = [layer for _, layer in batch_norms(self.module) if layer.running_mean is not None]
         handles = [layer.register_forward_pre_hook(self._lend) for layer in layers]
         handles += [layer.register_forward_hook(self._collect, always_call=True) for layer in layers]
-        self._pools, self._micro, self._open = {}, {}, True
+        self._pools, self._micro = dict[_BatchNorm, list[Pool]](), dict[_BatchNorm, list[Pool]]()
+        self._borrowed, self._open = dict[_BatchNorm, tuple[dict[str, Tensor | None], Any]](), True
         try:
             yield
         finally:
@@ -273,11 +273,11 @@ class BatchNormPolicy:
 
         Passes outside of it, such as recomputations, leave pooled statistics alone.
         """
-        self._micro_batches += 1
-        if self.choice == "warn" and self._micro_batches == 2 and not self._warned:  # one alone is the large batch
+        self.micro_batches += 1
+        if self.choice == "warn" and self.micro_batches == 2 and not self.warned:  # one alone is the large batch
             if self._has_layers is None:
                 self._has_layers = any(isinstance(layer, _BatchNorm) for layer in self.module.modules())
-            self._warned = self._has_layers and warn_of_batch_norm(self.module, self._remedy)
+            self.warned = self._has_layers and warn_of_batch_norm(self.module, self.remedy)
         return self._collected() if self._open else _NO_CONTEXT
 
     @contextlib.contextmanager
@@ -290,7 +290,7 @@ class BatchNormPolicy:
 
     def commit(self) -> None:
         """The last micro-batch is in: it won't be repeated in smaller ones for want of memory."""
-        for layer, pools in self._micro.items():
+        for layer, pools in self._micro.items() if self._open else ():
             known = self._pools.get(layer, [])
             merged = [before.merged(pool) for before, pool in zip(known, pools)]
             self._pools[layer] = [*merged, *known[len(pools) :], *pools[len(known) :]]

@@ -144,9 +144,12 @@ def _mapping(tree: Any) -> tuple[Any, Callable[[Any], Any]] | None:
         return (tree, lambda new: new) if any(masks(tree)) else None
     for index, item in enumerate(tree if isinstance(tree, tuple) else ()):
         if (found := _mapping(item)) is not None:
-            mapping, put = found
-            return mapping, lambda new: rebuild(tree, [*tree[:index], put(new), *tree[index + 1 :]])
+            return found[0], functools.partial(_put, tree, index, found[1])
     return None
+
+
+def _put(tree: Any, index: int, put: Callable[[Any], Any], new: Any) -> Any:
+    return rebuild(tree, [*tree[:index], put(new), *tree[index + 1 :]])
 
 
 def can_take_positions(batch: Any, model: Any) -> bool:
