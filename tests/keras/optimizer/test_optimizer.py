@@ -345,7 +345,7 @@ def test_a_schedule_that_nothing_drives_is_an_error():
     x, y = regression(8)
     model = network()
     model.compile(optimizer=Optimizer(keras.optimizers.SGD(0.1, use_ema=True), {0: 2, 1: 1}), loss="mse")
-    with pytest.raises(ValueError, match=r"told of epochs. Received: steps=\{0: 2, 1: 1\}.*GradientAccumulation"):
+    with pytest.raises(ValueError, match=r"needs to know epochs. Received: steps=\{0: 2, 1: 1\}.*GradientAccumulation"):
         model.fit(x, y, batch_size=4, verbose=0)
 
 
