@@ -39,7 +39,8 @@ FIVE = split(regression(20), [4] * 5)
 
 def callback(event, function):
     """One that calls `function(model, number)` at this event."""
-    return keras.callbacks.LambdaCallback(**{event: function})
+    made = keras.callbacks.LambdaCallback(**{event: lambda number, logs=None: function(made.model, number)})
+    return made
 
 
 @pytest.mark.parametrize(("window", "make"), EPOCHS)
@@ -98,7 +99,7 @@ def test_a_callable_schedule_is_asked_when_a_window_opens(fit_bound):
 
 def test_a_generator_of_unknown_length(fit_bound):
     model, seen = wrapped(sgd(), 3), []
-    looks = callback("on_epoch_end", lambda epoch, logs: seen.append(model.optimizer.micro_batches))
+    looks = callback("on_epoch_end", lambda model, epoch: seen.append(model.optimizer.micro_batches))
     with pytest.warns(UserWarning, match="ran out of data"):  # Keras: the length is not known before
         model.fit((one for one in FIVE), shuffle=False, verbose=0, callbacks=[GradientAccumulation(), looks])
     assert seen == [0]
@@ -128,16 +129,14 @@ def test_validation_and_callbacks_see_the_finished_epoch():
 
 @compiled_on("jax")
 def test_validation_in_the_middle_leaves_the_window_open(fit_bound):
-    model = wrapped(sgd(), 3)
-    evaluates = callback("on_train_batch_end", lambda batch, logs: model.evaluate(*FIVE[0], verbose=0))
-    fit(model, FIVE, evaluates, epochs=2)
+    evaluates = callback("on_train_batch_end", lambda model, batch: model.evaluate(*FIVE[0], verbose=0))
+    model = fit(wrapped(sgd(), 3), FIVE, evaluates, epochs=2)
     assert error(model, updated(windows_of(FIVE, 3) * 2)) <= fit_bound
 
 
 def test_training_that_stops_inside_an_epoch_closes_the_window(fit_bound):
-    model = wrapped(sgd(), 2)
-    stops = callback("on_train_batch_end", lambda batch, logs: setattr(model, "stop_training", batch == 2))
-    fit(model, FIVE, stops, epochs=2)
+    stops = callback("on_train_batch_end", lambda model, batch: setattr(model, "stop_training", batch == 2))
+    model = fit(wrapped(sgd(), 2), FIVE, stops, epochs=2)
     assert error(model, updated([FIVE[:2], FIVE[2:3]])) <= fit_bound
 
 
@@ -171,7 +170,7 @@ def test_a_fit_after_one_that_failed_counts_rows_once(fit_bound):
     micro_batches, model = split(regression(10), [4, 4, 2]), network()
     model.compile(optimizer=Optimizer(sgd(), 3), loss="mse")
     with contextlib.suppress(ZeroDivisionError):
-        fit(model, micro_batches, callback("on_epoch_begin", lambda epoch, logs: 1 / 0))
+        fit(model, micro_batches, callback("on_epoch_begin", lambda model, epoch: 1 / 0))
     fit(model, micro_batches)
     assert "train_step" not in vars(model)
     assert error(model, updated([micro_batches])) <= fit_bound
@@ -243,4 +242,4 @@ def test_an_error_in_training_is_not_hidden():
     model = network()
     model.compile(optimizer=Optimizer(keras.optimizers.SGD(0.1, use_ema=True), 2), loss="mse")
     with pytest.raises(ZeroDivisionError):
-        fit(model, FIVE, callback("on_train_batch_end", lambda batch, logs: 1 / 0), GradientAccumulation())
+        fit(model, FIVE, callback("on_train_batch_end", lambda model, batch: 1 / 0), GradientAccumulation())
