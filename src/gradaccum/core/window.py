@@ -7,6 +7,9 @@ the sum is kept in multiples of a `unit`, the weight of the window's first micro
     sum_i (w_i / unit) g_i      and, at the end,      divided by  sum_i w_i / unit
 
 With equal weights every factor is exactly 1, and the divisor is the number of micro-batches.
+
+A compiled step can't keep a `Window` in Python: there its numbers travel as a named tuple, perhaps of traced scalars,
+and `counted` and `is_full` count it.
 """
 
 from __future__ import annotations
@@ -222,6 +225,24 @@ class Window:
 
     def __repr__(self) -> str:
         return f"Window({self.micro_batches} of {self.steps} micro-batches, weight={self.weight:g})"
+
+
+def counted(window: Any, weight: Any, **changed: Any) -> Any:
+    """A window with one more micro-batch: a named tuple with `micro_batches`, `weight` and `steps`, perhaps traced.
+
+    Example:
+        >>> from collections import namedtuple
+        >>> Counts = namedtuple("Counts", "micro_batches weight steps")
+        >>> window = counted(Counts(1, 30, 2), 15)
+        >>> window, is_full(window)
+        (Counts(micro_batches=2, weight=45, steps=2), True)
+    """
+    return window._replace(micro_batches=window.micro_batches + 1, weight=window.weight + weight, **changed)
+
+
+def is_full(window: Any) -> Any:
+    """Whether a window holds its `steps` micro-batches: a bool, or a traced one."""
+    return window.micro_batches >= window.steps
 
 
 def checked_weight(weight: Any) -> float:
