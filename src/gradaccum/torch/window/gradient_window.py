@@ -224,8 +224,9 @@ class GradientWindow(Listener):
             raise mixed_terms_error()
         if self.ranks.is_distributed and not self.ranks.waits:
             raise WindowError(
-                "On several ranks, backward({name: (loss, weight)}) must be used from the first window on: by now the "
-                "ranks reduce a single loss in its backward pass."
+                "On several ranks, losses came as backward({name: (loss, weight)}) for the first time in a later "
+                "window than the first: by now the ranks reduce a single loss in its backward pass. Use names from the "
+                "first window on."
             )
         for name in self.losses.names(window.micro_batches).intersection(names) if named.sums else ():
             raise ValueError(
