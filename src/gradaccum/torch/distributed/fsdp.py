@@ -54,13 +54,9 @@ def sharded_modules(model: nn.Module) -> list[nn.Module]:
     from torch.distributed.fsdp import FSDPModule  # takes a second to import, and few need it
 
     found: list[nn.Module] = []
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if isinstance(module, FSDPModule):
+    for module in model.modules():  # outer ones come first
+        if isinstance(module, FSDPModule) and not any(module in {*outer.modules()} for outer in found):
             found.append(module)
-        else:
-            waiting += reversed([*module.children()])
     if found and torch.__version__ < "2.13":
         raise RuntimeError(
             f"A model under fully_shard needs torch 2.13 or later, and this is {torch.__version__}, whose FSDP2 leaves "
