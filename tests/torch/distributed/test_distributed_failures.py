@@ -178,7 +178,8 @@ ONE_RANK: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
         (failures.fails, ("ddp", way, where), "ArithmeticError", LEFT)
         for where in ("forward", "backward")
         for way in ("batches", "plain")
-    ],
+    ]
+    + [(failures.fails, ("ddp", "plain", "closure"), "ArithmeticError", LEFT)],
     "has a second backward pass behind a reduction": [
         (ddp_cases.penalty_later, ((1,), together), "WindowError", LEFT) for together in (False, True)
     ],
