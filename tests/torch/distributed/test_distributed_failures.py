@@ -113,7 +113,7 @@ REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
             sharded_cases.uneven,
             (way, sync),
             "WindowError",
-            "needs the same passes on every rank. The last batch has come: False on rank 0",
+            "needs the same number of batches on every rank. Whether this batch is the last: False on rank 0",
         )
         for way in ("within", "between", "scaler")
         for sync in ("window", "micro_batch")

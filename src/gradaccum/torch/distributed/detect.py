@@ -129,8 +129,8 @@ def _check_shards(parameters: Sequence[Tensor], nonfinite: str | None, wide: boo
         )
     if wide:
         raise ValueError(
-            "accumulate_dtype is fully_shard's to choose: MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
-            "reduce_dtype=torch.float32) sums and reduces bfloat16 gradients in float32."
+            "A sharded model sums gradients in the dtype that fully_shard was given. In place of accumulate_dtype use "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."
         )
 
 
@@ -140,7 +140,7 @@ def check_closures(evaluating: Iterable[torch.optim.Optimizer], ranks: Ranks) ->
     if found is not None and ranks.size > 1:
         raise ValueError(
             f"{type(found).__name__} evaluates its closure several times in an update, and each time {ranks.size} "
-            "ranks would have to put their gradients together. Use it on one rank, with gradaccum.torch.TrainStep, or "
+            "ranks would have to reduce their gradients. Train on one rank, with gradaccum.torch.TrainStep, or use "
             "another optimizer."
         )
 
@@ -152,8 +152,8 @@ def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks:
     own = {id(parameter) for parameter in parameters}
     if model is not None and parameters and not any(id(parameter) in own for parameter in model.parameters()):
         raise ValueError(
-            "None of the optimizer's parameters is in `model` any more: fully_shard has replaced them, perhaps. Shard "
-            "the model first, then build the inner optimizer and its wrapper from it, on every rank."
+            "None of the optimizer's parameters is in `model`; fully_shard may have replaced them. Shard the model "
+            "first, then build the inner optimizer and its wrapper from it, on every rank."
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes a second to import, and has been, where one is there
     kinds = (DistributedDataParallel, *(() if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)))
@@ -174,16 +174,16 @@ def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks:
 
 
 _UNKNOWN_SHARDS = (
-    "The parameters belong to a sharded model (fully_shard) that the optimizer does not know: it reduces on every "
-    "micro-batch, and all ranks weigh the same whatever their rows. Pass model=, the sharded model."
+    "The parameters belong to a sharded model (fully_shard) that the optimizer does not know, so every micro-batch is "
+    "reduced, and all ranks weigh the same whatever their rows. Pass model=, the sharded model."
 )
 _FSDP1 = (
     "The parameters belong to a FullyShardedDataParallel model (FSDP1), which the optimizer does not know: all ranks "
     "weigh the same whatever their rows. Shard the model with fully_shard, and pass model=."
 )
 _UNKNOWN = (
-    "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on every "
-    "micro-batch, and all ranks weigh the same whatever their rows."
+    "The parameters belong to a DistributedDataParallel model that the optimizer does not know, so every "
+    "micro-batch is reduced, and all ranks weigh the same whatever their rows."
 )
 _WRAPPED_LATER = (
     "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing and weighs "
