@@ -527,5 +527,5 @@ def test_what_a_pack_returns_is_checked():
         return next_token_mean(model, x)
 
     step = packed_step(Mixing(), compute_loss=first, weight=None, pack=lambda *_: None, verify=False)
-    with pytest.raises(TypeError, match="a tuple of 2, as it is given. Received: None"):
+    with pytest.raises(TypeError, match="a tuple of 2, as it receives them. Received: None"):
         step(*data("right", 1)[0], torch.ones(len(LENGTHS)))
