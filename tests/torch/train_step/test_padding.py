@@ -513,7 +513,7 @@ def test_rows_begin_anew_whatever_side_they_are_padded_on():
     [
         ({"max_tokens": None}, ValueError, "up to `max_tokens` tokens"),
         ({"pack": 3}, TypeError, "Received: 3 of type int"),
-        ({"groups": 1, "verify": False}, ValueError, "`groups` keeps some together"),
+        ({"groups": 1, "verify": False}, ValueError, "`groups` keeps rows together"),
     ],
 )
 def test_bad_options_are_refused(options, error, message):
