@@ -228,8 +228,8 @@ def _wrong_weight(facts: LossFacts, splits: Sequence[LossSplit], shares: list[fl
         sizes = [len(rows) for rows in splits[0].rows]
         message = (
             f"The loss is a mean, but not over {was}: micro-batches of {sizes[0]} and {sizes[1]} "
-            f"rows would have to weigh {shares[0]:.4g} to {1 - shares[0]:.4g}. Tried rows, targets that are not "
-            f"ignored, masks and class weights; none of them is it. {facts.how_to_weigh}"
+            f"rows would have to weigh {shares[0]:.4g} to {1 - shares[0]:.4g}. Neither rows, targets that are not "
+            f"ignored, masks nor class weights fit. {facts.how_to_weigh}"
         )
         return Cause("weight", "loss", message)
     unsure = ""
