@@ -25,7 +25,7 @@ x = X.astype("float32")
         ((layers.Dense(3), 2.5), {}, "`micro_batch_size`"),
         ((layers.Dense(3), 4), {"keep": -1}, "`keep`"),
         ((layers.Dense(3), 4), {"batch_norm": "exactly"}, "`batch_norm` must be one of"),
-        ((layers.BatchNormalization(), 4), {}, "BatchNormalization by itself"),
+        ((layers.BatchNormalization(), 4), {}, "BatchNormalization can't be chunked by itself"),
     ],
 )
 def test_options_that_are_none_are_refused(arguments, options, message):
