@@ -212,9 +212,10 @@ class WindowState:
 
     def _begin(self) -> None:
         self._is_open, self.looks = True, self.always or self.looks
-        others = [*all_generators(), *self._generators] if self.looks else self._drawn_from
-        random = RandomState([*self._torch, *(generator for generator in others if generator != "cpu")])
-        self._start = Snapshot(self._start.buffers, self._start.dicts, random)
+        generators = [*self._torch, *self._drawn_from]
+        if self.looks:
+            generators = [*self._torch, *(one for one in all_generators() if one != "cpu"), *self._generators]
+        self._start.random = RandomState(generators)
         if self._start.buffers:
             self.retake()
 
@@ -332,9 +333,11 @@ class WindowState:
             self._find()
         self._begin()
 
-    def forget(self) -> None:
-        """Leave everything as it is now, and look anew at what moves."""
-        self._is_open, self._outside, self.modes, self._batch = False, [], [], None
+    def forget(self, *, modules: bool = True) -> None:
+        """Leave everything as it is now, and look anew at what moves, and at which modules there are."""
+        self._is_open, self._outside, self._batch = False, [], None
+        if modules:
+            self.modes = []
 
     def rng_used(self) -> bool:
         """Whether random numbers have been drawn since the window began."""

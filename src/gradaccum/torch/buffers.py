@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.on_torch.random_state import all_generators, held_generators, is_generator, kept
+from gradaccum.on_torch.random_state import all_generators, is_generator, kept
 from gradaccum.on_torch.state import BufferDicts, BufferSnapshot, put, same
 
 _SMALL = 1 << 20
@@ -255,11 +255,11 @@ def left_as_found(
     roots: Mapping[str, nn.Module],
     parameters: Sequence[Tensor],
     devices: Iterable[torch.device] = (),
-    functions: Iterable[Any] = (),
+    generators: Iterable[Any] = (),
 ) -> Iterator[ModuleState]:
     """Gradients, module state and random numbers are afterwards what they were before. Gradients start empty."""
     state = ModuleState(roots)
-    with kept([*all_generators(devices), *held_generators(*roots.values(), *functions)]), gradients_kept(parameters):
+    with kept([*all_generators(devices), *generators]), gradients_kept(parameters):
         try:
             yield state
         finally:
