@@ -73,13 +73,13 @@ class NoiseScale:
 
     Args:
         value: `tr(S) / |G|^2` in rows; inf where no gradient is visible in the noise, NaN before two updates.
-        interval: Confidence interval in rows; the upper end is inf where the gradient may be 0. It takes updates for
-            independent draws: where the scale drifts meanwhile, it is too narrow.
+        interval: Confidence interval in rows; the upper end is inf where the gradient may be 0. It assumes that updates
+            are independent, so it is too narrow where the scale drifts.
         batch_size: Rows of a window, on average.
         updates: Windows that were measured.
         squared_gradient: `|G|^2`, the estimate.
         trace: `tr(S)`, the estimate, per row.
-        unit: What sizes count: `"rows"`, or `"micro-batches"` where the optimizer doesn't know rows.
+        unit: What sizes count: `"rows"`, or `"micro-batches"` if the optimizer doesn't know rows.
 
     Example:
         >>> scale = estimate([Norms(5.0, 1, 2.0, 4), Norms(4.9, 1, 2.1, 4), Norms(5.2, 1, 1.9, 4)])
@@ -257,7 +257,7 @@ _BAND = math.sqrt(2)
 class NoiseSchedule:
     """`steps` that follow the measured noise scale, between two bounds.
 
-    Pass it as `steps` to a PyTorch optimizer of this library, which then measures the noise scale by itself.
+    Pass it as `steps` to a PyTorch optimizer of this library, which then measures the noise scale.
 
     Args:
         smallest: Steps of the first windows, >= 2: the first micro-batch is compared with its window.
