@@ -1,26 +1,23 @@
 """What a training step, a chunked layer and an optimizer's window ask of a backend, and what all three backends share.
 
-What `on_tensorflow`, `on_jax` and `on_torch` define, beside other versions of what is here:
+Beside other versions of what is here, `on_tensorflow`, `on_jax` and `on_torch` define
 
-- `take_rows(leaf, rows)`: these rows of an array, dense or sparse.
-- `value_and_gradients(function, values)`: `function(values)`, a scalar tensor and others, and its gradients; None for
-  those it doesn't depend on, zeros on JAX.
-- `look(function)`: runs it for the shapes that it sees, and nothing moves.
-- `Training`: see below. `GradientSum`: gradients of a model's trainable variables, added up in at least 32 bits; of
-  those that are overwritten with their gradient, the largest. `zeros()` is the carry before the first micro-batch,
-  `add(sums, forward, share)` takes `forward() -> (loss to differentiate, others)` and returns the sums with `share` of
-  its gradient, the others, and rows to keep, of the kinds `specs`. `finish(sums, rows, scale)`: the gradients, times
-  `scale` where there is one.
-- `chunks(tensors, size)`: the inputs of a chunked layer in micro-batches. `Program(body, micro-batches)`: its call as a
-  function of `weights`, which it reads and may need gradients; `start()` is the carry before the first micro-batch,
-  `evaluate(weights, carry, tensors)` a `Result`, with its own weights for None.
-- `recomputed(passes, carry)`: what `passes.first` returns, whose gradient is that of `passes.second`.
-- `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)` the gradients that `given`
-  ones of the outputs give, and the others.
-- `free_memory(of_host)`: bytes that the device has left. `prepared(function, arguments, model)`: its call with these,
-  compiled as the model is, and the bytes that it needs, where the compiler says. Not on PyTorch, which finds `"auto"`
-  by updates.
-- `at_once()`: while it is open, operations run at once, whatever is traced.
+- `MicroBatches`: a batch that is cut, and a loop over it. `Training`: what a training step leaves to its backend.
+- `GradientSum(...)`: gradients of a model's trainable variables, added up in at least 32 bits; of those that are
+  overwritten with their gradient, the largest. `zeros()` is the carry before the first micro-batch; `add(sums, forward,
+  share)` takes `forward() -> (loss to differentiate, others)` and returns the sums with `share` of its gradient, the
+  others, and rows to keep, of the kinds `specs`; `finish(sums, rows, scale)` the gradients, times `scale` if any.
+- `Program(body, micro-batches)`: a chunked layer's call as a function of `weights`, which it reads and may need
+  gradients. `start()` is the carry before the first micro-batch; `evaluate(weights, carry, tensors)` a `Result`, with
+  its own weights for None.
+- `Backend`, with `take_rows(leaf, rows)`: these rows of an array, dense or sparse; `value_and_gradients(function,
+  values)`: `function(values)`, a scalar and others, and its gradients (None, or zeros on JAX, for what it doesn't
+  depend on); `look(function)`: runs it for the shapes that it sees, and nothing moves; `chunks(tensors, size)`;
+  `recomputed(passes, carry)`: what `passes.first` returns, whose gradient is that of `passes.second`;
+  `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)` the gradients that `given`
+  ones of the outputs give, and the others; `at_once()`: while it is open, operations run at once, whatever is traced.
+  Where an update is compiled, `free_memory(of_host)`: bytes that the device has left; `prepared(function, arguments,
+  model)`: its call, compiled as the model is, and the bytes that it needs, where the compiler says.
 """
 
 from __future__ import annotations
@@ -37,11 +34,6 @@ import numpy as np
 from keras import ops
 
 from gradaccum.keras import private
-
-__all__ = [
-    "PARTS", "MicroBatches", "RestartWindow", "Result", "Scope", "Spec", "Training", "assign", "copies_of", "discarded",
-    "has_rows", "is_float", "leaves_with_rows", "listing", "rows_of", "unpack", "values_of", "wide",
-]  # fmt: skip
 
 # Rows and tensors.
 
@@ -102,10 +94,10 @@ class Spec:
     masked: bool = False
 
     @classmethod
-    def of(cls, tensor: Any) -> Spec:
+    def of(cls, tensor: Any, masks: bool = True) -> Spec:
         """That of a tensor; of a scalar, `row` is None."""
         shape = tuple(tensor.shape)
-        masked = private.keras_mask(tensor) is not None
+        masked = masks and private.keras_mask(tensor) is not None
         return cls(keras.backend.standardize_dtype(tensor.dtype), shape[1:] if shape else None, masked)
 
 
@@ -149,16 +141,14 @@ class MicroBatches:
     def segments(self, begin: int) -> Iterator[tuple[Any, Any, Callable[[Any], tuple[Any, Any]]]]:
         """Loops over the micro-batches: `(first, behind the last, index -> (its first row, its size))`."""
         size, larger = self.size, self.larger
-        # XLA compiles this loop even where no micro-batch is longer: its slices must exist.
-        longest = size + 1 if isinstance(larger, int) else ops.minimum(size + 1, self.rows)
-        segments: list[tuple[Any, Any, Any]]
+        segments: list[tuple[Any, Any, Any]] = [(0, self.count, self.bounds)]
         if isinstance(larger, int) and larger == 0:
             segments = [(0, self.count, lambda index: (index * size, size))]
         elif self.static:
+            # XLA compiles the first loop even where no micro-batch is longer: its slices must exist.
+            longest = size + 1 if isinstance(larger, int) else ops.minimum(size + 1, self.rows)
             segments = [(0, larger, lambda index: (index * (size + 1), longest))]
             segments.append((larger, self.count, lambda index: (index * size + larger, size)))
-        else:
-            segments = [(0, self.count, self.bounds)]
         for first, stop, bounds in segments:
             first = max(first, begin) if begin else first  # some are kept only where all numbers are known
             if not isinstance(stop, int) or first < stop:
@@ -170,16 +160,14 @@ class MicroBatches:
         `specs` are the kinds of what is kept. `threads` are variables that move: where a scope keeps what is assigned,
         loops take their values along.
         """
-        in_scope = private.in_stateless_scope()
-        threads = threads if in_scope else ()
+        threads = threads if private.in_stateless_scope() else ()
         state, pieces = (values_of(threads), carry), []
         for first, stop, bounds in self.segments(begin):
 
             def body(index: Any, state: Any, bounds: Any = bounds) -> tuple[Any, list[Any]]:
                 start, size = bounds(index)
-                values, carry = state
-                with Scope(zip(threads, values)) if in_scope else contextlib.nullcontext():
-                    carry, kept = micro(self.take(start, size), size * self.devices, carry)
+                with Scope(zip(threads, state[0])) if threads else contextlib.nullcontext():
+                    carry, kept = micro(self.take(start, size), size * self.devices, state[1])
                     return (values_of(threads), carry), kept
 
             state, kept = self.loop(first, stop, body, state, specs)
@@ -261,8 +249,14 @@ class Result(NamedTuple):
     valid: dict[int, Any]
 
 
+def loss_and_outputs(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """A forward pass in training, as `fit` makes it."""
+    y_pred = model(x, training=True) if private.takes_training(model) else model(x)
+    return private.compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True), y_pred
+
+
 class RestartWindow(Exception):  # no error: the window runs again
-    """The window has to begin again."""
+    """The window has to begin again, in the micro-batches in which it ran."""
 
 
 class Training:
@@ -290,11 +284,10 @@ class Training:
     def forget(self) -> None:
         """The model has been built, or compiled anew."""
 
-    @contextlib.contextmanager
-    def counting(self, batches: Any) -> Iterator[Any]:
-        """While this is open, forward passes move nothing. Yields the micro-batches."""
+    def counted(self, batches: Any, run: Callable[[Any], Any]) -> Any:
+        """What `run(micro-batches)` returns, whose forward passes move nothing."""
         with discarded(self.step.model):
-            yield batches
+            return run(batches)
 
     def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
         """What `function(micro-batch)` returns for shapes, or a few rows, without side effects."""
@@ -303,8 +296,7 @@ class Training:
     def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
         """Loss times the optimizer's scale, loss and outputs of a micro-batch, as `fit` computes them."""
         model = self.step.model
-        y_pred = model(x, training=True) if private.takes_training(model) else model(x)
-        loss = private.compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        loss, y_pred = loss_and_outputs(model, x, y, sample_weight)
         return loss if model.optimizer is None else model.optimizer.scale_loss(loss), loss, y_pred
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
@@ -323,11 +315,7 @@ class Training:
             gradients = [None if one is None else ops.convert_to_tensor(one) for one in window.gradients]
             return ops.sum(window.loss), gradients, before, copies_of(moving)
         finally:
-            self.abandon()
             assign(variables, found)
-
-    def abandon(self) -> None:
-        """A batch has been evaluated, and is not trained on."""
 
     # Keras' training function: a state, on JAX, and an iterator over batches.
 
