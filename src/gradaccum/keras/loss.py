@@ -167,8 +167,8 @@ def coupled_losses(
                 f"The loss {loss.name!r} of {output!r} looks across the rows of its batch: its values or gradients for "
                 f"micro-batches don't add up to those of the whole batch. {advice}. A function that returns a scalar "
                 'must return the mean over rows; for a sum over rows, use a `keras.losses.Loss` with reduction="sum". '
-                "For a loss that is meant to compare rows, use gradaccum.keras.chunked(model, micro_batch_size) instead "
-                "of micro_batched: it needs the same memory and takes any loss.",
+                "For a loss that is meant to compare rows, use gradaccum.keras.chunked(model, micro_batch_size) in "
+                "place of micro_batched: it needs the same memory and takes any loss.",
             )
 
 
@@ -196,17 +196,32 @@ def _couples_rows(loss: Any, arguments: Sequence[Any], parts: Sequence[np.ndarra
         (number, _), gradients = run(value, [ops.take(output, of, axis=0) for output in predictions])
         return _array(number), [np.zeros(1) if gradient is None else _array(gradient) for gradient in gradients]
 
-    whole, gradient = result(np.arange(rows))
+    whole, gradients = result(np.arange(rows))
     try:
-        results = [result(part) for part in parts]
+        values, found = zip(*map(result, parts))
     except Exception:  # it can't be computed for a part
         return True
-    pairs: list[tuple[Any, Any]] = [(whole, sum(part for part, _ in results))]
-    back = np.argsort(np.concatenate(list(parts)))
-    for index, expected in enumerate(gradient):
-        pieces = [gradients[index] for _, gradients in results]
-        pairs.append((expected, np.concatenate(pieces)[back] if len(expected) == rows else sum(pieces)))
-    return any(relative_error(a, b) > tolerance for a, b in pairs)
+    order = np.argsort(np.concatenate(list(parts)))
+    return relative_error(sum(values), whole) > tolerance or not same_rows(found, gradients, order, tolerance)
+
+
+def same_rows(parts: Sequence[Any], whole: list[np.ndarray], order: np.ndarray, allowed: float) -> bool:
+    """Whether arrays of the parts, put together in this order, are those of the whole batch."""
+
+    def same(actual: np.ndarray, expected: np.ndarray) -> bool:
+        if expected.dtype.kind not in "fV":
+            return np.array_equal(actual, expected)
+        return relative_error(actual, expected) <= allowed
+
+    for index, expected in enumerate(whole):
+        pieces = [part[index] for part in parts]
+        if any(piece.shape[1:] != expected.shape[1:] for piece in pieces):
+            return False
+        found = np.concatenate(pieces)
+        by_rows = len(order) == len(found) == len(expected)
+        if not (same(found[order], expected) if by_rows else all(same(piece, expected) for piece in pieces)):
+            return False
+    return True
 
 
 def _taken(data: Any, of: np.ndarray) -> Any:

@@ -2,22 +2,19 @@
 
 Beside other versions of what is here, `on_tensorflow`, `on_jax` and `on_torch` define
 
-- `MicroBatches`: a batch that is cut, and a loop over it. `Training`: what a training step leaves to its backend.
+- `MicroBatches` and `Training`, see below.
 - `GradientSum(...)`: gradients of a model's trainable variables, added up in at least 32 bits; of those that are
-  overwritten with their gradient, the largest. `zeros()` is the carry before the first micro-batch; `add(sums, forward,
-  share)` takes `forward() -> (loss to differentiate, others)` and returns the sums with `share` of its gradient, the
-  others, and rows to keep, of the kinds `specs`; `finish(sums, rows, scale)` the gradients, times `scale` if any.
-- `Program(body, micro-batches)`: a chunked layer's call as a function of `weights`, which it reads and may need
-  gradients. `start()` is the carry before the first micro-batch; `evaluate(weights, carry, tensors)` a `Result`, with
-  its own weights for None.
-- `Backend`, with `take_rows(leaf, rows)`: these rows of an array, dense or sparse; `value_and_gradients(function,
-  values)`: `function(values)`, a scalar and others, and its gradients (None, or zeros on JAX, for what it doesn't
-  depend on); `look(function)`: runs it for the shapes that it sees, and nothing moves; `chunks(tensors, size)`;
-  `recomputed(passes, carry)`: what `passes.first` returns, whose gradient is that of `passes.second`;
-  `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)` the gradients that `given`
-  ones of the outputs give, and the others; `at_once()`: while it is open, operations run at once, whatever is traced.
-  Where an update is compiled, `free_memory(of_host)`: bytes that the device has left; `prepared(function, arguments,
-  model)`: its call, compiled as the model is, and the bytes that it needs, where the compiler says.
+  overwritten with their gradient, the largest. `add(sums, forward, share)` takes `forward() -> (loss, others)`, and
+  returns the sums with `share` of the loss's gradient, the others, and rows to keep, of the kinds `specs`, for
+  `finish(sums, rows, scale)`: the gradients, times `scale` if any. Sums begin with `zeros()`.
+- `Program(body, micro-batches)`: a chunked layer's call. `evaluate(weights, carry, tensors)` is a `Result` with these
+  `weights` (None: its own), which may need gradients. The carry begins with `start()`.
+- `Backend`: `take_rows(leaf, rows)`. `value_and_gradients(function, values)`: of a scalar and others. `look(function)`:
+  runs it for the shapes that it sees. `at_once()`: while it is open, operations run at once, whatever is traced.
+  `chunks(tensors, size)`. `recomputed(passes, carry)`: what `passes.first` returns, with the gradient of
+  `passes.second`. `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)` the
+  gradients that those `given` of the outputs make. Where updates are compiled, `free_memory(of_host)`: bytes left on
+  the device; `prepared(function, arguments, model)`: its call, compiled, and the bytes that it needs if known.
 """
 
 from __future__ import annotations
@@ -113,10 +110,8 @@ class MicroBatches:
     """
 
     devices = 1
-    static = True
-    """Whether a loop is over micro-batches of one size."""
-    axis = 0
-    """Of rows, in what was kept."""
+    static = True  # a loop is over micro-batches of one size
+    axis = 0  # of rows, in what was kept
     take: Callable[[Any, Any], Any]
     loop: Callable[..., tuple[Any, list[Any]]]
 
@@ -265,10 +260,8 @@ class Training:
     `attempt(data, rows, size, run)`: `run(micro-batches, gradient sum)`, and once more where it must start over.
     """
 
-    drew = False
-    """Whether the batch that was evaluated last drew random numbers that nobody holds."""
-    eagerly: Callable[[], Any]
-    """While it is open, operations run at once and move nothing."""
+    drew = False  # whether the batch that was evaluated last drew random numbers that nobody holds
+    eagerly: Callable[[], Any]  # while it is open, operations run at once and move nothing
 
     def __init__(self, step: Any) -> None:
         self.step = step
@@ -365,7 +358,7 @@ class Training:
 
 
 class Backend:
-    """What is asked of a backend; where it says nothing else, this. For the rest see above."""
+    """What is asked of a backend; where it says nothing else, this."""
 
     keeps_masks = True
     """Whether masks come with outputs."""
@@ -373,33 +366,40 @@ class Backend:
     """Whether what a loss divides by may be found while gradients are summed. Else a first pass counts it, of which
     compilers drop all that the counts don't depend on."""
     unrecorded: Any = contextlib.nullcontext
+    """While it is open, nothing is recorded for gradients."""
     random_kept: Any = contextlib.nullcontext
-    """While `unrecorded` is open, nothing is recorded for gradients; while `random_kept` is, generators beside
-    variables move for nobody."""
+    """While it is open, generators beside variables move for nobody."""
+
+    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+        """An update."""
+        optimizer.apply(gradients, variables)
+
+    def known(self, tensors: list[Any]) -> bool:
+        """Whether these hold numbers: not while a function is traced."""
+        return True
+
+    def when(
+        self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]
+    ) -> None:
+        """One of these functions, which assign to these variables."""
+        (then if condition else otherwise)()
+
+    # A chunked layer.
 
     def no_gradient_yet(self, weight: Any) -> Any:
         """What gradients are added to."""
         return ops.zeros(weight.shape, wide(weight.dtype))
 
     def added(self, total: Any, gradient: Any) -> Any:
-        """A sum with one more gradient in it."""
         return total if gradient is None else total + ops.cast(gradient, total.dtype)
 
     def dense(self, gradient: Any, tensor: Any) -> Any:
         """The gradient of a tensor of rows."""
         return ops.zeros_like(tensor) if gradient is None else ops.convert_to_tensor(gradient)
 
-    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
-        """An update."""
-        optimizer.apply(gradients, variables)
-
     def plainly(self, run: Callable[[], Any]) -> Any:
         """`run()`, not as part of a graph that can't hold it."""
         return run()
-
-    def known(self, tensors: list[Any]) -> bool:
-        """Whether these hold numbers: not while a function is traced."""
-        return True
 
     def unprovable(self) -> str:
         """Where nothing can be evaluated beside what is running; empty where it can."""
@@ -413,20 +413,13 @@ class Backend:
         """`function(values)`, compiled as quickly as possible where running it at once would compile each operation."""
         return function
 
-    def when(
-        self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]
-    ) -> None:
-        """One of these functions, which assign to these variables."""
-        (then if condition else otherwise)()
-
-    # An optimizer's window.
+    # An optimizer's window, and on several devices its replicas.
 
     def merged(self, function: Callable[..., None], gradients: list[Any], rows: Any) -> None:
         """`function(gradients, rows)`, once for all replicas."""
         function(gradients, rows)
 
     def in_replicas(self, function: Callable[[], None]) -> None:
-        """`function()` in each replica."""
         function()
 
     def close(self, window: Any) -> None:
@@ -440,6 +433,9 @@ class Backend:
     def rows_of_all(self, rows: Any) -> Any:
         """The rows of all replicas."""
         return rows
+
+    def checked_rows(self, leaves: list[tuple[str, Any]], least: int = 0) -> Any:
+        """The rows of these arrays, by path, which only the run will tell; an error if they differ."""
 
     def integers(self, value: Any) -> list[Any]:
         """The entries of a vector, as this backend computes with them in a step."""
@@ -470,7 +466,6 @@ class Backend:
         return [s if private.is_overwritten(v) else s / ops.cast(weight, s.dtype) for s, v in pairs]
 
     def empty(self, variables: list[Any]) -> None:
-        """Let these be zeros."""
         for variable in variables:
             variable.assign(ops.zeros(variable.shape, variable.dtype))
 
@@ -480,7 +475,6 @@ class Backend:
 
     def place_of(self, optimizer: Any) -> Any:
         """Where an optimizer's variables live, if the backend has to be told."""
-        return None
 
     def beside(self, place: Any, variable: Any) -> Any:
         """Where the variables that go with this one are made."""

@@ -19,7 +19,7 @@ from keras import tree
 from gradaccum.core.sizes import BatchSizeFinder, Rows, Slice
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
-from gradaccum.keras.backends.base import RestartWindow, Result, Spec, assign, discarded, has_rows, values_of
+from gradaccum.keras.backends.base import RestartWindow, Result, Spec, assign, has_rows, values_of
 from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.private import run_backward

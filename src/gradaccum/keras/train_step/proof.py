@@ -114,11 +114,13 @@ class Proof:
             return ""
         again = [d for d in comparison.unrepeatable() if d.part != "buffer"]
         if runner.draws.raw or any(not difference.error <= allowed for difference in again):
-            return "the model draws random numbers that don't come from keras.random"
+            return "the model draws random numbers that can't be made the same for each row"
         if wrong := comparison.beyond_rounding(differences):
             cuts = np.split(np.arange(few), np.cumsum(sizes)[:-1])
             values = self.step.state() if state is None else state
-            causes = find_causes(model, (values[0], values[1], values[3]), unpack(batch), cuts, wrong, allowed, "frozen")
+            causes = find_causes(
+                model, (values[0], values[1], values[3]), unpack(batch), cuts, wrong, allowed, "frozen"
+            )
             try:
                 Equivalence(tuple(wrong), allowed, tuple(causes), rows=few).raise_if_different()
             except NotEquivalentError as error:
