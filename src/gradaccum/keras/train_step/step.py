@@ -45,7 +45,8 @@ _UNKNOWN_ROWS, _UNKNOWN_DIMENSION = 4096, 128
 """Rows to try at most where TensorFlow doesn't know the batch's while it traces, and what stands in for another
 dimension that is not known, such as the length of sequences."""
 _WORSE = 1.05
-"""After two sizes that are so much slower per row than the best, larger ones aren't tried."""
+"""Of sizes that are less than so much slower per row than the best, the largest is taken: what an update does once per
+micro-batch isn't measured. After two that are slower, larger ones aren't tried."""
 
 
 @dataclass(frozen=True)
@@ -389,7 +390,7 @@ def _numbers_per_row(leaves: Any) -> int | None:
 
 
 def fastest_size(model: Any, data: Any, rows: int | None) -> int:
-    """The rows with which a micro-batch is fastest per row, of those that fit into memory.
+    """The rows with which a micro-batch is about the fastest per row, of those that fit into memory.
 
     Powers of two are tried from small to large, each with a forward and backward pass over zeros in the shapes of
     `data`, compiled as the model is. A size is only tried when the memory of the smaller ones, an affine function of
@@ -400,26 +401,27 @@ def fastest_size(model: Any, data: Any, rows: int | None) -> int:
     line, limit = MemoryLine(), float("inf") if free is None else (1 - MARGIN) * free
     base, first = process_memory()["VmHWM"], min(max(1, most // 64), 8)  # the most bytes ever in use
     seconds: dict[int, float] = {}
+
+    def best() -> int:
+        return max((size for size in seconds if seconds[size] <= _WORSE * min(seconds.values())), default=1)
+
     for size in dict.fromkeys(min(first << doublings, most) for doublings in range(most.bit_length() + 1)):
-        best = min(seconds, key=seconds.__getitem__, default=1)
-        slower = [other for other in seconds if other > best and seconds[other] > _WORSE * seconds[best]]
-        if len(slower) >= 2 or line.predict(size) > limit:
+        if sum(other > best() for other in seconds) >= 2 or line.predict(size) > limit:
             break
         try:
             run, needed = _trial(model, data, size)
             if needed is not None and needed > limit:
                 break
             run()
-            seconds[size] = min(timeit.repeat(run, number=1, repeat=3)) / size
+            seconds[size] = min(timeit.repeat(run, number=1, repeat=5)) / size
         except Exception as error:
             text = f"{type(error).__name__} {error}".lower()
             if seconds and any(sign in text for sign in ("resource_exhausted", "resourceexhausted", "memory", "oom")):
                 break
             raise
         line.add(size, process_memory()["VmHWM"] - base if needed is None else needed)
-    best = min(seconds, key=seconds.__getitem__, default=1)
-    logger.info("micro_batch_size='auto': %d of %s rows.", best, "any number of" if rows is None else rows)
-    return best
+    logger.info("micro_batch_size='auto': %d of %s rows.", best(), "any number of" if rows is None else rows)
+    return best()
 
 
 def _trial(model: Any, data: Any, size: int) -> tuple[Callable[[], Any], float | None]:
