@@ -23,6 +23,7 @@ over rows, or the same for all of them, and comes out right with `share_i` alone
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,7 +66,7 @@ def weighed_losses(model: Any, share: Any = 1.0, totals: dict[int, Any] | None =
         return in_its_place
 
     losses = private.compiled_losses(model)
-    with private.replaced_losses(losses, weighed_loss, lambda *tracker: _SilentTracker(*tracker, measured)):
+    with private.replaced_losses(losses, weighed_loss, functools.partial(_SilentTracker, measured)):
         yield measured
 
 
@@ -79,8 +80,8 @@ def update_trackers(model: Any, values: list[Any], rows: Any) -> None:
 class _SilentTracker:
     """Stands in for the tracker of one loss, and keeps what it is told to itself."""
 
-    def __init__(self, index: int, tracker: Any, measured: Measured) -> None:
-        self.index, self.tracker, self.measured = index, tracker, measured
+    def __init__(self, measured: Measured, index: int, tracker: Any) -> None:
+        self.measured, self.index, self.tracker = measured, index, tracker
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tracker, name)
