@@ -358,7 +358,6 @@ WRONG = [  # what is chunked, in which size, the options, the error
         "`offload` keeps what crosses BatchNorm .*Received: offload=True, batch_no",
     ),
     (nn.Linear, 4, {"batch_norm": "none"}, ValueError, "`batch_norm` must be one of 'warn', 'micro'"),
-    (nn.Linear, 4, {"batch_norm": "exact", "keep": 1}, ValueError, "recomputes every micro-batch"),
     (nn.Linear, 4, {"max_tokens": 0}, ValueError, "`max_tokens` must be an int >= 1"),
     (nn.Linear, 4, {"max_tokens": 8, "batch_norm": "exact"}, ValueError, "needs the whole batch as it is padded"),
 ]

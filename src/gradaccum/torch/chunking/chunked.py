@@ -166,10 +166,6 @@ class Chunked(nn.Module):
             moved_once=True,
             remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
         )
-        if batch_norm == "exact" and keep:
-            raise ValueError(
-                f'batch_norm="exact" recomputes every micro-batch. Received: keep={keep!r} with it; leave it at 0.'
-            )
         if offload and batch_norm != "exact":
             raise ValueError(
                 '`offload` keeps what crosses BatchNorm layers in host memory, which batch_norm="exact" alone does. '
@@ -221,7 +217,7 @@ class Chunked(nn.Module):
         if self._proven is not None:
             plan, compares = self._proven_plan(plan, frozenset(state.modes()), differentiated)
         with self.policy.window():
-            return self._run(plan, self.policy, self.keep, differentiated=differentiated, compares=compares)
+            return self._run(plan, self.policy, state, self.keep, differentiated=differentiated, compares=compares)
 
     def _proven_plan(self, plan: _Plan, modes: frozenset[Any], differentiated: bool) -> tuple[_Plan, bool]:
         """The plan, once calls in these modes have proven themselves, and whether second passes are compared."""
@@ -239,12 +235,12 @@ class Chunked(nn.Module):
         self._calls += differentiated
         return plan, new or not self._calls & (self._calls - 1)  # in calls 1, 2, 4, 8, ..., and in new modes
 
-    def _run(self, plan: _Plan, policy: BatchNormPolicy, keep: int, **how: bool) -> Any:
-        micro_batches = plan.micro_batches()
+    def _run(self, plan: _Plan, policy: BatchNormPolicy, state: ModuleContents, keep: int, **how: bool) -> Any:
+        parts: list[Any] = plan.micro_batches()
         if plan.is_exact:
-            parts = run_exact(self.module, policy, micro_batches, plan.sizes, offload=self.offload, **how)
+            parts = run_exact(self.module, policy, parts, plan.sizes, keep, offload=self.offload, **how)
         else:
-            parts = Passes(self.module, policy, micro_batches[0], plan.sizes).run(micro_batches, keep, **how)
+            parts = Passes(self.module, policy, parts[0], plan.sizes, state=state).run(parts, keep, **how)
         shapes: dict[str, tuple[int, ...]] = {}
         for outputs, rows in zip(parts, plan.sizes, strict=True):
             for path, leaf, dim in described(outputs, self.out_dims):
@@ -344,7 +340,7 @@ class Chunked(nn.Module):
         def run(few: Inputs, sizes: list[int]) -> Any:
             plan = self._plan(few, left, sizes)
             policy = BatchNormPolicy("exact" if plan.is_exact else "micro", self.module)
-            return self._run(plan, policy, 0, differentiated=True, compares=True)
+            return self._run(plan, policy, ModuleContents(self.module), 0, differentiated=True, compares=True)
 
         return run
 

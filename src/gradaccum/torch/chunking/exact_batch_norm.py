@@ -40,10 +40,10 @@ def run_exact(
     policy: BatchNormPolicy,
     micro_batches: Sequence[Inputs],
     sizes: Sequence[int],
+    keep: int,
     *,
-    offload: bool = False,
-    differentiated: bool,
-    compares: bool = False,
+    offload: bool,
+    **how: bool,
 ) -> list[Any]:
     """The outputs of each micro-batch; `offload` keeps what crosses BatchNorm layers in host memory."""
     for path, leaf in leaves(micro_batches[0]):
@@ -55,9 +55,9 @@ def run_exact(
     outputs: list[Any] = []
     for segment in model.segments:
         loaded = [Inputs(tuple(segment.arguments(values, statistics)), {}) for values in known]
-        passes = _SegmentPasses(segment, policy, loaded[0], sizes, segment.owners_of_buffers())
+        passes = _SegmentPasses(segment, policy, loaded[0], sizes, others=segment.owners_of_buffers())
         passes.name = type(module).__name__
-        outputs = passes.run(loaded, differentiated=differentiated, compares=compares)
+        outputs = passes.run(loaded, keep, **how)
         boundary = segment.boundary
         if boundary is not None:
             boundary.is_settled = True

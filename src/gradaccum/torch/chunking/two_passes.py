@@ -171,9 +171,12 @@ class Passes:
         policy: BatchNormPolicy,
         first: Inputs,
         sizes: Sequence[int],
+        *,
+        state: ModuleContents | None = None,
         others: Sequence[nn.Module] = (),
     ) -> None:
-        self.module, self.policy, self.sizes, self.state = module, policy, sizes, ModuleContents(module)
+        self.module, self.policy, self.sizes = module, policy, sizes
+        self.state = ModuleContents(module) if state is None else state
         self.name = type(module).__name__
         self._devices = accelerators([*tensors_of(first), *self.state.parameters])
         self._generators = [
