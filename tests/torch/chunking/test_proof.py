@@ -54,7 +54,9 @@ ACROSS_ROWS = {
 @pytest.mark.parametrize("choice", ["warn", "micro", "pooled", "frozen"])
 @pytest.mark.parametrize("name", ACROSS_ROWS)
 def test_what_looks_across_rows_is_an_error_at_the_first_call(name, choice):
-    found = r"(?s)Does is not per-row.*outside its layers.*batch_norm use GroupNorm.*verify=False leaves this proof out"
+    found = (
+        r"(?s)Does is not per-row.*outside its layers.*torch.nn.functional.batch_norm.*verify=False leaves this proof"
+    )
     with pytest.raises(NotEquivalentError, match=found):
         chunked(Does(ACROSS_ROWS[name]), SIZE, batch_norm=choice)(torch.randn(ROWS, 5))
 
@@ -169,7 +171,9 @@ def test_attributes_and_buffers_that_micro_batches_leave_otherwise_are_named_onc
         loss_of(small(x)).backward()
     buffers, attributes = caplog.messages
     assert re.match("These buffers of a chunked Does move to the mean.*'moving'", buffers)
-    assert re.match("These attributes of a chunked Does are what its micro-batches make.*'calls', 'last'", attributes)
+    assert re.match(
+        "These attributes of a chunked Does are changed by one micro-batch after.*'calls', 'last'", attributes
+    )
     assert small.calls == 2 * 3  # one for each micro-batch, none for what is run again
 
 
@@ -356,10 +360,16 @@ WRONG = [  # what is chunked, in which size, the options, the error
     *[(linear, 4, {"keep": n}, (TypeError, ValueError), "`keep` must be an int >= 0") for n in (-1, 1.5, True, False)],
     (lambda: torch.relu, 4, {}, TypeError, "must be a torch"),
     (script, 4, {}, ValueError, "'1' is a TorchScript module"),
-    (linear, 4, {"offload": True}, ValueError, "`offload` keeps what crosses BatchNorm .*offload=True, batch_no"),
+    (linear, 4, {"offload": True}, ValueError, "`offload` moves what crosses BatchNorm .*offload=True, batch_no"),
     (linear, 4, {"batch_norm": "none"}, ValueError, "`batch_norm` must be one of 'warn', 'micro'"),
     (linear, 4, {"max_tokens": 0}, ValueError, "`max_tokens` must be an int >= 1"),
-    (linear, 4, {"max_tokens": 8, "batch_norm": "exact"}, ValueError, "needs the whole batch as it is padded"),
+    (
+        linear,
+        4,
+        {"max_tokens": 8, "batch_norm": "exact"},
+        ValueError,
+        "`max_tokens` cuts off padding, which the statistics",
+    ),
 ]
 
 
