@@ -28,7 +28,7 @@ from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.on_torch.random_state import all_generators, is_generator, kept
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import in_eval_mode
-from gradaccum.torch.buffers import Attributes, ModuleContents, gradients_kept
+from gradaccum.torch.buffers import Contents, ModuleContents, gradients_kept
 from gradaccum.torch.chunking.two_passes import (
     Inputs,
     accelerators,
@@ -108,7 +108,7 @@ def _alone(module: nn.Module, few: Inputs) -> Iterator[None]:
     """Nothing around a module counts while it is proven, and nothing of it is moved."""
     generators = all_generators(accelerators([*tensors_of(few), *module.parameters()]))
     _proven.append(module)
-    attributes = Attributes(module.modules())
+    attributes = Contents(module.modules())
     try:
         with (
             kept([*generators, *_generators_of(module, few)]),
@@ -315,7 +315,7 @@ class _Runner(TorchRunner):
 
     def _trace(self, piece: Tensor | None, batch_dims: BatchDims) -> Trace:
         few = self.few if piece is None else take(self.few, piece, batch_dims)
-        attributes = Attributes(self.module.modules())
+        attributes = Contents(self.module.modules())
         try:
             with as_found(self.state.modules, self.device), self._passes(self._exact or self._neutral):
                 self.rng.start(piece)
