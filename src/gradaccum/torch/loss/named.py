@@ -188,9 +188,9 @@ def _stacked(values: list[Tensor]) -> Tensor:
 
 
 def plain_weight(weight: Any) -> Weight:
-    waits = isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1
-    if waits and not weight.requires_grad and weight.dtype is not torch.bool:
-        return weight.reshape(())
+    if isinstance(weight, Tensor) and (weight.device.type != "cpu" or hasattr(weight, "fake_mode")):
+        if weight.numel() == 1 and not weight.requires_grad and weight.dtype is not torch.bool:
+            return weight.reshape(())
     return checked_weight(weight)
 
 
