@@ -184,8 +184,7 @@ class InAdvance:
         self._ranks.engine.end()  # the forward passes
         known = self._window.unit_and_weight()
         factor, weight = (1.0, 0.0) if known is None else known
-        self._ranks.compare_settings()
-        given, total = self._ranks.sum_number(known is not None) > 0, self._ranks.sum_number(weight)
+        given, total = self._ranks.sum_in_advance(known is not None, weight)
         sums = self._ranks.engine.sum(self._window.sum.double() * factor)
         sums, self.divisor, weighs = self._finished(
             self._window, sums, self._ranks.unit or 1.0, total if given else None
