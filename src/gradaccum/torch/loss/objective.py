@@ -108,8 +108,8 @@ class Objective:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "A TrainStep can't be pickled: it holds functions and hooks of this process. Save step.state_dict(), the "
-            "model's and the optimizer's, and build it anew from them."
+            "A TrainStep can't be pickled: it holds functions and hooks of this process. Save the state_dict() of the "
+            "step, the model and the optimizer, and rebuild it from them."
         )
 
     def __copy__(self) -> Objective:
@@ -293,8 +293,8 @@ def _check_arrays(batch: Batch, error: Exception) -> None:
     """Say that NumPy arrays in the batch may be why the model or the loss raised `error`."""
     if any(type(leaf).__module__ == "numpy" for _, leaf, _ in batch.leaves):
         raise TypeError(
-            f"A model of torch takes tensors. Received: a NumPy array in the batch, and this error: {error}. Convert "
-            "it: torch.from_numpy(x)."
+            f"A model of torch takes tensors. Received: a NumPy array in the batch, on which it raised: {error}. Pass "
+            "torch.from_numpy(x)."
         ) from error
 
 
@@ -429,7 +429,7 @@ def check_row_weights(loss_fn: Any, outputs: Any) -> None:
             function = (type(loss_fn) if module else loss_fn.func).__name__
             raise ValueError(
                 f"{function}({name}=...) holds a {name} for each of {len(value)} rows, and was given {rows} rows: "
-                "micro-batches are cut out of the batch, and what the loss holds is not. Make it a part of the batch: "
+                "the batch is cut into micro-batches, and the loss's own tensors are not. Make it part of the batch: "
                 f"compute_loss=lambda model, x, y, w: loss_fn(model(x), y, {name}=w) with a function of "
                 "torch.nn.functional as loss_fn, and step(x, y, w)."
             )

@@ -210,7 +210,7 @@ def counting_layers(modules: Iterable[nn.Module]) -> list[Cause]:
             "mixes_rows",
             path or "model",
             f"'{path or 'model'}' ({type(layer).__name__}) has scale_grad_by_freq=True, which divides its gradient by "
-            "how often an index occurs in the batch: in micro-batches, how often it occurs in each. Leave it at False.",
+            "how often an index occurs in the batch; a micro-batch sees only its own share. Set it to False.",
         )
         for module in modules
         for path, layer in module.named_modules()

@@ -88,8 +88,8 @@ class Packing:
                 if self._judged[edge] == "keep" and edge.left:
                     names = ", ".join(f"batch{path}" for path in sorted(edge.counting)) or "nothing but the mask"
                     logger.info(
-                        "max_tokens: padding on the left is not cut off where first tokens count as they do in this "
-                        "batch (%s), for it changes the gradient. A first label of -100 predicts nothing from padding.",
+                        "max_tokens: padding on the left stays in rows whose first tokens count as in this batch (%s), "
+                        "because cutting it off changes the gradient. A first label of -100 lets it be cut off.",
                         names,
                     )
             if edge.left or self._judged[edge] == "whole":
@@ -267,7 +267,9 @@ def judged_left(objective: Objective, batch: Batch, piece: Slice, apart: Collect
             reason = str(error).strip().partition("\n")[0]
             cut_off = what_is_cut(text_of(batch.tree, *mask_of(batch.tree).shape) - set(apart))
             logger.warning(
-                "max_tokens: padding is not cut off, for the loss can't be tried out without (%s). %s", reason, cut_off
+                "max_tokens: padding is not cut off, because the loss can't be tried without it (%s). %s",
+                reason,
+                cut_off,
             )
             return "whole"
     raise NotEquivalentError(

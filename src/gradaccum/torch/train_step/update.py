@@ -74,9 +74,8 @@ class Update:
     def check_empty(self) -> None:
         if any(p.grad is not None and bool(p.grad.count_nonzero()) for p in self.parameters()):
             raise WindowError(
-                "step.backward() found gradients in `.grad`, of another loss or of an update that has been made. It "
-                "leaves the large batch's finished gradient there and nothing else: call optimizer.zero_grad() before "
-                "it, and make one batch of the rows of several."
+                "step.backward() found gradients in `.grad`, of another loss or of an earlier update, and would add to "
+                "them. Call optimizer.zero_grad() before it; to train on several batches at once, join their rows."
             )
 
     def meet_scaler(self) -> None:

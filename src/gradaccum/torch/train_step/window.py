@@ -41,14 +41,13 @@ _ONE_ROW = (
     "for any. A batch of one row has nothing to normalise over at all."
 )
 _NO_ROWS = (
-    "Other ranks of a sharded model wait for a pass for which this rank has no rows, and the model or the loss can't "
-    "run on none: {error}. Give each rank of each batch at least as many rows as there are micro-batches, or write "
-    "sizes out: x.view(-1, width) takes no rows, x.view(len(x), -1) doesn't."
+    "This rank has no rows for a pass that the other ranks of a sharded model run, and the model or the loss can't run "
+    "on 0 rows: {error}. Give each rank at least as many rows as there are micro-batches, or write sizes out: "
+    "x.view(-1, width) works on 0 rows, x.view(len(x), -1) doesn't."
 )
 _NOT_REACHED = (
-    "Out of memory in the forward pass of a micro-batch of %d rows that weighs nothing: parameters that no other "
-    "micro-batch leads to have no gradient, where the large batch's is zero. Optimizers leave these out, so that "
-    "weight decay and momentum don't move them."
+    "Out of memory in the forward pass of a micro-batch of %d rows that weighs nothing. Parameters that only such rows "
+    "use have no gradient now, where the large batch gives them zeros, so weight decay and momentum don't move them."
 )
 
 
