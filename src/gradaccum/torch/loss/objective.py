@@ -324,22 +324,25 @@ def held_modules(function: Any, model: Any = None) -> dict[str, nn.Module]:
     """
     parts = set(map(id, model.modules())) if isinstance(model, nn.Module) else set()
     found: dict[str, nn.Module] = {}
-    for name, module in _referred(function, "", set()):
-        known = any(module is other for other in found.values())
-        if not known and id(module) not in parts and not any(inner is model for inner in module.modules()):
+    for name, module in referred(function):
+        if not isinstance(module, nn.Module) or id(module) in parts or module in found.values():
+            continue
+        if not any(inner is model for inner in module.modules()):
             found.setdefault(name, module)
     return found
 
 
-def _referred(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+def referred(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """The modules and tensors that a function refers to, each once, by what it calls them."""
+    seen = set() if seen is None else seen
     if id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module | Tensor):
         yield name, value
         return
     for key, inner in _inside(value, name):
-        yield from _referred(inner, key, seen)
+        yield from referred(inner, key, seen)
 
 
 def _inside(value: Any, name: str) -> Iterator[tuple[str, Any]]:

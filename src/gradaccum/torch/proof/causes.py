@@ -18,9 +18,8 @@ from gradaccum.core.numpy_arrays import leaf_of
 from gradaccum.core.proof import Outcome, Way, differences_between
 from gradaccum.on_torch.adapter.probes import Trace, mixing, part_differs
 from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
-from gradaccum.on_torch.random_state import names_of
 from gradaccum.torch.batch_norm import batch_norms
-from gradaccum.torch.loss import Objective
+from gradaccum.torch.loss import Objective, referred
 from gradaccum.torch.proof.trial import Trial
 
 
@@ -126,17 +125,11 @@ def _facts(trial: Trial, term: Any) -> LossFacts:
 def _class_weights(original: Objective) -> list[tuple[str, Any]]:
     """Vectors of weights that the loss refers to, with their names."""
     found: list[tuple[str, Any]] = []
-    looked: list[tuple[str, Any]] = [("", function) for function in (original.loss_fn, original.compute_loss)]
-    for name, value in looked:  # which grows
-        if isinstance(value, functools.partial):
-            looked += [*value.keywords.items(), (name, value.func)]
-        elif isinstance(value, nn.Module):
-            inner = {**vars(value), **dict(value.named_buffers())}
-            looked += [(f"{name}.{n}".lstrip("."), t) for n, t in inner.items() if isinstance(t, Tensor)]
-        elif inspect.isfunction(value):
-            looked += [(n, v) for n, v in names_of(value) if not inspect.isfunction(v)]
-        elif isinstance(value, Tensor) and value.dim() == 1 and value.is_floating_point() and (value >= 0).all():
-            found.append((name, value.detach().double().cpu().numpy()))
+    for name, value in [*referred(original.loss_fn), *referred(original.compute_loss)]:
+        inner = {"": value} if isinstance(value, Tensor) else {**vars(value), **dict(value.named_buffers())}
+        for own, one in inner.items():
+            if isinstance(one, Tensor) and one.dim() == 1 and one.is_floating_point() and (one >= 0).all():
+                found.append((f"{name}.{own}".strip("."), one.detach().double().cpu().numpy()))
     return found
 
 
