@@ -426,7 +426,8 @@ class Moving(nn.Module):
 
 
 def test_everything_is_left_as_found():
-    model, loss = net(Moving(), nn.Dropout(0.5), nn.BatchNorm1d(8)), copy.deepcopy(CE)
+    model, loss = net(Moving(), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Dropout(0.5).eval()), copy.deepcopy(CE)
+    modes = [module.training for module in model.modules()]
     other = nn.Parameter(torch.ones(3))
     other.grad = torch.ones(3)
     step = train_step(model, loss_fn=loss, batch_norm="micro")
@@ -439,12 +440,12 @@ def test_everything_is_left_as_found():
         return copy.deepcopy([[t.detach() for t in tensors], moving.calls, moving.log, random.getstate()])
 
     before, state = everything(), moving.generator.get_state()
-    assert step._proof.is_due(batch, [module.training for module in model.modules()])
+    assert step._proof.is_due(batch, modes)
     step._proof.run(batch)
     torch.testing.assert_close(everything(), before, rtol=0, atol=0)
     assert torch.equal(moving.generator.get_state(), state)
     assert model[0].weight.grad is gradient
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
     assert not hasattr(moving, "latest")
 
 

@@ -31,8 +31,7 @@ Weight = float | Tensor
 
 class Term(NamedTuple):
     loss: Tensor
-    weight: Any
-    """What it is a mean over: a `Weight`; None where the batch says so, by `weight`."""
+    weight: Any  # what it is a mean over: a `Weight`; None where the batch says so, by `weight`
 
 
 Terms = dict[Hashable, Term]
@@ -232,8 +231,7 @@ class WindowLosses:
         self.restart()
 
     def restart(self) -> None:
-        self.entries: list[tuple[int, Tensor, float, Hashable]] = []
-        """Number of the micro-batch, loss, weight, name."""
+        self.entries: list[tuple[int, Tensor, float, Hashable]] = []  # number of the micro-batch, loss, weight, name
         self.weighed = False
         self.dropped: set[int] = set()
 
@@ -289,8 +287,7 @@ class NamedSums(GradientBuffer):
     """
 
     def __init__(self, parameters: Callable[[], list[Tensor]], dtype: torch.dtype | None, losses: WindowLosses) -> None:
-        self.used = False
-        """Whether losses have ever come by name."""
+        self.used = False  # whether losses have ever come by name
         self.sums: dict[Hashable, list[Tensor | None]] = {}
         """Of each loss, for each parameter; empty where it is in `p.grad`, or nothing has arrived."""
         self._restored: dict[Hashable, list[Tensor | None]] = {}

@@ -39,10 +39,8 @@ STARTS = 16
 class Found:
     """What the first forward pass has shown of a loss; shared by all that compute it."""
 
-    terms: bool | None = None
-    """Whether there are several; None before."""
-    needs_gradients = False
-    """Whether it can't be computed without gradients."""
+    terms: bool | None = None  # whether there are several; None before
+    needs_gradients = False  # whether it can't be computed without gradients
 
 
 class Objective:
@@ -92,8 +90,7 @@ class Objective:
         self.loss_fn = with_known_divisor(loss_fn) if loss_fn is not None else None
         self._by_targets = divides_by_targets(self.loss_fn)
         self._summed: Any = None
-        self.starts: dict[Any, tuple[Weight, Tensor]] = {}
-        """Where backward passes start, by factor."""
+        self.starts: dict[Any, tuple[Weight, Tensor]] = {}  # where backward passes start, by factor
         self.found = Found()
         self.compute_loss = compute_loss
         self.weight = weight

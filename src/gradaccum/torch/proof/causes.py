@@ -18,7 +18,6 @@ from gradaccum.core.numpy_arrays import leaf_of
 from gradaccum.core.proof import Outcome, Way, differences_between
 from gradaccum.on_torch.adapter.probes import Trace, mixing, part_differs
 from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
-from gradaccum.torch.batch_norm import batch_norms
 from gradaccum.torch.loss import Objective, referred
 from gradaccum.torch.proof.trial import Trial
 
@@ -181,21 +180,6 @@ def _mixes(path: str, module: nn.Module) -> Cause:
     )
 
 
-def unusual_batch_norms(model: nn.Module) -> list[Cause]:
-    """BatchNorm layers that do more than torch.nn's own."""
-    causes = []
-    for path, layer in batch_norms(model):
-        hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
-        if hooks or type(layer).forward is not nn.BatchNorm1d.forward or nn.utils.parametrize.is_parametrized(layer):
-            where = path or "model"
-            message = (
-                f"'{where}' ({type(layer).__name__}) has hooks, parametrizations or a formula of its "
-                'own, which batch_norm="exact" does not follow. Take them off, or use GroupNorm.'
-            )
-            causes.append(Cause("batch_norm", where, message))
-    return causes
-
-
 def counting_layers(modules: Iterable[nn.Module]) -> list[Cause]:
     """Embeddings that divide the gradient of a row by how often its index occurs among all rows."""
     return [
@@ -337,14 +321,9 @@ def hook_cause(parameter: str) -> Cause:
     )
 
 
-def suspicion(roots: Mapping[str, nn.Module], wrong: Sequence[Difference]) -> Cause:
+def suspicion(wrong: Sequence[Difference]) -> Cause:
     """What may make a difference that a copy in float64 doesn't show."""
-    parameters = {name: p for prefix, root in roots.items() for name, p in root.named_parameters(prefix=prefix)}
     names = [difference.name for difference in wrong if difference.part == "gradient"]
-    for name in names:
-        p = parameters.get(name)
-        if p is not None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
-            return hook_cause(name)
     where = names[0] if names else "loss"
     return Cause(
         "unknown",

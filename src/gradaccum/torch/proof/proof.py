@@ -55,7 +55,6 @@ from gradaccum.torch.proof.causes import (
     input_cause,
     nondeterminism_cause,
     suspicion,
-    unusual_batch_norms,
 )
 from gradaccum.torch.proof.trial import Accumulate, BatchRunner, Gradients, LoweredScale, Trial, named_parameters
 
@@ -68,8 +67,7 @@ NEARLY = 20
 class _Found(NamedTuple):
     runner: BatchRunner
     comparison: Comparison
-    differences: list[Difference] | None
-    """None where there is nothing to compare."""
+    differences: list[Difference] | None  # None where there is nothing to compare
     wrong: list[Difference]
 
 
@@ -280,12 +278,10 @@ class Proof:
             paths = {path or "model" for path, _, _ in owners_of_buffers(self.objective.modules).values()}
             others = [cause for cause in found.causes if cause.kind != "buffer" or cause.where not in paths]
             return others or found.causes
-        if self.exact and (layers := unusual_batch_norms(self.objective.model)):
-            return layers
         largest = max((difference.error for difference in wrong if difference.part == "gradient"), default=0.0)
         if found is not None and largest <= (NEARLY**2 if self.schedule.repeated else NEARLY) * tolerance:
             return []
-        return [self._explain(few, found is not None) or suspicion(self.objective.modules, wrong)]
+        return [self._explain(few, found is not None) or suspicion(wrong)]
 
     def _on_a_copy(self, few: Batch) -> Equivalence | None:
         """What a check on a copy in float64 finds; None where there can't be one."""

@@ -50,8 +50,7 @@ class GlobalBatch(Listener):
         """What this rank's rows weigh, where its sum is a multiple of `_unit` and that was known beforehand."""
         self._unit = 1.0
         ranks.attach(self)
-        self._met = False
-        """Whether the ranks have told each other what kind of loss they have."""
+        self._met = False  # whether the ranks have told each other what kind of loss they have
 
     def open(self, objective: Objective, batch: Batch, count: Callable[[], list[Terms] | None]) -> Window:
         """A window over this rank's rows, whose parts are shares of all ranks' loss, where their weight is known.

@@ -27,8 +27,7 @@ GroupsChoice = int | Tensor | Sequence[int] | Callable[..., Any] | None
 class Options:
     """What was asked of a step beside its loss, checked."""
 
-    optimizers: Any
-    """A list of them."""
+    optimizers: Any  # a list of them
     micro_batch_size: Any
     max_tokens: int | None
     pack: Any

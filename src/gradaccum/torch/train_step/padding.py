@@ -35,10 +35,8 @@ class Packing:
     def __init__(self, objective: Objective, max_tokens: int, max_rows: int | None, *, judge: bool) -> None:
         self.objective = objective
         self.budget = TokenBudget(max_tokens, max_rows)
-        self.left: Left = "cut"
-        """What happens to padding on the left of this batch."""
-        self._apart = set[str]()
-        """The paths of what is no text: in some batch it was wider or narrower."""
+        self.left: Left = "cut"  # what happens to padding on the left of this batch
+        self._apart = set[str]()  # the paths of what is no text: in some batch it was wider or narrower
         self._judge = judge
         self._judged: dict[Edge, Left] = {}
 
@@ -180,10 +178,8 @@ class Joining:
 class Edge(NamedTuple):
     """A kind of row, by what happens where its padding is cut off."""
 
-    left: bool
-    """Cut off in front; else behind."""
-    first: bool
-    """The first column that stays is this row's first token."""
+    left: bool  # cut off in front; else behind
+    first: bool  # the first column that stays is this row's first token
     counting: frozenset[str]
     """The paths of what says something else there than in padding: labels that count, weights of tokens, ids."""
 

@@ -55,12 +55,9 @@ _NOT_REACHED = (
 class Finished:
     """What a window leaves beside the gradients in `p.grad`."""
 
-    loss: Tensor
-    """Of all ranks' rows."""
-    weighs: bool
-    """Whether any row of the batch weighs something: if not, no gradient is left."""
-    losses: dict[Any, Tensor]
-    """Of several losses, the mean of each."""
+    loss: Tensor  # of all ranks' rows
+    weighs: bool  # whether any row of the batch weighs something: if not, no gradient is left
+    losses: dict[Any, Tensor]  # of several losses, the mean of each
     grad_norm: Tensor | None = None
 
 
@@ -90,8 +87,7 @@ class WindowRunner:
         self.buffer, self.stages, self.scaler, self.noise = update.buffer, update.stages, update.scaler, update.noise
         self.roots = [model, *(module for prefix, module in objective.modules.items() if prefix)]
         """The model, and what the loss has of modules."""
-        self._staged = len(self.stages) > 1
-        """Whether there is more to do with the gradients than to divide them."""
+        self._staged = len(self.stages) > 1  # whether there is more to do with the gradients than to divide them
         self._new_state = functools.partial(
             WindowState,
             self.roots,
@@ -264,8 +260,7 @@ class TrainPasses:
 
     def __init__(self, runner: WindowRunner, window: Window, batch: Batch) -> None:
         self.window, self._runner, self._batch = window, runner, batch
-        self.weightless: list[Slice] = []
-        """The micro-batches that weigh nothing."""
+        self.weightless: list[Slice] = []  # the micro-batches that weigh nothing
         self._norm, self._layers, self._noise = runner.batch_norm, runner.layers, runner.noise
         self._scale = None if runner.scaler is None else runner.scaler.scale
         self._moves = not runner.state.idle  # while a window runs, that stays so
@@ -404,8 +399,7 @@ class WholeBatch:
         self.chunks = chunked(
             self.inner, EXACT_MICRO_BATCH_SIZE, batch_dims=dims, batch_norm="exact", offload=offload, verify=False
         )
-        self.model = self.chunks if self.outer is None else self.outer
-        """What to call on the large batch."""
+        self.model = self.chunks if self.outer is None else self.outer  # what to call on the large batch
 
     @property
     def needed(self) -> bool:
