@@ -428,9 +428,9 @@ def _added(one: Tensor, other: Tensor) -> Tensor:
 def not_by_name_error() -> ValueError:
     return ValueError(
         "backward({name: (loss, weight)}) takes a weight for each loss, so pass none beside them, and none to "
-        "batches(). It keeps a sum of gradients for each loss, which sharded models, "
-        'nonfinite="skip_micro_batch" and noise_scale=True do not support. TrainStep does: its compute_loss may return '
-        "the same dict."
+        "batches(). It keeps a sum of gradients for each loss, and sharded models, "
+        'nonfinite="skip_micro_batch" and noise_scale=True do not go together with that. TrainStep does: its '
+        "compute_loss may return the same dict."
     )
 
 
