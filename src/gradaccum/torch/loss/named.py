@@ -70,8 +70,8 @@ def totals_of(weights: Any) -> Totals | None:
 def _named(received: Any) -> Iterable[tuple[Any, Any]]:
     if not received:
         raise ValueError(
-            f"The loss has no terms. Received: {received!r}. If these rows have none of the losses, return them with "
-            "weight 0, such as {'a': (loss, 0)}; their values don't matter then."
+            f"The loss has no terms. Received: {received!r}. If these rows have none of the losses, return them with a "
+            "weight of 0, such as {'a': (loss, 0)}; their values don't matter then."
         )
     return received.items() if isinstance(received, Mapping) else enumerate(received)
 
@@ -427,8 +427,8 @@ def _added(one: Tensor, other: Tensor) -> Tensor:
 
 def not_by_name_error() -> ValueError:
     return ValueError(
-        "backward({name: (loss, weight)}) takes a weight for each loss, so pass none beside them, and none to "
-        "batches(). It keeps a sum of gradients for each loss, and sharded models, "
+        "backward({name: (loss, weight)}) takes a weight for each loss, so there is none for all of them: pass none "
+        "beside them, and none to batches(). It keeps a sum of gradients for each loss, and sharded models, "
         'nonfinite="skip_micro_batch" and noise_scale=True do not go together with that. TrainStep does: its '
         "compute_loss may return the same dict."
     )
