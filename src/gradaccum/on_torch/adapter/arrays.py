@@ -96,18 +96,22 @@ def sample(gradient: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def bits_flipped(parameters: Iterable[Tensor], seed: int) -> Iterator[None]:
-    """Some of the last three bits of every number in these tensors are the others meanwhile, drawn with this seed."""
+def bits_flipped(parameters: Iterable[Tensor], seed: int, *, half: bool = False) -> Iterator[None]:
+    """Some of the last three bits of every number in these tensors are the others meanwhile, drawn with this seed.
+
+    `half`: some of the latter half of its bits, so that it moves by far more than rounding does, and yet by little.
+    """
     numbers = []
     for parameter in {id(p): p.data for p in parameters}.values():
         whole = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         if whole.layout is torch.strided and whole.itemsize in _INTEGERS and whole.is_floating_point():
-            numbers.append(whole.view(_INTEGERS[whole.itemsize]))
+            digits = max(round(-math.log2(torch.finfo(whole.dtype).eps)) // 2, 1) if half else 3
+            numbers.append((whole.view(_INTEGERS[whole.itemsize]), digits))
 
     def flip() -> None:
         generator = torch.Generator().manual_seed(seed)
-        for each in numbers:
-            mask = torch.randint(8, each.shape, generator=generator, dtype=each.dtype, device="cpu")
+        for each, digits in numbers:
+            mask = torch.randint(1 << digits, each.shape, generator=generator, dtype=each.dtype, device="cpu")
             each.bitwise_xor_(mask.to(each.device))
 
     flip()
