@@ -299,17 +299,23 @@ class LossAccumulator:
             self.ran = True
         self._sum, self._arriving = None, 0.0
         if terms is not None:
-            for name, (part, own) in terms.items():
-                self._losses.setdefault(name, []).append((part, 1.0))
-                self._weights.setdefault(name, []).append(own)
+            self._add_terms(terms)
             return
         if self._rescaled != 1.0:
             factor, self._rescaled = factor * self._rescaled, 1.0
         if loss is not None:
             self._losses.setdefault(None, []).append((loss.detach(), factor))
         if weight is not None:
-            share = weight if self._unit is None else ratio(weight, self._unit)
-            self.divisor = share if self.divisor is None else self.divisor + share
+            self._add_weight(weight)
+
+    def _add_terms(self, terms: dict[Hashable, tuple[Tensor, Weight]]) -> None:
+        for name, (part, weight) in terms.items():
+            self._losses.setdefault(name, []).append((part, 1.0))
+            self._weights.setdefault(name, []).append(weight)
+
+    def _add_weight(self, weight: Weight) -> None:
+        share = weight if self._unit is None else ratio(weight, self._unit)
+        self.divisor = share if self.divisor is None else self.divisor + share
 
 
 def accumulator(objective: Objective, batch: Batch) -> LossAccumulator:
