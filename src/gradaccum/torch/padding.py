@@ -94,12 +94,7 @@ class Text:
         return list(zip(*torch.stack([first, last]).tolist(), strict=True))
 
     def kept(self, span: tuple[int, int], left: Left) -> tuple[int, int]:
-        """The columns that stay of a row or a micro-batch whose tokens are between these.
-
-        >>> text = Text({"attention_mask": torch.ones(1, 8)})
-        >>> text.kept((2, 5), "cut"), text.kept((2, 5), "keep"), text.kept((2, 5), "whole")
-        ((2, 5), (0, 5), (0, 8))
-        """
+        """The columns that stay of a row or a micro-batch whose tokens are between these."""
         return (span[0] if left in ("cut", "number") else 0), (self.width if left == "whole" else span[1])
 
     def cut(self, start: int, stop: int, tree: Any = None, *, numbered: bool = False) -> Any:

@@ -255,16 +255,20 @@ class OffloadedBlocks:
         finally:
             for (holder, name, own, copy), version in zip(holders, versions, strict=True):
                 now, holder[name] = holder.get(name), own
-                if isinstance(own, nn.Parameter):
-                    continue
-                if now is not copy:
-                    holder[name] = None if now is None else now.to(own.device)
-                elif copy._version != version or name.startswith("running_"):  # of which BatchNorm's kernels don't tell
-                    own.detach().copy_(copy)
+                if not isinstance(own, nn.Parameter):
+                    _come_home(holder, name, now, copy, moved=copy._version != version)
         for own, copy in copies.items():
             if isinstance(own, nn.Parameter) and copy.grad is not None:
                 grad = copy.grad.to(own.device)
                 own.grad = grad if own.grad is None else own.grad.add_(grad)
+
+
+def _come_home(holder: Any, name: str, now: Tensor | None, copy: Tensor, *, moved: bool) -> None:
+    """A buffer is what it has become on the device."""
+    if now is not copy:
+        holder[name] = now if now is None else now.to(holder[name].device)
+    elif moved or name.startswith("running_"):  # BatchNorm's kernels don't raise its version
+        holder[name].detach().copy_(copy)
 
 
 def _parameter_like(own: Tensor, copy: Tensor) -> Tensor:
