@@ -194,7 +194,7 @@ def edges(text: Text, pieces: Sequence[Slice]) -> dict[Edge, Slice]:
     """The kinds of rows in a batch, and for each a few rows of one piece.
 
     A causal model predicts a row's first token from the padding in front of it, if there is any, so a label there may
-    count before padding is cut off, and not after. It does in some rows, and in others not: each kind is judged by itself.
+    count before padding is cut off, and not after. It does in some rows, not in others: each kind is judged by itself.
     Behind a row's last token a label of 0 may be padding, or count.
     """
     found: dict[Edge, Slice] = {}
