@@ -324,8 +324,12 @@ class Optimizer(OptimizerProxy):
             plain = not (has_options(self._accumulation_arguments) or windows.ranks.is_distributed)
             if needs_closure(self.inner) or (again and plain and windows.steps == 1):
                 return windows.evaluate(functools.partial(self._step_inner, closure))
-            with torch.enable_grad():
-                result = closure()
+            try:
+                with torch.enable_grad():
+                    result = closure()
+            except BaseException:
+                windows.ranks.abort()
+                raise
             if left_out(closure, result):
                 windows.current.window.leave_out()
             self._answer = (evaluated(self.inner, result),) if again else ()
