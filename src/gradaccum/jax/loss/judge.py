@@ -149,7 +149,7 @@ def _traces(spec: LossSpec) -> tuple[tuple[int, ...], list[Any], Any]:
 
 
 def _traced(spec: LossSpec, rows: int) -> Any:
-    return jax.make_jaxpr(spec.function, return_shape=True)(spec.kinds(rows))  # type: ignore[call-overload]
+    return jax.make_jaxpr(spec.function, return_shape=True)(spec.kinds(rows))
 
 
 def _of_one_row(spec: LossSpec, rows: tuple[int, ...], traces: list[Any]) -> Verdict:
@@ -162,7 +162,7 @@ def _of_one_row(spec: LossSpec, rows: tuple[int, ...], traces: list[Any]) -> Ver
         (isinstance(some[0], float) and exponent(some, (1, *rows)) is not None) or len({*some}) == 1
         for some in zip(*done)
     )
-    return EXACT if alike else Verdict("unknown", f"It does other things for 1 row than for {rows[-1]}.")
+    return EXACT if alike else Verdict("unknown", "It does other things for one row than for more.")
 
 
 def _done(closed: Any) -> Iterator[Any]:
@@ -233,10 +233,11 @@ def _of_loss(
     if weight is not None and weight.flaw is not None and weight.flaw.kind == "unknown":
         return Verdict("unknown", f"What `weight` computes is not followed: {_at(weight.flaw.source)}.")
     is_sum = weight is None or weight.terms in ({Term(True)}, {Term(False, ROWS)}, SHARED)
+    divisor = ONE if reduction == "sum" else ROWS
     try:
-        divisor = ONE if reduction == "sum" else ROWS if weight is None else walk.factor(weight)
+        divisor = divisor if weight is None or reduction == "sum" else walk.factor(weight)
     except Lost:
-        is_sum, divisor = False, None
+        is_sum = False
     if weight is not None and (weight.flaw is not None or not is_sum):
         why = "what it returns for the batch is not the sum of what it returns for micro-batches"
         return Verdict("unknown", f"`weight` must be a sum over the rows: {why}.")
@@ -248,12 +249,12 @@ def _of_terms(loss: Value, divisor: Factor, is_weighed: bool, reduction: str, wa
     wrong = [term for term in loss.terms if term not in (Term(True, power(divisor, -1)), Term(False, shared))]
     if not wrong:
         return Verdict("unknown", walk.doubts[0]) if walk.doubts else EXACT
-    symbols = [(walk.sources[symbol], degree) for term in wrong for symbol, degree in term.factor if symbol != COUNT]
-    if mixing := [source for source, degree in symbols if degree != -1]:
+    symbols = [(symbol, degree) for term in wrong for symbol, degree in term.factor if symbol != COUNT]
+    if mixing := [walk.sources[symbol] for symbol, degree in symbols if degree != -1 or symbol in walk.bound]:
         return _mixes(min(mixing, key=lambda source: source.number))._replace(certain=True)
     divisors = {power(term.factor, -1) for term in loss.terms if term.own}
     if any(len(each) > 1 for each in divisors) or (len(divisors) > 1 and ONE in divisors):
-        return _mixes(symbols[0][0] if symbols else walk.first_sum(loss))._replace(certain=True)
+        return _mixes(walk.sources[symbols[0][0]] if symbols else walk.first_sum(loss))._replace(certain=True)
     same_for_all = is_weighed and divisor == ONE  # right where micro-batches have as many rows
     verdict = _by_divisors(wrong, loss, divisors, divisor if is_weighed else None, reduction, walk)
     return verdict._replace(certain=verdict.kind != "unknown" and not same_for_all)

@@ -38,7 +38,7 @@ def _computed(e: Equation, inputs: list[Value], compute: Callable[..., Any] | No
     if compute is None or len(of) > 1 or not inputs or any(value.curve is None for value in inputs):
         return None
     try:
-        curve = [compute(*numbers) for numbers in zip(*(value.curve for value in inputs))]  # type: ignore[arg-type]
+        curve = [compute(*numbers) for numbers in zip(*(value.curve for value in inputs))]
     except (ArithmeticError, TypeError, ValueError):
         return None
     return e.known(curve, of.pop() if of else None)
@@ -417,6 +417,7 @@ def _scattered(e: Equation, inputs: list[Value]) -> Value:
     (operand, indices, updates), numbers = inputs, e.params["dimension_numbers"]
     rows, windows = operand.place, numbers.update_window_dims
     others = _by_position(e, indices, numbers.scatter_dims_to_operand_dims, rows)
+    place: Place | None = rows
     if e.absorbed([operand, updates, *([indices] if others is None else others)]) is not None:
         return e.made(inputs, SHARED, None)
     kept = [axis for axis in range(len(e.shapes[0])) if axis not in numbers.inserted_window_dims]
@@ -426,9 +427,8 @@ def _scattered(e: Equation, inputs: list[Value]) -> Value:
         moved = indices.place not in (None, rows._replace(axis=other))
         if moved or updates.place not in (None, rows._replace(axis=of_scatter[other])):
             raise unknown(e.name)
-        place = rows
     elif others is not None:
-        place, inputs = rows, [operand, updates, *others]
+        inputs = [operand, updates, *others]
     elif indices.is_shared:
         if updates.place is not None and updates.axis not in windows:
             raise mixes()

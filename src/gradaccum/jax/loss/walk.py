@@ -412,6 +412,7 @@ class Walk:
         self.values: dict[int, Value] = {}
         self.positions: set[int] = set()  # of what is 0, 1, 2, ... along the rows
         self.sources: dict[Symbol, Source] = {}  # of sums over the rows
+        self.bound: set[Symbol] = set()  # those that follow from what is differentiated
         self.curves: dict[Symbol, tuple[Any, ...]] = {}  # of sums over the batch: the points that they are looked at
         self.doubts: list[str] = []  # what was taken for true
         self.callers: list[tuple[str, Any]] = []  # functions that are being walked through, and who has called them
@@ -463,9 +464,10 @@ class Walk:
             if len(factors) > 1:
                 raise Lost("count")
             return factors.pop()
-        if len(value.terms) > 1 or not (value.scalar and value.free):
+        if len(value.terms) > 1 or not value.scalar:
             raise mixes(source=self.first_sum(value))
         symbol = value.number if value.of is None else value.of
+        self.bound |= set() if value.free else {symbol}
         if value.roots & LOCAL:
             symbol = self.number("local", None, symbol)
         self.sources.setdefault(symbol, self.first_sum(value))
