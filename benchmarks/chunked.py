@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -89,24 +90,24 @@ def checkpointed(encoder: nn.Module, x: Tensor) -> Tensor:
 
 def live_bytes(update: Callable[[], None], weights: list[Tensor]) -> int:
     """The most bytes that graphs hold at once, inputs and parameters left out."""
-    held = {"now": 0, "most": 0}
+    held, most = Counter[tuple[int, int]](), [0]  # by where a tensor is, as two graphs may hold the same one
     known = {tensor.untyped_storage().data_ptr() for tensor in weights}
 
     class Held:
         def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor
-            held["now"] += tensor.nbytes
-            held["most"] = max(held["most"], held["now"])
+            self.tensor, self.place = tensor, (tensor.data_ptr(), tensor.nbytes)
+            held[self.place] += 1
+            most[0] = max(most[0], sum(nbytes for (_, nbytes), count in held.items() if count))
 
         def __del__(self) -> None:
-            held["now"] -= self.tensor.nbytes
+            held[self.place] -= 1
 
     def pack(tensor: Tensor) -> Tensor | Held:
         return tensor if tensor.untyped_storage().data_ptr() in known else Held(tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.tensor if isinstance(t, Held) else t):
         update()
-    return held["most"]
+    return most[0]
 
 
 def data(rows: int) -> list[Tensor]:

@@ -117,6 +117,27 @@ def plain(model: keras.Model, optimizer: Any, micro_batches: list[Batch], steps:
     return model
 
 
+def updated(windows: Sequence[Sequence[Batch]], make: Callable[[], Any] = sgd) -> keras.Model:
+    """The network after plain updates, one on the rows of each window."""
+    model = compiled(network(), make())
+    keras_updates(model, [join(window) for window in windows])
+    return model
+
+
+def fit(model: keras.Model, micro_batches: list[Batch], *callbacks: Any, **arguments: Any) -> keras.Model:
+    """The model after `fit` on these micro-batches, with the GradientAccumulation callback first unless it is given."""
+    ours = gradaccum.keras.callbacks.GradientAccumulation
+    given = any(isinstance(callback, ours) for callback in callbacks)
+    callbacks = callbacks if given else (ours(), *callbacks)
+    model.fit(Batches(micro_batches), shuffle=False, verbose=0, callbacks=list(callbacks), **arguments)
+    return model
+
+
+def logged(caplog: Any) -> list[str]:
+    """What gradaccum has logged."""
+    return [record.getMessage() for record in caplog.records if record.name == "gradaccum"]
+
+
 def error(actual: keras.Model, expected: keras.Model) -> float:
     """The largest relative error of the weights."""
     return relative_error(actual.get_weights(), expected.get_weights())

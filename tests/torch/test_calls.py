@@ -104,7 +104,7 @@ def with_weights(model, optimizer, batches):
         loss = model(x, y)
         with Calls() as calls:
             optimizer.zero_grad()
-            optimizer.backward(loss, weight=3 + i % 2)
+            optimizer.backward(loss, weight=3 + i % 7)  # no two windows are divided by the same
             optimizer.step()
         yield calls.names
 
@@ -146,8 +146,7 @@ def test_a_window_that_looks_compares_by_foreach_operators_and_hooks_only_count(
     """The first window's second micro-batch: nothing in it but the counting of arrivals grows with the parameters."""
     few, many = (looked(parameters) for parameters in (10, 110))
     grown = {name: count - few[name] for name, count in many.items() if count > few[name]}
-    hooks = {"_Sum.__init__.<locals>.arrived", "_current_graph_task_id"}
-    assert hooks <= set(grown)
+    assert "_Watched._hook.<locals>.arrived" in grown
     assert {name for name in grown if name.startswith("_foreach") or name in ("norm", "sum", "max")} == set()
 
 

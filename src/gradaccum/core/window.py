@@ -7,6 +7,9 @@ the sum is kept in multiples of a `unit`, the weight of the window's first micro
     sum_i (w_i / unit) g_i      and, at the end,      divided by  sum_i w_i / unit
 
 With equal weights every factor is exactly 1, and the divisor is the number of micro-batches.
+
+A compiled step can't keep a `Window` in Python: there its numbers travel as a named tuple, perhaps of traced scalars,
+and `counted` and `is_full` count it.
 """
 
 from __future__ import annotations
@@ -70,6 +73,7 @@ class Window:
         self.unit: float | None = None
         self.weights_given = False  # anywhere in it, by the user
         self.unsaid = False  # whether a micro-batch counts of which nobody has said what it weighs
+        self._alike: float | None = None  # what the last one weighed, if the next one may count as it did
         self.micro_batch.restart()
 
     @property
@@ -105,14 +109,15 @@ class Window:
 
     def expect(self, default: float, given: bool = False, last: bool = False) -> None:
         """A batch of `batches()` has been handed out: the next micro-batch, and its weight unless a loss has one."""
-        one = self.micro_batch
+        one, self._alike = self.micro_batch, None
         one.weight, one.given, one.factor, one.weighed = None, False, 1.0, 0
         one.default, one.default_given, one.last = default, given, last
         one.in_batches = one.announced = True
 
     def expect_nothing(self) -> None:
         """The micro-batches that come weigh the same, unless their losses say otherwise."""
-        self.micro_batch = MicroBatch()
+        self.micro_batch.__init__()  # type: ignore[misc]  # others hold it
+        self._alike = None
 
     def weigh(self, weight: float | None = None) -> float:
         """Say what the micro-batch in progress weighs; None: what was said before, else the default.
@@ -157,24 +162,43 @@ class Window:
             WindowError: Some losses of the window have a weight, and others, which count as 1, have none.
         """
         one = self.micro_batch
-        weight, given = one.weight, one.given
+        weight = one.weight
+        if weight is None and self._alike is not None:  # nearly always
+            self.micro_batches += 1
+            self.weights.append(self._alike)
+            self.weight += self._alike
+            closes = one.last or self.micro_batches >= self.steps
+            one.announced = one.last = False
+            return closes
         if weight is None:
             weight, given = one.default, one.default_given
-            if not self.unit and weight > 0 and self.reduction == "mean":
+            if weight != self.unit and not self.unit and weight > 0 and self.reduction == "mean":
                 self.unit = weight
-        unsaid = self.unsaid or not (given or one.in_batches or weight == 0)
-        given = given or self.weights_given
-        if given and unsaid and any(w not in (0, 1) for w in (*self.weights, weight)):
-            raise mixed_error()
-        self.weights_given, self.unsaid = given, unsaid
+        else:
+            given = one.given
+        said = given or one.in_batches
+        if given is not self.weights_given or self.unsaid is said:  # of the first, or of some alone
+            self._note_weighing(weight, given, said)
         self.micro_batches += 1
         self.weights.append(weight)
         self.weight += weight
         if weight > self.largest:
             self.largest = weight
         closes = one.last or self.micro_batches >= self.steps
-        one.weight, one.given, one.factor, one.weighed, one.announced, one.last = None, False, 1.0, 0, False, False
+        one.announced = one.last = False
+        if one.weight is None:
+            self._alike = weight
+        else:
+            self._alike = None
+            one.weight, one.given, one.factor, one.weighed = None, False, 1.0, 0
         return closes
+
+    def _note_weighing(self, weight: float, given: bool, said: bool) -> None:
+        unsaid = self.unsaid or not (said or weight == 0)
+        given = given or self.weights_given
+        if given and unsaid and any(w not in (0, 1) for w in (*self.weights, weight)):
+            raise mixed_error()
+        self.weights_given, self.unsaid = given, unsaid
 
     def rescale(self, unit: float) -> float:
         """Keep the sum in multiples of another unit from now on. Returns the factor to multiply the sum with."""
@@ -201,6 +225,24 @@ class Window:
 
     def __repr__(self) -> str:
         return f"Window({self.micro_batches} of {self.steps} micro-batches, weight={self.weight:g})"
+
+
+def counted(window: Any, weight: Any, **changed: Any) -> Any:
+    """A window with one more micro-batch: a named tuple with `micro_batches`, `weight` and `steps`, perhaps traced.
+
+    Example:
+        >>> from collections import namedtuple
+        >>> Counts = namedtuple("Counts", "micro_batches weight steps")
+        >>> window = counted(Counts(1, 30, 2), 15)
+        >>> window, is_full(window)
+        (Counts(micro_batches=2, weight=45, steps=2), True)
+    """
+    return window._replace(micro_batches=window.micro_batches + 1, weight=window.weight + weight, **changed)
+
+
+def is_full(window: Any) -> Any:
+    """Whether a window holds its `steps` micro-batches: a bool, or a traced one."""
+    return window.micro_batches >= window.steps
 
 
 def checked_weight(weight: Any) -> float:

@@ -10,9 +10,10 @@ from typing import Any
 
 import keras
 
+from gradaccum.core.window import counted
 from gradaccum.keras.batch_norm import batch_norms_of
 from gradaccum.keras.callbacks import GradientAccumulation
-from gradaccum.keras.optimizer import Added, Counts, Optimizer, StepsRule, minimum, where, wrapped_optimizer
+from gradaccum.keras.optimizer import Added, Counts, Optimizer, StepsRule, where, wrapped_optimizer
 from gradaccum.schedule import Schedule, checked_count, steps_for
 
 logger = logging.getLogger("gradaccum")
@@ -26,29 +27,17 @@ class SizesRule(StepsRule):
     def __init__(self, maximum_batch_size: int, desired_batch_size: int, train_size: int, model: Any = None) -> None:
         self.maximum_batch_size = checked_count(maximum_batch_size, "maximum_batch_size")
         self.desired_batch_size = checked_count(desired_batch_size, "desired_batch_size")
-        self.train_size = checked_count(train_size, "train_size")
-        self.rows_of_epoch, self._model = train_size, model
+        self.train_size = self.rows_of_epoch = checked_count(train_size, "train_size")
+        self._model = model
         self._batches = -(-train_size // maximum_batch_size)
         super().__init__(Schedule(steps_for(desired_batch_size, maximum_batch_size)))
 
     def add(self, counts: Counts, rows: Any) -> Added:
         """The window with one more micro-batch, of so many rows; None: not known, so as many as were promised."""
-        weight = minimum(counts.rows_left, self.maximum_batch_size) if rows is None else self._checked(rows)
-        counts = counts.added(weight, 1)._replace(rows_left=counts.rows_left - weight)
-        return Added(counts, weight, None, (counts.weight >= self.desired_batch_size) | (counts.rows_left <= 0))
-
-    def _checked(self, rows: Any) -> Any:
-        """The rows, if they can be those of a micro-batch as it was promised."""
-        last = self.train_size % self.maximum_batch_size or self.maximum_batch_size
-        if isinstance(rows, int):
-            if rows not in (self.maximum_batch_size, last):
-                raise ValueError(f"{self.other_size} {last}. Received: {rows} rows.")
-            return rows
-        import tensorflow as tf  # the only backend that doesn't know before it runs
-
-        promised = (rows == self.maximum_batch_size) | (rows == last)
-        with tf.control_dependencies([tf.debugging.Assert(promised, [f"{self.other_size} {last}. Received:", rows])]):
-            return tf.identity(rows)
+        left, most = counts.rows_left, self.maximum_batch_size
+        rows = where(left < most, left, most) if rows is None else rows
+        counts = counted(counts, rows, updated=0, by_rows=1, rows_left=left - rows)
+        return Added(counts, rows, None, (counts.weight >= self.desired_batch_size) | (counts.rows_left <= 0))
 
     def closed(self, counts: Counts, updated: Any) -> Counts:
         """The counts of the window that follows; in the next epoch, less the rows that were too many in this one."""
@@ -59,9 +48,9 @@ class SizesRule(StepsRule):
         if batches != self._batches:
             raise ValueError(
                 f"An epoch of train_size={self.train_size} rows has {self._batches} micro-batches of "
-                f"maximum_batch_size={self.maximum_batch_size}. Received: {batches} micro-batches. Pass the "
-                "`train_size` that fit() trains on, after its validation split, to BatchOptimizer, and "
-                "batch_size=maximum_batch_size to fit()."
+                f"maximum_batch_size={self.maximum_batch_size}. Received: {batches} micro-batches. Pass "
+                "batch_size=maximum_batch_size to fit(), and to BatchOptimizer the `train_size` that is left after the "
+                "validation split."
             )
 
     def check_epoch(self, counts: Counts, batches: int, doubt: int = 0) -> None:
@@ -69,31 +58,20 @@ class SizesRule(StepsRule):
             self.check_batches(batches)
         if counts.rows_left != self.train_size:
             raise ValueError(
-                f"`train_size` must be the rows of an epoch. Received: train_size={self.train_size}, where the "
-                f"{batches} micro-batches of the epoch add up to another number. Pass the `train_size` that fit() "
-                "trains on to BatchOptimizer."
+                f"`train_size` must be the rows of an epoch. Received: train_size={self.train_size}, but the {batches} "
+                "micro-batches of the epoch add up to another number. Pass the number of rows that fit() trains on."
             )
 
     def settings(self) -> list[list[int]]:
         return [[self.maximum_batch_size, self.desired_batch_size, self.train_size]]
 
-    @property
-    def other_size(self) -> str:
-        """How the error about a micro-batch of another size begins."""
-        return (
-            f"A micro-batch must have the maximum_batch_size={self.maximum_batch_size} that this BatchOptimizer was "
-            f"promised, or be the last of train_size={self.train_size} rows, with"
-        )
-
     def check_variables(self, variables: Sequence[Any]) -> None:
         """Whether these are the trainable ones of the model that the rule was made for."""
-        if self._model is None:
-            return
-        if {id(variable) for variable in self._model.trainable_variables} != {id(variable) for variable in variables}:
+        if self._model is not None and {*map(id, self._model.trainable_variables)} != {*map(id, variables)}:
             raise ValueError(
-                "This BatchOptimizer was made for another model. Received: the variables "
-                f"{[getattr(v, 'path', v.name) for v in variables][:4]} ..., which are not the trainable ones of "
-                f"{self._model.name!r}. Pass the model that is compiled with it."
+                f"This BatchOptimizer was made for another model, {self._model.name!r}. Received: the variables "
+                f"{[getattr(v, 'path', v.name) for v in variables][:4]} ..., which are not the trainable ones of that "
+                "model. Pass the model that is compiled with it."
             )
 
 
@@ -105,7 +83,7 @@ class BatchOptimizer(Optimizer):
     gradient is `sum_i rows_i g_i / sum_i rows_i`, so that a ragged last micro-batch and a short last window are exact
     for any sizes. No callback is needed, because `train_size` sets where an epoch ends.
 
-    Use it with `fit(batch_size=maximum_batch_size)`. Epochs and micro-batches of the model's `fit` are checked.
+    Use it with `fit(batch_size=maximum_batch_size)`. The number of micro-batches and of rows in each epoch is checked.
 
     Args:
         optimizer: The inner optimizer, any `keras.optimizers.Optimizer`.
@@ -197,7 +175,7 @@ class BatchOptimizer(Optimizer):
 
 
 def _check_every_fit(model: Any) -> None:
-    """Let `model.fit` tell the model's BatchOptimizer of epochs and rows, which are checked against its sizes."""
+    """Let `model.fit` tell the model's BatchOptimizer of epochs and rows, so that these are checked."""
     fit = model.fit
     if hasattr(fit, "checks_batch_sizes"):
         return
@@ -210,15 +188,7 @@ def _check_every_fit(model: Any) -> None:
             return fit(*args, **kwargs)
         arguments = dict(signature.bind(*args, **kwargs).arguments)
         arguments["callbacks"] = _with_epochs(arguments.get("callbacks"), model)
-        said = optimizer.window.rule.other_size
-        try:
-            return fit(**arguments)
-        except Exception as error:
-            if said in str(error) and not isinstance(error, ValueError):
-                # TensorFlow finds out in its graph, and says so with many lines about the graph.
-                message = str(error)[str(error).index(said) :].splitlines()[0]
-                raise ValueError(message.replace("] [", " ").rstrip("]").replace("'", "")) from None
-            raise
+        return fit(**arguments)
 
     checked_fit.checks_batch_sizes = True  # type: ignore[attr-defined]  # a mark for the next BatchOptimizer
     model.fit = checked_fit

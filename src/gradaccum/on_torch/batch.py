@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -127,6 +126,16 @@ def described(tree: Any, batch_dims: BatchDims = 0) -> list[tuple[str, Any, int 
     return list(with_dims(tree, batch_dims))
 
 
+_FEW = 16
+_PATHS, _IN_FRONT = tuple([f"[{index}]" for index in range(_FEW)]), (0,) * _FEW
+
+
+def _is_flat(tree: Any, batch_dims: BatchDims) -> bool:
+    if type(tree) is not tuple or type(batch_dims) is not int or batch_dims or len(tree) > _FEW:
+        return False
+    return all([type(leaf) is torch.Tensor and leaf.ndim > 0 for leaf in tree])
+
+
 class Batch:
     """A batch and where its rows are: what there is to find out about it is found out once.
 
@@ -136,38 +145,38 @@ class Batch:
         (6, (tensor([2, 3]), 'shared'))
     """
 
+    flat = False
+    """Whether it is known to be a tuple of tensors with their rows in front: the usual batch, which takes no walk."""
+
     def __init__(
         self, tree: Any, batch_dims: BatchDims = 0, rows: int | None = None, groups: torch.Tensor | None = None
     ) -> None:
         self.tree, self.batch_dims, self.groups = tree, batch_dims, groups
         if rows is not None:
             self.rows = rows
-
-    @functools.cached_property
-    def flat(self) -> bool:
-        """Whether it is a tuple of tensors with their rows in front: the usual batch, which takes no walk."""
-        flat = type(self.tree) is tuple and type(self.batch_dims) is int and self.batch_dims == 0
-        return flat and all([type(leaf) is torch.Tensor and leaf.dim() > 0 for leaf in self.tree])
+        elif _is_flat(tree, batch_dims):  # found out all at once, as each update asks
+            self.flat, self.leaves = True, list(zip(_PATHS, tree, _IN_FRONT))
+            lengths = [leaf.shape[0] for leaf in tree]
+            if lengths and lengths.count(lengths[0]) == len(lengths):
+                self.rows = lengths[0]
 
     @functools.cached_property
     def described(self) -> list[tuple[str, Any, int | None]]:
         """Every leaf: path, leaf, and the dimension that holds its rows, None where every micro-batch shares it."""
-        if self.flat:
-            return [(f"[{index}]", leaf, 0) for index, leaf in enumerate(self.tree)]
         return described(self.tree, self.batch_dims)
 
     @functools.cached_property
     def leaves(self) -> list[tuple[str, Any, int]]:
-        if self.flat:
-            return self.described  # type: ignore[return-value]  # with dimension 0 throughout
+        """Those that have rows."""
         return [(path, leaf, dim) for path, leaf, dim in self.described if dim is not None]
 
     @functools.cached_property
+    def signature(self) -> list[Any]:
+        """What batches of the same kind have in common: paths, shapes and dtypes of what has rows."""
+        return [(path, leaf.shape, leaf.dtype, dim) for path, leaf, dim in self.leaves]
+
+    @functools.cached_property
     def rows(self) -> int:
-        if self.flat and self.tree:
-            lengths = [len(leaf) for leaf in self.tree]
-            if lengths.count(lengths[0]) == len(lengths):
-                return lengths[0]
         if not self.leaves:
             raise ValueError(f"No tensor with rows in this batch of type {type(self.tree).__name__}.")
         rows = {int(leaf.shape[dim]) for _, leaf, dim in self.leaves}
@@ -195,7 +204,9 @@ class Batch:
             taken = (rows.stop if rows.stop < self.rows else self.rows) - rows.start
             groups = None if self.groups is None else self.groups[rows]
             if self.flat:
-                return Batch(tuple(map(operator.itemgetter(rows), self.tree)), self.batch_dims, taken, groups)
+                new = Batch(tuple([leaf[rows] for leaf in self.tree]), 0, taken, groups)
+                new.flat = True
+                return new
         else:
             taken, groups = len(rows), None if self.groups is None else self.groups[rows.cpu()]
         dims = iter([dim for _, _, dim in self.described])
@@ -225,7 +236,7 @@ class Batch:
     def like(self, tree: Any) -> Batch:
         new = copy.copy(self)
         new.tree = tree
-        for found in ("flat", "described", "leaves", "_ends"):
+        for found in ("flat", "described", "leaves", "signature", "_ends"):
             vars(new).pop(found, None)
         return new
 

@@ -24,7 +24,7 @@ class GradientBuffer:
         self.parameters, self.dtype = parameters, dtype
         self.restored: Sums | None = None
         """A checkpoint's sum, until the next micro-batch is in: frameworks clear `p.grad` before they train on."""
-        self.pending: Callable[[], list[Tensor]] = list
+        self.pending: Callable[[], list[Tensor]] | None = None
         self._claim = object()
         self.prepare()
 
@@ -58,7 +58,8 @@ class GradientBuffer:
         return [p for p in self.parameters() if p.is_floating_point() and torch.finfo(p.dtype).bits < wide]
 
     def gradients(self) -> list[Tensor]:
-        return [g for p in self.parameters() if (g := p.grad) is not None] + self.pending()
+        found = [g for p in self.parameters() if (g := p.grad) is not None]
+        return found if self.pending is None else found + self.pending()
 
     def get(self) -> Sums:
         return [p.grad for p in self.parameters()]

@@ -50,7 +50,7 @@ class RandomState:
     """Whether there is something to look at: fake tensors draw nothing, and a fake state says nothing."""
 
     def __init__(self, generators: Iterable[Any]) -> None:
-        self.states = {generator: _access(generator)[0]() for generator in (generators if RandomState.looks else ())}
+        self.states = {one: _access(one)[0]() for one in generators} if RandomState.looks else {}
 
     def put_back(self) -> None:
         """Have the generators draw what they drew from here on."""
@@ -79,10 +79,13 @@ def nothing_drawn() -> Iterator[None]:
         RandomState.looks = held
 
 
+_CPU = torch.default_generator.get_state, torch.set_rng_state
+
+
 def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """What gets and what sets a generator's state."""
     if generator == "cpu":
-        return torch.default_generator.get_state, torch.set_rng_state
+        return _CPU
     if generator == "python" or isinstance(generator, random.Random):
         python = random if generator == "python" else generator
         return python.getstate, python.setstate

@@ -100,12 +100,14 @@ class Divide:
             logger.warning("No update: this window of %d micro-batches weighs nothing", total.micro_batches)
             return False
         divisor = total.divisor
-        if divisor is None:
+        if divisor is None or (type(divisor) is float and divisor == 1):
             return True
-        gradients = [*total.gradients, *total.outside]
+        gradients = total.buffer.gradients()
+        if total.outside:
+            gradients = [*gradients, *total.outside]
         if type(divisor) is not float and isinstance(divisor, Tensor):  # of weights on a device: nobody waits for it
             scale_(gradients, torch.where(divisor > 0, 1.0 / divisor, 0.0))
-        elif divisor != 1:
+        else:
             divide_(gradients, divisor)
         return True
 

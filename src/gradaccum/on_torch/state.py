@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,11 +55,8 @@ class BufferSnapshot:
         wanted = tensor is not None and (whole or self.moves or tensor.nbytes <= SMALL)
         if tensor is not self.tensor or not wanted:
             self.copy = None
-        self.met, self.tensor = False, tensor
-        if tensor is None:
-            return False
-        self.version = tensor._version
-        if not wanted:
+        self.met, self.tensor, self.version = False, tensor, 0 if tensor is None else tensor._version
+        if tensor is None or not wanted:
             return False
         if self.copy is not None and type(tensor) is Tensor and self.copy.shape == tensor.shape:
             return True
@@ -84,13 +81,11 @@ class BufferSnapshot:
             return True
         replaced, edited = self.owner.get(self.name) is not self.tensor, self.differs()
         self.owner[self.name] = self.tensor
-        if not edited:
-            return True
-        self.moves = True
-        if self.copy is None:  # another one may have been put in its place, which is gone now
-            return replaced and self.tensor._version == self.version
-        self.reset()
-        return True
+        if edited and self.copy is not None:
+            self.reset()
+        self.moves |= edited
+        # Another one may have been put in its place, which is gone now.
+        return not edited or self.copy is not None or (replaced and self.tensor._version == self.version)
 
     def reset(self) -> None:
         """Have the next micro-batch find what this one has found, or nothing where this one has made it."""
@@ -104,41 +99,20 @@ class BufferSnapshot:
             del self.owner[self.name]
 
 
-class BufferDicts:
-    """The dicts that hold modules' buffers: finds what a forward pass makes, and takes it away again."""
-
-    def __init__(self, owners: Mapping[int, nn.Module] | None = None) -> None:
-        self._owners = {} if owners is None else owners
-        self._dicts = [module._buffers for module in self._owners.values()]
-        self._names = {id(names): frozenset(names) for names in self._dicts if names}
-        self._count = sum(map(len, self._dicts))
-        self._empty = [(names, name) for names in self._dicts if names for name, b in names.items() if b is None]
-
-    @property
-    def any(self) -> bool:
-        """Whether there are any modules to look at."""
-        return bool(self._dicts)
-
-    def made(self) -> list[BufferSnapshot]:
-        """What is there now, and was not."""
-        found = [(names, name, True) for names, name in self._empty if names.get(name) is not None]
-        if sum(map(len, self._dicts)) != self._count:
-            for names in self._dicts:
-                new = names.keys() - self._names.get(id(names), frozenset())
-                found += [(names, name, False) for name in names if name in new]
-        return [BufferSnapshot(names, name, self._owners[id(names)], named) for names, name, named in found]
-
-    def unmake(self) -> None:
-        """Take it away, so that the next pass makes it again."""
-        for found in self.made():
-            found.reset()
-
-
 class Snapshot:
-    """Buffers and generators as they were at a moment."""
+    """Buffers and generators as they were at a moment, and which names of buffers there were.
 
-    def __init__(self, buffers: Sequence[BufferSnapshot], dicts: BufferDicts, random: RandomState) -> None:
-        self.buffers, self.dicts, self.random = buffers, dicts, random
+    `modules`: those in which passes may make buffers, each with a dict of its own.
+    """
+
+    def __init__(
+        self, buffers: Sequence[BufferSnapshot] = (), modules: Iterable[nn.Module] = (), generators: Iterable[Any] = ()
+    ) -> None:
+        self.buffers, self.random = buffers, RandomState(generators)
+        self.there = [(module, frozenset(module._buffers)) for module in modules]
+        self._dicts = [module._buffers for module, _ in self.there]
+        self._empty = [(m, name) for m, names in self.there if names for name in names if m._buffers[name] is None]
+        self._count = sum(map(len, self._dicts))
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module], generators: Iterable[Any] = ()) -> Snapshot:
@@ -147,12 +121,21 @@ class Snapshot:
         buffers = [BufferSnapshot(m._buffers, name, m) for m in owners.values() for name in m._buffers]
         for buffer in buffers:
             buffer.take(whole=True)
-        return cls(buffers, BufferDicts(owners), RandomState(generators))
+        return cls(buffers, owners.values(), generators)
+
+    def made(self) -> list[BufferSnapshot]:
+        """What passes have made since: buffers that were None, or not there."""
+        found = [BufferSnapshot(m._buffers, n, m) for m, n in self._empty if m._buffers.get(n) is not None]
+        if sum(map(len, self._dicts)) != self._count:
+            new = [(module, name) for module, names in self.there for name in module._buffers if name not in names]
+            found += [BufferSnapshot(module._buffers, name, module, named=False) for module, name in new]
+        return found
 
     @torch.no_grad()
     def put_back(self) -> list[str]:
         """Make everything what it was. Returns the names of the buffers that nobody has copied."""
-        self.dicts.unmake()
+        for made in self.made():
+            made.reset()
         self.random.put_back()
         return [buffer.name for buffer in self.buffers if not buffer.put_back()]
 
@@ -184,11 +167,13 @@ class WindowState:
         self.looks = False
         """Whether this window looks at every buffer after each micro-batch."""
         self._modules: list[nn.Module] = []
+        self._makers: list[nn.Module] = []
+        """Those that may make buffers: all but BatchNorm's."""
         self._parameters: list[Tensor] | None = None
         self._not_optimized: list[Tensor] = []
         self._outside: list[tuple[Tensor, Tensor | None]] = []
         self._torch, self._generators, self._drawn_from = torch_generators([device]), list[Any](), list[Any]()
-        self._start = Snapshot([], BufferDicts(), RandomState(()))
+        self._start = Snapshot()
         self._own: list[BufferSnapshot] = []
         """Those that micro-batches find as the window did: all but BatchNorm's."""
         self._moving: list[BufferSnapshot] = []
@@ -210,21 +195,6 @@ class WindowState:
             for parameter, _ in self._outside:
                 parameter.grad = None
 
-    def _begin(self) -> None:
-        self._is_open, self.looks = True, self.always or self.looks
-        others = [*all_generators(), *self._generators] if self.looks else self._drawn_from
-        random = RandomState([*self._torch, *(generator for generator in others if generator != "cpu")])
-        self._start = Snapshot(self._start.buffers, self._start.dicts, random)
-        if self._start.buffers:
-            self.retake()
-
-    @torch.no_grad()
-    def retake(self) -> None:
-        """Remember the buffers as they are now."""
-        stale = [buffer for buffer in self._start.buffers if buffer.take(whole=self.looks)]
-        if stale:
-            torch._foreach_copy_([b.copy for b in stale], [b.tensor for b in stale])  # type: ignore[misc]  # there are
-
     def _find(self) -> None:
         """Look which modules, buffers and parameters there are."""
         known = {(id(buffer.owner), buffer.name): buffer for buffer in self._start.buffers}
@@ -237,17 +207,34 @@ class WindowState:
         owners = {id(module._buffers): module for module in self._modules}
         for module in owners.values():
             found += [BufferSnapshot(module._buffers, n, module) for n, b in module._buffers.items() if b is not None]
+        self._makers = [module for module in owners.values() if not isinstance(module, _BatchNorm)]
         buffers = [known.get((id(buffer.owner), buffer.name), buffer) for buffer in found]
-        owners = {key: module for key, module in owners.items() if not isinstance(module, _BatchNorm)}
-        self._start = Snapshot(buffers, BufferDicts(owners), self._start.random)
-        self._own = [buffer for buffer in buffers if id(buffer.owner) in owners]
+        self._start = Snapshot(buffers, self._makers)
+        own = {id(module._buffers) for module in self._makers}
+        self._moving = self._own = [buffer for buffer in buffers if id(buffer.owner) in own]
         self._find_not_optimized()
-        self._moving, self.looks = self._own, True
+        self.looks = True
 
     def _find_not_optimized(self) -> None:
         own = set(map(id, self._parameters or ()))
         found = {id(p): p for module in self._modules for p in module._parameters.values() if p is not None}
         self._not_optimized = [parameter for key, parameter in found.items() if key not in own]
+
+    def _begin(self) -> None:
+        self._is_open, self.looks = True, self.always or self.looks
+        generators = [*self._torch, *self._drawn_from]
+        if self.looks:
+            generators = [*self._torch, *(one for one in all_generators() if one != "cpu"), *self._generators]
+        self._start.random = RandomState(generators)
+        if self._start.buffers:
+            self.retake()
+
+    @torch.no_grad()
+    def retake(self) -> None:
+        """Remember the buffers as they are now."""
+        stale = [buffer for buffer in self._start.buffers if buffer.take(whole=self.looks)]
+        if stale:
+            torch._foreach_copy_([b.copy for b in stale], [b.tensor for b in stale])  # type: ignore[misc]  # there are
 
     @property
     def idle(self) -> bool:
@@ -258,7 +245,7 @@ class WindowState:
         """The buffers that a micro-batch has moved, or made; not BatchNorm's."""
         if not self.looks:
             return [buffer for buffer in self._moving if buffer.moved]
-        found = self._start.dicts.made()
+        found = self._start.made()
         for buffer in self._own:
             if buffer.differs():
                 buffer.unversioned = buffer.unversioned or not buffer.moved
@@ -270,14 +257,13 @@ class WindowState:
         """Whether a buffer has moved, or was made, in a window that did not look for it: it is to restart, and look."""
         if self.looks:
             return False
-        self.looks = bool(self._start.dicts.made())
+        self.looks = bool(self._start.made())
         for buffer in self._own:
             if not buffer.moves and buffer.moved:
                 buffer.moves = True
+                self.looks |= buffer.copy is not None
                 if buffer.copy is None:
                     logger.warning(_TOO_LARGE, buffer.name)
-                else:
-                    self.looks = True
         return self.looks
 
     def close(self) -> None:
@@ -306,35 +292,34 @@ class WindowState:
         """The window begins once more: random numbers and buffers as they were when it began, and no gradients."""
         for p, _ in self._outside:
             p.grad = None
-        self._put_back()
+        if lost := self._start.put_back():
+            logger.warning(_LOST, ", ".join(map(repr, lost)))
 
     def abandon(self) -> None:
         """No update: everything as it was when the batch came. Does nothing where no window is open."""
         if not self._is_open:
             return
+        self.restart()
         for p, old in self._outside:
             p.grad = old
         self._outside = []
-        self._put_back()
         if self._batch is not None:
             self._batch.put_back()
         if self.looks:  # nothing was learned
             self._windows = 0
 
-    def _put_back(self) -> None:
-        if lost := self._start.put_back():
-            logger.warning(_LOST, ", ".join(map(repr, lost)))
-
     def evaluate(self) -> None:
         """A closure evaluates the window once more: it begins with what there is now; `abandon` goes back further."""
         if self._batch is None:
-            self._batch, self._start = self._start, Snapshot([], BufferDicts(), self._start.random)
+            self._batch, self._start = self._start, Snapshot()
             self._find()
         self._begin()
 
-    def forget(self) -> None:
-        """Leave everything as it is now, and look anew at what moves."""
-        self._is_open, self._outside, self.modes, self._batch = False, [], [], None
+    def forget(self, *, modules: bool = True) -> None:
+        """Leave everything as it is now, and look anew at what moves, and at which modules there are."""
+        self._is_open, self._outside, self._batch = False, [], None
+        if modules:
+            self.modes = []
 
     def rng_used(self) -> bool:
         """Whether random numbers have been drawn since the window began."""

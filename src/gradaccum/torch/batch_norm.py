@@ -51,12 +51,11 @@ def check_plain(module: nn.Module) -> None:
             what = "hooks" if hooks else "parametrizations"
             raise ValueError(
                 f'{path or "The module"!r} ({type(layer).__name__}) has {what}, which batch_norm="exact" would leave '
-                f"out, as it normalises in the layer's place. Received: {what} on a BatchNorm layer; put them on a "
-                "layer before or behind it."
+                f"out, because it normalises in the layer's place. Put the {what} on a layer before or behind it."
             )
 
 
-def described(layers: list[tuple[str, _BatchNorm]], most: int = 8) -> str:
+def described(layers: Sequence[tuple[str, nn.Module]], most: int = 8) -> str:
     """Paths and kinds, for a message."""
     named = ", ".join(f"{path or 'the module'!r} ({type(layer).__name__})" for path, layer in layers[:most])
     return named if len(layers) <= most else f"{named} and {len(layers) - most} more"
@@ -64,15 +63,14 @@ def described(layers: list[tuple[str, _BatchNorm]], most: int = 8) -> str:
 
 def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
     """Name the BatchNorm layers in a warning. Returns whether there were any."""
-    layers = batch_norms(module)
-    if layers:
+    if layers := batch_norms(module):
         _warn(described(layers), remedy)
     return bool(layers)
 
 
 def warn_of_functional_batch_norm(module: nn.Module, paths: Sequence[str], remedy: str) -> None:
     """Name the modules that call `torch.nn.functional.batch_norm` in a warning."""
-    named = ", ".join(f"{path or 'the module'!r} ({type(module.get_submodule(path)).__name__})" for path in paths)
+    named = described([(path, module.get_submodule(path)) for path in paths], len(paths))
     _warn(f"torch.nn.functional.batch_norm, called by {named}", remedy)
 
 
@@ -213,81 +211,6 @@ def move_running_statistics(layer: _BatchNorm, mean: Tensor, unbiased_variance: 
         running.data.copy_((1 - factor) * running.data + factor * new.to(running.dtype))
 
 
-class PooledStatistics:
-    """Running statistics that move once per window, with the pooled mean and variance of its micro-batches.
-
-        mean = sum_i n_i mean_i / N        variance = sum_i ((n_i - 1) var_i + n_i (mean_i - mean)^2) / (N - 1)
-
-    n_i counts what a channel's statistics are over (rows times positions), and N is their sum. A layer that is called
-    several times per micro-batch moves once per call, as it would on the large batch.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.pools = dict[_BatchNorm, list[Pool]]()
-        self.micro = dict[_BatchNorm, list[Pool]]()
-        self.collecting = False
-        self.borrowed = dict[_BatchNorm, tuple[dict[str, Tensor | None], Any]]()
-
-    @contextlib.contextmanager
-    def window(self) -> Iterator[None]:
-        """Around a window's forward and backward passes; the statistics move at its end, if nothing was raised.
-
-        Passes inside it that are in no `micro_batch()`, such as recomputations, leave the statistics alone.
-        """
-        layers = [layer for _, layer in batch_norms(self.module) if layer.running_mean is not None]
-        handles = [layer.register_forward_pre_hook(self._lend) for layer in layers]
-        handles += [layer.register_forward_hook(self._collect, always_call=True) for layer in layers]
-        self.pools, self.micro = {}, {}
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        for layer, pools in self.pools.items():
-            for pool in pools:
-                move_running_statistics(layer, pool.mean, pool.unbiased_variance)
-        self.pools = {}
-
-    @contextlib.contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Around a micro-batch's forward pass, which counts once `commit` says so."""
-        self.micro, self.collecting = {}, True
-        try:
-            yield
-        finally:
-            self.collecting = False
-
-    def commit(self) -> None:
-        """The last micro-batch is in: it won't be repeated in smaller ones for want of memory."""
-        for layer, pools in self.micro.items():
-            known = self.pools.get(layer, [])
-            merged = [before.merged(pool) for before, pool in zip(known, pools)]
-            self.pools[layer] = [*merged, *known[len(pools) :], *pools[len(known) :]]
-        self.micro = {}
-
-    def _lend(self, layer: _BatchNorm, args: tuple[Any, ...]) -> None:
-        """Before a forward pass: buffers to write into that, with momentum 1, end up as the batch's statistics."""
-        if not layer.training:
-            return
-        own = {name: layer._buffers.get(name) for name in ("running_mean", "running_var", "num_batches_tracked")}
-        self.borrowed[layer] = own, layer.momentum
-        layer.momentum = 1.0
-        layer._buffers.update({name: torch.zeros_like(buffer) for name, buffer in own.items() if buffer is not None})
-
-    def _collect(self, layer: _BatchNorm, args: tuple[Any, ...], output: Any) -> None:
-        if layer not in self.borrowed:
-            return
-        mean, variance = layer.running_mean, layer.running_var
-        buffers, layer.momentum = self.borrowed.pop(layer)
-        layer._buffers.update(buffers)
-        if self.collecting and output is not None and args:
-            assert mean is not None
-            assert variance is not None
-            count = args[0].numel() // args[0].shape[1] * ranks_of(layer)
-            self.micro.setdefault(layer, []).append(Pool(count, mean, variance * (count - 1)))
-
-
 BatchNormChoice = Literal["warn", "micro", "pooled", "frozen", "exact"]
 
 
@@ -300,22 +223,28 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 class BatchNormPolicy:
-    """One of the five words, applied to a module."""
+    """One of the five words, applied to a module.
+
+    "pooled" moves running statistics once per window, with the pooled mean and variance of its micro-batches:
+
+        mean = sum_i n_i mean_i / N        variance = sum_i ((n_i - 1) var_i + n_i (mean_i - mean)^2) / (N - 1)
+
+    n_i counts what a channel's statistics are over (rows times positions), and N is their sum. A layer that is called
+    several times per micro-batch moves once per call, as it would on the large batch.
+    """
+
+    _open = _collecting = False  # of the class, since files of version 0.1 don't have them
 
     def __init__(self, batch_norm: Any, module: nn.Module, *, moved_once: bool = False, remedy: str = "") -> None:
-        self.choice = checked_batch_norm(batch_norm)
-        self.module = module
-        self.remedy = remedy
-        self.warned = False
-        self._has_layers: bool | None = None
+        self.choice, self.module, self.remedy = checked_batch_norm(batch_norm), module, remedy
         self.idle = False
         """Whether there is nothing to do in this window's micro-batches."""
-        self.micro_batches = 0
         self.pooled = self.choice == "pooled" or (self.choice == "warn" and moved_once)
-        self.statistics: PooledStatistics | None = None
+        self._has_layers: bool | None = None
+        self.warned, self.micro_batches = False, 0
 
     def window(self) -> contextlib.AbstractContextManager[Any]:
-        """Around all of a window's forward and backward passes."""
+        """Around all of a window's forward and backward passes; pooled statistics move at its end, if none raised."""
         self.micro_batches = 0
         self.idle = not self.pooled and (self.choice != "warn" or self.warned or self._has_layers is False)
         if self.choice == "frozen":
@@ -324,27 +253,69 @@ class BatchNormPolicy:
 
     @contextlib.contextmanager
     def _pooling(self) -> Iterator[None]:
-        self.statistics = PooledStatistics(self.module)
+        layers = [layer for _, layer in batch_norms(self.module) if layer.running_mean is not None]
+        handles = [layer.register_forward_pre_hook(self._lend) for layer in layers]
+        handles += [layer.register_forward_hook(self._collect, always_call=True) for layer in layers]
+        self._pools, self._micro = dict[_BatchNorm, list[Pool]](), dict[_BatchNorm, list[Pool]]()
+        self._borrowed, self._open = dict[_BatchNorm, tuple[dict[str, Tensor | None], Any]](), True
         try:
-            with self.statistics.window():
-                yield
+            yield
         finally:
-            self.statistics = None
+            self._open = False
+            for handle in handles:
+                handle.remove()
+        for layer, pools in self._pools.items():
+            for pool in pools:
+                move_running_statistics(layer, pool.mean, pool.unbiased_variance)
 
     def micro_batch(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward pass of each micro-batch of a window."""
+        """Around the forward pass of each micro-batch of a window, which counts once `commit` says so.
+
+        Passes outside of it, such as recomputations, leave pooled statistics alone.
+        """
         self.micro_batches += 1
         if self.choice == "warn" and self.micro_batches == 2 and not self.warned:  # one alone is the large batch
             if self._has_layers is None:
                 self._has_layers = any(isinstance(layer, _BatchNorm) for layer in self.module.modules())
             self.warned = self._has_layers and warn_of_batch_norm(self.module, self.remedy)
-        return _NO_CONTEXT if self.statistics is None else self.statistics.micro_batch()
+        return self._collected() if self._open else _NO_CONTEXT
+
+    @contextlib.contextmanager
+    def _collected(self) -> Iterator[None]:
+        self._micro, self._collecting = {}, True
+        try:
+            yield
+        finally:
+            self._collecting = False
 
     def commit(self) -> None:
-        """The last micro-batch is in."""
-        if self.statistics is not None:
-            self.statistics.commit()
+        """The last micro-batch is in: it won't be repeated in smaller ones for want of memory."""
+        for layer, pools in self._micro.items() if self._open else ():
+            known = self._pools.get(layer, [])
+            merged = [before.merged(pool) for before, pool in zip(known, pools)]
+            self._pools[layer] = [*merged, *known[len(pools) :], *pools[len(known) :]]
+        self._micro = {}
 
     def recomputation(self) -> contextlib.AbstractContextManager[Any]:
         """Around a forward pass that repeats one made before, outside the window."""
         return frozen(self.module) if self.choice == "frozen" else _NO_CONTEXT
+
+    def _lend(self, layer: _BatchNorm, args: tuple[Any, ...]) -> None:
+        """Before a forward pass: buffers to write into that, with momentum 1, end up as the batch's statistics."""
+        if not layer.training:
+            return
+        own = {name: layer._buffers.get(name) for name in ("running_mean", "running_var", "num_batches_tracked")}
+        self._borrowed[layer], layer.momentum = (own, layer.momentum), 1.0
+        layer._buffers.update({name: torch.zeros_like(buffer) for name, buffer in own.items() if buffer is not None})
+
+    def _collect(self, layer: _BatchNorm, args: tuple[Any, ...], output: Any) -> None:
+        if layer not in self._borrowed:
+            return
+        mean, variance = layer.running_mean, layer.running_var
+        buffers, layer.momentum = self._borrowed.pop(layer)
+        layer._buffers.update(buffers)
+        if self._collecting and output is not None and args:
+            assert mean is not None
+            assert variance is not None
+            count = args[0].numel() // args[0].shape[1] * ranks_of(layer)
+            self._micro.setdefault(layer, []).append(Pool(count, mean, variance * (count - 1)))

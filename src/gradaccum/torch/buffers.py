@@ -17,92 +17,91 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.on_torch.random_state import all_generators, held_generators, is_generator, kept
-from gradaccum.on_torch.state import BufferDicts, BufferSnapshot, put, same
+from gradaccum.on_torch.random_state import all_generators, is_generator, kept
+from gradaccum.on_torch.state import BufferSnapshot, Snapshot, put, same
+
+logger = logging.getLogger("gradaccum")
 
 _SMALL = 1 << 20
 """Bytes up to which a frozen parameter is copied: larger ones are pretrained weights, which stand still."""
+LOOKED_AT = 1 << 14
+"""Bytes of a buffer in host memory that is compared by value."""
 
+_NO_CONTEXT = contextlib.nullcontext()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set, OrderedDict)
+_INSIDE = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(name for name in sorted(_OF_EVERY_MODULE) if "hooks" in name)
 _OF_PASSES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_INSIDE = ("_parameters", "_buffers", "_modules", *_OF_PASSES)
 _UNWATCHED = {*_CONTAINERS, tuple, str, bool, int, float, type(None)}
 """Types of most attributes of a module, which need no second look."""
 
 
-class Attributes:
-    """What modules have as plain attributes, in the lists, dicts and sets among them, and as hooks at this moment.
+class Contents:
+    """What modules hold at this moment: attributes, parameters, buffers, submodules, and hooks.
 
     All of it together: a flag that says whether hooks have been registered is right beside those hooks alone.
+    `containers`: lists, dicts and sets among the attributes as well. Of what is `hooked`, hooks alone.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], hooked: Iterable[nn.Module] = ()) -> None:
-        self.held: list[tuple[nn.Module, dict[str, Any]]] = []
-        """Of each module, what is in its `__dict__`."""
-        self._containers: list[tuple[Any, Any]] = []
+    def __init__(
+        self, modules: Iterable[nn.Module], hooked: Iterable[nn.Module] = (), *, containers: bool = True
+    ) -> None:
+        self._held: list[tuple[Any, Any]] = []
+        names = (*_INSIDE, *(_HOOKS if containers else _OF_PASSES))
         for module in modules:
             if not isinstance(module, torch.jit.ScriptModule):
                 own = vars(module)
-                self.held.append((module, dict(own)))
-                self._keep(own, {name for name in own.keys() - _OF_EVERY_MODULE if type(own[name]) in _CONTAINERS})
-                self._keep(own, _HOOKS)
+                self._hold([own, *(own[name] for name in names if name in own)])
+                self._hold(
+                    [own[n] for n in own.keys() - _OF_EVERY_MODULE if containers and type(own[n]) in _CONTAINERS]
+                )
         for module in hooked:
-            self._keep(vars(module), _HOOKS)
+            self._hold([vars(module)[name] for name in _HOOKS if name in vars(module)])
 
-    def _keep(self, own: dict[str, Any], names: Iterable[str]) -> None:
-        containers = [own[name] for name in names if name in own]
-        self._containers += [(found, found.copy() if found else ()) for found in containers]  # mostly they are empty
+    def _hold(self, holders: Iterable[Any]) -> None:
+        self._held += [(holder, holder.copy() if holder else ()) for holder in holders]  # mostly they are empty
 
     def put_back(self) -> None:
         """Make it what it was."""
-        for module, attributes in self.held:
-            _set(vars(module), attributes)
-        for container, content in self._containers:
-            if container or content:
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(content)
+        for holder, content in self._held:
+            _set(holder, content)
 
 
-def _set(holder: dict[Any, Any], content: Mapping[Any, Any]) -> None:
+def _set(holder: Any, content: Any) -> None:
     if not (holder or content):  # as mostly
         return
-    if holder.keys() != content.keys() or not all(map(is_, holder.values(), content.values())):
-        holder.clear()
-        holder.update(content)
+    is_dict = content and isinstance(holder, dict)
+    if is_dict and holder.keys() == content.keys() and all(map(is_, holder.values(), content.values())):
+        return
+    holder.clear()
+    (holder.extend if isinstance(holder, list) else holder.update)(content)
 
 
-class ModuleContents:
-    """What a module holds at this moment, to run it again: parameters, buffers, submodules, hooks, and attributes.
+class ModuleContents(Contents):
+    """What a module holds at this moment, to run it again.
 
     Attributes are remembered as they are assigned; what is edited inside one of them, say a list, is not noticed.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = _with_hidden_ones(module)
-        attributes = [vars(part) for part in self.modules]
+        super().__init__(self.modules, containers=False)
         self.buffers = [buffer for part in self.modules for buffer in part.buffers(recurse=False)]
         every = [parameter for part in self.modules for parameter in part.parameters(recurse=False)]
         self.parameters: list[Tensor] = list({id(p): p for p in every}.values())
         """Each once. What `torch.func.functional_call` puts in their place counts."""
-        own = [value for values in attributes for value in values.values() if type(value) not in _UNWATCHED]
+        own = [value for part in self.modules for value in vars(part).values() if type(value) not in _UNWATCHED]
         self.generators = [*filter(is_generator, own)]
         """Random number generators that are attributes."""
         self.tensors = {id(tensor) for tensor in (*self.buffers, *own) if isinstance(tensor, Tensor)}
         """The buffers, and the tensors that are attributes, by `id`."""
-        self._held = [(vars(part)[name], dict(vars(part)[name])) for part in self.modules for name in _INSIDE]
-        self._held += [(values, dict(values)) for values in attributes]
-        self._forget_graphs([value for value in own if isinstance(value, Tensor)])
+        # A tensor that an earlier call has made has a graph, which would live as long as this one's.
+        for made in [value for value in own if isinstance(value, Tensor) and value.grad_fn is not None]:
+            for _, then in self._held:
+                for name in [name for name, value in then.items() if value is made] if then else ():
+                    del then[name]
         self._frozen = [(p, p._version) for p in self.parameters if not (p.requires_grad or p.is_inference())]
-
-    def _forget_graphs(self, tensors: Sequence[Tensor]) -> None:
-        """A tensor that an earlier call has made has a graph, which would live as long as this one's."""
-        for tensor in tensors:
-            if tensor.grad_fn is not None:
-                for _, then in self._held:
-                    for name in [name for name, held in then.items() if held is tensor]:
-                        del then[name]
 
     def modes(self) -> set[tuple[Any, ...]]:
         """What each module, by its place, is, whether it is in training mode, with the root's own, and its hooks."""
@@ -129,8 +128,7 @@ class ModuleContents:
                 replacements[id(parameter)] = parameter.detach()
         found = [(holder, dict(holder)) for holder, _ in self._held]
         try:
-            for holder, then in self._held:
-                _set(holder, then)
+            self.put_back()
             for module in self.modules:
                 own = module._parameters
                 own.update({name: replacements[id(p)] for name, p in own.items() if id(p) in replacements})  # type: ignore[misc]  # what takes the place of parameters
@@ -170,24 +168,26 @@ def _code_of(function: Any) -> str:
 
 
 class ModuleState:
-    """The buffers, small frozen parameters and plain attributes of modules at this moment."""
+    """The contents of modules at this moment, with the values of buffers, attributes and small frozen parameters."""
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        self._held: list[tuple[str, BufferSnapshot]] = []
-        self.made: dict[str, tuple[str, str, str]] = {}
-        """Of each buffer that a pass has made since, by its full name: path and kind of its module, its name there."""
         seen: set[nn.Module] = set()
         named = [found for prefix, root in roots.items() for found in root.named_modules(seen, prefix=prefix)]
+        modules = [module for _, module in named]
+        self.made: dict[str, tuple[str, str, str]] = {}
+        """Of each buffer that a pass has made since, by its full name: path and kind of its module, its name there."""
+        self._contents, self._held = Contents(modules), list[tuple[str, BufferSnapshot]]()
+        self._start = Snapshot(modules=[module for module in modules if not isinstance(module, _BatchNorm)])
         self._places = {id(module._buffers): (path, module) for path, module in named}
-        self._dicts = BufferDicts({id(m._buffers): m for _, m in named if not isinstance(m, _BatchNorm)})
+        self._numbers = list[tuple[str, dict[str, Any], str]]()
         for path, module in named:
             self._hold(path, dict(module.named_buffers(recurse=False)), module._buffers)
             frozen = {name: p for name, p in module.named_parameters(recurse=False) if not p.requires_grad}
             self._hold(path, {n: p for n, p in frozen.items() if p.nbytes <= _SMALL}, module._parameters)
             if not isinstance(module, torch.jit.ScriptModule):
-                self._hold(path, vars(module), vars(module))
-        self._paths = [path for path, module in named if not isinstance(module, torch.jit.ScriptModule)]
-        self._attributes = Attributes(module for _, module in named)
+                own = vars(module)
+                self._hold(path, own, own)
+                self._numbers += [(_joined(path, key), own, key) for key, v in own.items() if type(v) in (int, float)]
 
     def _hold(self, path: str, found: Mapping[str, Any], owner: Any) -> None:
         for key, value in found.items():
@@ -210,7 +210,7 @@ class ModuleState:
                 continue
             if found.shape == held.copy.shape or id(held.owner) in self._places:  # type: ignore[union-attr]  # there is
                 now[name] = found.detach().clone()
-        for made in self._dicts.made():
+        for made in self._start.made():
             path, module = self._places[id(made.owner)]
             name = _joined(path, made.name)
             self.made[name] = path, type(module).__name__, made.name
@@ -219,19 +219,13 @@ class ModuleState:
 
     def numbers(self) -> dict[str, Tensor]:
         """What the numbers among the attributes are now, by name."""
-        now = {}
-        for path, (module, attributes) in zip(self._paths, self._attributes.held, strict=True):
-            for key, before in attributes.items():
-                value: Any = vars(module).get(key)
-                if type(before) in (int, float) and type(value) in (int, float):
-                    now[_joined(path, key)] = torch.tensor(float(value), dtype=torch.float64)
-        return now
+        now = [(name, own.get(key)) for name, own, key in self._numbers]
+        return {n: torch.tensor(float(v), dtype=torch.float64) for n, v in now if type(v) in (int, float)}  # type: ignore[arg-type]  # a number
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Make everything what it was."""
-        self._attributes.put_back()
-        self._dicts.unmake()
+        self._contents.put_back()
         for _, held in self._held:
             held.put_back()
 
@@ -255,11 +249,11 @@ def left_as_found(
     roots: Mapping[str, nn.Module],
     parameters: Sequence[Tensor],
     devices: Iterable[torch.device] = (),
-    functions: Iterable[Any] = (),
+    generators: Iterable[Any] = (),
 ) -> Iterator[ModuleState]:
     """Gradients, module state and random numbers are afterwards what they were before. Gradients start empty."""
     state = ModuleState(roots)
-    with kept([*all_generators(devices), *held_generators(*roots.values(), *functions)]), gradients_kept(parameters):
+    with kept([*all_generators(devices), *generators]), gradients_kept(parameters):
         try:
             yield state
         finally:
@@ -279,7 +273,7 @@ def gradients_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
             tensor.grad = gradient
 
 
-logger = logging.getLogger("gradaccum")
+# Rules.
 
 Word = Literal["mean", "sum", "max", "once"]
 BufferRule = Word | Callable[[Any, Tensor, list[Tensor]], Tensor]
@@ -335,8 +329,7 @@ def combine_buffers(module: nn.Module | type[nn.Module], **rules: BufferRule) ->
         >>> model[0].rows
         tensor(10.)
     """
-    is_class = isinstance(module, type) and issubclass(module, nn.Module)
-    if not is_class and not isinstance(module, nn.Module):
+    if not isinstance(module, nn.Module) and not (isinstance(module, type) and issubclass(module, nn.Module)):
         raise TypeError(
             "`module` must be a torch.nn.Module or a class of them. "
             f"Received: module={module!r} of type {type(module).__name__}."
@@ -346,7 +339,7 @@ def combine_buffers(module: nn.Module | type[nn.Module], **rules: BufferRule) ->
         if isinstance(module, nn.Module) and name not in module._buffers:
             raise ValueError(
                 f"{type(module).__name__} has no buffer of its own of this name. Received: {name}={rule!r}; its "
-                f"buffers are {', '.join(map(repr, module._buffers)) or 'none'}. Say it of the module that has it."
+                f"buffers are {', '.join(map(repr, module._buffers)) or 'none'}. Pass the module that has it."
             )
     if not isinstance(module, nn.Module):
         _of_kinds.setdefault(module, {}).update(rules)
@@ -400,84 +393,22 @@ def standing_for(module: nn.Module) -> nn.Module:
     return module
 
 
-def ruled(module: nn.Module | None, name: str, rule: Any, start: Tensor | None, ends: list[Tensor]) -> Tensor:
-    """What a callable rule makes of a buffer."""
-    module = None if module is None else standing_for(module)
-    end = rule(module, None if start is None else start.clone(), ends)
-    like = ends[0]
-    what = f"The rule for {name!r} of {type(module).__name__} must return a tensor like the buffer's ends"
-    if not isinstance(end, Tensor):
-        raise TypeError(f"{what}. Received: {end!r} of type {type(end).__name__}.")
-    if (end.shape, end.dtype, end.device) != (like.shape, like.dtype, like.device):
-        raise ValueError(
-            f"{what}, of shape {tuple(like.shape)}, {like.dtype}, on {like.device}. Received: shape "
-            f"{tuple(end.shape)}, {end.dtype}, on {end.device}."
-        )
-    return end.detach()
-
-
 def warn_of_buffers(buffers: Sequence[tuple[str, str, str]]) -> None:
     """Warn of buffers that do not go where all rows at once take them."""
-    if not buffers:
-        return
-    listed = [f"{name!r} of {path or 'the model'!r} ({kind})" for path, kind, name in buffers]
-    _, kind, name = buffers[0]
-    logger.warning(
-        "The update is the large batch's, but these buffers do not go where all rows at once take them: %s. "
-        "They go to the mean over rows of where micro-batches take them from one start, unless something else "
-        'is said: gradaccum.torch.combine_buffers(%s, %s="sum"), or "max", "once", or a callable.',
-        ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else ""),
-        kind,
-        name,
-    )
+    if buffers:
+        listed = [f"{name!r} of {path or 'the model'!r} ({kind})" for path, kind, name in buffers]
+        _, kind, name = buffers[0]
+        logger.warning(
+            "The update is the large batch's, but these buffers do not become what the large batch makes of them: %s. "
+            "Each becomes the mean, over rows, of where the micro-batches take it. To choose another rule, call "
+            'gradaccum.torch.combine_buffers(%s, %s="sum"), or pass "max", "once" or a callable.',
+            ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else ""),
+            kind,
+            name,
+        )
 
 
-LOOKED_AT = 1 << 14
-"""Bytes of a buffer in host memory that is compared by value."""
-
-_NO_CONTEXT = contextlib.nullcontext()
-
-
-class _Moved:
-    """One buffer that passes move, or make, each from the same start.
-
-    mean:   start + sum_i n_i (end_i - start) / N        with the rows n_i of pass i, and N = sum_i n_i
-    """
-
-    def __init__(self, buffer: BufferSnapshot, rows: int) -> None:
-        self.buffer, self.start, self._rows = buffer, buffer.copy, rows
-        self.rule = rules_of(buffer.module).get(buffer.name, "mean")
-        self._together = _exactly(self.start)
-        self._ends: list[Tensor] = []
-        self._dtype: torch.dtype | None = None
-
-    def add(self, end: Tensor | None, rows: int) -> None:
-        """A pass over so many rows led here; None: it has deleted the buffer, or not made it."""
-        self._rows += rows
-        if end is None:
-            self._together = None if self.start is not None else self._together
-        elif callable(self.rule):
-            self._ends.append(end.detach().clone())
-        else:
-            self._dtype = end.dtype
-            end, so_far = _exactly(end.detach()), self._together
-            assert end is not None
-            if rows == self._rows or so_far is None or not _same_kind(end, so_far):  # the first, or no arithmetic leads
-                self._together = end.clone()  # from one to the other
-            else:
-                self._together = _RULES[self.rule](_exactly(self.start), so_far, end, rows / self._rows)
-
-    def move(self) -> None:
-        """Have the buffer where all passes lead together; there is none any more where they have deleted it."""
-        buffer, end = self.buffer, self._together
-        if callable(self.rule):
-            end = ruled(buffer.module, buffer.name, self.rule, self.start, self._ends) if self._ends else None
-        elif end is not None and self._dtype is not None:
-            end = end.to(self._dtype)
-        if end is not None:
-            put(buffer.owner, buffer.name, buffer.tensor, end)
-        elif buffer.name in buffer.owner and buffer.tensor is not None:
-            del buffer.owner[buffer.name]
+# Where passes lead together, given their start, where those before lead, where one leads, and its share of rows.
 
 
 def _mean(start: Tensor | None, so_far: Tensor, end: Tensor, share: float) -> Tensor:
@@ -503,7 +434,6 @@ _RULES: dict[str, Callable[[Tensor | None, Tensor, Tensor, float], Tensor]] = {
     "once": _once,
     "max": lambda start, so_far, end, share: torch.maximum(so_far, end),
 }
-"""Where passes lead together, given their start, where those before lead, where one leads, and its share of rows."""
 
 
 def _exactly(value: Tensor | None) -> Tensor | None:
@@ -516,6 +446,70 @@ def _same_kind(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.layout, one.device) == (other.shape, other.dtype, other.layout, other.device)
 
 
+class _Moved:
+    """One buffer that passes move, or make, each from the same start.
+
+    mean:   start + sum_i n_i (end_i - start) / N        with the rows n_i of pass i, and N = sum_i n_i
+    """
+
+    def __init__(self, buffer: BufferSnapshot, rows: int) -> None:
+        self.buffer, self.start, self._rows = buffer, buffer.copy, rows
+        rules = rules_of(buffer.module)
+        self.rule = rules.get(buffer.name, "mean")
+        self.place = [*rules].index(buffer.name) if callable(self.rule) else -1
+        """Callable rules come last, as they may look at other buffers, in the order they came in."""
+        self._together, self._ends = _exactly(self.start), list[Tensor]()
+        self._dtype: torch.dtype | None = None
+
+    def add(self, end: Tensor | None, rows: int) -> None:
+        """A pass over so many rows led here; None: it has deleted the buffer, or not made it."""
+        self._rows += rows
+        if end is None:
+            self._together = None if self.start is not None else self._together
+        elif callable(self.rule):
+            self._ends.append(end.detach().clone())
+        else:
+            self._dtype = end.dtype
+            end, so_far = _exactly(end.detach()), self._together
+            assert end is not None
+            if rows == self._rows or so_far is None or not _same_kind(end, so_far):  # the first, or no arithmetic leads
+                self._together = end.clone()  # from one to the other
+            else:
+                self._together = _RULES[self.rule](_exactly(self.start), so_far, end, rows / self._rows)
+
+    def move(self) -> None:
+        """Have the buffer where all passes lead together; there is none any more where they have deleted it."""
+        buffer, end = self.buffer, self._together
+        if callable(self.rule):
+            end = self._ruled(self.rule) if self._ends else None
+        elif end is not None and self._dtype is not None:
+            end = end.to(self._dtype)
+        if end is not None:
+            put(buffer.owner, buffer.name, buffer.tensor, end)
+        elif buffer.name in buffer.owner and buffer.tensor is not None:
+            del buffer.owner[buffer.name]
+
+    def _ruled(self, rule: Callable[..., Any]) -> Tensor:
+        """What a callable rule makes of it."""
+        module = None if self.buffer.module is None else standing_for(self.buffer.module)
+        like, end = self._ends[0], rule(module, None if self.start is None else self.start.clone(), self._ends)
+        what = (
+            f"The rule for {self.buffer.name!r} of {type(module).__name__} must return a tensor like the buffer's ends"
+        )
+        if not isinstance(end, Tensor):
+            raise TypeError(f"{what}. Received: {end!r} of type {type(end).__name__}.")
+        if (end.shape, end.dtype, end.device) != (like.shape, like.dtype, like.device):
+            raise ValueError(
+                f"{what}, of shape {tuple(like.shape)}, {like.dtype}, on {like.device}. Received: shape "
+                f"{tuple(end.shape)}, {end.dtype}, on {end.device}."
+            )
+        return end.detach()
+
+
+Ends = dict[Hashable, tuple[BufferSnapshot, Tensor | None]]
+"""Buffers, and where a pass has led each of them."""
+
+
 class _Moves:
     """Buffers that passes move, each from the same start."""
 
@@ -524,13 +518,10 @@ class _Moves:
 
     def open(self) -> None:
         """Passes begin."""
-        self._moves: dict[Hashable, _Moved] = {}
-        self._rows = 0
+        self._moves, self._rows = dict[Hashable, _Moved](), 0
 
     @torch.no_grad()
-    def add(
-        self, ends: Mapping[Hashable, tuple[BufferSnapshot, Tensor | None]], rows: int, new: Iterable[Hashable]
-    ) -> None:
+    def add(self, ends: Ends, rows: int, new: Iterable[Hashable]) -> None:
         """A pass over so many rows led here, and moved those that are `new`; others are where they were."""
         for key in new:
             if key not in self._moves:
@@ -540,14 +531,10 @@ class _Moves:
         self._rows += rows
 
     def move(self) -> None:
-        """After all passes. Callable rules come last, as they may look at other buffers, in the order they came in."""
-
-        def place(moved: _Moved) -> int:
-            return list(rules_of(moved.buffer.module)).index(moved.buffer.name) if callable(moved.rule) else -1
-
+        """After all passes."""
         if self._moves:
             with torch.no_grad():
-                for moved in sorted(self._moves.values(), key=place):
+                for moved in sorted(self._moves.values(), key=lambda moved: moved.place):
                     moved.move()
         self.open()
 
@@ -558,7 +545,7 @@ class WindowBuffers(_Moves):
     @torch.no_grad()
     def micro_batch(self, moved: Sequence[BufferSnapshot], rows: int) -> None:
         """A micro-batch of so many rows is in, which moved these. Has the next one find what this one has found."""
-        ends: dict[Hashable, Any] = {(id(b.owner), b.name): (b, b.owner.get(b.name)) for b in moved}
+        ends: Ends = {(id(b.owner), b.name): (b, b.owner.get(b.name)) for b in moved}
         self.add(ends, rows, ends)
         for key in ends:  # all ends are known: some may share memory
             self._moves[key].buffer.reset()
@@ -588,11 +575,11 @@ class LentBuffers(_Moves):
             if id(buffer) not in self._found:
                 self._found[id(buffer)] = found = BufferSnapshot(holder, name, owners[id(holder)])
                 found.tensor, found.copy = buffer, self._starts[id(buffer)]
-        self._dicts = BufferDicts({key: m for key, m in owners.items() if not isinstance(m, _BatchNorm)})
+        self._start = Snapshot(modules=[m for m in owners.values() if not isinstance(m, _BatchNorm)])
 
     def lent(self, rows: int | None = None) -> contextlib.AbstractContextManager[Any]:
         """Around one pass: a first pass over so many rows, or, without rows, a repetition that moves nothing."""
-        return self._lent(rows) if self._found or self._dicts.any else _NO_CONTEXT
+        return self._lent(rows) if self._found or self._start.there else _NO_CONTEXT
 
     @contextlib.contextmanager
     def _lent(self, rows: int | None) -> Iterator[None]:
@@ -600,14 +587,13 @@ class LentBuffers(_Moves):
         copies = self._copied({key: self._starts[key] for key in wanted})
         versions = {key: lent._version for key, lent in copies.items() if not lent.is_inference()}
         places = [(holder, name, buffer) for holder, name, buffer in self._places if id(buffer) in copies]
-        ends: dict[Hashable, tuple[BufferSnapshot, Tensor | None]] = {}
-        made: dict[Hashable, tuple[BufferSnapshot, Tensor | None]] = {}
+        ends, made = Ends(), Ends()
         try:
             for holder, name, buffer in places:
                 holder[name] = copies[id(buffer)]
             yield
         finally:
-            for found in self._dicts.made():
+            for found in self._start.made():
                 made[id(found.owner), found.name] = found, found.owner[found.name]
                 found.reset()
             for holder, name, buffer in places:

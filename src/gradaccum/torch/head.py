@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from gradaccum.on_torch.batch import leaves, map_leaves
 from gradaccum.on_torch.private import casts_outputs, sharded_groups
 
 logger = logging.getLogger("gradaccum")
@@ -31,11 +31,13 @@ class Logits:
     """The outputs of a linear layer that have not been computed.
 
     They can be sliced, flattened, transposed and cast, and `cross_entropy` takes them in tiles. Whatever else is done
-    with them, they are computed for it, and `computed` hears for what.
+    with them, they are computed for it, and `warn` hears for what.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, computed: Callable[[str], None]) -> None:
-        self._x, self._weight, self._bias, self._computed = x, weight, bias, computed
+    requires_grad = True
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, warn: Callable[[str], None]) -> None:
+        self._x, self._weight, self._bias, self._warn = x, weight, bias, warn
         self._dtypes: tuple[torch.dtype, ...] = ()
         """What they are cast to, one after the other."""
         self._second = False
@@ -49,7 +51,7 @@ class Logits:
 
     def whole(self, what: str) -> Any:
         if self._whole is None:
-            self._computed(what)
+            self._warn(what)
             logits = self._cast(F.linear(self._x, self._weight, self._bias))
             self._whole = logits.movedim(-1, 1) if self._second else logits
         return self._whole
@@ -64,11 +66,7 @@ class Logits:
         first, classes = self._x.shape[:-1], len(self._weight)
         return torch.Size([first[0], classes, *first[1:]] if self._second else [*first, classes])
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtypes[-1] if self._dtypes else self._weight.dtype
-
-    requires_grad = True
+    dtype = property(lambda self: self._dtypes[-1] if self._dtypes else self._weight.dtype)
     device = property(lambda self: self._x.device)
     is_cuda = property(lambda self: self._x.is_cuda)
     ndim = property(lambda self: self._x.ndim)
@@ -79,6 +77,9 @@ class Logits:
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     def contiguous(self) -> Logits:
         return self
@@ -99,16 +100,12 @@ class Logits:
         return self.to(torch.float64)
 
     def view(self, *shape: Any) -> Any:
-        return self._reshaped("view", shape)
-
-    def reshape(self, *shape: Any) -> Any:
-        return self._reshaped("reshape", shape)
-
-    def _reshaped(self, name: str, shape: tuple[Any, ...]) -> Any:
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if self._second or not sizes or sizes[-1] != len(self._weight):
-            return getattr(self.whole(name), name)(*shape)
+            return self.whole("view").reshape(*shape)
         return self._like(_x=self._x.reshape(*sizes[:-1], self._x.shape[-1]))
+
+    reshape = view
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         if self._second or end_dim % self.ndim == self.ndim - 1:
@@ -126,13 +123,10 @@ class Logits:
         if ... in places:
             at = places.index(...)
             places = (*places[:at], *[slice(None)] * (self.ndim - len(places) + 1), *places[at + 1 :])
-        every = len(places) < self.ndim or places[-1] == slice(None)
-        if not plain or not every or self._second or len(places) > self.ndim:
+        all_classes = len(places) < self.ndim or places[-1] == slice(None)
+        if not plain or not all_classes or self._second or len(places) > self.ndim:
             return self.whole("indexing")[index]
         return self._like(_x=self._x[places[: self.ndim - 1]])
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -147,15 +141,29 @@ class Logits:
         if loss is not None:
             return loss
         name = getattr(func, "__name__", str(func))
-        return func(*_computed(args, name), **_computed(kwargs, name))
+        return func(*computed(args, name), **computed(kwargs, name))
 
 
-def _computed(tree: Any, name: str) -> Any:
-    if isinstance(tree, Logits):
-        return tree.whole(name)
-    if isinstance(tree, dict):
-        return {key: _computed(value, name) for key, value in tree.items()}
-    return type(tree)(_computed(value, name) for value in tree) if type(tree) in (list, tuple) else tree
+def _operator(name: str) -> Callable[..., Any]:
+    def compute(self: Logits, *others: Any) -> Any:
+        what = f"operator.{name}"
+        return getattr(self.whole(what), f"__{name}__")(*computed(others, what))
+
+    return compute
+
+
+for _name in (
+    *("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "lt", "le", "gt", "ge", "abs"),
+    *("radd", "rsub", "rmul", "rtruediv", "rpow", "rmatmul"),
+):
+    setattr(Logits, f"__{_name}__", _operator(_name))
+
+
+def computed(tree: Any, what: str) -> Any:
+    """A tree with logits that stand for theirs computed, as they are needed for `what`."""
+    if type(tree) is Tensor or not any(isinstance(leaf, Logits) for _, leaf in leaves(tree)):
+        return tree
+    return map_leaves(lambda leaf: leaf.whole(what) if isinstance(leaf, Logits) else leaf, tree)
 
 
 def _cross_entropy(
@@ -182,10 +190,11 @@ def _cross_entropy(
     if torch.is_autocast_enabled(x.device.type) and logits.dtype != torch.float64:
         logits = logits.float()
     options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    of_tile: Any = functools.partial(F.cross_entropy, **options, reduction="none")
-    losses = cross_entropies(
-        x, logits._weight, logits._bias, rows, lambda tile, classes: of_tile(logits._cast(tile), classes)
-    )
+
+    def of_tile(tile: Tensor, classes: Tensor) -> Tensor:
+        return F.cross_entropy(logits._cast(tile), classes, **options, reduction="none")
+
+    losses = cross_entropies(x, logits._weight, logits._bias, rows, of_tile)
     if reduction == "none":
         return losses.view(target.shape)
     if reduction == "sum":
@@ -196,84 +205,66 @@ def _cross_entropy(
     return losses.sum() / weight[rows.masked_fill(~counts, 0)].mul(counts).sum()
 
 
-def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
-    def compute(self: Logits, *others: Any) -> Any:
-        mine, theirs = self.whole(f"operator.{name}"), _computed(others, name)
-        return getattr(operator, name)(*((*theirs, mine) if reflected else (mine, *theirs)))
-
-    return compute
+# The module.
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg", "lt", "le", "gt", "ge", "abs"):
-    setattr(Logits, f"__{_name}__", _operator(_name))
-for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
-    setattr(Logits, f"__r{_name}__", _operator(_name, reflected=True))
-
-
-class Head:
-    """A linear layer of a model, whose outputs are computed in tiles, together with their cross entropy.
+def tiling(model: nn.Module, head: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context for forward passes in which this head's logits come in tiles; an empty one for None.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 9))
-        >>> with Head(model, "1").tiled():
+        >>> with tiling(model, "1")():
         ...     type(model(torch.randn(3, 4))).__name__
         'Logits'
     """
+    if head is None:
+        return contextlib.nullcontext
+    layer: Any = _found(model, head)
+    if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
+        raise TypeError(
+            "`head` must be an nn.Linear with its own forward, whose outputs are the logits. Received: "
+            f"{layer!r} of type {type(layer).__name__}."
+        )
+    if all(module is not layer for module in model.modules()):
+        raise ValueError("`head` must be a module of the model. Received: a layer that isn't.")
+    casts, own, warned = casts_outputs(model), [*layer.parameters()], list[str]()
+    groups = [] if casts else [group for group in sharded_groups(model) if any(map(group.holds, own))]
 
-    def __init__(self, model: nn.Module, head: Any) -> None:
-        self._warned = False
-        self.module: nn.Module | None = _found(model, head)
-        if type(self.module).forward is not nn.Linear.forward or "forward" in vars(self.module):
-            raise TypeError(
-                "`head` must be an nn.Linear with its own forward, whose outputs are the logits. Received: "
-                f"{self.module!r} of type {type(self.module).__name__}."
-            )
-        if all(module is not self.module for module in model.modules()):
-            raise ValueError("`head` must be a module of the model. Received: a layer that isn't.")
-        self._casts = casts_outputs(model)
-        own = [parameter for parameter in self.module.parameters() if not self._casts]
-        self._groups = [group for group in sharded_groups(model) if any(map(group.holds, own))]
-
-    @contextlib.contextmanager
-    def tiled(self) -> Iterator[None]:
-        layer: Any = self.module
-        own = type(layer)
-
-        def forward(layer: Any, x: Tensor) -> Any:
-            plain = type(layer.weight) in (Tensor, nn.Parameter) and type(x) is Tensor
-            if self._casts or not plain or torch.compiler.is_compiling():  # sharded otherwise, or parametrized
-                self._warn_once("output_dtype" if self._casts else "another type of tensors")
-                return F.linear(x, layer.weight, layer.bias)
-            weight, bias = layer.weight, layer.bias
-            kind = x.device.type
-            if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:  # as linear does it
-                narrow = torch.get_autocast_dtype(kind)
-                x, weight, bias = x.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
-            return Logits(x, weight, bias, self._warn_once)
-
-        # A class of its own rather than an attribute, since copies of the model are to compute with their weights.
-        layer.__class__ = own if own.__name__ == _TILED else type(_TILED, (own,), {"forward": forward})
-        try:
-            with contextlib.ExitStack() as stack:
-                for group in self._groups:  # the loss takes their weights later
-                    stack.enter_context(group.staying_gathered())
-                yield
-        finally:
-            layer.__class__ = own
-
-    def _warn_once(self, what: str) -> None:
-        if not self._warned:
-            self._warned = True
+    def warn_once(what: str) -> None:
+        if not warned:
+            warned.append(what)
             logger.warning(
                 "head: the logits of a micro-batch are computed whole, for %r. Tiles are for cross_entropy on classes, "
                 "after slices, reshape, transpose and casts.",
                 what,
             )
 
+    def forward(layer: Any, x: Tensor) -> Any:
+        weight, bias = layer.weight, layer.bias
+        plain = type(weight) in (Tensor, nn.Parameter) and type(x) is Tensor
+        if casts or not plain or torch.compiler.is_compiling():  # sharded otherwise, or parametrized
+            warn_once("output_dtype" if casts else "another type of tensors")
+            return F.linear(x, weight, bias)
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # as linear does it
+            narrow = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = x.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
+        return Logits(x, weight, bias, warn_once)
 
-def tiling(model: nn.Module, head: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A context for forward passes in which this head's logits come in tiles; an empty one for None."""
-    return contextlib.nullcontext if head is None else Head(model, head).tiled
+    return functools.partial(_tiled, layer, forward, groups)
+
+
+@contextlib.contextmanager
+def _tiled(layer: Any, forward: Callable[..., Any], groups: Sequence[Any]) -> Iterator[None]:
+    own = type(layer)
+    # A class of its own rather than an attribute, since copies of the model are to compute with their weights.
+    layer.__class__ = own if own.__name__ == _TILED else type(_TILED, (own,), {"forward": forward})
+    try:
+        with contextlib.ExitStack() as stack:
+            for group in groups:  # the loss takes their weights later
+                stack.enter_context(group.staying_gathered())
+            yield
+    finally:
+        layer.__class__ = own
 
 
 def _found(model: nn.Module, head: Any) -> nn.Module:
@@ -302,20 +293,6 @@ def _found(model: nn.Module, head: Any) -> nn.Module:
 
 
 # Tiles.
-
-
-def cross_entropies(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, losses: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """`losses(logits, target)` of each row, of the logits `linear(x, weight, bias)`.
-
-    Example:
-        >>> x, weight, target = torch.randn(6, 4), torch.randn(9, 4), torch.tensor([0, 8, -100, 3, 2, 2])
-        >>> plain = lambda logits, target: F.cross_entropy(logits, target, reduction="none")
-        >>> torch.allclose(cross_entropies(x, weight, None, target, plain), plain(x @ weight.T, target), atol=1e-6)
-        True
-    """
-    return _CrossEntropies.apply(x, weight, bias, target, losses)
 
 
 def _tiles(rows: int, classes: int) -> list[slice]:
@@ -358,3 +335,7 @@ class _CrossEntropies(torch.autograd.Function):
                     for_bias += slope.sum(0, dtype=wide)
         for_weight = None if for_weight is None else for_weight.to(weight.dtype)
         return for_x, for_weight, None if for_bias is None else for_bias.to(bias.dtype), None, None
+
+
+cross_entropies: Callable[..., Tensor] = _CrossEntropies.apply
+"""Losses of each row, in tiles: `(x, weight, bias, target, losses)` with `losses(logits, target)`."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gradaccum.core.sizes import Slice, TokenBudget, Tokens
-from gradaccum.on_torch.batch import Batch, has_rows, leaves, map_leaves
+from gradaccum.on_torch.batch import Batch, has_rows, leaves, map_leaves, rebuild
 
 Left = Literal["cut", "number", "keep", "whole"]
 """What happens to padding on the left: cut off, cut off with the columns' numbers told to the model, or kept; "whole"
@@ -21,69 +22,141 @@ IGNORED = -100
 """What `torch.nn.CrossEntropyLoss` and `transformers` ignore in labels."""
 
 
-def masks(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def masks(batch: Any) -> Iterator[tuple[str, Tensor]]:
     """The attention masks of a batch, with their paths: (rows, columns), not 0 where a token is."""
-    for where, leaf in leaves(batch, path):
+    for where, leaf in leaves(batch):
         if where.rstrip("']").endswith("attention_mask") and has_rows(leaf) and leaf.ndim == 2:
             yield where, leaf
 
 
-def extents(batch: Any) -> list[tuple[int, int]]:
-    """Of each row the column where its tokens begin, and the one after the last, by mask and by labels.
+class Text:
+    """The padded text of a batch: where the tokens of its rows are, and which tensors have a column for each token.
+
+    Cut are tensors of (rows, columns, ...) with as many columns as the attention mask, and masks of (..., columns,
+    columns). What belongs to a decoder stays as it is, the labels of one with inputs of its own, too; and so does what
+    is `apart`, by its path.
 
     Example:
-        >>> extents({"attention_mask": torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]])})
-        [(0, 2), (1, 3), (0, 1)]
+        >>> mask = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]])
+        >>> text = Text({"attention_mask": mask, "kind": torch.ones(3), "boxes": torch.ones(3, 3, 4)})
+        >>> text.spans, sorted(text.dims)
+        ([(0, 2), (1, 3), (0, 1)], ["['attention_mask']", "['boxes']"])
+        >>> text.cut(1, 3)["boxes"].shape
+        torch.Size([3, 2, 4])
     """
-    mask = mask_of(batch)
-    counts = torch.as_tensor(mask) != 0
-    if counts.shape[1] == 0:
-        raise ValueError(f"The attention mask has no columns. Received: a mask of shape {tuple(mask.shape)}.")
-    decoder = _has_decoder(batch)
-    for path, leaf in leaves(batch):
-        if "label" in path and not decoder and has_rows(leaf) and tuple(leaf.shape) == tuple(counts.shape):
-            labels = torch.as_tensor(leaf)
-            if not labels.is_floating_point():
-                # A label that counts is never cut off, whatever the mask says; labels of 0 may be padding, or a class.
-                counts = counts | ((labels != IGNORED) & (labels != 0)).to(counts.device)
-    columns = counts.shape[1]
-    positions = torch.arange(columns, device=counts.device)
-    first = torch.where(counts, positions, columns).amin(1)
-    last = torch.where(counts, positions + 1, 0).amax(1)
-    empty = last == 0
-    first, last = first.masked_fill(empty, 0), last.masked_fill(empty, 1)
-    return list(zip(*torch.stack([first, last]).tolist(), strict=True))
+
+    def __init__(self, tree: Any, apart: Collection[str] = ()) -> None:
+        self.tree = tree
+        self.mask = self._mask()
+        self.rows, self.width = self.mask.shape
+        self._decoder = any("decoder" in path for path, _ in leaves(tree))
+        found = {path: self._columns(path, leaf) for path, leaf in leaves(tree) if path not in apart}
+        self.dims = {path: dims for path, dims in found.items() if dims}
+        """Of each tensor that is cut, by its path, the dimensions that are the text's columns."""
+
+    def _mask(self) -> Tensor:
+        """The mask that says where tokens are: not a decoder's."""
+        for where, mask in masks(self.tree):
+            if "decoder" not in where and "cross" not in where:
+                return mask
+        found = [(path, leaf.shape) for path, leaf in leaves(self.tree) if hasattr(leaf, "shape")]
+        shapes = "".join(f"\n  batch{path}  shape {tuple(shape)}" for path, shape in found)
+        raise ValueError(
+            "`max_tokens` needs an attention mask of shape (rows, columns) in the batch, under a key or field named "
+            f"'attention_mask'. Received:{shapes}"
+        )
+
+    def _columns(self, path: str, leaf: Any) -> list[int]:
+        if not has_rows(leaf) or leaf.ndim < 2 or leaf.shape[0] != self.rows or "decoder" in path:
+            return []
+        if self._decoder and "label" in path:
+            return []
+        square = "mask" in path or "bias" in path
+        return [dim for dim in range(1, leaf.ndim) if leaf.shape[dim] == self.width and (dim == 1 or square)]
+
+    @functools.cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """Of each row the column where its tokens begin, and the one after the last, by mask and by labels."""
+        if self.width == 0:
+            raise ValueError(f"The attention mask has no columns. Received: a mask of shape {tuple(self.mask.shape)}.")
+        counts = torch.as_tensor(self.mask) != 0
+        for path, leaf in leaves(self.tree):
+            if "label" in path and not self._decoder and has_rows(leaf) and tuple(leaf.shape) == tuple(counts.shape):
+                labels = torch.as_tensor(leaf)
+                if not labels.is_floating_point():
+                    # A label that counts is never cut off, whatever the mask says; 0 may be padding, or a class.
+                    counts = counts | ((labels != IGNORED) & (labels != 0)).to(counts.device)
+        positions = torch.arange(self.width, device=counts.device)
+        first = torch.where(counts, positions, self.width).amin(1)
+        last = torch.where(counts, positions + 1, 0).amax(1)
+        empty = last == 0
+        first, last = first.masked_fill(empty, 0), last.masked_fill(empty, 1)
+        return list(zip(*torch.stack([first, last]).tolist(), strict=True))
+
+    def kept(self, span: tuple[int, int], left: Left) -> tuple[int, int]:
+        """The columns that stay of a row or a micro-batch whose tokens are between these.
+
+        >>> text = Text({"attention_mask": torch.ones(1, 8)})
+        >>> text.kept((2, 5), "cut"), text.kept((2, 5), "keep"), text.kept((2, 5), "whole")
+        ((2, 5), (0, 5), (0, 8))
+        """
+        return (span[0] if left in ("cut", "number") else 0), (self.width if left == "whole" else span[1])
+
+    def cut(self, start: int, stop: int, tree: Any = None, *, numbered: bool = False) -> Any:
+        """The batch, or a tree of some of its rows, with these columns alone: views, no copies.
+
+        `numbered`: with the columns' numbers as `position_ids` beside the attention mask, where some on the left go.
+        """
+        tree = self.tree if tree is None else tree
+        if (start, stop) == (0, self.width):
+            return tree
+        columns = slice(start, stop)
+
+        def narrowed(path: str, leaf: Any) -> Any:
+            for dim in self.dims.get(path, ()):
+                leaf = leaf[(slice(None),) * dim + (columns,)]
+            return leaf
+
+        new = _map_paths(narrowed, tree)
+        found = _mapping(new) if numbered and start > 0 else None
+        if found is None:
+            return new
+        mapping, put = copy.copy(found[0]), found[1]
+        mask = next(mask for _, mask in masks(mapping))
+        mapping["position_ids"] = torch.arange(start, stop, device=mask.device).expand(len(mask), -1)
+        return put(mapping)
+
+    def rows_of(self, batch: Batch, piece: Slice, left: Left) -> Batch:
+        """The rows of a piece of the batch, with its columns alone."""
+        assert piece.columns is not None
+        narrow = self.cut(*self.kept(piece.columns, left), numbered=left == "number")
+        return batch.like(narrow).take(torch.tensor(piece.rows))
 
 
-def mask_of(batch: Any) -> Tensor:
-    """The attention mask that says where tokens are: not a decoder's."""
-    found = list(masks(batch))
-    for where, mask in found:
-        if "decoder" not in where and "cross" not in where:
-            return mask
-    shapes = "".join(
-        f"\n  batch{path}  shape {tuple(leaf.shape)}" for path, leaf in leaves(batch) if hasattr(leaf, "shape")
-    )
-    raise ValueError(
-        "`max_tokens` needs an attention mask of shape (rows, columns) in the batch, under a key or field named "
-        f"'attention_mask'. Received:{shapes}"
-    )
+def _map_paths(function: Callable[[str, Any], Any], tree: Any, root: str = "") -> Any:
+    paths = iter([path for path, _ in leaves(tree, root)])
+    return map_leaves(lambda leaf: function(next(paths), leaf), tree)
 
 
-def _has_decoder(batch: Any) -> bool:
-    return any("decoder" in path for path, _ in leaves(batch))
+def _mapping(tree: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+    """The mapping among the arguments that holds the attention mask; and what puts another in its place."""
+    if isinstance(tree, Mapping):
+        return (tree, lambda new: new) if any(masks(tree)) else None
+    for index, item in enumerate(tree if isinstance(tree, tuple) else ()):
+        if (found := _mapping(item)) is not None:
+            return found[0], functools.partial(_put, tree, index, found[1])
+    return None
 
 
-def text_of(batch: Any, rows: int, columns: int) -> frozenset[str]:
-    """The paths of the tensors that have a column for each token, by their shape: those that are cut.
+def _put(tree: Any, index: int, put: Callable[[Any], Any], new: Any) -> Any:
+    return rebuild(tree, [*tree[:index], put(new), *tree[index + 1 :]])
 
-    Example:
-        >>> batch = {"attention_mask": torch.ones(2, 3), "kind": torch.ones(2), "boxes": torch.ones(2, 3, 4)}
-        >>> sorted(text_of(batch, 2, 3))
-        ["['attention_mask']", "['boxes']"]
-    """
-    decoder = _has_decoder(batch)
-    return frozenset(path for path, leaf in leaves(batch) if _columns(path, leaf, rows, columns, decoder))
+
+def can_take_positions(batch: Any, model: Any) -> bool:
+    """Whether the model takes `position_ids`, and the batch, one mapping, has none."""
+    parameters = inspect.signature(model.forward).parameters if hasattr(model, "forward") else {}
+    found = _mapping(batch)
+    return found is not None and "position_ids" not in found[0] and "position_ids" in parameters
 
 
 def widths_apart(batch: Any, rows: int, columns: int) -> Iterator[str]:
@@ -96,138 +169,44 @@ def widths_apart(batch: Any, rows: int, columns: int) -> Iterator[str]:
 def what_is_cut(text: Collection[str]) -> str:
     """What `max_tokens` takes for text, in a sentence, and what to do about what is none."""
     return (
-        f"Taken for text, by their shape: {', '.join(f'batch{path}' for path in sorted(text))}. What has no column for "
-        "each token, and as many by chance: pass it as tensor[:, None]."
+        f"Taken for text, because of their shape: {', '.join(f'batch{path}' for path in sorted(text))}. A tensor that "
+        "has as many columns by chance must be passed as tensor[:, None]."
     )
 
 
-def _columns(path: str, leaf: Any, rows: int, columns: int, decoder: bool) -> list[int]:
-    """The dimensions of a tensor that are the text's columns."""
-    if not has_rows(leaf) or leaf.ndim < 2 or leaf.shape[0] != rows or "decoder" in path:
-        return []
-    if decoder and "label" in path:
-        return []
-    square = "mask" in path or "bias" in path
-    return [dim for dim in range(1, leaf.ndim) if leaf.shape[dim] == columns and (dim == 1 or square)]
-
-
-def cut(
-    batch: Any,
-    rows: int,
-    columns: int,
-    start: int,
-    stop: int,
-    *,
-    positions: bool = False,
-    apart: Collection[str] = (),
-) -> Any:
-    """The batch with the columns from `start` up to `stop` alone: views, no copies.
-
-    Cut are tensors of (rows, columns, ...) with as many columns as the attention mask, and masks of (..., columns,
-    columns). What belongs to a decoder stays as it is, the labels of one with inputs of its own, too; and so does what
-    is `apart`, by its path.
-    """
-    if (start, stop) == (0, columns):
-        return batch
-    paths = iter([path for path, _ in leaves(batch)])
-    decoder = _has_decoder(batch)
-
-    def cut_one(leaf: Any) -> Any:
-        path = next(paths)
-        for dim in () if path in apart else _columns(path, leaf, rows, columns, decoder):
-            leaf = leaf[(slice(None),) * dim + (slice(start, stop),)]
-        return leaf
-
-    new = map_leaves(cut_one, batch)
-    return _with_positions(new, _mapping(new), torch.arange(start, stop), rows) if positions else new
-
-
-def packed_rows(batch: Batch, piece: Slice, left: Left, apart: Collection[str] = ()) -> Batch:
-    """The rows of a piece, with its columns alone; what is `apart` has none, by its path."""
-    assert piece.columns is not None
-    rows, columns = mask_of(batch.tree).shape
-    start, stop = kept_columns(piece.columns, left, columns)
-    numbered = left == "number" and start > 0
-    narrow = cut(batch.tree, rows, columns, start, stop, positions=numbered, apart=apart)
-    return batch.like(narrow).take(torch.tensor(piece.rows))
-
-
-def kept_columns(extent: tuple[int, int], left: Left, width: int) -> tuple[int, int]:
-    """The columns that stay of those between which the tokens are.
-
-    >>> kept_columns((2, 5), "cut", 8), kept_columns((2, 5), "keep", 8), kept_columns((2, 5), "whole", 8)
-    ((2, 5), (0, 5), (0, 8))
-    """
-    return (extent[0] if left in ("cut", "number") else 0), (width if left == "whole" else extent[1])
-
-
-def can_take_positions(batch: Any, model: Any) -> bool:
-    """Whether the model takes `position_ids`, and the batch, one mapping, has none."""
-    parameters = inspect.signature(model.forward).parameters if hasattr(model, "forward") else {}
-    mapping = _mapping(batch)
-    return mapping is not None and "position_ids" not in mapping and "position_ids" in parameters
-
-
-def _with_positions(tree: Any, mapping: Any, positions: Tensor, rows: int) -> Any:
-    """The tree with `position_ids` in the mapping that holds the attention mask."""
-    if tree is mapping:
-        new = copy.copy(mapping)
-        new["position_ids"] = positions.to(mask_of(mapping).device).expand(rows, -1)
-        return new
-    if not isinstance(tree, tuple):
-        return tree
-    items = [_with_positions(item, mapping, positions, rows) for item in tree]
-    return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-
-
-def _mapping(batch: Any) -> Any:
-    """The mapping among the arguments that holds the attention mask."""
-    if isinstance(batch, Mapping):
-        return batch if list(masks(batch)) else None
-    found = [_mapping(item) for item in batch] if isinstance(batch, tuple) else []
-    return next((mapping for mapping in found if mapping is not None), None)
-
-
 class Packs:
-    """How padded rows are packed into micro-batches of at most so many tokens."""
+    """How the padded rows of a chunked module are packed into micro-batches of at most so many tokens."""
 
     def __init__(self, tree: Any, budget: TokenBudget, left: Left, sizes: Sequence[int] | None = None) -> None:
-        self.extents = found = extents(tree)
-        """Of each row the columns between which its tokens are."""
-        self.left, self.width = left, mask_of(tree).shape[1]
-        sides = {"left": any(start > 0 for start, _ in found), "right": any(stop < self.width for _, stop in found)}
+        self._text, self._left = text, left = Text(tree), left
+        sides = {"left": any(i > 0 for i, _ in text.spans), "right": any(j < text.width for _, j in text.spans)}
         self.padded = frozenset(side for side, is_padded in sides.items() if is_padded)
         """The sides on which there is padding."""
-        self.text = text_of(tree, len(found), self.width)
+        self.text = frozenset(text.dims)
         """The paths of what is cut."""
-        found = [kept_columns(extent, left, self.width) for extent in found]
-        pieces = Tokens(budget, found, sizes).pieces
+        pieces = Tokens(budget, [text.kept(span, left) for span in text.spans], sizes).pieces
         self.sizes = [piece.size for piece in pieces]
         """Rows of each micro-batch."""
-        self.columns = [piece.columns or (0, self.width) for piece in pieces]
-        """Columns of each micro-batch."""
+        self._columns = [piece.columns or (0, text.width) for piece in pieces]
         self.order = torch.tensor([row for piece in pieces for row in piece.rows])  # type: ignore[union-attr]  # lists
         """The rows, as they come: the longest ones first."""
         self.back = torch.empty_like(self.order)
         """Where each row has come."""
         self.back[self.order] = torch.arange(len(self.order))
 
-    def telling(self, tree: Any, most: int) -> torch.Tensor:
+    def telling(self, most: int) -> Tensor:
         """A few rows of all lengths: those with the most padding on the left and on the right, and an empty one."""
-        filled = (torch.as_tensor(mask_of(tree)) != 0).any(1).tolist()
+        filled, spans = (torch.as_tensor(self._text.mask) != 0).any(1).tolist(), self._text.spans
         order = self.order.tolist()
         rows = [row for row in order if filled[row]] or order
-        ends = [min(rows, key=lambda row: self.extents[row][1]), *[row for row in order if not filled[row]][:1]]
+        ends = [min(rows, key=lambda row: spans[row][1]), *[row for row in order if not filled[row]][:1]]
         spread = [rows[int(place)] for place in torch.linspace(0, len(rows) - 1, most).round()]
-        first = list(dict.fromkeys([max(rows, key=lambda row: self.extents[row][0]), *spread]))
-        first = [row for row in first if row not in ends]
+        first = [row for row in dict.fromkeys([max(rows, key=lambda row: spans[row][0]), *spread]) if row not in ends]
         return torch.tensor([*first[: most - len(ends)], *dict.fromkeys(ends)])
 
     def trimmed(self, tree: Any, index: int) -> Any:
         """The rows of a micro-batch, with its columns alone."""
-        start, stop = self.columns[index]
-        numbered = self.left == "number" and start > 0
-        return cut(tree, self.sizes[index], self.width, start, stop, positions=numbered)
+        return self._text.cut(*self._columns[index], tree, numbered=self._left == "number")
 
 
 # Rows one behind the other.
@@ -259,75 +238,72 @@ def causal_lm(batch: Any, rows: Sequence[Sequence[int]]) -> Any:
         >>> packed["input_ids"], packed["position_ids"], packed["attention_mask"]
         (tensor([[5, 6, 7]]), tensor([[0, 1, 0]]), None)
     """
-    if not isinstance(batch, Mapping) or not any(value is mask_of(batch) for value in batch.values()):
+    if not isinstance(batch, Mapping) or not any(value is Text(batch).mask for value in batch.values()):
         raise TypeError(
             "causal_lm packs a flat mapping such as {'input_ids': ..., 'attention_mask': ..., 'labels': ...}, the only "
             f"argument of the step. Received: {type(batch).__name__}. Write pack(batch, rows) for other batches."
         )
-    mask, spans = mask_of(batch), extents(batch)
-    count, columns = mask.shape
-    text = text_of(batch, count, columns)
-    _check(batch, mask, spans, text)
+    text = Text(batch)
+    _check_packable(text)
     # None begins in the column after the one before it: their positions would go on.
-    packs = [sorted(pack, key=lambda row: -spans[row][0]) for pack in rows]
-    of_row, of_column, positions, first = _places(packs, spans, columns)
+    packs = [sorted(pack, key=lambda row: -text.spans[row][0]) for pack in rows]
+    of_row, of_column, positions, first = _places(packs, text)
 
     def laid(path: str, leaf: Any) -> Any:
-        if path not in text:
+        if path not in text.dims:
             return leaf
         taken = leaf[of_row.to(leaf.device), of_column.to(leaf.device)]
         return taken.masked_fill(first.to(leaf.device) != 0, IGNORED) if "label" in path else taken
 
     packed: Any = copy.copy(batch) if not isinstance(batch, dict) else dict(batch)
     for name, value in batch.items():
-        paths = iter([path for path, _ in leaves(value, f"[{name!r}]")])
-        packed[name] = None if value is mask else map_leaves(lambda leaf, paths=paths: laid(next(paths), leaf), value)
+        packed[name] = None if value is text.mask else _map_paths(laid, value, f"[{name!r}]")
     if "position_ids" not in batch:
-        packed["position_ids"] = positions.to(mask.device)
+        packed["position_ids"] = positions.to(text.mask.device)
     packed["use_cache"] = False
     return packed
 
 
-def _places(packs: Sequence[list[int]], spans: Sequence[tuple[int, int]], columns: int) -> tuple[Tensor, ...]:
+def _places(packs: Sequence[list[int]], text: Text) -> tuple[Tensor, ...]:
     """Of each packed column: its row, its column there, its position, and whether a row begins."""
-    width = max(sum(spans[row][1] - spans[row][0] for row in pack) for pack in packs)
+    width = max(sum(text.spans[row][1] - text.spans[row][0] for row in pack) for pack in packs)
     of_row, of_column, positions, first = (torch.zeros(len(packs), width, dtype=torch.long) for _ in range(4))
     for number, pack in enumerate(packs):
         at = 0
         for row in pack:
-            start, stop = spans[row]
+            start, stop = text.spans[row]
             until = at + stop - start
             of_row[number, at:until], of_column[number, at:until] = row, torch.arange(start, stop)
             first[number, at] = 1
             at = until
         if at < width:  # what is left shows padding of its last row, and begins a row, too
-            of_row[number, at:], of_column[number, at:] = row, stop if stop < columns else start - 1
+            of_row[number, at:], of_column[number, at:] = row, stop if stop < text.width else start - 1
             positions[number, at:] = torch.arange(width - at) - of_column[number, at:]
             first[number, at:] = 1
     return of_row, of_column, positions + of_column, first
 
 
-def _check(batch: Any, mask: Tensor, spans: list[tuple[int, int]], text: frozenset[str]) -> None:
-    count, columns = mask.shape
-    filled = (torch.as_tensor(mask) != 0).cpu()
-    others = [path for path, _ in masks(batch)]
+def _check_packable(text: Text) -> None:
+    filled = (torch.as_tensor(text.mask) != 0).cpu()
+    others = [path for path, _ in masks(text.tree)]
     if len(others) > 1:
         raise ValueError(f"causal_lm packs batches of one attention mask. Received: {', '.join(others)}.")
-    for row, (start, stop) in enumerate(spans):
+    for row, (start, stop) in enumerate(text.spans):
         if not filled[row, start:stop].all():
             raise ValueError(
-                f"causal_lm lays a row's tokens one behind the other. Received: row {row} of a micro-batch with a mask "
-                f"of 0 or a label on padding between its columns {start} and {stop}. Mark padding with -100 in the "
-                "labels, or leave out `pack`."
+                "causal_lm lays each row's tokens one behind the other, so there must be no gap between them. "
+                f"Received: row {row} of a micro-batch with a mask of 0, or a label on padding, between its columns "
+                f"{start} and {stop}. Mark padding with -100 in the labels, or leave out `pack`."
             )
-    for path, leaf in leaves(batch):
-        if path not in text and has_rows(leaf) and len(leaf.shape) > 0 and leaf.shape[0] == count:
+    for path, leaf in leaves(text.tree):
+        if path not in text.dims and has_rows(leaf) and len(leaf.shape) > 0 and leaf.shape[0] == text.rows:
             raise ValueError(
-                f"causal_lm packs what has a column for each token. Received: batch{path} of shape "
-                f"{tuple(leaf.shape)} beside a mask of shape {(count, columns)}. Write pack(batch, rows) of your own."
+                f"causal_lm packs tensors that have a column for each token. Received: batch{path} of shape "
+                f"{tuple(leaf.shape)} beside a mask of shape {(text.rows, text.width)}. Write pack(batch, rows) of "
+                "your own."
             )
-        if "label" in path and path in text and leaf.ndim == 2:
-            for row, (start, _) in enumerate(spans):
+        if "label" in path and path in text.dims and leaf.ndim == 2:
+            for row, (start, _) in enumerate(text.spans):
                 if start > 0 and leaf[row, start] != IGNORED:
                     raise ValueError(
                         f"Row {row} of a micro-batch begins behind padding, from which a causal model predicts its "

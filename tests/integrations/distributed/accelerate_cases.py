@@ -83,9 +83,8 @@ def train_counts(rank, what, steps):
     for counts in COUNTS:
         one, model, optimizer = prepared(rank, steps)
         of_ranks = [batches(r)[:count] for r, count in enumerate(counts)]
-        if "schedule" in what or "hook" in what:
-            schedule = one.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8))
         if "hook" in what:
+            schedule = one.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8))
             optimizer.register_step_post_hook(lambda *_, schedule=schedule: schedule.step())
         for _ in range(2):
             for batch in optimizer.batches(of_ranks[rank]):
@@ -95,8 +94,6 @@ def train_counts(rank, what, steps):
                 if "value" in what:
                     one.clip_grad_value_(model.parameters(), clip_value=torch.tensor(0.01, dtype=torch.float64))
                 optimizer.step()
-                if "schedule" in what:
-                    schedule.step()
                 optimizer.zero_grad()
         plain = network(dtype=torch.float64)
         inner = sgd(plain.parameters())
@@ -110,7 +107,7 @@ def train_counts(rank, what, steps):
             if "value" in what:
                 torch.nn.utils.clip_grad_value_(plain.parameters(), 0.01)
             inner.step()
-            for _ in range(2 if "schedule" in what or "hook" in what else 0):  # as many times as there are processes
+            for _ in range(2 if "hook" in what else 0):  # as many times as there are processes
                 rates.step()
         rate = optimizer.param_groups[0]["lr"] / inner.param_groups[0]["lr"] - 1
         found.append((relative_error(model.module.parameters(), plain.parameters()), abs(rate)))
@@ -120,8 +117,9 @@ def train_counts(rank, what, steps):
 def apart(rank, what):
     """What is said where the ranks' loops ask for different things."""
     one, model, optimizer = prepared(rank, 1)
-    if what == "schedule":  # a plain one, which the Accelerator does not know
+    if "schedule" in what:
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        schedule = one.prepare(schedule) if "prepared" in what else schedule
     try:
         for _ in range(2):
             count = {"empty": 0, "no batch": 3 * (rank == 0)}.get(what, 3 - rank)
@@ -130,7 +128,7 @@ def apart(rank, what):
                 if what in ("clip", "no batch"):
                     one.clip_grad_norm_(model.parameters(), 0.1 + rank)
                 optimizer.step()
-                if what == "schedule" and optimizer.updated:
+                if "schedule" in what and optimizer.updated:
                     schedule.step()
     except (ValueError, WindowError) as error:
         return f"{error} {optimizer.updates}"

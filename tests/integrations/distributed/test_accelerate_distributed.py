@@ -18,10 +18,10 @@ def reset(ranks):
 
 @pytest.mark.parametrize(
     ("what", "steps"),
-    [("norm schedule", 2), ("value hook", 1), *(pytest.param(w, 3, marks=SLOW) for w in ("norm", "value schedule"))],
+    [("norm", 2), ("value hook", 1), *(pytest.param(w, 3, marks=SLOW) for w in ("norm hook", "value"))],
 )
 def test_what_the_loops_body_asks_for_is_done_on_ranks_whose_loop_is_over(ranks, what, steps):
-    """Clipping, and prepared schedules."""
+    """Clipping, and schedules in a hook."""
     for found in ranks.run(cases.train_counts, what, steps):
         for error, rate in found:
             assert error <= FLOAT64
@@ -38,6 +38,11 @@ def test_what_the_loops_body_asks_for_is_done_on_ranks_whose_loop_is_over(ranks,
         ),
         ("no batch", "different ways: [('clip_grad_norm_', [0, 1, 2, 3], [0.1], {})] on rank 0, none on rank 1", 0),
         ("schedule", "Ranks have different hyperparameters: lr is 0.0125 on rank 0, 0.025 on rank 1", 3),
+        (
+            "prepared schedule",
+            "Ranks have different hyperparameters: lr is 0.0015625 on rank 0, 0.00625 on rank 1",
+            3,
+        ),
         ("empty", "The loader yielded no batch. Received: loader of type list", 0),
     ],
 )

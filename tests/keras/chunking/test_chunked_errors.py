@@ -70,7 +70,7 @@ class Assigns(layers.Layer):
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (Mean, "must give a row for each row of its inputs.*(5,)"),
+        (Mean, "must return a row for each row of its inputs.*(5,)"),
         (Products, "look across the rows"),
         (lambda: Same(3), r"row for each row of its inputs.*\(3, 5\) for a micro-batch of [24] rows"),
         (lambda: Same(4), r"row for each row of its inputs.*\(4, 5\) for a micro-batch of [35] rows"),

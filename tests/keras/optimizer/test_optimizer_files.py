@@ -234,5 +234,5 @@ def test_tensorflow_saves_and_exports_a_model_in_the_middle_of_a_window(tmp_path
 
 def test_a_configuration_that_is_none_is_named():
     for config in ({}, None, {"optimizer": {}}):
-        with pytest.raises(ValueError, match="This is no configuration of an Optimizer: 'optimizer' and 'steps' must"):
+        with pytest.raises(ValueError, match="An Optimizer's config must have 'optimizer' and 'steps'"):
             Optimizer.from_config(config)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradaccum.torch import TrainStep, chunked, optim
-from gradaccum.torch.batch_norm import PooledStatistics
+from gradaccum.torch.batch_norm import BatchNormPolicy
 from tests.reference import FLOAT64, relative_error, torch_updates
 
 SIZES = [5, 5, 3, 1]
@@ -75,7 +75,7 @@ def test_pooled_statistics_have_the_rows_of_micro_batches_that_weigh_nothing():
 
 def test_a_micro_batch_that_is_repeated_counts_once_and_a_failed_window_not_at_all():
     whole, pooled = network(), network()
-    statistics, (x, _) = PooledStatistics(pooled), batch()
+    statistics, (x, _) = BatchNormPolicy("pooled", pooled), batch()
     before = running(pooled)
     with pytest.raises(ZeroDivisionError), statistics.window():
         with statistics.micro_batch():
@@ -99,7 +99,7 @@ def test_a_layer_called_twice_moves_twice():
     x, t = torch.randn(ROWS, 3), torch.randn(ROWS, 3) + 2
     whole(x)
     whole(t)
-    statistics = PooledStatistics(pooled)
+    statistics = BatchNormPolicy("pooled", pooled)
     with statistics.window():
         for rows, others in zip(x.split([5, 5, 4]), t.split([5, 5, 4]), strict=True):
             with statistics.micro_batch():

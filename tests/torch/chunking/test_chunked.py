@@ -536,9 +536,10 @@ def live_bytes(module, x):
         def __del__(self):
             held["now"] -= self.tensor.nbytes
 
-    weights = {p.data_ptr() for p in module.parameters()} | {x.data_ptr()}
+    known = {t.untyped_storage().data_ptr() for t in (x, *module.parameters())}
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: t if t.data_ptr() in weights else Held(t), lambda t: t.tensor if isinstance(t, Held) else t
+        lambda t: t if t.untyped_storage().data_ptr() in known else Held(t),
+        lambda t: t.tensor if isinstance(t, Held) else t,
     ):
         module(x).std().backward()
     return held["most"]

@@ -186,7 +186,7 @@ def test_what_does_not_go_with_blocks_on_several_ranks_is_refused_by_name(ranks:
     for said in ranks.run(cases.refused, limit=LIMIT):
         assert "of a sharded model each rank has a part" in said["on"]
         assert "'layers.1.dropout' is a SyncBatchNorm, which waits for the other ranks" in said["batch_norm"]
-        assert "FSDP1), and `blocks` doesn't know how to gather what it runs again" in said["fsdp1"]
-        assert "several ranks of a replicated model reduce their gradients when all are there" in said["ddp"]
+        assert "FSDP1), whose parameters `blocks` can't gather" in said["fsdp1"]
+        assert "ranks that replicate a model reduce all gradients together" in said["ddp"]
         assert "shared with a parameter already managed by another FSDP group" in said["tied apart"]
         assert "The block 'layers.2' got a gradient after its turn" in said["borrowed"]

@@ -69,7 +69,7 @@ def test_auto_is_predicted_by_each_rank_and_all_run_as_many_passes(ranks: Proces
 
 def test_auto_on_a_loss_that_fake_tensors_cannot_run_is_an_error_on_every_rank(ranks: Processes) -> None:
     first, second = ranks.run(cases.cannot_be_predicted, limit=LIMIT)
-    assert second.startswith("ValueError: micro_batch_size='auto' predicts by fake tensors")
+    assert second.startswith("ValueError: With a sharded model, micro_batch_size='auto' predicts memory")
     assert first.startswith("WindowError: Rank 1 left")
 
 

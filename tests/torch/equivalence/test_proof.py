@@ -222,7 +222,7 @@ def test_a_buffer_that_does_not_go_where_all_rows_take_it_is_named_with_what_to_
     update(net(Codebook()))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "these buffers do not go where all rows at once take them: 'code' of '2' (Codebook)." in record.message
+    assert "these buffers do not become what the large batch makes of them: 'code' of '2' (Codebook)." in record.message
     assert 'gradaccum.torch.combine_buffers(Codebook, code="sum")' in record.message
 
 

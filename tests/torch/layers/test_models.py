@@ -35,56 +35,27 @@ def _images(rows: int = 5) -> list[tuple[dict[str, Tensor]]]:
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 12}
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def _gpt2() -> Any:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=20, n_embd=8, n_layer=3, n_head=2, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-        )
-    )
-
-
-def _llama() -> Any:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=20, num_key_value_heads=1, **SMALL))
-
-
-def _bert() -> Any:
-    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=20, **SMALL, **QUIET))
-
-
-def _t5() -> Any:
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=20,
-            d_model=8,
-            d_kv=4,
-            d_ff=12,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-    )
-
-
-def _vit() -> Any:
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **SMALL, **QUIET)
-    )
-
-
-def _t5_blocks(model: Any) -> Any:
-    return [*model.encoder.block, *model.decoder.block]
-
-
-MODELS: dict[str, Any] = {
-    "gpt2": (_gpt2, _text, lambda model: "transformer.h"),
-    "llama": (_llama, _text, lambda model: model.model.layers),
-    "bert": (_bert, _text, lambda model: "auto"),
-    "t5": (_t5, _text, _t5_blocks),
-    "vit": (_vit, _images, lambda model: "auto"),
+GPT2 = {"n_embd": 8, "n_layer": 3, "n_head": 2, "n_positions": 8, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+T5 = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 20, **GPT2}, "transformer.h"),
+    "llama": ("LlamaForCausalLM", {"vocab_size": 20, "num_key_value_heads": 1, **SMALL}, "model.layers"),
+    "bert": ("BertForMaskedLM", {"vocab_size": 20, **SMALL, **QUIET}, "auto"),
+    "t5": ("T5ForConditionalGeneration", {"vocab_size": 20, "decoder_start_token_id": 0, **T5}, None),
+    "vit": ("ViTForImageClassification", {"image_size": 8, "patch_size": 4, "num_labels": 3, **SMALL, **QUIET}, "auto"),
 }
+
+
+def _model(name: str) -> tuple[Any, Any]:
+    """The model, and its blocks."""
+    torch.manual_seed(0)
+    kind, options, blocks = MODELS[name]
+    kind = getattr(transformers, kind)
+    model = kind(kind.config_class(**options)).double()
+    for path, parameter in model.named_parameters():
+        if path.endswith("bias"):  # that of keys gets no gradient but rounding
+            nn.init.normal_(parameter, std=0.1)
+    return model, [*model.encoder.block, *model.decoder.block] if blocks is None else blocks
 
 
 def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -96,34 +67,24 @@ def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama", "t5"))) for name in MODELS]
-)
+def slow(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", *slow("gpt2", "bert", "vit")])
 def test_models_of_transformers_make_the_large_batchs_update(name: str) -> None:
-    make, data, blocks = MODELS[name]
-    torch.manual_seed(0)
-    model = make().double()
-    for path, parameter in model.named_parameters():
-        if path.endswith("bias"):  # that of keys gets no gradient but rounding
-            nn.init.normal_(parameter, std=0.1)
-    assert_same_updates(model, data(), _loss, OPTIMIZERS["sgd"], 2, blocks=blocks(model))
+    model, blocks = _model(name)
+    assert_same_updates(model, _images() if name == "vit" else _text(), _loss, OPTIMIZERS["sgd"], 2, blocks=blocks)
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert"))])
+@pytest.mark.parametrize("name", ["llama", *slow("gpt2", "bert")])
 def test_blocks_that_live_elsewhere_make_the_large_batchs_update_though_only_some_rows_have_a_mask(name: str) -> None:
-    make, data, blocks = MODELS[name]
-    torch.manual_seed(0)
-    model = make().double()
-    for path, parameter in model.named_parameters():
-        if path.endswith("bias"):  # as above
-            nn.init.normal_(parameter, std=0.1)
-    options = {"blocks": blocks(model), "on": "cpu", "verify": False}
-    assert_same_updates(model, data()[:1], _loss, OPTIMIZERS["sgd"], 2, **options)
+    model, blocks = _model(name)
+    assert_same_updates(model, _text()[:1], _loss, OPTIMIZERS["sgd"], 2, blocks=blocks, on="cpu", verify=False)
 
 
 def test_keys_and_values_that_blocks_leave_in_a_cache_are_not_there_when_backward_runs_them_again() -> None:
-    torch.manual_seed(0)
-    model = _llama().double()
+    model, _ = _model("llama")
     assert model.config.use_cache
     seen = []
     model.model.layers[1].register_forward_pre_hook(
@@ -134,7 +95,7 @@ def test_keys_and_values_that_blocks_leave_in_a_cache_are_not_there_when_backwar
 
 
 def test_a_cache_keeps_no_graph_of_a_micro_batch_that_is_through() -> None:
-    most, held, model = list[int](), [0], _llama().double()
+    most, held, (model, _) = list[int](), [0], _model("llama")
 
     class Saved:
         def __init__(self, tensor: Tensor) -> None:
@@ -182,8 +143,7 @@ def test_blocks_that_return_model_outputs(on: Any) -> None:
 
 
 def test_checkpointing_inside_blocks_goes_on() -> None:
-    torch.manual_seed(0)
-    model = _llama().double()
+    model, _ = _model("llama")
     model.config.use_cache = False
     for layer in model.model.layers:  # as model.activation_checkpointing_enable() does
         layer.gradient_checkpointing = True
@@ -201,22 +161,14 @@ class _Residual(nn.Module):
         return torch.relu_(x + self.two(torch.relu(self.norm(self.one(x)))))
 
 
-def _resnet() -> nn.Module:
-    stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
-    stages = [nn.Sequential(*(_Residual(4) for _ in range(2))) for _ in range(2)]
-    return nn.Sequential(
-        stem, stages[0], nn.AvgPool2d(2), stages[1], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
-    )
-
-
 def test_a_resnet_with_layers_between_its_blocks() -> None:
     torch.manual_seed(0)
-    model = _resnet().double()
+    stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
+    one, two = (nn.Sequential(*(_Residual(4) for _ in range(2))) for _ in range(2))
+    model = nn.Sequential(stem, one, nn.AvgPool2d(2), two, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
     data = [(batch["pixel_values"], batch["labels"]) for (batch,) in _images()]
-    loss_fn = nn.CrossEntropyLoss()
-    assert_same_updates(
-        model,
-        data,
-        lambda model, x, y: loss_fn(model(x), y),
-        blocks=[*model.get_submodule("1"), *model.get_submodule("3")],
-    )
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x), y)
+
+    assert_same_updates(model.double(), data, loss, blocks=[*one, *two])

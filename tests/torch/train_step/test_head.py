@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradaccum.torch import TrainStep
-from gradaccum.torch.head import Head, tiling
+from gradaccum.torch.head import tiling
 from gradaccum.torch.measure.fake_memory import LiveBytes
 from tests.reference import FLOAT32, relative_error
 from tests.torch.train_step.test_padding import assert_same_for_transformers, data, output_loss, shifted, tiny
@@ -179,4 +179,4 @@ def test_copies_of_a_model_compute_with_their_own_weights():
 )
 def test_what_is_no_head_is_refused(head, error, message):
     with pytest.raises(error, match=message):
-        Head(Model(), head)
+        tiling(Model(), head)

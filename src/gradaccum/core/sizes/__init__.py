@@ -14,25 +14,7 @@ from gradaccum.core.sizes.plans import GivenSizes, Groups, Joined, Plan, Rows, S
 from gradaccum.core.sizes.search import MARGIN, BatchSizeFinder, FixedSize, MemoryLine, even_sizes
 
 __all__ = [
-    "MARGIN",
-    "BatchSizeFinder",
-    "DoesNotFit",
-    "FixedSize",
-    "GivenSizes",
-    "Groups",
-    "Joined",
-    "MemoryLine",
-    "Plan",
-    "Rows",
-    "SizeEstimate",
-    "Slice",
-    "TokenBudget",
-    "Tokens",
-    "container_limits",
-    "even_sizes",
-    "format_bytes",
-    "free_host_memory",
-    "largest_size",
-    "parse_bytes",
-    "process_memory",
-]
+    "MARGIN", "BatchSizeFinder", "DoesNotFit", "FixedSize", "GivenSizes", "Groups", "Joined", "MemoryLine", "Plan",
+    "Rows", "SizeEstimate", "Slice", "TokenBudget", "Tokens", "container_limits", "even_sizes", "format_bytes",
+    "free_host_memory", "largest_size", "parse_bytes", "process_memory",
+]  # fmt: skip

@@ -18,15 +18,7 @@ from gradaccum.schedule import checked_count
 
 
 class Groups:
-    """Which rows of a batch stay together, as pairs do; the rows of a group lie one behind the other.
-
-    Example:
-        >>> groups = Groups([7, 7, 7, 2, 2, 9])
-        >>> groups.runs
-        [(7, 0, 3), (2, 3, 2), (9, 5, 1)]
-        >>> groups.cut(range(6), 4)
-        [[0, 1, 2], [3, 4, 5]]
-    """
+    """Which rows of a batch stay together, as pairs do; the rows of a group lie one behind the other."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self.ids = ids
@@ -36,14 +28,8 @@ class Groups:
         """Of each group its id, its first row, and its number of rows."""
 
     def stop(self, start: int, wanted: int, most: int) -> int:
-        """Where a micro-batch ends that begins at a group: after `wanted` rows or a few more, `most` at most.
-
-        One group is the least.
-
-        Example:
-            >>> Groups([0, 0, 1, 1, 2, 2]).stop(0, wanted=3, most=5), Groups([0, 0, 1, 1, 2, 2]).stop(0, 3, 3)
-            (4, 2)
-        """
+        """Where a micro-batch ends that begins at a group: after `wanted` rows or a few more, `most` at most, one group
+        at least."""
         first = bisect.bisect_right(self._ends, start)
         last = bisect.bisect_left(self._ends, start + wanted, first)
         if last >= len(self._ends) or (last > first and self._ends[last] - start > most):
@@ -73,12 +59,7 @@ class Groups:
 
 
 class Slice(NamedTuple):
-    """One micro-batch: which rows, and up to which columns where rows are padded.
-
-    Example:
-        >>> [part.rows for part in Slice(slice(4, 14)).split(4)]
-        [slice(4, 8, None), slice(8, 11, None), slice(11, 14, None)]
-    """
+    """One micro-batch: which rows, and up to which columns where rows are padded."""
 
     rows: slice | list[int]
     columns: tuple[int, int] | None = None
@@ -267,7 +248,9 @@ class Tokens(Plan):
         if sizes is not None:
             order = [row for piece in self.pieces for row in piece.rows]  # type: ignore[union-attr]  # lists
             cut = [order[i:j] for i, j in _spans(sizes)] if groups is None else groups.cut(order, max(sizes))
-            self.pieces = [self._piece(rows) for rows in cut]
+            spans = [[extents[row] for row in rows] for rows in cut]
+            columns = [(min(i for i, _ in part), max(j for _, j in part)) for part in spans]
+            self.pieces = [Slice(*piece) for piece in zip(cut, columns, strict=True)]
         elif groups is not None and not budget.lowered:
             self._check(groups)
 
@@ -276,19 +259,14 @@ class Tokens(Plan):
         packs = packed(self._extents, max_tokens, self.budget.max_rows, units)
         return [Slice(rows, (start, stop)) for rows, start, stop in packs]
 
-    def _piece(self, rows: list[int]) -> Slice:
-        return Slice(rows, (min(self._extents[r][0] for r in rows), max(self._extents[r][1] for r in rows)))
-
     def _check(self, groups: Groups) -> None:
         most, budget = self.budget.max_rows, self.budget.max_tokens
-        for rows, columns, _ in self.pieces:
-            assert isinstance(rows, list)
-            assert columns is not None
-            width = columns[1] - columns[0]
-            if len(rows) > 1 and (len(rows) * width > budget or (most is not None and len(rows) > most)):
+        for piece in self.pieces:
+            if piece.size > 1 and (piece.tokens > budget or (most is not None and piece.size > most)):
+                assert isinstance(piece.rows, list)
                 raise ValueError(
-                    f"A group does not fit into a micro-batch: {groups.described(groups.ids[rows[0]])} of up to "
-                    f"{width} columns, {len(rows) * width} padded tokens, in max_tokens={budget}"
+                    f"A group does not fit into a micro-batch: {groups.described(groups.ids[piece.rows[0]])} of up to "
+                    f"{piece.tokens // piece.size} columns, {piece.tokens} padded tokens, in max_tokens={budget}"
                     + (f", micro_batch_size={most}" if most is not None else "")
                     + ". Its rows stay together, so allow for more."
                 )
@@ -368,9 +346,9 @@ class Joined(Tokens):
     def _halves(self, piece: Slice) -> list[Slice]:
         assert piece.packs is not None
         one = len(piece.packs) == 1
-        packs = piece.packs[0] if one else piece.packs
-        half = -(-len(packs) // 2)
-        return [self._joined([part] if one else part) for part in (packs[:half], packs[half:])]  # type: ignore[list-item,arg-type]  # rows of one pack
+        packs = [[row] for row in piece.packs[0]] if one else piece.packs
+        halves = packs[: -(-len(packs) // 2)], packs[-(-len(packs) // 2) :]
+        return [self._joined([[row for pack in half for row in pack]] if one else half) for half in halves]
 
 
 def packed(

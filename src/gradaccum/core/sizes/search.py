@@ -128,15 +128,13 @@ class SizeSearch:
         self.line: MemoryLine | None = None
         self.ceiling: int | None = None
         """The largest size that may be tried: below one that failed."""
-        self.settled = False
-        self.size = start
+        self.settled, self.size = False, start
         """The best size so far; once settled, the one to use."""
-        self._seconds: dict[int, float] = {}
-        self._repeated: dict[int, list[float]] = {}
+        self._seconds = dict[int, float]()
+        self._repeated = dict[int, list[float]]()
         self._candidate: int | None = start
-        self._again: list[int] = []
-        self._windows = 0
-        self._window_rows = 0
+        self._again = list[int]()
+        self._windows = self._window_rows = 0
 
     @property
     def summary(self) -> str:
@@ -165,19 +163,31 @@ class SizeSearch:
             self.line.add(size, peak)
         if size == self._candidate:
             self._seconds[size] = seconds
-            self._after_candidate(size)
+            self.size = self._best()
+            self._climb(size)
             return
         if size in self._again:
             self._repeated.setdefault(size, []).append(seconds)
         if self._candidate is None and all(len(self._repeated.get(again, ())) >= SAMPLES for again in self._again):
             self._settle()
 
+    def _climb(self, size: int) -> None:
+        following = min(2 * size, self.ceiling or 2 * size)
+        if self.limit is not None and self.line is not None:
+            usable = (1 - MARGIN) * self.limit
+            if self.line.predict(following) > usable:
+                following = min(following, self.line.largest(usable) or 1)
+        if following <= size or self._windows > 0:
+            self._measure_again()
+        else:
+            self._candidate = following
+
     def failed(self, size: int) -> None:
         """Record that a micro-batch of `size` rows ran out of memory."""
-        self.ceiling = min(self.ceiling or size, max(size - 1, 1))
-        self._seconds = {known: seconds for known, seconds in self._seconds.items() if known <= self.ceiling}
-        self._repeated = {known: seconds for known, seconds in self._repeated.items() if known <= self.ceiling}
-        self._again = [again for again in self._again if again <= self.ceiling]
+        self.ceiling = ceiling = min(self.ceiling or size, max(size - 1, 1))
+        self._seconds = {known: seconds for known, seconds in self._seconds.items() if known <= ceiling}
+        self._repeated = {known: seconds for known, seconds in self._repeated.items() if known <= ceiling}
+        self._again = [again for again in self._again if again <= ceiling]
         if self.settled or self._candidate is None:
             self.size = self._best() if self._seconds else max(size // 2, 1)
             self.settled = self.settled or not self._again
@@ -199,21 +209,8 @@ class SizeSearch:
         if self._windows >= WINDOWS:
             self._settle()
 
-    def _after_candidate(self, size: int) -> None:
-        self.size = self._best()
-        following = min(2 * size, self.ceiling or 2 * size)
-        if self.limit is not None and self.line is not None:
-            usable = (1 - MARGIN) * self.limit
-            if self.line.predict(following) > usable:
-                following = min(following, self.line.largest(usable) or 1)
-        if following <= size or self._windows > 0:
-            self._measure_again()
-        else:
-            self._candidate = following
-
     def _measure_again(self) -> None:
-        self._candidate = None
-        best = self._cost(self._best())
+        self._candidate, best = None, self._cost(self._best())
         near = [size for size in self._seconds if self._cost(size) <= WORTH_REPEATING * best]
         self._again = sorted(near, key=self._cost)[:REPEATED]
         if len(self._again) == 1:
@@ -221,6 +218,9 @@ class SizeSearch:
 
     def _settle(self) -> None:
         self.size, self.settled, self._candidate = self._best(), True, None
+
+    def _best(self) -> int:
+        return min(self._seconds, key=self._cost)
 
     def _cost(self, size: int) -> float:
         """Seconds per row: the mean of the repeated measurements.
@@ -234,9 +234,6 @@ class SizeSearch:
         place = sizes.index(size)
         near = [self._seconds[known] / known for known in sizes[max(place - 1, 0) : place + 2]]
         return statistics.median(near) if len(near) == 3 else near[-1] if place else max(near)
-
-    def _best(self) -> int:
-        return min(self._seconds, key=self._cost)
 
 
 Sizer = SizeSearch | FixedSize

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.errors import WindowError
 from gradaccum.extras import PrivateName
-from gradaccum.integrations.accelerate.ranks import CLIPPING, Clip, ClipSettings, Schedules, WindowFiles
+from gradaccum.integrations.accelerate.ranks import CLIPPING, Clip, ClipSettings, WindowFiles
 from gradaccum.schedule import Steps
 from gradaccum.torch.optim import Optimizer
 
@@ -29,7 +29,7 @@ _NAMES = (
     PrivateName("accelerator", "_models", "holds the prepared model"),
     PrivateName("accelerator", "clip_grad_norm_", "is led to the finished gradient"),
     PrivateName("accelerator", "clip_grad_value_", "the same"),
-    PrivateName("accelerator", "_schedulers", "are stepped on every rank"),
+    PrivateName("accelerator", "_schedulers", "are missed by updates after the loop, which is said"),
     PrivateName("accelerator", "gradient_state.num_steps", "tells whether Accelerate accumulates as well"),
     PrivateName("accelerator", "gradient_state.dataloader_references", "tells which batch is the epoch's last"),
     PrivateName("accelerator", "register_save_state_pre_hook", "saves the other ranks' part of an open window"),
@@ -133,8 +133,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._steps_in_loop, self._loops = 0, 0
         self._ended: Any = None
         """The loader, and its epoch, whose last batch has closed a window here."""
-        self._warned = False
-        self._schedules = Schedules(accelerator, self)
+        self._warned = self._warned_of_schedules = False
+        self._accelerator = accelerator
         if several:
             optimizer._windows.ranks.settings = ClipSettings(self)
         optimizer.register_step_pre_hook(self._before_update)
@@ -182,7 +182,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Count a micro-batch. The one that closes the window, or the loader's last, makes the update."""
         _check_alone(self.gradient_state)
-        self._schedules.look()
         self._in_body, self._is_updating, self._updated_at_end = True, False, False
         try:
             if self.scaler is None:  # Accelerate's own step looks for optimizers and devices that this is not
@@ -277,8 +276,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._in_body = self._is_updating = False
         if not self.optimizer.micro_batches:
             self._clips.clear()
-            if self.updated:
-                self._schedules.body_goes_on()
 
     def _clips_now(self) -> list[Clip]:
         """What is clipped at the end of this window; after the loop, as at its last one."""
@@ -306,7 +303,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return [*(p for group in self.param_groups for p in group["params"]), *self._sharded.values()]
 
     def _before_update(self, *_: Any) -> None:
-        self._schedules.look()
         self._is_updating, self._norm, self._last_clips = True, None, self._clips_now()
         for name, parameters, args, keywords in self._last_clips:
             norm: Tensor | None = CLIPPING[name](parameters, *args, **keywords)
@@ -314,8 +310,17 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._clips.clear()
 
     def _after_update(self, *_: Any) -> None:
-        if not self._in_body:
-            self._schedules.updated_after_loop()
+        if self._in_body or self._warned_of_schedules or len(self.optimizer._optimizer_step_post_hooks) > 1:
+            return
+        own = self, self.optimizer, self.optimizer.inner
+        prepared = (getattr(one.scheduler, "optimizer", None) for one in self._accelerator._schedulers)
+        if any(hasattr(one.step, "_wrapped_by_lr_sched") for one in own[:2]) or any(one in own for one in prepared):
+            self._warned_of_schedules = True
+            logger.warning(
+                "An update was made after the loop, whose body steps no schedule for it: its last batch was skipped, "
+                "or other ranks had more. A hook steps for each update: "
+                "optimizer.register_step_post_hook(lambda *_: scheduler.step())."
+            )
 
 
 def _clipping_at_the_end(accelerator: Accelerator, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,7 @@
-"""Several processes of an Accelerator: clipping and schedules after a loop's end; each one's part of an open window.
-
-Ranks may have different numbers of micro-batches. A rank whose loop is over goes on making the others' updates, clips
-as its loop's body did, and steps the schedules that this has stepped. Ranks compare the outcome at each window's end.
-"""
+"""Several processes of an Accelerator: the same clipping on all of them, and each one's part of an open window."""
 
 from __future__ import annotations
 
-import logging
 import secrets
 import zlib
 from collections.abc import Callable
@@ -17,13 +12,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gradaccum.errors import WindowError
 from gradaccum.torch.distributed import Channel, Settings, by_rank
 from gradaccum.torch.optimizer import KEY
-
-logger = logging.getLogger("gradaccum")
 
 CLIPPING: dict[str, Callable[..., Any]] = {
     "clip_grad_norm_": torch.nn.utils.clip_grad_norm_,
@@ -72,54 +64,6 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-class Schedules:
-    """Steps the prepared schedules of an optimizer after updates that come after the loop, as its body has done."""
-
-    def __init__(self, accelerator: Accelerator, prepared: Any) -> None:
-        self._accelerator, self._prepared = accelerator, prepared
-        self._positions: list[int] | None = None
-        """Where they stood, when the loop's body went on after its last update."""
-        self._stepped: list[Any] = []
-        """Those that the body steps after an update."""
-        self._warned = False
-
-    def body_goes_on(self) -> None:
-        """An update was made in the loop, whose body may step schedules next."""
-        self._positions = [_position(schedule) for schedule in self._prepared_ones()]
-
-    def look(self) -> None:
-        """The body is over for its last update, or the next update begins: find the schedules that it has stepped."""
-        if self._positions is not None:
-            pairs = zip(self._prepared_ones(), self._positions, strict=False)
-            moved = [s for s, before in pairs if _position(s) != before]
-            self._stepped = [s for s in moved if not isinstance(s.scheduler, ReduceLROnPlateau)]
-            self._positions = None
-
-    def updated_after_loop(self) -> None:
-        """Nobody else steps the loop's schedules."""
-        for schedule in self._stepped:
-            schedule.step()
-        optimizers = self._prepared, self._prepared.optimizer
-        by_hook = len(optimizers[1]._optimizer_step_post_hooks) > 1
-        plain = any(hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in optimizers)
-        if not (self._stepped or by_hook or self._warned) and (plain or self._prepared_ones()):
-            self._warned = True
-            logger.warning(
-                "An update was made after the loop, as its last batch was skipped or other ranks had more: where "
-                "`if optimizer.updated: scheduler.step()` does not see it. A hook does: "
-                "optimizer.register_step_post_hook(lambda *_: scheduler.step())."
-            )
-
-    def _prepared_ones(self) -> list[Any]:
-        own = self._prepared, self._prepared.optimizer, self._prepared.optimizer.inner
-        known = self._accelerator._schedulers
-        return [s for s in known if any(getattr(s.scheduler, "optimizer", None) is o for o in own)]
-
-
-def _position(schedule: Any) -> int:
-    return getattr(schedule.scheduler, "last_epoch", 0)
-
-
 class WindowFiles:
     """A process's part of an open window, in the folders of `save_state`: Accelerate writes one process's optimizer."""
 
@@ -149,9 +93,14 @@ class WindowFiles:
             return state_dict
         file, part, why = self._file(folder), window, ""
         if rank != own:
-            part, why = _read(file)
-            if not why and (part.get("save"), part.get("rank")) != (window.get("save"), [own, size]):
-                why = "of another save"
+            try:
+                part = torch.load(file, map_location="cpu", weights_only=True)
+                if (part.get("save"), part.get("rank")) != (window.get("save"), [own, size]):
+                    why = "of another save"
+            except FileNotFoundError:
+                why = "missing"
+            except Exception as error:  # cut off: errors of zip files, of pickles, of tensors
+                why = f"not whole ({type(error).__name__})"
         problems = [problem for problem in gather_object([why and f"{file} is {why}"]) if problem]
         if problems:
             raise WindowError(
@@ -178,14 +127,3 @@ class WindowFiles:
 
     def _file(self, folder: str | Path) -> Path:
         return Path(folder) / f"optimizer_{self._number()}_window_{self._accelerator.process_index}.bin"
-
-
-def _read(file: Path) -> tuple[dict[str, Any], str]:
-    """A process's part of an open window, and what is wrong with its file."""
-    if not file.exists():
-        return {}, "missing"
-    try:
-        part = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # cut off: errors of zip files, of pickles, of tensors
-        return {}, f"not whole ({type(error).__name__})"
-    return (part, "") if isinstance(part, dict) else ({}, "not what was written")

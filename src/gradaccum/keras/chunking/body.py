@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -31,30 +30,30 @@ class _Structure:
     def __init__(self, structure: Any, is_one: Callable[[Any], bool]) -> None:
         self.structure, self.leaves = structure, tree.flatten(structure)
         self.places = [place for place, leaf in enumerate(self.leaves) if is_one(leaf)]
-        found = [private.keras_mask(self.leaves[place]) for place in self.places]
-        self.masked = [place for place, mask in enumerate(found) if mask is not None]
-        self.masks = [mask for mask in found if mask is not None]
+        masks = {place: private.keras_mask(self.leaves[place]) for place in self.places}
+        self.masks = {place: mask for place, mask in masks.items() if mask is not None}
 
     def tensors(self) -> list[Any]:
-        return [*(self.leaves[place] for place in self.places), *self.masks]
+        return [*(self.leaves[place] for place in self.places), *self.masks.values()]
 
-    def filled(self, tensors: list[Any], others: Mapping[int, Any] = types.MappingProxyType({})) -> Any:
+    def filled(self, tensors: list[Any], others: Mapping[int, Any] | None = None) -> Any:
         """The structure with these tensors and masks, and other leaves by their places."""
-        for place, mask in zip(self.masked, tensors[len(self.places) :]):
-            private.set_keras_mask(tensors[place], mask)
-        leaves = {**dict(enumerate(self.leaves)), **dict(zip(self.places, tensors)), **others}
+        leaves = {**dict(enumerate(self.leaves)), **dict(zip(self.places, tensors)), **(others or {})}
+        for place, mask in zip(self.masks, tensors[len(self.places) :]):
+            private.set_keras_mask(leaves[place], mask)
         return tree.pack_sequence_as(self.structure, list(leaves.values()))
 
 
 class Body:
-    """One call of a chunked layer: `tensors` have rows, masks among them; what is `shared` may need a gradient, too."""
+    """One call of a chunked layer: `tensors` have rows, masks among them; what is `shared` may need a gradient, too.
+
+    A first run finds out of which kinds (`specs`) a micro-batch's outputs are, the `state` that the call moves, and the
+    variables that it reads and doesn't move. `beside` are tensors that `call` takes as a list behind its arguments.
+    """
 
     specs: list[Spec]
-    """Of the outputs of a micro-batch, once it has run."""
     state: State
-    """The variables that the call moves, likewise."""
     read: list[Any]
-    """The variables that it reads and doesn't move, likewise."""
 
     def __init__(
         self,
@@ -67,23 +66,25 @@ class Body:
     ) -> None:
         self.layer, self.call, self.batch_norm = layer, call, batch_norm
         self.batch_norms = batch_norms_of(layer)
+        self.name_inside = f"the chunked {type(layer).__name__} {layer.name!r}"
+        self.name = f"The{self.name_inside[3:]}"
+        training = kwargs.get("training", private.training_of_call())
+        self.training = isinstance(training, (bool, int)) and bool(training)
         self._around = private.surroundings_of_call()
-        self._arguments, self._keywords = _Structure((args, kwargs), has_rows), kwargs
+        self._arguments = _Structure((args, kwargs), has_rows)
         leaves = self._arguments.leaves
         for place in self._arguments.places:
             leaves[place] = self._tensor(leaves[place])
         self._shared = [n for n, one in enumerate(leaves) if ops.is_tensor(one) and not has_rows(one) and is_float(one)]
-        # `call` takes what is beside the arguments as its last one.
         self._beside = beside is not None
         self.shared = [*(leaves[place] for place in self._shared), *(beside or [])]
         self.tensors = self._arguments.tensors()
-        counts = {tensor.shape[0] for tensor in self.tensors} - {None}
-        if len(counts) > 1 or not self.tensors:
+        if not self.tensors or len({tensor.shape[0] for tensor in self.tensors} - {None}) > 1:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.tensors) or "no tensor with a dimension"
             raise ValueError(
-                f"{self.name} is cut into micro-batches along the first dimension of its inputs, which must be the "
-                f"same number of rows. Received: {shapes}. What all rows share belongs into the layer, or needs a row "
-                "for each."
+                f"{self.name} is cut into micro-batches along the first dimension of its inputs, which must all have "
+                f"the same number of rows. Received: {shapes}. Move what all rows share into the layer, or repeat it "
+                "for each row."
             )
 
     def _tensor(self, leaf: Any) -> Any:
@@ -91,53 +92,31 @@ class Body:
             return leaf
         if isinstance(leaf, np.ndarray):
             return ops.convert_to_tensor(leaf)
-        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
         raise TypeError(
             f"{self.name} takes tensors of Keras' {keras.backend.backend()} backend, and NumPy arrays. Received: a "
-            f"{kind} of shape {tuple(leaf.shape)}."
+            f"{type(leaf).__module__}.{type(leaf).__qualname__} of shape {tuple(leaf.shape)}."
         )
 
     def again(self, tensors: list[Any], shared: list[Any], batch_norm: BatchNormOrExact) -> Body:
-        """The same call with other tensors and scalars, not traced yet."""
+        """The same call with other tensors and scalars, before its first run."""
         body = copy.copy(self)
         body.tensors, body.shared, body.batch_norm = list(tensors), list(shared), batch_norm
         for name in ("specs", "state", "read"):
             vars(body).pop(name, None)
         return body
 
-    @property
-    def kind(self) -> Any:
-        """What calls of a kind have in common: whether they train, and the dtypes and ranks of their inputs."""
-        dtypes = [(keras.backend.standardize_dtype(tensor.dtype), len(tensor.shape)) for tensor in self.tensors]
-        return self.training, str(dtypes), len(self._arguments.leaves)
-
-    @property
-    def training(self) -> bool:
-        training = self._keywords.get("training", private.training_of_call())
-        return isinstance(training, (bool, int)) and bool(training)
-
-    @property
-    def name(self) -> str:
-        """At the beginning of a sentence."""
-        return f"The {self.name_inside[4:]}"
-
-    @property
-    def name_inside(self) -> str:
-        """Inside of one."""
-        return f"the chunked {type(self.layer).__name__} {self.layer.name!r}"
-
-    def arguments(self, tensors: list[Any] | None = None, shared: list[Any] | None = None) -> Any:
+    def arguments(self, tensors: list[Any] | None = None, shared: Iterable[Any] | None = None) -> Any:
         """Positional and keyword arguments of `call`, with these in the place of `tensors` and `shared`."""
-        shared = self.shared if shared is None else shared
-        given = dict(zip(self._shared, shared))
-        args, kwargs = self._arguments.filled(self.tensors if tensors is None else tensors, given)
+        shared = self.shared if shared is None else list(shared)
+        tensors = self.tensors if tensors is None else tensors
+        args, kwargs = self._arguments.filled(tensors, dict(zip(self._shared, shared)))
         return ((*args, shared[len(self._shared) :]), kwargs) if self._beside else (args, kwargs)
 
     def run(
         self, tensors: list[Any], values: Iterable[tuple[Any, Any]] = (), shared: Iterable[Any] | None = None
     ) -> Result:
         """Call the layer on a micro-batch, and leave no trace of it."""
-        args, kwargs = self.arguments(tensors, None if shared is None else list(shared))
+        args, kwargs = self.arguments(tensors, shared)
         is_first, policy = not hasattr(self, "state"), "micro" if self.batch_norm == "warn" else self.batch_norm
         layers = self.batch_norms if is_first or policy != "pooled" else self.state.pool.layers
         with private.surroundings(self._around), Scope(values) as scope, during_micro_batch(layers, policy) as valid:
@@ -153,7 +132,7 @@ class Body:
         return Result(result, [scope.get_current_value(v) for v in self.state.variables], valid)
 
     def discover(self, batches: Any, look: Callable[[Callable[[], Any]], Any]) -> None:
-        """Find out what the call reads and moves, what its outputs are, and that they have rows, at two sizes."""
+        """Make the first run on shapes alone, and compare the outputs' shapes with those for another number of rows."""
 
         def run() -> tuple[int, list[tuple[Any, ...]]]:
             self.run(batches.at(0)[0])
@@ -180,16 +159,17 @@ class Body:
         wrong = [shape for shape in shapes if not shape or None is not shape[0] != rows is not None]
         if wrong:
             raise ValueError(
-                f"{self.name} must give a row for each row of its inputs, in the first dimension. Received: "
-                f"{', '.join(map(str, wrong))} for a micro-batch of {rows} rows. Let it return what each row gives, "
-                "and reduce over the rows outside of it."
+                f"{self.name} must return a row for each row of its inputs, in the first dimension. Received: "
+                f"{', '.join(map(str, wrong))} for a micro-batch of {rows} rows. Return one row per input row, and "
+                "reduce over the rows outside of the layer."
             )
         for spec, shape in zip(self.specs, shapes):
             if spec.row != tuple(shape[1:]):
+                rest = ", ".join(map(str, spec.row or ()))
                 raise ValueError(
-                    f"{self.name} gives outputs that look across the rows: of shape (rows, "
-                    f"{', '.join(map(str, spec.row or ()))}) and {tuple(shape)} for micro-batches of two sizes. Let it "
-                    "return what each row gives, and compare rows outside of it."
+                    f"{self.name} returns outputs that look across the rows: their shape is (rows, {rest}) for one "
+                    f"micro-batch and {tuple(shape)} for another. Return what each row gives, and compare rows outside "
+                    "of the layer."
                 )
 
     def refuse_outer(self, shapes: list[tuple[int, ...]]) -> None:
@@ -197,7 +177,7 @@ class Body:
         if shapes:
             raise OuterTensorError(
                 f"{self.name} computes with tensors that need a gradient and are neither its inputs nor its variables, "
-                f"of shape {', '.join(map(str, shapes))}: the second pass can't give them any. Pass them as inputs."
+                f"of shape {', '.join(map(str, shapes))}. The second pass can't give them one: pass them as inputs."
             )
 
     def _refuse_losses(self) -> None:
@@ -205,8 +185,8 @@ class Body:
         named = [repr(one.name) for one in layers if getattr(one, "activity_regularizer", None) is not None]
         who = f" (activity_regularizer of {', '.join(named)})" if named else ""
         raise ValueError(
-            f"{self.name} adds losses in its forward pass{who}: those of micro-batches are not the whole batch's. Let "
-            "it return what they are made of, a row for each row, and add the loss outside of it."
+            f"{self.name} adds losses in its forward pass{who}, and those of micro-batches are not the whole batch's. "
+            "Return what they are made of, a row for each row, and add the loss outside of the layer."
         )
 
 
@@ -214,18 +194,17 @@ class State:
     """The variables that a layer's forward pass assigns, in a flat list of tensors that loops take along (`carry`).
 
     - First seeds, metrics, and the moving statistics that move with every micro-batch: they go from one to the next.
-    - Each micro-batch finds all others as they were, and they end up where it takes them on average over rows: exact
-      for counters, for what depends on the weights alone, and for moving averages of means over rows.
+    - Each micro-batch finds all others (`averaged`) as they were, and they end up where it takes them on average over
+      rows: exact for counters, for what depends on the weights alone, and for moving averages of means over rows.
     - Last statistics that are pooled: they move once, by mean and variance of the whole batch.
     """
 
     def __init__(self, body: Body, assigned: Iterable[Any]) -> None:
         variables = list(assigned)
-        trained = [variable.path for variable in variables if variable.trainable]
-        if trained:
+        if trained := [variable.path for variable in variables if variable.trainable]:
             raise ValueError(
-                f"{body.name} assigns trainable variables in its forward pass: {', '.join(trained)}. So micro-batches "
-                "would be of other weights than the whole batch."
+                f"{body.name} assigns trainable variables in its forward pass: {', '.join(trained)}. Micro-batches "
+                "would see other weights than the whole batch. Chunk the layers around it."
             )
         ids = {id(variable) for variable in variables}
         pooled = body.batch_norms if body.batch_norm == "pooled" else []
@@ -233,16 +212,14 @@ class State:
         threaded = {id(variable) for variable in getattr(body.layer, "metrics_variables", ())}
         threaded |= {id(v) for layer in body.batch_norms for v in (layer.moving_mean, layer.moving_variance)}
         once = {id(variable) for variable in self.pool.variables}
-        first: list[Any] = []
-        self.averaged: list[Any] = []
-        """Those that end up where micro-batches take them on average."""
+        kinds: dict[bool, list[Any]] = {True: [], False: []}
         for variable in variables:
             if id(variable) not in once:
-                goes_on = id(variable) in threaded or "seed_generator_state" in (variable.path or "")
-                (first if goes_on else self.averaged).append(variable)
-        self.variables = [*first, *self.averaged, *self.pool.variables]
+                kinds[id(variable) in threaded or "seed_generator_state" in (variable.path or "")].append(variable)
+        self.averaged = kinds[False]
+        self.variables = [*kinds[True], *self.averaged, *self.pool.variables]
         """All of them, in the order of `values`."""
-        self._threaded, self._pooled = len(first), len(first) + len(self.averaged)
+        self._threaded, self._pooled = len(kinds[True]), len(kinds[True]) + len(self.averaged)
         self._before: list[Any] = []
 
     def read(self) -> None:
@@ -261,15 +238,17 @@ class State:
         """What `variables` hold for the next micro-batch."""
         return [*carry[: self._threaded], *self._before[self._threaded :]]
 
-    def after(self, carry: list[Any], values: list[Any], valid: dict[int, Any], size: Any, rows: Any) -> list[Any]:
-        """The carry after a micro-batch."""
+    def after(self, carry: list[Any], result: Result, size: Any, rows: Any) -> list[Any]:
+        """The carry after a micro-batch of `size` of all rows."""
+        values = result.values
         after = list(values[: self._threaded])
         for variable, total, value in zip(self.averaged, carry[self._threaded :], values[self._threaded :]):
             if is_float(variable):
                 share = ops.cast(size, total.dtype) / ops.cast(rows, total.dtype)
                 value = total + ops.cast(value, total.dtype) * share
             after.append(value)
-        return [*after, *self.pool.add(carry[self._pooled :], values[self._pooled :], valid, size)]
+        after += self.pool.add(carry[self._pooled :], values[self._pooled :], result.valid, size)
+        return [ops.cast(value, before.dtype) for value, before in zip(after, carry)]
 
     def finish(self, carry: list[Any]) -> None:
         values = [*carry[: self._pooled], *self.pool.moved(carry[self._pooled :], self._before[self._pooled :])]
@@ -311,9 +290,7 @@ class _Passes:
     def _after(self, carry: Any, result: Result, size: Any) -> list[Any]:
         state = self.body.state
         with self.backend.unrecorded():
-            carry = state.start() if carry is None else list(carry)
-            after = state.after(carry, result.values, result.valid, size, self.batches.rows)
-            return [ops.cast(value, before.dtype) for value, before in zip(after, carry)]
+            return state.after(state.start() if carry is None else list(carry), result, size, self.batches.rows)
 
     def first(self, weights: Any, tensors: Any, carry: Any) -> tuple[list[Any], list[Any]]:
         """The outputs of the micro-batches that aren't kept, and the carry behind them."""
@@ -327,7 +304,7 @@ class _Passes:
         return outputs, carry
 
     def second(self, weights: Any, tensors: Any, start: Any, upstream: list[Any], wanted: Any = None) -> list[Any]:
-        """The gradients of weights and tensors with rows."""
+        """The gradients of weights and tensors with rows; of those that are `wanted`, by their numbers."""
         backend, batches, count = self.backend, self.batches, len(weights)
         wanted = [n for n, one in enumerate([*weights, *tensors]) if is_float(one)] if wanted is None else wanted
         shared, own = [n for n in wanted if n < count], [n - count for n in wanted if n >= count]
@@ -337,12 +314,10 @@ class _Passes:
             (carry, sums), (tensors, given) = carry, micro_batch
 
             def outputs(inputs: list[Any]) -> Any:
-                some, rows = list(weights), list(tensors)
-                for n, value in zip(shared, inputs):
-                    some[n] = value
-                for n, value in zip(own, inputs[len(shared) :]):
-                    rows[n] = value
-                result = self.program.evaluate(some, carry, rows)
+                both = [*weights, *tensors]
+                for n, value in zip(wanted, inputs):
+                    both[n] = value
+                result = self.program.evaluate(both[:count], carry, both[count:])
                 return [result.outputs[n] for n in used], result
 
             inputs = [*(weights[n] for n in shared), *(tensors[n] for n in own)]
@@ -370,23 +345,24 @@ class _Passes:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """The tensor of this number, among the arguments of a step."""
+    """Stands for the tensor of this number in the arguments of a step."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A call of a layer or an operation, whose arguments have a `_Tensor` in the place of each tensor."""
+    """A call of a layer or an operation, and the numbers of its outputs."""
 
     operation: Any
     arguments: Any
     results: list[int]
-    """The numbers of its outputs."""
     normalises: bool
     """Whether it is a BatchNormalization that goes by its batch."""
     segment: int
-    """In which it runs."""
+
+    def reads(self) -> list[int]:
+        return [leaf.number for leaf in tree.flatten(self.arguments) if isinstance(leaf, _Tensor)]
 
     def filled(self, values: Mapping[int, Any]) -> Any:
         """The arguments with the values of these tensors."""
@@ -394,17 +370,22 @@ class _Step:
             lambda leaf: values[leaf.number] if isinstance(leaf, _Tensor) else leaf, self.arguments
         )
 
-
-def _reads(arguments: Any) -> list[int]:
-    """The numbers of the tensors in these."""
-    return [leaf.number for leaf in tree.flatten(arguments) if isinstance(leaf, _Tensor)]
+    def run(self, values: Mapping[int, Any], statistics: list[Any]) -> list[Any]:
+        """Its outputs, with these values as mean and variance where it normalises."""
+        layer, (args, kwargs) = self.operation, self.filled(values)
+        if isinstance(layer, keras.layers.Layer) and private.takes_training(layer):
+            kwargs = {**kwargs, "training": not self.normalises}
+        moving = zip((layer.moving_mean, layer.moving_variance), statistics) if self.normalises else ()
+        with Scope(moving) if self.normalises else contextlib.nullcontext():
+            return tree.flatten(layer(*args, **kwargs))
 
 
 def exact_passes(body: Body, micro_batch_size: int, keep: int = 0) -> list[Any]:
     """The outputs of the whole batch, and their masks, of a functional or sequential model in training."""
     model, graph = body.layer, Graph(body.layer)
     args, kwargs = body.arguments()
-    inputs = private.standardized_inputs(private.functional_of(model), args[0] if args else kwargs["inputs"])
+    functional = private.functional_of(model)
+    inputs = private.standardized_inputs(functional, args[0] if args else kwargs["inputs"])
     for tensor, mask in zip(inputs, tree.flatten(kwargs.get("mask"))):
         if mask is not None:
             private.set_keras_mask(tensor, mask)
@@ -412,8 +393,7 @@ def exact_passes(body: Body, micro_batch_size: int, keep: int = 0) -> list[Any]:
     for segment in range(graph.segments):
         values.update(_segment_passes(graph, segment, values, micro_batch_size, keep))
         values = {number: value for number, value in values.items() if graph.last_use[number] > segment}
-    flat = [values[number] for number in graph.outputs]
-    outputs = tree.pack_sequence_as(private.functional_of(model).output, flat)
+    outputs = tree.pack_sequence_as(functional.output, [values[number] for number in graph.outputs])
     body.read = list(model.trainable_variables)
     body.state = State(body, model.non_trainable_variables)
     lone = isinstance(outputs, (list, tuple)) and len(outputs) == 1
@@ -423,28 +403,22 @@ def exact_passes(body: Body, micro_batch_size: int, keep: int = 0) -> list[Any]:
 def _segment_passes(graph: Graph, segment: int, values: dict[int, Any], size: int, keep: int) -> dict[int, Any]:
     """What later segments and the outputs take of this one, by its number."""
     steps = [step for step in graph.steps if step.segment == segment]
-    beside = [s for step in steps if step.normalises for s in _statistics(step.operation, *step.filled(values))]
     made = {number for step in steps for number in step.results}
-    read = sorted({number for step in steps for number in _reads(step.arguments)} - made)
+    read = sorted({number for step in steps for number in step.reads()} - made)
     wanted = sorted(number for number in made if graph.last_use[number] > segment)
+    # Also where nothing is wanted of it: moving statistics move.
+    statistics = [s for step in steps if step.normalises for s in _statistics(step.operation, *step.filled(values))]
     if not wanted:
         return {}
 
-    def run(tensors: list[Any], beside: list[Any]) -> list[Any]:
-        values, statistics = dict(zip(read, tensors)), iter(beside)
+    def run(tensors: list[Any], statistics: list[Any]) -> list[Any]:
+        values, places = dict(zip(read, tensors)), iter(range(0, len(statistics), 2))
         for step in steps:
-            layer = step.operation
-            args, kwargs = step.filled(values)
-            moving = []
-            if step.normalises:
-                moving = [(layer.moving_mean, next(statistics)), (layer.moving_variance, next(statistics))]
-            if isinstance(layer, keras.layers.Layer) and private.takes_training(layer):
-                kwargs = {**kwargs, "training": not step.normalises}
-            with Scope(moving) if moving else contextlib.nullcontext():
-                values.update(zip(step.results, tree.flatten(layer(*args, **kwargs))))
+            place = next(places) if step.normalises else 0
+            values.update(zip(step.results, step.run(values, statistics[place : place + 2])))
         return [values[number] for number in wanted]
 
-    part = Body(graph.model, run, "micro", ([values[n] for n in read],), {}, beside)
+    part = Body(graph.model, run, "micro", ([values[n] for n in read],), {}, statistics)
     return dict(zip(wanted, part.outputs(two_passes(part, size, keep))))
 
 
@@ -472,17 +446,16 @@ class Graph:
         functional = private.functional_of(model)
         if functional is None:
             raise ValueError(
-                'batch_norm="exact" cuts a model at its BatchNormalization layers, and needs a functional or '
-                f"sequential model to see where. Received: {type(model).__name__} {model.name!r}, whose `call` is its "
-                "own."
+                'batch_norm="exact" cuts a model at its BatchNormalization layers, so it needs a functional or '
+                f"sequential model. Received: {type(model).__name__} {model.name!r}, which has a `call` of its own."
             )
         self.model, self.steps = model, list[_Step]()
         self._segment_of = [0] * len(functional.inputs)
         self.outputs = self._inline(functional, list(range(len(functional.inputs))))
         self.segments = 1 + max((step.segment for step in self.steps), default=0)
-        self.last_use = {number: -1 for number in range(len(self._segment_of))}
+        self.last_use = dict.fromkeys(range(len(self._segment_of)), -1)
         for step in self.steps:
-            for number in _reads(step.arguments):
+            for number in step.reads():
                 self.last_use[number] = max(self.last_use[number], step.segment)
         self.last_use.update(dict.fromkeys(self.outputs, self.segments))
 
@@ -496,11 +469,11 @@ class Graph:
             arguments = tree.map_structure(numbered, (args, kwargs))
             normalises = isinstance(operation, keras.layers.BatchNormalization) and operation.trainable
             inside = [] if normalises or not isinstance(operation, keras.layers.Layer) else batch_norms_of(operation)
+            if normalises and getattr(operation, "renorm", False):
+                raise ValueError(f'batch_norm="exact" does not support renorm=True. Received: {operation.name!r}.')
             if inside:
                 results = self._inline_call(operation, arguments, inside[0])
             else:
-                if normalises and getattr(operation, "renorm", False):
-                    raise ValueError(f'batch_norm="exact" does not know renorm=True. Received: {operation.name!r}.')
                 results = self._add(operation, arguments, len(outputs), normalises)
             numbers.update((id(tensor), number) for tensor, number in zip(outputs, results))
         return [numbers[id(tensor)] for tensor in functional.outputs]
@@ -512,8 +485,8 @@ class Graph:
         if within is None or len(inputs) != len(within.inputs):
             raise ValueError(
                 f'batch_norm="exact" can\'t cut {type(model).__name__} {model.name!r} at {norm.name!r} inside of it, '
-                "as its `call` is its own. Use a functional or sequential model there, or GroupNormalization or "
-                "LayerNormalization."
+                "because it has a `call` of its own. Use a functional or sequential model there, or GroupNormalization "
+                "or LayerNormalization."
             )
         numbers = [leaf.number for leaf in inputs]
         for place, mask in enumerate(tree.flatten(kwargs.get("mask"))):
@@ -524,8 +497,9 @@ class Graph:
     def _add(self, operation: Any, arguments: Any, outputs: int, normalises: bool = False) -> list[int]:
         """Another step; returns the numbers of its outputs."""
         results = [len(self._segment_of) + place for place in range(outputs)]
-        segment = max((self._segment_of[number] for number in _reads(arguments)), default=0) + normalises
-        self.steps.append(_Step(operation, arguments, results, normalises, segment))
+        step = _Step(operation, arguments, results, normalises, 0)
+        segment = max((self._segment_of[number] for number in step.reads()), default=0) + normalises
+        self.steps.append(replace(step, segment=segment))
         self._segment_of += [segment] * outputs
         return results
 

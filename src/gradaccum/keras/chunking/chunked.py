@@ -108,13 +108,13 @@ def chunked(
         )
     checked_count(micro_batch_size, "micro_batch_size")
     checked_count(keep, "keep", least=0)
-    if batch_norm not in get_args(BatchNormOrExact):
-        raise ValueError(
-            f"`batch_norm` must be one of {get_args(BatchNormOrExact)}. Received: batch_norm={batch_norm!r}."
-        )
+    if batch_norm not in (known := get_args(BatchNormOrExact)):
+        raise ValueError(f"`batch_norm` must be one of {known}. Received: batch_norm={batch_norm!r}.")
     if batch_norm == "exact":
         if keep:
-            raise ValueError(f'batch_norm="exact" runs every segment of a model again. Received: keep={keep}.')
+            raise ValueError(
+                f'batch_norm="exact" runs every micro-batch again, so `keep` must be 0. Received: keep={keep}.'
+            )
         if layer_or_model.built or not isinstance(layer_or_model, keras.Sequential):
             Graph(layer_or_model)  # refused here, if at all
     _Chunking(layer_or_model, micro_batch_size, keep, batch_norm, verify).install()
@@ -129,13 +129,13 @@ class _Chunking:
     ) -> None:
         self.layer, self.micro_batch_size, self.keep, self.batch_norm = layer, micro_batch_size, keep, batch_norm
         self.plain: Callable[..., Any] = getattr(layer.call, "plain", layer.call)
-        self._proves, self._warned = proves, False
-        self._proven: set[Any] = set()
+        self._proves, self._proven = proves, set[Any]()
+        self._warned = False
         self._named: set[str] = set()
 
     def install(self) -> None:
         """Make this the layer's `call`."""
-        self._warn(stacklevel=4)
+        self._warn_of_batch_norms(stacklevel=4)
 
         @functools.wraps(self.plain)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -148,46 +148,43 @@ class _Chunking:
             if hasattr(self.layer, function):
                 setattr(self.layer, function, None)  # compiled without it
 
-    def _warn(self, stacklevel: int) -> None:
+    def _warn_of_batch_norms(self, stacklevel: int) -> None:
         if self.batch_norm == "warn":
             warn(self.layer, self._named, stacklevel)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if private.is_symbolic():
             return self.plain(*args, **kwargs)
-        self._warn(stacklevel=4)
+        self._warn_of_batch_norms(stacklevel=4)
         body = Body(self.layer, self.plain, self.batch_norm, args, kwargs)
         rows = body.tensors[0].shape[0]
         if rows is not None and rows <= self.micro_batch_size:
             with during_micro_batch(body.batch_norms, "frozen" if self.batch_norm == "frozen" else "micro"):
                 return self.plain(*args, **kwargs)
         outputs = self._passes(body)(body, self.micro_batch_size, self.keep)
-        if self._proves and body.kind not in self._proven:
-            self._proven.add(body.kind)
+        kind = body.training, str([(tensor.dtype, len(tensor.shape)) for tensor in body.tensors])
+        if self._proves and kind not in self._proven:
+            self._proven.add(kind)
             self._prove(body)
         return body.outputs(outputs)
 
     def _passes(self, body: Body) -> Callable[[Body, int, int], list[Any]]:
-        cut = self.batch_norm == "exact" and body.training and body.batch_norms
-        return exact_passes if cut else two_passes
+        return exact_passes if self.batch_norm == "exact" and body.training and body.batch_norms else two_passes
 
     def verify(self, *args: Any, **kwargs: Any) -> None:
         """Prove with these inputs that a few of their rows give the same at once and in micro-batches.
 
         Raises:
             NotEquivalentError: They don't; the message names the layer inside in which rows depend on each other.
-            ValueError: There is but one row.
+            ValueError: There is but one row, or the rows can't be compared.
         """
-        leaves = tree.flatten((args, kwargs))
-        rows = min((leaf.shape[0] for leaf in leaves if has_rows(leaf)), default=0)
+        rows = min((leaf.shape[0] for leaf in tree.flatten((args, kwargs)) if has_rows(leaf)), default=0)
         if rows < 2:
             raise ValueError(f"verify needs at least 2 rows, to have something to compare. Received: {rows}.")
         few = min(rows, 8)
-
-        def taken(leaf: Any) -> Any:
-            return ops.convert_to_tensor(leaf)[:few] if has_rows(leaf) else leaf
-
-        args, kwargs = tree.map_structure(taken, (args, kwargs))
+        args, kwargs = tree.map_structure(
+            lambda leaf: ops.convert_to_tensor(leaf)[:few] if has_rows(leaf) else leaf, (args, kwargs)
+        )
         if private.takes_training(self.layer):
             kwargs = {"training": True, **kwargs}
 
@@ -197,7 +194,7 @@ class _Chunking:
             # What isn't exact of BatchNormalization counts.
             normalised: BatchNorm = "frozen" if body.batch_norm == "frozen" else "micro"
             if self.layer.built and (doubt := self._compare(body, few, min(3, few - 1), normalised)):
-                raise ValueError(f"{body.name} can't be verified: {doubt}.")
+                raise ValueError(f"{body.name} can't be verified with these rows: {doubt}.")
             return body.outputs(outputs)
 
         with private.replaced(self.layer, call=call):
@@ -211,31 +208,26 @@ class _Chunking:
     def _prove(self, body: Body) -> None:
         if where := backends.running().unprovable():
             logger.warning(
-                "Whether %s gives the outputs and gradients of all rows at once is not proven %s. `verify(*inputs)` "
-                "proves it.",
-                body.name_inside,
+                "It is not proven %s that %s gives the outputs and gradients of all rows at once. Call "
+                "`verify(*inputs)` to prove it.",
                 where,
+                body.name_inside,
             )
             return
         few = max(2, min(ROWS, 2 * self.micro_batch_size))
-        try:
-            doubt = self._compare(body, few, (few + 1) // 2, "micro" if body.batch_norm == "exact" else "frozen")
-        except (NotEquivalentError, OuterTensorError):
-            raise
-        except Exception as error:  # a layer for one number of rows, or that checks what is in them
-            doubt = f"{type(error).__name__}: {error}".splitlines()[0]
+        doubt = self._compare(body, few, (few + 1) // 2, "micro" if body.batch_norm == "exact" else "frozen")
         if doubt and not self._warned:
             self._warned = True
             warnings.warn(
-                f"Whether {body.name_inside} gives the outputs and gradients of all rows at once could not be proven: "
-                f"a few rows can't be evaluated so ({doubt}). `verify(*inputs)` tells with inputs of yours, and "
-                "chunked(..., verify=False) leaves the proof out.",
+                f"It could not be proven that {body.name_inside} gives the outputs and gradients of all rows at once, "
+                f"because a few rows can't be evaluated ({doubt}). Call `verify(*inputs)` with inputs of yours, or "
+                "leave the proof out with chunked(..., verify=False).",
                 stacklevel=6,
             )
 
     def _compare(self, body: Body, few: int, size: int, batch_norm: BatchNorm) -> str:
         """Raises what differs. Returns why it isn't known, if it isn't."""
-        reason: Exception | None = None
+        doubt = ""
         known = all(None not in tuple(tensor.shape)[1:] for tensor in body.tensors)
         with backends.running().at_once(), private.outside_of_scopes():
             for unknown in UNKNOWN[:1] if known else UNKNOWN:
@@ -243,10 +235,9 @@ class _Chunking:
                     return _Trial(body, few, size, self._passes(body), batch_norm, unknown).judge()
                 except (NotEquivalentError, OuterTensorError):
                     raise
-                except Exception as error:
-                    reason = reason or error
-        assert reason is not None
-        raise reason
+                except Exception as error:  # a layer for one number of rows, or that checks what is in them
+                    doubt = doubt or f"{type(error).__name__}: {error}".splitlines()[0]
+        return doubt
 
 
 class _Trial(StepRunner):
@@ -280,16 +271,15 @@ class _Trial(StepRunner):
 
     def _made_up(self, shape: tuple[int, ...], dtype: Any) -> Any:
         dtype = keras.backend.standardize_dtype(dtype)
+        array: Any = np.ones(shape, bool)
         if dtype == "bool" and len(shape) > 1:  # a mask: rows of different lengths
             lengths = 1 + np.arange(shape[0])[:, None] % shape[1]
             shown = (np.arange(shape[1]) < lengths).reshape(*shape[:2], *[1] * (len(shape) - 2))
-            array: Any = np.broadcast_to(shown, shape)
-        elif dtype == "bool":
-            array = np.ones(shape, bool)
+            array = np.broadcast_to(shown, shape)
         elif "int" in dtype:
             tables = [layer.input_dim for layer in self._layers if isinstance(layer, keras.layers.Embedding)]
             array = self._random.integers(0, min(tables, default=2), shape)
-        else:
+        elif dtype != "bool":
             array = self._random.uniform(0.0 if shape else 0.5, 1.0, shape)
         return ops.convert_to_tensor(array, dtype)
 
@@ -301,8 +291,7 @@ class _Trial(StepRunner):
             return ops.zeros(shape, dtype)
         if len(shape) < 2:
             return ops.convert_to_tensor(self._random.uniform(0.5, 1.5, shape), dtype)
-        spread = max(1, int(np.prod(shape[:-1]))) ** -0.5
-        return ops.convert_to_tensor(self._random.normal(0, spread, shape), dtype)
+        return ops.convert_to_tensor(self._random.normal(0, max(1, int(np.prod(shape[:-1]))) ** -0.5, shape), dtype)
 
     def judge(self) -> str:
         """Raise what the passes make different. Returns why it isn't known, if so."""
@@ -312,22 +301,19 @@ class _Trial(StepRunner):
         _ = comparison.large
         between, moved = self._attributes(), self._moved
         differences = comparison.differences() or []
-        aside = []
-        for (key, layer, name), (_, tensors) in self._attributes().items():
-            known = between.get((key, layer, name), (None, []))[1]
-            if len(tensors) != len(known) or any(one is not other for one, other in zip(tensors, known)):
-                aside.append(f"{layer}.{name}")
+        in_parts, left = self._moved, []
+        for key, (_, tensors) in self._attributes().items():
+            if [*map(id, tensors)] != [*map(id, between.get(key, ("", []))[1])]:
+                left.append(f"{key[1]}.{key[2]}")
         for layer in self._layers:
             vars(layer).update({name: value for (key, _, name), (value, _) in before.items() if key == id(layer)})
-        in_parts = self._moved
         if any(not difference.error <= self.tolerance for difference in differences):
             if any(not difference.error <= self.tolerance for difference in comparison.unrepeatable()):
                 return "it draws random numbers that don't come from keras.random, or changes with every call"
-            wrong = comparison.beyond_rounding(differences)
-            if wrong:
+            if wrong := comparison.beyond_rounding(differences):
                 self._raise(sizes, max(difference.error for difference in wrong))
         far = [n for n, v in moved.items() if relative_error(in_parts.get(n, v), v) > 100 * self.tolerance]
-        self._warn(far, aside)
+        self._warn(far, left)
         return ""
 
     def _attributes(self) -> dict[tuple[int, str, str], tuple[Any, list[Any]]]:
@@ -335,10 +321,12 @@ class _Trial(StepRunner):
         found = {}
         for layer in self._layers:
             for name, value in vars(layer).items():
-                if (not name.startswith("_") and isinstance(value, (list, tuple, dict))) or ops.is_tensor(value):
-                    tensors = [leaf for leaf in tree.flatten(value) if ops.is_tensor(leaf)]
-                    if tensors:
-                        found[id(layer), layer.name, name] = value, tensors
+                looked_at = (not name.startswith("_") and isinstance(value, (list, tuple, dict))) or ops.is_tensor(
+                    value
+                )
+                tensors = [leaf for leaf in tree.flatten(value) if ops.is_tensor(leaf)] if looked_at else []
+                if tensors:
+                    found[id(layer), layer.name, name] = value, tensors
         return found
 
     def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
@@ -387,35 +375,34 @@ class _Trial(StepRunner):
             {f"gradient {n}": gradient for n, gradient in enumerate(found)},
         )
 
-    def _warn(self, astray: list[str], aside: list[str]) -> None:
+    def _warn(self, far: list[str], left: list[str]) -> None:
         """Of variables that micro-batches move elsewhere, and attributes of layers in which passes leave tensors."""
-        name, said = self.body.name_inside, []
-        if astray:
-            said.append(
-                f"These variables of {name} move to the mean of where its micro-batches take them, which is not where "
-                f"all rows at once take them: {', '.join(map(repr, astray))}."
+        if far:
+            warnings.warn(
+                f"These variables of {self.body.name_inside} end up at the mean of where its micro-batches move them, "
+                f"which is not where all rows at once move them: {', '.join(map(repr, far))}.",
+                stacklevel=7,
             )
-        if aside:
-            said.append(
-                f"{self.body.name} keeps tensors of its forward pass as attributes ({', '.join(map(repr, aside))}). In "
+        if left:
+            warnings.warn(
+                f"{self.body.name} keeps tensors of its forward pass as attributes ({', '.join(map(repr, left))}). In "
                 "micro-batches these are the last one's alone, and without a gradient. Return them, with a row for "
-                "every row, and reduce over the rows outside."
+                "every row, and reduce over the rows outside of the layer.",
+                stacklevel=7,
             )
-        for sentence in said:
-            warnings.warn(sentence, stacklevel=7)
 
     def _raise(self, sizes: list[int], worst: float) -> None:
         parts = np.split(np.arange(self.rows), np.cumsum(sizes)[:-1])
-        said = ""
+        message = (
+            f"{self.body.name} gives {self.rows} rows{'' if self.real else ' of random numbers'} other outputs or "
+            f"gradients in micro-batches of {', '.join(map(str, sizes))} than at once (relative error {worst:.3g}, "
+            f"{self.tolerance:.3g} allowed)."
+        )
         with contextlib.suppress(Exception):  # it can't be run piece by piece
             calls, *part_calls = (self._calls(rows) for rows in (np.arange(self.rows), *parts))
             causes = mixing_layers(self.body.layer, calls, part_calls, parts, self.tolerance)
-            said = "".join(f"\n{cause.message}" for cause in causes)
-        raise NotEquivalentError(
-            f"{self.body.name} gives {self.rows} rows{'' if self.real else ' of random numbers'} other outputs or "
-            f"gradients in micro-batches of {', '.join(map(str, sizes))} than at once (relative error {worst:.3g}, "
-            f"{self.tolerance:.3g} allowed).{said}"
-        )
+            message = "\n".join([message, *(cause.message for cause in causes)])
+        raise NotEquivalentError(message)
 
     def _calls(self, rows: np.ndarray) -> Any:
         """What goes into and comes out of each layer."""

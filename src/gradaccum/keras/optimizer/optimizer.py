@@ -136,8 +136,8 @@ class Optimizer(KerasOptimizer):
         schedule = Schedule(steps)
         if schedule.constant is None:
             raise ValueError(
-                f"`steps` can be set to an int >= 1. Received: steps={steps!r}. Pass a schedule to the constructor, or "
-                "to the GradientAccumulation callback."
+                f"`optimizer.steps` can be set to an int >= 1. Received: steps={steps!r}. Pass a schedule to the "
+                "constructor, or to the GradientAccumulation callback."
             )
         self.window.rule.schedule = schedule
         self.window.plan(schedule.constant)
@@ -208,7 +208,7 @@ class Optimizer(KerasOptimizer):
             return
         gradients = self._by_variable(grads, trainable_variables)
         if all(gradient is None for gradient in gradients):
-            raise ValueError("No gradients provided for any variable.")
+            raise ValueError("No gradients provided for any variable: check that the loss depends on them.")
         self._check_driven()
         self.window.add(gradients)
 
@@ -222,21 +222,21 @@ class Optimizer(KerasOptimizer):
         variables = self._trainable_variables if variables is None else list(variables)
         if len(grads) != len(variables):
             raise ValueError(
-                f"There must be one gradient per variable. Received: {len(grads)} gradients for {len(variables)} "
-                "variables."
+                f"Pass one gradient per variable. Received: {len(grads)} gradients for {len(variables)} variables."
             )
         if not self.built:
             self.build(variables)
-        gradients = [None] * len(self._trainable_variables)
+        indices = self._trainable_variables_indices
+        gradients = [None] * len(indices)
         for gradient, variable in zip(grads, variables):
-            if id(variable) not in self._trainable_variables_indices:
+            if id(variable) not in indices:
                 raise ValueError(
                     f"Unknown variable: {variable}. An optimizer trains the variables that it was built with. Use a "
                     "new one for another model."
                 )
             if isinstance(gradient, (np.ndarray, list, float)):
                 gradient = keras.ops.convert_to_tensor(gradient, variable.dtype)
-            gradients[self._trainable_variables_indices[id(variable)]] = gradient
+            gradients[indices[id(variable)]] = gradient
         return gradients
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
@@ -252,8 +252,8 @@ class Optimizer(KerasOptimizer):
     def finalize_variable_values(self, var_list: Any) -> None:
         """At the end of `fit`, close the open window, then finalize the inner optimizer."""
         if sys.exc_info()[0] is not None:
-            # JAX gets here after an error too, perhaps with no values in the variables. What that brings up must not
-            # hide the error; and a window that was interrupted stays open.
+            # JAX gets here after an error too, perhaps with no values in the variables: that must not hide the error,
+            # and a window that was interrupted stays open.
             with contextlib.suppress(Exception):
                 self.inner_optimizer.finalize_variable_values(var_list)
             return
@@ -263,7 +263,7 @@ class Optimizer(KerasOptimizer):
             self.window.warn_once(
                 "The end of fit() closed a window of %d of %d micro-batches. With "
                 "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()] every epoch closes its last window, "
-                "and micro-batches weigh as many as their rows.",
+                "and micro-batches are weighed by their rows.",
                 held,
                 steps,
             )
@@ -290,9 +290,7 @@ class Optimizer(KerasOptimizer):
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
         if not isinstance(config, dict) or not {"optimizer", "steps"} <= config.keys():
             found = [*config] if isinstance(config, dict) else repr(config)
-            raise ValueError(
-                f"This is no configuration of an Optimizer: 'optimizer' and 'steps' must be in it. Received: {found}."
-            )
+            raise ValueError(f"An Optimizer's config must have 'optimizer' and 'steps'. Received: {found}.")
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(config.pop("optimizer"), custom_objects=custom_objects)
         steps = _steps_from_config(config.pop("steps"), custom_objects)
@@ -303,9 +301,9 @@ class Optimizer(KerasOptimizer):
     def _check_driven(self) -> None:
         if self.schedule.constant is None and not self.window.driven:
             raise ValueError(
-                f"A schedule needs to be told of epochs. Received: steps={self.schedule}. Call "
-                "fit(..., callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]), or set `optimizer.steps` by "
-                "yourself in a loop of your own."
+                f"A schedule needs to know epochs. Received: steps={self.schedule}. Call "
+                "fit(..., callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]), or set `optimizer.steps` in a "
+                "loop of your own."
             )
 
 
@@ -335,10 +333,12 @@ def _check_inner(optimizer: Any) -> None:
         )
     for inner in _inside(optimizer):
         if isinstance(inner, Optimizer):
-            raise ValueError(f"`optimizer` accumulates already, over {inner.schedule} steps. Wrap it once.")
+            raise ValueError(
+                f"`optimizer` is wrapped already and accumulates over {inner.schedule} steps. Wrap it once."
+            )
         if getattr(inner, "gradient_accumulation_steps", None):
             raise ValueError(
-                "`optimizer` must not accumulate by itself. Received: "
+                "`optimizer` must not accumulate by itself, or both windows would multiply. Received: "
                 f"{type(inner).__name__}(gradient_accumulation_steps={inner.gradient_accumulation_steps}). "
                 "Leave that argument out, and pass `steps` here."
             )
@@ -353,10 +353,7 @@ def _inside(optimizer: Any) -> Iterator[Any]:
 
 
 def _batch_norms_by_name(variables: Sequence[Any]) -> list[str]:
-    """The names of the layers of these variables that go by a name of BatchNormalization: an optimizer sees no layers.
-
-    The GradientAccumulation callback, which sees them, finds the others.
-    """
+    """Layers of these variables that are named like a BatchNormalization. The callback sees layers, and finds all."""
     parts = [getattr(variable, "path", "").split("/")[-2:] for variable in variables]
     found = [layer for layer, name in (part for part in parts if len(part) == 2) if name in ("gamma", "beta")]
     return [name for name in dict.fromkeys(found) if re.search(r"batch_?norm|(^|_)bn(_|\d|$)", name.lower())]

@@ -1,7 +1,7 @@
 """The open window of a Keras optimizer: what it has seen, the sums of its gradients, and when it closes.
 
-A training step that is compiled cannot keep numbers in Python. So they travel as one vector of integers, and the rules
-of a window are written once, in arithmetic that numbers and traced tensors both understand.
+A compiled training step can't keep numbers in Python. So they travel as one vector of integers, and the rules of a
+window are written once, in arithmetic that numbers and traced tensors both understand.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from gradaccum.core.window import counted, is_full
 from gradaccum.errors import WindowError
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import wide
@@ -59,12 +60,6 @@ class Counts(NamedTuple):
         counts = cls(*[*numbers, int(by_rows)][: len(cls._fields)])
         return counts if counts.weight == counts.micro_batches else counts._replace(by_rows=1)
 
-    def added(self, weight: Any, by_rows: Any) -> Counts:
-        """With one more micro-batch in it."""
-        return self._replace(
-            micro_batches=self.micro_batches + 1, weight=self.weight + weight, updated=0, by_rows=by_rows
-        )
-
 
 class Added(NamedTuple):
     """What a rule says about one more micro-batch."""
@@ -94,15 +89,15 @@ class StepsRule:
 
     def add(self, counts: Counts, rows: Any) -> Added:
         """The window with one more micro-batch, of so many rows; None: not known."""
-        held = counts.micro_batches
+        held, rescale, by_rows = counts.micro_batches, None, 1
         if rows is None:
-            weight = where(held > 0, (counts.weight + held // 2) // where(held > 0, held, 1), 1)
-            counts = counts.added(weight, where(held > 0, counts.by_rows, 0))
-            rescale = None
+            rows = where(held > 0, (counts.weight + held // 2) // where(held > 0, held, 1), 1)
+            by_rows = where(held > 0, counts.by_rows, 0)
         else:
-            weight, rescale = rows, where((held > 0) & (counts.by_rows == 0), rows, 1)
-            counts = counts._replace(weight=counts.weight * rescale).added(weight, 1)
-        return Added(counts, weight, rescale, counts.micro_batches >= counts.steps)
+            rescale = where((held > 0) & (counts.by_rows == 0), rows, 1)
+            counts = counts._replace(weight=counts.weight * rescale)
+        counts = counted(counts, rows, updated=0, by_rows=by_rows)
+        return Added(counts, rows, rescale, is_full(counts))
 
     def closed(self, counts: Counts, updated: Any) -> Counts:
         """The counts of the window that follows."""
@@ -123,25 +118,25 @@ class StepsRule:
 
 
 class Window:
-    """The open window: its variables, which are the optimizer's own, and the rule by which it closes."""
+    """The open window: its variables, which are the optimizer's own, and the rule by which it closes.
+
+    Of each trainable variable (`variables`) there is the sum of its gradients (`sums`), and whether it has had one in
+    this window (`touched`, a vector of 0 and 1). `counts` holds the `Counts`.
+    """
 
     def __init__(self, inner: Any, rule: Any, place: Any = None) -> None:
         self.inner, self.rule, self.place = inner, rule, place
         # Of the GradientAccumulation callback: whether it tells of epochs and rows, and that of the latest `fit`;
-        # whether it has trained in a `fit` that has not ended; whether an open window was loaded since.
+        # whether it has trained in a `fit` that has not ended; whether an open window was loaded since; the compiled
+        # training function that tells of rows, once there is one.
         self.driven = self.in_fit = self.loaded = False
         self.driver: Any = None
         self.counting_function: Any = None
-        """The compiled training function that tells of rows, once there is one."""
         self.warned: set[str] = set()
         self.variables: list[Any] = []
-        """The trainable variables, in order."""
         self.sums: list[Any] = []
-        """A variable for each of them: the sum of its gradients."""
         self.counts: Any = None
-        """A variable: the `Counts`, as a vector."""
         self.touched: Any = None
-        """A variable: which trainable variables have had a gradient in this window, as 0 and 1."""
         self._first_steps: int | None = None
         self._rows: dict[Any, Any] = {}
 
@@ -200,11 +195,11 @@ class Window:
     @contextmanager
     def with_rows(self, replica: Any, rows: Any) -> Iterator[None]:
         """While this is open, the micro-batch of this replica has so many rows."""
-        self._rows = {**self._rows, replica: rows}
+        before, self._rows = self._rows, {**self._rows, replica: rows}
         try:
             yield
         finally:
-            self._rows = {key: value for key, value in self._rows.items() if key != replica}
+            self._rows = before
 
     def warn_once(self, message: str, *values: Any) -> None:
         """Log a warning, unless it has been."""
@@ -252,13 +247,15 @@ class Window:
             self.empty()
         if counts is not None and (is_open or np.array_equal(store[SETTINGS], self._settings)):
             self.write(counts)
-        if not is_open:
-            return
+        if is_open:
+            self._load_open(counts, store)
+
+    def _load_open(self, counts: Any, store: Any) -> None:
         self.loaded = True
         self.touched.assign(np.asarray(store[TOUCHED]))
         for index, total in enumerate(self.sums):
             backends.running().put(total, np.asarray(store[f"{SUM}{index}"]))
-        if counts is not None and counts.by_rows and not (self.rule.fixed or self.driven):
+        if counts.by_rows and not (self.rule.fixed or self.driven):
             logger.warning(
                 "The open window that was loaded weighs micro-batches by their rows. It goes on exactly with "
                 "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]: without it, each that follows in "
@@ -269,7 +266,7 @@ class Window:
         saved, own = np.asarray(store[SETTINGS]).tolist(), self._settings.tolist()
         if saved != own:
             raise WindowError(
-                f"The file holds an open window of {counts.micro_batches} of {counts.steps} micro-batches, of an "
+                f"The file holds an open window of {counts.micro_batches} of {counts.steps} micro-batches, saved by an "
                 f"optimizer with {_words(saved)}. This one has {_words(own)}. Load it with the same ones, or save "
                 "between windows: after flush(), or where `updated` is True."
             )
@@ -294,10 +291,10 @@ class Window:
         def add(gradients: Sequence[Any], rows: Any) -> None:
             counts, weight, rescale, closes = self.rule.add(self.read_traced(), backend.rows_of_all(rows))
             backend.add_up(self, gradients, rows, weight, rescale)
-            present = [int(gradient is not None) for gradient in gradients]
-            with backend.host():
-                self.touched.assign(ops.maximum(self.touched.value, backend.vector(present, self.touched.dtype)))
             absent = [gradient is None for gradient in gradients]
+            with backend.host():
+                present = backend.vector([int(not none) for none in absent], self.touched.dtype)
+                self.touched.assign(ops.maximum(self.touched.value, present))
             changed = [*self.variables, *self.inner.variables, *self.sums, self.counts, self.touched]
             backend.when(closes, lambda: self.update(counts, absent), lambda: self._write_traced(counts), changed)
 
@@ -310,9 +307,8 @@ class Window:
         `absent` are variables without a gradient in this micro-batch, where only the run knows of those before it.
         """
         inner, backend = self.inner, backends.running()
-        may_skip = isinstance(inner, keras.optimizers.LossScaleOptimizer)
-        touched, before = self.touched.value, ops.copy(inner.iterations) if may_skip else None
-        is_known = backend.known([touched])
+        before = ops.copy(inner.iterations) if isinstance(inner, keras.optimizers.LossScaleOptimizer) else None
+        is_known = backend.known([self.touched.value])
         absent = self.untouched() if is_known else absent
 
         def apply(absent: list[bool]) -> None:
@@ -321,17 +317,15 @@ class Window:
             if not all(absent):
                 backend.apply(inner, gradients, self.variables)
 
-        def with_absent() -> None:
-            backend.in_replicas(lambda: apply(absent))
-
-        def with_all() -> None:
-            backend.in_replicas(lambda: apply([False] * len(absent)))
+        def without(absent: list[bool]) -> Callable[[], None]:
+            return lambda: backend.in_replicas(lambda: apply(absent))
 
         if any(absent) and not is_known:
-            earlier = ops.any(ops.take(touched, np.flatnonzero(absent)) > 0)
-            backend.when(earlier, with_all, with_absent, [*self.variables, *inner.variables])
+            earlier = ops.any(ops.take(self.touched.value, np.flatnonzero(absent)) > 0)
+            every = without([False] * len(absent))
+            backend.when(earlier, every, without(absent), [*self.variables, *inner.variables])
         else:
-            with_absent()
+            without(absent)()
         backend.empty([*self.sums, self.touched])
         updated = 1 if before is None else ops.cast(ops.convert_to_tensor(inner.iterations) != before, "int32")
         self._write_traced(self.rule.closed(counts, updated))
@@ -355,11 +349,6 @@ def where(condition: Any, then: Any, otherwise: Any) -> Any:
     if isinstance(condition, bool):
         return then if condition else otherwise
     return ops.where(condition, then, otherwise)
-
-
-def minimum(one: Any, other: Any) -> Any:
-    """The smaller one, of numbers and of traced scalars."""
-    return where(one < other, one, other)
 
 
 def _words(settings: Any) -> str:

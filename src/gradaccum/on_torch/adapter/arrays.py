@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradaccum.core.proof import Measured, Outcome, Runner
 from gradaccum.core.rounding import rounding
-from gradaccum.on_torch.adapter.rng import RowwiseRng
+from gradaccum.on_torch.adapter.rng import RowwiseRng, UnusedRng
 from gradaccum.on_torch.memory import is_out_of_memory
 
 ENTRIES = 1 << 18
@@ -122,7 +122,7 @@ FLIPPED_BITS = (1, 2, 3, 5, 7)
 class TorchRunner(Runner):
     """Arithmetic, rounding, random numbers and memory of a proof in PyTorch."""
 
-    def __init__(self, rng: RowwiseRng, device: torch.device) -> None:
+    def __init__(self, rng: RowwiseRng | UnusedRng, device: torch.device) -> None:
         self.rng, self.device = rng, device
 
     def tensors(self) -> list[Tensor]:

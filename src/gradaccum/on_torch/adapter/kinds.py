@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,42 +43,65 @@ class BatchKinds:
         self._known_modes: set[tuple[bool, int, bool]] = set()
         self._ranges: dict[str, tuple[float, float]] = {}
         self._uneven: set[str] = set()
+        self._unseen: dict[Any, _Unseen] = {}
         self._pending: dict[str, tuple[Tensor, torch.cuda.Event]] = {}
         self._latest: tuple[Any, int, list[bool]] = None, 0, []
         self._new_ranges: dict[str, tuple[float, float]] = {}
         self._newly_uneven: set[str] = set()
+        self._familiar: tuple[Any, ...] | None = None
+        """Signature, modes and text of the latest batch, where nothing was new in it."""
+        self._looks: list[tuple[int, tuple[float, float] | None, _Unseen]] = []
+        """What can be new in another one like it: for each tensor its place, its range, and what has not differed."""
 
     def is_new(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
         """Whether this batch is of a new kind."""
-        structure = modes[0], text, tuple([(path, leaf.dtype, len(leaf.shape)) for path, leaf, _ in batch.leaves])
-        rows = min(batch.rows, ENOUGH)
+        if self._familiar == (batch.signature, modes, text) and not any(
+            [self._shows(batch, *one) for one in self._looks]
+        ):
+            return False  # as mostly
+        leaves, rows = batch.leaves, min(batch.rows, ENOUGH)
+        structure = modes[0], text, tuple([(path, leaf.dtype, leaf.ndim) for path, leaf, _ in leaves])
         first = self._structures.get(structure, 0) < rows
         switched = modes != self._modes and not self._known_modes.issuperset(_in_the_models(modes))
         self._latest, self._new_ranges, self._newly_uneven = (structure, rows, modes), {}, set()
-        for path, leaf, dim in batch.leaves:
-            if _is_plain(leaf) and (first or leaf.is_cpu or self._was_new(path, leaf, dim)):
+        plain = [(place, *leaf) for place, leaf in enumerate(leaves) if _is_plain(leaf[1])]
+        for _, path, leaf, dim in plain:
+            if first or leaf.is_cpu or self._was_new(path, leaf, dim):
                 self._look(batch, path, leaf, dim, first)
-        return first or switched or bool(self._new_ranges) or bool(self._newly_uneven)
+        new = first or switched or bool(self._new_ranges) or bool(self._newly_uneven)
+        self._familiar, self._looks = None, []
+        if not new and all(leaf.is_cpu for _, _, leaf, _ in plain):
+            self._familiar = batch.signature, modes, text
+            self._looks = [(place, self._ranges.get(path), self._of(path, leaf)) for place, path, leaf, _ in plain]
+        return new
+
+    def _shows(self, batch: Batch, place: int, known: tuple[float, float] | None, unseen: _Unseen) -> bool:
+        """Whether a tensor of a batch like the one before may show something new."""
+        leaf, least = batch.leaves[place][1], None
+        if not leaf.is_cpu or leaf.layout is not torch.strided:
+            return True
+        if known is not None:
+            least, most = batch.ends(leaf)
+            if not known[0] <= least <= most <= known[1]:
+                return True
+        return bool(unseen.variations) and not unseen.impossible(leaf, least)
 
     def _look(self, batch: Batch, path: str, leaf: Tensor, dim: int, first: bool) -> None:
         """Look at the values of a tensor now."""
-        least = -math.inf
+        unseen, least = self._of(path, leaf, first), None
         if leaf.dtype in _WHOLE:  # these may be targets
             low, high = self._ranges.get(path, (math.inf, -math.inf))
             least, most = batch.ends(leaf)
             if not low <= least <= most <= high:
                 self._new_ranges[path] = min(low, least), max(high, most)
-        nearest = None
-        for key, vary in _variations(path, leaf.dtype, leaf.dim(), first or leaf.numel() <= SMALL):
-            if key in self._uneven or (least >= 0 and key.startswith(_IGNORED)):
-                continue
-            if not first and key.startswith((_MISSING, _ZERO)):
-                if nearest is None:  # one number in place of many, as this runs in every update
-                    nearest = (leaf if leaf.dtype is torch.bool else leaf.abs()).amin().item()
-                if nearest > 0 or (nearest == 0 and key.startswith(_MISSING)):
-                    continue
-            if bool(_differs(vary(leaf, dim))):
-                self._newly_uneven.add(key)
+        if unseen.variations and (first or not unseen.impossible(leaf, least)):
+            self._newly_uneven.update(key for key, vary in unseen.variations if bool(_differs(vary(leaf, dim))))
+
+    def _of(self, path: str, leaf: Tensor, first: bool = False) -> _Unseen:
+        kind = path, leaf.dtype, leaf.ndim, first or leaf.numel() <= SMALL
+        if kind not in self._unseen:
+            self._unseen[kind] = _Unseen(one for one in _variations(*kind) if one[0] not in self._uneven)
+        return self._unseen[kind]
 
     def _was_new(self, path: str, leaf: Tensor, dim: int) -> bool:
         """Whether something was new in this tensor of an earlier batch, on a device. Asks the same of this batch."""
@@ -87,8 +110,7 @@ class BatchKinds:
             return False
         low, high = self._ranges.get(path, (math.inf, -math.inf))
         new = [leaf.amin() < low, leaf.amax() > high] if leaf.dtype in _WHOLE else []
-        variations = _variations(path, leaf.dtype, leaf.dim(), leaf.numel() <= SMALL)
-        new += [_differs(vary(leaf, dim)) for key, vary in variations if key not in self._uneven]
+        new += [_differs(vary(leaf, dim)) for _, vary in self._of(path, leaf).variations]
         if new:
             self._pending[path] = read_later(torch.stack(new).any())
         return host is not None and bool(host)
@@ -100,6 +122,29 @@ class BatchKinds:
         self._known_modes.update(_in_the_models(self._modes))
         self._ranges.update(self._new_ranges)
         self._uneven |= self._newly_uneven
+        self._unseen = {}
+
+
+class _Unseen:
+    """What has not differed yet among the rows of a tensor."""
+
+    def __init__(self, variations: Iterable[tuple[str, Vary]]) -> None:
+        self.variations = tuple(variations)
+        keys = [key for key, _ in self.variations]
+        self._negative, self._zero = (any(key.startswith(word) for key in keys) for word in (_IGNORED, _ZERO))
+        self._by_sign = all(key.startswith((_MISSING, _IGNORED, _ZERO)) for key in keys)
+
+    def impossible(self, leaf: Tensor, least: float | None) -> bool:
+        """Whether one number says that none of it differs: no entry is NaN, and none below 0, or 0, where that counts.
+
+        One look in place of several, as it is taken in every update.
+        """
+        if not self._by_sign:
+            return False
+        if least is None or (self._zero and least < 0 and not self._negative):
+            signed = self._negative or leaf.dtype is torch.bool
+            least = (leaf if signed else leaf.abs()).amin().item()
+        return least > 0 or (not self._zero and (least == 0 or (least < 0 and not self._negative)))
 
 
 def rows_to_prove(batch: Batch, most: int) -> list[int]:
@@ -141,7 +186,7 @@ def _in_the_models(modes: list[bool]) -> Iterator[tuple[bool, int, bool]]:
 
 
 def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.layout is torch.strided and bool(leaf.numel())
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested and leaf.numel() > 0
 
 
 @functools.lru_cache(maxsize=256)

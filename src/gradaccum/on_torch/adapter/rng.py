@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -32,6 +33,8 @@ class RowwiseRng(TorchDispatchMode):
         """Operations whose random numbers could not be assigned to rows."""
         self.precision = torch.float64
         """The narrowest floating dtype that was computed in."""
+        self.used = False
+        """Whether anything has drawn random numbers."""
         self._drawn: set[str] = set()
         self._own, self._begun = RandomState(()), RandomState(())
         self._ends: dict[Any, RandomState] = {}
@@ -70,6 +73,7 @@ class RowwiseRng(TorchDispatchMode):
         """Numbers that aren't PyTorch's can't be cut. As many in each pass are the same; others follow its rows."""
         now = RandomState(self._begun.states)
         for generator in self._begun.moved(now):
+            self.used = True
             if self._ends.setdefault(generator, now.only([generator])).moved(now):
                 self._drawn.add({"python": "Python's", "numpy": "NumPy's"}.get(str(generator), "its own"))
         self._begun = RandomState(())
@@ -91,6 +95,7 @@ class RowwiseRng(TorchDispatchMode):
         return result
 
     def _random(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.used = True
         given = {argument.name: argument.default_value for argument in func._schema.arguments}
         given.update({argument.name: value for argument, value in zip(func._schema.arguments, args)})
         given.update(kwargs)
@@ -128,6 +133,33 @@ class RowwiseRng(TorchDispatchMode):
             return values
         assert self._taken is not None
         return rows_in(values, dim, self.rows, self._taken)
+
+
+class UnusedRng(contextlib.AbstractContextManager[None]):
+    """In place of `RowwiseRng` where a proof has shown that nothing is drawn, and in which dtype is computed."""
+
+    used = neutral = False
+
+    def __init__(self, precision: torch.dtype) -> None:
+        self.precision, self.unreplayed = precision, frozenset[str]()
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def holds(self, *things: Any) -> None:
+        pass
+
+    def start(self, taken: Tensor | None) -> None:
+        pass
+
+    def rewind(self) -> None:
+        pass
+
+    def check(self, name: str) -> None:
+        pass
+
+    def replace_noise(self) -> bool:
+        return False
 
 
 def row_dimension(full: torch.Size, shape: torch.Size, rows: int, taken: Tensor | None) -> int | None:

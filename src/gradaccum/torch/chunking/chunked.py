@@ -8,36 +8,24 @@ second pass     backward recomputes micro-batch by micro-batch, given the gradie
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradaccum.core.sizes import TokenBudget, even_sizes
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.batch import BatchDims, number_of_rows, take
+from gradaccum.on_torch.batch import BatchDims, concatenate, described, map_leaves, number_of_rows, take
 from gradaccum.schedule import checked_count
-from gradaccum.torch.batch_norm import (
-    BatchNormChoice,
-    BatchNormPolicy,
-    batch_norms,
-    check_plain,
-    ranks_of,
-    warn_of_functional_batch_norm,
-)
-from gradaccum.torch.chunking.exact_batch_norm import ExactCall
-from gradaccum.torch.chunking.proof import ROWS, Findings, prove, proving
-from gradaccum.torch.chunking.two_passes import (
-    Call,
-    ColumnsError,
-    Inputs,
-    check_nothing_cached,
-    dims_by_name,
-    tensors_of,
-)
+from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms, check_plain, ranks_of
+from gradaccum.torch.buffers import ModuleContents
+from gradaccum.torch.chunking.exact_batch_norm import run_exact
+from gradaccum.torch.chunking.proof import ROWS, prove, proving
+from gradaccum.torch.chunking.two_passes import Inputs, Passes, check_nothing_cached, dims_by_name, tensors_of
 from gradaccum.torch.padding import Left, Packs, can_take_positions
 
 logger = logging.getLogger("gradaccum")
@@ -54,6 +42,56 @@ class _Plan(NamedTuple):
     is_exact: bool
     spans_ranks: bool
     """Whether the ranks of a SyncBatchNorm exchange statistics: in one way, also where one has a single micro-batch."""
+
+    def micro_batches(self) -> list[Inputs]:
+        """What the module is called with for each micro-batch: views of the inputs' rows."""
+        ends = itertools.accumulate(self.sizes)
+        rows = [slice(end - size, end) for size, end in zip(self.sizes, ends)]
+        cut = [self._cut(path, leaf, dim, rows) for path, leaf, dim in described(self.inputs, self.dims)]
+        if not self.inputs.kwargs and len(cut) == len(self.inputs.args):
+            parts = [Inputs(inputs, {}) for inputs in zip(*cut, strict=True)]
+        else:
+            remaining = [iter(leaves) for leaves in zip(*cut, strict=True)]
+            parts = [map_leaves(lambda _, of_part=of_part: next(of_part), self.inputs) for of_part in remaining]
+        return parts if self.packs is None else [self.packs.trimmed(part, n) for n, part in enumerate(parts)]
+
+    def _cut(self, path: str, leaf: Any, dim: int | None, rows: list[slice]) -> Sequence[Any]:
+        if dim is None:
+            return [leaf] * len(rows)
+        if not isinstance(leaf, Tensor):  # an array
+            leaf = leaf if self.packs is None else take(leaf, self.packs.order, dim)
+            return [take(leaf, of_part, dim) for of_part in rows]
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            kind = "a nested tensor" if leaf.is_nested else f"of layout {leaf.layout}"
+            raise ValueError(
+                f"{path.removeprefix('.')} is {kind}, which can't be sliced into rows. Pass a dense, padded tensor, or "
+                "None for it in `batch_dims` if all micro-batches share it."
+            )
+        leaf = leaf if self.packs is None else leaf.index_select(dim, self.packs.order.to(leaf.device))
+        return leaf.split(self.sizes, dim)
+
+
+class ColumnsError(ValueError):
+    """Outputs for each token, where micro-batches have columns of their own."""
+
+
+def _check_rows(
+    path: str, output: Tensor, dim: int | None, rows: int, shapes: dict[str, tuple[int, ...]] | None
+) -> None:
+    """Raise a ValueError if an output isn't one per row; with `shapes`, those of rows of earlier micro-batches."""
+    if dim is None or output.shape[dim] != rows:
+        where = "no dimension" if dim is None else f"dimension {dim}"
+        raise ValueError(
+            f"Outputs must have a row for every row of the inputs. Received: output{path} of shape "
+            f"{tuple(output.shape)} for {rows} rows, looked for in {where}. Return one value per row and reduce over "
+            "them outside, or name the dimension in `out_dims`."
+        )
+    shape = (*output.shape[:dim], *output.shape[dim + 1 :])
+    if shapes is not None and shapes.setdefault(path, shape) != shape:
+        raise ColumnsError(
+            "With `max_tokens` each micro-batch has columns of its own, so outputs must have none: pool over tokens in "
+            f"the chunked module. Received: rows of output{path} of shapes {shapes[path]} and {shape}."
+        )
 
 
 class Chunked(nn.Module):
@@ -167,55 +205,70 @@ class Chunked(nn.Module):
         if len(plan.sizes) == 1 and not (plan.spans_ranks or pads):
             with self.policy.recomputation():
                 return self.module(*args, **kwargs)
-        call, tensors = self._call(plan, self.policy), tensors_of(plan.inputs)
         check_nothing_cached()
-        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in call.state.parameters):
+        state = ModuleContents(self.module)
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in state.parameters):
             raise ValueError("`module` has lazy parameters without a shape yet: call it on a few rows first.")
-        differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in (*call.state.parameters, *tensors))
+        every = (*state.parameters, *tensors_of(plan.inputs))
+        differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in every)
         if differentiated and torch._C._functorch.maybe_current_level() is not None:
             raise NotImplementedError(
                 f"A chunked {type(self.module).__name__} is called inside of a transform of torch.func (grad, vmap, "
                 "jvp ...), and its two passes are torch.autograd's. Use backward() or torch.autograd.grad, or "
                 "transform the module inside."
             )
+        compares = False
         if self._proven is not None:
-            call = self._proven_call(plan, call, self._proven, differentiated)
+            plan, compares = self._proven_plan(plan, frozenset(state.modes()), differentiated)
         with self.policy.window():
-            return call.run(tensors, self.keep, differentiated=differentiated)
+            return self._run(plan, self.policy, self.keep, differentiated=differentiated, compares=compares)
 
-    def _proven_call(self, plan: _Plan, call: Call, proven: frozenset[Any], differentiated: bool) -> Call:
-        """The call, once one in these modes has proven itself; padding is treated as the proof has found right."""
-        modes = frozenset(call.state.modes()) | (
-            plan.packs.padded | plan.packs.text if plan.packs is not None else set()
-        )
-        new = not modes <= proven
-        if new and plan.packs is not None and plan.rows < 2:  # nothing to compare it with: padding stays
-            call = self._call(self._plan(plan.inputs, "whole"), self.policy)
-        elif new and (differentiated or plan.packs is not None):
+    def _proven_plan(self, plan: _Plan, modes: frozenset[Any], differentiated: bool) -> tuple[_Plan, bool]:
+        """The plan, once calls in these modes have proven themselves, and whether second passes are compared."""
+        assert self._proven is not None
+        packs = plan.packs
+        if packs is not None:
+            modes |= packs.padded | packs.text
+        new = not modes <= self._proven
+        if new and packs is not None and plan.rows < 2:  # nothing to compare it with: padding stays
+            plan = self._plan(plan.inputs, "whole")
+        elif new and (differentiated or packs is not None):
             self._prove(plan)
-            self._proven = proven | modes
-            if plan.packs is not None:
-                call = self._call(self._plan(plan.inputs, self._left), self.policy)
+            self._proven |= modes
+            plan = plan if packs is None else self._plan(plan.inputs, self._left)
         self._calls += differentiated
-        # Second passes are compared in calls 1, 2, 4, 8, ..., and in new modes.
-        call.first_outputs = {} if new or not self._calls & (self._calls - 1) else None
-        return call
+        return plan, new or not self._calls & (self._calls - 1)  # in calls 1, 2, 4, 8, ..., and in new modes
 
-    def _plan(self, inputs: Inputs, left: Left) -> _Plan:
-        """How a call is cut."""
+    def _run(self, plan: _Plan, policy: BatchNormPolicy, keep: int, **how: bool) -> Any:
+        micro_batches = plan.micro_batches()
+        if plan.is_exact:
+            parts = run_exact(self.module, policy, micro_batches, plan.sizes, offload=self.offload, **how)
+        else:
+            parts = Passes(self.module, policy, micro_batches[0], plan.sizes).run(micro_batches, keep, **how)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for outputs, rows in zip(parts, plan.sizes, strict=True):
+            for path, leaf, dim in described(outputs, self.out_dims):
+                if isinstance(leaf, Tensor):
+                    _check_rows(path, leaf, dim, rows, None if plan.packs is None else shapes)
+        joined = concatenate(parts, self.out_dims)
+        return joined if plan.packs is None else take(joined, plan.packs.back, self.out_dims)
+
+    def _plan(self, inputs: Inputs, left: Left, sizes: list[int] | None = None) -> _Plan:
+        """How a call is cut; `sizes` are those of a proof's micro-batches."""
         dims = dims_by_name(self.batch_dims, inputs, self.module)
         rows = number_of_rows(inputs, dims)
-        packs = None if self.max_tokens is None else self._packs(inputs, left)
+        packs = None
+        if self.max_tokens is not None and (sizes is None or left != "whole"):
+            packs = Packs(inputs, TokenBudget(self.max_tokens, self.micro_batch_size), left, sizes)
+            sizes = packs.sizes
         _check_not_sharded_inside(self.module)
         norms = [layer for _, layer in batch_norms(self.module)] if self.policy.choice == "exact" else []
         if norms:
             check_plain(self.module)
-        sizes = even_sizes(rows, self.micro_batch_size) if packs is None else packs.sizes
-        return _Plan(inputs, dims, rows, sizes, packs, bool(norms), any(ranks_of(layer) > 1 for layer in norms))
-
-    def _call(self, plan: _Plan, policy: BatchNormPolicy) -> Call:
-        given = self.module, policy, plan.inputs, plan.dims, self.out_dims, plan.sizes
-        return ExactCall(*given, offload=self.offload) if plan.is_exact else Call(*given, plan.packs)
+        spans_ranks = any(ranks_of(layer) > 1 for layer in norms)
+        return _Plan(
+            inputs, dims, rows, sizes or even_sizes(rows, self.micro_batch_size), packs, bool(norms), spans_ranks
+        )
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """The arguments; by name where the attention mask, which packs are made of, was given by its position."""
@@ -225,10 +278,6 @@ class Chunked(nn.Module):
             if "attention_mask" in names and len(names) == len(args):
                 return Inputs((), {**dict(zip(names, args, strict=True)), **kwargs})
         return Inputs(args, kwargs)
-
-    def _packs(self, inputs: Inputs, left: Left, sizes: list[int] | None = None) -> Packs:
-        assert self.max_tokens is not None
-        return Packs(inputs, TokenBudget(self.max_tokens, self.micro_batch_size), left, sizes)
 
     def _prove(self, plan: _Plan) -> None:
         """The first call in these modes: prove it, or say why it can't be proven."""
@@ -242,7 +291,7 @@ class Chunked(nn.Module):
             return
         try:
             with torch.inference_mode(False):
-                found = self._findings(plan, batch_norm=self.policy.choice == "exact")
+                self._compare(plan, neutral=self.policy.choice != "exact")
         except NotEquivalentError as error:
             raise NotEquivalentError(
                 f"{error}\nFound on a few rows, before the call was made. verify=False leaves this proof out."
@@ -259,54 +308,45 @@ class Chunked(nn.Module):
                 str(error).strip().partition("\n")[0],
                 "" if plan.packs is None else " Padding is not cut off.",
             )
-            return
-        if found.functional and self.policy.choice in ("pooled", "frozen"):
-            raise NotEquivalentError(
-                f"batch_norm={self.policy.choice!r} has no hold of torch.nn.functional.batch_norm, which is called "
-                f"in {', '.join(map(repr, found.functional))} of a chunked {name}. Use nn.BatchNorm or GroupNorm."
-            )
-        if found.functional and self.policy.choice == "warn":
-            warn_of_functional_batch_norm(self.module, found.functional, "Use GroupNorm there.")
-        for remark in found.remarks:
-            logger.warning(remark)
 
-    def _findings(self, plan: _Plan, *, batch_norm: bool) -> Findings:
-        """What the proof finds. Of packed rows, it finds out how padding on the left can be cut off."""
+    def _compare(self, plan: _Plan, *, neutral: bool) -> None:
+        """A few rows at once and in micro-batches. Of packed rows, it finds out how padding on the left can be cut off.
+
+        `neutral`: BatchNorm normalises as in eval mode, as something else is said of it.
+        """
         if plan.packs is None:
-            return self._compared(plan, plan.inputs, batch_norm=batch_norm)
-        ordered = take(plan.inputs, plan.packs.telling(plan.inputs, ROWS), plan.dims)
+            prove(self.module, self._rehearsed("whole"), plan.inputs, plan.dims, exact=plan.is_exact, neutral=neutral)
+            return
+        ordered = take(plan.inputs, plan.packs.telling(ROWS), plan.dims)
         now: Left = "keep" if self._left == "whole" else self._left
         ways: list[Left] = ["cut", "number", "keep"] if "left" in plan.packs.padded else [now]
         for way in ways:
             if way != "number" or can_take_positions(plan.inputs, self.module):
                 try:
-                    found = self._compared(plan, ordered, batch_norm=batch_norm, left=way)
+                    prove(self.module, self._rehearsed(way), ordered, plan.dims, neutral=neutral, trims=True)
                 except NotEquivalentError as error:
                     wrong = error
                 else:
                     self._left = way
-                    return found
-        self._compared(plan, ordered, batch_norm=batch_norm)  # raises, if rows depend on each other
+                    return
+        prove(
+            self.module, self._rehearsed("whole"), ordered, plan.dims, neutral=neutral
+        )  # do rows depend on each other?
         raise NotEquivalentError(
-            "Cutting off columns of nothing but padding changes the outputs or their gradients. Either padded "
-            f"positions count in them: leave them out by the attention mask, where tokens are pooled, say. Or the "
-            f"model looks at them in spite of the mask. Leave out `max_tokens`, or fix that.\n{wrong}"
+            "Cutting off columns of nothing but padding changes the outputs or their gradients: padded positions count "
+            "in them, in pooling say, or the model looks at them in spite of the mask. Apply the attention mask there, "
+            f"or leave out `max_tokens`.\n{wrong}"
         )
 
-    def _compared(self, plan: _Plan, inputs: Inputs, *, batch_norm: bool, left: Left | None = None) -> Findings:
-        """A few of these rows at once and in micro-batches; with `left`, packed ones, whose padding is treated so."""
-        is_exact = plan.is_exact and left is None
+    def _rehearsed(self, left: Left) -> Callable[[Inputs, list[int]], Any]:
+        """A call in micro-batches of given sizes, as proofs make it, in which padding is treated so."""
 
-        def call_of(few: Inputs, sizes: list[int]) -> Call:
-            dims = dims_by_name(self.batch_dims, few, self.module)
-            packs = None if left is None else self._packs(few, left, sizes)
-            policy = BatchNormPolicy("exact" if is_exact else "micro", self.module)
-            call = self._call(_Plan(few, dims, 0, sizes, packs, is_exact, False), policy)
-            call.first_outputs = {}
-            return call
+        def run(few: Inputs, sizes: list[int]) -> Any:
+            plan = self._plan(few, left, sizes)
+            policy = BatchNormPolicy("exact" if plan.is_exact else "micro", self.module)
+            return self._run(plan, policy, 0, differentiated=True, compares=True)
 
-        trims = left is not None
-        return prove(self.module, call_of, inputs, plan.dims, exact=is_exact, batch_norm=batch_norm, trims=trims)
+        return run
 
     def verify(self, *args: Any, **kwargs: Any) -> None:
         """Prove with these inputs that micro-batches give the outputs and gradients of a few of their rows at once.
@@ -320,8 +360,7 @@ class Chunked(nn.Module):
             >>> chunked(nn.Linear(4, 2), 32).verify(torch.randn(256, 4))
         """
         plan = self._plan(self._inputs(args, kwargs), self._left)
-        for remark in self._findings(plan, batch_norm=self.policy.choice != "frozen").remarks:
-            logger.warning(remark)
+        self._compare(plan, neutral=self.policy.choice == "frozen")
 
     # The module's own, in every respect but `forward`.
 

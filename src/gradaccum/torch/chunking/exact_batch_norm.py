@@ -1,13 +1,15 @@
 """BatchNorm over the large batch, in micro-batches: outputs, gradients and running statistics are the large batch's.
 
-The model is cut at its BatchNorm layers. Forward, each segment runs over all micro-batches before the next one starts,
-and in between the layer's mean and variance are pooled over all rows. What the layers normalise is kept, and the little
-else that later segments need; activations inside segments are not. Backward goes through the segments in reverse:
-each is run again, micro-batch by micro-batch, and at a layer
+The model is traced by torch.fx and cut at its BatchNorm layers. Each segment is a module that runs in two passes over
+all micro-batches before the next one starts; in between, the layer's mean and variance are pooled over all rows. What
+layers normalise is kept, and the little else that later segments need; activations inside segments are not.
+
+A segment normalises what it loads by fixed statistics, as in eval mode, with weights and biases of this call's own.
+Their gradients are the sums over all rows that a layer's backward pass needs,
 
     dx = w / sigma (dy - mean(dy) - xhat mean(dy xhat))        with means over all rows
 
-needs sums over all micro-batches, which have all reached it by then.
+and arrive in `_Statistics`, which subtracts what goes through the mean and the variance.
 """
 
 from __future__ import annotations
@@ -15,285 +17,58 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import operator
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.on_torch.batch import concatenate, leaves
+from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.on_torch.private import run_backward
 from gradaccum.torch.batch_norm import BatchNormPolicy, Pool, is_of_the_user, move_running_statistics, summed_over_ranks
-from gradaccum.torch.buffers import LentBuffers
-from gradaccum.torch.chunking.two_passes import (
-    Call,
-    Conditions,
-    GradientSums,
-    Inputs,
-    added,
-    backward_roots,
-    is_floating,
-    tensors_of,
-    with_tensors,
-    without_tensors,
-)
+from gradaccum.torch.chunking.two_passes import Inputs, Passes, tensors_of, with_tensors, without_tensors
 
 
-@dataclasses.dataclass
-class Stored:
-    """A value of one micro-batch that crosses a BatchNorm layer, on its device or in host memory."""
-
-    skeleton: Any
-    tensors: list[Tensor]
-    devices: list[torch.device]
-
-    @classmethod
-    def of(cls, value: Any, offload: bool) -> Stored:
-        tensors = [tensor.detach() for tensor in tensors_of(value)]
-        devices = [tensor.device for tensor in tensors]
-        return cls(without_tensors(value), [_in_host_memory(t) for t in tensors] if offload else tensors, devices)
-
-    def fetched(self) -> list[Tensor]:
-        return [t.to(device, non_blocking=True) for t, device in zip(self.tensors, self.devices, strict=True)]
-
-
-def _in_host_memory(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)  # on the stream that will fetch it
-
-
-@dataclasses.dataclass
-class Normalisation:
-    """A BatchNorm layer's statistics over the large batch."""
-
-    boundary: Boundary
-    count: float
-    mean: Tensor
-    variance: Tensor
-    """Biased, as rows are normalised with."""
-
-    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return nn.functional.batch_norm(x, self.mean, self.variance, weight, bias, False, 0.0, self.boundary.eps)
-
-    def affine(self) -> tuple[Tensor, Tensor]:
-        """The layer's weight and bias as leaves of this use's own, whose gradients are the sums over rows it needs."""
-        weight = torch.ones_like(self.mean) if self.boundary.weight is None else self.boundary.weight
-        bias = torch.zeros_like(self.mean) if self.boundary.bias is None else self.boundary.bias
-        return weight.detach().requires_grad_(), bias.detach().requires_grad_()
-
-    def through_statistics(self, weight: Tensor, to_weight: Tensor, to_bias: Tensor) -> Callable[[Tensor], Tensor]:
-        """What a row's gradient gets through the mean and the variance, as a function of the row.
-
-        It is what the formula above subtracts. `to_weight` and `to_bias` are this rank's sums of dy xhat and dy.
-        """
-        to_weight, to_bias = summed_over_ranks(self.boundary.layer, to_weight, to_bias)
-        deviation = (self.variance + self.boundary.eps).rsqrt()
-        scale = weight * deviation / self.count
-        constant, slope = scale * to_bias, scale * deviation * to_weight
-
-        def rest(x: Tensor) -> Tensor:
-            shape = [1, -1] + [1] * (x.dim() - 2)
-            centred = x.to(slope.dtype) - self.mean.view(shape)
-            return torch.addcmul(constant.view(shape), centred, slope.view(shape)).to(x.dtype)
-
-        return rest
+def run_exact(
+    module: nn.Module,
+    policy: BatchNormPolicy,
+    micro_batches: Sequence[Inputs],
+    sizes: Sequence[int],
+    *,
+    offload: bool = False,
+    differentiated: bool,
+    compares: bool = False,
+) -> list[Any]:
+    """The outputs of each micro-batch; `offload` keeps what crosses BatchNorm layers in host memory."""
+    for path, leaf in leaves(micro_batches[0]):
+        if hasattr(leaf, "shape") and not isinstance(leaf, Tensor):
+            raise ValueError(f'batch_norm="exact" takes tensors. Received: {path.removeprefix(".")} = {leaf!r}.')
+    model = _Model(module, micro_batches[0], offload)
+    known: list[dict[fx.Node, Any]] = [{model.inputs: tensors_of(inputs)} for inputs in micro_batches]
+    statistics: dict[fx.Node, Sequence[Tensor]] = {}
+    outputs: list[Any] = []
+    for segment in model.segments:
+        loaded = [Inputs(tuple(segment.arguments(values, statistics)), {}) for values in known]
+        passes = _SegmentPasses(segment, policy, loaded[0], sizes, segment.owners_of_buffers())
+        passes.name = type(module).__name__
+        outputs = passes.run(loaded, differentiated=differentiated, compares=compares)
+        boundary = segment.boundary
+        if boundary is not None:
+            boundary.is_settled = True
+            for values, stored in zip(known, outputs, strict=True):
+                values.update(zip(segment.stores, stored.args, strict=True))
+            xs = [values[boundary.source] for values in known]
+            statistics[boundary.node] = _Statistics.apply(boundary, boundary.weight, boundary.bias, *xs)
+    return outputs
 
 
-class ExactCall(Call):
-    """One call of a module whose BatchNorm layers normalise over all micro-batches: a segment between each two."""
-
-    def __init__(
-        self, module: nn.Module, policy: BatchNormPolicy, inputs: Inputs, *where: Any, offload: bool = False
-    ) -> None:
-        super().__init__(module, policy, inputs, *where)
-        for path, leaf in leaves(inputs):
-            if hasattr(leaf, "shape") and not isinstance(leaf, Tensor):
-                raise ValueError(f'batch_norm="exact" takes tensors. Received: {path.removeprefix(".")} = {leaf!r}.')
-        self.offload = offload
-        self.segmented: SegmentedModel = segmented(module, self.skeleton, len(self.paths), with_tensors)
-        self.segment_count = len(self.segmented.segments)
-        self.normalisations: dict[fx.Node, Normalisation] = {}
-        self.stored: dict[fx.Node, list[Stored]] = {}
-        """Of each value that crosses a BatchNorm layer, what each micro-batch has of it."""
-        self._segment_buffers: list[LentBuffers] = []
-
-    # Forward.
-
-    def run(self, tensors: Sequence[Tensor], keep: int, *, differentiated: bool) -> Any:
-        every = range(len(self.slices))
-        return self.in_two_passes(every, tensors) if differentiated else self.first_passes(every, tensors)
-
-    def first_passes(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Any:
-        """All outputs. What crosses BatchNorm layers stays."""
-        outputs: list[Any] = []
-        for number, segment in enumerate(self.segmented.segments):
-            buffers = LentBuffers(layer for module in segment.modules for layer in module.modules())
-            self._segment_buffers.append(buffers)
-            self.stored.update({node: [] for node in segment.stores})
-            pool, here = None, Conditions(self.generators, self.devices)
-            for index in indices:
-                values = self._first_values(number, tensors, index)
-                self.conditions[number, index], here = here, here.advance()
-                for node in segment.stores:
-                    self.stored[node].append(Stored.of(values[node], self.offload))
-                if segment.boundary is not None:
-                    own = Pool.of(values[segment.boundary.source])
-                    pool = own if pool is None else pool.merged(own)
-                else:
-                    outputs.append(self.checked(self.segmented.filled(self.segmented.outputs, values), index))
-                    self.note_outputs(outputs[-1], index)
-                del values
-            buffers.move()
-            if segment.boundary is not None and pool is not None:
-                self._normalise(segment.boundary, pool)
-        return concatenate(outputs, self.out_dims)
-
-    def stored_tensors(self) -> list[Tensor]:
-        every = [stored for of_node in self.stored.values() for stored in of_node]
-        tensors = [tensor for stored in every for tensor in stored.tensors]
-        for stored in every:  # autograd has them from here on, and frees them as soon as backward is through
-            stored.tensors = []
-        return tensors
-
-    def _first_values(self, number: int, tensors: Sequence[Tensor], index: int) -> dict[fx.Node, Any]:
-        """Run a segment on a micro-batch, without gradients. Returns what it has loaded and made."""
-        segment = self.segmented.segments[number]
-        values: dict[fx.Node, Any] = {}
-        sliced = dict(zip(self.segmented.inputs, self.pieces(tensors, self.dims, index), strict=True))
-        loaded = [(node, self.stored[node][index]) for node in segment.loads if node in self.stored]
-        for node in segment.loads:
-            if node in sliced:
-                values[node] = sliced[node]
-            elif node in self.normalisations:
-                boundary = self.normalisations[node].boundary
-                (x,) = self.stored[boundary.source][index].fetched()
-                values[node] = self.normalisations[node](x, boundary.weight, boundary.bias)
-        values.update({node: with_tensors(stored.skeleton, stored.fetched()) for node, stored in loaded})
-        versions = [[tensor._version for tensor in stored.tensors] for _, stored in loaded]
-        with self._segment_buffers[number].lent(self.sizes[index]):
-            self.segmented.run(segment, values)
-        for (node, stored), before in zip(loaded, versions, strict=True):
-            if [tensor._version for tensor in stored.tensors] != before:
-                raise ValueError(
-                    f"A value is edited in place across a BatchNorm layer: what was made in {_line(node)} is "
-                    'changed after a later layer, so batch_norm="exact" can\'t cut the model there. Edit a '
-                    "clone of it."
-                )
-        return values
-
-    def _normalise(self, boundary: Boundary, pool: Pool) -> None:
-        """Fix what a layer normalises with, given its statistics over all rows, and move its running ones."""
-        pool = pool.over_ranks(boundary.layer)
-        if pool.count < 2:
-            raise ValueError(
-                f"BatchNorm needs more than one value per channel in training mode: {_line(boundary.node)}."
-            )
-        dtype = next((t.dtype for t in (boundary.weight, boundary.running_mean) if t is not None), pool.mean.dtype)
-        mean, variance = pool.mean.to(dtype), (pool.deviations / pool.count).to(dtype)
-        self.normalisations[boundary.node] = Normalisation(boundary, pool.count, mean, variance)
-        if boundary.layer is not None:
-            move_running_statistics(boundary.layer, pool.mean, pool.unbiased_variance)
-        elif boundary.running_mean is not None and boundary.running_var is not None:
-            # A layer with a forward of its own has counted this batch, and derived its momentum, while it was recorded.
-            for running, now in ((boundary.running_mean, pool.mean), (boundary.running_var, pool.unbiased_variance)):
-                running.data.lerp_(now.to(running.dtype), boundary.momentum or 0.0)
-
-    # Backward.
-
-    def _differentiable(self, *args: Any) -> list[Tensor | None]:
-        raise NotImplementedError(
-            'batch_norm="exact" has first derivatives only: create_graph=True needs the large batch\'s graph.'
-        )
-
-    def begin_backward(self, sums: GradientSums, stored: Sequence[Tensor]) -> None:
-        values = iter(stored)
-        self._parameters = sums.parameters
-        self._crossing = {
-            node: [dataclasses.replace(one, tensors=[next(values) for _ in one.devices]) for one in of_node]
-            for node, of_node in self.stored.items()
-        }
-        self._gradients: dict[fx.Node, list[list[Tensor | None]]] = {}  # by value, micro-batch and tensor
-        self._affine = {node: normalised.affine() for node, normalised in self.normalisations.items()}
-
-    def backward_through(
-        self, segment: int, index: int, values: Sequence[Tensor], grads: Sequence[Tensor | None]
-    ) -> None:
-        of_segment, known = self.segmented.segments[segment], dict(zip(self.segmented.inputs, values, strict=True))
-        starts = [self._loaded_again(node, index, known) for node in of_segment.loads if node not in known]
-        with self.conditions[segment, index].restored(), self._segment_buffers[segment].lent():
-            self.segmented.run(of_segment, known)
-        # Backward starts at the outputs, and at what later segments have loaded.
-        roots: list[Tensor] = []
-        given: list[Tensor] = []
-        if of_segment.boundary is None:
-            outputs = self.compared(self.segmented.filled(self.segmented.outputs, known), index)
-            roots, given = backward_roots(outputs, grads)
-            del outputs
-        for node in of_segment.stores:
-            if self.first_outputs is not None:
-                self.compare(tensors_of(known[node]), self._crossing[node][index].fetched())
-            if node in self._gradients:
-                more, of_these = backward_roots(known[node], self._gradients[node][index])
-                roots, given = [*roots, *more], [*given, *of_these]
-                self._gradients[node][index] = []
-        del known
-        if roots:
-            run_backward(roots, given)
-        for source, leaves_ in starts:
-            if source not in self._gradients:
-                self._gradients[source] = [[None] * len(one.devices) for one in self._crossing[source]]
-            so_far = self._gradients[source][index]
-            so_far[:] = [added(one, leaf.grad) for one, leaf in zip(so_far, leaves_, strict=True)]
-
-    def _loaded_again(self, node: fx.Node, index: int, known: dict[fx.Node, Any]) -> tuple[fx.Node, list[Tensor]]:
-        """A value that a segment loads, from leaves. Returns what these leaves stand for, and the leaves."""
-        normalised = self.normalisations.get(node)
-        source = node if normalised is None else normalised.boundary.source
-        stored = self._crossing[source][index]
-        made = [t.detach().requires_grad_(is_floating(t)) for t in stored.fetched()]
-        known[node] = (
-            with_tensors(stored.skeleton, made) if normalised is None else normalised(made[0], *self._affine[node])
-        )
-        return source, made
-
-    def end_segment(self, segment: int) -> None:
-        """Pass on what goes through the mean and variance of the layer before the segment."""
-        for node in self.segmented.segments[segment].stores:
-            self._gradients.pop(node, None)
-        boundary = self.segmented.segments[segment - 1].boundary if segment else None
-        if boundary is None:
-            return
-        weight, bias = self._affine[boundary.node]
-        if weight.grad is None or bias.grad is None:
-            return
-        with torch.no_grad():
-            rest = self.normalisations[boundary.node].through_statistics(weight.detach(), weight.grad, bias.grad)
-            for stored, gradients in zip(
-                self._crossing[boundary.source], self._gradients[boundary.source], strict=True
-            ):
-                (subtracted,) = (rest(x) for x in stored.fetched())
-                gradients[0] = -subtracted if gradients[0] is None else gradients[0].sub_(subtracted)
-            for parameter, leaf in ((boundary.weight, weight), (boundary.bias, bias)):
-                own = None if parameter is None else self._parameters.get(id(parameter))
-                if own is not None and own.requires_grad:
-                    own.grad = added(own.grad, leaf.grad)
-
-
-def _line(node: fx.Node) -> str:
-    return node.meta.get("line") or f"node {node.name}"
-
-
-_NO_CONTEXT = contextlib.nullcontext()
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Boundary:
     """One use of a batch's statistics, by a BatchNorm layer or by `torch.nn.functional.batch_norm`."""
 
@@ -306,133 +81,80 @@ class Boundary:
     running_var: Tensor | None
     eps: float
     momentum: float | None
-    layer: _BatchNorm | None
+    layer: _BatchNorm | None = None
+    pool: Pool | None = None
+    """The statistics of the rows that have come to it."""
+    is_settled: bool = False
+    """Whether all have."""
+
+    def move_running(self, pool: Pool) -> None:
+        if self.layer is not None:
+            move_running_statistics(self.layer, pool.mean, pool.unbiased_variance)
+        elif self.running_mean is not None and self.running_var is not None:
+            # A layer with a forward of its own has counted this batch, and derived its momentum, while it was traced.
+            for running, now in ((self.running_mean, pool.mean), (self.running_var, pool.unbiased_variance)):
+                running.data.lerp_(now.to(running.dtype), self.momentum or 0.0)
 
 
-@dataclasses.dataclass
-class Segment:
-    """What happens between two BatchNorm layers, in order."""
+class _Statistics(torch.autograd.Function):
+    """A BatchNorm's mean and variance over all rows, and its weight and bias, whose gradients are sums over rows."""
 
-    nodes: list[fx.Node] = dataclasses.field(default_factory=list)
-    loads: list[fx.Node] = dataclasses.field(default_factory=list)
-    """Values from before: inputs, BatchNorm outputs and what earlier segments stored."""
-    stores: list[fx.Node] = dataclasses.field(default_factory=list)
-    """Values made here that later segments or the next BatchNorm need."""
-    boundary: Boundary | None = None
-    """The BatchNorm at its end; None for the last segment."""
-    modules: list[nn.Module] = dataclasses.field(default_factory=list)
+    @staticmethod
+    def forward(
+        ctx: Any, boundary: Boundary, weight: Tensor | None, bias: Tensor | None, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        assert boundary.pool is not None
+        pool = boundary.pool.over_ranks(boundary.layer)
+        if pool.count < 2:
+            line = _line(boundary.node)
+            raise ValueError(f"BatchNorm needs more than one value per channel in training mode: {line}.")
+        boundary.move_running(pool)
+        like = next((tensor for tensor in (weight, boundary.running_mean) if tensor is not None), pool.mean)
+        mean, variance = pool.mean.to(like.dtype), (pool.deviations / pool.count).to(like.dtype)
+        weight = torch.ones_like(mean) if weight is None else weight.clone()
+        bias = torch.zeros_like(mean) if bias is None else bias.clone()
+        ctx.boundary, ctx.count = boundary, pool.count
+        ctx.save_for_backward(mean, variance, weight, *xs)
+        ctx.mark_non_differentiable(mean, variance)
+        ctx.set_materialize_grads(False)
+        return mean, variance, weight, bias
 
+    @staticmethod
+    def backward(ctx: Any, _: Any, __: Any, dy_xhat: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                'batch_norm="exact" has first derivatives only: create_graph=True needs the large batch\'s graph.'
+            )
+        mean, variance, weight, *xs = ctx.saved_tensors
+        if dy_xhat is None or dy is None:
+            return (None,) * (3 + len(xs))
+        needed = ctx.needs_input_grad
+        # Of this rank's rows, as those of any parameter.
+        of_weight, of_bias = dy_xhat if needed[1] else None, dy if needed[2] else None
+        dy_xhat, dy = summed_over_ranks(ctx.boundary.layer, dy_xhat, dy)
+        deviation = (variance + ctx.boundary.eps).rsqrt()
+        scale = weight * deviation / ctx.count
+        constant, slope = -scale * dy, -scale * deviation * dy_xhat
 
-@dataclasses.dataclass
-class SegmentedModel:
-    """A model's segments, and how to run their nodes."""
+        def through_statistics(x: Tensor) -> Tensor:
+            shape = [1, -1] + [1] * (x.dim() - 2)
+            centred = x.to(slope.device, slope.dtype) - mean.view(shape)
+            return torch.addcmul(constant.view(shape), centred, slope.view(shape)).to(x.device, x.dtype)
 
-    root: nn.Module
-    inputs: list[fx.Node]
-    segments: list[Segment]
-    outputs: Any
-    """The outputs, with nodes in place of values."""
-    modes: tuple[Any, ...]
-    """Grad mode and autocast outside the model."""
-
-    def run(self, segment: Segment, values: dict[fx.Node, Any]) -> None:
-        """Run a segment's nodes, given the values it loads; leaves in `values` what it stores (and what it returns)."""
-        needed = {*segment.stores, *(_nodes(self.outputs) if segment.boundary is None else ())}
-        last = {used: node for node in segment.nodes for used in node.all_input_nodes}
-        for node in segment.nodes:
-            modes = node.meta["modes"]
-            with _NO_CONTEXT if modes == self.modes else _in_modes(modes):
-                values[node] = self._call(node, values)
-            for used in node.all_input_nodes:
-                if last[used] is node and used not in needed:
-                    values.pop(used, None)
-
-    def filled(self, tree: Any, values: dict[fx.Node, Any]) -> Any:
-        """A tree with what nodes stand for; parameters are looked up in the model as it is now."""
-        return fx.node.map_arg(
-            tree, lambda node: _attribute(self.root, node) if node.op == "get_attr" else values[node]
-        )
-
-    def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        args, kwargs = self.filled(node.args, values), self.filled(node.kwargs, values)
-        if node.op == "call_module":
-            return self.root.get_submodule(str(node.target))(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        function: Any = node.target
-        return function(*args, **kwargs)
-
-
-def segmented(module: nn.Module, inputs: Any, count: int, with_tensors: Any) -> SegmentedModel:
-    """Cut a model at the BatchNorm layers that are in training mode."""
-    root, tracer = _Root(module, inputs, with_tensors, count), _Tracer()
-    try:
-        with torch.enable_grad():
-            modes = _modes()
-            graph = tracer.trace(root)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ValueError(
-            f'{type(module).__name__} can\'t be cut at its BatchNorm layers, as batch_norm="exact" does: the code '
-            f"around them must do the same whatever the values are.\n{_blame(error)}\nMove that code into a module "
-            "of its own without BatchNorm in it, which is called as it is."
-        ) from error
-    outputs = next(node for node in graph.nodes if node.op == "output").args[0]
-    result = SegmentedModel(root, [n for n in graph.nodes if n.op == "placeholder"], [Segment()], outputs, modes)
-    for node in list(graph.nodes):
-        if node.op not in ("call_module", "call_function", "call_method"):
-            continue
-        segment, boundary = result.segments[-1], _boundary(root, node)
-        if boundary is None:
-            segment.nodes.append(node)
-            continue
-        if boundary.source not in segment.nodes:  # it directly follows another BatchNorm, or the input: make it its own
-            with graph.inserting_before(node):
-                boundary.source = graph.call_function(_identity, (boundary.source,))
-            boundary.source.meta.update(node.meta)
-            segment.nodes.append(boundary.source)
-        segment.boundary = boundary
-        result.segments.append(Segment())
-    _find_crossings(result)
-    return result
-
-
-def _identity(value: Any) -> Any:
-    return value
-
-
-def _find_crossings(result: SegmentedModel) -> None:
-    made = {node: segment for segment in result.segments for node in segment.nodes}
-    for segment in result.segments:
-        used = [node for user in segment.nodes for node in user.all_input_nodes]
-        used += _nodes(result.outputs) if segment.boundary is None else []
-        segment.loads = [n for n in dict.fromkeys(used) if n.op != "get_attr" and made.get(n) is not segment]
-        segment.modules = [
-            result.root.get_submodule(str(node.target)) for node in segment.nodes if node.op == "call_module"
-        ]
-    for segment in result.segments:
-        for node in [*segment.loads, *([segment.boundary.source] if segment.boundary is not None else [])]:
-            if node in made and node not in made[node].stores:
-                made[node].stores.append(node)
+        of_xs = [through_statistics(x) if is_needed else None for x, is_needed in zip(xs, needed[3:])]
+        return (None, of_weight, of_bias, *of_xs)
 
 
 class _Root(nn.Module):
-    """A module whose forward takes the tensors alone, as many as there are."""
+    """A module whose forward takes the tensors among its inputs alone."""
 
-    def __init__(self, module: nn.Module, inputs: Any, with_tensors: Any, count: int) -> None:
+    def __init__(self, module: nn.Module, inputs: Inputs) -> None:
         super().__init__()
-        self.module = module
-        names = [f"input_{index}" for index in range(count)]
-        namespace: dict[str, Any] = {"inputs": inputs, "with_tensors": with_tensors}
-        # torch.fx makes one placeholder per named argument.
-        exec(
-            f"def forward(self, {', '.join(names)}):\n"
-            f"    called_with = with_tensors(inputs, [{', '.join(names)}])\n"
-            "    return self.module(*called_with.args, **called_with.kwargs)",
-            namespace,
-        )
-        self.__class__ = type("_Root", (_Root,), {"forward": namespace["forward"]})
+        self.module, self._inputs, self._count = module, without_tensors(inputs), len(tensors_of(inputs))
+
+    def forward(self, *tensors: Any) -> Any:
+        inputs = with_tensors(self._inputs, [tensors[index] for index in range(self._count)])
+        return self.module(*inputs.args, **inputs.kwargs)
 
 
 class _Tracer(fx.Tracer):
@@ -448,40 +170,204 @@ class _Tracer(fx.Tracer):
         return node
 
 
+class _Model:
+    """A model, cut at the BatchNorm layers that are in training mode."""
+
+    def __init__(self, module: nn.Module, inputs: Inputs, offload: bool) -> None:
+        self.root, self.offload = _Root(module, inputs), offload
+        try:
+            with torch.enable_grad():
+                self.modes = _modes()
+                """Grad mode and autocast outside the model."""
+                graph = _Tracer().trace(self.root)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ValueError(
+                f'{type(module).__name__} can\'t be cut at its BatchNorm layers, as batch_norm="exact" does: the code '
+                f"around them must do the same whatever the values are.\n{_blame(error)}\nMove that code into a module "
+                "of its own without BatchNorm in it, which is called as it is."
+            ) from error
+        self.inputs = next(node for node in graph.nodes if node.op == "placeholder")
+        self.outputs = next(node for node in graph.nodes if node.op == "output").args[0]
+        """With nodes in place of values."""
+        self.segments, self.boundaries = [Segment(self)], dict[fx.Node, Boundary]()
+        self.devices: dict[fx.Node, list[torch.device]] = {}
+        """Where the tensors in a value were made that is in host memory."""
+        for node in list(graph.nodes):
+            if node.op in ("call_module", "call_function", "call_method"):
+                self._add(node)
+        made = {node: segment for segment in self.segments for node in segment.nodes}
+        for segment in self.segments:
+            used = [node for user in segment.nodes for node in user.all_input_nodes]
+            used += _nodes(self.outputs) if segment.boundary is None else []
+            segment.loads = [node for node in dict.fromkeys(used) if made.get(node) is not segment]
+            needed = [*segment.loads, *([segment.boundary.source] if segment.boundary is not None else [])]
+            for node in [node for node in needed if node in made and node not in made[node].stores]:
+                made[node].stores.append(node)
+
+    def attribute(self, node: fx.Node) -> Any:
+        return operator.attrgetter(str(node.target))(self.root)
+
+    def _add(self, node: fx.Node) -> None:
+        segment, boundary = self.segments[-1], self._boundary(node)
+        if boundary is None:
+            segment.add(node)
+            return
+        if boundary.source not in segment.nodes:  # right behind another BatchNorm: make the value its own
+            with node.graph.inserting_before(node):
+                boundary.source = node.graph.call_function(_identity, (boundary.source,))
+            boundary.source.meta.update(node.meta)
+            segment.add(boundary.source)
+        segment.boundary = self.boundaries[node] = boundary
+        self.segments.append(Segment(self))
+
+    def _boundary(self, node: fx.Node) -> Boundary | None:
+        if node.op == "call_module":
+            layer = self.attribute(node)
+            if not (isinstance(layer, _BatchNorm) and _active(layer)):
+                return None
+            source: Any = node.args[0] if node.args else node.kwargs["input"]
+            running = (layer.running_mean, layer.running_var) if layer.track_running_stats else (None, None)
+            return Boundary(node, source, layer.weight, layer.bias, *running, layer.eps, layer.momentum, layer)
+        if node.target is not F.batch_norm:
+            return None
+        bound = inspect.signature(F.batch_norm).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if not given.pop("training"):
+            return None
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            if isinstance(value := given[name], fx.Node):
+                if value.op != "get_attr":
+                    raise ValueError(
+                        f"The `{name}` of a batch_norm call must be a parameter or a buffer, to cut the model there. "
+                        f"Received: the result of {value.target}, {_line(node)}."
+                    )
+                given[name] = self.attribute(value)
+        return Boundary(node, given.pop("input"), **given)
+
+
+class Segment(nn.Module):
+    """What happens between two BatchNorm layers: a module of what it loads, which returns what it stores."""
+
+    def __init__(self, model: _Model) -> None:
+        super().__init__()
+        self.model, self.nodes = model, list[fx.Node]()
+        self.loads: list[fx.Node] = []
+        """Values from before: inputs, parameters, BatchNorm outputs and what earlier segments stored."""
+        self.stores: list[fx.Node] = []
+        """Values made here that later segments or the next BatchNorm need."""
+        self.boundary: Boundary | None = None
+        """The BatchNorm at its end; None for the last segment."""
+
+    def add(self, node: fx.Node) -> None:
+        if node.op == "call_module":
+            self.add_module(str(len(self.nodes)), self.model.attribute(node))
+        self.nodes.append(node)
+
+    def arguments(self, values: dict[fx.Node, Any], statistics: dict[fx.Node, Sequence[Tensor]]) -> Iterator[Any]:
+        """What it is called with: for a BatchNorm's output, what it is made of; for a buffer, None."""
+        for node in self.loads:
+            if node in self.model.boundaries:
+                yield values[self.model.boundaries[node].source]
+                yield from statistics[node]
+            elif node.op == "get_attr":
+                yield value if isinstance(value := self.model.attribute(node), nn.Parameter) else None
+            else:
+                yield values[node]
+
+    def node_of(self, argument: int) -> fx.Node:
+        return [node for node in self.loads for _ in range(5 if node in self.model.boundaries else 1)][argument]
+
+    def owners_of_buffers(self) -> list[nn.Module]:
+        """The modules whose buffers its own code reads or moves."""
+        found = [str(node.target) for node in self.loads if node.op == "get_attr"]
+        return [self.model.root.get_submodule(path.rpartition(".")[0]) for path in found]
+
+    def forward(self, *arguments: Any) -> Any:
+        remaining = iter(arguments)
+        values = {node: self._loaded(node, remaining) for node in self.loads}
+        needed = {*self.stores, *(_nodes(self.model.outputs) if self.boundary is None else ())}
+        last = {used: node for node in self.nodes for used in node.all_input_nodes}
+        for number, node in enumerate(self.nodes):
+            args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
+            modes = node.meta["modes"]
+            with _NO_CONTEXT if modes == self.model.modes else _in_modes(modes):
+                if node.op == "call_module":
+                    values[node] = getattr(self, str(number))(*args, **kwargs)
+                elif node.op == "call_method":
+                    values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                else:
+                    values[node] = node.target(*args, **kwargs)
+            del args, kwargs
+            for used in node.all_input_nodes:
+                if last[used] is node and used not in needed:
+                    values.pop(used, None)
+        if self.boundary is None:
+            return _filled(self.model.outputs, values)
+        if not self.boundary.is_settled:
+            own = Pool.of(values[self.boundary.source])
+            self.boundary.pool = own if self.boundary.pool is None else self.boundary.pool.merged(own)
+        return Inputs(tuple([self._stored(node, values[node]) for node in self.stores]), {})
+
+    def _loaded(self, node: fx.Node, arguments: Iterator[Any]) -> Any:
+        """A value from before, on its device; a BatchNorm's output is computed."""
+        value, boundary = next(arguments), self.model.boundaries.get(node)
+        if boundary is not None:
+            mean, variance, weight, bias = itertools.islice(arguments, 4)
+            x = value.to(mean.device, non_blocking=True)
+            return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, boundary.eps)
+        if node.op == "get_attr" and value is None:  # a buffer, as it is now
+            return self.model.attribute(node)
+        if node in self.model.devices:
+            devices = zip(tensors_of(value), self.model.devices[node], strict=True)
+            return with_tensors(value, [tensor.to(device, non_blocking=True) for tensor, device in devices])
+        return value
+
+    def _stored(self, node: fx.Node, value: Any) -> Any:
+        """A value for later; in host memory, if that is wanted."""
+        if not self.model.offload or (self.boundary is not None and self.boundary.is_settled):
+            return value
+        tensors = tensors_of(value)
+        self.model.devices[node] = [tensor.device for tensor in tensors]
+        return with_tensors(value, map(_in_host_memory, tensors))
+
+
+class _SegmentPasses(Passes):
+    def edited(self, inputs: Inputs, tensor: Tensor) -> Exception:
+        assert isinstance(self.module, Segment)
+        place = next(n for n, value in enumerate(inputs.args) if any(t is tensor for t in tensors_of(value)))
+        node = self.module.node_of(place)
+        if node.op == "placeholder":
+            return super().edited(inputs, tensor)
+        return ValueError(
+            f"A value is edited in place across a BatchNorm layer: what was made in {_line(node)} is changed after a "
+            'later layer, so batch_norm="exact" can\'t cut the model there. Edit a clone of it.'
+        )
+
+
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+def _in_host_memory(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)  # on the stream that will fetch it
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
 def _active(layer: _BatchNorm) -> bool:
     return layer.training or layer.running_mean is None
 
 
-def _boundary(root: nn.Module, node: fx.Node) -> Boundary | None:
-    if node.op == "call_module":
-        layer = root.get_submodule(str(node.target))
-        if not (isinstance(layer, _BatchNorm) and _active(layer)):
-            return None
-        source = node.args[0] if node.args else node.kwargs["input"]
-        running = (layer.running_mean, layer.running_var) if layer.track_running_stats else (None, None)
-        assert isinstance(source, fx.Node)
-        return Boundary(node, source, layer.weight, layer.bias, *running, layer.eps, layer.momentum, layer)
-    if node.target is not nn.functional.batch_norm:
-        return None
-    bound = inspect.signature(nn.functional.batch_norm).bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    if not given["training"]:
-        return None
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        if isinstance(value := given[name], fx.Node):
-            if value.op != "get_attr":
-                raise ValueError(
-                    f"The `{name}` of a batch_norm call must be a parameter or a buffer, to cut the model there. "
-                    f"Received: the result of {value.target}, {node.meta['line']}."
-                )
-            given[name] = _attribute(root, value)
-    source = given.pop("input")
-    return Boundary(node, source, **{name: value for name, value in given.items() if name != "training"}, layer=None)
-
-
-def _attribute(root: nn.Module, node: fx.Node) -> Any:
-    return operator.attrgetter(str(node.target))(root)
+def _filled(tree: Any, values: dict[fx.Node, Any]) -> Any:
+    """A tree with what nodes stand for."""
+    return fx.node.map_arg(tree, lambda node: values[node])
 
 
 def _nodes(tree: Any) -> list[fx.Node]:
@@ -506,6 +392,10 @@ def _in_modes(recorded: tuple[Any, ...]) -> Iterator[None]:
         if not recorded[0]:
             stack.enter_context(torch.no_grad())
         yield
+
+
+def _line(node: fx.Node) -> str:
+    return node.meta.get("line") or f"node {node.name}"
 
 
 def _line_of(frame: Any) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
@@ -28,9 +28,8 @@ from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.on_torch.random_state import all_generators, is_generator, kept
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import in_eval_mode
-from gradaccum.torch.buffers import Attributes, ModuleContents, gradients_kept
+from gradaccum.torch.buffers import Contents, ModuleContents, gradients_kept
 from gradaccum.torch.chunking.two_passes import (
-    Call,
     Inputs,
     accelerators,
     attributes_of,
@@ -39,6 +38,8 @@ from gradaccum.torch.chunking.two_passes import (
     tensors_of,
 )
 from gradaccum.torch.proof import counting_layers, eager
+
+logger = logging.getLogger("gradaccum")
 
 ROWS = 8
 """Rows that are looked at, at most."""
@@ -51,29 +52,21 @@ def proving() -> bool:
     return bool(_proven)
 
 
-class Findings(NamedTuple):
-    """What a proof has found out besides that outputs and gradients are the large batch's."""
-
-    remarks: list[str]
-    """What isn't the large batch's: sentences."""
-    functional: list[str]
-    """Modules that call `torch.nn.functional.batch_norm` and are no BatchNorm."""
-
-
 def prove(
     module: nn.Module,
-    call_of: Callable[[Inputs, list[int]], Call],
+    in_micro_batches: Callable[[Inputs, list[int]], Any],
     inputs: Inputs,
     batch_dims: BatchDims,
     *,
-    exact: bool,
-    batch_norm: bool,
+    neutral: bool,
+    exact: bool = False,
     trims: bool = False,
-) -> Findings:
+) -> None:
     """Prove that micro-batches give the outputs and gradients of a few of these rows at once. Moves nothing.
 
-    Random numbers follow their rows, so dropout is no difference. `call_of` makes the call of the module on some inputs
-    in micro-batches of these sizes.
+    Random numbers follow their rows, so dropout is no difference. `in_micro_batches` calls the module on some inputs in
+    micro-batches of these sizes; `neutral`: BatchNorm normalises as in eval mode. What else isn't the large batch's is
+    a warning.
     """
     name, causes = type(module).__name__, counting_layers([module])
     if causes:
@@ -87,7 +80,7 @@ def prove(
         with torch.no_grad():
             few = map_leaves(_leaf_like, take(inputs, picked, batch_dims), inputs)
         with _alone(module, few):
-            runner = _Runner(module, call_of, few, count, exact, batch_norm, trims)
+            runner = _Runner(module, in_micro_batches, few, count, exact=exact, neutral=neutral, trims=trims)
             # Single rows are cut as much as any micro-batch cuts them; 5 and 3 are in step with no period.
             sizes = [1] * count if trims or count == 2 else [count // 2 + 1, count - count // 2 - 1]
             comparison = Comparison(runner, range(count), [(range(count), sizes)], "raise")
@@ -95,9 +88,9 @@ def prove(
             wrong = [difference for difference in found if difference.part != "buffer"]
             if wrong:
                 runner.rng.check(name)
-                of = {"loss": "", "gradient": "gradient of "}
                 listing = "\n".join(
-                    f"  {of[d.part]}{d.name}   relative error {d.error:.3g}   ({runner.tolerance:g} allowed)"
+                    f"  {'gradient of ' * (d.part == 'gradient')}{d.name}   relative error {d.error:.3g}   "
+                    f"({runner.tolerance:g} allowed)"
                     for d in wrong
                 )
                 raise NotEquivalentError(
@@ -107,13 +100,7 @@ def prove(
         return runner, found
 
     runner, found = with_fewer_rows(attempt, min(rows, ROWS), 2, is_out_of_memory)
-    moved = [difference.name for difference in found]
-    if escaped := runner.escaped(moved):
-        raise NotEquivalentError(
-            f"{name} keeps {escaped}. In micro-batches it is the last one's alone, and without a gradient. "
-            "Return it from forward, with a row for every row, and reduce over them outside."
-        )
-    return Findings(runner.remarks(moved), runner.whole.functional)
+    runner.judge_what_is_left([difference.name for difference in found])
 
 
 @contextlib.contextmanager
@@ -121,7 +108,7 @@ def _alone(module: nn.Module, few: Inputs) -> Iterator[None]:
     """Nothing around a module counts while it is proven, and nothing of it is moved."""
     generators = all_generators(accelerators([*tensors_of(few), *module.parameters()]))
     _proven.append(module)
-    attributes = Attributes(module.modules())
+    attributes = Contents(module.modules())
     try:
         with (
             kept([*generators, *_generators_of(module, few)]),
@@ -147,86 +134,91 @@ def _leaf_like(leaf: Any, other: Any) -> Any:
 
 
 class _Runner(TorchRunner):
-    """Runs the same rows whole and in micro-batches, from the same state."""
+    """Runs the same rows at once and in micro-batches, from the same state."""
 
     def __init__(
-        self, module: nn.Module, call_of: Any, few: Inputs, rows: int, exact: bool, batch_norm: bool, trims: bool
+        self,
+        module: nn.Module,
+        in_micro_batches: Any,
+        few: Inputs,
+        rows: int,
+        *,
+        exact: bool,
+        neutral: bool,
+        trims: bool,
     ) -> None:
-        self.module, self.call_of, self.few, self.rows = module, call_of, few, rows
-        self.exact, self.batch_norm = exact, batch_norm
-        found = [tensor.device for tensor in (*module.parameters(), *tensors_of(few)) if tensor.device.type != "cpu"]
+        self.module, self._in_micro_batches, self.few, self.rows = module, in_micro_batches, few, rows
+        self._exact, self._neutral = exact, neutral
+        devices = accelerators([*module.parameters(), *tensors_of(few)])
         # Where rows are not what is cut, noise that belongs to no row is replaced by its mean at once.
-        super().__init__(RowwiseRng(rows, neutral=exact or trims), found[0] if found else torch.device("cpu"))
+        super().__init__(RowwiseRng(rows, neutral=exact or trims), devices[0] if devices else torch.device("cpu"))
         self.rng.holds(*_generators_of(module, few))
         self.state = ModuleContents(module)
-        self.whole: Watch
-        self.alive: list[tuple[Tensor, str]] = []
+        self._alive: list[tuple[Tensor, str]] = []
         """What has a graph and is held by somebody when the rows have run at once, and where it was made."""
-        self.outside: list[Tensor] = []
+        self._outside: list[Tensor] = []
         """Tensors that get gradients, are neither parameters nor inputs, and outlive the call."""
-        self.attributes: dict[str, str] = {}
+        self._attributes: dict[str, str] = {}
         """Attributes that passes have assigned, by the names of what is in them."""
+        self._with_graph: set[str] = set()
+        """Those in which the rows at once have left a tensor with a graph."""
         self._cotangents: list[Tensor] = []
 
     def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
-        outcome, watch = self._result(sizes)
-        if sizes is not None:
-            return outcome
-        self.whole = watch
-        if watch.alive() or watch.outside:
-            gc.collect()
-        self.alive = watch.alive()
-        self.outside = [leaf for reference in watch.outside for leaf in [reference()] if leaf is not None]
+        made = _Made(self.module)
+        outcome, outside, with_graph = self._result(sizes, made)
+        if sizes is None:
+            self._with_graph = with_graph
+            if made.alive() or outside:
+                gc.collect()
+            self._alive = made.alive()
+            self._outside = [leaf for reference in outside if (leaf := reference()) is not None]
         return outcome
 
     def at_once(self, rows: Sequence[int]) -> Outcome:
-        return self._result(None)[0]
+        return self._result(None, _Made(self.module))[0]
 
     def tensors(self) -> list[Tensor]:
         return [*self.state.parameters, *filter(is_floating, tensors_of(self.few))]
 
-    def _result(self, sizes: Sequence[int] | None) -> tuple[Outcome, Watch]:
+    def _result(self, sizes: Sequence[int] | None, made: _Made) -> tuple[Outcome, list[TensorWeakRef], set[str]]:
         """Outputs, gradients, and what is left behind. Afterwards the module is as it was."""
         leaf_of = {id(p): gradient_leaf(p) for p in self.state.parameters if p.requires_grad}
-        few = map_leaves(_leaf_like, self.few, self.few)
-        wanted, watch = self._wanted(leaf_of, few), Watch(self.module, few)
+        few = made.inputs = map_leaves(_leaf_like, self.few, self.few)
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        wanted = {names.get(key, f"a hidden parameter ({n})"): leaf for n, (key, leaf) in enumerate(leaf_of.items())}
+        wanted |= {f"the input {path}": t for path, t in leaves(few) if is_floating(t) and t.requires_grad}
         with self.state.restored(leaf_of), as_found(self.state.modules, self.device):
             before = attributes_of(self.module)
-            with self._watching(watch, neutral=not (self.exact or self.batch_norm)):
+            with self._passes(self._neutral), made:
                 outputs = {f"output{path}": t for path, t in leaves(self._outputs(few, sizes)) if is_floating(t)}
-                outside = _leaves_besides(outputs.values(), wanted.values())
-                with gradients_kept([*outside, *self.outside]):
+                known = set(map(id, wanted.values()))
+                nodes = graph_of(*[tensor.grad_fn for tensor in outputs.values()])
+                reached = [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None]
+                outside = [leaf for leaf in reached if id(leaf) not in known]
+                with gradients_kept([*outside, *self._outside]):
                     self._backward([*outputs.values()])
-            watch.outside = [TensorWeakRef(leaf) for leaf in outside]
             left = {n: value for n, value in attributes_of(self.module).items() if value is not before.get(n)}
-            buffers = self._buffers() | self._left(left, watch)
+            with_graph = {n for n, value in left.items() if any(t.grad_fn is not None for t in tensors_of(value))}
+            buffers = self._buffers() | self._copies(left)
             del left
         outputs = {name: tensor.detach().clone() for name, tensor in outputs.items()}
         gradients = {name: None if leaf.grad is None else leaf.grad.to_dense() for name, leaf in wanted.items()}
-        return Outcome(outputs, gradients, buffers), watch
+        return Outcome(outputs, gradients, buffers), [*map(TensorWeakRef, outside)], with_graph
 
-    def _wanted(self, leaf_of: Mapping[int, Tensor], few: Inputs) -> dict[str, Tensor]:
-        """What gets gradients: parameters, and tensors in the inputs."""
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        wanted = {names.get(key, f"a hidden parameter ({n})"): leaf for n, (key, leaf) in enumerate(leaf_of.items())}
-        return wanted | {f"the input {path}": t for path, t in leaves(few) if is_floating(t) and t.requires_grad}
-
-    def _left(self, left: Mapping[str, Any], watch: Watch) -> dict[str, Tensor]:
-        """Copies of what is in the attributes that a pass has assigned."""
+    def _copies(self, attributes: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Of what is in attributes that a pass has assigned."""
         found = {}
-        for name, value in left.items():
+        for name, value in attributes.items():
             for path, leaf in leaves(value):
-                self.attributes[name + path] = name
+                self._attributes[name + path] = name
                 found[name + path] = torch.as_tensor(leaf).detach().clone()
-            if any(tensor.grad_fn is not None for tensor in tensors_of(value)):
-                watch.with_graph.add(name)
         return found
 
     @contextlib.contextmanager
-    def _watching(self, watch: Watch, *, neutral: bool) -> Iterator[None]:
-        """A pass runs, with random numbers of its own. `neutral`: BatchNorm normalises as in eval mode."""
-        watch.neutral = neutral
-        with in_eval_mode(self.module) if neutral else contextlib.nullcontext(), watch, self.rng:
+    def _passes(self, neutral: bool) -> Iterator[None]:
+        """Passes run, with random numbers of their own."""
+        with in_eval_mode(self.module) if neutral else contextlib.nullcontext(), self.rng:
             try:
                 yield
             finally:
@@ -237,7 +229,7 @@ class _Runner(TorchRunner):
         return {
             f"{path}.{name}" if path else name: buffer.detach().clone()
             for path, layer in self.module.named_modules()
-            if self.exact or not isinstance(layer, _BatchNorm)
+            if self._exact or not isinstance(layer, _BatchNorm)
             for name, buffer in layer.named_buffers(recurse=False)
         }
 
@@ -248,9 +240,9 @@ class _Runner(TorchRunner):
         order = itertools.cycle(torch.arange(self.rows).split(list(sizes)))
         handle = self.module.register_forward_pre_hook(lambda *_: self.rng.start(next(order)), prepend=True)
         try:
-            if self.exact:  # where the whole module runs in segments, there is no noise that follows rows
+            if self._exact:  # where the whole module runs in segments, there is no noise that follows rows
                 handle.remove()
-            return self.call_of(few, list(sizes)).run(tensors_of(few), 0, differentiated=True)
+            return self._in_micro_batches(few, list(sizes))
         finally:
             handle.remove()
 
@@ -263,146 +255,112 @@ class _Runner(TorchRunner):
         if roots:
             run_backward([t for t, _ in roots], [one for _, one in roots])
 
-    def remarks(self, moved: Sequence[str]) -> list[str]:
-        """What isn't the large batch's: sentences."""
-        kind, found = type(self.module).__name__, []
-        left = list(dict.fromkeys(self.attributes[name] for name in moved if name in self.attributes))
-        moved = [name for name in moved if name not in self.attributes]
-        if self.outside:
-            found.append(
-                f"A chunked {kind} passes gradients to tensors that are neither its parameters "
-                f"nor its inputs, of shape {', '.join(str(tuple(t.shape)) for t in self.outside)}: they get them in "
-                "`.grad` micro-batch by micro-batch, so hooks run for each, and torch.autograd.grad doesn't see them. "
-                "Register them as parameters, or pass them as inputs."
+    def judge_what_is_left(self, moved: Sequence[str]) -> None:
+        """Warn of what differs besides outputs and gradients. Raises a NotEquivalentError if a graph leaves with it."""
+        name = type(self.module).__name__
+        if escaped := self._escaped(moved):
+            raise NotEquivalentError(
+                f"{name} keeps {escaped}. In micro-batches it is the last one's alone, and without a gradient. "
+                "Return it from forward, with a row for every row, and reduce over them outside."
             )
-        if moved:
-            found.append(
-                f"These buffers of a chunked {kind} move to the mean of where its micro-batches "
-                f"take them, which is not where all rows at once take them: {_listed(moved)}."
+        if self._outside:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._outside)
+            logger.warning(
+                "A chunked %s passes gradients to tensors that are neither its parameters nor its inputs, of shape "
+                "%s: they get them in `.grad` micro-batch by micro-batch, so hooks run for each, and "
+                "torch.autograd.grad doesn't see them. Register them as parameters, or pass them as inputs.",
+                name,
+                shapes,
             )
-        if left:
-            found.append(
-                f"These attributes of a chunked {kind} are what its micro-batches make of them "
-                f"one after the other, not what all rows at once do: {_listed(left)}."
+        if buffers := [one for one in moved if one not in self._attributes]:
+            logger.warning(
+                "These buffers of a chunked %s move to the mean of where its micro-batches take them, which is not "
+                "where all rows at once take them: %s.",
+                name,
+                _listed(buffers),
             )
-        return found
+        if left := [*dict.fromkeys(self._attributes[one] for one in moved if one in self._attributes)]:
+            logger.warning(
+                "These attributes of a chunked %s are what its micro-batches make of them one after the other, not "
+                "what all rows at once do: %s.",
+                name,
+                _listed(left),
+            )
 
-    def escaped(self, moved: Sequence[str]) -> str:
+    def _escaped(self, moved: Sequence[str]) -> str:
         """The tensor with a graph that is left besides the outputs, if there is one."""
         for name in moved:  # where it is the same, it is made of parameters alone, as a normed weight
-            if self.attributes.get(name) in self.whole.with_graph:
-                return f"a tensor with a graph as its attribute {self.attributes[name]!r}"
-        for tensor, path in reversed(self.alive):
+            if self._attributes.get(name) in self._with_graph:
+                return f"a tensor with a graph as its attribute {self._attributes[name]!r}"
+        for tensor, path in reversed(self._alive):
             made = f"made in {path!r} ({type(self.module.get_submodule(path)).__name__})" if path else "made in forward"
             return f"a tensor of shape {tuple(tensor.shape)} with a graph, {made}, in a hook, a container or a closure"
         return ""
 
     def culprit(self, sizes: Sequence[int], batch_dims: BatchDims) -> str:
         """The first layer whose outputs differ where its inputs don't, by running the module on each micro-batch."""
-        pieces = [None, *torch.arange(self.rows).split(list(sizes))]
-        whole, *parts = [self._trace(piece, batch_dims) for piece in pieces]
-        cut = [(part, part_differs(self.rows, piece)) for part, piece in zip(parts, pieces[1:]) if piece is not None]
-        found = [mixing(whole, part, differ, sums=False) for part, differ in cut]
-        for path in (path for paths in found for path in paths if path):
-            layer = self.module.get_submodule(path)
-            advice = ' Use batch_norm="exact", or GroupNorm.' if isinstance(layer, _BatchNorm) else ""
-            return f"{path!r} is the first layer of which that is so: a {type(layer).__name__}.{advice}"
-        if functional := self.whole.functional:
-            return f"torch.nn.functional.batch_norm is called in {_listed(functional)}: use GroupNorm there."
-        return "It happens outside its layers. Do what looks across rows after the chunked module, on the whole batch."
+        pieces = torch.arange(self.rows).split(list(sizes))
+        whole, parts = self._trace(None, batch_dims), [self._trace(piece, batch_dims) for piece in pieces]
+        for part, piece in zip(parts, pieces):
+            for path in filter(None, mixing(whole, part, part_differs(self.rows, piece), sums=False)):
+                layer = self.module.get_submodule(path)
+                advice = ' Use batch_norm="exact", or GroupNorm.' if isinstance(layer, _BatchNorm) else ""
+                return f"{path!r} is the first layer of which that is so: a {type(layer).__name__}.{advice}"
+        return (
+            "It happens outside its layers. Do what looks across rows after the chunked module, on the whole batch; in "
+            "place of torch.nn.functional.batch_norm use GroupNorm."
+        )
 
     def _trace(self, piece: Tensor | None, batch_dims: BatchDims) -> Trace:
         few = self.few if piece is None else take(self.few, piece, batch_dims)
-        attributes, neutral = Attributes(self.module.modules()), self.exact or not self.batch_norm
+        attributes = Contents(self.module.modules())
         try:
-            with as_found(self.state.modules, self.device), self._watching(Watch(self.module, few), neutral=neutral):
+            with as_found(self.state.modules, self.device), self._passes(self._exact or self._neutral):
                 self.rng.start(piece)
                 return Trace(self.module).run(lambda: self.module(*few.args, **few.kwargs))
         finally:
             attributes.put_back()  # the trace's hooks among them
 
 
-def _leaves_besides(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves of these tensors' graphs that are not known."""
-    inside, nodes = set(map(id, known)), graph_of(*[tensor.grad_fn for tensor in outputs])
-    reached = [getattr(node, "variable", None) for node in nodes]
-    return [leaf for leaf in reached if leaf is not None and id(leaf) not in inside]
-
-
 def _listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-class Watch(TorchFunctionMode):
-    """What a forward pass does inside besides returning its outputs: every tensor that is made with a graph."""
+class _Made(TorchFunctionMode):
+    """Every tensor that a pass makes with a graph, and the module that returned it."""
 
-    def __init__(self, module: nn.Module, inputs: Inputs) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.neutral = False
-        self.inputs = inputs  # kept, as are the containers among them, in which a module may have left something
-        self.outside: list[TensorWeakRef] = []
-        self.with_graph: set[str] = set()
-        """Attributes that the pass has left a tensor with a graph in."""
-        self.functional: list[str] = []
-        """Modules that call `torch.nn.functional.batch_norm` and are no BatchNorm."""
-        self._modules = {layer: path for path, layer in module.named_modules()}
-        self._made: list[tuple[TensorWeakRef, str]] = []
-        self._running: list[nn.Module] = []
-        self._handles: list[Any] = []
+        self.inputs: Any = None  # kept, as are the containers among them, in which a module may have left something
+        self._paths = {layer: path for path, layer in module.named_modules()}
+        self._found: list[tuple[TensorWeakRef, str]] = []
 
-    def __enter__(self) -> Watch:
-        self._handles = [
-            register_module_forward_pre_hook(lambda layer, args: self._running.append(layer)),
-            register_module_forward_hook(self._ends, always_call=True),
-        ]
+    def __enter__(self) -> _Made:
+        self._handle = register_module_forward_hook(
+            lambda layer, args, output: self._note(output, self._paths.get(layer, ""))
+        )
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
-
-    def _ends(self, layer: nn.Module, args: Any, output: Any) -> None:
-        while self._running and self._running.pop() is not layer:
-            pass  # what has been left by an exception, such as those that end recomputations
-        self._note(output, layer)
+        self._handle.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        layer = self._running[-1] if self._running else None
-        if func is F.batch_norm:
-            given = dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args))
-            given.update(kwargs)
-            path = self._modules.get(layer, "")
-            if given.get("training") and not isinstance(layer, _BatchNorm):
-                self.functional += [] if path in self.functional else [path]
-                if self.neutral:
-                    return _normalised_alone(**given)
-        result = func(*args, **kwargs)
-        self._note(result, layer)
+        result = func(*args, **(kwargs or {}))
+        self._note(result, "")
         return result
 
-    def _note(self, result: Any, layer: nn.Module | None) -> None:
-        path = self._modules.get(layer, "")
+    def _note(self, result: Any, path: str) -> None:
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, Tensor) and value.grad_fn is not None:
-                self._made.append((TensorWeakRef(value), path))
+                self._found.append((TensorWeakRef(value), path))
 
     def alive(self) -> list[tuple[Tensor, str]]:
-        """The tensors with a graph that somebody holds, and the module that made each, in order."""
+        """Those that somebody holds, in the order in which they were made, each with the innermost module."""
         found: dict[int, tuple[Tensor, str]] = {}
-        for reference, path in self._made:
+        for reference, path in self._found:
             tensor = reference()
-            if tensor is not None:
-                found.setdefault(id(tensor), (tensor, path))
+            if tensor is not None and not found.get(id(tensor), (tensor, ""))[1]:
+                found[id(tensor)] = tensor, path
         return list(found.values())
-
-
-def _normalised_alone(input: Tensor, running_mean: Any = None, running_var: Any = None, **given: Any) -> Tensor:
-    """Batch normalisation in eval mode; without running statistics, with mean 0 and variance 1."""
-    channels = input.shape[1]
-    mean = input.new_zeros(channels) if running_mean is None else running_mean
-    variance = input.new_ones(channels) if running_var is None else running_var
-    weight, bias, eps = given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
-    return F.batch_norm(input, mean, variance, weight, bias, False, 0.0, eps)

@@ -74,36 +74,6 @@ class Ranks:
         return gradient if owner == self.rank else None
 
 
-class _SameNumbers:
-    """Pairs of rows that have the same number on the same rank."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._first, self._device = ranks.starts[ranks.rank], ranks.device
-
-    def __call__(self, rows: slice, columns: slice) -> Tensor | None:
-        """Of each pair of a tile whether it is meant; None where none is."""
-        start, stop = self._first + rows.start, self._first + rows.stop
-        if max(start, columns.start) >= min(stop, columns.stop):
-            return None
-        numbers = torch.arange(start, stop, device=self._device)
-        return numbers[:, None] == torch.arange(columns.start, columns.stop, device=self._device)
-
-
-class _SameIds:
-    """Pairs of rows with the same id."""
-
-    def __init__(self, ranks: Ranks, of_a: Tensor, of_b: Tensor) -> None:
-        # A copy, as backward looks at them again, whatever has become of the user's tensor.
-        self._of_a = of_a.to(ranks.device, torch.int64, copy=True)
-        negatives = ranks.columns[ranks.rank] - len(of_b)  # of every row
-        of_b = of_b.to(ranks.device, torch.int64)
-        of_b = torch.cat([of_b, of_b.new_full((negatives,), torch.iinfo(torch.int64).min)])
-        self._of_b = torch.cat([block for _, block in ranks.blocks(of_b)])
-
-    def __call__(self, rows: slice, columns: slice) -> Tensor | None:
-        return self._of_a[rows, None] == self._of_b[columns]
-
-
 class _ByFunction:
     """Pairs for which a user's function of their numbers is true."""
 
@@ -131,12 +101,30 @@ class _ByFunction:
         return found
 
 
-def _pairs(given: PairsOf | None, name: str, ranks: Ranks) -> Any:
-    if given is None:
-        return _SameNumbers(ranks) if name == "positives" else lambda rows, columns: None
+def _pairs(given: PairsOf | None, name: str, ranks: Ranks) -> Callable[[slice, slice], Tensor | None]:
+    """Of each pair of a tile whether it is meant; None where none is."""
     if callable(given):
         return _ByFunction(ranks, given, name)
-    return _SameIds(ranks, *(given if isinstance(given, tuple) else (given, given)))
+    if given is None and name == "ignore":
+        return lambda rows, columns: None
+    first = ranks.starts[ranks.rank]
+    if given is None:  # row i and row i, of the same rank
+        of_b = torch.arange(sum(ranks.columns), device=ranks.device)
+        of_a = of_b[first : first + ranks.rows[ranks.rank]]
+    else:
+        ids = given if isinstance(given, tuple) else (given, given)
+        # A copy, as backward looks at them again, whatever has become of the user's tensor.
+        of_a, own = ids[0].to(ranks.device, torch.int64, copy=True), ids[1].to(ranks.device, torch.int64)
+        negatives = ranks.columns[ranks.rank] - len(own)  # of every row
+        own = torch.cat([own, own.new_full((negatives,), torch.iinfo(torch.int64).min)])
+        of_b = torch.cat([block for _, block in ranks.blocks(own)])
+
+    def same(rows: slice, columns: slice) -> Tensor | None:
+        if given is None and (first + rows.start >= columns.stop or columns.start >= first + rows.stop):
+            return None
+        return of_a[rows, None] == of_b[columns]
+
+    return same
 
 
 class Tile(NamedTuple):
@@ -194,13 +182,10 @@ class Scores:
 
         Random numbers of PyTorch's, Python's and NumPy's generators are those of the first pass in every other one.
         """
-        if not self._functions:
-            yield
-            return
         for pairs in self._functions:
             pairs.digest = torch.zeros_like(pairs.digest)
         if self._random is None:
-            before = RandomState(all_generators([self.ranks.device]))
+            before = RandomState(all_generators([self.ranks.device]) if self._functions else ())
             yield
             self._random, self._first = before.only(before.moved()), [pairs.digest for pairs in self._functions]
             return
@@ -273,32 +258,30 @@ def _gradients(
     # Each rank has the loss of all: what all of them do with it is what a row is responsible for.
     grad = ranks.reduced(grad.to(dtype))
     of_a = a.new_zeros(a.shape, dtype=dtype) if for_a or for_temperature else None
-    found: list[Tensor | None] = [None] * 4
+    of_b: Tensor | None = None
+    of_bias = grad.new_zeros(()) if for_bias else None
     with torch.autocast(a.device.type, enabled=False), ctx.scores.same_answers():
-        of_bias = grad.new_zeros(()) if for_bias else None
         for owner, block in ranks.blocks(b):
             of_block = block.new_zeros(block.shape, dtype=dtype) if for_b else None
             for tile in ctx.scores.tiles(a, block, owner, scale, bias):
-                _add_gradients(ctx.objective.derivative(tile), tile, of_a, of_block, of_bias)
-            if of_block is not None and (of_b := ranks.send_back(of_block, owner)) is not None:
-                found[1] = of_b.mul_(grad).to(b.dtype)
-        if of_a is not None:
-            of_a *= scale * grad
-            found[0] = of_a.to(a.dtype) if for_a else None
-            found[2] = (-(of_a * a).sum() * scale).to(temperature.dtype) if for_temperature else None
+                derivative = ctx.objective.derivative(tile)
+                if of_a is not None:
+                    of_a[tile.rows].addmm_(derivative, tile.b)
+                if of_block is not None:
+                    of_block[tile.block].addmm_(derivative.T, tile.a)
+                if of_bias is not None:
+                    of_bias += derivative.sum()
+            if of_block is not None:
+                own = ranks.send_back(of_block, owner)
+                of_b = of_b if own is None else own
+    found: list[Tensor | None] = [None] * 4
+    if of_a is not None:
+        of_a *= scale * grad
+        found[0] = of_a.to(a.dtype) if for_a else None
+        found[2] = (-(of_a * a).sum() * scale).to(temperature.dtype) if for_temperature else None
+    found[1] = None if of_b is None else of_b.mul_(grad).to(b.dtype)
     found[3] = None if of_bias is None or bias is None else (of_bias * grad).to(bias.dtype)
     return found
-
-
-def _add_gradients(
-    derivative: Tensor, tile: Tile, of_a: Tensor | None, of_block: Tensor | None, of_bias: Tensor | None
-) -> None:
-    if of_a is not None:
-        of_a[tile.rows].addmm_(derivative, tile.b)
-    if of_block is not None:
-        of_block[tile.block].addmm_(derivative.T, tile.a)
-    if of_bias is not None:
-        of_bias += derivative.sum()
 
 
 def _differentiable(ctx: Any, grad: Tensor, needed: Sequence[bool], *inputs: Tensor | None) -> list[Tensor | None]:

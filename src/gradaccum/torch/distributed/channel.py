@@ -11,7 +11,7 @@ import enum
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -53,6 +53,7 @@ class Channel:
     def __init__(self, members: Sequence[int] = (0,), group: dist.ProcessGroup | None = None) -> None:
         self.size, self.rank = len(members), 0
         self.line: Line | None = None
+        self._sent: tuple[tuple[float, ...], Tensor] = ((), torch.empty(0))
         if self.size == 1:
             return
         Channel.made += 1
@@ -75,32 +76,35 @@ class Channel:
 
     def send(self, *numbers: float) -> tuple[Any, Tensor]:
         """Begin an exchange, which `receive` ends."""
-        mine = torch.tensor([*numbers, *[0.0] * (WIDTH - len(numbers))], dtype=torch.float64)
+        if numbers != self._sent[0]:
+            filled = [*numbers, *[0.0] * (WIDTH - len(numbers))]
+            self._sent = numbers, torch.tensor(filled, dtype=torch.float64)
+        mine = self._sent[1]
         if self.line is None:
             return None, mine[None]
         received = torch.empty(self.size, WIDTH, dtype=torch.float64)
-        with self._naming_who_is_gone():
+        try:
             return self.line.begin().allgather([list(received)], [mine]), received
+        except RuntimeError as error:
+            raise self._gone(error) from error
 
     def receive(self, message: tuple[Any, Tensor]) -> list[list[float]]:
         """What `exchange` returns."""
         work, received = message
         if self.line is not None:
-            with self._naming_who_is_gone():
+            try:
                 work.wait()
+            except RuntimeError as error:
+                raise self._gone(error) from error
             self.line.met += 1
         return received.tolist()
 
-    @contextlib.contextmanager
-    def _naming_who_is_gone(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise WindowError(
-                f"Rank {self.rank} waited for the other ranks at a window's end, and at least one of them is gone, or "
-                "took longer than the process group's timeout: it raised an error in the middle of the window, or left "
-                f"its loop. Look at its own message. ({error})"
-            ) from error
+    def _gone(self, error: RuntimeError) -> WindowError:
+        return WindowError(
+            f"Rank {self.rank} waited for the other ranks at a window's end, and at least one of them is gone, or took "
+            "longer than the process group's timeout: it raised an error in the middle of the window, or left its "
+            f"loop. Look at its own message. ({error})"
+        )
 
     def post(self, *numbers: float) -> None:
         """Send these numbers without waiting for the others; `posted` returns theirs later."""
@@ -111,9 +115,9 @@ class Channel:
 
     def posted(self) -> list[list[list[float]]]:
         """What all ranks sent in the exchanges that `post` began, each once."""
-        messages = []
-        if self.line is not None:
-            messages, self.line.posted = self.line.posted, []
+        if self.line is None or not self.line.posted:
+            return []
+        messages, self.line.posted = self.line.posted, []
         return [self.receive(message) for message in messages]
 
     def gather(self, mine: Any) -> list[Any]:
@@ -234,23 +238,7 @@ class Settings:
 
     def settle(self, channel: Channel) -> None:
         """The ranks' numbers differ, on all of them: a WindowError if their hyperparameters do."""
-        self.check(channel.gather(self.hyperparameters()))
-
-    def hyperparameters(self, *, wait: bool = True) -> list[dict[str, Any]]:
-        """The numbers and names in each group, as plain values; `wait`: tensors on a device, too."""
-        return [
-            {
-                name: plain
-                for name, value in group.items()
-                if (plain := value if type(value) in _PLAIN else _plain(value, wait)) is not None and name != "params"
-            }
-            for group in self._groups()
-        ]
-
-    @staticmethod
-    def check(everybody: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Raise a WindowError where the hyperparameters of all ranks differ."""
-        different = list[str]()
+        everybody, different = channel.gather(self.hyperparameters()), list[str]()
         for place, groups in enumerate(itertools.zip_longest(*everybody, fillvalue={})):
             for name in dict.fromkeys(name for group in groups for name in group):
                 values = [group.get(name, "none") for group in groups]
@@ -263,6 +251,17 @@ class Settings:
                 "after the loop, on ranks that have fewer batches. A hook does not: "
                 "optimizer.register_step_post_hook(lambda *_: scheduler.step())."
             )
+
+    def hyperparameters(self, *, wait: bool = True) -> list[dict[str, Any]]:
+        """The numbers and names in each group, as plain values; `wait`: tensors on a device, too."""
+        return [
+            {
+                name: plain
+                for name, value in group.items()
+                if (plain := value if type(value) in _PLAIN else _plain(value, wait)) is not None and name != "params"
+            }
+            for group in self._groups()
+        ]
 
 
 _PLAIN = frozenset({bool, float, int, str, type(None)})

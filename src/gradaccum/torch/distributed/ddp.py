@@ -57,9 +57,9 @@ class Replicas(Engine):
         super().__init__(models, parameters)
         self.group = models[0].process_group
         self.members = dist.get_process_group_ranks(self.group)
-        _check(models, [*parameters()])
-        self._counted = [_counted_parameters(model) for model in models]
-        own = set(parameters())
+        own = {*parameters()}
+        _check(models, own)
+        self._counted = [_parameters_of(model, trained=True) for model in models]
         others = sum(p not in own for counted in self._counted for p in counted)
         if others and not outside:
             logger.warning(
@@ -67,37 +67,43 @@ class Replicas(Engine):
                 "alone: others that are trained need a wrapped optimizer, too.",
                 others,
             )
-        finds_unused = any(model.find_unused_parameters for model in models)
         changed = not all(map(reduces_exactly, models, self._counted))
-        self._flat = wide or outside or finds_unused or others > 0 or changed
+        self._flat = wide or outside or others > 0 or changed or any(model.find_unused_parameters for model in models)
         self._flat |= not hasattr(models[0].reducer, "_autograd_hook")
         # Reductions of several models would start in the order of backward: here, every rank keeps one order.
         self.manual_reduce = self._flat or len(models) > 1 or any(model.static_graph for model in models)
+        if any(model.static_graph for model in models):  # it counts backward passes that don't reduce, too, and waits
+            logger.warning(
+                "static_graph=True cannot hold back DDP's reduction to the window's end. This model's gradients are "
+                "reduced by step(), after the backward pass."
+            )
         for model in models:
-            _hold_back(model)
-        if self._flat:
-            self._counted = [_differentiable_parameters(model) for model in models]
+            if model.static_graph:
+                drop_static_graph(model)
+            model.require_forward_param_sync = False  # DDP's constructor has synchronised the buffers
         if self._flat and any(map(communication_hooks, models)):
             logger.warning(
                 "DDP's communication hook is left out where gradients are of a wider dtype (accumulate_dtype), of a "
                 "part of a model, or perhaps missing (find_unused_parameters; freezing or unfreezing after DDP has "
                 "wrapped the model): these are reduced as they are."
             )
+        self._all = [p for model in models for p in _parameters_of(model, trained=not self._flat)]
         self._reduces = self._sees_end = False
         self._filled = set[Tensor]()  # with zeros by `reduce`, in this window
 
     def attach(self, ranks: Any) -> None:
         super().attach(ranks)
+        # At the end of the pass itself: reentrant checkpointing runs others inside, which bring gradients.
+        self._at_output = weakly(lambda ranks, gradient: after_backward(ranks.pass_over), ranks)
         for model in self.modules:
             starts, done = (torch.compiler.disable(weakly(call)) for call in (self._forward_starts, self._forward_done))
             self._hooks += [model.register_forward_pre_hook(starts), model.register_forward_hook(done)]
         if not self._flat:
-            counted = {parameter for counted in self._counted for parameter in counted}
-            frozen = [p for model in self.modules for p in _differentiable_parameters(model) if p not in counted]
+            frozen = {p for model in self.modules for p in _parameters_of(model)}.difference(self._all)
             self._hooks += [hook_frozen(parameter, weakly(self._not_reduced)) for parameter in frozen]
         if not self.manual_reduce:
-            bucket = _last_of_first_bucket(self.modules[0], self._counted[0])
-            for parameter, arrives in {self._counted[0][-1]: self._first_gradient, bucket: self._first_bucket}.items():
+            bucket = _last_of_first_bucket(self.modules[0], self._all)
+            for parameter, arrives in {self._all[-1]: self._first_gradient, bucket: self._first_bucket}.items():
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(weakly(arrives)))
 
     def remove(self) -> bool:
@@ -111,7 +117,8 @@ class Replicas(Engine):
     def hold(self, closes: bool) -> None:
         self._reduces, self._sees_end = closes, False
         for model in self.modules:
-            model.require_backward_grad_sync = closes
+            if model.require_backward_grad_sync != closes:  # a module's attributes are slow to set
+                model.require_backward_grad_sync = closes
 
     def _forward_starts(self, model: Any, inputs: Any) -> None:
         if joins(model):
@@ -119,16 +126,16 @@ class Replicas(Engine):
                 "model.join() waits for reductions that are held back to the window's end. Leave it out: ranks may "
                 "have different numbers of micro-batches."
             )
-        model.require_backward_grad_sync = self._reduces  # others set it, too: Lightning after each step
+        if model.require_backward_grad_sync != self._reduces:  # others set it, too: Lightning after each step
+            model.require_backward_grad_sync = self._reduces
         if self._reduces and torch.is_grad_enabled() and (ranks := self._ranks()) is not None:
             ranks.forward_starts()
 
     def _forward_done(self, model: Any, inputs: Any, outputs: Any) -> None:
-        if self._reduces and torch.is_grad_enabled() and (ranks := self._ranks()) is not None:
-            found = [leaf for _, leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            self._sees_end = bool(found)
-            for leaf in found:  # the pass itself: reentrant checkpointing runs others inside, which bring gradients
-                leaf.register_hook(weakly(lambda ranks, gradient: after_backward(ranks.pass_over), ranks))
+        if self._reduces and torch.is_grad_enabled():
+            found = [outputs] if isinstance(outputs, Tensor) else [leaf for _, leaf in leaves(outputs)]
+            ends = [leaf.register_hook(self._at_output) for leaf in found if getattr(leaf, "requires_grad", False)]
+            self._sees_end = bool(ends)
 
     def _first_gradient(self, parameter: Tensor) -> None:
         if self._reduces and (ranks := self._ranks()) is not None:
@@ -189,11 +196,10 @@ class Replicas(Engine):
     # Parameters that no rank has used.
 
     def trained(self) -> list[nn.Parameter]:
-        counted = [parameter for counted in self._counted for parameter in counted]
         if not self._flat:
-            return counted
+            return self._all
         own = set(self.parameters())
-        return [parameter for parameter in counted if parameter in own]
+        return [parameter for parameter in self._all if parameter in own]
 
     def _missing(self) -> list[nn.Parameter]:
         # DDP goes on reducing what is frozen by now.
@@ -204,7 +210,7 @@ class Replicas(Engine):
         return [i for i, parameter in enumerate(self.trained()) if parameter in unused]
 
 
-def _check(models: Sequence[DistributedDataParallel], parameters: Sequence[Tensor]) -> None:
+def _check(models: Sequence[DistributedDataParallel], parameters: Iterable[Tensor]) -> None:
     """Raise a ValueError where DDP's reduction would not make the update of all rows."""
     covered = {parameter for model in models for parameter in model.parameters()}
     outside = [parameter for parameter in parameters if parameter.requires_grad and parameter not in covered]
@@ -226,25 +232,11 @@ def _check(models: Sequence[DistributedDataParallel], parameters: Sequence[Tenso
         )
 
 
-def _hold_back(model: DistributedDataParallel) -> None:
-    if model.static_graph:  # it counts backward passes that don't reduce, too, and then waits for as many
-        logger.warning(
-            "static_graph=True cannot hold back DDP's reduction to the window's end. This model's gradients are "
-            "reduced by step(), after the backward pass."
-        )
-        drop_static_graph(model)
-    model.require_forward_param_sync = False  # DDP's constructor has synchronised the buffers
-
-
-def _counted_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
-    """The parameters in the order in which DDP's reducer counts them."""
-    return [parameter for parameter in _differentiable_parameters(model) if parameter.requires_grad]
-
-
-def _differentiable_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
-    """The parameters that are trained, or may be by unfreezing them."""
+def _parameters_of(model: DistributedDataParallel, trained: bool = False) -> list[nn.Parameter]:
+    """The parameters that may be trained, in the order in which DDP counts them; `trained`: those that are now."""
     ignored, named = getattr(model, "parameters_to_ignore", ()), model.module.named_parameters()
-    return [p for name, p in named if name not in ignored and (p.is_floating_point() or p.is_complex())]
+    found = [p for name, p in named if name not in ignored and (p.is_floating_point() or p.is_complex())]
+    return [p for p in found if p.requires_grad or not trained]
 
 
 def _last_of_first_bucket(model: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> nn.Parameter:

@@ -25,20 +25,16 @@ def weakly(function: Callable[..., Any], owner: Any = None) -> Callable[..., Any
 class Engine:
     """Holds a model's own reduction back to the window's end, lets it happen, or brings it about: here, there is none.
 
-    `parameters` returns the optimizer's, whose gradients are reduced. Where there are ranks, `reduce` brings the sums
-    to their mean outside of a backward pass; `settle` ends a window, of which the rank `source` had rows; `trained`
-    lists the parameters in the same order on every rank, and `unused` those by number that have had no gradient on this
-    rank in this window.
+    `parameters` returns the optimizer's, whose gradients are reduced. An engine of several ranks also has `reduce`,
+    which brings the sums to their mean outside of a backward pass; `settle(source)`, which ends a window, of which the
+    rank `source` had rows; `trained`, the parameters in the same order on every rank; and `unused`, the places of those
+    that have had no gradient on this rank in this window.
     """
 
-    sharded = False
-    """Whether all ranks must run the same forward and backward passes, as the ranks of a sharded model do."""
-    always = False
-    """Whether every micro-batch is reduced."""
-    manual_reduce = False
-    """Whether no backward pass reduces."""
-    passes = 0
-    """A number for the order in which sharded parts ran in this window."""
+    sharded = False  # all ranks must run the same forward and backward passes
+    always = False  # every micro-batch is reduced
+    manual_reduce = False  # no backward pass reduces
+    passes = 0  # a number for the order in which sharded parts ran in this window
     group: Any = None
     members: Sequence[int] = (0,)
     owners: ClassVar[weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]]] = weakref.WeakKeyDictionary()

@@ -69,6 +69,31 @@ class _Report(NamedTuple):
         return cls(Kind(int(kind)), *fields, Total(*numbers[8:16], tuple(numbers[16:])))  # type: ignore[call-arg,arg-type]
 
 
+class _Reports:
+    """The messages of all ranks about a window, and what they come to."""
+
+    def __init__(self, rows: list[list[float]]) -> None:
+        self.rows, self.each = rows, [_Report.read(numbers) for numbers in rows]
+        totals = [report.total for report in self.each]
+        weights, given, largest, scales, next_scales, overflow, equal, idle, sums = zip(*totals)
+        used = {*scales} - {0.0}
+        lost = any(overflow) or len(used) > 1  # where scales differ nevertheless, as after an overflow
+        added = tuple(map(sum, zip(*sums)))
+        self.total = Total(sum(weights), any(given), max(largest), min(used, default=0.0), overflow=lost, sums=added)
+        self.loss_scale = (min if lost else max)(filter(None, next_scales), default=0.0)
+        self.source = next((rank for rank, had_none in enumerate(idle) if not had_none), 0)
+        self.partly_idle = any(idle) and not all(idle)
+        unlike = any(equal) and any(weight and not one for weight, one in zip(weights, equal))
+        ways = ["without a weight" if e else "weighed" if w else "none" for w, e in zip(weights, equal)]
+        self.ways = ways if unlike else []
+        self.known, self.last = (all(getattr(one, name) for one in self.each) for name in ("known", "last"))
+        self.all_manual, self.manual = (every(one.manual for one in self.each) for every in (all, any))
+        self.fills = any(one.fills for one in self.each)
+
+    def differ(self, name: str) -> bool:
+        return len({getattr(one, name) for one in self.each}) > 1
+
+
 class Listener:
     """What an optimizer's window does while its ranks run a micro-batch; on a single device it is never called."""
 
@@ -134,6 +159,7 @@ class Ranks:
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
         self._steps = 0
         self._sent: Any = None  # a message that the other ranks' answers have not been read of
+        self._before: _Reports | None = None  # of the window before, to which those of the next are mostly equal
         self.engine.attach(self)
         weakref.finalize(self, self.engine.remove).atexit = False
         try:
@@ -158,9 +184,9 @@ class Ranks:
         """A micro-batch begins."""
         if self._sent is not None:  # of one that was never counted
             self._read()
-        self._reports: list[_Report] | None = None  # of all ranks, about the window that closes
+        self._reports: _Reports | None = None  # of all ranks, about the window that closes
         self._share: Total | None = None  # what this rank's has said that it weighs
-        self._adopted = self._reducing = False
+        self._adopted = self._reducing = self._met = False
         self._versions: list[tuple[int, int]] | None = None  # of the gradients, when a backward pass had reduced them
 
     def reduce_manually(self) -> None:
@@ -197,14 +223,14 @@ class Ranks:
         """Before the next micro-batch: whether it closes the window, is the epoch's last here, weighs anything."""
         self._closes, self._steps, self._last = closes, steps, last
         self._restart()
-        waits = self.waits or not (counts or self.sharded)
-        self.engine.hold(closes and not waits)
+        self.engine.hold(closes and not self.waits and (counts or self.sharded))
 
     def agree_on_last(self, last: bool) -> None:
         """A micro-batch of `batches()` begins, this rank's `last` one perhaps. A WindowError where that can't be."""
         if self.sharded:
-            lasts = [bool(report.last) for report in self._meet(_Report(Kind.MICRO_BATCH, last=last))]
-            if len({*lasts}) > 1:
+            reports = self._meet(_Report(Kind.MICRO_BATCH, last=last))
+            if reports.differ("last"):
+                lasts = [bool(report.last) for report in reports.each]
                 raise WindowError(
                     f"A sharded model needs the same passes on every rank. The last batch has come: {by_rank(lasts)}. "
                     "Nothing was updated. Pad or drop batches (DistributedSampler does), or use TrainStep or "
@@ -224,17 +250,15 @@ class Ranks:
         if self.sharded and self.unit is None and (unit := engine.meet("unit", listener.own_unit())):
             self.unit = self.reduced_unit = unit
             engine.factor *= listener.take_unit(unit)
-        if not (self._closes or engine.always) or self.manual_reduce:
+        if self._reducing or not (self._closes or engine.always) or self.manual_reduce:
             return
-        if not self._reducing:
-            self._reducing = True
-            if not self.sharded:
-                self._share = listener.share() if self.settings.known_early else None
-                self._send(self._report(Kind.WINDOW, self._share))
-            if self.sharded:
-                after_backward(self.pass_over)
-            else:
-                engine.hold(False)  # more forward passes of this micro-batch do not belong to it
+        self._reducing = True
+        if self.sharded:
+            after_backward(self.pass_over)
+        else:
+            self._share = listener.share() if self.settings.known_early else None
+            self._send(self._report(Kind.WINDOW, self._share))
+            engine.hold(False)  # more forward passes of this micro-batch do not belong to it
 
     def first_bucket(self) -> None:
         """DDP is about to reduce: a rank that won't come is missed now, before anybody waits for it there."""
@@ -248,9 +272,9 @@ class Ranks:
             self._listening().reduced()
 
     def _current_versions(self) -> list[tuple[int, int]]:
-        if self.sharded:  # it reduces in every backward pass of this micro-batch
-            return []
-        return [(0, -1) if p.grad is None else (id(p.grad), p.grad._version) for p in self.engine.trained()]
+        """Empty for a sharded model, which reduces in every backward pass of this micro-batch."""
+        trained = () if self.sharded else self.engine.trained()
+        return [(0, -1) if (gradient := p.grad) is None else (id(gradient), gradient._version) for p in trained]
 
     def exchange_passes(self, *numbers: float) -> list[list[float]]:
         """What the ranks of a sharded model tell each other before a pass, or a collective of it."""
@@ -273,22 +297,22 @@ class Ranks:
             self._send(self._report(Kind.FINISHED, mine))
         if self._sent is not None:
             self._read()
-        reports, self.reduced_unit = self._reports or [], self.unit or 1.0
+        reports, self.reduced_unit = self._reports, self.unit or 1.0
+        assert reports is not None
         if not self.reduced:
             self._reduce(reports, rescale)
-        if not all(report.known for report in reports):
+        if not reports.known:
             reports = self._meet(self._report(Kind.TOTAL, mine))
         self._restart()
         self._finish(reports)
-        total = self._added([report.total for report in reports])
-        if len({report.settings for report in reports}) > 1:
+        if reports.differ("settings"):
             self.settings.settle(self.channel)
-        return total
+        return reports.total
 
-    def _reduce(self, reports: list[_Report], rescale: Callable[[float], None] | None) -> None:
+    def _reduce(self, reports: _Reports, rescale: Callable[[float], None] | None) -> None:
         """Reduce the finished sum, in the unit of those that a backward pass reduces, else the largest weight."""
-        if not self.sharded and (self.unit is None or all(report.manual for report in reports)):
-            self.reduced_unit = max(report.total.largest for report in reports) or self.reduced_unit
+        if not self.sharded and (self.unit is None or reports.all_manual):
+            self.reduced_unit = reports.total.largest or self.reduced_unit
         if rescale is not None:
             rescale(self.reduced_unit)
         self.engine.reduce()
@@ -311,41 +335,23 @@ class Ranks:
                 "many from the first window on."
             )
 
-    def _finish(self, reports: list[_Report]) -> None:
-        """The window is reduced: the engine begins anew."""
-        if len({report.passes for report in reports}) > 1:
+    def _finish(self, reports: _Reports) -> None:
+        """The window is reduced: the engine begins anew. Raises where the ranks' sums can't be put together."""
+        if reports.differ("passes"):
             self.engine.settle()
             raise WindowError(DIFFERENT_PASSES)
-        if any(report.fills for report in reports):
+        if reports.fills:
             self.drop_common(self.engine.unused())
-        idle = [report.total.idle for report in reports]
-        source = next((rank for rank, had_none in enumerate(idle) if not had_none), 0)
-        self.buffers_from = source if any(idle) and not all(idle) else None
-        self.engine.settle(source)
-        self._waits = False
-        self._all_last = all(report.last for report in reports)
-        self._manual |= any(report.manual for report in reports)
-
-    def _added(self, totals: list[Total]) -> Total:
-        """What the window weighs on all ranks. Raises where some of them weigh their micro-batches and others don't."""
-        weights, given, largest, scales, next_scales, overflow, equal, _, sums = zip(*totals)
-        used = {*scales} - {0.0}
-        lost = any(overflow) or len(used) > 1  # where scales differ nevertheless, as after an overflow
-        self.loss_scale = (min if lost else max)(filter(None, next_scales), default=self.loss_scale)
-        self.unit = max(largest) or self.unit
-        if any(equal) and any(weight and not one for weight, one in zip(weights, equal)):
-            ways = ["without a weight" if e else "weighed" if w else "none" for w, e in zip(weights, equal)]
+        self.buffers_from = reports.source if reports.partly_idle else None
+        self.engine.settle(reports.source)
+        self._waits, self._all_last, self._manual = False, reports.last, self._manual or reports.manual
+        self.loss_scale = reports.loss_scale or self.loss_scale
+        self.unit = reports.total.largest or self.unit
+        if reports.ways:
             raise WindowError(
                 "Some ranks weigh their micro-batches, by batches() or backward(loss, weight=...), and others don't: "
-                f"{by_rank(ways)}. Nothing was updated. Weigh them in the same way on every rank."
+                f"{by_rank(reports.ways)}. Nothing was updated. Weigh them in the same way on every rank."
             )
-        scale, added = min(used, default=0.0), tuple(map(sum, zip(*sums)))
-        return Total(sum(weights), any(given), max(largest), scale, self.loss_scale, lost, sums=added)
-
-    def compare_settings(self) -> None:
-        """Compare `settings` by a message of their own, where an update begins before `total`."""
-        if len({*self._numbers(self.settings.number())}) > 1:
-            self.settings.settle(self.channel)
 
     def drop_common(self, unused: list[int]) -> None:
         """What no rank has used, by number, has no gradient, as on one device: an optimizer passes it over."""
@@ -368,6 +374,13 @@ class Ranks:
     def sum_number(self, number: float) -> float:
         """A number's sum over the ranks."""
         return sum(self._numbers(number))
+
+    def sum_in_advance(self, *numbers: float) -> list[float]:
+        """Sums over the ranks, and a look at their settings: where an update begins before `total`."""
+        messages = self._exchange(Kind.NUMBER, self.settings.number(), *numbers)
+        if len({message[1] for message in messages}) > 1:
+            self.settings.settle(self.channel)
+        return [sum(column) for column in zip(*messages)][2 : 2 + len(numbers)]
 
     def sum_by_name(self, mine: Mapping[Any, float]) -> dict[Any, float]:
         """Numbers summed over the ranks, each by its name; some ranks may lack some names."""
@@ -402,7 +415,7 @@ class Ranks:
             reports = self._meet(idle)
             if self._reports is not None:
                 return True
-            self._all_last = all(report.last for report in reports)
+            self._all_last = reports.last
             if not self._last:
                 break
         return False
@@ -430,7 +443,7 @@ class Ranks:
         self._notified = notified
         if self.sharded:
             self.engine.stop()
-        if not (self._all_last or self._sent is not None or self._reports is not None):
+        if not (self._all_last or self._met or self._sent is not None or self._reports is not None):
             self.channel.post(Kind.ABORTED, 0, True)
 
     # Messages.
@@ -443,7 +456,7 @@ class Ranks:
         steps = 0 if idle else self._steps
         return _Report(kind, steps, last, known, self._manual, fills, self.engine.passes, settings, total or Total(0.0))
 
-    def _meet(self, report: _Report) -> list[_Report]:
+    def _meet(self, report: _Report) -> _Reports:
         """Send a message, and wait for every rank's."""
         self._send(report)
         return self._read()
@@ -452,20 +465,24 @@ class Ranks:
         self._check_posted()
         self._sent = report.kind, self.channel.send(*report.numbers())
 
-    def _read(self) -> list[_Report]:
+    def _read(self) -> _Reports:
         """Wait for every rank's answer to the message that was sent; what they say about a window's end is kept."""
         (kind, sent), self._sent = self._sent, None
-        reports = [_Report.read(numbers) for numbers in self.channel.receive(sent)]
-        kinds = {report.kind for report in reports}
-        if self._last and Kind.ABORTED in kinds and kinds <= {Kind.ABORTED, Kind.IDLE}:
+        rows = self.channel.receive(sent)
+        if self._before is not None and rows == self._before.rows:
+            self._reports = self._before
+            return self._before
+        reports = _Reports(rows)
+        kinds = [report.kind for report in reports.each]
+        if self._last and Kind.ABORTED in kinds and {*kinds} <= {Kind.ABORTED, Kind.IDLE}:
             return reports  # a rank has left an epoch that is over here
         closing = Kind.WINDOW, Kind.FINISHED, Kind.IDLE
-        self._check_kinds([report.kind for report in reports], *(closing if kind in closing else (kind,)))
-        lengths = [int(report.steps) for report in reports]
+        self._check_kinds(kinds, *(closing if kind in closing else (kind,)))
+        lengths = [int(report.steps) for report in reports.each]
         if len({*lengths} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
-        if kind in closing and kinds & {Kind.WINDOW, Kind.FINISHED}:
-            self._reports = reports
+        if kind in closing and {*kinds} & {Kind.WINDOW, Kind.FINISHED}:
+            self._reports = self._before = reports
         return reports
 
     def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
@@ -484,7 +501,7 @@ class Ranks:
         """Raise if a rank is not where this one is."""
         if all(kind in expected for kind in kinds):
             return
-        self._reports = self._reports or []  # this rank's message has met theirs: it needs no other one to leave
+        self._met = True  # this rank's message has met theirs: it needs no other one to leave
         for kind, error in _ELSEWHERE.items():
             found = [rank for rank, theirs in enumerate(kinds) if theirs is kind]
             if found:

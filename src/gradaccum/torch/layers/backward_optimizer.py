@@ -67,13 +67,13 @@ class BackwardOptimizer:
         sums: GradientBuffer,
         blocks: Sequence[Block],
         model: nn.Module,
-        gauge: MemoryMeter,
+        meter: MemoryMeter,
         stages: Sequence[Stage],
         *,
         is_distributed: bool = False,
     ) -> None:
         self._optimizers, self._sums, self._blocks = optimizers, sums, blocks
-        self._model, self._gauge, self._stages, self._is_distributed = model, gauge, stages, is_distributed
+        self._model, self._meter, self._stages, self._is_distributed = model, meter, stages, is_distributed
         self._state_bytes: dict[int, list[float]] = {}
         self.late: list[str] = []
         """Parameters, by name, whose gradient went on arriving in a rehearsal when they would have been updated."""
@@ -91,7 +91,7 @@ class BackwardOptimizer:
             if optimizer._optimizer_step_pre_hooks:
                 raise ValueError(
                     f"{type(optimizer).__name__} has hooks of register_step_pre_hook, which look at all gradients, and "
-                    "with update='in_backward' these are never there together. Use update='after_backward'."
+                    "update='in_backward' never has all of them at once. Use update='after_backward'."
                 )
             check_own_step(optimizer)
             sizes = self._state_bytes.get(id(optimizer))
@@ -109,9 +109,8 @@ class BackwardOptimizer:
             self._empty, self._divisor = window.empty, window.divisor
             if not self._empty and not math.isfinite(loss := float(window.loss)):
                 raise ValueError(
-                    f"The loss of this batch is {loss}. With update='in_backward' blocks would be updated before "
-                    "anybody could see all gradients, so nothing has been. Leave the batch out, or use "
-                    "update='after_backward'."
+                    f"The loss of this batch is {loss}. update='in_backward' would update blocks before all gradients "
+                    "are known, so nothing has been updated. Leave the batch out, or use update='after_backward'."
                 )
             self._check_room()
         self._due = parameters_by_block(self._sums.parameters(), self._blocks, self._model, reached)
@@ -120,15 +119,14 @@ class BackwardOptimizer:
         missing = 0.0
         for optimizer in self._optimizers:
             for group, bytes_ in zip(optimizer.param_groups, self._state_bytes[id(optimizer)], strict=True):
-                here = [p for p in group["params"] if p.requires_grad and p.device == self._gauge.device]
+                here = [p for p in group["params"] if p.requires_grad and p.device == self._meter.device]
                 new = [p for p in here if p not in optimizer.state]
                 missing += sum(local_part(p).numel() * min(bytes_, 4.0 * p.element_size()) for p in new)
-        limit = self._gauge.limit() if missing else None
-        if limit is not None and self._gauge.live() + missing > limit:
+        limit = self._meter.limit() if missing else None
+        if limit is not None and (free := limit - self._meter.live()) < missing:
             raise torch.OutOfMemoryError(
-                f"The optimizers' state needs {format_bytes(int(missing))}, and "
-                f"{format_bytes(max(int(limit - self._gauge.live()), 0))} are free. Nothing has been updated. Use an "
-                "optimizer with less state."
+                f"The optimizers' state needs {format_bytes(int(missing))}, and {format_bytes(max(int(free), 0))} are "
+                "free. Nothing has been updated. Use an optimizer with less state."
             )
 
     @torch.no_grad()
@@ -137,14 +135,7 @@ class BackwardOptimizer:
         parameters = self._due.pop(place, [])
         self._begun = not self._rehearsal
         if self._rehearsal:
-            self._seen += [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
-            if place < 0:
-                moved = [
-                    p
-                    for p, grad, then in self._seen
-                    if p.grad is not grad or (grad is not None and grad._version != then)
-                ]
-                self.late = self._names(set(map(id, moved)))
+            self._rehearse(parameters, last=place < 0)
             return
         if not self._empty:
             self._update([p for p in parameters if p.grad is not None])
@@ -155,11 +146,19 @@ class BackwardOptimizer:
             if late:
                 raise WindowError(
                     f"{len(late)} parameters got a gradient after their update, the first of shape "
-                    f"{tuple(late[0].shape)}: something else than their own block uses them, and no graph has shown it."
+                    f"{tuple(late[0].shape)}: another module than their own block uses them, in a way that its graph "
+                    "doesn't show. Leave that block out of `blocks`, or use update='after_backward'."
                 )
             self.made = not self._empty
             if self.made:
                 self._call_hooks()
+
+    def _rehearse(self, parameters: list[Tensor], *, last: bool) -> None:
+        """Note gradients as they are when they would be used; at the last, which of them went on arriving."""
+        self._seen += [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
+        if last:
+            moved = {id(p) for p, g, then in self._seen if p.grad is not g or (g is not None and g._version != then)}
+            self.late = self._names(moved)
 
     def _update(self, parameters: list[Tensor]) -> None:
         if not parameters:
@@ -193,21 +192,15 @@ class BackwardOptimizer:
         return [names.get(id(p), "one that is not in the model") for p in self._sums.parameters() if id(p) in wanted]
 
     def explained(self, error: BaseException) -> BaseException:
-        """The error to raise in place of one that comes in the middle: it says what has been updated."""
+        """The error to raise in place of one that comes in the middle: it names what has been updated."""
         if not (self._updated or (self._begun and self._is_distributed)):
             return error
-        done = self._names(self._updated)
-        blocks = [
-            repr(block.path)
-            for block in self._blocks
-            if (own := [p for p in block.module.parameters() if p.requires_grad])
-            and all(id(p) in self._updated for p in own)
-        ]
+        trained = [(b.path, [p for p in b.module.parameters() if p.requires_grad]) for b in self._blocks]
+        blocks = [repr(path) for path, own in trained if own and all(id(p) in self._updated for p in own)]
         state = (
-            f"{len(done)} of {len(self._sums.parameters())} parameters have been updated with this batch, and their "
-            f"optimizer state: those of the blocks {', '.join(blocks) or '(none whole)'}, "
-            "the last of them maybe in part. All others are as they were. "
-            "This cannot be taken back: go on from a checkpoint."
+            f"{len(self._updated)} of {len(self._sums.parameters())} parameters have been updated with this batch, and "
+            f"their optimizer state: those of the blocks {', '.join(blocks) or '(none whole)'}, the last of them maybe "
+            "in part. All others are as they were. This cannot be taken back: go on from a checkpoint."
         )
         logger.error("%s stopped an update='in_backward' halfway. %s", type(error).__name__, state)
         if is_out_of_memory(error) and not self._is_distributed:
@@ -239,8 +232,8 @@ def check_own_step(optimizer: torch.optim.Optimizer) -> None:
     if found is not None and getattr(found, "__func__", found) is not own:
         raise ValueError(
             f"{type(optimizer).__name__}'s step was replaced by {getattr(found, '__name__', found)}, and "
-            "update='in_backward' calls it several times in an update. What is to be done once belongs into a hook of "
-            "register_step_post_hook; or use update='after_backward'."
+            "update='in_backward' calls it several times in an update. Put what must happen once per update into "
+            "register_step_post_hook, or use update='after_backward'."
         )
 
 
@@ -254,8 +247,8 @@ def check_per_parameter(optimizer: torch.optim.Optimizer) -> list[float]:
         at_once, alone = (_trained(optimizer, one_by_one=one_by_one) for one_by_one in (False, True))
     except Exception as error:
         raise ValueError(
-            f"Whether {name} treats parameters one by one could not be found out, as update='in_backward' needs: a "
-            f"copy of it can't be stepped with small parameters ({type(error).__name__}: {error}). Use "
+            f"update='in_backward' needs an optimizer that treats parameters one by one, and {name} could not be "
+            f"tested: a copy of it can't be stepped with small parameters ({type(error).__name__}: {error}). Use "
             "update='after_backward'."
         ) from error
     pairs = itertools.zip_longest(_everything(at_once), _everything(alone))
@@ -269,8 +262,8 @@ def check_per_parameter(optimizer: torch.optim.Optimizer) -> list[float]:
     if more is not None:
         raise ValueError(
             f"{name}.step() does more than update its parameters: it calls {more} where it has none to update. "
-            "update='in_backward' would do that several times in an update. What is to be done once belongs into a "
-            "hook of register_step_post_hook; or use update='after_backward'."
+            "update='in_backward' would do that several times in an update. Put what must happen once per update into "
+            "register_step_post_hook, or use update='after_backward'."
         )
 
     def bytes_of_state(p: Tensor) -> float:
@@ -324,24 +317,19 @@ def _trained(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> torch.opt
 
 def _in_small(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """A copy with a few small parameters in place of its own, and without state and hooks."""
-    generator, memo = torch.Generator().manual_seed(1), dict[int, Any]()
-    groups = []
+    generator, memo, groups = torch.Generator().manual_seed(1), dict[int, Any](), list[dict[str, Any]]()
     for group in optimizer.param_groups:
         # Of each shape two, so that those of the same shape meet.
         kinds = {(tuple(min(n, LONGEST) for n in p.shape), p.dtype, p.device): p for p in group["params"] if p.numel()}
         made = [nn.Parameter(_random(p, shape, generator)) for (shape, *_), p in kinds.items() for _ in range(2)]
-        others = {key: value for key, value in group.items() if key != "params"}
-        groups.append({"params": made, **copy.deepcopy(others, memo)})
+        groups.append({"params": made, **copy.deepcopy({k: v for k, v in group.items() if k != "params"}, memo)})
         if isinstance(groups[-1].get("lr"), (int, float)):
             groups[-1]["lr"] = 0.1  # which a schedule may have set to 0
     small: torch.optim.Optimizer = object.__new__(type(optimizer))
-    apart = {"param_groups", "state", "step"}
-    hooks = {key for key in vars(optimizer) if key.endswith("_hooks")}
     memo.update({id(p): p for group in optimizer.param_groups for p in group["params"]})  # never copied
-    vars(small).update(
-        {key: copy.deepcopy(value, memo) for key, value in vars(optimizer).items() if key not in apart | hooks}
-    )
-    vars(small).update({key: type(vars(optimizer)[key])() for key in hooks})
+    for key, value in vars(optimizer).items():
+        if key not in {"param_groups", "state", "step"}:
+            vars(small)[key] = type(value)() if key.endswith("_hooks") else copy.deepcopy(value, memo)
     small.param_groups, small.state = groups, defaultdict(dict)
     return small
 

@@ -81,8 +81,8 @@ def checked_blocks(blocks: BlocksChoice, *, batch_norm: str, noise_scale: bool) 
         )
     if noise_scale:
         raise ValueError(
-            "noise_scale=True compares the gradient of a micro-batch with that of the batch, and with `blocks` no "
-            "micro-batch's gradient is ever complete by itself. Leave out one of them."
+            "noise_scale=True compares a micro-batch's gradient with the batch's, and with `blocks` no micro-batch's "
+            "gradient is ever complete by itself. Leave out one of them."
         )
     return blocks if isinstance(blocks, Blocks) else Blocks(blocks)
 
@@ -93,11 +93,11 @@ def check_in_backward(*, clips: bool, scales: bool, closure: str | None, searche
         (clips, "`clip_grad_norm` needs the norm of all of them"),
         (scales, "a GradScaler makes an update only where all of them are finite: use autocast=torch.bfloat16"),
         (closure, f"{closure} evaluates a closure, which needs all gradients and all parameters as they were"),
-        (searched, "a size of micro-batches is searched for by their whole passes: give a `micro_batch_size` in rows"),
+        (searched, "the search for a size measures whole micro-batches: give a `micro_batch_size` in rows"),
         (
             replicated,
-            "several ranks of a replicated model reduce their gradients when all are there; fully_shard with a mesh of "
-            "(ranks, 1) replicates it, too, and reduces by blocks",
+            "ranks that replicate a model reduce all gradients together. fully_shard with a mesh of (ranks, 1) "
+            "replicates it, too, and reduces by blocks",
         ),
     ):
         if wrong:
@@ -130,9 +130,7 @@ def find_blocks(model: nn.Module, blocks: Any) -> list[Block]:
             "`blocks` must be an nn.ModuleList, its dotted path, a list of modules, or 'auto'. "
             f"Received: {blocks!r} of type {type(blocks).__name__}."
         )
-    paths = {id(module): path for path, module in model.named_modules()}
-    found: list[Block] = []
-    owners: dict[int, str] = {}
+    paths, owners, found = {id(module): path for path, module in model.named_modules()}, dict[int, str](), list[Block]()
     for index, module in enumerate(blocks):
         if not isinstance(module, nn.Module):
             raise TypeError(f"`blocks` must hold modules. Received: blocks[{index}] of type {type(module).__name__}.")
@@ -142,22 +140,21 @@ def find_blocks(model: nn.Module, blocks: Any) -> list[Block]:
                 f"blocks[{index}], of type {type(module).__name__}, is not a module of the model. Give the model's own "
                 "modules, or the dotted path of the list that holds them."
             )
+        if owners.get(id(module)) == path:
+            raise ValueError(
+                f"The block {path!r} is in `blocks` twice. Each is to be called once: leave layers that share one "
+                "module out of `blocks`."
+            )
+        for part in module.modules():
+            if id(part) in owners:
+                raise ValueError(
+                    f"The blocks {owners[id(part)]!r} and {path!r} have a module in common, a {type(part).__name__}. "
+                    "Blocks must lie one behind the other: give the outer ones, or the inner."
+                )
+        owners.update((id(part), path) for part in module.modules())
         found.append(Block(path, module))
     if not found:
         raise ValueError("`blocks` must hold at least one module. Received: none.")
-    for block in found:
-        if owners.get(id(block.module)) == block.path:
-            raise ValueError(
-                f"The block {block.path!r} is in `blocks` twice. Each is to be called once: leave layers that share "
-                "one module out of `blocks`."
-            )
-        for module in block.module.modules():
-            if id(module) in owners:
-                raise ValueError(
-                    f"The blocks {owners[id(module)]!r} and {block.path!r} have a module in common, a "
-                    f"{type(module).__name__}. Blocks must lie one behind the other: give the outer ones, or the inner."
-                )
-        owners.update((id(module), block.path) for module in block.module.modules())
     return found
 
 
@@ -167,15 +164,15 @@ def _check_runs_in_parts(model: nn.Module) -> None:
     inside = getattr(model, "module", model)
     if eval_frame is not None and any(isinstance(m, eval_frame.OptimizedModule) for m in (model, inside)):
         raise ValueError(
-            "`blocks` needs to run the model's blocks one by one, and torch.compile(model) makes one program of them. "
+            "`blocks` runs the model's blocks one by one, and torch.compile(model) makes one program of them. "
             "Compile each block instead: `for block in model.layers: block.compile()`."
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for path, module in model.named_modules() if fsdp is not None else ():
         if isinstance(module, fsdp.FullyShardedDataParallel):  # type: ignore[union-attr]  # not None here
             raise ValueError(
-                f"{path or 'The model'!r} is a FullyShardedDataParallel (FSDP1), and `blocks` doesn't know how to "
-                "gather what it runs again. Shard the model with fully_shard, which it knows."
+                f"{path or 'The model'!r} is a FullyShardedDataParallel (FSDP1), whose parameters `blocks` can't "
+                "gather for a second run. Shard the model with fully_shard (FSDP2)."
             )
 
 

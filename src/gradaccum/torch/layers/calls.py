@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import enum
 import functools
 import itertools
@@ -13,36 +12,87 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.batch import Batch, children, rebuild
+from gradaccum.on_torch.batch import Batch, children
 from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.on_torch.random_state import is_generator
 from gradaccum.torch.chunking.two_passes import Conditions, Inputs, backward_roots, is_floating, tensors_of, version_of
 from gradaccum.torch.layers.blocks import Block, called
 from gradaccum.torch.layers.offload import Store, Waiting
 
-_AS_THEY_ARE = (nn.Module, type, enum.Enum, types.FunctionType, types.MethodType, types.ModuleType, torch.dtype)
 _PLAIN = {str, bool, int, float, type(None), torch.device, torch.dtype, torch.Size}
+_CONTAINERS = (Mapping, list, tuple, set, functools.partial)
+_AS_THEY_ARE = (nn.Module, type, enum.Enum, types.FunctionType, types.MethodType, types.ModuleType, torch.dtype)
 
-GivenTensors = dict[int, tuple[Any, list[Tensor]]]
-"""Of each object, by id, the tensors that it had when the first block of a micro-batch was called with it."""
+
+def _is_object(value: Any) -> bool:
+    """Whether this is an object of the user's that somebody can write to, such as a cache."""
+    if not hasattr(value, "__dict__") or isinstance(value, (Tensor, *_AS_THEY_ARE, *_CONTAINERS)):
+        return False
+    return not is_generator(value) and not type(value).__name__.endswith("Config")
 
 
-class _Slot(int):
-    """Stands for a tensor in a copy of the arguments, by its number, so that nobody holds the tensor twice."""
+def _inside(node: Any) -> list[Any] | None:
+    """What is in a container or an object; None for a leaf."""
+    if type(node) in _PLAIN or isinstance(node, Tensor):
+        return None
+    if isinstance(node, (tuple, set)):  # PackedSequence, too
+        return [*node]
+    if isinstance(node, functools.partial):
+        return [*node.args, *node.keywords.values()]
+    if _is_object(node):
+        return [*vars(node).values()]
+    inside = children(node)
+    return None if inside is None else [child for _, _, child in inside]
 
-    __slots__ = ()
+
+def _nodes(tree: Any, *, into_objects: bool = True) -> list[Any]:
+    """All that is in a tree, each once; dataclasses count as containers."""
+    seen, waiting = dict[int, Any](), [tree]
+    while waiting:
+        node = waiting.pop()
+        if type(node) not in _PLAIN and id(node) not in seen:
+            seen[id(node)] = node
+            if into_objects or not _is_object(node) or hasattr(node, "__dataclass_fields__"):
+                waiting += reversed(_inside(node) or ())
+    return [*seen.values()]
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in a tree, inside of objects, too, each once."""
+    return [node for node in _nodes(tree) if isinstance(node, Tensor)]
+
+
+def replaced(tree: Any, new: Mapping[int, Any]) -> Any:
+    """The tree with other tensors in place of some, by id: in the same lists, dicts and objects.
+
+    Example:
+        >>> one, two = torch.ones(1), torch.zeros(1)
+        >>> written = {"keys": [one]}
+        >>> replaced(written, {id(one): two}) is written, written["keys"][0] is two
+        (True, True)
+    """
+    if not new:
+        return tree
+    nodes = _nodes(tree)
+    holders = [node for node in nodes if type(node) in (list, dict) or _is_object(node)]
+    memo = {id(node): node for node in (*holders, *(node for node in nodes if _inside(node) is None))}
+    memo.update(new)
+    for node in holders:
+        holder: Any = vars(node) if _is_object(node) else node
+        for key, value in [*(enumerate(holder) if type(node) is list else holder.items())]:
+            if (other := copy.deepcopy(value, memo)) is not value:  # tuples and the like are made anew
+                holder[key] = other
+    return copy.deepcopy(tree, memo)
 
 
 class Arguments:
-    """The arguments of a block's call, as they are before it: in containers, in caches and other objects.
+    """The arguments of a block's call, as they are before it: a block that runs again must find them so.
 
-    A block that runs again must find them as they were: the cache without the keys and values that it has put there
-    since. Of objects, tensors that other blocks have put there since the first one (`given`) are replaced by shapes: a
-    cache of all blocks' keys and values would take the memory of all blocks.
+    In a copy of the containers and objects each tensor is a slot, so that nobody holds it twice. What earlier blocks
+    have `written` to objects is there as a shape: a cache of all blocks' keys would take the memory of all blocks.
 
     Example:
         >>> cache = types.SimpleNamespace(keys=[])
@@ -52,153 +102,36 @@ class Arguments:
         []
     """
 
-    def __init__(self, inputs: Inputs, given: GivenTensors) -> None:
-        nodes = _nodes(inputs, into_objects=False)
-        self.tensors, others = [node for node in nodes if isinstance(node, Tensor)], dict[int, Tensor]()
-        direct = {id(tensor) for tensor in self.tensors}
-        for node in filter(_is_written_to, nodes):
-            inside = tensors_in(node)
-            own = {id(tensor) for tensor in given.setdefault(id(node), (node, inside))[1]}
-            for tensor in inside:
-                if id(tensor) not in own:  # only its shape
-                    others[id(tensor)] = torch.empty_like(tensor, device="meta", requires_grad=False)
-                elif not tensor.requires_grad:
-                    others[id(tensor)] = tensor
-                elif id(tensor) not in direct:
-                    direct.add(id(tensor))
-                    self.tensors.append(tensor)
-        """Those that the block needs when it runs again, each once: direct arguments, and what passes gradients on."""
-        leaves = {**others, **{id(tensor): _Slot(number) for number, tensor in enumerate(self.tensors)}}
-        self._copy: Any = _mapped(inputs, lambda tensor: leaves[id(tensor)], {})
+    def __init__(self, inputs: Inputs, written: Mapping[Tensor, Any]) -> None:
+        self.tensors = [node for node in _nodes(inputs, into_objects=False) if isinstance(node, Tensor)]
+        """Those that the block needs when it runs again: direct arguments, and what passes gradients on."""
+        direct, leaves = set(map(id, self.tensors)), dict[int, Any]()
+        for node in _nodes(inputs):
+            if _inside(node) is None:
+                leaves[id(node)] = node
+            if isinstance(node, Tensor) and id(node) not in direct:
+                if node in written:
+                    leaves[id(node)] = torch.empty_like(node, device="meta", requires_grad=False)
+                elif node.requires_grad:
+                    self.tensors.append(node)
+        self._slots = [object() for _ in self.tensors]
+        leaves.update({id(tensor): slot for tensor, slot in zip(self.tensors, self._slots, strict=True)})
+        self._copy: Inputs = copy.deepcopy(inputs, leaves)
 
     def filled(self, tensors: Sequence[Tensor]) -> Inputs:
-        """The arguments as they were, with these tensors in place of `tensors`."""
-        inputs: Inputs = _mapped(self._copy, lambda leaf: tensors[leaf] if type(leaf) is _Slot else leaf, {})
+        """The arguments as they were, with these tensors in place of `tensors`. Once."""
+        inputs: Inputs = replaced(self._copy, {id(s): tensor for s, tensor in zip(self._slots, tensors, strict=True)})
         return inputs
-
-
-def _nodes(tree: Any, *, into_objects: bool = True) -> list[Any]:
-    """All that is in a tree, each once."""
-    seen, waiting = dict[int, Any](), [tree]
-    while waiting:
-        node = waiting.pop()
-        if type(node) not in _PLAIN and id(node) not in seen:
-            seen[id(node)] = node
-            if not isinstance(node, Tensor) and (
-                into_objects or dataclasses.is_dataclass(node) or not _is_object(node)
-            ):
-                waiting += reversed(_children(node))
-    return [*seen.values()]
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in a tree, inside of objects, too, each once."""
-    return [node for node in _nodes(tree) if isinstance(node, Tensor)]
-
-
-# No function that calls itself from inside: it would keep tensors alive until Python looks for cycles.
-
-
-def _mapped(node: Any, leaf: Callable[[Any], Any], made: dict[int, Any]) -> Any:
-    """A copy of a tree, objects included, with `leaf(tensor)` in place of each tensor and slot."""
-    if isinstance(node, (Tensor, _Slot)):
-        return leaf(node)
-    if type(node) not in _PLAIN and id(node) not in made:
-        _copy(node, made, lambda child: _mapped(child, leaf, made))
-    return made.get(id(node), node)
-
-
-def replaced(tree: Any, new: Mapping[int, Tensor]) -> Any:
-    """The tree with other tensors in place of some, by id: in the same lists, dicts and objects.
-
-    Example:
-        >>> one, two = torch.ones(1), torch.zeros(1)
-        >>> written = {"keys": [one]}
-        >>> replaced(written, {id(one): two}) is written, written["keys"][0] is two
-        (True, True)
-    """
-    return _replaced(tree, new, {}) if new else tree
-
-
-def _replaced(node: Any, new: Mapping[int, Tensor], made: dict[int, Any]) -> Any:
-    if isinstance(node, Tensor):
-        return new.get(id(node), node)
-    if type(node) in _PLAIN or id(node) in made:
-        return made.get(id(node), node)
-    if type(node) is list or type(node) is dict or _is_object(node):
-        made[id(node)] = node
-        holder: Any = vars(node) if _is_object(node) else node
-        for key, value in [*(enumerate(holder) if type(node) is list else holder.items())]:
-            other = _replaced(value, new, made)
-            if other is not value:
-                holder[key] = other
-    elif any(id(tensor) in new for tensor in tensors_in(node)):
-        return _copy(node, made, lambda child: _replaced(child, new, made))
-    return node
-
-
-def _is_object(value: Any) -> bool:
-    """Whether this is an object of the user's that somebody can write to, such as a cache."""
-    containers = (Mapping, list, tuple, set, functools.partial)
-    if not hasattr(value, "__dict__") or isinstance(value, (*_AS_THEY_ARE, *containers)):
-        return False
-    return not is_generator(value) and not type(value).__name__.endswith("Config")
-
-
-def _is_written_to(value: Any) -> bool:
-    return _is_object(value) and not dataclasses.is_dataclass(value)  # which are containers
-
-
-def _children(node: Any) -> list[Any]:
-    if isinstance(node, tuple):  # PackedSequence, too
-        return list(node)
-    if isinstance(node, functools.partial):
-        return [*node.args, *node.keywords.values()]
-    if _is_object(node):
-        return list(vars(node).values())
-    return [child for _, _, child in children(node) or ()]
-
-
-def _copy(node: Any, made: dict[int, Any], copied: Callable[[Any], Any]) -> Any:
-    """A container or object of the same kind, with `copied(child)` in place of each child; a leaf itself."""
-    new: Any
-    if type(node) is list:
-        made[id(node)] = new = []
-        new.extend([copied(child) for child in node])
-    elif type(node) is dict or _is_object(node):
-        made[id(node)] = new = {} if type(node) is dict else _another(node)
-        own, others = (node, new) if type(node) is dict else (vars(node), vars(new))
-        others.update([(key, copied(child)) for key, child in own.items()])
-    elif type(node) is set:
-        new = set(node)
-    elif isinstance(node, PackedSequence):
-        new = type(node)(*map(copied, node))
-    elif isinstance(node, functools.partial):
-        keywords = {key: copied(child) for key, child in node.keywords.items()}
-        new = functools.partial(node.func, *map(copied, node.args), **keywords)
-    else:
-        inside = children(node)
-        new = node if inside is None else rebuild(node, [copied(child) for _, _, child in inside])
-    made[id(node)] = new
-    return new
-
-
-def _another(value: Any) -> Any:
-    """Another of its class."""
-    try:
-        return object.__new__(type(value))
-    except TypeError:  # of a class that is written in C
-        return copy.copy(value)
 
 
 class BlockCall:
     """What it takes to run a block's call again, and the gradients of its outputs as they arrive.
 
-    Its outputs are what it returns and what it writes to its arguments. `given`: as for `Arguments`.
+    Its outputs are the tensors that it returns, and those that it writes to its arguments.
     """
 
-    def __init__(self, block: Block, inputs: Inputs, given: GivenTensors) -> None:
-        self.block, self._arguments = block, Arguments(inputs, given)
+    def __init__(self, block: Block, inputs: Inputs, written: Mapping[Tensor, Any]) -> None:
+        self.block, self._arguments = block, Arguments(inputs, written)
         self.roots = {place: t for place, t in enumerate(self._arguments.tensors) if t.requires_grad}
         """The tensors among the inputs that pass gradients on, by place, until somebody has numbered them."""
         self._is_first = not self.roots  # no gradient reaches beyond it
@@ -209,42 +142,37 @@ class BlockCall:
         self._grads: list[Tensor | None] = []  # of its outputs
         self._leaves: dict[int, Tensor] = {}  # where its graph begins, by place among the inputs
 
-    def run(self, inputs: Inputs, start: Conditions, store: Store, held: Collection[int]) -> Any:
+    def run(self, inputs: Inputs, start: Conditions, store: Store, held: Collection[int], written: Any) -> Any:
         """The outputs, without a graph of the inside. `held`: tensors that the block holds, by id."""
-        self.start = start
-        given = self._arguments.tensors
-        versions = [version_of(tensor) for tensor in given]
-        before = {id(tensor): tensor for tensor in tensors_in(inputs)}
-        outputs: Any = None
-        made: list[Tensor] = []
-
-        def first_pass() -> tuple[list[Tensor], list[Tensor]]:
-            nonlocal outputs
-            # Where no input wants a gradient, the outputs may not either, as those of a reentrant checkpoint.
-            with torch.set_grad_enabled(self._is_first):
-                outputs = called(self.block.module, inputs.args, inputs.kwargs)
-            start.advance()
-            made.extend(_made(outputs, inputs, before))
-            self._grads = [None] * len(made)
-            # What the module holds, or was called with, gets no graph; and a view could not be edited in place.
-            flat = [t.data if t.requires_grad or id(t) in before or id(t) in held else t for t in made]
-            passes = [is_floating(tensor) and (tensor.requires_grad or not self._is_first) for tensor in made]
-            return flat, [tensor for tensor, passes_on in zip(flat, passes, strict=True) if not passes_on]
-
-        flat = _Boundary.apply(self, first_pass, torch.zeros((), requires_grad=True))
+        self.start, given = start, self._arguments.tensors
+        versions, before = [*map(version_of, given)], set(map(id, tensors_in(inputs)))
+        # Where no input wants a gradient, the outputs may not either, as those of a reentrant checkpoint.
+        with torch.set_grad_enabled(self._is_first):
+            outputs = called(self.block.module, inputs.args, inputs.kwargs)
+        start.advance()
         for tensor, version in zip(given, versions, strict=True):
             if version_of(tensor) != version:
                 raise ValueError(self._edits(f" of shape {tuple(tensor.shape)}"))
-        new = {id(old): tensor for old, tensor in zip(made, flat, strict=True) if old is not tensor}
-        replaced(inputs, {old: tensor for old, tensor in new.items() if old not in before})
-        self._waiting = [store.keep(tensor) for tensor in given]
-        self._arguments.tensors = []
-        return replaced(outputs, new)
+        made = _made(outputs, inputs, before)
+        self._grads = [None] * len(made)
+        # What the module holds, or was called with, gets no graph; and a view could not be edited in place.
+        own = before.union(held)
+        flat = [tensor.data if tensor.requires_grad or id(tensor) in own else tensor for tensor in made]
+        passes = [is_floating(tensor) and (tensor.requires_grad or not self._is_first) for tensor in made]
+        constant = [tensor for tensor, passes_on in zip(flat, passes, strict=True) if not passes_on]
+        graphed = _Boundary.apply(self, flat, constant, torch.zeros((), requires_grad=True))
+        new = {id(old): tensor for old, tensor in zip(made, graphed, strict=True) if old is not tensor}
+        outputs = replaced(outputs, new)
+        inputs = replaced(inputs, {old: tensor for old, tensor in new.items() if old not in before})
+        returned = before.union(map(id, tensors_of(outputs)))
+        written.update({tensor: None for tensor in tensors_in(inputs) if id(tensor) not in returned})
+        self._waiting, self._arguments.tensors = [store.keep(tensor) for tensor in given], []
+        return outputs
 
     def _edits(self, which: str) -> str:
         return (
             f"The block {self.block.path!r} edits an input{which} in place, so it can't be run again on the same "
-            "inputs. Its first operation may have inplace=True; or give it a clone."
+            "inputs. Its first operation may have inplace=True. Turn that off, or give the block a clone."
         )
 
     def run_with_graph(self, inputs: Inputs) -> Any:
@@ -282,18 +210,17 @@ class BlockCall:
         tensors = [waiting.get() for waiting in self._waiting]
         self._leaves = {place: tensors[place].detach().requires_grad_() for place in self.keys}
         inputs = self._arguments.filled([self._leaves.get(place, tensor) for place, tensor in enumerate(tensors)])
-        before = {id(tensor): tensor for tensor in tensors_in(inputs)}
+        before = set(map(id, tensors_in(inputs)))
         with torch.enable_grad(), self.start.restored():
             outputs = called(self.block.module, inputs.args, inputs.kwargs)
         made = _made(outputs, inputs, before)
         if len(made) != len(self._grads):
             raise NotEquivalentError(
-                f"The block {self.block.path!r} returned {len(self._grads)} tensors, and {len(made)} when backward ran "
-                "it again."
+                f"The block {self.block.path!r} returned {len(self._grads)} tensors in the forward pass, and "
+                f"{len(made)} when backward ran it again. Its outputs must not depend on anything but its inputs."
             )
-        del outputs, inputs, before
         roots, given = backward_roots(made, self._grads)
-        del made
+        del inputs, outputs, made, tensors
         if roots:
             run_backward(roots, given)
         return self.arrived()
@@ -304,7 +231,7 @@ class BlockCall:
         return {place: leaf.grad for place, leaf in leaves.items() if leaf.grad is not None}
 
 
-def _made(outputs: Any, inputs: Inputs, before: dict[int, Tensor]) -> list[Tensor]:
+def _made(outputs: Any, inputs: Inputs, before: Collection[int]) -> list[Tensor]:
     """The tensors that a call has returned, or put into its arguments. In objects, those from before don't count."""
     returned = {id(tensor) for tensor in tensors_of(outputs)}
     return [tensor for tensor in tensors_in((outputs, inputs)) if id(tensor) in returned or id(tensor) not in before]
@@ -314,21 +241,18 @@ class _Boundary(torch.autograd.Function):
     """Where a micro-batch's graph ends, to go on when it is the block's turn."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: BlockCall, run: Callable[[], tuple[list[Tensor], list[Tensor]]], anchor: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: BlockCall, made: list[Tensor], constant: list[Tensor], _: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        flat, constant = run()
-        if torch.is_autocast_cache_enabled():  # copies made here, without a graph, would hide tied weights from a loss
+        if torch.is_autocast_cache_enabled():  # copies made without a graph would hide tied weights from a loss
             torch.clear_autocast_cache()
         ctx.mark_non_differentiable(*constant)
-        return tuple(flat)
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         ctx.call.arrive(grads)
-        return None, None, None
+        return None, None, None, None
 
 
 class Reached(BaseException):  # no error, and nothing that a loss would catch
@@ -344,7 +268,8 @@ class MicroBatch:
 
     def __init__(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any], start: Conditions) -> None:
         self.retake, self._forward, self.start = retake, forward, start
-        self.given: GivenTensors = {}
+        self.written: Any = WeakIdKeyDictionary()
+        """The tensors that blocks have put into their arguments."""
         self.calls: list[BlockCall | None] = []
         self.done = False
         self.first_grads: dict[int, Tensor] = {}
@@ -367,8 +292,8 @@ class MicroBatch:
         else:
             what = f"The block {blocks[count].path!r} was not called before {blocks[place].path!r}."
         raise ValueError(
-            f"`blocks` must be called once each, in their order, in the forward pass of every micro-batch. {what} "
-            "Leave out of `blocks` what is called otherwise, or list the modules in the order in which they are called."
+            "Each of `blocks` must be called once in every forward pass, in the order of the list. "
+            f"{what} Leave out of `blocks` what is called otherwise, or list the modules in the order of their calls."
         )
 
     def note_roots(self, place: int, call: BlockCall) -> None:
@@ -438,8 +363,8 @@ class MicroBatch:
         tensors = Arguments(inputs, {}).tensors
         if place != 0 or len(tensors) <= max(grads) or any(tensors[i].shape != g.shape for i, g in grads.items()):
             raise ValueError(
-                f"What the block {first!r} is called with was something else when backward ran the model "
-                "up to there again. Does the loss take something from an iterator, or count its calls?"
+                f"The block {first!r} was called with other inputs when backward ran the model up to there again. Does "
+                "the loss take something from an iterator, or count its calls? Pass that in the batch."
             )
         found = [(tensors[index], grad) for index, grad in grads.items() if tensors[index].requires_grad]
         return [root for root, _ in found], [grad for _, grad in found]

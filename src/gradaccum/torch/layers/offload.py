@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,22 @@ logger = logging.getLogger("gradaccum")
 OffloadChoice = bool | str | os.PathLike[str]
 """Whether activations wait in host memory; or a folder, in whose files they wait."""
 
-_streams: dict[tuple[str, torch.device], Any] = {}
-
-_NO_CONTEXT = contextlib.nullcontext()
+_streams: dict[torch.device, Any] = {}
 
 
-def _stream(use: str, device: torch.device) -> Any:
-    """A stream of copies, which waits for what the device computes now."""
-    stream = _streams.get((use, device)) or _streams.setdefault((use, device), torch.cuda.Stream(device))
+def _beside(device: torch.device) -> Any:
+    """The stream of copies on a CUDA device, which waits for what the device computes now."""
+    stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
+
+
+def _arrived(device: torch.device, tensors: Sequence[Tensor]) -> None:
+    """What the device computes from now on waits for these copies, whose memory is its own then."""
+    current = torch.cuda.current_stream(device)
+    current.wait_stream(_streams[device])
+    for tensor in tensors:
+        tensor.record_stream(current)
 
 
 class Waiting:
@@ -55,7 +60,6 @@ class Waiting:
         """It will be wanted soon."""
 
     def get(self) -> Tensor:
-        """The tensor."""
         assert self._tensor is not None
         return self._tensor
 
@@ -64,27 +68,22 @@ class _OnHost(Waiting):
     """In pinned host memory; copied both ways beside what the device computes."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._device, self._tensor = tensor.device, None
+        self._device, self._tensor, self._there = tensor.device, None, list[Tensor]()
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._there: Tensor | None = None
-        self._stream = _stream("activations", tensor.device)
-        with torch.cuda.stream(self._stream):
+        stream = _beside(tensor.device)
+        with torch.cuda.stream(stream):
             self._host.copy_(tensor.detach(), non_blocking=True)
-        tensor.record_stream(self._stream)
+        tensor.record_stream(stream)
 
     def prefetch(self) -> None:
-        if self._there is None:
-            with torch.cuda.stream(self._stream):
-                self._there = self._host.to(self._device, non_blocking=True)
+        if not self._there:
+            with torch.cuda.stream(_beside(self._device)):
+                self._there = [self._host.to(self._device, non_blocking=True)]
 
     def get(self) -> Tensor:
         self.prefetch()
-        there, self._there = self._there, None
-        assert there is not None
-        current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._stream)
-        there.record_stream(current)
-        return there
+        _arrived(self._device, self._there)
+        return self._there.pop()
 
 
 class _InFile(Waiting):
@@ -162,28 +161,25 @@ class OffloadedBlocks:
         outside = [p for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)]
         self.device = next((p.device for p in outside), torch.device("cpu"))
         """Where the blocks compute: where the parameters outside of them are."""
-        self.count: Counter[str] = Counter()
-        """How often each block has been copied, by its path."""
-        self._coming: tuple[int, list[tuple[Tensor, Tensor]]] | None = None
+        self._on_cuda = self.device.type == "cuda"
+        self._coming: tuple[int, dict[Tensor, Tensor]] | None = None
         for block in blocks:
             self._check(block, set(map(id, outside)))
-        if self.device.type == "cuda":  # from other memory they could not be copied while the device computes
-            for block in blocks:
-                for p in block.module.parameters():
-                    p.data = p.data.pin_memory()
+        for parameter in [p for block in blocks for p in block.module.parameters()] if self._on_cuda else ():
+            parameter.data = parameter.data.pin_memory()  # other memory is not copied while the device computes
 
     def _check(self, block: Block, outside: set[int]) -> None:
         for name, parameter in block.module.named_parameters():
             if parameter.device.type != "cpu":
                 raise ValueError(
                     f"Blocks(on='cpu') expects the blocks on the CPU. Received: {block.path}.{name} on "
-                    f"{parameter.device}. Build the model there, and move to the device what stands outside of the "
-                    "blocks, before the optimizer is built."
+                    f"{parameter.device}. Build the model on the CPU, and move the modules outside the blocks to the "
+                    "device before the optimizer is built."
                 )
             if id(parameter) in outside:
                 raise ValueError(
-                    f"{block.path}.{name} is a weight of what stands outside of the blocks, too, and with "
-                    "Blocks(on='cpu') it would have to be in two places. Leave one of them out."
+                    f"{block.path}.{name} is a weight of a module outside the blocks, too, and with Blocks(on='cpu') "
+                    "it would have to be in two places. Leave one of them out."
                 )
         for module in block.module.modules():
             if isinstance(module, nn.RNNBase):
@@ -194,7 +190,7 @@ class OffloadedBlocks:
 
     @property
     def proves(self) -> bool:
-        """Whether some rows can go through the whole model at once, as a proof needs; says where they can't."""
+        """Whether some rows can go through the whole model at once, as a proof needs; warns where they can't."""
         if self.device.type != "cpu":
             logger.warning(
                 "Whether micro-batches make the large batch's update is not proven here: the proof runs the whole "
@@ -223,40 +219,34 @@ class OffloadedBlocks:
 
     def prefetch(self, place: int) -> None:
         """The block at this place will come next: it is copied while the device computes."""
-        known = self._coming is not None and self._coming[0] == place
-        if self.device.type == "cuda" and not known and 0 <= place < len(self._blocks):
+        if self._on_cuda and 0 <= place < len(self._blocks) and (self._coming is None or self._coming[0] != place):
             self._coming = place, self._copies(place)
 
     def forget(self) -> None:
         """No block comes any more."""
         self._coming = None
 
-    def _copies(self, place: int) -> list[tuple[Tensor, Tensor]]:
-        """Its parameters and buffers, each with its copy on the device."""
-        block = self._blocks[place]
-        own = {id(t): t for t in (*block.module.parameters(), *block.module.buffers())}.values()
-        self.count[block.path] += 1
-        beside = torch.cuda.stream(_stream("blocks", self.device)) if self.device.type == "cuda" else _NO_CONTEXT
-        with beside:
-            return [(tensor, tensor.detach().to(self.device, copy=True, non_blocking=True)) for tensor in own]
-
-    def _arrived(self, place: int) -> list[tuple[Tensor, Tensor]]:
-        coming, self._coming = self._coming, None
-        copies = coming[1] if coming is not None and coming[0] == place else self._copies(place)
-        if self.device.type == "cuda":
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(_streams["blocks", self.device])
-            for _, copy in copies:
-                copy.record_stream(current)
-        return copies
+    def _copies(self, place: int) -> dict[Tensor, Tensor]:
+        """The device's copy of each of its parameters and buffers."""
+        module = self._blocks[place].module
+        with torch.cuda.stream(_beside(self.device)) if self._on_cuda else contextlib.nullcontext():
+            return {
+                own: own.detach().to(self.device, copy=True, non_blocking=True)
+                for own in (*module.parameters(), *module.buffers())
+            }
 
     @contextlib.contextmanager
     def on_device(self, place: int, following: int = -1) -> Iterator[None]:
         """The block is on the device meanwhile, and what it has moved comes back. `following` comes next."""
-        copies = {id(own): (own, _parameter_like(own, copy)) for own, copy in self._arrived(place)}
+        self.prefetch(place)
+        copies = self._copies(place) if self._coming is None else self._coming[1]
+        self._coming = None
+        if self._on_cuda:
+            _arrived(self.device, [*copies.values()])
+        copies = {own: _parameter_like(own, copy) for own, copy in copies.items()}
         self.prefetch(following)
         parts: list[Any] = [h for m in self._blocks[place].module.modules() for h in (m._parameters, m._buffers)]
-        holders = [(part, name, *copies[id(own)]) for part in parts for name, own in part.items() if own is not None]
+        holders = [(part, name, own, copies[own]) for part in parts for name, own in part.items() if own is not None]
         versions = [copy._version for *_, copy in holders]
         for holder, name, _, copy in holders:
             holder[name] = copy
@@ -265,20 +255,16 @@ class OffloadedBlocks:
         finally:
             for (holder, name, own, copy), version in zip(holders, versions, strict=True):
                 now, holder[name] = holder.get(name), own
-                if not isinstance(own, nn.Parameter):
-                    _come_home(holder, name, now, copy, moved=copy._version != version)
-        for own, copy in copies.values():
+                if isinstance(own, nn.Parameter):
+                    continue
+                if now is not copy:
+                    holder[name] = None if now is None else now.to(own.device)
+                elif copy._version != version or name.startswith("running_"):  # of which BatchNorm's kernels don't tell
+                    own.detach().copy_(copy)
+        for own, copy in copies.items():
             if isinstance(own, nn.Parameter) and copy.grad is not None:
                 grad = copy.grad.to(own.device)
                 own.grad = grad if own.grad is None else own.grad.add_(grad)
-
-
-def _come_home(holder: Any, name: str, now: Tensor | None, copy: Tensor, *, moved: bool) -> None:
-    """A buffer is what it has become on the device."""
-    if now is not copy:
-        holder[name] = now if now is None else now.to(holder[name].device)
-    elif moved or name.startswith("running_"):  # BatchNorm's kernels don't raise its version
-        holder[name].detach().copy_(copy)
 
 
 def _parameter_like(own: Tensor, copy: Tensor) -> Tensor:

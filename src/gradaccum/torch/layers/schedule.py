@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,11 +13,11 @@ from gradaccum.core.sizes import Plan, Slice
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
-from gradaccum.on_torch.oom_retry import RestartWindow, nothing_fits
+from gradaccum.on_torch.oom_retry import OomRetry, RestartWindow
 from gradaccum.on_torch.private import leaves_of
 from gradaccum.on_torch.random_state import all_generators, held_generators, kept
 from gradaccum.on_torch.state import BufferSnapshot, Snapshot
-from gradaccum.torch.buffers import Attributes, ModuleContents
+from gradaccum.torch.buffers import Contents, ModuleContents
 from gradaccum.torch.chunking.two_passes import (
     Conditions,
     Inputs,
@@ -33,9 +32,6 @@ from gradaccum.torch.layers.blocks import Blocks, called, find_blocks, intercept
 from gradaccum.torch.layers.calls import BlockCall, MicroBatch, Reached
 from gradaccum.torch.layers.offload import OffloadChoice, OffloadedBlocks, Store
 
-logger = logging.getLogger("gradaccum")
-
-_LONG = {"python", "numpy"}  # generators whose states take long to look at
 _NO_CONTEXT = contextlib.nullcontext()
 
 
@@ -45,14 +41,13 @@ class Layers:
     Forward, a micro-batch's blocks run without graphs, all but the last: what is kept is what they are called with. Its
     loss goes backward at once, down to what the last block was called with. When all micro-batches have come so far,
     the block before it runs again on each of them and passes their gradients on; then the one before that, and so on.
-    What stands before the blocks runs again at last.
+    What stands before the blocks (place -1) runs again at last.
 
     The last block runs again, too, where it is on the device only while it computes.
     """
 
     def __init__(self, model: nn.Module, blocks: Blocks, offload: OffloadChoice = False) -> None:
-        self.model, self.blocks = model, find_blocks(model, blocks.modules)
-        self.update = blocks.update
+        self.model, self.blocks, self.update = model, find_blocks(model, blocks.modules), blocks.update
         self.offloaded = None if blocks.on is None else OffloadedBlocks(model, self.blocks)
         self.ranks, self.waits = ByBlocks(), False  # of a sharded model, and whether they wait for each other
         self.listener: Any = None
@@ -61,69 +56,10 @@ class Layers:
         """How running a block again failed while something was proven, by path."""
         self.left = dict[str, list[str]]()
         """What blocks have kept in attributes while something was proven, by path."""
-        self._modules = [block.module for block in self.blocks]
-        self._store = Store(offload)
+        self._modules, self._store = [block.module for block in self.blocks], Store(offload)
         # From the place of the tail on, blocks run once, with their graph.
         self._tail = len(self.blocks) - (self.offloaded is None)
-        self._drawn = set[Any]()
-        """Of the generators with long states, those that micro-batches have drawn from: blocks look at these alone."""
-        self._at_once = self._proving = False
-        self._clear()
-
-    def run(
-        self,
-        plan: Plan,
-        forward_and_loss: Callable[[Slice], None],
-        gauge: MemoryMeter,
-        window: Any,
-        *,
-        proving: bool,
-    ) -> None:
-        """All passes of a window, whose loss and divisor the listener asks for."""
-        self._proving, listener, ranks = proving, self.listener, self.ranks
-        check_nothing_cached()
-        self._open()
-        if listener is not None:
-            listener.open()
-        with ranks.window(), intercepted(self._modules, self._call):
-            try:
-                with ranks.forward(frees=listener is not None, tail=self._tail):
-                    for piece in plan:
-                        self._at_once = plan.measuring  # so that what it costs is all of it
-                        forward_and_loss(piece)
-                if listener is not None:
-                    listener.begin(window, {**self._reached, **ranks.places()}, rehearsal=proving)
-                self._backward_that_fits(plan, gauge)
-            except BaseException as error:
-                explained = error if listener is None else listener.explained(error)
-                if explained is error:
-                    raise
-                raise explained from error
-            finally:
-                self._clear()
-
-    def _clear(self) -> None:
-        """Forget what forward passes have kept."""
-        self._states = dict[int, ModuleContents]()
-        """What blocks that run again hold, by place: gathered, if sharded, and not copied to a device yet."""
-        self._moving = dict[int, list[BufferSnapshot]]()
-        """The buffers that their first passes move, as they were before."""
-        self._reached = dict[int, int]()
-        """Of what graphs between blocks lead to, by id, after which block's turn its gradient is in."""
-        self._current: MicroBatch | None = None
-        self._reaching = False  # whether what stands before the blocks runs again
-        self._micro_batches: list[MicroBatch] = []
-        self._largest: Any = None
-        self._around: list[nn.Module] = []
-        if self.offloaded is not None:
-            self.offloaded.forget()
-
-    def _open(self) -> None:
-        """A window begins: the modules around the blocks, and the users' generators, are those of now."""
-        self._clear()
-        known = {module for block in self._modules for module in block.modules()}
-        self._inside, self._around = known, [module for module in self.model.modules() if module not in known]
-        self._generators: list[Any] | None = None
+        self._window = _Window(self, proving=False)
 
     @property
     def proves(self) -> bool:
@@ -134,115 +70,91 @@ class Layers:
         """Around an update: blocks that live elsewhere can be called meanwhile, in passes of any kind."""
         return _NO_CONTEXT if self.offloaded is None else self.offloaded.reachable()
 
+    def run(
+        self,
+        plan: Plan,
+        forward_and_loss: Callable[[Slice], None],
+        meter: MemoryMeter,
+        window: Any,
+        *,
+        proving: bool,
+    ) -> None:
+        """All passes of a window, whose loss and divisor the listener asks for."""
+        listener, ranks = self.listener, self.ranks
+        check_nothing_cached()
+        self._window = _Window(self, proving=proving)
+        if listener is not None:
+            listener.open()
+        with ranks.window(), intercepted(self._modules, self._call):
+            try:
+                with ranks.forward(frees=listener is not None, tail=self._tail):
+                    for piece in plan:
+                        self._window.at_once = plan.measuring
+                        forward_and_loss(piece)
+                if listener is not None:
+                    listener.begin(window, {**self._window.reached, **ranks.places()}, rehearsal=proving)
+                self._backward_that_fits(plan, meter)
+            except BaseException as error:
+                explained = error if listener is None else listener.explained(error)
+                if explained is error:
+                    raise
+                raise explained from error
+            finally:
+                self._forget()
+
+    def _forget(self) -> None:
+        self._window = _Window(self, proving=False)
+        if self.offloaded is not None:
+            self.offloaded.forget()
+
     # Forward.
 
     @contextlib.contextmanager
     def micro_batch(self, retake: Callable[[], Batch], forward: Callable[[Batch], Any]) -> Iterator[None]:
         """Around a micro-batch's forward pass."""
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        window, device = self._window, next((p.device for p in self.model.parameters()), torch.device("cpu"))
         if self.offloaded is not None:
             device = self.offloaded.device
             self.offloaded.prefetch(0)
-        if self._generators is None:  # the user's own
-            self._generators = held_generators(self.model, forward)
+        if window.generators is None:  # the user's own
+            window.generators = held_generators(self.model, forward)
         devices = accelerators([torch.empty(0, device=device)])
-        start = Conditions([*all_generators([device]), *self._generators], devices)
-        self._current = current = MicroBatch(retake, forward, start)
+        start = Conditions([*all_generators([device]), *window.generators], devices)
+        window.current = current = MicroBatch(retake, forward, start)
         try:
-            with self._moves_noted(-1, self._around):
+            with window.moves_noted(-1, window.around):
                 yield
         except BaseException:
-            self._current = None
+            window.current = None
             raise
         if current.calls:
             current.check_turn(len(self.blocks), self.blocks)
         start.advance()
-        self._note_drawn(start)
-        current.done, current.given = True, {}  # which would hold what the blocks have written to
-
-    @contextlib.contextmanager
-    def _moves_noted(self, place: int, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Around a first pass, the window's first one of a block: notes which buffers move, and where from."""
-        if place in self._moving:
-            yield
-            return
-        buffers = Snapshot.of(modules).buffers
-        yield
-        self._moving[place] = [buffer for buffer in buffers if buffer.moved]
-
-    def _second_passes(
-        self, place: int, modules: Iterable[nn.Module], hooked: Iterable[nn.Module] = ()
-    ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """What is around each second pass: buffers are as before the first ones, and it leaves nothing behind."""
-        attributes, moving = Attributes(modules, hooked), self._moving.get(place, ())
-
-        @contextlib.contextmanager
-        def around() -> Iterator[None]:
-            held = [(buffer.owner, buffer.name, buffer.owner.get(buffer.name)) for buffer in moving]
-            try:
-                for buffer, (owner, name, now) in zip(moving, held, strict=True):
-                    assert buffer.copy is not None
-                    owner[name] = buffer.copy.to(buffer.copy.device if now is None else now.device, copy=True)
-                yield
-            finally:
-                attributes.put_back()
-                for owner, name, now in held:
-                    owner[name] = now
-
-        return around
-
-    def _note_drawn(self, conditions: Conditions) -> None:
-        """A micro-batch, which looks at all generators, has drawn from those of these conditions."""
-        unseen = _LONG.intersection(g for g in conditions.random.states if isinstance(g, str)) - self._drawn
-        self._drawn |= unseen
-        if unseen and not self.waits:  # where others wait, blocks look at all of them
-            conditions.random.only(unseen).put_back()
-            logger.info(
-                "Drawn from %s for the first time in a forward pass: all over again.", ", ".join(sorted(unseen))
-            )
-            raise RestartWindow
-
-    def shares(self, loss: Tensor) -> bool:
-        """As `MicroBatch.shares`, of the one that has come forward."""
-        return self._current is not None and self._current.shares(loss)
-
-    def commit(self, piece: Any) -> None:
-        """The loss of this micro-batch has gone backward, so its blocks' gradients are due."""
-        current, self._current = self._current, None
-        assert current is not None
-        call = current.pop(self._tail)
-        if call is not None:
-            current.arrive(self._tail, call, call.arrived())
-        self.ranks.add_up(self._tail if self._tail < len(self.blocks) else -1)
-        if not (any(current.calls) or current.first_grads):
-            return
-        self._micro_batches.append(current)
-        if self._largest is None or piece.size > self._largest.size:
-            self._largest = piece
-        if self._at_once:
-            self._backward()
+        current.done = True
 
     def _call(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block is called. Returns its outputs."""
-        if self._reaching:
+        block, window = self.blocks[place], self._window
+        if window.reaching:
             raise Reached(place, Inputs(args, kwargs))
-        block, current = self.blocks[place], self._current
+        current = window.current
         if current is not None and current.done and place >= self._tail:  # by a checkpoint around it
             return called(block.module, args, kwargs)
         if current is None or current.done:
             raise ValueError(
-                f"The block {block.path!r} was called in a backward pass. Is it called inside of "
-                "torch.utils.checkpoint? Leave that out: with `blocks`, each block is recomputed in any case."
+                f"The block {block.path!r} was called in a backward pass. If a torch.utils.checkpoint is around it, "
+                "leave that out: with `blocks`, each block is recomputed in any case."
             )
         current.check_turn(place, self.blocks)
-        before = attributes_of(block.module) if self._proving else {}
+        before = attributes_of(block.module) if window.proving else {}
+        again = place < self._tail and torch.is_grad_enabled()
         with self.ranks.call(place):
-            if place < self._tail and torch.is_grad_enabled() and place not in self._states:
-                self._states[place] = ModuleContents(block.module)
-            kept = self._moves_noted(place, block.module.modules()) if place in self._states else _NO_CONTEXT
-            with kept, self._on_device(place, place + 1):
+            if again and place not in window.states:
+                window.states[place] = ModuleContents(block.module)
+            noted = window.moves_noted(place, block.module.modules()) if again else _NO_CONTEXT
+            with noted, self._on_device(place, place + 1):
                 outputs = self._first_pass(place, Inputs(args, kwargs), current)
-        if self._proving:
+        if window.proving:
             now = attributes_of(block.module)
             left = [name for name, value in now.items() if value is not before.get(name)]
             if left:
@@ -253,38 +165,60 @@ class Layers:
         return _NO_CONTEXT if self.offloaded is None else self.offloaded.on_device(place, following=following)
 
     def _first_pass(self, place: int, inputs: Inputs, current: MicroBatch) -> Any:
-        module = self._modules[place]
+        window, module = self._window, self._modules[place]
         if not torch.is_grad_enabled():
             current.calls.append(None)
             return called(module, inputs.args, inputs.kwargs)
-        call = BlockCall(self.blocks[place], inputs, current.given)
+        call = BlockCall(self.blocks[place], inputs, current.written)
         if place >= self._tail:
             self._note(place, call, current)
             return call.run_with_graph(inputs)
-        state = self._states[place]
+        state = window.states[place]
         if not (call.roots or any(parameter.requires_grad for parameter in state.parameters)):
             current.calls.append(None)
             with torch.no_grad():
                 return called(module, inputs.args, inputs.kwargs)
         devices = accelerators([*tensors_of(inputs), *state.parameters])
-        given = held_generators(*(leaf for _, leaf in leaves(inputs)), *(self._generators or ()))
-        long = set() if self.waits else _LONG - self._drawn
-        generators = [*(g for g in all_generators(devices) if g not in long), *state.generators, *given]
+        given = held_generators(*(leaf for _, leaf in leaves(inputs)), *(window.generators or ()))
         self._note(place, call, current)
-        return call.run(inputs, Conditions(generators, devices), self._store, state.tensors)
+        start = Conditions([*all_generators(devices), *state.generators, *given], devices)
+        return call.run(inputs, start, self._store, state.tensors, current.written)
 
     def _note(self, place: int, call: BlockCall, current: MicroBatch) -> None:
         current.calls.append(call)
         if self.listener is not None:
+            reached = self._window.reached
             for leaf in {leaf for root in call.roots.values() for leaf in leaves_of(root)}:
-                self._reached[leaf] = min(place or -1, self._reached.get(leaf, place))
+                reached[leaf] = min(place or -1, reached.get(leaf, place))
         current.note_roots(place, call)
+
+    def shares(self, loss: Tensor) -> bool:
+        """As `MicroBatch.shares`, of the one that has come forward."""
+        current = self._window.current
+        return current is not None and current.shares(loss)
+
+    def commit(self, piece: Any) -> None:
+        """The loss of this micro-batch has gone backward, so its blocks' gradients are due."""
+        window = self._window
+        current, window.current = window.current, None
+        assert current is not None
+        call = current.pop(self._tail)
+        if call is not None:
+            current.arrive(self._tail, call, call.arrived())
+        self.ranks.add_up(self._tail if self._tail < len(self.blocks) else -1)
+        if not (any(current.calls) or current.first_grads):
+            return
+        window.micro_batches.append(current)
+        if window.largest is None or piece.size > window.largest.size:
+            window.largest = piece
+        if window.at_once:
+            self._backward()
 
     # Backward.
 
-    def _backward_that_fits(self, plan: Plan, gauge: MemoryMeter) -> None:
+    def _backward_that_fits(self, plan: Plan, meter: MemoryMeter) -> None:
         """Backward; where a block runs out of memory, the window starts over in smaller micro-batches."""
-        piece = self._largest
+        piece = self._window.largest
         try:
             self._backward(None if self.listener is None else self.listener.finished)
             return
@@ -292,24 +226,18 @@ class Layers:
             begun = self.listener is not None and self.listener.made is not None
             if piece is None or begun or self.waits or not is_out_of_memory(error):
                 raise  # where other ranks wait, they learn of it
-            alone = plan.indivisible(piece)
-            smaller = plan.too_large(piece.tokens) if alone is None else None
-            if smaller is None:
-                raise nothing_fits(error, alone or f"{piece.size} rows") from error
-        self._clear()
-        gauge.release()  # only here, out of reach of the error's frames, is its memory free
-        logger.warning(
-            "Out of memory in a block's backward pass with %d rows: all over again in smaller micro-batches.",
-            piece.size,
-        )
+            smaller = OomRetry(meter).smaller(error, piece, plan)
+        self._forget()
+        meter.release()  # only here, out of reach of the error's frames, is its memory free
         raise RestartWindow(smaller)
 
     def _backward(self, finished: Callable[[int], None] | None = None) -> None:
-        """Block by block, each over all micro-batches; then what stands before the blocks (-1)."""
-        self._current = None
-        waiting, self._micro_batches = self._micro_batches, []
+        """Block by block, each over all micro-batches; then what stands before the blocks."""
+        window = self._window
+        window.current = None
+        waiting, window.micro_batches = window.micro_batches, []
         drawn = {g for micro_batch in waiting for g in micro_batch.drawn}  # and to be put back
-        devices = accelerators(p for state in self._states.values() for p in state.parameters)
+        devices = accelerators(p for state in window.states.values() for p in state.parameters)
         with kept(drawn.union(all_generators(devices))):
             for place in range(len(self.blocks) - 1, -2, -1):
                 with self.ranks.backward(place, used=finished is not None):
@@ -325,9 +253,9 @@ class Layers:
         """A block runs again on each of these micro-batches, and backward."""
         if not waiting:
             return
-        block = self.blocks[place]
-        with self._states[place].restored(), self._on_device(place, place - 1):
-            around = self._second_passes(place, block.module.modules())
+        window, block = self._window, self.blocks[place]
+        with window.states[place].restored(), self._on_device(place, place - 1):
+            contents = Contents(block.module.modules())
             for index, micro_batch in enumerate(waiting):
                 last = index + 1 == len(waiting)
                 following = waiting[0].calls[place - 1] if last else waiting[index + 1].calls[place]
@@ -336,8 +264,8 @@ class Layers:
                 call = micro_batch.pop(place)
                 assert call is not None
                 try:
-                    with around():
-                        if self._proving:
+                    with window.second_pass(place, contents):
+                        if window.proving:
                             micro_batch.retake()
                         found = call.again()
                 except Exception as error:
@@ -351,17 +279,59 @@ class Layers:
         """The gradients of what the first block is called with, passed on to what stands before it."""
         if not micro_batch.first_grads:
             return
-        batch = micro_batch.retake()
-        self._reaching = True
+        window, batch = self._window, micro_batch.retake()
+        window.reaching = True
         try:
             # An exception leaves out what the user's code does after its forward pass, such as removing hooks.
-            with self._second_passes(-1, self._around, self._inside)():
+            with window.second_pass(-1, Contents(window.around, window.inside)):
                 roots, grads = micro_batch.reach(batch, self.blocks[0].path)
         finally:
-            self._reaching = False
+            window.reaching = False
         if roots:
             torch.autograd.backward(roots, grads)
             self.ranks.add_up()
+
+
+class _Window:
+    """What the forward passes of a window leave for its backward passes."""
+
+    def __init__(self, layers: Layers, *, proving: bool) -> None:
+        self.proving, self.reaching = proving, False  # the latter: what stands before the blocks runs again
+        self.at_once = False
+        """Whether a micro-batch goes backward through all blocks at once, so that what it costs is measured."""
+        self.inside = {module for block in layers.blocks for module in block.module.modules()}
+        self.around = [module for module in layers.model.modules() if module not in self.inside]
+        self.generators: list[Any] | None = None
+        self.states = dict[int, ModuleContents]()
+        """What blocks that run again hold, by place: gathered, if sharded, and not copied to a device yet."""
+        self.reached = dict[int, int]()
+        """Of what graphs between blocks lead to, by id, after which block's turn its gradient is in."""
+        self.current: MicroBatch | None = None
+        self.micro_batches: list[MicroBatch] = []
+        self.largest: Any = None
+        self._moving = dict[int, list[BufferSnapshot]]()
+
+    @contextlib.contextmanager
+    def moves_noted(self, place: int, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Around a first pass, the window's first one of a block: notes which buffers move, and where from."""
+        if place in self._moving:
+            yield
+            return
+        buffers = Snapshot.of(modules).buffers
+        yield
+        self._moving[place] = [buffer for buffer in buffers if buffer.moved]
+
+    @contextlib.contextmanager
+    def second_pass(self, place: int, contents: Contents) -> Iterator[None]:
+        """Around each second pass: buffers are as before the first ones, and it leaves nothing behind."""
+        try:
+            for buffer in self._moving.get(place, ()):
+                start, now = buffer.copy, buffer.owner.get(buffer.name)
+                assert start is not None
+                buffer.owner[buffer.name] = start.to(start.device if now is None else now.device, copy=True)
+            yield
+        finally:
+            contents.put_back()
 
 
 @contextlib.contextmanager
@@ -380,17 +350,17 @@ def proof_of(layers: Layers | None) -> Iterator[None]:
         for path, error in layers.failed.items():
             if not is_out_of_memory(error):
                 raise NotEquivalentError(
-                    f"Backward could not run the block {path!r} again, as `blocks` needs, though its forward pass "
-                    f"could ({type(error).__name__}: {error}). Does it read what the model leaves in an attribute or a "
+                    f"`blocks` runs each block again in backward, and the block {path!r} failed there "
+                    f"({type(error).__name__}: {error}). Does it read what the model leaves in an attribute or a "
                     "global in each forward pass? Then it has another micro-batch's: hand it to the block as an "
                     "argument, or leave out `blocks`."
                 ) from error
         if updates is not None and updates.late:
             raise NotEquivalentError(
                 f"With update='in_backward' these would be updated before their gradient is complete: "
-                f"{', '.join(map(repr, updates.late[:5]))}. A block reads them that comes before their own, and holds "
-                "them where they aren't found among its parameters. Register them there, leave the block out of "
-                "`blocks`, or use update='after_backward'."
+                f"{', '.join(map(repr, updates.late[:5]))}. A block before their own reads them without having them "
+                "among its parameters. Register them there, leave the block out of `blocks`, or use "
+                "update='after_backward'."
             )
     except NotEquivalentError as error:
         if not layers.left:
@@ -398,6 +368,6 @@ def proof_of(layers: Layers | None) -> Iterator[None]:
         left = ", ".join(f"the block {path!r} ({', '.join(names)})" for path, names in layers.left.items())
         raise NotEquivalentError(
             f"{error}\nThese keep something from a call in attributes: {left}. With `blocks`, what a block gives "
-            "to the loss must be among its outputs, as its forward pass has no graph; and what it keeps from one "
-            "micro-batch to the next is other rows'."
+            "to the loss must be among its outputs, because its forward pass has no graph; and what it keeps from one "
+            "micro-batch to the next belongs to other rows."
         ) from error.__cause__

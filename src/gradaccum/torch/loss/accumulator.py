@@ -70,6 +70,17 @@ class LossAccumulator:
     skips = True
     """Whether a micro-batch known to weigh nothing has no forward pass: not where buffers move in it."""
 
+    # What passes change; `restart` has it as it is here.
+    ran = False
+    """Whether a micro-batch has run: what weighs nothing may be left out."""
+    divisor: Weight | None = None
+    """What the summed gradients are to be divided by; None where they are complete as they are."""
+    _has_gradient = False
+    _sum: Tensor | None = None
+    _rescaled = 1.0
+    _arriving: Weight = 0.0
+    _start: tuple[Weight, Tensor] = 0.0, torch.empty(0)
+
     def __init__(
         self,
         objective: Objective,
@@ -82,35 +93,35 @@ class LossAccumulator:
         unit: Weight | None = None,
         multiples: bool = False,
     ) -> None:
-        objective.renew()
-        self.objective, self.named = objective, named
+        self.objective, self.named, self._batch_rows = objective, named, batch.rows
+        self._summed = objective.renew(batch)
         self.total: Any = one_weight(objective.total(batch)) if total is None and not named else total
-        self._counted, self._by_forward = counted, named and total is None
-        self._batch_rows, self._rows = batch.rows, rows or float(batch.rows)
-        self._summed = objective.reduction == "mean" and objective.weight is None and objective.by_targets(batch)
+        self._counted, self._by_forward, self._rows = counted, named and total is None, rows or float(batch.rows)
+        self._unit = self._given_unit = unit
+        self._multiples, self._adds = multiples, self._summed or objective.reduction == "sum"
         # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
-        self._one = None if named or self.total is None else ratio(1.0, self.total)  # type: ignore[arg-type]  # no dict
-        self._given_unit, self._multiples = unit, multiples
-        self._adds = self._summed or objective.reduction == "sum"
-        self.restart()
+        self._same: Weight | None = None
+        if not named and (self._adds or self.total is None):
+            self._same = 1.0 if self.total is None else ratio(1.0, self.total)  # type: ignore[arg-type]  # no dict
+        self._begin()
 
     def restart(self) -> None:
-        self.ran = self._has_gradient = False
-        """Whether a micro-batch has run: what weighs nothing may be left out."""
-        if self._by_forward:
-            self.total = None
-        self.divisor: Weight | None = None
-        """What the summed gradients are to be divided by; None where they are complete as they are."""
+        for name in ("ran", "divisor", "_has_gradient", "_sum", "_rescaled", "_arriving"):
+            vars(self).pop(name, None)
+        self._unit = self._given_unit
+        self._begin()
+
+    def _begin(self) -> None:
         self._losses: dict[Hashable, list[tuple[Tensor, Weight]]] = {}
         """By name, None for a single one: the losses, and what each is multiplied by."""
         self._weights: dict[Hashable, list[Weight]] = {}
+        self._by_passes: list[Callable[[], float] | float] = []
+        """What forward passes have told of the window's weight."""
+        if self._by_forward:
+            self.total = None
         totals = self.total.values() if isinstance(self.total, dict) else () if self.total is None else (self.total,)
         self._known: list[Callable[[], float] | float] = [t if type(t) is float else read_early(t) for t in totals]
-        """What the window weighs, on the host or on its way there; and what forward passes have told instead."""
-        self._by_passes: list[Callable[[], float] | float] = []
-        self._sum: Tensor | None = None
-        self._unit, self._rescaled = self._given_unit, 1.0
-        self._arriving: Weight = 0.0
+        """What the window weighs, as it was known before, on the host or on its way there."""
 
     # What they add up to.
 
@@ -130,19 +141,18 @@ class LossAccumulator:
     def empty(self) -> bool:
         """Whether the window weighs nothing. What a device counts has arrived, as its copy began before the passes."""
         weights = self._known if self.divisor is None else self._by_passes
-        for weight in weights:
-            if weight if isinstance(weight, float) else weight():
-                return False
+        if any([weight if type(weight) is float else weight() for weight in weights]):  # type: ignore[operator]  # else a function
+            return False
         return self.named or bool(weights)
 
     @property
     def sum(self) -> Tensor:
         """What the weighted losses add up to so far, of several in the order of their totals; without a graph."""
         if self._sum is None:
-            found = {name: weighted_sum(losses) for name, losses in self._losses.items()}
-            if not self.named and found:
-                self._sum = found[None]
+            if not self.named and self._losses:
+                self._sum = weighted_sum(self._losses[None])
                 return self._sum
+            found = {name: weighted_sum(losses) for name, losses in self._losses.items()}
             parameter, device = next(self.objective.model.parameters(), torch.zeros(())), self.objective.device
             some = next(iter(found.values()), torch.zeros((), dtype=parameter.dtype))
             zero = torch.zeros_like(wide(some), device=device)
@@ -156,10 +166,15 @@ class LossAccumulator:
     @property
     def loss(self) -> Tensor:
         """The large batch's loss so far, without a graph; NaN where it weighs nothing, as 0 / 0 is."""
-        if not self._losses or self.empty:
-            return torch.full((), float("nan"), device=self.objective.device)
+        return self.finished()[0]
+
+    def finished(self) -> tuple[Tensor, bool]:
+        """The large batch's loss, and whether it weighs anything."""
+        weighs = not self.empty
+        if not weighs or not self._losses:
+            return torch.full((), float("nan"), device=self.objective.device), weighs
         loss = self.sum.sum() if self.named else self.sum
-        return loss if self.divisor is None else loss / self.divisor
+        return loss if self.divisor is None else loss / self.divisor, weighs
 
     @property
     def losses(self) -> dict[Hashable, Tensor]:
@@ -220,23 +235,24 @@ class LossAccumulator:
     # A micro-batch.
 
     def forward(self, micro_batch: Batch, share: bool = False) -> WeightedLoss:
-        """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `add` does."""
-        objective = self.objective
+        """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `backward` does."""
+        objective, known = self.objective, None
         if self.named:
             return self._forward_named(micro_batch)
-        known = None if self._summed and not share else one_weight(objective.total(micro_batch))
-        if objective.weight is not None and is_zero(known):
-            return self._of_nothing(micro_batch)
+        if not self._summed or share:
+            known = one_weight(objective.total(micro_batch))
+            if objective.weight is not None and is_zero(known):
+                return self._of_nothing(micro_batch)
         loss, weight = objective.evaluate(micro_batch, self._summed)
         if weight is not None:
             return self._weighed_by_forward(loss, weight)
         if self.divisor is not None:
             raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
-        if self._one is None or known is None:
-            return WeightedLoss(loss, 1.0 if self._one is None else self._one)
+        if known is None or self.total is None:
+            return WeightedLoss(loss, 1.0 if self._same is None else self._same)
         part = ratio(known, self.total)
-        if self._adds:
-            return WeightedLoss(loss, self._one, share=part)
+        if self._same is not None:
+            return WeightedLoss(loss, self._same, None, part)
         return WeightedLoss(where_any(loss, known), part, share=part)
 
     def _of_nothing(self, micro_batch: Batch) -> WeightedLoss:
@@ -285,23 +301,24 @@ class LossAccumulator:
         attached = [part for part, _ in parts.values() if part.requires_grad]
         return WeightedLoss(summed(attached) if attached else None, weightless=loss, terms=detached)
 
-    def backward(self, weighted: WeightedLoss, loss: Tensor) -> None:
-        if weighted.weight is not None and self._unit is None and (self._multiples or not self._adds):
-            self._unit = _unit(weighted.weight)  # what arrives of this pass is a multiple of it, should the rest fail
-        self._arriving = 1.0 if weighted.weight is None or self._unit is None else self._unit
-        starts, factor = self.objective.starts, weighted.factor
-        key = id(factor) if isinstance(factor, Tensor) else factor, loss.dtype, loss.device
-        if key not in starts:  # with the factor, so that its id stays its own
-            starts[key] = factor, times(torch.ones_like(loss, requires_grad=False), factor)
-        run_backward([loss], [starts[key][1]], retain_graph=self.retain_graph)
-
-    def add(self, weighted: WeightedLoss) -> None:
-        loss, factor, weight = weighted.loss, weighted.factor, weighted.weight
+    def backward(self, weighted: WeightedLoss, scaled: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Run the backward pass, if there is one, and count the micro-batch."""
+        loss, factor, weight, _, weightless, terms = weighted
+        if loss is not None:
+            if weight is not None and self._unit is None and (self._multiples or not self._adds):
+                self._unit = _unit(weight)  # what arrives of this pass is a multiple of it, should the rest fail
+            self._arriving = 1.0 if weight is None or self._unit is None else self._unit
+            end = loss if scaled is None else scaled(loss)
+            before, start = self._start
+            if before is not factor or start.dtype is not end.dtype or start.device != end.device:
+                self._start = factor, start = factor, self.objective.start(end, factor)
+            run_backward((end,), (start,), self.retain_graph)
+            self.ran = self._has_gradient = True
+        elif weightless is not None:
+            self.ran = True
         self._sum, self._arriving = None, 0.0
-        self.ran = self.ran or loss is not None or weighted.weightless is not None
-        self._has_gradient = self._has_gradient or loss is not None
-        if weighted.terms is not None:
-            for name, (part, own) in weighted.terms.items():
+        if terms is not None:
+            for name, (part, own) in terms.items():
                 self._losses.setdefault(name, []).append((part, 1.0))
                 self._weights.setdefault(name, []).append(own)
             return

@@ -9,6 +9,7 @@ optimizer's window knows them when it closes: until then each loss has a sum of 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -169,11 +170,9 @@ def summed(values: list[Tensor]) -> Tensor:
 def weighted_sum(losses: list[tuple[Tensor, Weight]]) -> Tensor:
     """`sum_i factor_i * loss_i` of scalars: in float64 where that waits for no device, else there."""
     if all([type(loss) is Tensor and loss.is_cpu for loss, _ in losses]):
-        total, dtype = 0.0, losses[0][0].dtype
-        for loss, factor in losses:
-            total += loss.item() * float(factor)
-            dtype = dtype if loss.dtype == dtype else torch.promote_types(dtype, loss.dtype)
-        return torch.scalar_tensor(total, dtype=dtype)
+        dtypes = {loss.dtype for loss, _ in losses}
+        dtype = dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
+        return torch.scalar_tensor(sum([loss.item() * float(factor) for loss, factor in losses]), dtype=dtype)
     groups: dict[Any, tuple[Weight, list[Tensor]]] = {}
     for loss, factor in losses:
         groups.setdefault(id(factor) if isinstance(factor, Tensor) else factor, (factor, []))[1].append(loss)

@@ -20,7 +20,17 @@ from torch import Tensor, nn
 from gradaccum.core.window import checked_reduction
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.random_state import MOST, names_of
-from gradaccum.torch.loss.named import Terms, Totals, Weight, added, checked_scalar, plain_weight, terms_of, totals_of
+from gradaccum.torch.loss.named import (
+    Terms,
+    Totals,
+    Weight,
+    added,
+    checked_scalar,
+    plain_weight,
+    terms_of,
+    times,
+    totals_of,
+)
 
 STARTS = 16
 """Factors that are kept from one window to the next."""
@@ -173,13 +183,26 @@ class Objective:
         """What was kept of the loss is another one's."""
         self.starts, self._summed = {}, None
 
-    def renew(self) -> None:
-        """A window begins: take over what has been changed in the loss since, and forget factors of long ago."""
+    def renew(self, batch: Batch) -> bool:
+        """A window begins: take over what has been changed in the loss since, and forget factors of long ago.
+
+        Returns whether sums of it are what adds up, as it divides by a number that its targets say.
+        """
         if len(self.starts) > STARTS:
             self.starts = {}
-        if self._by_targets:
-            assert self.loss_fn is not None
-            self._summed = summed(self.loss_fn, self._summed)
+        if not self._by_targets:
+            return False
+        assert self.loss_fn is not None
+        self._summed = summed(self.loss_fn, self._summed)
+        return self.by_targets(batch)
+
+    def start(self, loss: Tensor, factor: Weight) -> Tensor:
+        """Where the backward pass of a loss begins that counts so many times: costs nothing, as it is in place of 1."""
+        key = factor if type(factor) is float else id(factor), loss.dtype, loss.device
+        found = self.starts.get(key)
+        if found is None:  # with the factor, so that its id stays its own
+            found = self.starts[key] = factor, times(torch.ones_like(loss, requires_grad=False), factor)
+        return found[1]
 
     def total(self, batch: Batch) -> Weight | Totals | None:
         """What the loss on this batch divides by, as far as the batch tells: a number, or a tensor on its device.
@@ -196,10 +219,7 @@ class Objective:
         targets = self._targets(batch) if self._by_targets else None
         if not self._by_targets or (targets is not None and targets.is_floating_point()):
             return float(batch.rows)
-        if targets is None:
-            return None
-        weight = divisor(self.loss_fn, targets, batch)
-        return weight if type(weight) is float else plain_weight(weight)
+        return None if targets is None else divisor(self.loss_fn, targets, batch)
 
     def forward(self, batch: Batch, summed: bool = False) -> tuple[Tensor, Weight | Terms | None]:
         """The loss of a batch and, where only the forward pass tells, its weight."""
@@ -217,12 +237,12 @@ class Objective:
         except (TypeError, AttributeError) as error:
             _check_arrays(batch, error)
             raise
-        self.found.terms = False
-        if type(result) is Tensor and result.dim() == 0:  # as most are
+        if type(result) is Tensor and not result.ndim:  # as most are
+            self.found.terms = False
             return result, None
         terms = terms_of(result, self.weight is not None)
+        self.found.terms = terms is not None
         if terms is not None:
-            self.found.terms = True
             return next(iter(terms.values())).loss, terms
         weight = None
         if isinstance(result, tuple) and not hasattr(result, "_fields"):
@@ -242,17 +262,15 @@ class Objective:
                 f"`loss_fn` takes batches of (x, y). Received: {len(batch)} arguments. Nest several inputs or targets "
                 "in tuples, or use compute_loss(model, *batch)."
             )
-        outputs = self.model(batch[0])
-        if summed and isinstance(outputs, Tensor) and outputs.dtype == torch.float16:
-            outputs = outputs.float()  # a sum of losses soon passes 65504
+        outputs, targets = self.model(batch[0]), batch[1:]
         loss_fn: Any = self._summed if summed else self.loss_fn
-        targets = batch[1:]
-        if type(outputs) is Tensor and targets and type(targets[0]) is Tensor:  # as mostly
-            values: tuple[Any, ...] = outputs, targets[0]
-        else:
+        if summed and isinstance(outputs, Tensor) and outputs.dtype is torch.float16:
+            outputs = outputs.float()  # a sum of losses soon passes 65504
+        try:
+            if type(outputs) is Tensor and targets and type(targets[0]) is Tensor:  # as mostly
+                return loss_fn(outputs, targets[0])
             targets = _unpacked(targets[0]) if targets else ()
             values = (*_unpacked(outputs), *targets)
-        try:
             loss = loss_fn(*values)
         except (RuntimeError, ValueError, TypeError) as error:
             check_row_weights(self.loss_fn, outputs)
@@ -426,7 +444,7 @@ def divisor(loss_fn: Any, targets: Tensor, batch: Batch | None = None) -> Weight
     Example:
         >>> loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]), ignore_index=-1)
         >>> divisor(loss_fn, torch.tensor([0, 1, 1, -1]))
-        tensor(7.)
+        7.0
     """
     if targets.is_floating_point():
         return float(targets.numel() // max(targets.shape[min(1, targets.ndim - 1)], 1))
@@ -434,10 +452,10 @@ def divisor(loss_fn: Any, targets: Tensor, batch: Batch | None = None) -> Weight
     if loss_fn.weight is not None:
         valid = targets != ignored
         class_weights = loss_fn.weight.detach().to(targets.device)
-        return torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0).sum()
+        return plain_weight(torch.where(valid, class_weights[torch.where(valid, targets, 0)], 0.0).sum())
     if targets.is_cpu and targets.numel() and ignored < 0 <= (batch or Batch(())).ends(targets)[0]:
         return float(targets.numel())  # one look in place of two: nothing is ignored, as mostly
-    return (targets != ignored).sum()
+    return plain_weight((targets != ignored).sum())
 
 
 def summed(loss_fn: Callable[..., Any], before: Any = None) -> Callable[..., Any]:

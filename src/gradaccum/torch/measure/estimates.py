@@ -27,6 +27,9 @@ SIZE_KEYWORDS = frozenset(
 """What the functions below take by name."""
 
 
+_SMALLER = "Make the model smaller, shard it, or use gradient checkpointing or autocast=torch.bfloat16."
+
+
 def suggest_micro_batch_size(model: nn.Module, batch: Any, **keywords: Any) -> int:
     """The largest micro-batch of this batch whose peak memory stays within a limit, estimated with fake tensors.
 
@@ -60,8 +63,8 @@ def estimate_size(model: nn.Module, batch: Any, *, margin: float = MARGIN, **key
     if needed > allowed:
         raise DoesNotFit(
             f"Not even a micro-batch of one row fits: it needs about {format_bytes(needed)}, and "
-            f"{format_bytes(int(allowed))} are there ({100 * margin:.0f} % of {format_bytes(int(subject.limit))} left "
-            "free). Make the model smaller, shard it, or use gradient checkpointing or autocast=torch.bfloat16."
+            f"{format_bytes(int(allowed))} are available ({100 * margin:.0f} % of {format_bytes(int(subject.limit))} "
+            f"left free). {_SMALLER}"
         )
     least = subject.constant + bytes_of(subject.trained)
     return SizeEstimate(size, rows, int(subject.limit), needed, least, margin)
@@ -89,12 +92,11 @@ def largest_fitting(
             size, needed = largest_size(lambda rows: constant + peak(rows), batch.rows, (1 - MARGIN) * limit)
         except Exception as error:
             raise ValueError(
-                "micro_batch_size='auto' predicts by fake tensors what a sharded model's micro-batches need, since "
-                "trying them out would have other ranks wait, and this model or loss can't run on them: "
-                f"{error}. Give a number of rows."
+                "With a sharded model, micro_batch_size='auto' predicts memory on fake tensors, because other ranks "
+                f"would wait for a trial. This model or loss can't run on fake tensors: {error}. Give a number of rows."
             ) from error
     logger.info(
-        "micro_batch_size='auto': %d of %d rows, which are predicted to take %s at most, of %s.",
+        "micro_batch_size='auto': %d of %d rows, with a predicted peak of %s of %s.",
         size,
         batch.rows,
         format_bytes(int(needed)),
@@ -209,7 +211,7 @@ class Ways:
             least = min(self.ways, key=lambda way: way.peak)
             return (
                 f"Not even a micro-batch of one row fits: {least.name} needs {format_bytes(least.peak)} of {left}.",
-                "Make the model smaller, shard it, or use gradient checkpointing or autocast=torch.bfloat16.",
+                _SMALLER,
             )
         if not best.arguments:
             how = f"The whole batch of {self.rows} rows fits into an ordinary step."
@@ -239,12 +241,7 @@ def estimate_ways(
     """
     subject, note = _subject(model, batch, margin, **keywords), ""
     if blocks == "auto" and not has_blocks(model):
-        blocks = None
-        note = (
-            "No list of blocks was found, so the ways layer by layer are left out. Name it: a dotted path such as "
-            '"encoder.layers", or a list of modules, as `blocks`; on the command line as "blocks" in the dict that '
-            "make() returns in place of loss_fn."
-        )
+        blocks, note = None, _NO_BLOCKS
     try:
         ways = _ways(subject, margin, blocks)
     except ValueError as error:  # such as blocks that share a module
@@ -252,6 +249,13 @@ def estimate_ways(
             raise
         ways, note = _ways(subject, margin, None), f"Not layer by layer: {error}"
     return Ways(tuple(ways), subject.batch.rows, subject.limit, margin, bytes_of(subject.trained), note)
+
+
+_NO_BLOCKS = (
+    "No list of blocks was found, so the ways layer by layer are left out. Name it: a dotted path such as "
+    '"encoder.layers", or a list of modules, as `blocks`; on the command line as "blocks" in the dict that '
+    "make() returns in place of loss_fn."
+)
 
 
 def _ways(subject: _Subject, margin: float, blocks: BlocksChoice) -> list[Way]:
@@ -264,10 +268,12 @@ def _ways(subject: _Subject, margin: float, blocks: BlocksChoice) -> list[Way]:
         named = f'"{blocks.modules}"' if isinstance(blocks.modules, str) else "..."
         phases = functools.cache(functools.partial(_phases, subject, blocks))
         backward = f'blocks=Blocks({named}, update="in_backward"'
-        freed = functools.partial(_peak, phases, rows, freed=True, offloaded=False)
-        offloaded = functools.partial(freed, offloaded=True)
+        by_layer, freed, offloaded = (
+            functools.partial(_peak, phases, rows, freed=frees, offloaded=offloads)
+            for frees, offloads in ((False, False), (True, False), (True, True))
+        )
         found += [
-            ("layer by layer", f"blocks={named}", functools.partial(freed, freed=False), 0),
+            ("layer by layer", f"blocks={named}", by_layer, 0),
             ("updated in backward", f"{backward})", freed, 0),
             ("updated in backward, offloaded", f"{backward}), offload=True", offloaded, 0),
         ]
@@ -296,34 +302,28 @@ def _bytes_on_host(subject: _Subject, blocks: Blocks) -> int | None:
     return bytes_of(inside.values()) + state - sum(guests)
 
 
-class _Phase(NamedTuple):
-    """Part of an update: all forward passes, a block's turn, or what stands before the blocks."""
-
-    peak: int
-    """Bytes, if a block's gradients are freed after its turn."""
-    freed: int
-    """Bytes of gradients that have been freed before."""
+_Phases = list[tuple[int, int]]
+"""Of all forward passes, each block's turn, and what stands before the blocks: the peak in bytes if a block's gradients
+are freed after its turn, and the bytes of gradients that have been freed before."""
 
 
-def _peak(phases: Callable[[int], Any], rows: int, size: int, *, freed: bool, offloaded: bool) -> int:
+def _peak(phases: Callable[[int], list[_Phases]], rows: int, size: int, *, freed: bool, offloaded: bool) -> int:
     """The peak of an update of so many rows in micro-batches of this size.
 
     What is kept grows by the same bytes with each micro-batch, so two counts of them tell about any.
     """
     two, three = phases(size)
-    count = 1.0 if offloaded else rows / size
-    return max(
-        round(a.peak + (count - 2.0) * (b.peak - a.peak)) + (0 if freed else a.freed)
-        for a, b in zip(two, three, strict=True)
-    )
+    more = (1.0 if offloaded else rows / size) - 2.0
+    peaks = [(at_two + more * (at_three - at_two), gone) for (at_two, gone), (at_three, _) in zip(two, three)]
+    return max(round(peak) + (0 if freed else gone) for peak, gone in peaks)
 
 
-def _phases(subject: _Subject, blocks: Blocks, size: int) -> list[list[_Phase]]:
+def _phases(subject: _Subject, blocks: Blocks, size: int) -> list[_Phases]:
     """The phases of an update, layer by layer, in two micro-batches of this size, and in three."""
     objective, model = subject.objective, subject.objective.model
     wanted = {name for name, p in model.named_parameters() if any(p is one for one in subject.trained)}
 
-    def updated(micro_batch: Batch, count: int) -> list[_Phase]:
+    def updated(micro_batch: Batch, count: int) -> _Phases:
         layers, plan = Layers(model, blocks), _Plan([Slice(slice(0, micro_batch.rows))] * count)
         parameters = [p for name, p in model.named_parameters() if name in wanted]
 
@@ -335,9 +335,7 @@ def _phases(subject: _Subject, blocks: Blocks, size: int) -> list[list[_Phase]]:
 
         with LiveBytes() as live, torch.enable_grad():
             turn = layers.listener = _Freeing(live, parameters, layers)
-            window: Any = None
-            meter = MemoryMeter(objective.device)
-            layers.run(plan, forward_and_loss, meter, window, proving=False)  # type: ignore[arg-type]
+            layers.run(plan, forward_and_loss, MemoryMeter(objective.device), None, proving=False)  # type: ignore[arg-type]
         for parameter in parameters:
             parameter.grad = None
         return turn.phases
@@ -350,13 +348,13 @@ class _Plan(list[Slice]):
 
 
 class _Freeing:
-    """Frees gradients as updates in backward do, and notes the peak of each phase: a `BlockListener`."""
+    """Frees gradients as updates in backward do, and notes the peak of each phase: a listener of `Layers`."""
 
     made: bool | None = None
 
     def __init__(self, live: LiveBytes, parameters: Sequence[Tensor], layers: Layers) -> None:
         self._live, self._parameters, self._layers = live, parameters, layers
-        self.phases: list[_Phase] = []
+        self.phases: _Phases = []
         self._freed = 0
         self._due: dict[int, list[Tensor]] = {}
 
@@ -366,12 +364,10 @@ class _Freeing:
         return error
 
     def begin(self, window: Any, reached: Mapping[int, int], *, rehearsal: bool = False) -> None:
-        """All forward passes have run."""
         self._due = parameters_by_block(self._parameters, self._layers.blocks, self._layers.model, reached)
         self._note()
 
     def finished(self, place: int) -> None:
-        """So has a block, on all micro-batches."""
         self._note()
         for parameter in self._due.pop(place, []):
             if parameter.grad is not None:
@@ -379,5 +375,5 @@ class _Freeing:
                 parameter.grad = None
 
     def _note(self) -> None:
-        self.phases.append(_Phase(self._live.peak, self._freed))
+        self.phases.append((self._live.peak, self._freed))
         self._live.peak = self._live.bytes

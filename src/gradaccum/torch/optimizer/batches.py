@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -62,7 +64,7 @@ class Batches:
         A loader with a `load_state_dict` goes on from its own state; of any other the first batches are skipped.
 
         Raises:
-            ValueError: It is no state of `batches()`, or of a loader that has a state of its own, as this one hasn't.
+            ValueError: `state` doesn't come from `batches()`; or it holds a loader's state that this loader can't load.
         """
         if not isinstance(state, Mapping) or not {"batches", "loader"} <= state.keys():
             found = [*state] if isinstance(state, Mapping) else repr(state)
@@ -72,7 +74,7 @@ class Batches:
             )
         if state["loader"] is not None and not hasattr(self.loader, "load_state_dict"):
             raise ValueError(
-                "The loader that was saved had a state of its own, and this one can't go on from it: it has no "
+                "The saved state holds that of a loader, and this loader can't continue from it: it has no "
                 f"load_state_dict(). Received: loader of type {type(self.loader).__name__}."
             )
         self._to_skip = self._handed_out = state["batches"]
@@ -90,24 +92,28 @@ class Batches:
             self._handed_out = 0
         ahead: _Ahead | None = None
         try:
-            ahead = self._begin(resumed, to_skip)
-            while ahead.arrives() if ahead.is_due else ahead.failure is None and not ahead.is_over:
+            ahead, members, first = self._begin(resumed, to_skip), self.members, True
+            while ahead.has_next or ahead.arrives():
                 batch = ahead.batch
                 self._loader_state = ahead.look_ahead()
-                for windows, weigh in self.members:
+                for windows, weigh in members:
                     windows.expect_batch(weigh(batch), weigh.given, ahead.is_over)
                 self._handed_out += 1
                 yield batch
-                for windows, _ in self.members:
-                    windows.end_batch()
-                if ahead.is_over:
-                    ahead.exhaust()
+                for windows, _ in members:
+                    if first or windows.passes.arrivals or not windows.passes.ordinary:
+                        windows.end_batch()
+                first = False
+            ahead.exhaust()
             self._handed_out, self._loader_state = 0, None
             took_part = ahead.failure is None and self._end()
             if ahead.is_empty and not resumed and not took_part:
                 raise _empty_error(self.loader)
         except GeneratorExit:
-            self._break_off(ahead)
+            for windows, _ in self.members:
+                if windows.source is self:
+                    windows.break_off()
+                    windows.left_over = ahead if ahead is not None and not ahead.is_over else None
             raise
         except Exception:  # the batches cannot be used, or a window cannot be closed
             for windows, _ in self.members:
@@ -138,13 +144,6 @@ class Batches:
                 if found is not None or windows.ranks.is_distributed:
                     windows.begin_loop(self, resumed)
         return found
-
-    def _break_off(self, ahead: _Ahead | None) -> None:
-        assert ahead is not None
-        for windows, _ in self.members:
-            if windows.source is self:
-                windows.break_off()
-                windows.left_over = None if ahead.is_over else ahead
 
     def _end(self) -> bool:
         """The loop has used the last batch. Returns whether the epoch had one, on any rank.
@@ -178,18 +177,18 @@ class _Ahead:
     """
 
     def __init__(self, loader: Iterable[Any], to_skip: int, may_be_empty: bool) -> None:
-        self.loader = loader
+        self.loader, self._iterator = loader, iter(loader)
         self.failure: Exception | None = None  # raised when the batch in hand has been trained on: it is a good one
         self.is_over = self.is_empty = False  # nothing comes after the batch in use; nothing has come at all
-        self._iterator = iter(loader)
         self._knows_end = hasattr(loader, "end_of_dataloader")
-        self.is_due = False  # the next batch is yet to be fetched
         self._has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        try:
+        self._is_plain = not (self._knows_end or self._has_state)
+        self._fetched = 0
+        with contextlib.suppress(TypeError):  # no weak reference: an epoch is all that is known of it
             self._fetched = _FETCHED.get(loader, 0)
-        except TypeError:  # no weak reference: an epoch is all that is known of it
-            self._fetched = 0
-        self._may_refill = type(loader) not in (list, tuple)
+        # At 1, 2, 4, 8, ... batches it is looked at whether the loader refills one. A list doesn't.
+        self._look_at: float = math.inf if type(loader) in (list, tuple) else 1 << self._fetched.bit_length()
+        self.has_next = True
         try:
             for _ in range(to_skip):
                 next(self._iterator)
@@ -198,20 +197,21 @@ class _Ahead:
         except StopIteration:
             if not may_be_empty or to_skip:
                 raise _empty_error(loader, to_skip) from None
-            self.is_empty = self.is_over = True
+            self.has_next, self.is_empty, self.is_over = False, True, True
 
     def arrives(self) -> bool:
-        self.is_due = False
-        self._fetch()
-        return self.failure is None and not self.is_over
+        """Fetch the batch whose turn it is, if it has not been fetched ahead. Returns whether there is one."""
+        if self._knows_end and not self.is_over and self.failure is None:
+            self._fetch()
+        return self.has_next
 
     def _fetch(self) -> None:
         try:
-            self.batch = next(self._iterator)
+            self.batch, self.has_next = next(self._iterator), True
         except StopIteration:
-            self.is_over = True
+            self.has_next, self.is_over = False, True
         except Exception as error:
-            self.failure = error
+            self.has_next, self.failure = False, error
 
     def look_ahead(self) -> Any:
         """Fetch the next batch. Returns the loader's own state before that, if it has one.
@@ -219,20 +219,28 @@ class _Ahead:
         Raises:
             ValueError: That changed the batch before.
         """
+        self._fetched += 1
+        if self._fetched < self._look_at and self._is_plain:  # nearly always
+            try:
+                self.batch = next(self._iterator)
+            except StopIteration:
+                self.has_next, self.is_over = False, True
+            except Exception as error:
+                self.has_next, self.failure = False, error
+            return None
         state = _state_of(self.loader) if self._has_state else None
         if self._knows_end:
-            self.is_over = bool(self.loader.end_of_dataloader)  # type: ignore[attr-defined]  # it has
-            self.is_due = not self.is_over
+            self.has_next, self.is_over = False, bool(self.loader.end_of_dataloader)  # type: ignore[attr-defined]
             return state
-        self._fetched += 1
-        if self._fetched & (self._fetched - 1) or not self._may_refill:
+        if self._fetched < self._look_at:
             self._fetch()
             return state
+        self._look_at *= 2
         with contextlib.suppress(TypeError):
             _FETCHED[self.loader] = self._fetched
         batch, before = self.batch, _contents(self.batch)  # a loader that refills its batches does so from the start
         self._fetch()
-        if not self.is_over and self.failure is None and _contents_changed(batch, before):
+        if self.has_next and _contents_changed(batch, before):
             raise ValueError(
                 "Fetching the next batch changed the one in use: the loader refills a buffer, or the container "
                 "that it yields, and batches() fetches one batch ahead. Yield new ones: buffer.clone(), or "
@@ -246,7 +254,7 @@ class _Ahead:
         Raises:
             WindowError: It has further batches.
         """
-        if self._knows_end and next(self._iterator, self) is not self:
+        if self._knows_end and self.failure is None and not self.is_empty and next(self._iterator, self) is not self:
             raise WindowError(
                 "The loader yielded a batch after the one that it called its last (`end_of_dataloader`), with which "
                 "the epoch's last window was closed. Something inside of it fetches ahead: leave that out."
@@ -287,6 +295,11 @@ def _contents_changed(batch: Any, before: list[tuple[Tensor, Any, Tensor]]) -> b
     return not (places and all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(now, before)))
 
 
+_SHAPE = operator.attrgetter("shape")
+_CHANNELS = (1, 3, 4)
+"""Sizes of a first dimension that may be an image's channels in place of rows."""
+
+
 class BatchWeight:
     """Weighs the batches of a loader, one after the other.
 
@@ -301,34 +314,30 @@ class BatchWeight:
             raise TypeError(f"`weight` must be a callable: weight(batch) -> number. Received: weight={weight!r}.")
         self._weight, self.given, self._where = weight, weight is not None, where
         self._rows_in_front = False  # a batch has shown that its tensors have their rows in front
+        self._last: tuple[list[Any], float] = [], 0.0  # shapes of the last flat batch, and its rows
 
     def __call__(self, batch: Any) -> float:
         if self._weight is not None:
             return checked_weight(self._weight(batch))
-        rows = self._flat_rows(batch)
-        return float(self._rows(batch) if rows is None else rows)
-
-    def _flat_rows(self, batch: Any) -> int | None:
-        """The rows of a flat sequence of tensors, as most loaders yield; None if it is none, or needs a closer look."""
-        rows = None
-        if type(batch) is tuple or type(batch) is list:
-            for leaf in batch:  # attributes alone: this runs for every batch
-                if type(leaf) is not Tensor or not leaf.ndim:
-                    return None
-                if rows is None:
-                    rows = leaf.shape[0]
-                if rows != leaf.shape[0] or (leaf.ndim == 3 and rows in (1, 3, 4) and not self._rows_in_front):
-                    return None
-        self._rows_in_front = self._rows_in_front or rows not in (None, 1, 3, 4)
-        return rows
+        try:
+            shapes = [*map(_SHAPE, batch)] if type(batch) is tuple or type(batch) is list else []
+        except AttributeError:
+            shapes = []
+        if shapes and shapes == self._last[0]:
+            return self._last[1]  # nearly always
+        firsts = {s[0] if s and type(leaf) is Tensor else None for s, leaf in zip(shapes, batch)}
+        rows = firsts.pop() if len(firsts) == 1 else None
+        if rows is None or (rows in _CHANNELS and not self._rows_in_front):
+            rows = self._rows(batch)
+        self._rows_in_front = self._rows_in_front or rows not in _CHANNELS
+        self._last = shapes, float(rows)
+        return float(rows)
 
     def _rows(self, batch: Any) -> int:
         try:
             found = set(_rows_of_leaves(batch))
             rows = found.pop() if len(found) == 1 else number_of_rows(batch)  # whose error lists what there is
-            if rows not in (1, 3, 4):
-                self._rows_in_front = True
-            elif not self._rows_in_front:
+            if rows in _CHANNELS and not self._rows_in_front:
                 _check_channels(batch)
         except ValueError as error:
             raise ValueError(

@@ -6,6 +6,7 @@ list, a dict or a tensor, so `torch.load(weights_only=True)` reads it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Mapping
@@ -92,7 +93,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
         state["unit"], state["rank"] = ranks.unit, [ranks.rank, ranks.size]
     if not open_.window.is_open:
         return state
-    open_.saved = True
+    open_.saved, open_.passes.ordinary = True, False
     windows.parameter_monitor.check_parameters()
     open_.check_failed()
     open_.check_sum()  # an ordinary window does so at its end, which is elsewhere
@@ -113,7 +114,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
 
 def restore(windows: Windows, state: dict[str, Any]) -> None:
     open_, ranks = windows.current, windows.ranks
-    announced = open_.window.micro_batch  # of the loop in whose body this is
+    announced = copy.copy(open_.window.micro_batch)  # of the loop in whose body this is
     if ranks.is_distributed:
         ranks.resume(state.get("unit", ranks.unit))
     open_.close()

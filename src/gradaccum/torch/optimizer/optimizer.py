@@ -147,7 +147,7 @@ class Optimizer(OptimizerProxy):
         check_closures([inner] if needs_closure(inner) else [], ranks)
         noise = noise_meter(arguments.pop("noise_scale"), self._model)
         current = GradientWindow(functools.partial(parameters_of, inner), ranks, noise, **arguments)
-        self._loss_scale = current.loss_scale
+        self._loss_scale, self._passes = current.loss_scale, current.passes
         # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
         self._windows = windows = Windows(inner, schedule, current, weakref.ref(self), check_steps)
         weakref.finalize(self, on_collect, windows).atexit = False
@@ -315,10 +315,10 @@ class Optimizer(OptimizerProxy):
         Raises:
             WindowError: The sum of an open window was edited or cleared from outside, or a backward pass failed.
         """
-        if closure is None and self._checked and self._windows.current.passes.arrivals:
-            self._windows.count(self._scaled)  # nearly always
+        windows, passes, result = self._windows, self._passes, None
+        if passes.ordinary and passes.arrivals and closure is None and not self._scaled:
+            windows.count_ordinary()  # nearly always
             return None
-        windows, result = self._windows, None
         if closure is not None:
             again = may_evaluate_again(self.inner)
             plain = not (has_options(self._accumulation_arguments) or windows.ranks.is_distributed)
@@ -355,7 +355,8 @@ class Optimizer(OptimizerProxy):
         Raises:
             WindowError: A gradient has reached the open window's sum since the last `step()`.
         """
-        self._windows.zero_grad(set_to_none)
+        if self._passes.arrivals or not self._passes.ordinary:
+            self._windows.zero_grad(set_to_none)
 
     def flush(self) -> bool:
         """Close the open window now, divided by the weight that it holds.

@@ -59,7 +59,8 @@ class OptimizerProxy(torch.optim.Optimizer):
         self.inner = inner
         self._scaled: list[Any] = []
         self._answer: tuple[Callable[[], Any], ...] = ()  # the inner optimizer's, for a closure that has been evaluated
-        self._global_hooks = global_step_hooks()
+        own = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
+        self._step_hooks: tuple[dict[Any, Any], ...] = (*own, *global_step_hooks())
 
     def __getattr__(self, name: str) -> Any:
         # What an inner optimizer has beyond torch's interface (train() and eval() of schedule-free ones, say).
@@ -77,12 +78,10 @@ class OptimizerProxy(torch.optim.Optimizer):
 
     def _step_inner(self, *closure: Callable[[], Any]) -> Any:
         """The inner optimizer's step, between the hooks of all optimizers and those that were registered here."""
-        args: Any = (self, *(closure or self._answer))
-        before_all, after_all = self._global_hooks
-        windows = self._windows
-        rates = None if windows.noise_schedule is None else windows.rates()
-        if not (rates or self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or before_all or after_all):
-            return self.inner.step(*args[1:])  # nearly always
+        windows, given = self._windows, closure or self._answer
+        if not any(self._step_hooks) and (windows.noise_schedule is None or windows.rates() is None):
+            return self.inner.step(*given)  # nearly always
+        args: Any = (self, *given)
         kwargs = dict[str, Any]()
         with without_global_step_hooks() as (before, after):
             for pre_hook in (*before, *self._optimizer_step_pre_hooks.values()):

@@ -15,7 +15,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.random_state import held_generators
 from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mode
-from gradaccum.torch.buffers import gradients_kept, left_as_found, owners_of_buffers, warn_of_buffers
+from gradaccum.torch.buffers import ModuleState, gradients_kept, left_as_found, owners_of_buffers, warn_of_buffers
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import what_is_cut
 from gradaccum.torch.proof.causes import (
@@ -61,6 +61,14 @@ logger = logging.getLogger("gradaccum")
 
 NEARLY = 20
 """Times the tolerance: up to there a difference that isn't there in float64 is one of rounding."""
+
+
+class _Found(NamedTuple):
+    runner: BatchRunner
+    comparison: Comparison
+    differences: list[Difference] | None
+    """None where there is nothing to compare."""
+    wrong: list[Difference]
 
 
 class Proof:
@@ -90,10 +98,15 @@ class Proof:
         self._failed_parts: tuple[int, Exception | None] = 0, None
         self._pending_warning = ""
         self._warned: set[str] = set()
+        self._generators: list[Any] = []
+        self._unused: dict[bool, torch.dtype] = {}
+        """With and without autocast: in which dtype the latest proof has computed, if nothing was drawn in it."""
+        self.quick = False
+        """Whether rows run just now as where nothing is drawn: what differs then is looked at once more."""
 
     def is_due(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
         """Whether this batch, which has rows to be split, is to be proven: of a new kind, or the 2nd, 4th, 8th, ..."""
-        self._pending_warning, self._text, self._failed_parts = "", text, (0, None)
+        self._pending_warning, self._text, self._failed_parts, self.quick = "", text, (0, None), False
         if batch.rows < 2 or self._attempts >= ATTEMPTS or (batch.groups is not None and len(batch.units()) < 2):
             self.schedule.batches += 1
             return False
@@ -117,42 +130,27 @@ class Proof:
 
     def _prove(self, objective: Objective, batch: Batch, most: int, way: int, parameters: dict[str, Tensor]) -> bool:
         """Compare so many rows, or half as many wherever memory runs out. Returns whether they could be compared."""
-        tried = 0
+        if not self.schedule.repeated:
+            self._unused = {}
+            self._generators = held_generators(*objective.modules.values(), objective.evaluate)
+        tried: list[Batch] = []
 
-        def attempt(most: int) -> tuple[BatchRunner, Comparison, list[Difference] | None, list[Difference]]:
-            nonlocal tried
-            few = batch.take(torch.tensor(rows_to_prove(batch, most)))
-            tried = few.rows
-            ways = interleaved_ways([unit.tolist() for unit in few.units()])
+        def attempt(most: int) -> _Found:
+            tried.append(batch.take(torch.tensor(rows_to_prove(batch, most))))
             with (
                 contextlib.nullcontext() if self.exact else in_eval_mode(objective.model),
-                left_as_found(
-                    objective.modules, [*parameters.values()], [objective.device], [objective.evaluate]
-                ) as state,
+                left_as_found(objective.modules, [*parameters.values()], [objective.device], self._generators) as state,
                 eager(),
                 torch.enable_grad(),
             ):
-                self.scale.power = 0
-                runner = BatchRunner(
-                    objective, few, self._in_micro_batches, parameters, state, neutral=self.exact, scale=self.scale
-                )
-                for chosen in ([ways[way % len(ways)]], ways):  # all of them before anything is said
-                    comparison = Comparison(runner, range(few.rows), chosen)
-                    differences = comparison.differences()
-                    wrong = comparison.beyond_rounding(differences or [])
-                    if not wrong:
-                        break
-                if any(difference.part != "buffer" for difference in wrong):
-                    runner.rng.check("the model or the loss")
-            return runner, comparison, differences, wrong
+                return self._compared(objective, tried[-1], way, parameters, state)
 
         try:
-            runner, comparison, differences, wrong = with_fewer_rows(
-                attempt, min(most, batch.rows), 2, is_out_of_memory
-            )
+            found = with_fewer_rows(attempt, min(most, batch.rows), 2, is_out_of_memory)
         except Exception as error:
-            self._could_not(tried, error)
+            self._could_not(tried[-1].rows if tried else 0, error)
             return False
+        runner, comparison, differences, wrong = found
         if differences is None:
             self.schedule.postpone()
             return False
@@ -163,6 +161,49 @@ class Proof:
             self._refuse(Equivalence(tuple(differences), runner.tolerance, tuple(causes), runner.rows, sizes))
         self._proven()
         return True
+
+    def _compared(
+        self, objective: Objective, few: Batch, way: int, parameters: dict[str, Tensor], state: ModuleState
+    ) -> _Found:
+        """The rows at once and in micro-batches: quickly where the last proof drew nothing, closely if that differs."""
+
+        def run(ways: Sequence[Way], precision: torch.dtype | None = None) -> _Found:
+            self.scale.power = 0
+            runner = BatchRunner(
+                objective,
+                few,
+                self._in_micro_batches,
+                parameters,
+                state,
+                neutral=self.exact,
+                scale=self.scale,
+                precision=precision,
+            )
+            comparison = Comparison(runner, range(few.rows), ways)
+            differences = comparison.differences()
+            wrong = [one for one in differences or [] if not one.error <= runner.tolerance]
+            return _Found(runner, comparison, differences, wrong)
+
+        ways, casts = interleaved_ways([unit.tolist() for unit in few.units()]), objective.autocast is not None
+        one = [ways[way % len(ways)]]
+        if casts in self._unused:
+            self.quick = True
+            with contextlib.suppress(Exception):  # whatever it is, it is looked at once more
+                found = run(one, self._unused[casts])
+                if found.differences is not None and not found.wrong:
+                    return found
+            self.quick = False
+        for chosen in (one, ways):  # all of them before anything is said
+            found = run(chosen)
+            found = found._replace(wrong=found.comparison.beyond_rounding(found.wrong))
+            if not found.wrong:
+                break
+        rng = found.runner.rng
+        if any(difference.part != "buffer" for difference in found.wrong):
+            rng.check("the model or the loss")
+        if not (found.wrong or rng.used):
+            self._unused[casts] = rng.precision
+        return found
 
     def _in_micro_batches(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
         try:

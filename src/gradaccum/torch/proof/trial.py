@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from gradaccum.core.proof import Outcome
 from gradaccum.on_torch.adapter.arrays import TorchRunner, sample
 from gradaccum.on_torch.adapter.probes import Trace
-from gradaccum.on_torch.adapter.rng import RowwiseRng, watched
+from gradaccum.on_torch.adapter.rng import RowwiseRng, UnusedRng, watched
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
@@ -61,11 +61,13 @@ class BatchRunner(TorchRunner):
         *,
         neutral: bool = False,
         scale: LoweredScale | None = None,
+        precision: torch.dtype | None = None,
     ) -> None:
         self.objective, self.gradients, self._parameters, self.state = objective, gradients, parameters, state
         self._scale, self.batch, self.rows = scale or LoweredScale(None), batch, batch.rows
-        super().__init__(RowwiseRng(batch.rows, neutral=neutral), objective.device)
-        self.rng.holds(*objective.modules.values(), objective.evaluate)
+        rng = RowwiseRng(batch.rows, neutral=neutral) if precision is None else UnusedRng(precision)
+        super().__init__(rng, objective.device)
+        rng.holds(*objective.modules.values(), objective.evaluate)
 
     def tensors(self) -> list[Tensor]:
         return list(self._parameters.values())
@@ -138,10 +140,7 @@ def in_micro_batches(objective: Objective, batch: Batch, sizes: Sequence[int]) -
             found: list[Terms] = [objective.evaluate(batch.take(part))[1] for part in parts]  # type: ignore[misc]  # terms
         window = LossAccumulator(objective, batch, counted(objective, found), named=True)
     for part in parts:
-        weighted = window.forward(batch.take(part))
-        if weighted.loss is not None:
-            window.backward(weighted, weighted.loss)
-        window.add(weighted)
+        window.backward(window.forward(batch.take(part)))
     divisor = 1.0 if window.divisor is None else float(window.divisor)
     for parameter in named_parameters(objective).values():
         if parameter.grad is not None:

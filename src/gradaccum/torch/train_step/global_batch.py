@@ -59,6 +59,8 @@ class GlobalBatch(Listener):
 
         They must be so in the backward pass already: it spans the ranks where SyncBatchNorm does.
         """
+        if objective.weight is None and not self.ranks.is_distributed and not objective.found.terms:  # as mostly
+            return LossAccumulator(objective, batch)
         mine = objective.total(batch) if self.ranks.is_distributed or objective.weight is not None else None
         if isinstance(mine, dict):
             return self._of_terms(objective, batch, mine, None)
@@ -129,7 +131,8 @@ class GlobalBatch(Listener):
     def close(self, window: Window, state: WindowState) -> tuple[Tensor, Weight | None, bool]:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs."""
         if not self.ranks.is_distributed:
-            return window.loss, window.divisor, not window.empty
+            loss, weighs = window.finished()
+            return loss, window.divisor, weighs
         known = window.unit_and_weight() or (None if self._mine is None else (self._unit, self._mine))
         unit, weight = (1.0, 0.0) if known is None else known
         # A few numbers go with the ranks' message; on a device they are added up there, and nobody waits for them.
@@ -181,8 +184,7 @@ class InAdvance:
         self._ranks.engine.end()  # the forward passes
         known = self._window.unit_and_weight()
         factor, weight = (1.0, 0.0) if known is None else known
-        self._ranks.compare_settings()
-        given, total = self._ranks.sum_number(known is not None) > 0, self._ranks.sum_number(weight)
+        given, total = self._ranks.sum_in_advance(known is not None, weight)
         sums = self._ranks.engine.sum(self._window.sum.double() * factor)
         sums, self.divisor, weighs = self._finished(
             self._window, sums, self._ranks.unit or 1.0, total if given else None

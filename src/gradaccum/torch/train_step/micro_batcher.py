@@ -44,6 +44,8 @@ class MicroBatcher:
         self._groups, self._objective, self._meter = options.groups, objective, meter
         self._searches = options.searches
         self.packing: Packing | Joining | None = None
+        self._planned: tuple[Any, Rows] | None = None
+        """The signature of the latest batch, and its plan: the same for all batches like it."""
         if max_tokens is not None and pack is None:
             self.packing = Packing(objective, max_tokens, self.finder.size, judge=judge)
         elif max_tokens is not None:
@@ -72,6 +74,7 @@ class MicroBatcher:
                 "and the optimizer's are loaded into these."
             )
         self.finder.load_state_dict(state["sizes"])
+        self._planned = None
 
     def grouped(self, batch: Batch) -> Batch:
         """The batch with its groups, the rows of each brought together."""
@@ -83,6 +86,9 @@ class MicroBatcher:
         return batch
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Plan:
+        planned = self._planned
+        if planned is not None and sizes is None and planned[0] == batch.signature and not planned[1].measuring:
+            return planned[1]
         if self.packing is not None and (sizes is None or len(sizes) > 1):
             return self.packing.plan(batch, sizes)
         groups = None if batch.groups is None else Groups(batch.groups.tolist())
@@ -91,7 +97,9 @@ class MicroBatcher:
         predict = None if self._predict is None else functools.partial(self._predict, batch)
         if predict is not None and not batch.rows:
             return Rows(FixedSize(1), 0, groups)
-        return Rows(self.finder.of(batch.leaves, predict), batch.rows, groups)
+        plan = Rows(self.finder.of(batch.leaves, predict), batch.rows, groups)
+        self._planned = (batch.signature, plan) if groups is None else None
+        return plan
 
     def splits(self, batch: Batch) -> bool:
         """Whether the micro-batches of this batch may be more than one, or other than the batch."""

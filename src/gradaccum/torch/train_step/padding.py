@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,18 +19,7 @@ from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.state import evaluated
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.padding import (
-    IGNORED,
-    Left,
-    can_take_positions,
-    extents,
-    kept_columns,
-    mask_of,
-    packed_rows,
-    text_of,
-    what_is_cut,
-    widths_apart,
-)
+from gradaccum.torch.padding import IGNORED, Left, Text, can_take_positions, what_is_cut, widths_apart
 
 logger = logging.getLogger("gradaccum")
 
@@ -48,20 +37,19 @@ class Packing:
         self.budget = TokenBudget(max_tokens, max_rows)
         self.left: Left = "cut"
         """What happens to padding on the left of this batch."""
-        self.apart = set[str]()
+        self._apart = set[str]()
         """The paths of what is no text: in some batch it was wider or narrower."""
         self._judge = judge
         self._judged: dict[Edge, Left] = {}
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
-        text = self.text(batch)
-        found, width = extents(batch.tree), mask_of(batch.tree).shape[1]
+        text = self._text(batch)
         groups = None if batch.groups is None else Groups(batch.groups.tolist())
-        plan = Tokens(self.budget, found, sizes, groups)
+        plan = Tokens(self.budget, text.spans, sizes, groups)
         if self._judge and batch.rows:
             self.left = self._found_out(batch, text, plan.pieces, known=sizes is not None)
         if self.left == "whole" or (self.left == "keep" and any(p.columns and p.columns[0] > 0 for p in plan.pieces)):
-            return Tokens(self.budget, [kept_columns(extent, self.left, width) for extent in found], sizes, groups)
+            return Tokens(self.budget, [text.kept(span, self.left) for span in text.spans], sizes, groups)
         return plan
 
     def keep_left(self) -> None:
@@ -69,27 +57,28 @@ class Packing:
         self._judge, self.left = False, "keep"
 
     def take(self, batch: Batch, piece: Slice) -> Batch:
-        return packed_rows(batch, piece, self.left, self.apart)
+        return Text(batch.tree, self._apart).rows_of(batch, piece, self.left)
 
     def cause(self, batch: Batch, sure: bool) -> Cause | None:
         """Why micro-batches differ from a batch, if it is sure that nothing else is wrong with it."""
         what = f"Cutting off columns of nothing but padding changes it. {what_is_cut(self.text(batch))}"
         return Cause("padding", "max_tokens", what) if sure else None
 
-    def _found_out(self, batch: Batch, text: Collection[str], pieces: Sequence[Slice], *, known: bool) -> Left:
+    def _found_out(self, batch: Batch, text: Text, pieces: Sequence[Slice], *, known: bool) -> Left:
         """What happens to padding on the left of this batch: what each kind of row in it can bear, judged once."""
         ways = list[Left]()
-        for edge, piece in edges(batch, text, pieces).items():
+        for edge, piece in edges(text, pieces).items():
             if known and edge not in self._judged:
                 ways.append("keep" if edge.left else "cut")
                 continue
             if edge not in self._judged:
-                self._judged[edge] = judged_left(self.objective, batch, piece, self.apart)
+                self._judged[edge] = judged_left(self.objective, batch, piece, text)
                 if self._judged[edge] == "keep" and edge.left:
                     names = ", ".join(f"batch{path}" for path in sorted(edge.counting)) or "nothing but the mask"
                     logger.info(
-                        "max_tokens: padding on the left is not cut off where first tokens count as they do in this "
-                        "batch (%s), for it changes the gradient. A first label of -100 predicts nothing from padding.",
+                        "max_tokens: padding on the left is kept where first tokens count as they do in this batch "
+                        "(%s), because cutting it off changes the gradient. A first label of -100 predicts nothing "
+                        "from padding.",
                         names,
                     )
             if edge.left or self._judged[edge] == "whole":
@@ -97,14 +86,18 @@ class Packing:
         return max(ways, key=WAYS.index, default="cut")
 
     def text(self, batch: Batch) -> frozenset[str]:
-        rows, columns = mask_of(batch.tree).shape
+        """The paths of what is cut."""
+        return frozenset(self._text(batch).dims)
+
+    def _text(self, batch: Batch) -> Text:
+        rows, columns = Text(batch.tree).mask.shape
         if rows != batch.rows:
             raise ValueError(
                 "max_tokens sorts rows and cuts columns, so rows must be the first dimension: batch_dims=0. Received: "
                 f"{batch.rows} rows and an attention mask of shape {(rows, columns)}."
             )
-        self.apart.update(widths_apart(batch.tree, rows, columns))
-        return text_of(batch.tree, rows, columns) - self.apart
+        self._apart.update(widths_apart(batch.tree, rows, columns))
+        return Text(batch.tree, self._apart)
 
 
 class Joining:
@@ -120,18 +113,19 @@ class Joining:
             )
         self.objective, self.pack = objective, pack
         self.budget = TokenBudget(max_tokens, max_rows)
-        self._told = False
+        self._said = False
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
         if batch.groups is not None:
             raise ValueError("`pack` puts rows where they fit best, and `groups` keeps some together. Leave out one.")
-        if mask_of(batch.tree).shape[0] != batch.rows:
+        if Text(batch.tree).rows != batch.rows:
             raise ValueError("`pack` takes rows by the first dimension: leave out batch_dims.")
-        lengths = [stop - start for start, stop in extents(batch.tree)]
+        text = Text(batch.tree)
+        lengths = [stop - start for start, stop in text.spans]
         plan = Joined(self.budget, lengths, sizes)
-        if not self._told and sizes is None and batch.rows:
-            self._told = True
-            tokens, padded = sum(lengths), mask_of(batch.tree).numel()
+        if not self._said and sizes is None and batch.rows:
+            self._said = True
+            tokens, padded = sum(lengths), text.rows * text.width
             logger.info(
                 "pack: %d rows in %d micro-batches; %.1f %% of the tokens computed are padding, of the batch as it "
                 "came %.1f %%.",
@@ -159,7 +153,7 @@ class Joining:
 
     def cause(self, batch: Batch, sure: bool) -> Cause | None:
         """Why packed rows differ from a batch: which module doesn't keep two of them apart, in evaluation mode."""
-        lengths = [stop - start for start, stop in extents(batch.tree)]
+        lengths = [stop - start for start, stop in Text(batch.tree).spans]
         order = sorted(range(batch.rows), key=lambda row: -lengths[row])[:2]
         pair, last = batch.take(torch.tensor(order)), slice(-max(lengths), None)
         piece = Joined(TokenBudget(sum(lengths)), [max(lengths), 1]).pieces[0]
@@ -194,7 +188,7 @@ class Edge(NamedTuple):
     """The paths of what says something else there than in padding: labels that count, weights of tokens, ids."""
 
 
-def edges(batch: Batch, text: Collection[str], pieces: Sequence[Slice]) -> dict[Edge, Slice]:
+def edges(text: Text, pieces: Sequence[Slice]) -> dict[Edge, Slice]:
     """The kinds of rows in a batch, and for each a few rows of one piece.
 
     A causal model predicts a row's first token from the padding in front of it, if there is any, so a label there may
@@ -202,43 +196,42 @@ def edges(batch: Batch, text: Collection[str], pieces: Sequence[Slice]) -> dict[
     Behind a row's last token a label of 0 may be padding, or count.
     """
     found: dict[Edge, Slice] = {}
-    columns, spans = mask_of(batch.tree).shape[1], extents(batch.tree)
-    starts = torch.tensor([start for start, _ in spans])
+    if all(piece.columns == (0, text.width) for piece in pieces):
+        return found
+    at_first, last = _counting(text)
     for piece in pieces:
         assert piece.columns is not None
         assert isinstance(piece.rows, list)
         rows, (first, stop) = piece.rows, piece.columns
-        taken = torch.tensor(rows)
-        few = _counting(batch, text, taken, starts[taken], stop) if first > 0 or stop < columns else ([], [])
-        for row, at_first in zip(rows, few[0] if first > 0 else ()):
-            known = found.setdefault(Edge(True, spans[row][0] == first, at_first), piece._replace(rows=[]))
+        for row in rows if first > 0 else ():
+            counting = frozenset(path for path, counts in at_first.items() if counts[row])
+            known = found.setdefault(Edge(True, text.spans[row][0] == first, counting), piece._replace(rows=[]))
             assert isinstance(known.rows, list)
             if known.columns == piece.columns and known.size < ROWS:
                 known.rows.append(row)
-        for row, behind in zip(rows, few[1] if stop < columns else ()):  # of the shortest ones, which come last
+        for row in rows if stop < text.width else ():  # of the shortest ones, which come last
+            behind = frozenset(path for path, ends in last.items() if ends[row] > stop)
             others = [row, *(other for other in rows if other != row)][:ROWS]
             found[Edge(False, False, behind)] = piece._replace(rows=others)
     return found
 
 
-def _counting(
-    batch: Batch, text: Collection[str], rows: Tensor, starts: Tensor, stop: int
-) -> tuple[list[frozenset[str]], list[frozenset[str]]]:
-    """Of each of these rows, the paths of what says something at its first token, and of labels behind the columns."""
-    columns, at, behind = mask_of(batch.tree).shape[1], [set[str]() for _ in rows], [set[str]() for _ in rows]
-    for path, leaf in leaves(batch.tree):
-        if path not in text or "attention_mask" in path or leaf.shape[1] != columns:
-            continue
-        some, every = torch.as_tensor(leaf)[rows.to(getattr(leaf, "device", "cpu"))].cpu(), torch.arange(len(rows))
-        noted = [(at, some[every, starts] != some[every, (starts - 1).clamp(min=0)])]
-        noted += [(behind, some[:, stop:] != IGNORED)] if "label" in path else []
-        for sets, counts in noted:
-            for place in counts.reshape(len(rows), -1).any(1).nonzero().flatten().tolist():
-                sets[place].add(path)
-    return [frozenset(paths) for paths in at], [frozenset(paths) for paths in behind]
+def _counting(text: Text) -> tuple[dict[str, list[bool]], dict[str, list[int]]]:
+    """By path and row: whether something is said at the first token; the column after the last label that counts."""
+    at_first, last = dict[str, list[bool]](), dict[str, list[int]]()
+    every, starts = torch.arange(text.rows), torch.tensor([start for start, _ in text.spans])
+    for path, leaf in leaves(text.tree):
+        if path in text.dims and "attention_mask" not in path and leaf.shape[1] == text.width:
+            values = torch.as_tensor(leaf).detach().cpu()
+            differs = values[every, starts] != values[every, (starts - 1).clamp(min=0)]
+            at_first[path] = differs.reshape(text.rows, -1).any(1).tolist()
+            if "label" in path:
+                counts = (values != IGNORED).reshape(text.rows, text.width, -1).any(2)
+                last[path] = torch.where(counts, torch.arange(1, text.width + 1), 0).amax(1).tolist()
+    return at_first, last
 
 
-def judged_left(objective: Objective, batch: Batch, piece: Slice, apart: Collection[str] = ()) -> Left:
+def judged_left(objective: Objective, batch: Batch, piece: Slice, text: Text) -> Left:
     """How padding on the left can be cut off, found out on a few rows of a piece in evaluation mode.
 
     A model that numbers its columns from 0 sees other positions once some on the left are gone: it is told them in
@@ -247,7 +240,7 @@ def judged_left(objective: Objective, batch: Batch, piece: Slice, apart: Collect
     assert piece.columns is not None
     assert isinstance(piece.rows, list)
     (start, stop), rows = piece.columns, piece.rows[:ROWS]
-    few = batch.take(torch.tensor(rows))
+    few, piece = batch.take(torch.tensor(rows)), piece._replace(rows=rows)
     ways: list[Left] = ["cut", "number", "keep"] if start > 0 else ["keep"]
     with _undisturbed(objective):
         try:
@@ -257,24 +250,24 @@ def judged_left(objective: Objective, batch: Batch, piece: Slice, apart: Collect
             for way in ways:
                 if way == "number" and not can_take_positions(few.tree, objective.model):
                     continue
-                cut = packed_rows(batch, piece._replace(rows=rows), way, apart)
-                if not _differ(objective, expected, _gradient(objective, cut)):
+                if not _differ(objective, expected, _gradient(objective, text.rows_of(batch, piece, way))):
                     return way
         except Exception as error:
             if is_out_of_memory(error):
                 fewer = rows[: len(rows) // 2]
-                return judged_left(objective, batch, piece._replace(rows=fewer), apart) if fewer else "keep"
+                return judged_left(objective, batch, piece._replace(rows=fewer), text) if fewer else "keep"
             reason = str(error).strip().partition("\n")[0]
-            cut_off = what_is_cut(text_of(batch.tree, *mask_of(batch.tree).shape) - set(apart))
             logger.warning(
-                "max_tokens: padding is not cut off, for the loss can't be tried out without (%s). %s", reason, cut_off
+                "max_tokens: padding is not cut off, because the loss can't be evaluated without it (%s). %s",
+                reason,
+                what_is_cut(text.dims),
             )
             return "whole"
     raise NotEquivalentError(
-        f"Cutting off columns of nothing but padding changes the loss (columns {stop} and more of "
-        f"{mask_of(few.tree).shape[1]}). Either padded positions count in it: mark them with -100 in the labels, or "
-        "leave them out by the attention mask. Or the model looks at them in spite of the mask. Leave out "
-        f"`max_tokens`, or fix that. {what_is_cut(text_of(batch.tree, *mask_of(batch.tree).shape) - set(apart))}"
+        f"Cutting off columns of nothing but padding changes the loss (columns {stop} and more of {text.width}). "
+        "Either padded positions count in it: mark them with -100 in the labels, or leave them out by the attention "
+        "mask. Or the model looks at them in spite of the mask. Leave out `max_tokens`, or fix that. "
+        f"{what_is_cut(text.dims)}"
     )
 
 

@@ -253,10 +253,11 @@ class TrainStep:
 
     def _call(self, arguments: tuple[Any, ...], run: Callable[[Batch], Tensor]) -> Tensor:
         try:
+            batch = self.objective.batch(arguments)
             if self._layers is None:
-                return self._guarded(self.objective.batch(arguments), run)
+                return self._guarded(batch, run)
             with self._layers.reachable():
-                return self._guarded(self.objective.batch(arguments), run)
+                return self._guarded(batch, run)
         except BaseException:
             self.ranks.abort(notified=True)
             raise
@@ -264,23 +265,23 @@ class TrainStep:
     def _guarded(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
         if batch.rows == 0 and not self.ranks.is_distributed:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
-        batch = self.batcher.grouped(batch)
+        batch, state = self.batcher.grouped(batch), self._state
         if not self._is_checked:
             check_members(self.model, self.update.parameters(), self.ranks)
             check_optimized(self.update.optimizers, self._windows.roots)
             self._is_checked = True
-        self._state.open()
+        state.open()
         try:
             self._prove(batch)
             loss = run(batch)
             self._proof.tell()
         except BaseException as error:
             self.update.abandon()
-            self._state.abandon()
+            state.abandon()
             self.batcher.explain(error, batch)
             self._proof.check_error(error)
             raise
-        self._state.close()
+        state.close()
         return loss
 
     def _make_update(self, batch: Batch) -> Tensor:
@@ -312,7 +313,8 @@ class TrainStep:
         return finished
 
     def _rehearse(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
-        return self._windows.rehearse(objective, batch, sizes, self.update.scaler and self._proof.scale)
+        scaler = self.update.scaler and self._proof.scale
+        return self._windows.rehearse(objective, batch, sizes, scaler, known=self._proof.quick)
 
     def _prove(self, batch: Batch) -> None:
         if not self._verify or not (self._windows.whole is not None or self.batcher.splits(batch)):

@@ -91,6 +91,8 @@ class WindowRunner:
         self.buffer, self.stages, self.scaler, self.noise = update.buffer, update.stages, update.scaler, update.noise
         self.roots = [model, *(module for prefix, module in objective.modules.items() if prefix)]
         """The model, and what the loss has of modules."""
+        self._staged = len(self.stages) > 1
+        """Whether there is more to do with the gradients than to divide them."""
         self._new_state = functools.partial(
             WindowState,
             self.roots,
@@ -102,19 +104,25 @@ class WindowRunner:
         self._own_state = self._new_state(always=True)  # of proofs
         self._global_batch = GlobalBatch(ranks, self.buffer, in_blocks=layers is not None)
 
-    def rehearse(self, objective: Objective, batch: Batch, sizes: Sequence[int], scaler: Any) -> Tensor:
-        """What a window does, by this rank alone: nothing is clipped, measured or learned. Returns the loss."""
+    def rehearse(
+        self, objective: Objective, batch: Batch, sizes: Sequence[int], scaler: Any, *, known: bool = False
+    ) -> Tensor:
+        """What a window does, by this rank alone: nothing is clipped, measured or learned. Returns the loss.
+
+        `known`: which modules there are has been looked up for the proof before.
+        """
         own = copy.copy(self)
         own.objective = objective.on(inside(self.roots[0]) if self.whole is None else self.whole.chunks)
         own.ranks, own.state, own.buffers, own.scaler = Ranks(), self._own_state, WindowBuffers(), scaler
         own.noise, own.not_proven, own.proving = None, None, True
         own.stages = gradient_stages(accumulates_wide=self.buffer.dtype is not None)
+        own._staged = len(own.stages) > 1
         own._global_batch = GlobalBatch(own.ranks, self.buffer, in_blocks=self.layers is not None)
         own.state.open()
         try:
             return own.run(batch, sizes).loss
         finally:
-            own.state.forget()
+            own.state.forget(modules=not known)
 
     @property
     def all_at_once(self) -> bool:
@@ -162,16 +170,17 @@ class WindowRunner:
             again = functools.partial(self._count, batch, sizes, False)
             window = self._global_batch.reopen(window, self.objective, batch, again)
         loss, divisor, weighs = self._global_batch.close(window, self.state)
-        finished = Finished(loss, weighs, window.losses)
-        if weighs:
+        finished = Finished(loss, weighs, window.losses if window.named else {})
+        if not weighs:
+            if not self.ranks.is_distributed:
+                self.buffer.clear()  # of the zeros of what weighs nothing
+        elif divisor is not None or self._staged:
             total = WindowTotal(self.buffer, divisor, rows=batch.rows, outside=self.state.outside)
             if self.noise is not None:
                 total.rows = round(self.ranks.sum_number(batch.rows))
                 total.multiple = self.scale() * (1.0 if window.is_mean else float(total.rows))
             run_stages(self.stages, total)
             finished.grad_norm = total.grad_norm
-        elif not self.ranks.is_distributed:
-            self.buffer.clear()  # of the zeros of what weighs nothing
         self.batcher.close(plan, batch)
         return finished
 
@@ -182,13 +191,7 @@ class WindowRunner:
             if self.layers is not None and (batch.rows or self.ranks.sharded):
                 self._run_blocks(self.layers, window, plan, passes)
             elif self.ranks.sharded or self.all_at_once:  # all ranks, or all rows, meet in each pass
-                at_once = None
-                if self.whole is not None and self.whole.needed and isinstance(plan, Rows) and batch.rows:
-                    at_once = functools.partial(self.whole.run, batch.rows, plan, passes, self.oom)
-                if self.ranks.sharded:
-                    run_together(self.ranks, self.oom, plan, passes, batch.rows, self.batcher.least, at_once)
-                elif at_once is not None:
-                    at_once()
+                self._run_together(batch, plan, passes)
             elif self.proving:  # which takes fewer rows where these don't fit
                 for piece in plan:
                     self.oom.once(piece, plan, passes)
@@ -199,6 +202,15 @@ class WindowRunner:
         self.buffers.move()
         if passes.weightless:
             self._reach(passes)
+
+    def _run_together(self, batch: Batch, plan: Plan, passes: TrainPasses) -> None:
+        at_once = None
+        if self.whole is not None and self.whole.needed and isinstance(plan, Rows) and batch.rows:
+            at_once = functools.partial(self.whole.run, batch.rows, plan, passes, self.oom)
+        if self.ranks.sharded:
+            run_together(self.ranks, self.oom, plan, passes, batch.rows, self.batcher.least, at_once)
+        elif at_once is not None:
+            at_once()
 
     def _reach(self, passes: TrainPasses) -> None:
         """Give a gradient of zero to parameters that only micro-batches of weight 0 lead to: the large batch does."""
@@ -255,11 +267,11 @@ class TrainPasses:
         self.window, self._runner, self._batch = window, runner, batch
         self.weightless: list[Slice] = []
         """The micro-batches that weigh nothing."""
-        self._norm, self._layers = runner.batch_norm, runner.layers
-        self._scaler, self._noise = runner.scaler, runner.noise
+        self._norm, self._layers, self._noise = runner.batch_norm, runner.layers, runner.noise
+        self._scale = None if runner.scaler is None else runner.scaler.scale
         self._moves = not runner.state.idle  # while a window runs, that stays so
-        window.skips = not self._moves and self._norm.idle
         self._plain = self._layers is None and self._noise is None and self._norm.idle
+        window.skips = not self._moves and self._norm.idle
 
     def take(self, piece: Slice) -> Batch:
         return self._runner.batcher.take(self._batch, piece)
@@ -282,30 +294,38 @@ class TrainPasses:
             raise
 
     def backward(self, piece: Slice, weighted: WeightedLoss) -> None:
-        loss, window = weighted.loss, self.window
-        if loss is not None:
-            window.retain_graph = self._layers is not None and self._layers.shares(loss)
-            window.backward(weighted, loss if self._scaler is None else self._scaler.scale(loss))
-        elif self._layers is None and self._runner.ranks.sharded:
-            if weighted.weightless is None:
+        if weighted.loss is None:
+            self._weighs_nothing(piece, weighted.weightless)
+        elif self._layers is not None:
+            self.window.retain_graph = self._layers.shares(weighted.loss)
+        self.window.backward(weighted, self._scale)
+        if not self._plain:
+            self._note(piece, weighted)
+        ran = weighted.loss is not None or weighted.weightless is not None
+        if self._moves and ran and piece.size < self._batch.rows:
+            self._runner.buffers.micro_batch(self._runner.state.moved(), piece.size)
+
+    def _weighs_nothing(self, piece: Slice, loss: Tensor | None) -> None:
+        if self._layers is None and self._runner.ranks.sharded:
+            if loss is None:
                 self.idle(self.take(piece))
             else:
-                self._backward_of_nothing(weighted.weightless)
-        else:
-            self.weightless.append(piece)
-            if weighted.weightless is not None and self._layers is None:  # else blocks aren't in the graph
-                self._runner.buffer.reach(weighted.weightless)
+                self._backward_of_nothing(loss)
+            return
+        self.weightless.append(piece)
+        if loss is not None and self._layers is None:  # else blocks aren't in the graph
+            self._runner.buffer.reach(loss)
+
+    def _note(self, piece: Slice, weighted: WeightedLoss) -> None:
+        """Have blocks, the noise scale and BatchNorm know that this micro-batch counts."""
         if self._layers is not None:
             self._layers.commit(piece)
-        window.add(weighted)
-        if self._noise is not None and self._noise.waiting and loss is not None:
+        if self._noise is not None and self._noise.waiting and weighted.loss is not None:
             self._noise.counts_rows = True
-            sums, multiple = self._runner.buffer.gradients(), window.multiple(weighted, piece.size)
+            sums, multiple = self._runner.buffer.gradients(), self.window.multiple(weighted, piece.size)
             self._noise.micro_batch(sums, piece.size, self._runner.scale() * multiple)
         if not self._norm.idle:
             self._norm.commit()
-        if self._moves and (loss is not None or weighted.weightless is not None) and piece.size < self._batch.rows:
-            self._runner.buffers.micro_batch(self._runner.state.moved(), piece.size)
 
     def idle(self, micro_batch: Batch) -> None:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""

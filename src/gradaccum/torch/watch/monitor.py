@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
@@ -29,81 +30,113 @@ logger = logging.getLogger("gradaccum")
 
 Modification = Literal["cleared", "edited", "left", "assigned"]
 
+_GRADIENT, _VERSION = operator.attrgetter("grad"), operator.attrgetter("_version")
 _COMPARED = 4
 """In windows that look at everything, values are compared in so many micro-batches, and in the last one."""
 
 
-class _Passes:
-    """What the counting hooks of one optimizer share: the gradients that arrived, and the passes that brought them."""
+class Passes:
+    """What the hooks of one optimizer share: the gradients that arrived, and the passes that brought them."""
 
-    def __init__(self) -> None:
+    __slots__ = ("_all_ended", "_outside", "arrivals", "began", "on_end", "ordinary", "unfinished")
+
+    def __init__(self, outside: bool) -> None:
+        self._outside = outside  # FSDP2 calls hooks outside of backward passes, too
         self.arrivals = 0  # since the last micro-batch was counted
-        self.current: int | None = None
-        self.unfinished: set[int] = set()
+        self.unfinished: list[bool] = []  # the pass that runs, or that failed; what runs inside of it is part of it
+        self._all_ended = self.unfinished.clear
         self.began: list[int] = []  # operations recorded when the micro-batch began, and when each of its passes did
         self.on_end: Callable[[], None] | None = None  # called when a pass is over, in windows that look
+        self.ordinary = False  # a micro-batch that comes through one pass is counted, and nothing else is looked at
 
-    def begin(self, number: int | None) -> None:
+    def begin(self) -> None:
         """The first gradient of a backward pass has arrived."""
-        # FSDP2 calls hooks outside of backward passes, too.
-        if number is None or number == -1 or torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or (self._outside and current_backward() == -1):
             return
-        self.current = number
-        self.unfinished.add(number)
-        queue_callback(functools.partial(self.unfinished.discard, number))
+        self.unfinished.append(True)
+        queue_callback(self._all_ended)
         if self.on_end is not None:
             queue_callback(self.on_end)
-            if len(self.unfinished) == 1:  # checkpointing runs passes inside of one
-                self.began.append(recorded_operations())
+            self.began.append(recorded_operations())
 
 
-class _Sum:
-    """A parameter's gradient as autograd alone leaves it. The parameter's hook holds this, and no optimizer."""
+class _Watched:
+    """Some parameters, and their gradients as autograd alone leaves them. Hooks hold the lists, and no optimizer."""
 
-    __slots__ = ("arrivals", "base", "comparable", "counted", "gradient", "handle", "left", "seen")
+    def __init__(self, parameters: list[Tensor], passes: Passes, before: _Watched | None = None) -> None:
+        self.parameters = parameters
+        self.nothing, self.none = [None] * len(parameters), [0] * len(parameters)
+        self.gradients: list[Tensor | None] = [*self.nothing]  # of this window: while kept, their ids stay theirs
+        self.bases = [*self.none]  # their versions before anything had arrived
+        self.arrivals = [*self.none]  # in this window,
+        self.seen = [*self.none]  # ... at the last look,
+        self.counted = [*self.none]  # ... when the last micro-batch was counted
+        self.comparable: list[bool | None] = [*self.nothing]  # whether values tell more than versions do
+        self.left: tuple[list[Tensor | None], list[int]] | None = None
+        """The gradients that the last update was made with, not to join the next sum, and their versions."""
+        with all_require_grad(parameters):
+            self.hooks = [p.register_post_accumulate_grad_hook(self._hook(i, passes)) for i, p in enumerate(parameters)]
+        known = {id(p): i for i, p in enumerate(before.parameters)} if before is not None else {}
+        for i, parameter in enumerate(parameters):
+            if before is None or (j := known.get(id(parameter))) is None:
+                self.look(i, parameter.grad)
+            else:
+                for name in ("gradients", "bases", "arrivals", "seen", "counted"):
+                    getattr(self, name)[i] = getattr(before, name)[j]
 
-    def __init__(self, parameter: Tensor, passes: _Passes) -> None:
-        self.restart()
+    def _hook(self, i: int, passes: Passes) -> Callable[[Tensor], None]:
+        gradients, bases, arrivals, seen = self.gradients, self.bases, self.arrivals, self.seen
 
         def arrived(parameter: Tensor) -> None:
             passes.arrivals += 1
-            self.arrivals += 1
-            if self.gradient is None and parameter.grad is not None:  # the first one: it is the sum from here on
-                self.look(parameter.grad)
-            if (number := current_backward()) != passes.current:
-                passes.begin(number)
+            arrivals[i] += 1
+            if gradients[i] is None and (gradient := parameter.grad) is not None:  # the first one: it is the sum now
+                gradients[i], bases[i], seen[i] = gradient, gradient._version - arrivals[i], arrivals[i]
+            if not passes.unfinished:
+                passes.begin()
 
-        with all_require_grad([parameter]):
-            self.handle = parameter.register_post_accumulate_grad_hook(arrived)
-        self.look(parameter.grad)
+        return arrived
 
-    def restart(self, finished: Tensor | None = None) -> None:
-        """In this window nothing has arrived, before the last micro-batch was counted or before the last look."""
-        self.arrivals = self.counted = self.seen = self.base = 0
-        self.gradient: Tensor | None = None  # kept, so that no other tensor can have its id
-        self.comparable: bool | None = None
-        # The last update was made with this gradient, which is not to join the next sum.
-        self.left = None if finished is None else (finished, finished._version)
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
-    def look(self, gradient: Tensor | None) -> None:
+    def restart(self, closed: bool = False) -> None:
+        """Nothing has arrived. If the window `closed`, its gradients are still there."""
+        self.left = None
+        if closed:
+            finished = [*map(_GRADIENT, self.parameters)]
+            self.left = finished, _versions(finished)
+        self.gradients[:], self.arrivals[:], self.seen[:] = self.nothing, self.none, self.none
+
+    def look(self, i: int, gradient: Tensor | None) -> None:
         """This is how the gradient should be."""
-        self.seen = self.arrivals
-        if gradient is not self.gradient:
-            self.gradient, self.comparable = gradient, None
+        self.seen[i] = self.arrivals[i]
+        if gradient is not self.gradients[i]:
+            self.gradients[i], self.comparable[i] = gradient, None
         if gradient is not None:
-            self.base = gradient._version - self.arrivals
+            self.bases[i] = gradient._version - self.arrivals[i]
 
-    def modification(self, gradient: Tensor | None) -> Modification | None:
-        """What was done to the gradient since the last look, as far as the tensor and its version show."""
-        left, version = self.left or (None, 0)
-        if self.gradient is None:
-            return None if gradient is None or gradient is left or self.arrivals > self.seen else "assigned"
-        if gradient is self.gradient:
-            if gradient is left and self.base == version:
+    @property
+    def untouched(self) -> bool:
+        """Whether autograd alone wrote to them, as far as tensors and their versions show at once."""
+        gradients = [*map(_GRADIENT, self.parameters)]
+        if self.left is not None or not all(map(operator.is_, gradients, self.gradients)):
+            return False
+        return _versions(gradients) == [*map(operator.add, self.bases, self.arrivals)]
+
+    def modification(self, i: int) -> Modification | None:
+        """What was done to a gradient since the last look, as far as the tensor and its version show."""
+        gradient, before, arrived = self.parameters[i].grad, self.gradients[i], self.arrivals[i] > self.seen[i]
+        left, version = (None, 0) if self.left is None else (self.left[0][i], self.left[1][i])
+        if before is None:
+            return None if gradient is None or gradient is left or arrived else "assigned"
+        if gradient is before:
+            if gradient is left and self.bases[i] == version:
                 return "left" if _counts_versions(gradient) else None
-            edited = gradient._version != self.base + self.arrivals
+            edited = gradient._version != self.bases[i] + self.arrivals[i]
             return "edited" if edited and _counts_versions(gradient) else None
-        if gradient is None or self.arrivals == self.seen:
+        if gradient is None or not arrived:
             return "cleared"
         # With create_graph=True, for sparse gradients and when compiled, autograd adds out of place.
         out_of_place = gradient.requires_grad or gradient.is_sparse or not _counts_versions(gradient)
@@ -116,28 +149,26 @@ class GradientMonitor:
     A backward pass that has brought a gradient and never came to its end has failed.
     """
 
-    def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, parameters: Callable[[], list[Tensor]], sharded: bool = False) -> None:
         self._parameters = parameters
-        self._windows = 0
-        self._watched: list[tuple[Tensor, _Sum]] = []
+        self._windows, self._next_look = 0, 1  # windows that are over; before the next one that looks
         self.looking = False  # at every parameter, in this window
-        self.passes = _Passes()
+        self.passes = Passes(sharded)
+        self._watched = _Watched([], self.passes)
         self._passes_noted = self._passes_warned = False
         self._on_end = functools.partial(_pass_over, weakref.ref(self))
+        self._digest: Tensor | None = None
         self.watch_all()
         self.restart()
         self.resync()
 
-    def _watch(self, parameters: Iterable[Tensor]) -> None:
-        before = {id(parameter): sum_ for parameter, sum_ in self._watched}
-        leaves = _leaves(parameters)
-        self._watched = [(p, before.pop(id(p)) if id(p) in before else _Sum(p, self.passes)) for p in leaves]
-        for sum_ in before.values():
-            sum_.handle.remove()
+    def _watch(self, parameters: list[Tensor]) -> None:
+        self._watched.remove()
+        self._watched = _Watched(parameters, self.passes, self._watched)
 
     def watch_all(self) -> None:
-        self._watch(self._parameters())
-        self.looking, self.passes.on_end = True, self._on_end
+        self._watch(_leaves(self._parameters()))
+        self.looking, self.passes.on_end, self.passes.ordinary = True, self._on_end, False
 
     def remove(self) -> None:
         self._watch([])
@@ -146,19 +177,17 @@ class GradientMonitor:
 
     def restart(self, closed: bool = False) -> None:
         """The sum is empty, or the window `closed`: whatever comes next begins a new one."""
-        passes = self.passes
-        self._counted, self._last_next = 0, False
         self._modification: Modification | None = None
-        passes.current = None
-        passes.unfinished.clear()
+        self.passes.unfinished.clear()
+        self._watched.restart(closed)
+        if self.looking:
+            self._counted, self._last_next, self._digest = 0, False, None
+            self._watched.comparable[:] = self._watched.nothing
         self.forget_arrivals()
-        self._digest: Tensor | None = None
-        for parameter, sum_ in self._watched:
-            sum_.restart(parameter.grad if closed else None)
 
     def counted(self, last_next: bool = False) -> None:
         """A micro-batch is in, which weighs something; `last_next` if the next one closes the window."""
-        if not self.passes.arrivals and all(p.grad is None for p, _ in self._watched):
+        if not self.passes.arrivals and all(p.grad is None for p in self._watched.parameters):
             self.watch_all()
         seen = self.looking and self.passes.arrivals == self._seen
         self.forget_arrivals()
@@ -171,14 +200,21 @@ class GradientMonitor:
     def close(self) -> None:
         """A window is over: choose what to watch in the next one."""
         self._windows += 1
-        if (self._windows + 1) & self._windows == 0:
+        if self._windows < self._next_look and not self.looking:  # nearly always
+            self._modification, self.passes.arrivals = None, 0
+            self._watched.restart(closed=True)
+            return
+        if self._windows >= self._next_look:
+            self._next_look = 2 * self._windows + 1
             self.watch_all()
-        elif self.looking:
-            most = max([sum_.arrivals for _, sum_ in self._watched], default=0)
-            likely = [parameter for parameter, sum_ in self._watched if sum_.arrivals == most > 0]
+        else:
+            most = max(self._watched.arrivals, default=0)
+            likely = [
+                p for p, arrivals in zip(self._watched.parameters, self._watched.arrivals) if arrivals == most > 0
+            ]
             if likely:
-                self._watch(likely[i] for i in sorted({0, len(likely) // 2, len(likely) - 1}))
-                self.looking, self.passes.on_end = False, None
+                self._watch([likely[i] for i in sorted({0, len(likely) // 2, len(likely) - 1})])
+                self.looking, self.passes.on_end, self._digest = False, None, None
         self.restart(closed=True)
 
     # What has arrived.
@@ -187,23 +223,23 @@ class GradientMonitor:
         self._seen = self.passes.arrivals = 0
         if self.looking:
             self.passes.began = [recorded_operations()]
-            for _, sum_ in self._watched:
-                sum_.counted = sum_.arrivals
+            self._watched.counted[:] = self._watched.arrivals
 
     def arrived(self) -> None:
         """Gradients have been added by the wrapper itself, as a backward pass would."""
-        for parameter, sum_ in self._watched:
+        for i, parameter in enumerate(self._watched.parameters):
             if parameter.grad is not None:
-                sum_.arrivals += 1
+                self._watched.arrivals[i] += 1
                 self.passes.arrivals += 1
         self.resync()
 
     @property
     def idle(self) -> bool:
         """Whether no gradient whatsoever has come since the last micro-batch was counted; False where unknown."""
-        if not self.looking or self.passes.arrivals or len(self._watched) < len(self._parameters()):
+        watched = self._watched
+        if not self.looking or self.passes.arrivals or len(watched.parameters) < len(self._parameters()):
             return False
-        return all(sum_.modification(parameter.grad) is None for parameter, sum_ in self._watched)
+        return all(watched.modification(i) is None for i, _ in enumerate(watched.parameters))
 
     @property
     def failed(self) -> bool:
@@ -211,13 +247,13 @@ class GradientMonitor:
         return bool(self.passes.unfinished) and current_backward() in (None, -1)
 
     @property
-    def passes_now(self) -> int:
-        """How many backward passes have brought a gradient since the last micro-batch was counted."""
-        return max((sum_.arrivals - sum_.counted for _, sum_ in self._watched), default=0)
+    def passes_of_each(self) -> set[int]:
+        """How many backward passes have brought gradients to parameters since the last micro-batch was counted."""
+        return {*map(operator.sub, self._watched.arrivals, self._watched.counted)} - {0}
 
     def warn_of_several_passes(self, steps: int) -> None:
         """Name a loop that still accumulates by hand: several backward passes reached one `step()`."""
-        counts = {sum_.arrivals - sum_.counted for _, sum_ in self._watched} - {0}
+        counts = self.passes_of_each
         passes = max(counts, default=0)
         if passes < 2 or self._passes_warned:
             return
@@ -235,30 +271,26 @@ class GradientMonitor:
 
     # Modifications.
 
+    @property
+    def untouched(self) -> bool:
+        """Whether, in an ordinary window, nothing was done to the sum."""
+        return self._watched.untouched and self._modification is None
+
     def modification(self) -> Modification | None:
         """What was done to the sum; None if autograd alone touched it."""
-        if self._modification is None:
+        if self._modification is None and not (self._digest is None and self._watched.untouched):
             self._modification = self._found()
         return self._modification
 
     def _found(self) -> Modification | None:
-        for parameter, sum_ in self._watched:
-            gradient = parameter.grad
-            as_it_was = gradient is None or gradient._version == sum_.base + sum_.arrivals
-            if as_it_was and gradient is sum_.gradient and sum_.left is None:  # nearly always
-                continue
-            found = sum_.modification(gradient)
-            if found == "assigned" and not (self.looking and gradient.count_nonzero()):  # type: ignore[union-attr]  # it has one
+        for i, parameter in enumerate(self._watched.parameters):
+            found = self._watched.modification(i)
+            if found == "assigned" and not (self.looking and parameter.grad.count_nonzero()):  # type: ignore[union-attr]  # it has one
                 continue
             if found is not None:
                 return found
         compared = self._digest is not None and self.passes.arrivals == self._seen
         return "edited" if compared and self._differs() else None
-
-    def pass_over(self) -> None:
-        if self.looking:
-            self.modification()
-            self.resync()
 
     def record(self, modification: Modification) -> None:
         """What was done to the sum, unless something was before."""
@@ -266,8 +298,8 @@ class GradientMonitor:
 
     def resync(self) -> None:
         """The sum is as it should be, perhaps changed on purpose, by the wrapper itself."""
-        for parameter, sum_ in self._watched:
-            sum_.look(parameter.grad)
+        for i, parameter in enumerate(self._watched.parameters):
+            self._watched.look(i, parameter.grad)
         self._seen = self.passes.arrivals
         self._digest = digest(self._comparable()) if self._compares else None
 
@@ -286,13 +318,13 @@ class GradientMonitor:
         return self.looking and (self._counted < _COMPARED or self._last_next)
 
     def _comparable(self) -> list[Tensor]:
-        found = []
-        for _, sum_ in self._watched:
-            if sum_.gradient is not None:
-                if sum_.comparable is None:
-                    sum_.comparable = has_digest(sum_.gradient)
-                if sum_.comparable:
-                    found.append(sum_.gradient)
+        watched, found = self._watched, []
+        for i, gradient in enumerate(watched.gradients):
+            if gradient is not None:
+                if watched.comparable[i] is None:
+                    watched.comparable[i] = has_digest(gradient)
+                if watched.comparable[i]:
+                    found.append(gradient)
         return found
 
     def _differs(self) -> bool:
@@ -310,11 +342,11 @@ class ShardedMonitor(GradientMonitor):
     def __init__(self, parameters: Callable[[], list[Tensor]], pending: Callable[[], list[Tensor]]) -> None:
         self._pending = pending
         self._kept: list[tuple[Tensor, int]] = []
-        super().__init__(parameters)
+        super().__init__(parameters, sharded=True)
 
     def watch_all(self) -> None:
         """Watch the last parameter: it tells that gradients arrive."""
-        if not self._watched:
+        if not self._watched.parameters:
             self._watch(_leaves(self._parameters())[-1:])
 
     def restart(self, closed: bool = False) -> None:
@@ -352,8 +384,16 @@ class ShardedMonitor(GradientMonitor):
 
 
 def _pass_over(monitor: weakref.ref[GradientMonitor]) -> None:
-    if (watching := monitor()) is not None:
-        watching.pass_over()
+    if (watching := monitor()) is not None and watching.looking:
+        watching.modification()
+        watching.resync()
+
+
+def _versions(gradients: list[Tensor | None]) -> list[int]:
+    try:
+        return [*map(_VERSION, gradients)]
+    except AttributeError:
+        return [0 if gradient is None else gradient._version for gradient in gradients]
 
 
 def _leaves(parameters: Iterable[Tensor]) -> list[Tensor]:

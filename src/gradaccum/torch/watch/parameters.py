@@ -39,7 +39,7 @@ class ParameterMonitor:
         self._looking = self._looking if looking is None else looking
         groups = self._inner.param_groups
         self._lists = [(group["params"], len(group["params"])) for group in groups]
-        self._parameters, self._settings = parameters_of(self._inner), [*map(dict, groups)]
+        self._parameters, self._settings = [*parameters_of(self._inner)], [*map(dict, groups)]
         self._versions = [parameter._version for parameter in self._parameters]
         self._digest = digest(self._comparable()) if self._looking else None
 
@@ -138,4 +138,9 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Not to be changed: of an optimizer with one group it is the group's own list."""
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        own: list[Tensor] = groups[0]["params"]
+        return own
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -83,7 +83,8 @@ class GradientWindow(Listener):
         self.screened = ScreenedBuffer(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
         self.named = NamedSums(parameters, accumulate_dtype, self.losses) if self.screened is None else None
         self.buffer: GradientBuffer = self.screened or self.named  # type: ignore[assignment]  # one of the two is there
-        self.buffer.attach(ranks.engine.pending)
+        if ranks.is_distributed:
+            self.buffer.attach(ranks.engine.pending)
         self.monitor = (
             ShardedMonitor(parameters, ranks.engine.pending) if ranks.sharded else GradientMonitor(parameters)
         )
@@ -112,10 +113,19 @@ class GradientWindow(Listener):
             **self._options,
         )
 
+    @property
+    def special(self) -> bool:
+        """Whether there is more in this window than gradients that autograd adds up: each micro-batch is looked at."""
+        return self._special
+
+    @special.setter
+    def special(self, special: bool) -> None:
+        self._special, self.passes.ordinary = special, False
+
     def begin(self) -> None:
         """An empty window; where a backward pass will reduce it, its unit must be the other ranks', too."""
         self.window.close()
-        self.special = self._always_special
+        self._special, self.passes.ordinary = self._always_special, False
         if self.ranks.is_distributed and not self.ranks.manual_reduce:
             self.window.unit = self.ranks.unit
 
@@ -144,8 +154,8 @@ class GradientWindow(Listener):
         """The next micro-batch weighs this much; `given` by the user, or its rows; `last` of its epoch."""
         window = self.window
         window.expect(weight, given, last)
-        if weight == window.unit and not self.special:
-            return  # nearly always
+        if weight == window.unit and not self._special:
+            return
         arriving = float(weight > 0)
         if weight == 0:
             self.special = True
@@ -175,7 +185,7 @@ class GradientWindow(Listener):
                 self._backward_named(checked_terms(loss, weight), retain_graph, create_graph)
                 return
             loss = checked_scalar(loss, "`loss`")
-        if self.special and self.by_name:
+        if self._special and self.by_name:
             raise mixed_terms_error()
         if one.weight is None and not window.micro_batches:
             self.losses.restart()
@@ -255,6 +265,8 @@ class GradientWindow(Listener):
         finally:
             scaling.muted = False
         one.weighed = self.passes.arrivals - others
+        if not one.weighed:  # as far as is known in windows that look at three parameters
+            self.passes.ordinary = False
         if shared:
             self._warn_of_others(shared)
 
@@ -305,19 +317,23 @@ class GradientWindow(Listener):
         window, passes = self.window, self.passes
         one = window.micro_batch
         mixed = one.factor != 1.0 and passes.arrivals != one.weighed
-        if mixed or scaled or self.special or self.monitor.looking or not passes.arrivals:
+        if mixed or scaled or self._special or self.monitor.looking or not passes.arrivals:
             return self._count_and_look(scaled)
-        if one.last or window.micro_batches + 1 >= window.steps:
-            if passes.unfinished:
-                self.check_failed()
-            self.check_sum()
-        passes.arrivals = 0
         self.loss_scale.scaled, self.saved = False, False
+        passes.ordinary = True
+        if window.closes_next:
+            self.check_before_closing()
+        passes.arrivals = 0
         return window.add()
+
+    def check_before_closing(self) -> None:
+        self.check_failed()
+        self.check_sum()
 
     def _count_and_look(self, scaled: Sequence[Any]) -> bool:
         """`count`, where there is more to do than to add."""
         window, monitor, one = self.window, self.monitor, self.window.micro_batch
+        self.passes.ordinary = False
         if scaled and scaled[0] is None:
             monitor.forget_values()  # `unscale_` has changed them, and raises no version
         self.check_failed()
@@ -419,7 +435,7 @@ class GradientWindow(Listener):
         """Turn the sum into the mean gradient in `p.grad`. Returns whether there is one to update with."""
         window, scale = self.window, self.loss_scale
         total = WindowTotal(self.buffer, window.divisor, window.weight, window.micro_batches)
-        if self.special:
+        if self._special:
             self.buffer.join_restored(scale.scale)
             total.scale, total.overflow = scale.scale, False if scale.overflow is None else scale.overflow
             self._weigh(total)
@@ -533,9 +549,10 @@ class GradientWindow(Listener):
 
     def close(self) -> None:
         """The update is made, or given up: the next micro-batch is the first of a new window."""
-        if self.special:
+        if self._special:
             self.buffer.close()
-        self._restart()
+            self._restart()
+        self.loss_scale.scaled, self.saved = None, False
         self.monitor.close()
         self.begin()
 
@@ -543,8 +560,9 @@ class GradientWindow(Listener):
         """Clear the gradients, too; None: in the way of the loop's own `zero_grad`."""
         self.window.micro_batch.restart()
         self.monitor.restart()
+        self.passes.ordinary = False
         self.buffer.clear(self.set_to_none if set_to_none is None else set_to_none)
-        if self.special:
+        if self._special:
             self.ranks.engine.clear()
             self._failure = None
             self._restart()
@@ -552,10 +570,9 @@ class GradientWindow(Listener):
 
     def _restart(self) -> None:
         self.loss_scale.scaled, self.saved = None, False
-        if self.special:
-            self.loss_scale.close()
-            if self.noise is not None:
-                self.noise.restart()
+        self.loss_scale.close()
+        if self.noise is not None:
+            self.noise.restart()
 
     # Misuse.
 

@@ -55,6 +55,7 @@ class Windows:
         check_steps: Callable[[Schedule], None],
     ) -> None:
         self.inner, self.schedule, self.current, self.ranks = inner, schedule, current, current.ranks
+        self.window, self.passes = current.window, current.passes
         self.epoch = self.updates = 0
         self.updated = False
         self.in_epoch = False  # this epoch has a micro-batch
@@ -63,6 +64,7 @@ class Windows:
         self.left_over: Any = None  # what a loop over an iterator had fetched ahead when it was broken off
         self._first_unused: bool | None = None  # the loop's first batch had no `step()`; None while it is in use
         self._updates_in_loop = 0
+        self._expected: float | None = None  # what the last batch weighed, of the loop that runs
         self.before_update: Callable[[], None] | None = None  # a checkpoint may have reserved room in the state
         self._defaults_elsewhere: dict[int, float] | None = {}  # of the last micro-batch in other loops; None: warned
         self._wrapper, self._check_steps = wrapper, check_steps
@@ -129,7 +131,7 @@ class Windows:
         if current.monitor.looking:
             if self.schedule.constant != 1:
                 self._check_micro_batch(current)
-            if current.monitor.passes_now > 1:
+            if max(current.monitor.passes_of_each, default=0) > 1:
                 self.ranks.reduce_manually()  # in the first of them, others are to come
         closes = current.count(scaled)
         if RUNNING and not one.in_batches:
@@ -139,6 +141,21 @@ class Windows:
             self.updated = self._update()
         if self.ranks.is_distributed:
             self.expect_next()
+
+    def count_ordinary(self) -> None:
+        """`count`, in an open window whose micro-batches so far had nothing to look at."""
+        window, passes = self.window, self.passes
+        one = window.micro_batch
+        mixed = one.factor != 1.0 and passes.arrivals != one.weighed
+        if mixed or one.in_batches is not one.announced or (RUNNING and not one.in_batches):
+            self.count()
+            return
+        closes = window.micro_batches + 1 >= window.steps or one.last
+        if closes and (passes.unfinished or not self.current.monitor.untouched):
+            self.current.check_before_closing()
+        passes.arrivals = 0
+        if window.add():
+            self.updated = self._update()
 
     def _check_place(self, one: MicroBatch) -> None:
         """Raise if this `step()` belongs to no batch of the loop of `batches()`."""
@@ -266,7 +283,7 @@ class Windows:
         self._set_source(source)
 
     def _set_source(self, source: Any, phase: _Phase = _Phase.PLAIN) -> None:
-        self.source, self._phase = source, phase if source is None else _Phase.LOOP
+        self.source, self._phase, self._expected = source, phase if source is None else _Phase.LOOP, None
         window, number = self.current.window, id(self.current.window)
         if source is None:
             RUNNING.pop(number, None)
@@ -274,6 +291,11 @@ class Windows:
             RUNNING[number] = weakref.ref(window, lambda _: RUNNING.pop(number, None))
 
     def expect_batch(self, weight: float, given: bool, last: bool) -> None:
+        if weight == self._expected and self.passes.ordinary:
+            one = self.window.micro_batch
+            one.announced, one.last = True, last  # nearly always
+            return
+        self._expected = weight
         if not self.ranks.is_distributed:
             self.current.expect(weight, given, last)
             return
@@ -283,7 +305,7 @@ class Windows:
 
     def end_batch(self) -> None:
         current = self.current
-        announced = current.window.micro_batch.announced
+        announced = self.window.micro_batch.announced
         if self._first_unused is None:
             self._first_unused = announced
         if announced or current.passes.arrivals or current.special or current.monitor.looking:
