@@ -16,8 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from gradaccum.jax.loss import walk as walks
 from gradaccum.jax.loss.walk import SHARED, Equation, Flaw, Place, Rule, Term, Terms, Value, mixes, union, unknown
 
-_ROUNDS = 6
-"""Times that a loop's body is looked at until what is known of its carry stays."""
+_ROUNDS = 6  # times that a loop's body is looked at until what is known of its carry stays
 _COMPUTED: dict[str, Callable[..., Any]] = {
     "abs": abs, "add": operator.add, "add_any": operator.add, "clamp": lambda a, x, b: min(max(a, x), b),
     "convert_element_type": int, "div": operator.truediv, "eq": operator.eq, "ge": operator.ge, "gt": operator.gt,
@@ -48,6 +47,8 @@ def _entries(terms: Callable[[Equation, list[Value]], Terms] = lambda e, values:
     """An operation entry by entry, whose output has these terms."""
 
     def rule(e: Equation, inputs: list[Value]) -> Value:
+        if e.name == "max" and inputs[0].known and inputs[0].known[0] == -np.inf:
+            return inputs[1]
         if (found := _computed(e, inputs)) is not None:
             return found
         place, values = e.aligned(inputs)
@@ -60,9 +61,8 @@ def _power(degree: Callable[[Equation, list[Value]], Any]) -> Rule:
     def rule(e: Equation, inputs: list[Value]) -> Value:
         if (to := degree(e, inputs)) is None:
             return _entries()(e, inputs)
-        base = inputs[:1]
-        found = _computed(e, base, lambda x: x**to)
-        return found if found is not None else _entries(lambda e, values: e.power_of(values[0], to))(e, base)
+        found = _computed(e, inputs[:1], lambda x: x**to)
+        return found or _entries(lambda e, values: e.power_of(values[0], to))(e, inputs[:1])
 
     return rule
 
@@ -96,13 +96,6 @@ def _added(e: Equation, inputs: list[Value]) -> Value:
         if is_largest and a.place is not None and b.flaw is not None and b.flaw.certain:
             return found.but(flaw=b.flaw._replace(soft=walks.SHIFT))
     return found
-
-
-def _largest(e: Equation, inputs: list[Value]) -> Value:
-    for a, b in (inputs, inputs[::-1]):
-        if a.known is not None and a.known[0] == -np.inf:
-            return b
-    return _entries()(e, inputs)
 
 
 def _compared(e: Equation, inputs: list[Value]) -> Value:
@@ -183,10 +176,6 @@ def _named(e: Equation) -> Collection[int]:
     return axes if isinstance(axes, tuple | list) else (axes,)
 
 
-def _padded(e: Equation) -> Collection[int]:
-    return [axis for axis, each in enumerate(e.params["padding_config"]) if any(each)]
-
-
 def _windows(e: Equation) -> Collection[int]:
     sizes = zip(e.params["window_dimensions"], e.params["window_strides"])
     return [axis for axis, pair in enumerate(sizes) if pair != (1, 1)]
@@ -194,8 +183,8 @@ def _windows(e: Equation) -> Collection[int]:
 
 def _solved(e: Equation, inputs: list[Value]) -> Any:
     """Of a right side each column (or row) by itself, if all rows share the matrix."""
-    one = (len(e.shapes[1]) - (2 if e.params["left_side"] else 1),)
-    return _across(_last(2) if inputs[0].depends else lambda e: one)(e, inputs)
+    side = len(e.shapes[1]) - (2 if e.params["left_side"] else 1)
+    return _across(_last(2) if inputs[0].depends else lambda e: (side,))(e, inputs)
 
 
 def _extreme(e: Equation, inputs: list[Value]) -> Any:
@@ -251,10 +240,6 @@ def _cut(e: Equation, place: Place, first: int, last: int, stride: int = 1) -> P
 def _sliced(e: Equation, place: Place) -> Place:
     first, last = (e.params[name][place.axis] for name in ("start_indices", "limit_indices"))
     return _cut(e, place, first, last, (e.params["strides"] or (1,) * len(e.shapes[0]))[place.axis])
-
-
-def _tiled(e: Equation, place: Place) -> Place:
-    return place._replace(outer=place.outer * e.params["reps"][place.axis])
 
 
 def _split(e: Equation, inputs: list[Value]) -> list[Value]:
@@ -320,10 +305,7 @@ def _over_devices(e: Equation, inputs: list[Value]) -> Any:
             raise mixes()
         if value.roots & walks.LOCAL and {*axes} == split:
             return e.walk.as_sum(value.but(roots=value.roots & ~walks.LOCAL))
-        if value.known is not None and not split & {*axes}:
-            return value
-        roots = value.roots & ~walks.LOCAL if split <= {*axes} else value.roots
-        return value.but(number=e.walk.number("psum", n, value.number), roots=roots, of=None, curve=None)
+        return e.made([value], value.terms, value.place, n)
 
     return [of_all(*pair) for pair in enumerate(inputs)]
 
@@ -465,8 +447,7 @@ def _other(e: Equation, inputs: list[Value]) -> list[Value]:
     """Any other primitive is a function of what has no axis of rows."""
     if any(value.place is not None for value in inputs) or (e.walk.split and not inputs):
         raise unknown(e.name)
-    terms = SHARED if e.absorbed(inputs) else e.function(inputs)
-    return [e.made(inputs, terms, None, n) for n in range(len(e.outputs))]
+    return [e.made(inputs, e.function(inputs), None, n) for n in range(len(e.outputs))]
 
 
 # Holding jaxprs.
@@ -492,8 +473,9 @@ def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
     where = getattr(getattr(e.params["call_jaxpr"].jaxpr, "debug_info", None), "func_src_info", None) or ""
     if walk.is_derivative or walks.is_ours(where.rpartition(" at ")[2]) or any(v.flaw for v in (*inputs, *outputs)):
         return outputs
-    wanted = [n for n in _floats(traced.invars) if not (inputs[n].free or isinstance(traced.invars[n], Literal))]
-    given = [n for n in _floats(traced.outvars) if type(traced.outvars[n]).__name__ != "DropVar"]
+    ins, outs = ([jnp.issubdtype(v.aval.dtype, jnp.floating) for v in some] for some in (traced.invars, traced.outvars))
+    wanted = [n for n, v in enumerate(traced.invars) if ins[n] and not (inputs[n].free or isinstance(v, Literal))]
+    given = [n for n, v in enumerate(traced.outvars) if outs[n] and type(v).__name__ != "DropVar"]
     if not (wanted and given):
         return outputs
     number = walk.number("gradient", id(traced))
@@ -512,10 +494,6 @@ def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
         if gradient.flaw is not None or not fits or (gradient.terms and gradient.place != place):
             raise mixes(source=source)
     return outputs
-
-
-def _floats(variables: Any) -> list[int]:
-    return [n for n, variable in enumerate(variables) if jnp.issubdtype(variable.aval.dtype, jnp.floating)]
 
 
 def _kinds(variables: Any) -> list[Any]:
@@ -644,7 +622,7 @@ def _solves(e: Equation, inputs: list[Value]) -> list[Value]:
     """`custom_linear_solve`: what it solves with; its derivative is that of the solution."""
     lengths = e.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat
-    solve = [*inputs[start : start + lengths.solve], *inputs[sum(length or 0 for length in lengths) :]]
+    solve = [*inputs[start : start + lengths.solve], *inputs[sum(n or 0 for n in lengths) :]]
     return e.walk.run([each.solve for each in e.each("jaxprs")], solve)
 
 
@@ -663,7 +641,7 @@ RULES: dict[str, Rule] = {
     **_each(
         "abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz "
         "complex cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag le_to lgamma "
-        "log log1p logistic lt_to min nextafter not or polygamma population_count random_gamma_grad "
+        "log log1p logistic lt_to max min nextafter not or polygamma population_count random_gamma_grad "
         "regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin "
         "sinh sqrt tan tanh xor zeta",
         _entries(),
@@ -675,7 +653,6 @@ RULES: dict[str, Rule] = {
     "square": _power(lambda e, inputs: 2),
     "integer_pow": _power(lambda e, inputs: e.params["y"]),
     "pow": _power(_written_down),
-    "max": _largest,
     **_each("eq ne lt le gt ge is_finite", _compared),
     "select_n": _select,
     "convert_element_type": _converted,
@@ -687,7 +664,7 @@ RULES: dict[str, Rule] = {
     "sort": _across(_named, soft=walks.MOVED),
     "rev": _across(_named, linear=True, soft=walks.MOVED),
     "stack": _across(lambda e: (), linear=True),
-    "pad": _across(_padded, linear=True),
+    "pad": _across(lambda e: [n for n, each in enumerate(e.params["padding_config"]) if any(each)], linear=True),
     "reduce_window_sum": _across(_windows, linear=True),
     **_each("reduce_window_max reduce_window_min reduce_window", _across(_windows)),
     **_each("top_k approx_top_k", _across(_last(1))),
@@ -699,7 +676,7 @@ RULES: dict[str, Rule] = {
     **_each("squeeze transpose", _moved()),
     **_each("expand_dims reshape", _moved(_reshaped)),
     "slice": _moved(_sliced),
-    "tile": _moved(_tiled),
+    "tile": _moved(lambda e, place: place._replace(outer=place.outer * e.params["reps"][place.axis])),
     "split": _split,
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenated,
