@@ -51,9 +51,8 @@ class GradientAccumulation(keras.callbacks.Callback):
         super().__init__()
         self._schedule = None if steps is None else Schedule(steps)
         self._optimizer: Any = None
-        self._epoch = 0
         self._in_epoch = self._drops_micro_batches = False
-        self._batches = 0  # of this epoch
+        self._epoch = self._batches = 0  # this one, and how many of its batches are done
         self._in_window = 0  # micro-batches of this window, dropped ones too
         self._steps = self._next_steps = 1  # of this window, and of the next one
 
@@ -83,9 +82,12 @@ class GradientAccumulation(keras.callbacks.Callback):
         """Where `fit` knows it."""
         return (self.params or {}).get("steps")
 
+    @property
+    def _per_execution(self) -> int:
+        return getattr(self._model, "steps_per_execution", 1)
+
     def on_train_begin(self, logs: Any = None) -> None:
-        window = self._optimizer.window
-        per_execution = getattr(self._model, "steps_per_execution", 1)
+        window, per_execution = self._optimizer.window, self._per_execution
         if self._followed.largest is None and per_execution > 1:
             raise ValueError(
                 "A callable schedule is asked between micro-batches, which needs steps_per_execution=1. Received: "
@@ -97,7 +99,7 @@ class GradientAccumulation(keras.callbacks.Callback):
                 "fit() was given two GradientAccumulation callbacks for one optimizer, which would both close its "
                 f"windows. Received: a second one, with steps={self._schedule}. Keep one of them."
             )
-        # What compile() puts around it under mixed_float16 drops micro-batches that overflow, without a word to us.
+        # What compile() puts around it under mixed_float16 drops micro-batches that overflow, and calls nobody.
         self._drops_micro_batches = self._model.optimizer is not self._optimizer
         if self._drops_micro_batches and per_execution > 1:
             logger.warning(
@@ -183,18 +185,30 @@ class GradientAccumulation(keras.callbacks.Callback):
         self._end_epoch()
 
     def _end_epoch(self) -> None:
+        """Close the epoch's last window, and check that the epoch was what it was to be."""
         if self._in_epoch:
             self._in_epoch = False
             self._check_driven()
             self._close_window()
-            if self._batches and self._optimizer.window.built:
-                self._check_epoch()
+            window = self._optimizer.window
+            if not (self._batches and window.built) or self._drops_micro_batches:
+                return
+            counts = window.read()
+            if not counts.by_rows:
+                raise WindowError(
+                    "The micro-batches of this epoch were not weighed by their rows: the model's `train_step` was "
+                    "replaced while it trained, or its inputs have no rows. Replace it before fit(), or train without "
+                    "the GradientAccumulation callback."
+                )
+            if not self._model.stop_training:
+                # Where data end inside an execution of several steps, Keras counts all of them, or none.
+                doubt = 0 if self._batches_of_epoch else self._per_execution - 1
+                window.rule.check_epoch(counts, self._batches, doubt)
 
     def _drive(self) -> None:
-        """Tell the window of rows from now on.
+        """Pass on rows from now on, counted in the step's own graph, so that nothing waits for a device.
 
-        They are counted in the step's own graph, so nothing waits for a device. The model's compiled training function
-        is made anew once, and kept for the next `fit`.
+        The model's compiled training function is made anew once, and kept for the next `fit`.
         """
         model, window = self._model, self._optimizer.window
         window.driven = True
@@ -202,8 +216,7 @@ class GradientAccumulation(keras.callbacks.Callback):
         train_step, own = model.train_step, vars(model).get("train_step")
 
         def counting_train_step(*args: Any, **kwargs: Any) -> Any:
-            # JAX passes its state first. The data is last everywhere.
-            data = kwargs["data"] if "data" in kwargs else args[-1]
+            data = kwargs["data"] if "data" in kwargs else args[-1]  # JAX passes its state first
             with window.with_rows(backends.running().replica(), _rows_of(data)):
                 return train_step(*args, **kwargs)
 
@@ -251,21 +264,6 @@ class GradientAccumulation(keras.callbacks.Callback):
             optimizer.window.empty()
         return held > 0
 
-    def _check_epoch(self) -> None:
-        """Whether what was trained on is what was promised, and was told of."""
-        window = self._optimizer.window
-        counts = window.read()
-        if not (counts.by_rows or self._drops_micro_batches):
-            raise WindowError(
-                "The micro-batches of this epoch were not weighed by their rows: the model's `train_step` was replaced "
-                "while it trained, or its inputs have no rows. Replace it before fit(), or train without the "
-                "GradientAccumulation callback."
-            )
-        if not (self._drops_micro_batches or self._model.stop_training):
-            # Where data end inside an execution of several steps, Keras counts all of them, or none.
-            doubt = 0 if self._batches_of_epoch else getattr(self._model, "steps_per_execution", 1) - 1
-            window.rule.check_epoch(counts, self._batches, doubt)
-
     def _sync(self) -> None:
         # On JAX the values of the variables are in the training loop until somebody asks for the model.
         _ = self.model
@@ -286,17 +284,20 @@ class GradientAccumulation(keras.callbacks.Callback):
 
     def _name_other_optimizers(self) -> None:
         """Name the wrapped optimizers among the model's attributes that nobody drives."""
-        names = []
+        found: dict[str, Any] = {}
         for name, value in vars(self._model).items():
-            inside = value.values() if isinstance(value, dict) else value
-            for one in inside if isinstance(value, list | tuple | dict) else [value]:
-                known = isinstance(one, keras.optimizers.Optimizer) and wrapped_optimizer(one)
-                if known and known is not self._optimizer and not name.startswith("_self_"):  # TensorFlow's own
-                    names.append(f"model.{name}")
-        if names:
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            wrapped = [wrapped_optimizer(one) for one in values if isinstance(one, keras.optimizers.Optimizer)]
+            if any(one not in (None, self._optimizer) for one in wrapped) and not name.startswith(
+                "_self_"
+            ):  # TensorFlow's
+                found[f"model.{name}"] = value
+        if found:
             self._optimizer.window.warn_once(
                 "The GradientAccumulation callback drives the optimizer that the model was compiled with, and no "
-                f"other. Not driven: {', '.join(dict.fromkeys(names))}. The micro-batches of each weigh the same, and "
+                f"other. Not driven: {', '.join(found)}. The micro-batches of each weigh the same, and "
                 "its windows run on across epochs: give it micro-batches of one size, and call its flush() at each "
                 "epoch's end, in the on_epoch_end of a callback of yours."
             )
@@ -318,19 +319,4 @@ def _rows_of(data: Any) -> Any:
         )
     if None not in known:
         return known.pop() if known else None
-    if keras.backend.backend() != "tensorflow":
-        return None
-    import tensorflow as tf
-
-    first, *others = [tf.shape(leaf)[0] for _, leaf in leaves]
-    if not others:
-        return first
-    same = tf.reduce_all([first == other for other in others])
-    paths = ", ".join(path for path, _ in leaves)
-    name = "rows_of_a_micro_batch_must_be_the_same_number"
-    message = f"The arrays of a micro-batch must have the same number of rows: {paths}. Received:"
-    with tf.control_dependencies([tf.debugging.Assert(same, [message, first, *others])]):
-        for other in others:
-            # XLA leaves assertions out. It knows the shapes when it compiles, and takes no reshape to another size.
-            first = tf.reshape(tf.fill([other], first), [first], name=name)[0]
-        return tf.identity(first)
+    return backends.running().checked_rows(leaves)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -13,29 +12,20 @@ from keras import ops, tree
 
 from gradaccum.core.causes import innermost, mixing_cause
 from gradaccum.core.equivalence import Cause, Difference
-from gradaccum.core.numpy_arrays import ArrayRunner, largest, relative_error
+from gradaccum.core.numpy_arrays import ArrayRunner, largest
 from gradaccum.core.proof import Outcome
 from gradaccum.core.rounding import last_place
 from gradaccum.core.sizes import even_sizes
 from gradaccum.keras import backends, private
-from gradaccum.keras.backends.base import has_rows
+from gradaccum.keras.backends.base import has_rows, is_float
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
-from gradaccum.keras.loss import Measured, coupled_losses, divisors_of
+from gradaccum.keras.loss import Measured, coupled_losses, divisors_of, same_rows
 
 _SMALL = 1e-2
 """Tensors that are smaller than the largest gradient by this factor are measured by that one: where a gradient is zero,
 as that of the bias of attention's keys, all of it is rounding."""
 NEARBY = 2
 """How often the weights are moved by one unit in the last place, to see what rounding makes of a result."""
-
-
-class Draws:
-    """What was drawn while random numbers were held."""
-
-    held = False
-    """Whether Keras' own functions were asked for random numbers."""
-    raw = False
-    """Whether a `SeedGenerator` was asked for a seed by somebody else, whose random numbers can't be held."""
 
 
 def outcome_of(model: Any, loss: Any, gradients: list[Any], before: list[Any], after: list[Any]) -> Outcome:
@@ -66,8 +56,7 @@ class StepRunner(ArrayRunner):
 
     def __init__(self, step: Any, data: Any, batch_norm: BatchNorm, tolerance: float, state: Any = None) -> None:
         self._step, self._data, self._batch_norm, self._state = step, data, batch_norm, state
-        self.tolerance, self.precision = tolerance, precision_of(step.model)
-        self.draws = Draws()
+        self.tolerance, self.precision, self.draws = tolerance, precision_of(step.model), Draws()
         self.in_half = self.precision in ("bfloat16", "float16")
 
     def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
@@ -90,10 +79,8 @@ class StepRunner(ArrayRunner):
         random, unit = np.random.default_rng(0), last_place(self.precision)
 
         def moved(value: Any) -> Any:
-            if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype)):
-                return value
-            signs = random.choice([-1.0, 1.0], tuple(value.shape))
-            return value * ops.convert_to_tensor(1.0 + unit * signs, value.dtype)
+            signs = random.choice([-unit, unit], tuple(value.shape))
+            return value * ops.convert_to_tensor(1.0 + signs, value.dtype) if is_float(value) else value
 
         for _ in range(NEARBY):
             yield [moved(value) for value in weights]
@@ -107,10 +94,8 @@ def take_rows(data: Any, rows: np.ndarray) -> Any:
 
 def as_array(value: Any) -> np.ndarray:
     """A tensor as numbers, half precision in float32."""
-    dtype = keras.backend.standardize_dtype(value.dtype)
-    return np.array(
-        ops.convert_to_numpy(ops.cast(value, "float32") if "float" in dtype and "64" not in dtype else value)
-    )
+    is_narrow = is_float(value) and "64" not in keras.backend.standardize_dtype(value.dtype)
+    return np.array(ops.convert_to_numpy(ops.cast(value, "float32") if is_narrow else value))
 
 
 def precision_of(model: Any) -> str:
@@ -127,16 +112,24 @@ def precision_of(model: Any) -> str:
 # Random numbers that are the same for every row, so that whole batch and micro-batches can be compared.
 
 
+class Draws:
+    """What was drawn while random numbers were held."""
+
+    held = False
+    """Whether Keras' own functions were asked for random numbers."""
+    raw = False
+    """Whether a `SeedGenerator` was asked for a seed for others, which can't be held."""
+
+
 @contextlib.contextmanager
 def held() -> Iterator[Draws]:
     """While this is open, `keras.random` and Keras' layers draw the same for every row, always, and move no seed.
 
-    Dropout drops the same features of every row, a sampling layer adds the same noise to each. `shuffle` leaves the
-    order; gamma, beta and binomial distributions give their mean.
+    Dropout drops the same features of every row, a sampling layer adds the same noise to each, `shuffle` leaves the
+    order. Other distributions (beta, binomial, categorical, gamma) can't be held so.
     """
-    draws = Draws()
-    module, own_next = private.random_functions(), keras.random.SeedGenerator.next
-    own = {name: getattr(module, name) for name in (*_OF_SHAPES, *_OTHERS)}
+    draws, module, own_next = Draws(), private.random_functions(), keras.random.SeedGenerator.next
+    own = {name: getattr(module, name) for name in _HELD}
 
     def following(generator: Any, *args: Any, **kwargs: Any) -> Any:
         draws.raw = True
@@ -145,7 +138,7 @@ def held() -> Iterator[Draws]:
     def recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any, seed: Any = None, **kwargs: Any) -> Any:
             draws.held = True
-            return _OTHERS.get(name, _of_one_row)(function, *args, **kwargs)
+            return _HELD[name](function, *args, **kwargs)
 
         return draw
 
@@ -171,31 +164,12 @@ def _dropout(function: Callable[..., Any], inputs: Any, rate: float, noise_shape
     return inputs * function(ops.ones_like(inputs[:1]), rate, noise_shape, seed=0)
 
 
-def _categorical(function: Callable[..., Any], logits: Any, num_samples: int, dtype: Any = "int32") -> Any:
-    noise = np.random.default_rng(0).gumbel(size=(1, num_samples, int(logits.shape[-1])))
-    return ops.cast(ops.argmax(logits[:, None, :] + ops.convert_to_tensor(noise, logits.dtype), axis=-1), dtype)
-
-
-def _mean(function: Callable[..., Any], shape: Any, alpha: Any, beta: Any = None, dtype: Any = None) -> Any:
-    """That of a gamma distribution, or with `beta` of a beta distribution."""
-    mean = alpha if beta is None else alpha / (alpha + beta)
-    return ops.broadcast_to(ops.cast(mean, dtype or keras.backend.floatx()), tuple(shape))
-
-
-def _mean_count(function: Callable[..., Any], shape: Any, counts: Any, probabilities: Any, dtype: Any = None) -> Any:
-    mean = ops.round(ops.cast(counts, "float32") * ops.cast(probabilities, "float32"))
-    return ops.broadcast_to(ops.cast(mean, dtype or keras.backend.floatx()), tuple(shape))
-
-
-_OF_SHAPES = ("normal", "randint", "truncated_normal", "uniform")
-_OTHERS: dict[str, Callable[..., Any]] = {
-    "beta": _mean,
-    "binomial": _mean_count,
-    "categorical": _categorical,
+_HELD: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(["normal", "randint", "truncated_normal", "uniform"], _of_one_row),
     "dropout": _dropout,
-    "gamma": _mean,
     "shuffle": lambda function, x, axis=0: x,
 }
+"""What stands in for each of the backend's random functions."""
 
 
 # What makes the difference.
@@ -215,25 +189,19 @@ def find_causes(
     wrong = [difference for difference in differences if not difference.error <= tolerance]
     rows = np.arange(sum(map(len, parts)))
 
-    @contextlib.contextmanager
-    def comparable() -> Iterator[None]:
-        with held(), during_micro_batch(batch_norms_of(model), batch_norm):
-            yield
-
     def run(rows: np.ndarray) -> tuple[dict[int, _LayerCall], Measured]:
-        with comparable(), recorded_calls(model) as calls:
+        with held(), during_micro_batch(batch_norms_of(model), batch_norm), recorded_calls(model) as calls:
             return calls, divisors_of(model, state, *take_rows(data, rows))[0]
 
     def added_terms(rows: np.ndarray) -> np.ndarray:
         kwargs = {"training": True} if private.takes_training(model) else {}
-        with comparable():
+        with held(), during_micro_batch(batch_norms_of(model), batch_norm):
             *_, losses = model.stateless_call(*state[:2], take_rows(data, rows)[0], return_losses=True, **kwargs)
         return np.array([float(ops.convert_to_numpy(ops.sum(loss))) for loss in losses])
 
     try:
         (calls, measured), part_calls = run(rows), [run(part)[0] for part in parts]
-        losses = coupled_losses(model, measured, parts, tolerance)
-        found += [Cause("loss", output, message) for output, message in losses]
+        found += [Cause("loss", *said) for said in coupled_losses(model, measured, parts, tolerance)]
         found += mixing_layers(model, calls, part_calls, parts, tolerance)
         if not found and any(difference.part != "buffer" for difference in wrong):
             together = sum(added_terms(part) * (len(part) / len(rows)) for part in parts)
@@ -241,11 +209,11 @@ def find_causes(
     except Exception as error:  # it can't be run once more, piece by piece
         if not found:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            found.append(Cause("unknown", "loss", f"What makes the difference could not be looked for ({reason})."))
+            found.append(Cause("unknown", "loss", f"Looking for the cause failed ({reason})."))
     moving = "moves with every forward pass: once per micro-batch, not once per update."
     unknown = (
-        "No loss of `compile`, no term of `add_loss` and no layer was found to look across rows in its values: "
-        "what does may be in a gradient, such as a mean over rows inside stop_gradient."
+        "The cause was not found: no compiled loss, no `add_loss` term and no layer has values that depend on other "
+        "rows. It may be in a gradient alone, such as that of a mean over rows inside stop_gradient."
     )
     return (
         found
@@ -272,15 +240,14 @@ def _own_loss(model: Any) -> list[Cause]:
     """The model's own `compute_loss`, where nothing else is left."""
     if type(model).compute_loss is keras.Model.compute_loss:
         return []
-    said = f"`compute_loss` of {type(model).__name__} is no mean over rows: what it adds to the compiled loss must be"
-    return [Cause("loss", "compute_loss", f"{said} one.")]
+    what = f"`compute_loss` of {type(model).__name__} is no mean over rows."
+    return [Cause("loss", "compute_loss", f"{what} Let it return one, or add means over rows to the compiled loss.")]
 
 
 # Layers.
 
 
-@dataclass
-class _LayerCall:
+class _LayerCall(NamedTuple):
     """The first call of a layer, or of an operation of a functional model: its tensors as arrays."""
 
     layer: Any
@@ -319,10 +286,9 @@ def _operations(model: Any) -> Iterator[tuple[Any, str]]:
     paths: dict[int, str] = {id(model): ""}
     for layer in [model, *private.layers_in(model)]:
         own = (getattr(layer, "path", None) or layer.name).removeprefix(f"{model.name}/").replace("/", ".")
-        path = paths.get(id(layer), own)
-        for child in private.inside(layer):
-            paths.setdefault(id(child), f"{path}.{child.name}".lstrip("."))
-        for one in (layer, *private.inside(layer)):
+        path, children = paths.get(id(layer), own), private.inside(layer)
+        paths = {**{id(child): f"{path}.{child.name}".lstrip(".") for child in children}, **paths}
+        for one in (layer, *children):
             if id(one) not in seen and hasattr(one, "call"):
                 seen.add(id(one))
                 yield one, paths.get(id(one), "") or one.name
@@ -341,38 +307,18 @@ def mixing_layers(
 
     def inputs_agree(key: int) -> bool:
         inputs = [call.inputs for call in found[key]]
-        return len(inputs) == len(parts) and _same_rows(inputs, calls[key].inputs, order, tolerance)
+        return len(inputs) == len(parts) and same_rows(inputs, calls[key].inputs, order, tolerance)
 
     def outputs_differ(key: int) -> bool:
-        return not _same_rows([call.outputs for call in found[key]], calls[key].outputs, order, tolerance)
+        return not same_rows([call.outputs for call in found[key]], calls[key].outputs, order, tolerance)
 
     for key in innermost(calls, inputs_agree, outputs_differ, lambda a, b: a in _inside(calls[b].layer)):
         yield _layer_cause(calls[key].layer, calls[key].path, calls[key].layer is model)
 
 
-def _same_rows(parts: list[list[np.ndarray]], whole: list[np.ndarray], order: np.ndarray, allowed: float) -> bool:
-    """Whether arrays of the parts, put together, are those of the whole batch."""
-
-    def same(actual: np.ndarray, expected: np.ndarray) -> bool:
-        if expected.dtype.kind not in "fV":
-            return np.array_equal(actual, expected)
-        return relative_error(actual, expected) <= allowed
-
-    for index, expected in enumerate(whole):
-        pieces = [part[index] for part in parts]
-        if any(piece.shape[1:] != expected.shape[1:] for piece in pieces):
-            return False
-        found = np.concatenate(pieces)
-        by_rows = len(order) == len(found) == len(expected)
-        if not (same(found[order], expected) if by_rows else all(same(piece, expected) for piece in pieces)):
-            return False
-    return True
-
-
 def _inside(layer: Any) -> set[int]:
     """The ids of all that a layer is made of."""
-    found: set[int] = set()
-    waiting = [layer]
+    found, waiting = set[int](), [layer]
     while waiting:
         new = [child for child in private.inside(waiting.pop()) if id(child) not in found]
         found.update(map(id, new))

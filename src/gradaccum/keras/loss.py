@@ -23,6 +23,7 @@ over rows, or the same for all of them, and comes out right with `share_i` alone
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,7 @@ from keras import ops, tree
 
 from gradaccum.core.numpy_arrays import relative_error
 from gradaccum.keras import backends, private
-from gradaccum.keras.backends.base import Scope
+from gradaccum.keras.backends.base import Scope, has_rows, loss_and_outputs
 
 
 @dataclass
@@ -47,8 +48,6 @@ class Measured:
     values: dict[int, Any] = field(default_factory=dict)
     """Of each loss that has a tracker (with several losses, `fit` logs each): what the tracker would have been told,
     which is the micro-batch's part of the large batch's value, over `share`."""
-    added: bool = False
-    """Whether the forward pass left terms beside the compiled losses: regularisers, `add_loss`."""
 
 
 @contextlib.contextmanager
@@ -66,9 +65,8 @@ def weighed_losses(model: Any, share: Any = 1.0, totals: dict[int, Any] | None =
 
         return in_its_place
 
-    with private.replaced_losses(
-        private.compiled_losses(model), weighed_loss, lambda index, tracker: _SilentTracker(index, tracker, measured)
-    ):
+    losses = private.compiled_losses(model)
+    with private.replaced_losses(losses, weighed_loss, functools.partial(_SilentTracker, measured)):
         yield measured
 
 
@@ -82,8 +80,8 @@ def update_trackers(model: Any, values: list[Any], rows: Any) -> None:
 class _SilentTracker:
     """Stands in for the tracker of one loss, and keeps what it is told to itself."""
 
-    def __init__(self, index: int, tracker: Any, measured: Measured) -> None:
-        self.index, self.tracker, self.measured = index, tracker, measured
+    def __init__(self, measured: Measured, index: int, tracker: Any) -> None:
+        self.measured, self.index, self.tracker = measured, index, tracker
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tracker, name)
@@ -96,8 +94,7 @@ def _weighed(
     loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None, share: Any = 1.0, total: Any = None
 ) -> tuple[Any, Any]:
     """A micro-batch's part of the large batch's loss, over `share`; and `D_ij`, or None where it isn't counted."""
-    in_mask = private.keras_mask(y_pred)
-    values: list[Any] = []
+    masks, values = [private.keras_mask(y_pred)], list[Any]()
 
     def recording(y_true: Any, y_pred: Any, call: Callable[..., Any] = loss.call) -> Any:
         values.append(call(y_true, y_pred))
@@ -105,14 +102,13 @@ def _weighed(
 
     with private.replaced(loss, call=recording):  # what it returns before it is reduced
         value = loss(y_true, y_pred, sample_weight)
-    if not values or len(getattr(values[-1], "shape", ())) == 0:  # a number of Python's has none
+    if not values or not has_rows(values[-1]):
         return value, None  # a scalar that the loss reduced by itself: a mean over rows, or it is refused
     reduction = getattr(loss, "reduction", "sum_over_batch_size")
     if reduction in ("sum", "none", None):
         return value / ops.cast(share, value.dtype), None
-    out_mask = private.keras_mask(values[-1])
-    both = in_mask is not None and out_mask is not None
-    mask = ops.logical_and(in_mask, out_mask) if both else out_mask if in_mask is None else in_mask
+    masks = [one for one in (*masks, private.keras_mask(values[-1])) if one is not None]
+    mask = ops.logical_and(*masks) if len(masks) > 1 else next(iter(masks), None)
     weights = sample_weight if reduction == "mean_with_sample_weight" else None
     if mask is None and weights is None:
         return value, None
@@ -120,17 +116,19 @@ def _weighed(
     exactly = weights is not None and type(loss).__call__ is keras.losses.Loss.__call__
     if total is None and not exactly:
         return value, count
-    if total is None:
-        total = ops.where(count != 0, count, ops.ones_like(count)) / share
-    total = ops.cast(total, value.dtype)
+    total = _not_zero(count) / share if total is None else ops.cast(total, value.dtype)
     # `ops.divide_no_nan` would fall back to float32 on PyTorch.
-    divisor = ops.where(total != 0, total, ops.ones_like(total)) * ops.cast(share, value.dtype)
+    divisor = _not_zero(total) * ops.cast(share, value.dtype)
     if not exactly:
         return value * (count / divisor), count
     # The sum itself: weights of both signs may cancel in a micro-batch, and its mean is 0 then.
     summed = private.reduce_weighted_values(values[-1], sample_weight, mask, "sum", loss.dtype)
     part = private.scale_loss_for_distribution(summed / divisor)
     return ops.where(total != 0, part, ops.zeros_like(part)), count
+
+
+def _not_zero(count: Any) -> Any:
+    return ops.where(count != 0, count, ops.ones_like(count))
 
 
 def _count(mask: Any, weights: Any, dtype: Any) -> Any:
@@ -146,11 +144,9 @@ def _count(mask: Any, weights: Any, dtype: Any) -> Any:
 def divisors_of(model: Any, state: Sequence[Any], x: Any, y: Any, sample_weight: Any) -> tuple[Measured, Any]:
     """One forward pass without side effects, for what it tells and its loss: masks are known only after it."""
     parts = zip((model.trainable_variables, model.non_trainable_variables, model.metrics_variables), state)
-    with Scope(pair for variables, values in parts for pair in zip(variables, values)):
-        with weighed_losses(model) as measured:
-            y_pred = model(x, training=True) if private.takes_training(model) else model(x)
-            loss = private.compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        measured.added = bool(model.losses)
+    values = [pair for variables, values in parts for pair in zip(variables, values)]
+    with Scope(values), weighed_losses(model) as measured:
+        loss, _ = loss_and_outputs(model, x, y, sample_weight)
     return measured, loss
 
 
@@ -164,68 +160,74 @@ def coupled_losses(
     for index, (loss, *arguments) in measured.calls.items():
         if _couples_rows(loss, arguments, parts, tolerance):
             output = private.loss_entries(private.compiled_losses(model))[index].name
-            advice = "Let it return one value per row"
-            axis = getattr(loss, "_fn_kwargs", {}).get("axis", advice)
-            if axis is not advice:
-                advice += f", with an `axis` that leaves out the batch's dimension (axis={axis} now)"
+            advice, settings = "Let it return one value per row", getattr(loss, "_fn_kwargs", {})
+            if "axis" in settings:
+                advice += f", with an `axis` that leaves out the batch's dimension (axis={settings['axis']} now)"
             yield (
                 output,
                 f"The loss {loss.name!r} of {output!r} looks across the rows of its batch: its values or gradients for "
                 f"micro-batches don't add up to those of the whole batch. {advice}. A function that returns a scalar "
-                'must return the mean over rows; a sum over rows is a `keras.losses.Loss` with reduction="sum". For a '
-                "loss that is meant to compare rows, take gradaccum.keras.chunked(model, micro_batch_size) in place of "
-                "micro_batched: the same memory, for any loss.",
+                'must return the mean over rows; for a sum over rows, use a `keras.losses.Loss` with reduction="sum". '
+                "For a loss that is meant to compare rows, use gradaccum.keras.chunked(model, micro_batch_size) in "
+                "place of micro_batched: it needs the same memory and takes any loss.",
             )
 
 
 def _couples_rows(loss: Any, arguments: Sequence[Any], parts: Sequence[np.ndarray], tolerance: float) -> bool:
-    y_true, y_pred, sample_weight = arguments
-    rows = sum(map(len, parts))
+    (y_true, y_pred, sample_weight), rows = arguments, sum(map(len, parts))
     predictions = tree.flatten(y_pred)
     masks = [private.keras_mask(output) for output in predictions]
     count: Any = None
 
-    def result(of: np.ndarray, share: float) -> tuple[float, list[np.ndarray]]:
-        def value(values: list[Any]) -> Any:
+    def result(of: np.ndarray) -> tuple[Any, list[Any]]:
+        share = len(of) / rows
+
+        def value(outputs: list[Any]) -> Any:
             nonlocal count
-            outputs = [
-                output if mask is None else _masked(output, ops.take(mask, of, axis=0))
-                for output, mask in zip(values, masks)
-            ]
-            taken = _rows(y_true, of), tree.pack_sequence_as(y_pred, outputs), _rows(sample_weight, of), share
-            if count is None:  # of the whole batch, which comes first
-                count = _weighed(loss, *taken)[1]
-            return ops.sum(_weighed(loss, *taken, count)[0]) * share, None
+            for place, mask in enumerate(masks):
+                if mask is not None:
+                    outputs[place] = outputs[place] * 1.0
+                    private.set_keras_mask(outputs[place], ops.take(mask, of, axis=0))
+            taken = _taken(y_true, of), tree.pack_sequence_as(y_pred, outputs), _taken(sample_weight, of)
+            found, own = _weighed(loss, *taken, share, count)
+            count = own if count is None else count  # of the whole batch, which comes first
+            return ops.sum(found) * share, None
 
-        found = [ops.take(output, of, axis=0) for output in predictions]
-        (number, _), gradients = backends.running().value_and_gradients(value, found)
-        return float(ops.convert_to_numpy(number)), [np.zeros(1) if g is None else _array(g) for g in gradients]
+        run = backends.running().value_and_gradients
+        (number, _), gradients = run(value, [ops.take(output, of, axis=0) for output in predictions])
+        return _array(number), [np.zeros(1) if gradient is None else _array(gradient) for gradient in gradients]
 
-    whole, gradient = result(np.arange(rows), 1.0)
+    whole, gradients = result(np.arange(rows))
     try:
-        results = [result(part, len(part) / rows) for part in parts]
+        values, found = zip(*map(result, parts))
     except Exception:  # it can't be computed for a part
         return True
-    pairs: list[tuple[Any, Any]] = [(whole, sum(part for part, _ in results))]
-    back = np.argsort(np.concatenate(list(parts)))
-    for index, expected in enumerate(gradient):
-        pieces = [gradients[index] for _, gradients in results]
-        pairs.append((expected, np.concatenate(pieces)[back] if len(expected) == rows else sum(pieces)))
-    return any(relative_error(a, b) > tolerance for a, b in pairs)
+    order = np.argsort(np.concatenate(list(parts)))
+    return relative_error(sum(values), whole) > tolerance or not same_rows(found, gradients, order, tolerance)
 
 
-def _masked(output: Any, mask: Any) -> Any:
-    output = output * 1.0
-    private.set_keras_mask(output, mask)
-    return output
+def same_rows(parts: Sequence[Any], whole: list[np.ndarray], order: np.ndarray, allowed: float) -> bool:
+    """Whether arrays of the parts, put together in this order, are those of the whole batch."""
+
+    def same(actual: np.ndarray, expected: np.ndarray) -> bool:
+        if expected.dtype.kind not in "fV":
+            return np.array_equal(actual, expected)
+        return relative_error(actual, expected) <= allowed
+
+    for index, expected in enumerate(whole):
+        pieces = [part[index] for part in parts]
+        if any(piece.shape[1:] != expected.shape[1:] for piece in pieces):
+            return False
+        found = np.concatenate(pieces)
+        by_rows = len(order) == len(found) == len(expected)
+        if not (same(found[order], expected) if by_rows else all(same(piece, expected) for piece in pieces)):
+            return False
+    return True
 
 
-def _rows(data: Any, of: np.ndarray) -> Any:
-    def taken(leaf: Any) -> Any:
-        return ops.take(leaf, of, axis=0) if len(getattr(leaf, "shape", ())) else leaf
-
-    return tree.map_structure(taken, data)
+def _taken(data: Any, of: np.ndarray) -> Any:
+    return tree.map_structure(lambda leaf: ops.take(leaf, of, axis=0) if has_rows(leaf) else leaf, data)
 
 
 def _array(tensor: Any) -> np.ndarray:
-    return ops.convert_to_numpy(ops.cast(tensor, "float64" if tensor.dtype == "float64" else "float32"))
+    return ops.convert_to_numpy(ops.cast(tensor, "float64" if "float64" in str(tensor.dtype) else "float32"))

@@ -15,8 +15,8 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.core.equivalence import Cause, Equivalence, limits_of
-from gradaccum.core.proof import Comparison, differences_between, worst
+from gradaccum.core.equivalence import Cause, Difference, Equivalence, limits_of
+from gradaccum.core.proof import Comparison, Way, worst
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.keras import backends, private
@@ -157,14 +157,15 @@ def check_equivalence(
         batch_norm = batch_norm or step.batch_norm
     if micro_batch_size is not None:
         checked_count(micro_batch_size, "micro_batch_size")
-    data = tree.map_structure(
+    x, y, sample_weight = tree.map_structure(
         lambda leaf: leaf if leaf is None or ops.is_tensor(leaf) else ops.convert_to_tensor(leaf), (x, y, sample_weight)
     )
-    rows = rows_of(data)
+    rows = rows_of((x, y, sample_weight))
     if rows is None or rows < 2:
         raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {rows}.")
+    kind: BatchNorm = "frozen" if batch_norm == "frozen" else "micro"
     with backends.running().random_kept():
-        return _checked(model, data, rows, "frozen" if batch_norm == "frozen" else "micro", micro_batch_size, tolerance)
+        return _checked(model, (x, y, sample_weight), rows, kind, micro_batch_size, tolerance)
 
 
 def _checked(
@@ -173,23 +174,28 @@ def _checked(
     private.build_symbolically(model, data)
     step, precision = MicroBatchedStep(model, rows, batch_norm, verify=False), precision_of(model)
     allowed = rounding(precision, _device()) if tolerance is None else tolerance
-    runner = StepRunner(step, data, batch_norm, allowed)
-    order, size = np.random.default_rng(0).permutation(rows).tolist(), ragged_size(rows) or 1
+    size = ragged_size(rows) or 1
     step.trial(micro_batch_size or size, batch_norm).check_states(rows)
+    shuffled = np.random.default_rng(0).permutation(rows).tolist()
     sizes = [*([] if micro_batch_size is None or micro_batch_size >= rows else [micro_batch_size]), size]
-    in_order = Comparison(runner, range(rows), [(range(rows), even_sizes(rows, size)) for size in sizes], "raise")
-    shuffled = Comparison(runner, order, [(order, even_sizes(rows, size))], "raise")
-    loss = in_order.large.losses["loss"]
+    ways: list[Way] = [(range(rows), even_sizes(rows, size)) for size in sizes]
+    ways.append((shuffled, even_sizes(rows, size)))
+    runner = StepRunner(step, data, batch_norm, allowed)
+    comparison = Comparison(runner, range(rows), ways, "raise")
+    loss = comparison.large.losses["loss"]
     if not np.isfinite(loss).all():
         raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
-    # A moved variable may heed the order of rows, such as the last row's value.
-    moved = [d for d in differences_between(runner, shuffled.large, in_order.large) if d.part != "buffer"]
-    found = worst([*(in_order.differences() or []), *(shuffled.differences() or []), *moved])
-    compared = [*in_order.compared, *shuffled.compared]
-    largest = max(compared, key=lambda one: one.error)
-    failing = largest.way if not largest.error <= allowed else compared[-1].way
-    causes: list[Cause] = []
-    if any(not error <= allowed for error in (largest.error, *(d.error for d in moved))):
+    comparison.differences()
+    found: list[Difference] = []
+    failing, largest = ways[-1], allowed
+    for way, differences, _ in comparison.compared:
+        # A moved variable may heed the order of rows, such as the last row's value.
+        differences = [d for d in differences if d.part != "buffer" or way[0] is not shuffled]
+        error = max((difference.error for difference in differences), default=0.0)
+        failing, largest = (failing, largest) if error <= largest else (way, error)
+        found += differences
+    found, causes = worst(found), list[Cause]()
+    if not largest <= allowed:
         parts = np.split(np.asarray(failing[0]), np.cumsum(failing[1])[:-1])
         trained, moving, _, metrics = step.state()
         causes = find_causes(model, (trained, moving, metrics), data, parts, found, allowed, batch_norm)
@@ -198,7 +204,7 @@ def _checked(
         allowed,
         tuple(causes),
         rows=rows,
-        partitions=tuple(tuple(one.way[1]) for one in compared),
+        partitions=tuple(tuple(sizes) for _, sizes in ways),
         notes=(*_notes(runner), *limits_of(rows)),
         precision=precision,
         device=_device(),
@@ -208,9 +214,9 @@ def _checked(
 def _notes(runner: StepRunner) -> list[str]:
     """What a check did about random numbers."""
     notes = {
-        "Random numbers were held: whatever is drawn, as by dropout, was the same for each row.": runner.draws.held,
-        "Random numbers are drawn that don't come from keras.random: they can't be held, and differ from one partition "
-        "to the other.": runner.draws.raw,
+        "Random numbers, such as those of dropout, were the same for each row.": runner.draws.held,
+        "The model draws random numbers that can't be made the same for each row, so they differ between "
+        "partitions.": runner.draws.raw,
     }
     return [note for note, holds in notes.items() if holds]
 

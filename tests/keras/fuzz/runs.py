@@ -22,8 +22,6 @@ from tests.keras.fuzz.scenario import Scenario
 from tests.keras.problems import BACKEND, Batches, join
 from tests.reference import keras_updates, windows_of
 
-__all__ = ["outcome"]
-
 
 class _NotPlain(Exception):
     """Plain Keras can't run it."""
@@ -132,19 +130,17 @@ def _network() -> keras.Model:
 def _wrapper(scenario: Scenario) -> tuple[keras.Model, keras.Model]:
     s, random = scenario, np.random.default_rng(scenario.seed)
     data = [(random.normal(size=(rows, 5)), random.normal(size=(rows, 2))) for rows in s.batches]
-    steps: Any = s.steps[0] if len(s.steps) == 1 else dict(enumerate(s.steps))
-    inner = _optimizer(s)
-    model = _network()
+    model, inner = _network(), _optimizer(s)
     if s.sized:
-        rows = sum(s.batches)
-        sizes = (s.batches[0], s.batches[0] * s.steps[0], rows)
+        sizes = (s.batches[0], s.batches[0] * s.steps[0], sum(s.batches))
         _compile(model, gradaccum.keras.optimizers.BatchOptimizer(inner, *sizes, model), s, loss="mse")
-        fit = {"x": np.concatenate([x for x, _ in data]), "y": np.concatenate([y for _, y in data])}
-        model.fit(**fit, batch_size=s.batches[0], epochs=s.epochs, shuffle=False, verbose=0)
-        return model, _plain(s, [w for _ in range(s.epochs) for w in windows_of(data, s.steps[0])])
+        model.fit(*join(data), batch_size=s.batches[0], epochs=s.epochs, shuffle=False, verbose=0)
+        return model, _plain(s, windows_of(data, s.steps[0]) * s.epochs)
     if s.scaled == "inside":
         inner = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
-    optimizer = gradaccum.keras.optimizers.Optimizer(inner, steps)
+    wrapped = optimizer = gradaccum.keras.optimizers.Optimizer(
+        inner, s.steps[0] if len(s.steps) == 1 else dict(enumerate(s.steps))
+    )
     if s.scaled == "outside":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
     _compile(model, optimizer, s, loss="mse")
@@ -154,50 +150,39 @@ def _wrapper(scenario: Scenario) -> tuple[keras.Model, keras.Model]:
         epochs = {"initial_epoch": first, "epochs": last}
         model.fit(Batches(batches), shuffle=False, verbose=0, callbacks=[*callbacks, *more], **epochs)
 
-    done: list[list[Any]] = []
-    start = data
+    def epochs_of(start: list[Any], first: int, last: int) -> list[Any]:
+        """The windows of these epochs, of which the first one begins with other micro-batches."""
+        if not s.callback:
+            return windows_of(start + data * (last - first - 1), s.steps[0])
+        return [w for e in range(first, last) for w in windows_of(data if e > first else start, _steps_of(s, e))]
+
+    done, start, ends = list[Any](), data, windows_of(data[: s.at], s.steps[0])
+    is_open = bool(ends) and len(ends[-1]) < s.steps[0]
     if s.event in ("save", "interrupt"):
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "model.keras") if s.event == "save" else ""
-            try:
+            with pytest.raises(KeyboardInterrupt):
                 fit(data, 0, s.epochs, _Stop(s.at, path))
-            except KeyboardInterrupt:
-                pass
-            else:
-                raise AssertionError("it was not stopped")
-            held = s.at % s.steps[0] if s.callback or len(set(s.steps)) == 1 else 0
-            if s.event == "save":
+            if path:
                 model = keras.models.load_model(path)
-                fit(data[s.at :], 0, 1)
-                first = windows_of(data, s.steps[0])
-                if not s.callback and s.epochs > 1:
-                    fit(data, 1, s.epochs)
-                    return model, _plain(s, first + windows_of(data * (s.epochs - 1), s.steps[0]))
-                if s.epochs > 1:
-                    fit(data, 1, s.epochs)
-                done = first + [w for e in range(1, s.epochs) for w in windows_of(data, _steps_of(s, e))]
-                return model, _plain(s, done)
-            done = windows_of(data[: s.at - held], s.steps[0])
-    elif s.event == "train_on_batch":
+        done = ends[:-1] if is_open else ends
+        if path:
+            fit(data[s.at :], 0, 1)
+            if s.epochs > 1:
+                fit(data, 1, s.epochs)
+            return model, _plain(
+                s, windows_of(data, s.steps[0]) + (epochs_of(data, 1, s.epochs) if s.epochs > 1 else [])
+            )
+    elif s.event in ("train_on_batch", "flush"):
         for batch in data[: s.at]:
             model.train_on_batch(*batch)
-        open_ = s.at % s.steps[0]
-        done = windows_of(data[: s.at - open_], s.steps[0])
-        start = data[s.at - open_ : s.at] + data
-    elif s.event == "flush":
-        for batch in data[: s.at]:
-            model.train_on_batch(*batch)
-        wrapped = model.optimizer.inner_optimizer if s.scaled == "outside" else model.optimizer
-        if len(set(s.batches)) > 1:
-            return model, model  # not weighed by rows
-        wrapped.flush()
-        done = windows_of(data[: s.at], s.steps[0])
+        done = ends
+        if s.event == "flush":
+            wrapped.flush()
+        elif is_open:
+            done, start = ends[:-1], ends[-1] + data
     fit(data, 0, s.epochs)
-    if s.callback:
-        later = [w for e in range(s.epochs) for w in windows_of(data if e else start, _steps_of(s, e))]
-    else:
-        later = windows_of(start + data * (s.epochs - 1), s.steps[0])
-    return model, _plain(s, done + later)
+    return model, _plain(s, done + epochs_of(start, 0, s.epochs))
 
 
 def _steps_of(scenario: Scenario, epoch: int) -> int:

@@ -7,9 +7,6 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["NORMS", "Scenario", "random_scenario", "sensible", "shrunk"]
-
-
 NORMS = ["norm", "norm of steps", "shared norm", "norm and branch", "nested", "twice"]
 """Of graphs.py, those with BatchNormalization over the batch."""
 
@@ -19,49 +16,35 @@ class Scenario:
     """A training run."""
 
     seed: int = 0
-    kind: str = "wrapper"
-    """wrapper, micro_batched, chunked, or exact (chunked with exact BatchNormalization)."""
-    batches: tuple[int, ...] = (4, 4)
-    """Rows of each: micro-batches of the wrapper, batches of micro_batched."""
+    kind: str = "wrapper"  # micro_batched, chunked, or exact (chunked with exact BatchNormalization)
+    batches: tuple[int, ...] = (4, 4)  # rows of each: micro-batches of the wrapper, batches of micro_batched
     epochs: int = 1
-    optimizer: str = "sgd"
-    """sgd, adam, ema, schedule, clipped, decayed."""
+    optimizer: str = "sgd"  # adam, ema, schedule, clipped, decayed
     eager: bool = False
     per_execution: int = 1
-    event: str = ""
-    """What happens in the middle: save, interrupt, flush, train_on_batch; and with micro_batched recompile."""
-    at: int = 1
-    """After how many batches."""
+    event: str = ""  # in the middle: save, interrupt, flush, train_on_batch; and with micro_batched recompile
+    at: int = 1  # after how many batches
 
     # The wrapper.
-    steps: tuple[int, ...] = (2,)
-    """Of each epoch; the last one of those that follow."""
+    steps: tuple[int, ...] = (2,)  # of each epoch; the last one of those that follow
     callback: bool = True
-    scaled: str = ""
-    """Where a LossScaleOptimizer is: inside, or outside."""
-    sized: bool = False
-    """Whether it is a BatchOptimizer."""
+    scaled: str = ""  # where a LossScaleOptimizer is: inside, or outside
+    sized: bool = False  # whether it is a BatchOptimizer
 
     # micro_batched.
     micro: int = 3
     tokens: bool = False
     layers: tuple[str, ...] = ()
-    """dense, layer norm, regularised, active, adds mean; and softmax and adds sum, which mix rows."""
-    losses: tuple[str, ...] = ("mse",)
-    """One for each output."""
+    losses: tuple[str, ...] = ("mse",)  # one for each output
     reduction: str = "sum_over_batch_size"
-    weights: str = ""
-    """Sample weights: ones, random, zeros, signed, late (uneven in the last batch only)."""
-    missing: str = ""
-    """Marks for missing targets: early, or late (in the last batch only)."""
+    weights: str = ""  # of samples: ones, random, zeros, signed, late (uneven in the last batch only)
+    missing: str = ""  # marks for missing targets: early, or late (in the last batch only)
     metrics: bool = False
-    norm: str = ""
-    """A BatchNormalization: frozen, or micro."""
+    norm: str = ""  # a BatchNormalization: frozen, or micro
 
     # chunked; `micro`, `tokens`, `layers` and `losses` as well, of these the words in graphs.py.
     keep: int = 0
-    whole: bool = True
-    """Whether all of the model is chunked, or a tower inside of it."""
+    whole: bool = True  # whether all of the model is chunked, or a tower inside of it
     masked: bool = False
 
     def __str__(self) -> str:
@@ -155,25 +138,20 @@ def sensible(scenario: Scenario) -> bool:
         return not (s.weights and "across" in s.losses) and len(s.losses) == 1
     if s.kind == "micro_batched":
         return True
-    even = len(set(s.batches)) == 1
-    if s.sized and (not even or s.event or len(s.steps) > 1 or s.scaled == "outside"):
+    even, scheduled = len(set(s.batches)) == 1, len(s.steps) > 1
+    if s.sized and (not even or s.event or scheduled or s.scaled == "outside"):
         return False
-    if s.event in ("flush", "train_on_batch") and len(s.steps) > 1:
-        return False  # a schedule of epochs outside of epochs
-    if not s.callback and not s.sized and (not even or len(s.steps) > 1 or s.event in ("interrupt", "flush")):
+    if s.event in ("flush", "train_on_batch") and (scheduled or not even):
+        return False  # a schedule of epochs outside of epochs; not weighed by rows
+    if not s.callback and not s.sized and (not even or scheduled or s.event in ("interrupt", "flush")):
         return False
-    return not (s.event and s.per_execution > 1) and (s.event != "train_on_batch" or even)
+    return not (s.event and s.per_execution > 1)
 
 
 def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
     """The smallest scenario on the way down that still fails."""
-    smaller = True
-    while smaller:
-        smaller = False
-        for candidate in filter(sensible, _simpler(scenario)):
-            if fails(candidate):
-                scenario, smaller = candidate, True
-                break
+    while smaller := next((one for one in filter(sensible, _simpler(scenario)) if fails(one)), None):
+        scenario = smaller
     return scenario
 
 

@@ -1,26 +1,20 @@
 """What a training step, a chunked layer and an optimizer's window ask of a backend, and what all three backends share.
 
-What `on_tensorflow`, `on_jax` and `on_torch` define, beside other versions of what is here:
+Beside other versions of what is here, `on_tensorflow`, `on_jax` and `on_torch` define
 
-- `take_rows(leaf, rows)`: these rows of an array, dense or sparse.
-- `value_and_gradients(function, values)`: `function(values)`, a scalar tensor and others, and its gradients; None for
-  those it doesn't depend on, zeros on JAX.
-- `look(function)`: runs it for the shapes that it sees, and nothing moves.
-- `Training`: see below. `GradientSum`: gradients of a model's trainable variables, added up in at least 32 bits; of
-  those that are overwritten with their gradient, the largest. `zeros()` is the carry before the first micro-batch,
-  `add(sums, forward, share)` takes `forward() -> (loss to differentiate, others)` and returns the sums with `share` of
-  its gradient, the others, and rows to keep, of the kinds `specs`. `finish(sums, rows, scale)`: the gradients, times
-  `scale` where there is one.
-- `chunks(tensors, size)`: the inputs of a chunked layer in micro-batches. `Program(body, micro-batches)`: its call as a
-  function of `weights`, which it reads and may need gradients; `start()` is the carry before the first micro-batch,
-  `evaluate(weights, carry, tensors)` a `Result`, with its own weights for None.
-- `recomputed(passes, carry)`: what `passes.first` returns, whose gradient is that of `passes.second`.
-- `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)` the gradients that `given`
-  ones of the outputs give, and the others.
-- `free_memory(of_host)`: bytes that the device has left. `prepared(function, arguments, model)`: its call with these,
-  compiled as the model is, and the bytes that it needs, where the compiler says. Not on PyTorch, which finds `"auto"`
-  by updates.
-- `at_once()`: while it is open, operations run at once, whatever is traced.
+- `MicroBatches` and `Training`, see below.
+- `GradientSum(...)`: gradients of a model's trainable variables, added up in at least 32 bits; of those that are
+  overwritten with their gradient, the largest. `add(sums, forward, share)` takes `forward() -> (loss, others)`, and
+  returns the sums with `share` of the loss's gradient, the others, and rows to keep, of the kinds `specs`, for
+  `finish(sums, rows, scale)`: the gradients, times `scale` if any. Sums begin with `zeros()`.
+- `Program(body, micro-batches)`: a chunked layer's call. `evaluate(weights, carry, tensors)` is a `Result` with these
+  `weights` (None: its own), which may need gradients. The carry begins with `start()`.
+- `Backend`: `take_rows(leaf, rows)`. `value_and_gradients(function, values)`: of a scalar and others. `look(function)`:
+  runs it for the shapes that it sees. `at_once()`: while it is open, operations run at once, whatever is traced.
+  `chunks(tensors, size)`. `recomputed(passes, carry)`: what `passes.first` returns, with the gradient of
+  `passes.second`. `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)` the
+  gradients that those `given` of the outputs make. Where updates are compiled, `free_memory(of_host)`: bytes left on
+  the device; `prepared(function, arguments, model)`: its call, compiled, and the bytes that it needs if known.
 """
 
 from __future__ import annotations
@@ -37,11 +31,6 @@ import numpy as np
 from keras import ops
 
 from gradaccum.keras import private
-
-__all__ = [
-    "PARTS", "MicroBatches", "RestartWindow", "Result", "Scope", "Spec", "Training", "assign", "copies_of", "discarded",
-    "has_rows", "is_float", "leaves_with_rows", "listing", "rows_of", "unpack", "values_of", "wide",
-]  # fmt: skip
 
 # Rows and tensors.
 
@@ -102,10 +91,10 @@ class Spec:
     masked: bool = False
 
     @classmethod
-    def of(cls, tensor: Any) -> Spec:
+    def of(cls, tensor: Any, masks: bool = True) -> Spec:
         """That of a tensor; of a scalar, `row` is None."""
         shape = tuple(tensor.shape)
-        masked = private.keras_mask(tensor) is not None
+        masked = masks and private.keras_mask(tensor) is not None
         return cls(keras.backend.standardize_dtype(tensor.dtype), shape[1:] if shape else None, masked)
 
 
@@ -121,10 +110,8 @@ class MicroBatches:
     """
 
     devices = 1
-    static = True
-    """Whether a loop is over micro-batches of one size."""
-    axis = 0
-    """Of rows, in what was kept."""
+    static = True  # a loop is over micro-batches of one size
+    axis = 0  # of rows, in what was kept
     take: Callable[[Any, Any], Any]
     loop: Callable[..., tuple[Any, list[Any]]]
 
@@ -149,16 +136,14 @@ class MicroBatches:
     def segments(self, begin: int) -> Iterator[tuple[Any, Any, Callable[[Any], tuple[Any, Any]]]]:
         """Loops over the micro-batches: `(first, behind the last, index -> (its first row, its size))`."""
         size, larger = self.size, self.larger
-        # XLA compiles this loop even where no micro-batch is longer: its slices must exist.
-        longest = size + 1 if isinstance(larger, int) else ops.minimum(size + 1, self.rows)
-        segments: list[tuple[Any, Any, Any]]
+        segments: list[tuple[Any, Any, Any]] = [(0, self.count, self.bounds)]
         if isinstance(larger, int) and larger == 0:
             segments = [(0, self.count, lambda index: (index * size, size))]
         elif self.static:
+            # XLA compiles the first loop even where no micro-batch is longer: its slices must exist.
+            longest = size + 1 if isinstance(larger, int) else ops.minimum(size + 1, self.rows)
             segments = [(0, larger, lambda index: (index * (size + 1), longest))]
             segments.append((larger, self.count, lambda index: (index * size + larger, size)))
-        else:
-            segments = [(0, self.count, self.bounds)]
         for first, stop, bounds in segments:
             first = max(first, begin) if begin else first  # some are kept only where all numbers are known
             if not isinstance(stop, int) or first < stop:
@@ -170,16 +155,14 @@ class MicroBatches:
         `specs` are the kinds of what is kept. `threads` are variables that move: where a scope keeps what is assigned,
         loops take their values along.
         """
-        in_scope = private.in_stateless_scope()
-        threads = threads if in_scope else ()
+        threads = threads if private.in_stateless_scope() else ()
         state, pieces = (values_of(threads), carry), []
         for first, stop, bounds in self.segments(begin):
 
             def body(index: Any, state: Any, bounds: Any = bounds) -> tuple[Any, list[Any]]:
                 start, size = bounds(index)
-                values, carry = state
-                with Scope(zip(threads, values)) if in_scope else contextlib.nullcontext():
-                    carry, kept = micro(self.take(start, size), size * self.devices, carry)
+                with Scope(zip(threads, state[0])) if threads else contextlib.nullcontext():
+                    carry, kept = micro(self.take(start, size), size * self.devices, state[1])
                     return (values_of(threads), carry), kept
 
             state, kept = self.loop(first, stop, body, state, specs)
@@ -261,8 +244,14 @@ class Result(NamedTuple):
     valid: dict[int, Any]
 
 
+def loss_and_outputs(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """A forward pass in training, as `fit` makes it."""
+    y_pred = model(x, training=True) if private.takes_training(model) else model(x)
+    return private.compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True), y_pred
+
+
 class RestartWindow(Exception):  # no error: the window runs again
-    """The window has to begin again."""
+    """The window has to begin again, in the micro-batches in which it ran."""
 
 
 class Training:
@@ -271,10 +260,8 @@ class Training:
     `attempt(data, rows, size, run)`: `run(micro-batches, gradient sum)`, and once more where it must start over.
     """
 
-    drew = False
-    """Whether the batch that was evaluated last drew random numbers that nobody holds."""
-    eagerly: Callable[[], Any]
-    """While it is open, operations run at once and move nothing."""
+    drew = False  # whether the batch that was evaluated last drew random numbers that nobody holds
+    eagerly: Callable[[], Any]  # while it is open, operations run at once and move nothing
 
     def __init__(self, step: Any) -> None:
         self.step = step
@@ -290,11 +277,10 @@ class Training:
     def forget(self) -> None:
         """The model has been built, or compiled anew."""
 
-    @contextlib.contextmanager
-    def counting(self, batches: Any) -> Iterator[Any]:
-        """While this is open, forward passes move nothing. Yields the micro-batches."""
+    def counted(self, batches: Any, run: Callable[[Any], Any]) -> Any:
+        """What `run(micro-batches)` returns, whose forward passes move nothing."""
         with discarded(self.step.model):
-            yield batches
+            return run(batches)
 
     def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
         """What `function(micro-batch)` returns for shapes, or a few rows, without side effects."""
@@ -303,8 +289,7 @@ class Training:
     def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
         """Loss times the optimizer's scale, loss and outputs of a micro-batch, as `fit` computes them."""
         model = self.step.model
-        y_pred = model(x, training=True) if private.takes_training(model) else model(x)
-        loss = private.compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        loss, y_pred = loss_and_outputs(model, x, y, sample_weight)
         return loss if model.optimizer is None else model.optimizer.scale_loss(loss), loss, y_pred
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
@@ -323,11 +308,7 @@ class Training:
             gradients = [None if one is None else ops.convert_to_tensor(one) for one in window.gradients]
             return ops.sum(window.loss), gradients, before, copies_of(moving)
         finally:
-            self.abandon()
             assign(variables, found)
-
-    def abandon(self) -> None:
-        """A batch has been evaluated, and is not trained on."""
 
     # Keras' training function: a state, on JAX, and an iterator over batches.
 
@@ -377,7 +358,7 @@ class Training:
 
 
 class Backend:
-    """What is asked of a backend; where it says nothing else, this. For the rest see above."""
+    """What is asked of a backend; where it says nothing else, this."""
 
     keeps_masks = True
     """Whether masks come with outputs."""
@@ -385,33 +366,40 @@ class Backend:
     """Whether what a loss divides by may be found while gradients are summed. Else a first pass counts it, of which
     compilers drop all that the counts don't depend on."""
     unrecorded: Any = contextlib.nullcontext
+    """While it is open, nothing is recorded for gradients."""
     random_kept: Any = contextlib.nullcontext
-    """While `unrecorded` is open, nothing is recorded for gradients; while `random_kept` is, generators beside
-    variables move for nobody."""
+    """While it is open, generators beside variables move for nobody."""
+
+    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+        """An update."""
+        optimizer.apply(gradients, variables)
+
+    def known(self, tensors: list[Any]) -> bool:
+        """Whether these hold numbers: not while a function is traced."""
+        return True
+
+    def when(
+        self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]
+    ) -> None:
+        """One of these functions, which assign to these variables."""
+        (then if condition else otherwise)()
+
+    # A chunked layer.
 
     def no_gradient_yet(self, weight: Any) -> Any:
         """What gradients are added to."""
         return ops.zeros(weight.shape, wide(weight.dtype))
 
     def added(self, total: Any, gradient: Any) -> Any:
-        """A sum with one more gradient in it."""
         return total if gradient is None else total + ops.cast(gradient, total.dtype)
 
     def dense(self, gradient: Any, tensor: Any) -> Any:
         """The gradient of a tensor of rows."""
         return ops.zeros_like(tensor) if gradient is None else ops.convert_to_tensor(gradient)
 
-    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
-        """An update."""
-        optimizer.apply(gradients, variables)
-
     def plainly(self, run: Callable[[], Any]) -> Any:
         """`run()`, not as part of a graph that can't hold it."""
         return run()
-
-    def known(self, tensors: list[Any]) -> bool:
-        """Whether these hold numbers: not while a function is traced."""
-        return True
 
     def unprovable(self) -> str:
         """Where nothing can be evaluated beside what is running; empty where it can."""
@@ -425,20 +413,13 @@ class Backend:
         """`function(values)`, compiled as quickly as possible where running it at once would compile each operation."""
         return function
 
-    def when(
-        self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]
-    ) -> None:
-        """One of these functions, which assign to these variables."""
-        (then if condition else otherwise)()
-
-    # An optimizer's window.
+    # An optimizer's window, and on several devices its replicas.
 
     def merged(self, function: Callable[..., None], gradients: list[Any], rows: Any) -> None:
         """`function(gradients, rows)`, once for all replicas."""
         function(gradients, rows)
 
     def in_replicas(self, function: Callable[[], None]) -> None:
-        """`function()` in each replica."""
         function()
 
     def close(self, window: Any) -> None:
@@ -452,6 +433,9 @@ class Backend:
     def rows_of_all(self, rows: Any) -> Any:
         """The rows of all replicas."""
         return rows
+
+    def checked_rows(self, leaves: list[tuple[str, Any]], least: int = 0) -> Any:
+        """The rows of these arrays, by path, which only the run will tell; an error if they differ."""
 
     def integers(self, value: Any) -> list[Any]:
         """The entries of a vector, as this backend computes with them in a step."""
@@ -482,7 +466,6 @@ class Backend:
         return [s if private.is_overwritten(v) else s / ops.cast(weight, s.dtype) for s, v in pairs]
 
     def empty(self, variables: list[Any]) -> None:
-        """Let these be zeros."""
         for variable in variables:
             variable.assign(ops.zeros(variable.shape, variable.dtype))
 
@@ -492,7 +475,6 @@ class Backend:
 
     def place_of(self, optimizer: Any) -> Any:
         """Where an optimizer's variables live, if the backend has to be told."""
-        return None
 
     def beside(self, place: Any, variable: Any) -> Any:
         """Where the variables that go with this one are made."""

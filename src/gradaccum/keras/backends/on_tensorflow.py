@@ -23,7 +23,8 @@ class MicroBatches(base.MicroBatches):
 
     def __init__(self, data: Any, rows: int | None, size: Callable[[Any], int], static: bool) -> None:
         self.static = static
-        super().__init__(data, _checked_rows(data) if rows is None else rows, size(rows))
+        traced = Backend().checked_rows(base.leaves_with_rows(data), 1) if rows is None else rows
+        super().__init__(data, traced, size(rows))
 
     def take(self, start: Any, size: Any) -> Any:
         return tree.map_structure(lambda leaf: _slice(leaf, start, size) if has_rows(leaf) else leaf, self.data)
@@ -47,18 +48,6 @@ class MicroBatches(base.MicroBatches):
             parallel_iterations=1,  # more of them would be in memory at once
         )
         return carry, [array.concat() for array in arrays]
-
-
-def _checked_rows(data: Any) -> Any:
-    """The rows, as a tensor that is an error where the arrays of the batch disagree. XLA finds that by itself."""
-    rows = [tf.shape(leaf)[0] for leaf in tree.flatten(data) if has_rows(leaf)]
-    message = (
-        "A batch is cut into micro-batches along the first dimension: its arrays must have the same number of rows."
-    )
-    checks = [tf.debugging.assert_equal(rows[0], other, message) for other in rows[1:]]
-    checks.append(tf.debugging.assert_positive(rows[0], "A batch must have at least one row."))
-    with tf.control_dependencies([check for check in checks if check is not None]):
-        return tf.identity(rows[0])
 
 
 def _slice(leaf: Any, start: Any, size: Any) -> Any:
@@ -343,6 +332,18 @@ class Backend(base.Backend):
 
     def rows_of_all(self, rows: Any) -> Any:
         return None if rows is None else tf.add_n(_of_replicas(rows))
+
+    def checked_rows(self, leaves: list[tuple[str, Any]], least: int = 0) -> Any:
+        rows, *others = [tf.shape(leaf)[0] for _, leaf in leaves]
+        paths = ", ".join(path for path, _ in leaves)
+        said = f"The arrays of a micro-batch must have the same number of rows, {least} or more: {paths}. Received:"
+        same = tf.reduce_all([rows >= least, *(rows == other for other in others)])
+        with tf.control_dependencies([tf.debugging.Assert(same, [said, rows, *others])]):
+            for other in others:
+                # XLA leaves assertions out. It knows the shapes when it compiles, and takes no reshape to another size.
+                name = "rows_of_a_micro_batch_must_be_the_same_number"
+                rows = tf.reshape(tf.fill([other], rows), [rows], name=name)[0]
+            return tf.identity(rows)
 
     def integers(self, value: Any) -> list[Any]:
         return tf.unstack(tf.convert_to_tensor(value))

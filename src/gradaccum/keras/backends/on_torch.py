@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -19,8 +19,8 @@ from keras import tree
 from gradaccum.core.sizes import BatchSizeFinder, Rows, Slice
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
-from gradaccum.keras.backends.base import RestartWindow, Result, Spec, assign, discarded, has_rows, values_of
-from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
+from gradaccum.keras.backends.base import RestartWindow, Result, Spec, assign, has_rows, values_of
+from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, every_device, kept
@@ -32,9 +32,8 @@ __all__: list[str] = []
 class MicroBatches(base.MicroBatches):
     """A batch, cut in pieces as they come: while a size is searched for, each has another one."""
 
-    def __init__(self, data: Any, rows: int, pieces: Any, around: Callable[[Slice], Any] | None = None) -> None:
+    def __init__(self, data: Any, rows: int, pieces: Any) -> None:
         self.data, self.rows, self.pieces = data, rows, pieces
-        self.around: Callable[[Slice], Any] = around or contextlib.nullcontext
         self.ran: list[Slice] = []
 
     def take(self, start: int, size: int) -> Any:
@@ -46,9 +45,8 @@ class MicroBatches(base.MicroBatches):
     def loop(self, first: int, stop: None, body: Any, carry: Any, specs: Any) -> tuple[Any, list[Any]]:
         self.ran, outputs = [], []
         for piece in itertools.islice(self.pieces, first, None):
-            with self.around(piece):
-                carry, kept = body(piece, carry)
             self.ran.append(piece)
+            carry, kept = body(piece, carry)
             outputs.append(kept)
         return carry, [torch.cat(parts) for parts in zip(*outputs)]
 
@@ -61,15 +59,12 @@ class MicroBatches(base.MicroBatches):
 
 
 class GradientSum:
-    """Gradients of a model's trainable weights: in `.grad` where that has at least 32 bits, else beside it in float32.
-
-    Of variables that are overwritten with their gradient, the largest.
-    """
+    """In `.grad` where that has at least 32 bits, else beside it in float32. Also measures what micro-batches cost."""
 
     specs: tuple[Spec, ...] = ()
 
-    def __init__(self, model: Any, overwriting: frozenset[int], before_backward: Callable[[], None]) -> None:
-        self.model, self.overwriting, self.before_backward = model, overwriting, before_backward
+    def __init__(self, model: Any, overwriting: frozenset[int], once: Callable[[Any], None]) -> None:
+        self.model, self.overwriting, self.once = model, overwriting, once
         self.parameters = values_of(model.trainable_weights)
         half = {index for index, p in enumerate(self.parameters) if p.dtype in (torch.float16, torch.bfloat16)}
         self.outside = sorted(half | overwriting)
@@ -79,10 +74,18 @@ class GradientSum:
         return {}
 
     def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> Any:
-        scaled, others = forward()
-        self.before_backward()
-        if self.parameters:
-            run_backward([scaled], [torch.full_like(scaled, share, requires_grad=False)])
+        others: Any = None
+
+        def forwarded(piece: Slice) -> Any:
+            nonlocal others
+            scaled, others = forward()
+            return scaled
+
+        def backward(piece: Slice, scaled: Any) -> None:
+            if self.parameters:
+                run_backward([scaled], [torch.full_like(scaled, share, requires_grad=False)])
+
+        self.once(SimpleNamespace(forward=forwarded, backward=backward))
         for index in self.outside:
             gradient, self.parameters[index].grad = self.parameters[index].grad, None
             if gradient is None:
@@ -116,18 +119,16 @@ def _detached(one: Any) -> Any:
 class Training(base.Training):
     """What a training step leaves to PyTorch: memory, and random numbers of PyTorch's own."""
 
+    eagerly = staticmethod(torch.random.fork_rng)
+
     def __init__(self, step: Any) -> None:
         super().__init__(step)
         device = torch.device(private.torch_device())
-        self.gauge = MemoryMeter(device)
+        self.meter = MemoryMeter(device)
         self.window_state = WindowState([step.model], device, parameters=self._trained, others=self._places)
         self.sizers: BatchSizeFinder | None = None
-        self.as_cut = False
+        self._proves = False
         """Whether a micro-batch that does not fit is an error, and not run in smaller ones."""
-        self._piece = Slice(slice(0, 1))
-        self._measuring, self._live = False, 0.0
-        self._counted: list[Slice] | None = None
-        """The micro-batches in which divisors were counted, where these hang on random numbers."""
 
     def call(self, *args: Any) -> Any:
         logs = super().call(*args)
@@ -138,90 +139,59 @@ class Training(base.Training):
         self.window_state.forget()
 
     def attempt(self, data: Any, rows: Any, size: Any, run: Callable[[Any, Any], Any]) -> Any:
-        step = self.step
+        step, retry = self.step, OomRetry(self.meter)
         if self.sizers is None:  # only a model that is built has all its layers
-            self.sizers = BatchSizeFinder(step.micro_batch_size, self.gauge.limit, minimum=2 if step.batch_norms else 1)
+            self.sizers = BatchSizeFinder(step.micro_batch_size, self.meter.limit, minimum=2 if step.batch_norms else 1)
         leaves = [("/".join(map(str, path)), leaf, 0) for path, leaf in tree.flatten_with_path(data) if has_rows(leaf)]
-        sums = GradientSum(step.model, step.overwriting, self._before_backward)
         self.window_state.open()
-        given: list[Slice] | None = None
+        cut: list[Slice] | None = None
         while True:
             plan = Rows(self.sizers.of(leaves), rows)
-            batches = MicroBatches(data, rows, plan if given is None else given, self._around(plan))
-            self._counted, self._piece = None, Slice(slice(0, 1))
+            batches = MicroBatches(data, rows, plan if cut is None else cut)
+
+            def once(passes: Any, batches: MicroBatches = batches, plan: Rows = plan) -> None:
+                retry.once(batches.ran[-1], plan, passes)
+
             try:
-                window = run(batches, sums)
-                self.drew = self.as_cut and self.window_state.rng_used()
-                if self._counted in (None, batches.ran):
-                    self.sizers.close(plan.sizer, rows)
-                    return window
-                given = batches.ran  # to be counted as they ran
+                window = run(batches, GradientSum(step.model, step.overwriting, once))
+                self.drew = self._proves and self.window_state.rng_used()
+                self.sizers.close(plan.sizer, rows)
+                return window
             except RestartWindow:
-                pass
+                cut = batches.ran
             except BaseException as error:
-                given = None
+                cut = None
                 try:
-                    if self.as_cut or not isinstance(error, Exception):
+                    if self._proves or not isinstance(error, Exception):
                         raise
-                    OomRetry(self.gauge).smaller(error, self._piece, plan)
+                    retry.smaller(error, batches.ran[-1] if batches.ran else Slice(slice(0, 1)), plan)
                 except BaseException:
                     step.model.zero_grad()
                     self.window_state.abandon()
                     raise
-            self.gauge.release()  # only here, out of reach of an error's frames, is its memory free
+            self.meter.release()  # only here, out of reach of an error's frames, is its memory free
             self.window_state.restart()
-
-    def _around(self, plan: Rows) -> Callable[[Slice], contextlib.AbstractContextManager[None]]:
-        @contextlib.contextmanager
-        def around(piece: Slice) -> Iterator[None]:
-            self._piece, gauge = piece, self.gauge
-            self._measuring = plan.measuring and torch.is_grad_enabled()
-            if not self._measuring:
-                yield
-            else:
-                gauge.synchronize()
-                base, mark, began = gauge.live(), gauge.mark(), time.perf_counter()
-                yield
-                gauge.synchronize()
-                seconds, highest = time.perf_counter() - began, gauge.mark()
-                # The mark tells this micro-batch's peak where it has risen; else what was alive before backward has to.
-                plan.record(piece, seconds, base, highest if highest > mark else self._live)
-
-        return around
-
-    def _before_backward(self) -> None:
-        if self._measuring:
-            self._live = self.gauge.live()
-
-    def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
-        if batches.rows > 1:
-            try:
-                few = batches.rows if private.stateful_layers(self.step.model) else 2
-                return self._looked(function, batches.take(0, few))
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-            self.gauge.release()
-        return self._looked(function, batches.take(0, 1))
 
     @torch.no_grad()
-    def _looked(self, function: Callable[[Any], Any], micro_batch: Any) -> Any:
-        try:
-            return function(micro_batch)
-        finally:
-            self.window_state.restart()
+    def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
+        rows = batches.rows
+        # Of two rows: one may have no memory, and a loss of few rows may be an error.
+        for few in (rows,) if private.stateful_layers(self.step.model) else (min(2, rows), 1, rows):
+            with contextlib.suppress(Exception):
+                try:
+                    return function(batches.take(0, few))
+                finally:
+                    self.window_state.restart()
+            self.meter.release()
+        return function(batches.take(0, rows))
 
-    @contextlib.contextmanager
-    def counting(self, batches: Any) -> Iterator[Any]:
+    @torch.no_grad()
+    def counted(self, batches: Any, run: Callable[[Any], Any]) -> Any:
         pieces = batches.pieces  # while a size is searched for, they are not known beforehand
         cut = pieces if isinstance(pieces, list) else Slice(slice(0, batches.rows)).split(pieces.sizer.size)
-        with torch.no_grad(), discarded(self.step.model) as scope:
-            yield MicroBatches(batches.data, batches.rows, cut, batches.around)
-        if scope.assigned or self.window_state.rng_used():
-            self._counted = cut
+        found = super().counted(MicroBatches(batches.data, batches.rows, cut), run)
         self.window_state.restart()
-
-    eagerly = staticmethod(torch.random.fork_rng)
+        return found
 
     def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
         # On PyTorch, Keras' losses multiply sample weights with masks in place: they get copies.
@@ -229,17 +199,14 @@ class Training(base.Training):
         return super().compute(x, y, weights)
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        self.as_cut = True
+        self._proves = True
         own = [value.grad for value in self._trained()]
         try:
             return super().evaluate(data, state)
         finally:
+            self.window_state.abandon()
             for value, gradient in zip(self._trained(), own):
                 value.grad = gradient
-
-    def abandon(self) -> None:
-        if self.sizers is not None:
-            self.window_state.abandon()
 
     def make_train_function(self, make: Callable[[], None]) -> None:
         """Keras' own, which would hand the whole step to torch.compile where it is asked to."""

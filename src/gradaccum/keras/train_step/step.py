@@ -1,7 +1,7 @@
 """`micro_batched`'s training step: what happens to a batch, in which order, on every backend.
 
-A batch is cut. A look at a few rows tells what must be counted and kept; a first pass counts what losses divide by,
-where that isn't their rows; then every micro-batch runs forward and backward, and gradients, losses and statistics add
+A batch is cut. A look at a few rows tells what must be counted and kept; where losses divide by something other than
+rows, a first pass counts it; then every micro-batch runs forward and backward, and gradients, losses and statistics add
 up. One update follows, and the metrics of the whole batch.
 """
 
@@ -13,7 +13,7 @@ import math
 import timeit
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import keras
@@ -41,12 +41,12 @@ from gradaccum.keras.train_step.proof import Proof
 
 logger = logging.getLogger("gradaccum")
 
-_UNKNOWN_ROWS = 4096
-"""Rows to try at most where TensorFlow doesn't know the batch's while it traces."""
-_UNKNOWN_DIMENSION = 128
-"""What stands in for another dimension that is not known, such as the length of sequences."""
+_UNKNOWN_ROWS, _UNKNOWN_DIMENSION = 4096, 128
+"""Rows to try at most where TensorFlow doesn't know the batch's while it traces, and what stands in for another
+dimension that is not known, such as the length of sequences."""
 _WORSE = 1.05
-"""After two sizes that are so much slower per row than the best, larger ones aren't tried."""
+"""Of sizes that are less than so much slower per row than the best, the largest is taken: what an update does once per
+micro-batch isn't measured. After two that are slower, larger ones aren't tried."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Plan:
     """What one forward pass tells about the rest."""
 
     counted: tuple[int, ...]
-    """The losses whose denominators have to be counted, by index."""
+    """The losses, by index, that divide by something to be counted."""
     dtype: str
     """In which the loss is added up."""
     outputs: Any
@@ -64,8 +64,6 @@ class Plan:
     they are sums over rows and keeping all outputs would cost more than the batch itself."""
     tracked: int
     """How many losses are logged by themselves."""
-    terms: bool
-    """Whether the loss can have other terms than one compiled loss."""
 
 
 class Window(NamedTuple):
@@ -93,23 +91,20 @@ class MicroBatchedStep:
         self.backend = backends.running()
         self.training = self.backend.training(self)
         self.proof = Proof(self) if verify else None
-        self.plans: dict[Any, Plan] = {}
+        self.draws, self.plans = Draws(), dict[Any, Plan]()
+        self.counts_first = False
+        """Whether a first pass counts what losses divide by, before it is known on the way."""
         self._built: list[Any] = [self] * 3
         """What the model was compiled with when it was built."""
-        self.draws = Draws()
-        self._named: set[str] = set()
-        self._sizes: dict[str, int] = {}
-        self._trials: dict[Any, MicroBatchedStep] = {}
+        self._named, self._sizes, self._trials = set[str](), dict[str, int](), dict[Any, MicroBatchedStep]()
 
     # In the place of the model's own.
 
     def install(self) -> None:
         """Make this the model's training step."""
         self._warn(stacklevel=4)
-        self.model.train_step = self
-        self.model.train_function = None
-        self.model.make_train_function = self._make_train_function
-        train_on_batch = self.model.train_on_batch
+        model, train_on_batch = self.model, self.model.train_on_batch
+        model.train_step, model.train_function, model.make_train_function = self, None, self._make_train_function
 
         @functools.wraps(train_on_batch)
         def seen(x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +113,7 @@ class MicroBatchedStep:
                 self.proof.see((x, y, sample_weight))
             return train_on_batch(x, y, sample_weight, *args, **kwargs)
 
-        self.model.train_on_batch = seen
+        model.train_on_batch = seen
 
     def _make_train_function(self, force: bool = False) -> Any:
         """Keras' own, which `fit` and `train_on_batch` begin with, around this step."""
@@ -169,7 +164,7 @@ class MicroBatchedStep:
             self.training.forget()
             self._warn(stacklevel=2)
             self.check_states(rows)
-            self._built = compiled
+            self._built, self.counts_first = compiled, not self.backend.lazy_divisors
         size = functools.partial(self._size_for, data)
         return self.training.attempt(data, rows, size, lambda *cut: _Pass(self, *cut).run())
 
@@ -183,13 +178,6 @@ class MicroBatchedStep:
                 "whole batch."
             )
 
-    def measured(self, micro_batch: Any) -> tuple[Measured, Any, Any]:
-        """What the losses of a micro-batch divide by; its loss and outputs."""
-        with weighed_losses(self.model) as measured:
-            _, loss, y_pred = self.training.compute(*unpack(micro_batch))
-        measured.added = self.backend.lazy_divisors and bool(self.model.losses)
-        return measured, loss, y_pred
-
     def plan(self, batches: Any) -> Plan:
         """What has to be counted and kept."""
         ranks = tree.map_structure(lambda leaf: leaf if leaf is None else len(leaf.shape), batches.data)
@@ -197,35 +185,30 @@ class MicroBatchedStep:
         if key not in self.plans or not self.backend.lazy_divisors:  # what is traced is traced for these shapes
 
             def planned(micro_batch: Any) -> Plan:
-                with discarded(self.model):
-                    return self._plan_of(*self.measured(micro_batch), micro_batch)
+                with discarded(self.model), weighed_losses(self.model) as measured:
+                    _, loss, y_pred = self.training.compute(*unpack(micro_batch))
+                return self._plan_of(measured, loss, y_pred, micro_batch)
 
             self.plans[key] = self.training.look(planned, batches)
         return self.plans[key]
 
     def _plan_of(self, measured: Measured, loss: Any, y_pred: Any, micro_batch: Any) -> Plan:
-        model, outputs = self.model, tree.flatten(y_pred)
-        compiled, own_metrics = private.compiled_metrics(model), _overrides(model, "compute_metrics")
+        outputs, compiled = tree.flatten(y_pred), private.compiled_metrics(self.model)
+        own_metrics = overrides(self.model, "compute_metrics")
         metrics: Literal["whole", "streamed", "none"] = "whole" if compiled is not None or own_metrics else "none"
         # Keras' functions reduce an output of one dimension to a scalar.
         add_up = not own_metrics and all(len(output.shape) > 1 for output in outputs)
         if compiled is not None and add_up and all(map(_adds_over_rows, compiled.metrics)):
             kept, given = _numbers_per_row(outputs), _numbers_per_row(micro_batch)
             metrics = "streamed" if kept is None or given is None or kept > given else "whole"
-        spec = Spec.of if self.backend.keeps_masks else lambda output: replace(Spec.of(output), masked=False)
         dtype = keras.backend.standardize_dtype(loss.dtype)
         return Plan(
-            counted=tuple(sorted(measured.divisors)),
-            dtype=dtype if "64" in dtype else keras.backend.floatx(),
-            outputs=tree.map_structure(spec, y_pred),
-            metrics=metrics,
-            tracked=len(measured.values),
-            terms=len(measured.calls) != 1 or measured.added or _overrides(model, "compute_loss"),
+            tuple(sorted(measured.divisors)),
+            dtype if "64" in dtype else keras.backend.floatx(),
+            tree.map_structure(lambda output: Spec.of(output, self.backend.keeps_masks), y_pred),
+            metrics,
+            len(measured.values),
         )
-
-    def has_terms(self) -> None:
-        """A layer adds losses that it did not add when this was planned."""
-        self.plans = {key: replace(known, terms=True) for key, known in self.plans.items()}
 
     @property
     def batch_norms(self) -> list[Any]:
@@ -269,27 +252,32 @@ class MicroBatchedStep:
 
 
 class _Pass:
-    """All micro-batches of a batch, forward and backward, and what they add up to."""
+    """All micro-batches of a batch, forward and backward, and what they add up to.
+
+    What losses divide by is counted before; or, on a backend that runs each micro-batch by itself, taken to be in the
+    rest as in the first one, and the sums are corrected in the end. If that can't be, the batch runs again.
+    """
 
     def __init__(self, step: MicroBatchedStep, batches: Any, gradients: Any) -> None:
         self.step, self.batches, self.gradients = step, batches, gradients
-        self.model, self.plan = step.model, step.plan(batches)
-        lazy = bool(self.plan.counted) and step.backend.lazy_divisors and not self.plan.terms
-        self.divisors = _Divisors(lazy, self._counted() if self.plan.counted and not lazy else None)
-        self.layers = step.batch_norms
+        self.model, self.plan, self.layers = step.model, step.plan(batches), step.batch_norms
         self.pool = Pool(self.layers if step.batch_norm == "pooled" else [])
+        self.totals = self._counted() if self.plan.counted and step.counts_first else dict[int, Any]()
+        self.found: dict[int, Any] = {}
+        """What the losses of the micro-batches did divide by."""
+        self.is_one_loss = not overrides(self.model, "compute_loss")
 
     def _counted(self) -> dict[int, Any]:
         """What the losses divide by: a forward pass over all rows, without side effects."""
         counted = self.plan.counted
 
         def micro(micro_batch: Any, size: Any, totals: Any) -> tuple[Any, list[Any]]:
-            measured = self.step.measured(micro_batch)[0]
+            with weighed_losses(self.model) as measured:
+                self.step.training.compute(*unpack(micro_batch))
             return [total + measured.divisors[index] for total, index in zip(totals, counted)], []
 
-        zeros = [ops.zeros((), keras.backend.floatx()) for _ in counted]
-        with self.step.training.counting(self.batches) as cut:
-            totals, _ = cut.run(micro, zeros, threads=self.model.non_trainable_variables)
+        zeros, threads = [ops.zeros((), keras.backend.floatx()) for _ in counted], self.model.non_trainable_variables
+        totals, _ = self.step.training.counted(self.batches, lambda cut: cut.run(micro, zeros, threads=threads))
         return dict(zip(counted, totals))
 
     def run(self) -> Window:
@@ -302,13 +290,10 @@ class _Pass:
             specs += [spec, Spec("bool", spec.row[:1])] if spec.masked and spec.row is not None else [spec]
         threads = [*model.non_trainable_variables, *model.metrics_variables]
         (sums, loss, tracked, pooled), parts = batches.run(self._micro, carry, specs, threads)
-        rows = [batches.joined([part]) for part in parts]
-        if self.divisors.unplanned:
-            self.step.has_terms()
-            raise RestartWindow
-        scale = self.divisors.scale()
+        scale = self._scale()
         assign(self.pool.variables, self.pool.moved(pooled, before))
-        own, queue = len(self.gradients.specs), iter(rows[len(self.gradients.specs) :])
+        rows, own = [batches.joined([part]) for part in parts], len(self.gradients.specs)
+        queue = iter(rows[own:])
 
         def taken(spec: Spec) -> Any:
             tensor = next(queue)
@@ -324,9 +309,8 @@ class _Pass:
         (sums, loss_sum, tracked, pooled), plan = carry, self.plan
         _, y, sample_weight = unpack(micro_batch)
         share = _share(size, self.batches.rows)
-        sums, (loss, y_pred, singles, valid), rows = self.gradients.add(
-            sums, functools.partial(self._forward, micro_batch, share), share
-        )
+        forward = functools.partial(self._forward, micro_batch, share)
+        sums, (loss, y_pred, singles, valid), rows = self.gradients.add(sums, forward, share)
         loss = _times(loss, share)
         if len(loss.shape):  # reduction=None on TensorFlow: `fit` logs the mean
             loss = _times(ops.mean(loss), share)
@@ -341,41 +325,29 @@ class _Pass:
 
     def _forward(self, micro_batch: Any, share: Any) -> tuple[Any, Any]:
         """The loss to differentiate; the loss, the outputs, each loss by itself, and what BatchNorm's masks let by."""
-        divisors, model = self.divisors, self.model
+        model, step = self.model, self.step
         with (
-            during_micro_batch(self.layers, self.step.batch_norm) as valid,
-            weighed_losses(model, share, divisors.totals) as measured,
+            during_micro_batch(self.layers, step.batch_norm) as valid,
+            weighed_losses(model, share, self.totals) as measured,
         ):
-            scaled, loss, y_pred = self.step.training.compute(*unpack(micro_batch))
-        divisors.note(measured.divisors, share, bool(divisors.lazy and model.losses))
+            scaled, loss, y_pred = step.training.compute(*unpack(micro_batch))
+        for index, count in measured.divisors.items() if step.backend.lazy_divisors else ():
+            count = ops.stop_gradient(count)
+            self.totals.setdefault(index, ops.where(count != 0, count, ops.ones_like(count)) / share)
+            self.found[index] = self.found.get(index, 0) + count
+            self.is_one_loss &= not model.losses and len(measured.calls) == 1
         return scaled, (loss, y_pred, [measured.values[index] for index in range(self.plan.tracked)], valid)
 
-
-class _Divisors:
-    """What losses divide by: counted before, or found while one of them is summed in multiples of the first count."""
-
-    def __init__(self, lazy: bool, totals: dict[int, Any] | None) -> None:
-        self.lazy, self.totals, self.unplanned = lazy, totals, False
-        self._found: dict[int, Any] = {}
-
-    def note(self, counts: dict[int, Any], share: Any, unplanned: bool) -> None:
-        """A micro-batch has divided by these."""
-        if not self.lazy:
-            return
-        self.unplanned |= unplanned
-        counts = {index: ops.stop_gradient(count) for index, count in counts.items()}
-        if self.totals is None:
-            self.totals = {i: ops.where(count != 0, count, ops.ones_like(count)) / share for i, count in counts.items()}
-        self._found = {index: self._found.get(index, 0) + count for index, count in counts.items()}
-
-    def scale(self) -> Any:
+    def _scale(self) -> Any:
         """What gradients and loss are still to be multiplied by; None: nothing."""
-        if not self.lazy or self.totals is None:
-            return None
-        ((index, assumed),) = self.totals.items()
-        total = self._found[index]
-        ratio = assumed / ops.where(total != 0, total, ops.ones_like(total))
-        return ops.where(total != 0, ratio, ops.zeros_like(ratio))
+        if self.is_one_loss and self.found:
+            ((index, total),) = self.found.items()
+            ratio = self.totals[index] / ops.where(total != 0, total, ops.ones_like(total))
+            return ops.where(total != 0, ratio, ops.zeros_like(ratio))
+        if any(abs(float(self.totals[i] - total)) > 1e-5 * abs(float(total)) for i, total in self.found.items()):
+            self.step.counts_first = True
+            raise RestartWindow
+        return None
 
 
 def _share(size: Any, rows: Any) -> Any:
@@ -396,7 +368,7 @@ def remove_step(model: Any) -> None:
             vars(model).pop(name, None)
 
 
-def _overrides(model: Any, method: str) -> bool:
+def overrides(model: Any, method: str) -> bool:
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
@@ -418,39 +390,38 @@ def _numbers_per_row(leaves: Any) -> int | None:
 
 
 def fastest_size(model: Any, data: Any, rows: int | None) -> int:
-    """The rows with which a micro-batch is fastest per row, of those that fit into memory.
+    """The rows with which a micro-batch is about the fastest per row, of those that fit into memory.
 
     Powers of two are tried from small to large, each with a forward and backward pass over zeros in the shapes of
     `data`, compiled as the model is. A size is only tried when the memory of the smaller ones, an affine function of
     the rows, says that it fits: what XLA states on JAX, and what the process took on TensorFlow.
     """
     most = _UNKNOWN_ROWS if rows is None else rows
-    size, backend = min(max(1, most // 64), 8), backends.running()
-    free = backend.free_memory(free_host_memory)
+    free = backends.running().free_memory(free_host_memory)
     line, limit = MemoryLine(), float("inf") if free is None else (1 - MARGIN) * free
-    base = process_memory()["VmHWM"]  # the most bytes ever in use
+    base, first = process_memory()["VmHWM"], min(max(1, most // 64), 8)  # the most bytes ever in use
     seconds: dict[int, float] = {}
-    while True:
+
+    def best() -> int:
+        return max((size for size in seconds if seconds[size] <= _WORSE * min(seconds.values())), default=1)
+
+    for size in dict.fromkeys(min(first << doublings, most) for doublings in range(most.bit_length() + 1)):
+        if sum(other > best() for other in seconds) >= 2 or line.predict(size) > limit:
+            break
         try:
             run, needed = _trial(model, data, size)
             if needed is not None and needed > limit:
                 break
             run()
-            seconds[size] = min(timeit.repeat(run, number=1, repeat=3)) / size
+            seconds[size] = min(timeit.repeat(run, number=1, repeat=5)) / size
         except Exception as error:
             text = f"{type(error).__name__} {error}".lower()
             if seconds and any(sign in text for sign in ("resource_exhausted", "resourceexhausted", "memory", "oom")):
                 break
             raise
         line.add(size, process_memory()["VmHWM"] - base if needed is None else needed)
-        best = min(seconds, key=seconds.__getitem__)
-        slower = [other for other in seconds if other > best and seconds[other] > _WORSE * seconds[best]]
-        size, tried = min(2 * size, most), size
-        if size == tried or len(slower) >= 2 or line.predict(size) > limit:
-            break
-    best = min(seconds, key=seconds.__getitem__, default=1)
-    logger.info("micro_batch_size='auto': %d of %s rows.", best, "any number of" if rows is None else rows)
-    return best
+    logger.info("micro_batch_size='auto': %d of %s rows.", best(), "any number of" if rows is None else rows)
+    return best()
 
 
 def _trial(model: Any, data: Any, size: int) -> tuple[Callable[[], Any], float | None]:
