@@ -354,9 +354,19 @@ class WithArgument(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(
-    "make", [lambda c: functools.partial(torch.mul, c), lambda c: types.SimpleNamespace(scale=c)], ids=["C", "plain"]
-)
+class Uncopied(types.SimpleNamespace):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("neither copied nor pickled")
+
+
+MAKE: dict[str, Callable[[Tensor], Any]] = {
+    "C": lambda c: functools.partial(torch.mul, c),
+    "plain": lambda c: types.SimpleNamespace(scale=c),
+    "not to be copied": lambda c: Uncopied(scale=c),
+}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_blocks_may_be_called_with_objects_of_any_class(make: Callable[[Tensor], Any]) -> None:
     x = torch.randn(16, 6, dtype=torch.float64)
     assert_same_updates(WithArgument(make), [(x, x)], mse, size=4)
