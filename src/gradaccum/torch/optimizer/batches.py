@@ -111,14 +111,10 @@ class Batches:
             if ahead.is_empty and not resumed and not took_part:
                 raise _empty_error(self.loader)
         except GeneratorExit:
-            for windows, _ in self.members:
-                if windows.source is self:
-                    windows.break_off()
-                    windows.left_over = ahead if ahead is not None and not ahead.is_over else None
+            self._break_off(ahead)
             raise
         except Exception:  # the batches cannot be used, or a window cannot be closed
-            for windows, _ in self.members:
-                windows.ranks.abort()
+            self._abort()
             raise
         if ahead.failure is not None:
             try:
@@ -145,6 +141,16 @@ class Batches:
                 if found is not None or windows.ranks.is_distributed:
                     windows.begin_loop(self, resumed)
         return found
+
+    def _break_off(self, ahead: _Ahead | None) -> None:
+        for windows, _ in self.members:
+            if windows.source is self:
+                windows.break_off()
+                windows.left_over = ahead if ahead is not None and not ahead.is_over else None
+
+    def _abort(self) -> None:
+        for windows, _ in self.members:
+            windows.ranks.abort()
 
     def _end(self) -> bool:
         """The loop has used the last batch. Returns whether the epoch had one, on any rank.
