@@ -1,8 +1,8 @@
 """Contrastive losses over all pairs of rows, one process's or all ranks', in memory that is linear in the rows.
 
-One tile of scores is in memory at a time. Every rank keeps its own rows of `a`, and the ranks' rows of `b` are broadcast
-one rank's at a time, while the next ones are under way. So, but for a few numbers per row, memory does not grow with
-the number of ranks.
+One tile of scores is in memory at a time. Every rank keeps its own rows of `a`, and the ranks' rows of `b` are
+broadcast one rank's at a time, while the next ones are under way. So, but for a few numbers per row, memory does not
+grow with the number of ranks.
 """
 
 from __future__ import annotations
