@@ -65,8 +65,8 @@ def rows_of(data: Any) -> int | None:
     rows = {leaf.shape[0] for _, leaf in found} - {None}
     if len(rows) > 1 or not found or rows == {0}:
         raise ValueError(
-            "A batch is cut into micro-batches along the first dimension of its arrays, which must be the same number "
-            f"of rows, at least one. Received:{listing(found) or ' no array that has a dimension.'}"
+            "All arrays of a batch must have the same number of rows, their first dimension, and at least one. "
+            f"Received:{listing(found) or ' no array that has a dimension.'}"
         )
     return rows.pop() if rows else None
 
@@ -342,7 +342,7 @@ class Training:
         model.train_function = guarded
 
     def must_look(self, iterator: Any) -> bool:
-        """Whether errors of these batches would not be told so well by the step itself."""
+        """Whether the step's own errors about these batches would be less clear."""
         return False
 
     def all_rows(self, batch: Any) -> Any:

@@ -172,10 +172,10 @@ class MicroBatchedStep:
         layers = private.stateful_layers(self.model)
         if layers and (rows is None or self.micro_batch_size == "auto" or rows > self.micro_batch_size):
             raise ValueError(
-                "A batch can't be cut for layers that keep a state of each of its rows: "
+                "A batch can't be cut into micro-batches where layers keep a state of each of its rows: "
                 f"{', '.join(repr(layer.name) for layer in layers)} with stateful=True. Received: micro_batch_size="
-                f"{self.micro_batch_size!r} and a batch of {rows} rows. Use stateful=False, or micro-batches of the "
-                "whole batch."
+                f"{self.micro_batch_size!r} and a batch of {rows} rows. Use stateful=False, or a micro_batch_size of "
+                "at least the batch's rows."
             )
 
     def plan(self, batches: Any) -> Plan:
