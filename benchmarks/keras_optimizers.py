@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.harness import arguments, in_fresh_process, in_short, publish, ratios, received, send, table
+from benchmarks.harness import WARM_UP, arguments, in_fresh_process, in_short, publish, ratios, received, send, table
 
 NETWORKS = {"784-512-512-10": (784, 512), "32-64-64-10": (32, 64), "1024-2048-2048-10": (1024, 2048)}
 CONTENDERS = ("plain", "built-in", "gradaccum", "gradaccum with callback")
@@ -52,7 +52,7 @@ def print_times(networks: list[str], batches: int, rounds: int) -> None:
     """In the backend's process: a line per network, of the ratios to the plain time."""
     for network in networks:
         contenders = {name: contender(name, *NETWORKS[network], batches) for name in CONTENDERS}
-        send(ratios(contenders, "plain", rounds))
+        send(ratios(contenders, "plain", rounds, warm_up=-(-WARM_UP * STEPS // batches)))
 
 
 def print_peak(name: str) -> None:

@@ -55,37 +55,28 @@ def test_whole_numbers_of_rows_give_the_number_of_micro_batches_exactly():
         assert window.divisor == 256.0
 
 
-def test_without_a_word_micro_batches_weigh_the_same():
-    window = Window(steps=3)
-    for _ in range(3):
+@pytest.mark.parametrize(
+    ("weights", "factors", "divisor"),
+    [
+        ([0, 10, 5], [0.0, 1.0, 0.5], 1.5),  # weight zero leaves the unit to the next
+        ([0, 0], [0.0, 0.0], 0.0),  # nothing to divide by, visibly
+        ([130_000, 131_072, 65_000], [1.0, 131_072 / 130_000, 0.5], 326_072 / 130_000),  # token counts stay near one
+    ],
+)
+def test_factors_are_relative_to_the_first_weight(weights, factors, divisor):
+    window = Window(steps=len(weights))
+    assert fill(window, weights) == factors
+    assert (window.divisor, window.micro_batches) == (divisor, len(weights))
+
+
+@pytest.mark.parametrize(("defaults", "divisor"), [([None] * 3, 3.0), ([16, 8], 1.5)])
+def test_what_nobody_weighed_weighs_the_same_or_as_its_batch(defaults, divisor):
+    window = Window(steps=len(defaults))
+    for rows in defaults:
+        if rows is not None:
+            window.expect(rows)
         window.add()
-    assert (window.divisor, window.weight) == (3.0, 3.0)
-
-
-def test_a_default_weighs_what_nobody_weighed():
-    window = Window(steps=2)
-    for rows in (16, 8):
-        window.expect(rows)
-        window.add()
-    assert window.divisor == 1.5
-
-
-def test_a_first_micro_batch_of_weight_zero_leaves_the_unit_to_the_next():
-    window = Window(steps=3)
-    assert fill(window, [0, 10, 5]) == [0.0, 1.0, 0.5]
-    assert window.divisor == 1.5
-
-
-def test_factors_stay_near_one_where_weights_are_large_token_counts():
-    window = Window(steps=3)
-    assert max(fill(window, [130_000, 131_072, 65_000])) < 1.01
-
-
-def test_a_window_of_weight_zero_divides_by_zero_visibly():
-    window = Window(steps=2)
-    assert fill(window, [0, 0]) == [0.0, 0.0]
-    assert window.divisor == 0.0
-    assert window.micro_batches == 2
+    assert window.divisor == divisor
 
 
 # Sums.
@@ -110,31 +101,22 @@ def test_of_several_sums_in_a_micro_batch_one_says_the_weight():
             assert window.weigh(weight) == 1.0
         assert window.add()
         assert window.divisor == 30.0
-
-
-def test_two_different_weights_of_one_micro_batch_of_sums_are_refused():
-    window = Window(steps=1, reduction="sum")
-    window.weigh(30)
-    with pytest.raises(ValueError, match="must have one weight"):
-        window.weigh(20)
+        window.weigh(30)
+        with pytest.raises(ValueError, match="must have one weight"):
+            window.weigh(20)
 
 
 # Several losses over the same rows.
 
 
-def test_several_losses_in_a_micro_batch_count_it_once():
+def test_several_losses_in_a_micro_batch_count_it_once_and_different_weights_point_to_losses_by_name():
     window = Window(steps=2)
     assert [window.weigh(8), window.weigh(8), window.weigh()] == [1.0, 1.0, 1.0]
-    window.add()
-    assert (window.micro_batches, window.weight) == (1, 8.0)
-
-
-def test_different_weights_in_one_micro_batch_point_to_losses_by_name():
-    window = Window(steps=2)
-    window.weigh(8)
     with pytest.raises(ValueError, match=r"Received: weight=9 after 8\..*come by name"):
         window.weigh(9)
     assert window.micro_batch.weight == 8.0, "the refused weight left a trace"
+    window.add()
+    assert (window.micro_batches, window.weight) == (1, 8.0)
 
 
 def test_a_weight_after_an_unweighed_loss_must_be_the_default():
@@ -178,21 +160,21 @@ def test_the_epochs_last_micro_batch_closes_a_short_window():
     assert not window.closes_next
 
 
-def test_closing_forgets_everything():
+def test_closing_and_loading_forget_the_micro_batch_in_progress():
     window = Window(steps=2)
-    fill(window, [5, 3])
-    window.weigh(7)
-    window.close()
-    assert window.state_dict() == Window(steps=2).state_dict()
-    assert window.micro_batch.weight is None
-    assert not window.micro_batch.given
-
-
-def test_forgetting_the_micro_batch_in_progress_keeps_the_window():
-    window = Window(steps=3)
+    state = window.state_dict()
+    for forget in (window.close, lambda: window.load_state_dict(state)):
+        fill(window, [5, 3])
+        window.weigh(7)
+        window.expect(1, last=True)
+        forget()
+        assert window.state_dict() == state
+        assert window.micro_batch.weight is None
+        assert not window.micro_batch.given
+    assert not window.micro_batch.last
     fill(window, [5])
     window.weigh(7)
-    window.micro_batch.restart()
+    window.micro_batch.restart()  # keeps the window
     window.weigh(10)
     window.add()
     assert (window.weight, window.divisor) == (15.0, 3.0)
@@ -233,22 +215,7 @@ def test_a_window_goes_on_from_its_state_bit_for_bit(weights, cut, reduction):
     assert resumed == factors
     assert second.state_dict() == whole.state_dict()
     assert second.divisor == whole.divisor
-
-
-def test_a_state_is_plain_numbers_and_words():
-    window = Window(steps=3)
-    fill(window, [5, 3])
-    assert all(type(value) in (int, float, bool, str) for value in window.state_dict().values())
-
-
-def test_loading_forgets_the_micro_batch_in_progress():
-    window = Window(steps=2)
-    state = window.state_dict()
-    window.weigh(5)
-    window.expect(1, last=True)
-    window.load_state_dict(state)
-    assert window.micro_batch.weight is None
-    assert not window.micro_batch.last
+    assert all(type(value) in (int, float, bool, str, type(None)) for value in second.state_dict().values())
 
 
 # Another unit.

@@ -38,6 +38,9 @@ def raises():
 def leaves():
     raise SystemExit(7)
 
+def base():
+    raise BaseException("base")
+
 def pair():
     return 1, 2
 
@@ -127,15 +130,10 @@ def test_different_is_exit_code_1_with_the_culprit_and_what_to_do(file):
     assert "GroupNorm" in result.stdout
 
 
-def test_the_third_value_may_be_a_dict_of_keywords(file):
-    assert check(f"{file}:keywords").exit_code == 0
-
-
-def test_a_causal_models_weight_is_by_its_shifted_labels_even_where_the_mask_agrees(file):
+def test_keywords_weights_and_a_micro_batch_size_are_tried_too(file):
+    assert check(f"{file}:keywords").exit_code == 0  # in a dict
+    # A causal model's weight is by its shifted labels, even where the mask agrees.
     assert "weight=lambda batch: (batch['labels'][:, 1:] != -100).sum()" in check(f"{file}:causal").stdout
-
-
-def test_a_micro_batch_size_is_tried_too(file):
     result = check(f"{file}:good", "--micro-batch-size", 5)
     assert result.exit_code == 0
     assert "against 4 + 4 + 4;" in result.stdout
@@ -166,9 +164,10 @@ def test_json_and_html_go_to_files(file, tmp_path):
     [
         ("raises", ["raises()", "RuntimeError: boom (experiment.py, line 25)"]),
         ("leaves", ["leaves()", "SystemExit: 7"]),
+        ("base", ["base() in", "raised BaseException: base (experiment.py, line 31)"]),
         ("pair", ["must return (model, batch, loss_fn)", "a tuple of 2"]),
-        ("in_forward", ["in_forward: the model", "ValueError: the first line (experiment.py, line 53)"]),
-        ("leaves_in_forward", ["leaves_in_forward: the model", "SystemExit: 0 (experiment.py, line 57)"]),
+        ("in_forward", ["in_forward: the model", "ValueError: the first line (experiment.py, line 56)"]),
+        ("leaves_in_forward", ["leaves_in_forward: the model", "SystemExit: 0 (experiment.py, line 60)"]),
         ("misfit", ["RuntimeError: mat1 and mat2 shapes cannot be multiplied"]),
         ("one_row", ["at least 2 rows", "Received: 1"]),
         ("no_gradient", ["The loss has no gradient"]),
@@ -178,7 +177,7 @@ def test_json_and_html_go_to_files(file, tmp_path):
             ["must be Tensor, not dict. A batch that is a dict goes", '{"compute_loss": lambda model, batch: ...}'],
         ),
         ("misspelt", ["unexpected keyword argument 'reductoin'"]),
-        ("absent", ["has no function 'absent'", "It has Leaves, Net, causal, different, good,"]),
+        ("absent", ["has no function 'absent'", "It has Leaves, Net, base, causal, different, good,"]),
         ("no name", ["path/to/file.py:make"]),
     ],
 )
@@ -186,27 +185,34 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(file, name, parts):
     assert_one_clear_line(check(f"{file}:{name}"), *parts)
 
 
-def test_a_file_that_is_not_there_or_cannot_be_run_is_one_clear_line(tmp_path):
-    assert_one_clear_line(check(tmp_path / "absent.py:make"), "absent.py: no such file")
-    assert_one_clear_line(check("experiment.py"), "path/to/file.py:make", "Received: 'experiment.py'")
-    assert_one_clear_line(check(), "Name what to check")
-    (tmp_path / "broken.py").write_text("def make(:\n", encoding="utf-8")
-    assert_one_clear_line(check(tmp_path / "broken.py:make"), "broken.py", "SyntaxError", "line 1")
-    (tmp_path / "missing.py").write_text("import nowhere_to_be_found\n", encoding="utf-8")
-    assert_one_clear_line(check(tmp_path / "missing.py:make"), "No module named 'nowhere_to_be_found'")
+def test_a_target_that_cannot_be_run_is_one_clear_line(tmp_path):
+    for name, content in (("broken", "def make(:\n"), ("missing", "import nowhere_to_be_found\n")):
+        (tmp_path / f"{name}.py").write_text(content, encoding="utf-8")
     (tmp_path / "notes.txt").write_text("notes", encoding="utf-8")
-    assert_one_clear_line(check(tmp_path / "notes.txt:make"), "not a Python file")
+    for target, *parts in (
+        (tmp_path / "absent.py:make", "absent.py: no such file"),
+        ("experiment.py", "path/to/file.py:make", "Received: 'experiment.py'"),
+        (tmp_path / "broken.py:make", "broken.py", "SyntaxError", "line 1"),
+        (tmp_path / "missing.py:make", "No module named 'nowhere_to_be_found'"),
+        (tmp_path / "notes.txt:make", "not a Python file"),
+    ):
+        assert_one_clear_line(check(target), *parts)
+    assert_one_clear_line(check(), "Name what to check")
 
 
-def test_a_wrong_ending_is_told_before_anything_runs(file):
-    assert_one_clear_line(check(f"{file}:good", "--html", "report.pdf"), "--html", "ends in .html", "report.pdf")
-    assert_one_clear_line(check(f"{file}:good", "--json", "r.yaml"), "--json", "ends in .json", "r.yaml")
-
-
-def test_a_path_that_takes_no_file_is_told_before_anything_runs(file):
-    for option, name in (("--html", "r.html"), ("--json", "r.json")):
-        result = check(f"{file}:raises", option, f"/proc/self/{name}")
-        assert_one_clear_line(result, f"{option} /proc/self/{name}: ")
+@pytest.mark.parametrize(
+    ("name", "option", "value", "parts"),
+    [
+        ("good", "--html", "report.pdf", ["--html", "ends in .html", "report.pdf"]),
+        ("good", "--json", "r.yaml", ["--json", "ends in .json", "r.yaml"]),
+        ("raises", "--html", "/proc/self/r.html", ["--html /proc/self/r.html: "]),
+        ("raises", "--json", "/proc/self/r.json", ["--json /proc/self/r.json: "]),
+        ("good", "--device", "nonsense", ["--device nonsense: Expected one of cpu"]),
+    ],
+)
+def test_an_option_that_cannot_be_is_one_clear_line(file, name, option, value, parts):
+    """Files are tried before anything runs."""
+    assert_one_clear_line(check(f"{file}:{name}", option, value), *parts)
 
 
 def assert_one_clear_line(result, *parts):
@@ -225,20 +231,3 @@ def test_in_a_shell_neighbours_can_be_imported_and_there_is_no_traceback(file):
     result = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.strip() == f"Error: make() in {file} raised KeyError: 'lost' (neighbour.py, line 2)"
-
-
-def test_a_device_that_is_not_there_is_not_the_models_fault(tmp_path):
-    file = tmp_path / "train.py"
-    file.write_text(FILE, encoding="utf-8")
-    result = CliRunner().invoke(commands, ["check", f"{file}:good", "--device", "nonsense"])
-    assert result.exit_code == 2
-    assert result.stderr.splitlines()[-1].startswith("Error: --device nonsense: Expected one of cpu")
-
-
-def test_whatever_the_file_raises_is_one_line(tmp_path):
-    file = tmp_path / "train.py"
-    file.write_text("def make():\n    raise BaseException('base')\n", encoding="utf-8")
-    result = CliRunner().invoke(commands, ["check", f"{file}:make"])
-    assert result.exit_code == 2
-    assert "make() in" in result.stderr
-    assert "raised BaseException: base (train.py, line 2)" in result.stderr

@@ -95,13 +95,10 @@ def test_a_limit_that_only_updates_in_backward_fit_is_exit_code_0(file):
     )
 
 
-def test_a_limit_that_not_even_one_row_fits_is_exit_code_1(file):
+def test_nothing_fits_is_exit_code_1_and_everything_takes_an_ordinary_step(file):
     result = size(f"{file}:make", "--memory", "10 kB")
     assert result.exit_code == 1
     assert "Not even a micro-batch of one row fits" in result.stdout
-
-
-def test_a_batch_that_fits_as_it_is_takes_an_ordinary_step(file):
     first, *_ = size(f"{file}:deep", "--memory", "1GiB").stdout.splitlines()
     assert first == "The whole batch of 16 rows fits into an ordinary step."
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradaccum.core.sizes import FixedSize, Groups, Rows, TokenBudget, Tokens
+from gradaccum.core.sizes import FixedSize, Groups, Rows, Slice, TokenBudget, Tokens
 from gradaccum.core.sizes.plans import packed
 from gradaccum.core.sizes.search import MemoryLine, SizeSearch, even_size, even_sizes
 
@@ -23,35 +23,16 @@ def test_even_sizes_hold_all_rows_in_the_fewest_micro_batches_of_two_shapes(rows
     assert not sizes or sizes[0] - sizes[-1] <= 1
 
 
-@pytest.mark.parametrize(
-    ("rows", "micro_batch_size", "sizes"),
-    [
-        (0, 4, []),
-        (1, 4, [1]),
-        (4, 4, [4]),
-        (5, 4, [3, 2]),
-        (64, 16, [16] * 4),
-        (100, 48, [34, 33, 33]),
-        (3, 1, [1] * 3),
-    ],
-)
-def test_even_sizes_by_hand(rows, micro_batch_size, sizes):
-    assert even_sizes(rows, micro_batch_size) == sizes
-
-
-@pytest.mark.parametrize(
-    ("micro_batch_size", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), ("16", TypeError)]
-)
-@pytest.mark.parametrize("rows", [0, 64])
-def test_a_micro_batch_has_at_least_one_row(rows, micro_batch_size, error):
-    with pytest.raises(error, match=r"`micro_batch_size` must be an int >= 1. Received: micro_batch_size="):
-        even_sizes(rows, micro_batch_size)
-
-
-@pytest.mark.parametrize(("rows", "error"), [(-1, ValueError), (-10, ValueError), (2.5, TypeError), (True, TypeError)])
-def test_rows_are_counted(rows, error):
+@pytest.mark.parametrize("wrong", [-1, 2.5, True, "16"])
+def test_rows_are_counted_and_a_micro_batch_has_at_least_one(wrong):
+    error = ValueError if wrong == -1 else TypeError
     with pytest.raises(error, match=r"`rows` must be an int >= 0. Received: rows="):
-        even_sizes(rows, 4)
+        even_sizes(wrong, 4)
+    for rows in (0, 64):
+        with pytest.raises(error, match=r"`micro_batch_size` must be an int >= 1. Received: micro_batch_size="):
+            even_sizes(rows, wrong)
+    with pytest.raises(ValueError, match="micro_batch_size=0"):
+        even_sizes(64, 0)
 
 
 # Whole groups.
@@ -81,44 +62,34 @@ def test_cut_gives_whole_groups_of_at_most_the_size(sizes: list[int], size: int)
         assert len(parts) > 1
 
 
-@given(runs, st.integers(0, 20))
-def test_the_plan_of_rows_takes_whole_groups_in_order(sizes: list[int], more: int) -> None:
-    groups, size = groups_of(sizes), max(sizes) + more
-    pieces = list(Rows(FixedSize(size), sum(sizes), groups))
-    assert [row for piece in pieces for row in range(*piece.rows.indices(99))] == list(range(sum(sizes)))
-    assert all(whole(groups, list(range(*piece.rows.indices(99)))) and piece.size <= size for piece in pieces)
+def rows_of(piece: Slice) -> list[int]:
+    return piece.rows if isinstance(piece.rows, list) else [*range(piece.rows.start, piece.rows.stop)]
 
 
-@given(runs, st.integers(0, 30), st.data())
-def test_the_plan_of_tokens_takes_whole_groups(sizes: list[int], more: int, data: st.DataObject) -> None:
-    groups = groups_of(sizes)
-    extents = [(0, data.draw(st.integers(1, 5))) for _ in range(sum(sizes))]
-    budget = TokenBudget(5 * max(sizes) + more)
-    pieces = list(Tokens(budget, extents, None, groups))
-    assert sorted(row for piece in pieces for row in piece.rows) == list(range(sum(sizes)))
-    assert all(whole(groups, piece.rows) and piece.tokens <= budget.max_tokens for piece in pieces)
-    divisible = [piece.tokens for piece in pieces if len(set(map(groups.ids.__getitem__, piece.rows))) > 1]
-    if divisible:
-        smaller = Tokens(budget, extents, None, groups).too_large(max(divisible))
-        assert smaller is not None
-        assert smaller.size < max(divisible)
-        assert all(whole(groups, piece.rows) for piece in smaller)
-
-
-@given(runs, st.integers(0, 30), st.integers(1, 20), st.booleans())
-def test_ranks_that_need_so_many_passes_get_no_more_of_whole_groups(
-    sizes: list[int], more: int, count: int, tokens: bool
+@given(runs, st.integers(0, 30), st.integers(1, 20), st.booleans(), st.data())
+def test_plans_take_whole_groups_and_no_more_passes_than_ranks_need(
+    sizes: list[int], more: int, count: int, tokens: bool, data: st.DataObject
 ) -> None:
     groups, total = groups_of(sizes), sum(sizes)
-    budget = TokenBudget(3 * max(sizes) + more)
+    widths = [data.draw(st.integers(1, 5)) if tokens else 1 for _ in range(total)]
+    most = (5 if tokens else 1) * max(sizes) + more
     plan = (
-        Tokens(budget, [(0, 3)] * total, None, groups) if tokens else Rows(FixedSize(max(sizes) + more), total, groups)
+        Tokens(TokenBudget(most), [(0, width) for width in widths], None, groups)
+        if tokens
+        else Rows(FixedSize(most), total, groups)
     )
-    planned, pieces = len(list(plan)), plan.in_passes(count)
-    assert planned <= len(pieces) <= max(count, planned)
-    rows = [list(p.rows) if isinstance(p.rows, list) else list(range(p.rows.start, p.rows.stop)) for p in pieces]
-    assert sorted(row for each in rows for row in each) == list(range(total))
-    assert all(whole(groups, each) for each in rows)
+    planned = list(plan)
+    for pieces in (planned, plan.in_passes(count)):
+        found = [row for piece in pieces for row in rows_of(piece)]
+        assert (sorted(found) if tokens else found) == list(range(total))
+        assert all(whole(groups, rows_of(piece)) and piece.tokens <= most for piece in pieces)
+        assert len(planned) <= len(pieces) <= max(count, len(planned))
+    divisible = [piece.tokens for piece in planned if groups.alone(rows_of(piece)) is None]
+    if divisible:
+        smaller = plan.too_large(max(divisible))
+        assert smaller is not None
+        assert smaller.size < max(divisible)
+        assert all(whole(groups, rows_of(piece)) for piece in smaller)
 
 
 # The search for a size, with costs that are made up.

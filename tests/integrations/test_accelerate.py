@@ -153,7 +153,7 @@ def test_clipping_of_two_optimizers_at_once_is_refused():
     training = Training()
     other = network(1)
     prepare_optimizer(training.accelerator, sgd(other.parameters()), 2)
-    with pytest.raises(ValueError, match="parameters of 2 optimizers, whose windows close apart"):
+    with pytest.raises(ValueError, match="parameters of 2 optimizers, whose windows close at different times"):
         training.accelerator.clip_grad_norm_([*training.model.parameters(), *other.parameters()], 1.0)
 
 

@@ -14,6 +14,7 @@ batch. One of these holds for most losses:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -175,10 +176,10 @@ def loss_cause(splits: Sequence[LossSplit], facts: LossFacts) -> Cause | None:
         return Cause(
             "regulariser",
             "loss",
-            "The loss has a term that doesn't depend on the rows (a regulariser, such as a sum over the parameters) "
-            "beside a sum over them, so it is counted once per micro-batch: K times in a window of K. Return the term "
-            "times the share of the rows, as in `sum + penalty * len(x) / total_rows`; or return a mean over rows plus "
-            "the term, which accumulates exactly.",
+            "The loss adds a term that doesn't depend on the rows (a regulariser, such as a sum over the parameters) "
+            "to a sum over them, so the term counts once per micro-batch: K times in a window of K. Multiply it by the "
+            "share of the rows, as in `sum + penalty * len(x) / total_rows`; or return a mean over rows plus the term, "
+            "which accumulates exactly.",
         )
     return coupling_cause(facts.across_rows)
 
@@ -228,13 +229,18 @@ def _wrong_weight(facts: LossFacts, splits: Sequence[LossSplit], shares: list[fl
         sizes = [len(rows) for rows in splits[0].rows]
         message = (
             f"The loss is a mean, but not over {was}: micro-batches of {sizes[0]} and {sizes[1]} "
-            f"rows would have to weigh {shares[0]:.4g} to {1 - shares[0]:.4g}. Tried rows, targets that are not "
-            f"ignored, masks and class weights; none of them is it. {facts.how_to_weigh}"
+            f"rows would have to weigh {shares[0]:.4g} to {1 - shares[0]:.4g}. Neither rows, targets that are not "
+            f"ignored, masks nor class weights fit. {facts.how_to_weigh}"
         )
         return Cause("weight", "loss", message)
-    unsure = ""
-    if found.shifted is not None and fits(found.shifted.count):  # the first column is ignored in every row, say
-        found, unsure = _shifted(found, found.shifted, facts.causal)
+    unsure, shifted = "", found.shifted
+    if shifted is not None and fits(shifted.count):  # the first column is ignored in every row, say
+        by_code = (
+            f" If the model shifts its labels by one, as causal language models do, use {shifted.code} instead: this "
+            "batch can't tell."
+        )
+        by_model = " The model shifts its labels by one, which this batch alone doesn't show."
+        found, unsure = (shifted, by_model) if facts.causal else (found, by_code)
     keywords = ['reduction="mean"'] if facts.reduction == "sum" else []
     keywords += [f"weight=lambda {', '.join(facts.arguments)}: {found.code}"] if found.code else []
     advice = f"Pass {', '.join(keywords)}" if keywords else facts.unweighed
@@ -251,16 +257,6 @@ class _Candidate:
     count: Callable[[Rows], float]
     shifted: _Candidate | None = None
     """The same from the second position on."""
-
-
-def _shifted(found: _Candidate, shifted: _Candidate, causal: bool) -> tuple[_Candidate, str]:
-    """Of two counts that both fit, the one to name, and a sentence about the other one."""
-    if causal:
-        return shifted, " The model shifts its labels by one, which this batch alone doesn't show."
-    return found, (
-        f" Where the model shifts its labels by one, as causal language models do, that is {shifted.code}: "
-        "this batch can't tell."
-    )
 
 
 def _candidates(facts: LossFacts) -> Iterator[_Candidate]:
@@ -298,21 +294,16 @@ def _counting(leaf: Leaf, index: int, where: str = "", part: str = "") -> _Candi
 
 
 def _weighings(leaf: Leaf, facts: LossFacts) -> Iterator[_Candidate]:
-    for name, weights in facts.class_weights if leaf.kind == "whole" else ():
-        for index in facts.ignored:
-            if leaf.values is not None and leaf.values <= {*range(len(weights)), index}:
-                code = f"{name}[{leaf.code}[{leaf.code} != {index}]].sum()"
-                yield _Candidate(
-                    f"the sum of the class weights `{name}` of {leaf.name}", code, _weighing(leaf, index, weights)
-                )
-
-
-def _weighing(leaf: Leaf, index: int, weights: Array) -> Callable[[Rows], float]:
-    def count(rows: Rows) -> float:
+    def count(index: int, weights: Array, rows: Rows) -> float:
         taken = leaf.take(rows)
         return float(weights[taken[taken != index]].sum())
 
-    return count
+    for name, weights in facts.class_weights if leaf.kind == "whole" else ():
+        for index in facts.ignored:
+            if leaf.values is not None and leaf.values <= {*range(len(weights)), index}:
+                what = f"the sum of the class weights `{name}` of {leaf.name}"
+                code = f"{name}[{leaf.code}[{leaf.code} != {index}]].sum()"
+                yield _Candidate(what, code, functools.partial(count, index, weights))
 
 
 def _largest(vector: Array) -> float:

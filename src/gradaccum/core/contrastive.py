@@ -102,7 +102,7 @@ def _ids_message(given: Any, found: Described | None, name: str, array: str, flo
 def _check_paired(rows: int | None, columns: int | None, name: str) -> None:
     if rows is not None and columns is not None and columns < rows:
         raise ValueError(
-            "Row i of a and row i of b are a pair, so b has as many rows as a, or more: negatives. Received: "
+            "Row i of a and row i of b are a pair, so b must have at least as many rows as a. Received: "
             f"{rows} rows of a, {columns} of b. Swap them, or pass {name}=(ids_of_a, ids_of_b)."
         )
 

@@ -73,13 +73,13 @@ class NoiseScale:
 
     Args:
         value: `tr(S) / |G|^2` in rows; inf where no gradient is visible in the noise, NaN before two updates.
-        interval: Confidence interval in rows; the upper end is inf where the gradient may be 0. It takes updates for
-            independent draws: where the scale drifts meanwhile, it is too narrow.
+        interval: Confidence interval in rows; the upper end is inf where the gradient may be 0. It assumes that updates
+            are independent, so it is too narrow where the scale drifts.
         batch_size: Rows of a window, on average.
         updates: Windows that were measured.
         squared_gradient: `|G|^2`, the estimate.
         trace: `tr(S)`, the estimate, per row.
-        unit: What sizes count: `"rows"`, or `"micro-batches"` where the optimizer doesn't know rows.
+        unit: What sizes count: `"rows"`, or `"micro-batches"` if the optimizer doesn't know rows.
 
     Example:
         >>> scale = estimate([Norms(5.0, 1, 2.0, 4), Norms(4.9, 1, 2.1, 4), Norms(5.2, 1, 1.9, 4)])
@@ -101,7 +101,7 @@ class NoiseScale:
     """What it was estimated from, the last update last."""
 
     def last(self, updates: int, confidence: float | None = None) -> NoiseScale:
-        """The same over the last so many updates: early ones have another noise scale.
+        """The noise scale of the last `updates` updates alone, because it drifts during training.
 
         Example:
             >>> scale = estimate([Norms(9.0 - i, 1, 8.0 - i, 4) for i in range(6)])
@@ -112,13 +112,13 @@ class NoiseScale:
         return estimate(self.measured[-updates:], confidence=confidence, unit=self.unit)
 
     def advice(self) -> str:
-        """What it says about the batch size, in three points: where it stands, what to do, how far to trust it.
+        """What this means for the batch size, in three points: where it stands, what to do, how far to trust it.
 
         An update from B rows makes `1 / (1 + noise scale / B)` of the progress of one from all rows there are. Far
         below the noise scale, twice the rows nearly halve the updates; far above it, they are wasted.
         """
         if math.isnan(self.value):
-            return "Not measured yet: it takes at least two updates, each of a window of at least two micro-batches."
+            return "Not measured yet. It takes at least two updates, from windows of at least two micro-batches each."
         low, high = self.interval
         rows, unit, update = self.batch_size, self.unit, f"the {_number(self.batch_size)} of one update"
         stands = f"which doesn't decide yet whether {update} are too many or too few."
@@ -131,13 +131,13 @@ class NoiseScale:
         elif high < rows / 2:
             target = max(self.value, 1.0)  # no update is smaller than a row
             counted = unit if target > 1 else {"rows": "row"}.get(unit, "micro-batch")
-            stands = f"below {update}: the rows beyond it average out noise that is hardly there."
+            stands = f"below {update}: rows beyond it average out noise that is small already."
             advised = f"Stop accumulating, and take more, smaller updates of about {_number(target)} {counted}. "
             advised += _scaling(target / rows)
         elif rows / 2 <= low and high <= 2 * rows:
             stands, advised = f"about {update}: a good trade between updates and rows.", "Keep it."
         if unit != "rows":
-            advised += " To have it in rows, say how many each micro-batch has: `batches(loader)`, or `weight=len(x)`."
+            advised += " To have it in rows, use `batches(loader)`, or `weight=len(x)`."
         measured = f"The noise scale is {_number(self.value)} {unit} ({_interval(self.interval, self.confidence)})"
         return f"- {measured}, {stands}\n- {advised}\n- {_CAVEAT}"
 
@@ -257,7 +257,7 @@ _BAND = math.sqrt(2)
 class NoiseSchedule:
     """`steps` that follow the measured noise scale, between two bounds.
 
-    Pass it as `steps` to a PyTorch optimizer of this library, which then measures the noise scale by itself.
+    Pass it as `steps` to a PyTorch optimizer of this library, which then measures the noise scale.
 
     Args:
         smallest: Steps of the first windows, >= 2: the first micro-batch is compared with its window.
@@ -331,7 +331,7 @@ class NoiseSchedule:
                 self._warned = True
                 logger.warning(
                     "The noise scale could not be measured in the last %d updates, so windows stay %d micro-batches "
-                    "long. It takes two micro-batches in each, with finite gradients.",
+                    "long. Measuring takes two micro-batches in each window, with finite gradients.",
                     self.every,
                     self.steps,
                 )

@@ -1,4 +1,4 @@
-"""How far arrays are from each other, in NumPy: the arithmetic of a proof for frameworks that hand over arrays."""
+"""How far NumPy arrays are from each other: the arithmetic of a proof for Keras and JAX."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The proof that micro-batches make the large batch's update: the same rows at once and in parts, compared.
 
-It is the same for every framework, and sees gradients as arrays by name. What a framework has to do for it is a
-`Runner`: run some rows at once or in micro-batches, each time from the same state, and measure how far arrays are from
-each other. A proof then goes
+It is the same for every framework, and sees gradients as arrays by name. A framework's adapter is a `Runner`: it runs
+some rows at once or in micro-batches, each time from the same state, and measures how far arrays are from each other. A
+proof then goes
 
     runner.run(rows, None)      what a plain loop makes of these rows
     runner.run(rows, sizes)     what the updates make of them, in one or two ways to cut them
@@ -30,18 +30,15 @@ Way = tuple[Sequence[int], Sequence[int]]
 Result = TypeVar("Result")
 
 ROWS, ENOUGH, GROUPS = 16, 8, 3
-"""A proof looks at 16 rows at most, where 8 say nothing less, and at 3 groups of rows at least."""
+"""Rows of a proof at most; rows from which on more tell little; and groups of rows at least."""
 OFTEN = 1024
 """Batches after which a proof is repeated at the latest."""
 ATTEMPTS = 8
-"""Batches in a row on which there is nothing to compare, before no more is tried."""
+"""Batches in a row with nothing to compare, before no more is tried."""
 SMALL = 1e-3
 """A gradient that is smaller than the largest one by this factor is measured by that one: all of it may be rounding."""
 TIMES, TIMES_IN_HALF = 32, 2
-"""Times what the last bits of the parameters make of the result: up to there a difference is one of rounding."""
-
-
-# What a framework does.
+"""A difference is rounding up to so many times what moving the last bits of the parameters makes of the result."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +128,8 @@ class Compared(NamedTuple):
 class Comparison:
     """The same rows at once and in micro-batches, cut in one or several ways.
 
-    What a way is that raises is `failed`: `"skip"`, left out where others run, as the loss may have its own idea of
-    which rows go together; `"differs"`, an infinite difference; `"raise"`.
+    `failed` says what becomes of a way that raises: `"skip"` leaves it out where others run, since the loss may have
+    its own idea of which rows go together; `"differs"` makes it an infinite difference; or `"raise"`.
     """
 
     def __init__(
@@ -143,10 +140,8 @@ class Comparison:
         failed: Literal["skip", "differs", "raise"] = "skip",
     ) -> None:
         self.runner, self.rows, self.ways, self.failed = runner, rows, ways, failed
-        self.compared: list[Compared] = []
-        """The ways that have run."""
-        self.error: Exception | None = None
-        """What the last way raised that could not run."""
+        self.compared: list[Compared] = []  # the ways that have run
+        self.error: Exception | None = None  # of the last way that could not
 
     def restart(self) -> None:
         vars(self).pop("large", None)
@@ -193,9 +188,7 @@ class Comparison:
                 if self.failed == "differs":
                     yield Compared((order, sizes), [Difference("loss", math.inf, "loss")], {})
                 continue
-            measured = _measured(self.runner, micro_batches, large)
-            distances = {key: one.distance for key, one in measured.items()}
-            yield Compared((order, sizes), _differences(measured, large), distances)
+            yield Compared((order, sizes), *_compared(self.runner, micro_batches, large))
 
     def beyond_rounding(self, differences: Iterable[Difference]) -> list[Difference]:
         """Those that rounding doesn't make: where large terms cancel each other, it makes much of the difference."""
@@ -211,9 +204,9 @@ class Comparison:
         """How far each array moves with the last bits of the parameters; what isn't finite then is left out."""
         moved: dict[Key, float] = {}
         for outcome in self.runner.nearby(self.rows):
-            for key, one in _measured(self.runner, outcome, self.large).items():
-                if math.isfinite(one.distance):
-                    moved[key] = max(moved.get(key, 0.0), one.distance)
+            for key, distance in _compared(self.runner, outcome, self.large)[1].items():
+                if math.isfinite(distance):
+                    moved[key] = max(moved.get(key, 0.0), distance)
         return moved
 
     def unrepeatable(self) -> list[Difference]:
@@ -221,19 +214,19 @@ class Comparison:
         return differences_between(self.runner, self.runner.run(self.rows, None), self.large)
 
 
-def _measured(runner: Runner, actual: Outcome, expected: Outcome) -> dict[Key, Measured]:
-    """Each array against the expected one, in one go; losses and buffers that either lacks are infinitely far."""
+def _compared(runner: Runner, actual: Outcome, expected: Outcome) -> tuple[list[Difference], dict[Key, float]]:
+    """How far each array is from the expected one, as relative errors and as distances.
+
+    Losses and buffers that either lacks are infinitely far. A gradient that is zero but for rounding is measured by the
+    largest one.
+    """
     theirs, ours = dict(actual.parts()), dict(expected.parts())
     absent = [key for key in ours if key not in theirs and key[0] != "gradient"]
     absent += [key for key in theirs if key not in ours and key[0] == "loss"]
-    both = {key: (theirs.get(key), array) for key, array in ours.items() if key not in absent}
-    pairs = {key: pair for key, pair in both.items() if pair[0] is not None or pair[1] is not None}
-    measured = zip(pairs, runner.measure(list(pairs.values())), strict=True)
-    return {**dict(measured), **dict.fromkeys(absent, Measured(math.inf, 1.0, 1))}
-
-
-def _differences(measured: Mapping[Key, Measured], expected: Outcome) -> list[Difference]:
-    """What was measured as relative errors. A gradient that is zero but for rounding is measured by the largest one."""
+    pairs = {key: (theirs.get(key), array) for key, array in ours.items() if key not in absent}
+    pairs = {key: pair for key, pair in pairs.items() if pair[0] is not None or pair[1] is not None}
+    measured = dict(zip(pairs, runner.measure(list(pairs.values())), strict=True))
+    measured |= dict.fromkeys(absent, Measured(math.inf, 1.0, 1))
     largest = max((one.scale for (part, _), one in measured.items() if part == "gradient"), default=0.0)
     found = []
     for (part, name), one in measured.items():
@@ -241,11 +234,11 @@ def _differences(measured: Mapping[Key, Measured], expected: Outcome) -> list[Di
             continue
         floor = max(expected.floors.get(name, 0.0), SMALL * largest if part == "gradient" else 0.0)
         found.append(Difference(name, one.error(floor), part, one.entries if part != "loss" else 1))
-    return found
+    return found, {key: one.distance for key, one in measured.items()}
 
 
 def differences_between(runner: Runner, actual: Outcome, expected: Outcome) -> list[Difference]:
-    return _differences(_measured(runner, actual, expected), expected)
+    return _compared(runner, actual, expected)[0]
 
 
 def worst(differences: Iterable[Difference]) -> list[Difference]:
@@ -287,8 +280,7 @@ class ProofSchedule:
 
     def __init__(self) -> None:
         self.batches = 0
-        self.repeated = False
-        """Whether the latest batch is of a kind that has been proven."""
+        self.repeated = False  # whether the latest batch is of a kind that has been proven
         self._postponed = False
         self._looked_at = self._repetitions = 0
 
@@ -314,10 +306,10 @@ class ProofSchedule:
 
 
 def informative_rows(scores: Sequence[float], columns: Iterable[Callable[[], Sequence[float]]], most: int) -> list[int]:
-    """Up to so many rows that contain what varies, sorted by how much in them counts: the most padded ones first.
+    """Up to so many rows that contain what varies, sorted by their scores: the most padded ones first.
 
-    Half of them are those in which the least counts by their `scores`, half those in which the most does. Of what
-    differs in a column, a function that returns a number for each row, one row at least is among them.
+    Half of them are those with the lowest `scores`, half those with the highest. A column is a function that returns a
+    number for each row; of each that varies, they contain two values at least.
 
     Example:
         >>> informative_rows([3, 1, 2, 9, 5], [lambda: [0, 0, 1, 0, 0]], 2)
@@ -327,7 +319,7 @@ def informative_rows(scores: Sequence[float], columns: Iterable[Callable[[], Seq
     if len(order) <= most:
         return order
     picked = [*order[: most // 2], *order[len(order) - (most - most // 2) :]]
-    places = itertools.cycle(sorted(range(most), key=lambda place: abs(place - most // 2)))  # the least telling first
+    places = itertools.cycle(sorted(range(most), key=lambda place: abs(place - most // 2)))  # the middle ones first
     for column in columns:
         values = column()
         first = values[picked[0]]
@@ -355,8 +347,8 @@ def informative_units(rows: Sequence[int], units: Sequence[Sequence[int]], most:
 def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
     """The two ways to cut sorted rows: the extremes apart, and mixed; parts of unequal sizes, of two units or more.
 
-    In the first one, what follows the lowest third is dealt to two parts, so that neighbours are apart. `units` are the
-    rows, those that belong together as one.
+    The first way deals what follows the lowest third to two parts, so that neighbours are apart. Each of the `units`
+    has the rows that belong together.
 
     Example:
         >>> interleaved_ways([[0], [1], [2], [3], [4], [5], [6], [7]])

@@ -140,8 +140,8 @@ class Window:
             if comparable and weight != one.weight:
                 raise ValueError(
                     f"The losses of one micro-batch must have one weight. Received: weight={weight:g} after "
-                    f"{one.weight:g}. A window divides by one total; losses that divide by different counts come by "
-                    "name: backward({'a': (a, count_of_a), 'b': (b, count_of_b)})."
+                    f"{one.weight:g}. A window divides by one total, so losses that divide by different counts must "
+                    "come by name: backward({'a': (a, count_of_a), 'b': (b, count_of_b)})."
                 )
             one.given = True
         one.weight = weight
@@ -257,9 +257,8 @@ def checked_weight(weight: Any) -> float:
         return float(weight)  # as nearly always
     if getattr(weight, "requires_grad", False):
         raise ValueError(
-            "A weight must not require a gradient: the gradient of a mean passes through what it is divided by, and "
-            f"that of a weight is left out. Received: weight={weight!r}. If the large batch's loss takes it for a "
-            "constant, too, pass weight.detach()."
+            f"A weight must not require a gradient, because it counts as a constant. Received: weight={weight!r}. If "
+            "it is a constant in the large batch's loss, too, pass weight.detach()."
         )
     number = _number(weight)
     if number is None or not math.isfinite(number) or number < 0:
@@ -270,8 +269,8 @@ def checked_weight(weight: Any) -> float:
         )
     if number and not LEAST_WEIGHT <= number <= LARGEST_WEIGHT:
         raise ValueError(
-            f"A weight must be 0, or between {LEAST_WEIGHT:g} and {LARGEST_WEIGHT:g}: others overflow a window's "
-            f"total, or lose digits in it. Received: weight={weight!r}. Only the ratios of weights matter: multiply "
+            f"A weight must be 0, or between {LEAST_WEIGHT:g} and {LARGEST_WEIGHT:g}: others would overflow a window's "
+            f"total, or lose digits in it. Received: weight={weight!r}. Only the ratios of weights matter, so multiply "
             "all of them by one number."
         )
     return number
@@ -289,7 +288,7 @@ def _number(weight: Any) -> float | None:
 
 
 def checked_reduction(reduction: Any) -> Reduction:
-    """`reduction`, if it is "mean" or "sum"; else a ValueError."""
+    """`reduction`, unless it is neither "mean" nor "sum": that is a ValueError."""
     if reduction not in get_args(Reduction):
         raise ValueError(f'`reduction` must be "mean" or "sum". Received: reduction={reduction!r}.')
     return reduction
@@ -297,14 +296,14 @@ def checked_reduction(reduction: Any) -> Reduction:
 
 def uncounted_error() -> WindowError:
     return WindowError(
-        "state_dict() was called between the backward pass of a micro-batch and its step(): the sum holds a gradient "
-        "that is not counted yet, which training would add again. Call it after step(); a signal handler can set a "
-        "flag that the loop looks at there."
+        "state_dict() was called between the backward pass of a micro-batch and its step(), so the sum of gradients "
+        "holds one that is not counted yet and that training would add again. Call it after step(). A signal handler "
+        "can set a flag for the loop to read there."
     )
 
 
 def mixed_error() -> WindowError:
     return WindowError(
-        "Some losses of this window came through backward(loss, weight=...), others without a weight, which would "
-        "count as 1. Use one of the two for all of them. discard() drops the window."
+        "Some losses of this window came with a weight, backward(loss, weight=...), and others without one, which "
+        "would count as 1. Use one of the two for all of them. discard() drops the window."
     )

@@ -1,7 +1,7 @@
 """What BatchNormalization does while a batch runs in micro-batches.
 
 It normalises each micro-batch by that micro-batch's mean and variance, so its gradients differ from the large batch's.
-What can be chosen is what becomes of its moving statistics, or that it normalises by these.
+Users choose what becomes of its moving statistics, or that it normalises by these.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def warn(model: Any, named: set[str], stacklevel: int = 2) -> None:
         named.update(names)
         warnings.warn(
             "BatchNormalization normalises each micro-batch by itself, so updates differ from the large batch's: "
-            f"{', '.join(map(repr, names))}. Use GroupNormalization or LayerNormalization, or say what you want: "
-            'batch_norm="micro" (as it is), "pooled" (moving statistics once per update, those of the whole batch) or '
-            '"frozen" (normalise by the moving statistics).',
+            f'{", ".join(map(repr, names))}. Choose batch_norm="exact" (normalise by the whole batch), "pooled" (move '
+            'the moving statistics once per update, by those of the whole batch), "frozen" (normalise by the moving '
+            'statistics) or "micro" (leave it so), or use GroupNormalization or LayerNormalization.',
             stacklevel=stacklevel + 1,
         )
 
@@ -95,7 +95,7 @@ class Pool:
     def __init__(self, layers: list[Any]) -> None:
         for layer in layers:
             if getattr(layer, "renorm", False):  # Keras before 3.14 has none
-                raise ValueError(f'batch_norm="pooled" does not know renorm=True. Received: layer {layer.name!r}.')
+                raise ValueError(f'batch_norm="pooled" does not support renorm=True. Received: layer {layer.name!r}.')
         self.layers = layers
 
     @property

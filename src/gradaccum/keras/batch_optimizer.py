@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -179,16 +178,12 @@ def _check_every_fit(model: Any) -> None:
     fit = model.fit
     if hasattr(fit, "checks_batch_sizes"):
         return
-    signature = inspect.signature(fit)
 
     @functools.wraps(fit)
     def checked_fit(*args: Any, **kwargs: Any) -> Any:
-        optimizer = wrapped_optimizer(getattr(model, "optimizer", None))
-        if not isinstance(optimizer, BatchOptimizer):
-            return fit(*args, **kwargs)
-        arguments = dict(signature.bind(*args, **kwargs).arguments)
-        arguments["callbacks"] = _with_epochs(arguments.get("callbacks"), model)
-        return fit(**arguments)
+        if isinstance(wrapped_optimizer(getattr(model, "optimizer", None)), BatchOptimizer):
+            kwargs["callbacks"] = _with_epochs(kwargs.get("callbacks"), model)
+        return fit(*args, **kwargs)
 
     checked_fit.checks_batch_sizes = True  # type: ignore[attr-defined]  # a mark for the next BatchOptimizer
     model.fit = checked_fit

@@ -81,20 +81,18 @@ def _function(path: str, name: str, otherwise: Callable[..., Any] | None = None)
     return getattr(_module(path), name, otherwise)
 
 
+# keras_mask(tensor): the mask that travels with a tensor, or None; set_keras_mask(tensor, mask) lets one travel.
 keras_mask = _function("keras.src.backend", "get_keras_mask", lambda tensor: getattr(tensor, "_keras_mask", None))
-"""`keras_mask(tensor)`: the mask that travels with a tensor, or None."""
 set_keras_mask = _function(
     "keras.src.backend", "set_keras_mask", lambda tensor, mask: setattr(tensor, "_keras_mask", mask)
 )
-"""`set_keras_mask(tensor, mask)`: lets a mask travel with a tensor."""
+# (mask, sample_weight): both, so that a loss can multiply them.
 squeeze_or_expand_to_same_rank = _function("keras.src.losses.loss", "squeeze_or_expand_to_same_rank")
-"""`squeeze_or_expand_to_same_rank(mask, sample_weight)`: both, so that a loss can multiply them."""
+# (values, sample_weight, mask, reduction, dtype): what a loss makes of its values.
 reduce_weighted_values = _function("keras.src.losses.loss", "reduce_weighted_values")
-"""`reduce_weighted_values(values, sample_weight, mask, reduction, dtype)`: what a loss makes of its values."""
+# (loss): divided by the number of replicas, whose gradients are added; and back.
 scale_loss_for_distribution = _function("keras.src.losses.loss", "scale_loss_for_distribution", lambda loss: loss)
-"""`scale_loss_for_distribution(loss)`: the loss divided by the number of replicas, whose gradients are added."""
 unscale_loss_for_distribution = _function("keras.src.losses.loss", "unscale_loss_for_distribution", lambda loss: loss)
-"""`unscale_loss_for_distribution(loss)`: the loss before it was divided by the number of replicas."""
 
 
 def torch_device() -> str:

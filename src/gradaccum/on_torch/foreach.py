@@ -33,25 +33,34 @@ def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
 _KIND = operator.attrgetter("__class__", "dtype", "is_cpu", "requires_grad")
 _DIVISIONS: dict[Any, tuple[Callable[..., None], Tensor]] = {}
 """By divisor and kind of all tensors: an operator, and the number that it takes."""
+_PLAIN = {(Tensor, dtype, True, False) for dtype in (torch.float32, torch.float64)}
 
 
 def divide_(tensors: list[Tensor], divisor: float) -> None:
     kinds = {*map(_KIND, tensors)}
-    known = _DIVISIONS.get((divisor, *kinds))
-    if known is not None:  # nearly always
-        operation, held = known
-        operation(tensors, held)
+    known = _DIVISIONS.get((divisor, *kinds)) or _division(divisor, kinds)
+    if isinstance(known[1], Tensor):  # nearly always
+        operation, number = known
+        operation(tensors, number)
         return
-    exact = 2 <= divisor < 2**64 and math.frexp(divisor)[0] == 0.5  # times 1/4 is divided by 4, in less time
-    number, operation = (1.0 / divisor, torch._foreach_mul_) if exact else (divisor, torch._foreach_div_)
     with torch.no_grad():  # after create_graph=True
         for group in _groups(tensors):
-            operation(group, number)
-    if len(kinds) == 1 and len(_DIVISIONS) < 64:
-        cls, dtype, is_cpu, requires_grad = kinds.pop()
-        if cls is Tensor and is_cpu and dtype in (torch.float32, torch.float64) and not requires_grad:
-            # On CPU a number would be made into a tensor once for each gradient, at half of a small division's cost.
-            _DIVISIONS[divisor, (cls, dtype, True, False)] = operation, torch.tensor(number, dtype=dtype, device="cpu")
+            known[0](group, known[1])
+
+
+def _division(divisor: float, kinds: set[Any]) -> tuple[Callable[..., None], Any]:
+    """The operator that divides by this, and what it takes; kept where that is a tensor."""
+    exact = 2 <= divisor < 2**64 and math.frexp(divisor)[0] == 0.5  # times 1/4 is divided by 4, in less time
+    number, operation = (1.0 / divisor, torch._foreach_mul_) if exact else (divisor, torch._foreach_div_)
+    kind = next(iter(kinds)) if len(kinds) == 1 else None
+    if kind not in _PLAIN:
+        return operation, number
+    # On CPU a number would be made into a tensor once for each gradient, at half of a small division's cost.
+    found = operation, torch.tensor(number, dtype=kind[1], device="cpu")
+    if len(_DIVISIONS) >= 64:  # ragged batches: each window has another divisor
+        _DIVISIONS.clear()
+    _DIVISIONS[divisor, kind] = found
+    return found
 
 
 @torch.no_grad()

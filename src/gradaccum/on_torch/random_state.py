@@ -181,44 +181,40 @@ def held_generators(*values: Any) -> list[Any]:
 
 
 def _look(value: Any, depth: int, seen: set[int], found: list[Any]) -> None:
-    if isinstance(value, _PLAIN) or id(value) in seen:
+    if isinstance(value, (*_PLAIN, type)) or id(value) in seen:
         return
     seen.add(id(value))
+    inside: list[Any] = []
     if is_generator(value):
         found.append(value)
     elif isinstance(value, types.FunctionType):
-        for _, inner in names_of(value):
-            if not isinstance(inner, types.FunctionType) or inner.__globals__ is value.__globals__:
-                _look(inner, depth, seen, found)
+        named = [inner for _, inner in names_of(value)]
+        inside = [f for f in named if not isinstance(f, types.FunctionType) or f.__globals__ is value.__globals__]
     elif isinstance(value, types.MethodType):
-        _look(value.__func__, depth, seen, found)
-        _look(value.__self__, depth, seen, found)
-    elif isinstance(value, type):
-        return
+        inside = [value.__func__, value.__self__]
     elif isinstance(value, nn.Module):
-        for module in value.modules():
-            seen.add(id(module))
-            _look_inside(module, 0, seen, found)
+        seen.update(map(id, value.modules()))
+        inside, depth = [one for module in value.modules() for one in _inside(module)], 0
     elif depth < _DEEPEST:
-        _look_inside(value, depth + 1, seen, found)
+        inside, depth = _inside(value), depth + 1
+    for one in inside:
+        _look(one, 0 if isinstance(one, types.FunctionType) else depth, seen, found)
 
 
-def _look_inside(value: Any, depth: int, seen: set[int], found: list[Any]) -> None:
-    inside: Any = ()
+def _inside(value: Any) -> list[Any]:
+    """What is in a container or an object; of an object, the functions of its own classes, too."""
     if isinstance(value, functools.partial):
-        inside = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, dict):
-        inside = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        inside = value
-    elif hasattr(value, "__dict__"):
-        own = [kind for kind in type(value).__mro__ if kind.__module__.partition(".")[0] not in _NOBODYS]
-        for one in [one for kind in own for one in vars(kind).values() if isinstance(one, types.FunctionType)]:
-            _look(one, 0, seen, found)
-        of_all = _OF_MODULES if isinstance(value, nn.Module) else ()
-        inside = [one for name, one in vars(value).items() if name not in of_all]
-    for one in list(itertools.islice(inside, None if hasattr(value, "__dict__") else MOST)):
-        _look(one, depth, seen, found)
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, dict):
+        return list(itertools.islice(value.values(), MOST))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(itertools.islice(value, MOST))
+    if not hasattr(value, "__dict__"):
+        return []
+    own = [kind for kind in type(value).__mro__ if kind.__module__.partition(".")[0] not in _NOBODYS]
+    functions = [one for kind in own for one in vars(kind).values() if isinstance(one, types.FunctionType)]
+    of_all = _OF_MODULES if isinstance(value, nn.Module) else ()
+    return functions + [one for name, one in list(vars(value).items()) if name not in of_all]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -23,12 +23,12 @@ SMALL = 1 << 20
 """Bytes of a buffer whose copy takes no time beside an update."""
 
 _TOO_LARGE = (
-    "The buffer %r moves for the first time, and is too large to be copied for that case: in this update it moves once "
-    "per micro-batch."
+    "The buffer %r changes for the first time. It is too large to be copied in every window, so in this update it "
+    "changes once per micro-batch."
 )
 _LOST = (
-    "These buffers moved for the first time in passes that failed, and are too large to be copied for that case, so "
-    "they stay as they are now: %s."
+    "These buffers changed for the first time in passes that failed. They are too large to be copied in every window, "
+    "so they stay as they are now: %s."
 )
 
 

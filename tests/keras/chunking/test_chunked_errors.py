@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ x = X.astype("float32")
         ((layers.Dense(3), 2.5), {}, "`micro_batch_size`"),
         ((layers.Dense(3), 4), {"keep": -1}, "`keep`"),
         ((layers.Dense(3), 4), {"batch_norm": "exactly"}, "`batch_norm` must be one of"),
-        ((layers.BatchNormalization(), 4), {}, "BatchNormalization by itself"),
+        ((layers.BatchNormalization(), 4), {}, "BatchNormalization can't be chunked by itself"),
     ],
 )
 def test_options_that_are_none_are_refused(arguments, options, message):
@@ -182,22 +184,33 @@ class Largest(layers.Layer):
         return x
 
 
-@slow_where_compiled
-def test_variables_that_are_no_means_over_rows_are_named():
-    with pytest.warns(UserWarning, match="These variables of the chunked Largest.*'largest.*/most'"):
-        chunked(Largest(), MICRO)(np.arange(55, dtype="float32").reshape(11, 5))
-
-
 class Balanced(layers.Layer):
     def call(self, x):
         vars(self)["balance"] = ops.mean(x)
         return x
 
 
+class Eleven(layers.Layer):
+    def call(self, x):
+        if x.shape[0] not in (None, 3, 4, 11):
+            raise ValueError("so many rows?")
+        return x
+
+
 @slow_where_compiled
-def test_tensors_that_are_left_in_attributes_are_named():
-    with pytest.warns(UserWarning, match="The chunked Balanced .*attributes .*balance.*last one's alone"):
-        chunked(Balanced(), MICRO)(x)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Largest, "These variables of the chunked Largest.*'largest.*/most'"),
+        (Balanced, "The chunked Balanced .*attributes .*balance.*last one's alone"),
+        (Eleven, r"could not be proven.*so many rows\?.*verify"),
+    ],
+)
+def test_what_moves_elsewhere_is_left_behind_or_cannot_be_proven_is_named_once(make, message):
+    layer, rising = chunked(make(), MICRO), np.arange(55, dtype="float32").reshape(11, 5)
+    with pytest.warns(UserWarning, match=message):
+        layer(rising)
+    layer(rising)
 
 
 class Scaled(layers.Layer):
@@ -225,55 +238,31 @@ def test_tensors_from_outside_that_need_gradients_are_refused():
         model.fit(x[:11], x[:11], batch_size=11, verbose=0)
 
 
-@slow_where_compiled
-def test_what_cannot_be_proven_is_said_once():
-    class Eleven(layers.Layer):
-        def call(self, x):
-            if x.shape[0] not in (None, 3, 4, 11):
-                raise ValueError("so many rows?")
-            return x
-
-    layer = chunked(Eleven(), MICRO)
-    with pytest.warns(UserWarning, match=r"could not be proven.*so many rows\?.*verify"):
-        layer(x[:11])
-    layer(x[:11])
+def attending():
+    return keras.Sequential([layers.Input((5,)), layers.Dense(4), layers.Softmax(axis=0, name="attend")])
 
 
-@slow_where_compiled
-def test_verify_takes_layers_that_are_no_models():
-    with pytest.raises(NotEquivalentError, match="`call` of Shared itself mixes rows"):
-        chunked(Shared("count"), MICRO).verify(x)
-    chunked(layers.Dense(3), MICRO).verify(x)
+def normalising():
+    return keras.Sequential([layers.Input((5,)), layers.BatchNormalization(name="bn")])
+
+
+VERIFIED = [
+    slow(lambda: Shared("count"), {}, "`call` of Shared itself mixes rows"),
+    (attending, {}, "'attend' .Softmax. mixes rows: what it returns for a row depends on the other"),
+    slow(normalising, {"batch_norm": "pooled"}, "'bn' is a BatchNormalization"),
+    slow(normalising, {"batch_norm": "frozen"}, ""),
+    slow(lambda: layers.Dense(3), {}, ""),
+    (lambda: keras.Sequential([layers.Input((5,)), Dropping(), layers.Dense(3)]), {}, ""),
+]
 
 
 @compiled_on("tensorflow")
-def test_verify_names_the_layer_in_which_rows_depend_on_each_other():
-    model = keras.Sequential(
-        [layers.Input((5,)), layers.Dense(4), layers.Softmax(axis=0, name="attend"), layers.Dense(3)]
-    )
-    before = model.get_weights()
-    with pytest.raises(
-        NotEquivalentError, match="'attend' .Softmax. mixes rows: what it returns for a row depends on the other"
-    ):
-        chunked(model, MICRO).verify(x)
-    assert all(map(np.array_equal, model.get_weights(), before))
-
-
-@slow_where_compiled
-def test_verify_names_batch_normalization_unless_it_is_frozen():
-    def make():
-        return keras.Sequential([layers.Input((5,)), layers.BatchNormalization(name="bn")])
-
-    with pytest.raises(NotEquivalentError, match="'bn' is a BatchNormalization"):
-        chunked(make(), MICRO, batch_norm="pooled").verify(x)
-    chunked(make(), MICRO, batch_norm="frozen").verify(x)
-
-
-@compiled_on("tensorflow")
-def test_verify_passes_what_works_row_by_row_and_moves_nothing():
-    layer = chunked(keras.Sequential([layers.Input((5,)), Dropping(), layers.Dense(3)]), MICRO)
+@pytest.mark.parametrize(("make", "options", "message"), VERIFIED)
+def test_verify_names_the_layer_in_which_rows_depend_on_each_other_and_moves_nothing(make, options, message):
+    layer = chunked(make(), MICRO, **options)
     before = [ops.convert_to_numpy(variable) for variable in layer.variables]
-    layer.verify(x)
+    with pytest.raises(NotEquivalentError, match=message) if message else contextlib.nullcontext():
+        layer.verify(x)
     assert all(map(np.array_equal, [ops.convert_to_numpy(variable) for variable in layer.variables], before))
     with pytest.raises(ValueError, match="at least 2 rows"):
         layer.verify(x[:1])

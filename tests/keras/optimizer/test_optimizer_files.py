@@ -36,18 +36,30 @@ def trained(optimizer, batches):
     return model
 
 
+def sized(model):
+    return BatchOptimizer(adam(), 4, 12, 18, model)
+
+
 @compiled_on("jax")
-def test_saved_in_the_middle_of_a_window_a_model_continues_exactly(tmp_path):
-    batches = split(regression(24), [4] * 6)
-    whole = trained(Optimizer(adam(), 3), batches)
-    model = trained(Optimizer(adam(), 3), batches[:4])
+@pytest.mark.parametrize(
+    ("make", "rows", "trained", "steps"),
+    [(lambda model: Optimizer(adam(), 3), [4] * 6, 4, 3), (sized, [4, 4, 4, 4, 2], 4, 3)],
+    ids=["steps", "sizes"],
+)
+def test_saved_in_the_middle_of_a_window_a_model_continues_exactly(make, rows, trained, steps, tmp_path, fit_bound):
+    batches, model = split(regression(sum(rows)), rows), network()
+    model.compile(optimizer=make(model), loss="mse")
+    for batch in batches[:trained]:
+        model.train_on_batch(*batch)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert (loaded.optimizer.micro_batches, loaded.optimizer.steps) == (1, 3)
-    for batch in batches[4:]:
+    assert (loaded.optimizer.micro_batches, loaded.optimizer.steps) == (1, steps)
+    for batch in batches[trained:]:
+        model.train_on_batch(*batch)
         loaded.train_on_batch(*batch)
-    assert error(loaded, whole) == 0.0
     assert int(loaded.optimizer.iterations) == 2
+    assert error(loaded, model) == 0.0
+    assert error(loaded, plain(network(), adam(), batches, steps, 1)) <= fit_bound
 
 
 @slow_where_compiled
@@ -99,32 +111,22 @@ def stored(optimizer):
     return store
 
 
-def test_a_plain_store_loads_into_a_wrapped_optimizer_and_empties_its_window(bound):
-    plain_optimizer, expected = sgd(), variables_like(SHAPES)
-    train_by_hand(plain_optimizer, expected, micro_gradients(3))
-    optimizer, variables = wrapped_after(2)
-    optimizer.load_own_variables(stored(plain_optimizer))
-    assert optimizer.micro_batches == 0
-    for variable, value in zip(variables, expected):
-        variable.assign(value)
-    gradients = micro_gradients(3, seed=5)
-    train_by_hand(optimizer, variables, gradients)
-    train_by_hand(plain_optimizer, expected, means(gradients, 3))
-    assert relative_error(variables, expected) <= bound
-
-
-def test_a_checkpoint_of_other_steps_loads_between_windows(bound):
-    saved, expected = wrapped_after(6, steps=3)
-    optimizer, variables = wrapped_after(1, steps=2)
+@pytest.mark.parametrize("saved_steps", [None, 3])
+def test_a_plain_checkpoint_or_one_of_other_steps_loads_between_windows_and_empties_the_window(saved_steps, bound):
+    gradients = micro_gradients(8, seed=5)
+    reference, expected = sgd(), variables_like(SHAPES)
+    train_by_hand(reference, expected, means(gradients[:6], 3))
+    saved, variables = (reference, expected) if saved_steps is None else (Optimizer(sgd(), 3), variables_like(SHAPES))
+    if saved_steps is not None:
+        train_by_hand(saved, variables, gradients[:6])
+    optimizer, others = wrapped_after(1, steps=2)
     optimizer.load_own_variables(stored(saved))
     assert (optimizer.micro_batches, optimizer.steps, int(optimizer.iterations)) == (0, 2, 2)
-    for variable, value in zip(variables, expected):
+    for variable, value in zip(others, variables):
         variable.assign(value)
-    gradients = micro_gradients(2, seed=5)
-    train_by_hand(optimizer, variables, gradients)
-    saved.steps = 1
-    train_by_hand(saved, expected, means(gradients, 2))
-    assert relative_error(variables, expected) <= bound
+    train_by_hand(optimizer, others, gradients[6:])
+    train_by_hand(reference, expected, means(gradients[6:], 2))
+    assert relative_error(others, expected) <= bound
 
 
 def test_a_checkpoint_of_other_steps_in_the_middle_of_a_window_is_an_error():
@@ -142,37 +144,32 @@ def test_a_window_of_other_variables_is_an_error():
         other.load_own_variables(stored(saved))
 
 
-@pytest.mark.parametrize("steps", [4, {0: 8, 4: 2}])
-def test_config_round_trip(steps):
-    optimizer = Optimizer(keras.optimizers.Adam(0.5, beta_1=0.8), steps, name="mine")
-    copy = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
-    assert type(copy) is Optimizer
-    assert copy.get_config() == optimizer.get_config()
-    assert (copy.name, copy.beta_1, float(copy.inner_optimizer.learning_rate)) == ("mine", 0.8, 0.5)
-    assert copy.schedule == gradaccum.Schedule(steps)
-
-
-def test_config_of_custom_named_and_batch_optimizers():
-    for optimizer in (
-        Optimizer(HeavyBall(momentum=0.7), 2),
-        Adam(3),
-        BatchOptimizer(sgd(), 4, 12, 18, network()),
-        Optimizer(keras.optimizers.LossScaleOptimizer(sgd()), 2),
-    ):
-        copy = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
-        assert type(copy) is type(optimizer)
-        assert copy.get_config() == optimizer.get_config()
-
-
 @keras.saving.register_keras_serializable("tests")
 def growing(epoch, update):
     return 1 + epoch
 
 
-def test_a_registered_callable_is_written_to_a_config():
-    optimizer = Optimizer(sgd(), growing)
+CONFIGS = [
+    *(
+        lambda s=s: Optimizer(keras.optimizers.Adam(0.5, beta_1=0.8), s, name="mine")
+        for s in (4, {0: 8, 4: 2}, growing)
+    ),
+    lambda: Optimizer(HeavyBall(momentum=0.7), 2),
+    lambda: Adam(3),
+    lambda: BatchOptimizer(sgd(), 4, 12, 18, network()),
+    lambda: Optimizer(keras.optimizers.LossScaleOptimizer(sgd()), 2),
+]
+
+
+@pytest.mark.parametrize("make", CONFIGS)
+def test_config_round_trip(make):
+    optimizer = make()
     copy = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    assert type(copy) is type(optimizer)
+    assert copy.get_config() == optimizer.get_config()
     assert copy.schedule == optimizer.schedule
+    if copy.name == "mine":
+        assert (copy.beta_1, float(copy.inner_optimizer.learning_rate)) == (0.8, 0.5)
 
 
 @compiled_on("jax")
@@ -193,21 +190,6 @@ def test_a_schedule_from_the_callback_survives_a_file_in_the_middle_of_a_window(
     for x, y in batches[3:]:
         loaded.fit(x, y, batch_size=4, verbose=0, callbacks=[GradientAccumulation({0: 2})])
     assert error(loaded, plain(network(), sgd(), [*batches[:2], *batches[2:4], batches[4]], 2, 1)) <= 1e-6
-
-
-@compiled_on("jax")
-def test_a_batch_optimizers_model_is_loaded_in_the_middle_of_a_window(tmp_path, fit_bound):
-    batches = split(regression(18), [4, 4, 4, 4, 2])
-    model = network()
-    model.compile(optimizer=BatchOptimizer(adam(), 4, 12, 18, model), loss="mse")
-    for batch in batches[:4]:
-        model.train_on_batch(*batch)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert loaded.optimizer.micro_batches == 1
-    loaded.train_on_batch(*batches[4])
-    assert int(loaded.optimizer.iterations) == 2
-    assert error(loaded, plain(network(), adam(), batches, 3, 1)) <= fit_bound
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's formats")

@@ -13,6 +13,7 @@ from gradaccum import NotEquivalentError
 from gradaccum.torch import chunked
 from gradaccum.torch.losses import info_nce
 from tests.reference import FLOAT64, relative_error
+from tests.torch.chunking.problems import assert_same, gradients
 
 COLUMNS = 12
 LENGTHS = [3, 12, 1, 7, 2, 2, 5, 9, 4, 1, 6]
@@ -71,15 +72,14 @@ def spread(outputs):
     return (outputs * torch.arange(1.0, 1 + len(outputs))[:, None]).std()
 
 
-def assert_exact(module, batch, *, tokens=24, rows=11, loss=spread, **options):
+def assert_exact(module, batch, *, tokens=24, rows=11, **options):
     whole = copy.deepcopy(module)
     small = chunked(module, rows, max_tokens=tokens, **options)
     expected, found = whole(**batch), small(**batch)
     assert relative_error([found], [expected]) <= FLOAT64
-    loss(expected).backward()
-    loss(found).backward()
-    gradients = [[p.grad for p in m.parameters() if p.grad is not None] for m in (module, whole)]
-    assert relative_error(*gradients) <= FLOAT64
+    for outputs in (expected, found):
+        spread(outputs).backward()
+    assert_same(gradients(module), gradients(whole))
     return small
 
 
@@ -93,7 +93,7 @@ PACKED = [(Encoder, "left", {"keep": 2}), (Numbered, "left", {"rows": 3}), (Stri
         for one in product([Encoder, Numbered, Strict], ["left", "right"], [{}, *(one[-1] for one in PACKED)])
     ],
 )
-def test_packed_rows_have_the_padded_batchs_outputs_and_gradients_in_order(kind, side, options, float64):
+def test_packed_rows_have_the_padded_batchs_outputs_and_gradients_in_order(kind, side, options):
     if side == "left" and kind is not Encoder and options == {"verify": False}:
         pytest.skip("padding on the left is cut off without a look")
     small = assert_exact(kind(), text(side), **options)
@@ -109,7 +109,7 @@ def test_packed_rows_have_the_padded_batchs_outputs_and_gradients_in_order(kind,
         assert len(small.tokens) >= 4
 
 
-def test_masks_by_position_and_arguments_in_a_dict(float64):
+def test_masks_by_position_and_arguments_in_a_dict():
     class OfDict(Encoder):
         def forward(self, features):
             return {"embedding": super().forward(features["input_ids"], features["attention_mask"])}
@@ -120,7 +120,7 @@ def test_masks_by_position_and_arguments_in_a_dict(float64):
     assert relative_error([chunked(OfDict(), 4, max_tokens=24)(batch)["embedding"]], [whole]) <= FLOAT64
 
 
-def test_embedded_inputs_get_their_gradients_and_second_derivatives_are_exact(float64):
+def test_embedded_inputs_get_their_gradients_and_second_derivatives_are_exact():
     class Embedded(Encoder):
         def forward(self, inputs_embeds, attention_mask, scale):
             x = (inputs_embeds * scale).tanh() * attention_mask[..., None]
@@ -135,7 +135,7 @@ def test_embedded_inputs_get_their_gradients_and_second_derivatives_are_exact(fl
     assert relative_error(*found) <= FLOAT64
 
 
-def test_dropout_is_replayed(float64):
+def test_dropout_is_replayed():
     class Constant(Encoder):
         """Its gradient by the dropped numbers is known: what was kept."""
 
@@ -150,13 +150,13 @@ def test_dropout_is_replayed(float64):
     assert relative_error([module.head.bias.grad], [kept.sum(0)]) <= FLOAT64
 
 
-def test_dropout_is_no_difference_to_the_proof(caplog, float64):
+def test_dropout_is_no_difference_to_the_proof(caplog):
     with caplog.at_level(logging.WARNING, "gradaccum"):
         spread(chunked(Encoder(0.5), 4, max_tokens=24)(**text())).backward()
     assert caplog.messages == []
 
 
-def test_padding_that_comes_later_is_proven_where_it_comes_first(float64):
+def test_padding_that_comes_later_is_proven_where_it_comes_first():
     full = {"input_ids": torch.randint(1, 20, (11, COLUMNS)), "attention_mask": torch.ones(11, COLUMNS).long()}
     small = chunked(Numbered(), 4, max_tokens=24)
     spread(small(**full)).backward()
@@ -166,7 +166,7 @@ def test_padding_that_comes_later_is_proven_where_it_comes_first(float64):
     assert small._left == "number"
 
 
-def test_without_gradients_padding_on_the_left_stays_until_it_is_proven(float64):
+def test_without_gradients_padding_on_the_left_stays_until_it_is_proven():
     small = chunked(Numbered(), 4, max_tokens=24)
     with torch.no_grad():
         assert relative_error([small(**text("left"))], [Numbered()(**text("left"))]) <= FLOAT64
@@ -188,26 +188,21 @@ class AcrossRows(Encoder):
         return outputs - outputs.mean(0)
 
 
-def test_padding_that_counts_is_refused_by_name(float64):
-    with pytest.raises(
-        NotEquivalentError, match="(?s)Cutting off columns of nothing but padding.*output   relative error"
-    ):
-        chunked(CountsPadding(), 4, max_tokens=24)(**text())
-    with pytest.raises(NotEquivalentError, match="Cutting off columns of nothing but padding"):
-        chunked(CountsPadding(), 4, max_tokens=24).verify(**text())
+REFUSED = {  # the module, its rows, the longest text, the error
+    "padding counts": (CountsPadding, 4, COLUMNS, r"(?s)Cutting off columns of nothing but padding.*output   relative"),
+    "rows depend on each other": (AcrossRows, 4, COLUMNS, r"AcrossRows is not per-row.*\n.*"),
+    "outputs for each token": (Tokens, 1, COLUMNS, r"pool over tokens in the chunked module.*\(12, 4\) and \(9, 4\)"),
+    "one token in each text": (Tokens, 1, 1, "Cutting off columns of nothing but padding"),
+}
 
 
-def test_a_module_across_rows_is_not_taken_for_one_that_counts_padding(float64):
-    with pytest.raises(NotEquivalentError, match="AcrossRows is not per-row.*\n.*"):
-        chunked(AcrossRows(), 4, max_tokens=24)(**text())
-
-
-def test_outputs_for_each_token_are_refused_by_name(float64):
-    with pytest.raises(ValueError, match=r"pool over tokens in the chunked module.*\(12, 4\) and \(9, 4\)"):
-        chunked(Tokens(), 1, max_tokens=24)(**text())
-    same = {name: value[:, :] for name, value in text(longest=1).items()}  # every micro-batch has one column
-    with pytest.raises(NotEquivalentError, match="Cutting off columns of nothing but padding"):
-        chunked(Tokens(), 4, max_tokens=2)(**same)
+@pytest.mark.parametrize("verify", ["the first call", "verify()"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_packed_is_refused_by_name(name, verify):
+    kind, rows, longest, message = REFUSED[name]
+    small, batch = chunked(kind(), rows, max_tokens=24), text(longest=longest)
+    with pytest.raises((NotEquivalentError, ValueError), match=message):
+        small(**batch) if verify == "the first call" else small.verify(**batch)
 
 
 @pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
@@ -233,7 +228,7 @@ def test_towers_of_transformers_train_as_the_padded_batch(side):
     for model in (whole, small):
         losses.append(info_nce(model(**text(side)), model(**text(side, 1)), tile=4))
         losses[-1].backward()
-    vectors = [torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (small, whole)]
+    vectors = [torch.cat([g.flatten() for g in gradients(m)]) for m in (small, whole)]
     assert relative_error([losses[1], vectors[0]], [losses[0], vectors[1]]) <= FLOAT64
     assert small._left == ("number" if side == "left" else "keep")
 
@@ -279,7 +274,7 @@ READS = ["the last state", "a recurrence over gaps", "neighbours", "the first co
     ],
 )
 @pytest.mark.parametrize("kind", READS)
-def test_whoever_reads_padding_has_the_padded_batchs_outputs_or_is_refused(kind, rows, without_gradients, float64):
+def test_whoever_reads_padding_has_the_padded_batchs_outputs_or_is_refused(kind, rows, without_gradients):
     exact, refused = 0, 0
     for seed in range(3):
         module, batch = Reads(kind), with_gaps(seed)
@@ -295,13 +290,13 @@ def test_whoever_reads_padding_has_the_padded_batchs_outputs_or_is_refused(kind,
 
 
 @pytest.mark.parametrize("kind", READS)
-def test_a_single_row_keeps_its_padding_until_that_is_proven(kind, float64):
+def test_a_single_row_keeps_its_padding_until_that_is_proven(kind):
     module, batch = Reads(kind), {name: value[1:2] for name, value in with_gaps(1).items()}
     batch["attention_mask"][:, [0, -1]] = 0
     assert_exact(module, batch, tokens=4)
 
 
-def test_padding_stays_where_cutting_it_off_cannot_be_tried_out(caplog, float64):
+def test_padding_stays_where_cutting_it_off_cannot_be_tried_out(caplog):
     class Pairs(Reads):
         def forward(self, input_ids, attention_mask):
             if len(input_ids) < 2:

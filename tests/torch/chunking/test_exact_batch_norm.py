@@ -10,14 +10,10 @@ from torch.nn import functional as F
 
 from gradaccum.torch import TrainStep, chunked
 from tests.reference import FLOAT32, relative_error, torch_updates
+from tests.torch.chunking.problems import assert_exact, frozen, gradients
 
 ROWS = 22
 EXACT = 1e-11
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)  # which conftest sets back
 
 
 class Block(nn.Module):
@@ -44,27 +40,14 @@ class Block(nn.Module):
         return self.relu(out)
 
 
-class ResNet18(nn.Module):
+def residual_network():
     """ResNet-18's shape: a stem, four stages of two blocks, 20 BatchNorm layers; narrow."""
-
-    def __init__(self, width=3, classes=5):
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(3, 2, 1)
-        widths = [width, width, 2 * width, 4 * width, 8 * width]
-        for stage in range(1, 5):
-            stride = 1 if stage == 1 else 2
-            layers = [Block(widths[stage - 1], widths[stage], stride), Block(widths[stage], widths[stage], 1)]
-            setattr(self, f"layer{stage}", nn.Sequential(*layers))
-        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
-        self.fc = nn.Linear(widths[-1], classes)
-
-    def forward(self, x):
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(torch.flatten(self.avgpool(x), 1))
+    stem = [nn.Conv2d(3, 3, 7, 2, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    widths, blocks = [3, 3, 6, 12, 24], []
+    for stage in range(4):
+        blocks += [Block(widths[stage], widths[stage + 1], 1 if stage == 0 else 2)]
+        blocks += [Block(widths[stage + 1], widths[stage + 1], 1)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d((1, 1)), nn.Flatten(), nn.Linear(24, 5))
 
 
 def with_random_affine_parts(module):
@@ -75,26 +58,10 @@ def with_random_affine_parts(module):
     return module
 
 
-def gradients(module):
-    return [p.grad for p in module.parameters() if p.requires_grad]
-
-
-def assert_exact(module, loss, *inputs, size=5, tolerance=EXACT, passes=1, **options):
-    small = chunked(copy.deepcopy(module), size, batch_norm="exact", **options)
-    own = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-    for _ in range(passes):
-        expected, actual = loss(module(*inputs)), loss(small(*own))
-        assert relative_error([actual], [expected]) <= tolerance
-        expected.backward()
-        actual.backward()
-    for one, other in zip(
-        [*gradients(small), *(x.grad for x in own)], [*gradients(module), *(x.grad for x in inputs)], strict=True
-    ):
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert relative_error([one], [other]) <= tolerance
-    assert relative_error(small.buffers(), module.buffers()) <= tolerance
-    return small
+def assert_large_batchs(module, loss, *inputs, size=5, **options):
+    return assert_exact(
+        module, lambda m, *own: loss(m(*own)), *inputs, size=size, tolerance=EXACT, batch_norm="exact", **options
+    )
 
 
 def cross_entropy(outputs):
@@ -113,26 +80,9 @@ def cross_entropy(outputs):
 def test_a_residual_network_is_the_large_batchs(size, offload):
     torch.manual_seed(1)
     x = torch.randn(ROWS, 3, 32, 32, requires_grad=True)
-    assert_exact(ResNet18(), cross_entropy, x, size=size, offload=offload, verify=size == 8 and not offload)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-        pytest.param(lambda p: torch.optim.Adam(p, 1e-3), marks=pytest.mark.slow),
-    ],
-)
-def test_updates_of_a_residual_network_are_the_large_batchs(make):
-    batches = [(torch.randn(n, 3, 32, 32),) for n in (ROWS, ROWS, 13)]
-    torch.manual_seed(1)
-    whole = ResNet18(width=2)
-    small = copy.deepcopy(whole)
-    chunks = chunked(small, 6, batch_norm="exact", verify=False)
-    torch_updates(whole, make(whole.parameters()), batches, lambda model, x: cross_entropy(model(x)))
-    torch_updates(small, make(small.parameters()), batches, lambda model, x: cross_entropy(chunks(x)))
-    assert relative_error(small.parameters(), whole.parameters()) <= EXACT
-    assert relative_error(small.buffers(), whole.buffers()) <= EXACT
+    assert_large_batchs(
+        residual_network(), cross_entropy, x, size=size, offload=offload, verify=size == 8 and not offload
+    )
 
 
 def sequential(**options):
@@ -174,14 +124,16 @@ def two_heads(m, x):
     return m.out(y), m.other(y), m.unused(y)
 
 
-def frozen(which):
+def partly_frozen(which):
     module = nn.Sequential(sequential(), nn.BatchNorm1d(3), nn.Linear(3, 3))
     module[0][3].bias = None  # a BatchNorm takes its gradient away
     parts = {"first": module[0], "all": module, "affine": module[0][1].weight}
-    if which in parts:
-        parts[which].requires_grad_(False)
-    else:
-        module[0][1].eval()
+    return frozen(module, parts[which]) if which in parts else module
+
+
+def in_eval_mode():
+    module = partly_frozen("none")
+    module[0][1].eval()
     return module
 
 
@@ -215,17 +167,18 @@ CASES = {  # what is chunked, how often, the loss, the shape of its input; wheth
     "forwards of their own": (own_forwards, 2),
     "no_grad around a part": (lambda: Parts(detached), 1),
     "unused outputs": (lambda: with_random_affine_parts(Parts(two_heads)), 1, first),
-    "frozen first layers": (lambda: frozen("first"), 1, cross_entropy, (ROWS, 4), False),
-    "all frozen": (lambda: frozen("all"), 1),
-    "a BatchNorm in eval mode": (lambda: frozen("none"), 1, cross_entropy, (ROWS, 4), False),
-    "a frozen affine part": (lambda: frozen("affine"), 1, cross_entropy, (ROWS, 4), False),
+    "frozen first layers": (lambda: partly_frozen("first"), 1, cross_entropy, (ROWS, 4), False),
+    "all frozen": (lambda: partly_frozen("all"), 1),
+    "a BatchNorm in eval mode": (in_eval_mode, 1, cross_entropy, (ROWS, 4), False),
+    "a frozen affine part": (lambda: partly_frozen("affine"), 1, cross_entropy, (ROWS, 4), False),
 }
 
 
+@pytest.mark.parametrize("keep", [0, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_every_kind_of_batch_norm_in_every_place(name):
+def test_every_kind_of_batch_norm_in_every_place(name, keep):
     make, passes, loss, shape, grad = (*CASES[name], *(cross_entropy, (ROWS, 4), True)[len(CASES[name]) - 2 :])
-    assert_exact(make(), loss, torch.randn(shape, requires_grad=grad), passes=passes)
+    assert_large_batchs(make(), loss, torch.randn(shape, requires_grad=grad), passes=passes, keep=keep)
 
 
 @pytest.mark.parametrize("offset", [0, 300])
@@ -261,17 +214,29 @@ class Dense(nn.Module):
 
 
 def test_values_that_cross_layers_in_any_nesting():
-    module, mask = Dense(), (torch.rand(ROWS) > 0.3).double()
-    small = chunked(copy.deepcopy(module), 5, batch_norm="exact")
-    inputs = [torch.randn(ROWS, 4, requires_grad=True) for _ in range(2)]
-    inputs[1].data.copy_(inputs[0].data)
-    for m, x in zip((module, small), inputs, strict=True):
-        out = m(x, mask=mask)
-        (
-            out["out"].exp().std() + out["features"][0].square().prod(1).std() + out["features"][1][0].exp().mean()
-        ).backward()
-    assert relative_error([*gradients(small), inputs[1].grad], [*gradients(module), inputs[0].grad]) <= EXACT
-    assert relative_error(small.buffers(), module.buffers()) <= EXACT
+    mask = (torch.rand(ROWS) > 0.3).double()
+
+    def loss(module, x):
+        out = module(x, mask=mask)
+        first, (second,) = out["features"]
+        return out["out"].exp().std() + first.square().prod(1).std() + second.exp().mean()
+
+    assert_exact(Dense(), loss, torch.randn(ROWS, 4, requires_grad=True), tolerance=EXACT, batch_norm="exact")
+
+
+def test_buffers_that_the_code_between_layers_moves_go_where_the_large_batch_takes_them():
+    class Averages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+            self.register_buffer("average", torch.zeros(4))
+
+        def forward(self, x):
+            y = self.linear(self.bn(x)).tanh()
+            self.average.mul_(0.9).add_(0.1 * y.detach().mean(0))
+            return y
+
+    assert_large_batchs(Averages(), lambda y: y.logsumexp((0, 1)), torch.randn(20, 4), verify=False)
 
 
 def test_modules_without_batch_norm_inside_may_do_anything():
@@ -288,7 +253,7 @@ def test_modules_without_batch_norm_inside_may_do_anything():
             return self.linear(x) * factor + x[: x.shape[0]]
 
     module = nn.Sequential(Anything(), nn.BatchNorm1d(4), Anything())
-    small = assert_exact(module, cross_entropy, torch.randn(ROWS, 4))
+    small = assert_large_batchs(module, cross_entropy, torch.randn(ROWS, 4))
     assert small.get_submodule("0").calls == 1
 
 
@@ -337,18 +302,6 @@ def test_without_gradients_the_statistics_still_move():
     module.eval()
     small.eval()
     assert relative_error([small(x)], [module(x)]) <= EXACT
-
-
-def test_backward_twice_and_freed_memory():
-    module, x = sequential(), torch.randn(ROWS, 4)
-    small = chunked(copy.deepcopy(module), 5, batch_norm="exact")
-    for m in (module, small):
-        loss = cross_entropy(m(x))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        with pytest.raises(RuntimeError, match="second time"):
-            loss.backward()
-    assert relative_error(gradients(small), gradients(module)) <= EXACT
 
 
 class Peeks(nn.Module):

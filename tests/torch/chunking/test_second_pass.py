@@ -2,6 +2,7 @@
 
 import copy
 import random
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,25 +14,9 @@ from torch.nn import functional as F
 from gradaccum import NotEquivalentError
 from gradaccum.torch import chunked
 from tests.reference import FLOAT64, relative_error
+from tests.torch.chunking.problems import assert_same, encoder, frozen, gradients, loss_of
 
 ROWS, SIZE = 11, 4
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)  # which conftest sets back
-
-
-def gradients(module):
-    return [p.grad for p in module.parameters()]
-
-
-def encoder():
-    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
-
-
-def loss_of(outputs):
-    return outputs.logsumexp((0, 1)) + outputs.std()
 
 
 class Heads(nn.Module):
@@ -61,8 +46,7 @@ def test_hooks_on_parameters_see_the_finished_gradient_where_there_is_one():
             loss_of(call(x, head)).backward()
             counts.append(sorted(seen))
         assert counts == [[2 * head, 2 * head + 1]] * 2
-        found, expected = ([g for g in gradients(model) if g is not None] for model in (module, whole))
-        assert relative_error(found, expected) <= FLOAT64
+        assert_same(gradients(module), gradients(whole))
 
 
 class Adapter(nn.Linear):
@@ -121,33 +105,29 @@ def test_what_changes_the_module_between_forward_and_backward_does_not_reach_the
         later = dict(vars(inside))
         loss.backward()
         assert vars(inside) == later
-    for one, other in zip(gradients(small), gradients(whole), strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or relative_error([one], [other]) <= FLOAT64
+    assert_same(gradients(small), gradients(whole))
 
 
 def test_layers_that_are_replaced_or_unfrozen_between_forward_and_backward():
     whole, x = encoder(), torch.randn(ROWS, 5)
-    whole[0].requires_grad_(False)
-    module = copy.deepcopy(whole)
-    old = []
+    frozen(whole, whole[0])
+    module, old = copy.deepcopy(whole), []
     for m, inside in ((whole, whole), (chunked(module, SIZE), module)):
         loss = loss_of(m(x))
         inside.requires_grad_(True)
-        old.append(inside[2])
-        inside[2] = nn.Linear(6, 3)
+        old.append(inside[3])
+        inside[3] = nn.Linear(8, 4)
         loss.backward()
-        assert all(p.grad is None for p in inside.parameters())
-    assert relative_error(gradients(old[1]), gradients(old[0])) <= FLOAT64
+        assert all(p.grad is None for p in [*inside[0].parameters(), *inside[3].parameters()])
+    assert_same(gradients(old[1]), gradients(old[0]))
 
 
 def test_a_frozen_parameter_edited_in_between_is_an_error():
     module = encoder()
-    module[0].requires_grad_(False)
-    loss = loss_of(chunked(module, SIZE)(torch.randn(ROWS, 5)))
+    loss = loss_of(chunked(frozen(module, module[0]), SIZE)(torch.randn(ROWS, 5)))
     with torch.no_grad():
         module[0].weight.mul_(2)
-    with pytest.raises(RuntimeError, match=r"frozen parameter of shape \(6, 5\).*edited in place between forward and"):
+    with pytest.raises(RuntimeError, match=r"frozen parameter of shape \(8, 5\).*edited in place between forward and"):
         loss.backward()
 
 
@@ -155,14 +135,13 @@ def test_a_frozen_parameter_edited_in_between_is_an_error():
 @pytest.mark.parametrize("through", ["the module", "its parent"])
 def test_functional_call_with_derived_parameters(through, keep):
     """A step of an inner loop, differentiated through, as meta-learning and hypernetworks have it."""
-    module, x = nn.Sequential(encoder(), nn.BatchNorm1d(3).eval()), torch.randn(ROWS, 5)
+    module, x = nn.Sequential(encoder(), nn.BatchNorm1d(4).eval()), torch.randn(ROWS, 5)
     small = copy.deepcopy(module)
     small[0] = chunked(small[0], SIZE, keep=keep)
     found = []
     for m in (module, small):
-        called, own = (
-            (m[0], dict(m[0].named_parameters())) if through == "the module" else (m, dict(m.named_parameters()))
-        )
+        called = m[0] if through == "the module" else m
+        own = dict(called.named_parameters())
         loss = loss_of(functional_call(called, own, (x,)))
         steps = torch.autograd.grad(loss, list(own.values()), create_graph=True)
         derived = {name: p - 0.1 * step for (name, p), step in zip(own.items(), steps, strict=True)}
@@ -180,66 +159,51 @@ def test_functional_call_with_other_buffers_and_with_parameters_that_are_not_the
         def forward(self, x):
             return (super().forward(x) + self.shift).tanh()
 
-    module, x = Shifted(), torch.randn(ROWS, 5)
+    module, x, found = Shifted(), torch.randn(ROWS, 5), []
     other = {"weight": torch.randn(3, 5, requires_grad=True), "bias": torch.randn(3), "shift": torch.randn(3)}
-    found = []
     for m in (module, chunked(module, SIZE)):
-        other["weight"].grad = None
-        loss_of(functional_call(m, other, (x,))).backward()
-        found.append(other["weight"].grad)
-        assert all(p.grad is None for p in module.parameters())
+        found += torch.autograd.grad(loss_of(functional_call(m, other, (x,))), other["weight"])
     assert relative_error(found[1:], found[:1]) <= FLOAT64
 
 
 class Draws(nn.Module):
-    """Draws from a generator of its own."""
+    """Draws from a generator of its own, or from one that it is given."""
 
-    def __init__(self, generator, draw):
+    def __init__(self, draw, generator=None):
         super().__init__()
         self.linear, self.generator, self.draw = nn.Linear(5, 3), generator, draw
 
-    def forward(self, x):
-        return self.linear(x) * self.draw(self.generator, x.shape[0])
+    def forward(self, x, generator=None):
+        return self.linear(x) * self.draw(self.generator if generator is None else generator, x.shape[0])
+
+
+def of_numpy(generator, rows):
+    return torch.from_numpy(generator.random((rows, 3)))
 
 
 GENERATORS = {
     "torch": (lambda: torch.Generator().manual_seed(0), lambda g, n: torch.rand(n, 3, generator=g)),
-    "numpy": (lambda: np.random.default_rng(0), lambda g, n: torch.from_numpy(g.random((n, 3)))),
+    "numpy": (lambda: np.random.default_rng(0), of_numpy),
     "numpy, the old one": (lambda: np.random.RandomState(0), lambda g, n: torch.from_numpy(g.rand(n, 3))),
-    "numpy, Mersenne twister": (
-        lambda: np.random.Generator(np.random.MT19937(0)),
-        lambda g, n: torch.from_numpy(g.random((n, 3))),
-    ),
+    "numpy, Mersenne twister": (lambda: np.random.Generator(np.random.MT19937(0)), of_numpy),
     "python": (lambda: random.Random(0), lambda g, n: torch.tensor([[g.random()] * 3 for _ in range(n)])),
 }
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("where", ["an attribute", "an attribute of a chunked one inside", "an input"])
 @pytest.mark.parametrize("make", GENERATORS)
-def test_a_generator_of_the_modules_own_draws_the_same_again(make, nested):
+def test_a_generator_of_the_users_draws_the_same_again(make, where):
     generator, draw = GENERATORS[make]
-    whole = Draws(generator(), draw)
-    module = Draws(generator(), draw)
+    generators, given = [generator(), generator()], where == "an input"
+    whole, module = (Draws(draw, None if given else one) for one in generators)
     module.load_state_dict(whole.state_dict())
+    nested = where == "an attribute of a chunked one inside"
     small, x = chunked(chunked(module, 2) if nested else module, SIZE), torch.randn(ROWS, 5)
-    loss_of(torch.cat([whole(rows) for rows in x.split([2, 2, 2, 2, 2, 1] if nested else [4, 4, 3])])).backward()
-    loss_of(small(x)).backward()
-    assert relative_error(gradients(module), gradients(whole)) <= FLOAT64
-    assert torch.equal(draw(module.generator, 2), draw(whole.generator, 2))
-
-
-def test_a_generator_that_is_an_input_draws_the_same_again():
-    class Noisy(nn.Linear):
-        def forward(self, x, generator):
-            return super().forward(x) * torch.rand(len(x), 3, generator=generator)
-
-    whole, x = Noisy(5, 3), torch.randn(ROWS, 5)
-    module = copy.deepcopy(whole)
-    one, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
-    loss_of(torch.cat([whole(rows, one) for rows in x.split([4, 4, 3])])).backward()
-    loss_of(chunked(module, SIZE)(x, other)).backward()
-    assert relative_error(gradients(module), gradients(whole)) <= FLOAT64
-    assert torch.equal(one.get_state(), other.get_state())
+    parts = x.split([2, 2, 2, 2, 2, 1] if nested else [4, 4, 3])
+    loss_of(torch.cat([whole(rows, generators[0] if given else None) for rows in parts])).backward()
+    loss_of(small(x, generators[1] if given else None)).backward()
+    assert_same(gradients(module), gradients(whole))
+    assert torch.equal(*(draw(one, 2) for one in generators))
 
 
 def test_gradients_that_nobody_asked_for_are_not_made():
@@ -335,7 +299,7 @@ def test_activations_collected_by_a_hook_that_comes_later_are_named():
     small = chunked(module, SIZE)
     loss_of(small(x)).backward()
     module[0].register_forward_hook(lambda m, args, output: held.append(output))
-    with pytest.raises(NotEquivalentError, match=r"keeps a tensor of shape \(8, 6\) with a graph, made in '0'"):
+    with pytest.raises(NotEquivalentError, match=r"keeps a tensor of shape \(8, 8\) with a graph, made in '0'"):
         small(x)
 
 
@@ -365,39 +329,36 @@ def edited_by_data(x):
     x.data.mul_(2)
 
 
-@pytest.mark.parametrize("edit", [edited_by_numpy, edited_by_data])
-@pytest.mark.parametrize("shape", ["plain", "not contiguous", "shared"])
-@pytest.mark.parametrize("batch_norm", ["micro", "exact"])
-def test_inputs_edited_behind_autograds_back_are_an_error_in_calls_1_2_4(batch_norm, shape, edit):
-    class Shifts(nn.Linear):
-        def forward(self, x, by):
-            return super().forward(x).tanh() + by
+def edited_array(x):
+    x[:] = 1.0
 
+
+class Shifts(nn.Linear):
+    def forward(self, x, by):
+        x = x if isinstance(x, torch.Tensor) else torch.from_numpy(np.nan_to_num(x))
+        return super().forward(x).tanh() + by
+
+
+@pytest.mark.parametrize(
+    ("batch_norm", "shape", "edit"),
+    [
+        *product(["micro", "exact"], ["plain", "not contiguous", "shared"], [edited_by_numpy, edited_by_data]),
+        ("micro", "an array with a NaN", edited_array),
+    ],
+)
+def test_inputs_edited_behind_autograds_back_are_an_error_in_calls_1_2_4(batch_norm, shape, edit):
     module = nn.ModuleList([Shifts(5, 3), nn.BatchNorm1d(3)])
     module.forward = lambda x, by: module[1](module[0](x, by)) if batch_norm == "exact" else module[0](x, by)
     small = chunked(module, SIZE, batch_dims=(0, None), batch_norm=batch_norm)
-    x = torch.randn(5, ROWS).T if shape == "not contiguous" else torch.randn(ROWS, 5)
-    by = torch.randn(3)
+    x, by = torch.randn(5, ROWS).T if shape == "not contiguous" else torch.randn(ROWS, 5), torch.randn(3)
+    if shape == "an array with a NaN":
+        x = x.numpy()
+        x[0] = np.nan
     for _ in range(3):
         loss_of(small(x, by)).backward()
     loss = loss_of(small(x, by))
     edit(by if shape == "shared" else x)
-    with pytest.raises(NotEquivalentError, match="other outputs when backward runs it again.*Was an input refilled"):
-        loss.backward()
-
-
-def test_arrays_that_are_refilled_are_an_error_and_nan_is_none():
-    class OfArrays(nn.Linear):
-        def forward(self, x):
-            return super().forward(torch.from_numpy(np.nan_to_num(x)))
-
-    x = np.random.default_rng(0).normal(size=(ROWS, 5))
-    x[0] = np.nan
-    small = chunked(OfArrays(5, 3), SIZE)
-    loss_of(small(x)).backward()
-    loss = loss_of(small(x))
-    x[:] = 1.0
-    with pytest.raises(NotEquivalentError, match="other outputs when backward runs it again.*Was an input refilled"):
+    with pytest.raises(NotEquivalentError, match="other outputs when backward runs it again.*an input was refilled"):
         loss.backward()
 
 
@@ -405,9 +366,9 @@ def test_a_modules_backward_hook_is_refused_under_create_graph_alone():
     whole, x = encoder(), torch.randn(ROWS, 5)
     module = copy.deepcopy(whole)
     for inside in (whole, module):
-        inside[2].register_full_backward_hook(lambda m, given, received: tuple(2 * g for g in given))
+        inside[3].register_full_backward_hook(lambda m, given, received: tuple(2 * g for g in given))
     small = chunked(module, SIZE)
-    with pytest.raises(NotImplementedError, match=r"'2' \(Linear\) in a chunked module has a backward hook"):
+    with pytest.raises(NotImplementedError, match=r"'3' \(Linear\) in a chunked module has a backward hook"):
         torch.autograd.grad(loss_of(small(x)), list(module.parameters()), create_graph=True)
     for m in (whole, small):
         loss_of(m(x)).backward()

@@ -1,12 +1,15 @@
 """Contrastive losses in tiles against those of the whole matrix of pairs."""
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gradaccum import NotEquivalentError
 from gradaccum.torch import chunked
 from gradaccum.torch.losses import info_nce, sigmoid_loss
 from tests.reference import FLOAT32, FLOAT64, relative_error
@@ -17,61 +20,76 @@ OF_A, OF_B = torch.arange(ROWS) % 7, torch.arange(COLUMNS) % 9  # some have seve
 IGNORED = torch.arange(ROWS)[:, None] + torch.arange(COLUMNS) % 5 == 6
 
 PAIRS = {
-    # how it is said: (positives, ignore), (the same as matrices)
+    # how it is given: (positives, ignore), (the same as matrices)
     "row i and row i": ((None, None), (None, None)),
     "ids of the pairs": ((OF_A, None), (same(OF_A, torch.cat([OF_A, torch.full((8,), -1)])), None)),
     "ids of both": (((OF_A, OF_B), None), (same(OF_A, OF_B), None)),
     "a column for each row": (((OF_A, torch.arange(COLUMNS)), None), (same(OF_A, torch.arange(COLUMNS)), None)),
-    "a function": ((lambda i, j: (i[:, None] * j) % 4 == 1, None), (None, None)),
+    "a function": (
+        (lambda i, j: (i[:, None] * j) % 4 == 1, None),
+        (torch.arange(ROWS)[:, None] * torch.arange(COLUMNS) % 4 == 1, None),
+    ),
     "false negatives by id": ((None, (OF_A, OF_B)), (None, same(OF_A, OF_B))),
     "false negatives by function": (((OF_A, OF_B), lambda i, j: IGNORED[i][:, j]), (same(OF_A, OF_B), IGNORED)),
 }
-PAIRS["a function"] = (
-    PAIRS["a function"][0],
-    (torch.arange(ROWS)[:, None] * torch.arange(COLUMNS) % 4 == 1, None),
-)
+LOSSES = {  # in tiles, and of the matrix, by rows, a temperature and a bias
+    "info_nce": (
+        lambda a, b, t, _, **options: info_nce(a, b, temperature=t, **options),
+        lambda a, b, t, _, *pairs: plain_info_nce(a, b, t, *pairs),
+    ),
+    "info_nce, one way": (
+        lambda a, b, t, _, **options: info_nce(a, b, temperature=t, symmetric=False, **options),
+        lambda a, b, t, _, positives=None, ignored=None: plain_info_nce(a, b, t, positives, ignored, False),
+    ),
+    "sigmoid_loss": (
+        lambda a, b, t, bias, **options: sigmoid_loss(a, b, temperature=t, bias=bias, **options),
+        plain_sigmoid,
+    ),
+}
+every_loss = pytest.mark.parametrize("loss", LOSSES)
+
+
+def scalars(temperature=0.2, bias=-2.0):
+    return [torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (temperature, bias)]
 
 
 def gradients(loss, *inputs):
     return [loss, *torch.autograd.grad(loss, inputs)]
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
+@every_loss
 @pytest.mark.parametrize(
-    ("said", "tile"),
+    ("given", "tile"),
     [
-        pytest.param(said, tile, marks=[] if tile == 5 or number == 0 else pytest.mark.slow)
-        for number, said in enumerate(PAIRS)
+        pytest.param(given, tile, marks=[] if tile == 5 or number == 0 else pytest.mark.slow)
+        for number, given in enumerate(PAIRS)
         for tile in (1, 5, 8, 100)
     ],
 )
-def test_the_value_and_all_gradients_are_those_of_the_whole_matrix(said, symmetric, tile):
-    (positives, ignore), (matrix, ignored) = PAIRS[said]
-    a, b = rows_of(0, ROWS, COLUMNS)
-    scale = torch.tensor(2.3, dtype=torch.float64, requires_grad=True)  # CLIP's, learned as a logarithm
-    whole = plain_info_nce(a, b, (-scale).exp(), matrix, ignored, symmetric)
-    tiles = info_nce(
-        a, b, temperature=(-scale).exp(), tile=tile, symmetric=symmetric, positives=positives, ignore=ignore
-    )
-    assert relative_error(gradients(tiles, a, b, scale), gradients(whole, a, b, scale)) <= FLOAT64
+def test_the_value_and_all_gradients_are_those_of_the_whole_matrix(given, tile, loss):
+    (positives, ignore), matrices = PAIRS[given]
+    inputs = [*rows_of(0, ROWS, COLUMNS), *scalars()]
+    found = LOSSES[loss][0](*inputs, tile=tile, positives=positives, ignore=ignore)
+    whole = LOSSES[loss][1](*inputs, *matrices)
+    wanted = inputs[: 4 if loss == "sigmoid_loss" else 3]
+    assert relative_error(gradients(found, *wanted), gradients(whole, *wanted)) <= FLOAT64
 
 
-@pytest.mark.parametrize("tile", [5, 100])
-@pytest.mark.parametrize("said", PAIRS)
-def test_sigmoid_loss_is_that_of_the_whole_matrix_bias_and_temperature_included(said, tile):
-    (positives, ignore), (matrix, ignored) = PAIRS[said]
-    a, b = rows_of(1, ROWS, COLUMNS)
-    temperature, bias = (torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (0.03, -10.0))
-    whole = plain_sigmoid(a, b, temperature, bias, matrix, ignored)
-    tiles = sigmoid_loss(a, b, temperature=temperature, bias=bias, tile=tile, positives=positives, ignore=ignore)
-    inputs = a, b, temperature, bias
-    assert relative_error(gradients(tiles, *inputs), gradients(whole, *inputs)) <= FLOAT64
+@every_loss
+def test_second_derivatives_are_exact(loss):
+    (positives, ignore), matrices = PAIRS["false negatives by function"]
+    inputs = [*rows_of(11, ROWS, COLUMNS), *scalars(0.5, -1.0)]
+    tiles = LOSSES[loss][0](*inputs, tile=5, positives=positives, ignore=ignore)
+    wanted, found = inputs[: 4 if loss == "sigmoid_loss" else 3], []
+    for value in (tiles, LOSSES[loss][1](*inputs, *matrices)):
+        first = torch.autograd.grad(value**2, wanted, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), wanted))
+    assert relative_error(*found) <= FLOAT64
 
 
 def test_one_way_with_labels_is_cross_entropy_and_both_ways_is_clips_loss():
     a, b = rows_of(2, 12, 12)
-    labels = torch.randint(12, (12,), generator=torch.Generator().manual_seed(3))
-    numbers = torch.arange(12)
+    labels, numbers = torch.randint(12, (12,), generator=torch.Generator().manual_seed(3)), torch.arange(12)
     one_way = info_nce(a, b, temperature=0.1, tile=5, symmetric=False, positives=(labels, numbers))
     assert relative_error([one_way], [F.cross_entropy(a @ b.T / 0.1, labels)]) <= FLOAT64
     both = (F.cross_entropy(a @ b.T / 0.1, numbers) + F.cross_entropy(b @ a.T / 0.1, numbers)) / 2
@@ -101,8 +119,7 @@ def test_scores_are_summed_in_float32_whatever_the_rows_and_autocast_are(loss, d
     a, b = rows_of(5, 300, 300, size=16, dtype=dtype)
     exact = [t.detach().double().requires_grad_() for t in (a, b)]
     with torch.autocast("cpu", torch.bfloat16):
-        found = loss(a, b, tile=64)
-        whole = loss(*exact, tile=64)
+        found, whole = loss(a, b, tile=64), loss(*exact, tile=64)
     assert found.dtype == torch.float32
     assert relative_error([found], [whole]) <= FLOAT32
     rounding = FLOAT32 if dtype == torch.float32 else torch.finfo(dtype).eps
@@ -112,23 +129,33 @@ def test_scores_are_summed_in_float32_whatever_the_rows_and_autocast_are(loss, d
     assert relative_error([a.grad, b.grad], [t.grad for t in exact]) <= rounding
 
 
+@pytest.mark.parametrize("loss", [info_nce, sigmoid_loss])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_taken_inside_of_autocast_are_those_of_float32(create_graph, loss):
+    a, b = rows_of(4, ROWS, ROWS, dtype=torch.float32)
+    found = []
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            first = torch.autograd.grad(loss(a, b, tile=5), (a, b), create_graph=create_graph)
+            second = torch.autograd.grad(sum(g.square().sum() for g in first), (a, b)) if create_graph else ()
+        found.append([*first, *second])
+    assert all(map(torch.equal, *found))
+
+
 def test_rows_of_two_types_are_compared_in_the_wider_one():
     a, b = rows_of(6, 9, 9)
     half = b.detach().bfloat16().requires_grad_()
     found = info_nce(a, half, tile=4)
     assert found.dtype == torch.float64
-    whole = info_nce(a, half.double(), tile=100)
-    assert relative_error([found], [whole]) <= FLOAT64
+    assert relative_error([found], [info_nce(a, half.double(), tile=100)]) <= FLOAT64
 
 
-def test_large_scores_neither_overflow_nor_vanish():
+@every_loss
+def test_large_scores_neither_overflow_nor_vanish(loss):
     a, b = (1e4 * t.detach() for t in rows_of(7, 20, 20))
     a.requires_grad_()
-    found = info_nce(a, b, temperature=1e-3, tile=6)
-    whole = plain_info_nce(a, b, 1e-3)
+    found, whole = LOSSES[loss][0](a, b, 1e-3, -10.0, tile=6), LOSSES[loss][1](a, b, 1e-3, -10.0)
     assert math.isfinite(found.item())
-    assert relative_error(gradients(found, a), gradients(whole, a)) <= FLOAT64
-    found, whole = sigmoid_loss(a, b, tile=6), plain_sigmoid(a, b, 0.1, -10.0)
     assert relative_error(gradients(found, a), gradients(whole, a)) <= FLOAT64
 
 
@@ -139,54 +166,28 @@ def test_what_needs_no_gradient_gets_none_and_the_other_is_exact(needs):
     inputs[needs].requires_grad_()
     a, b, temperature = inputs.values()
     found = gradients(info_nce(a, b, temperature=temperature, tile=5), inputs[needs])
-    whole = gradients(plain_info_nce(a, b, temperature), inputs[needs])
-    assert relative_error(found, whole) <= FLOAT64
+    assert relative_error(found, gradients(plain_info_nce(a, b, temperature), inputs[needs])) <= FLOAT64
 
 
 def test_rows_without_a_positive_are_left_out_and_a_batch_without_any_has_loss_0():
     a, b = rows_of(9, 6, 6)
-    nobody = torch.arange(6), torch.arange(6, 12)
-    loss = info_nce(a, b, tile=4, positives=nobody)
-    assert [t.abs().max().item() for t in gradients(loss, a, b)] == [0, 0, 0]
-    loss = info_nce(a, b, tile=4, positives=nobody, ignore=lambda i, j: torch.ones(len(i), len(j), dtype=torch.bool))
-    assert [t.abs().max().item() for t in gradients(loss, a, b)] == [0, 0, 0]
+    nobody, everybody = (
+        (torch.arange(6), torch.arange(6, 12)),
+        lambda i, j: torch.ones(len(i), len(j), dtype=torch.bool),
+    )
+    for ignore in (None, everybody):
+        loss = info_nce(a, b, tile=4, positives=nobody, ignore=ignore)
+        assert [t.abs().max().item() for t in gradients(loss, a, b)] == [0, 0, 0]
     assert info_nce(a[:0], b[:0]).item() == 0
 
 
 def test_memory_is_linear_in_the_rows():
     """Of everything that is made meanwhile nothing is larger than rows or a tile."""
     a, b = rows_of(10, 400, 500, size=4)
+    ids = torch.arange(400) % 50, torch.arange(500) % 50
     with Largest() as largest:
-        info_nce(
-            a, b, tile=32, positives=(torch.arange(400) % 50, torch.arange(500) % 50), ignore=torch.arange(400)
-        ).backward()
+        info_nce(a, b, tile=32, positives=ids, ignore=torch.arange(400)).backward()
     assert largest.numbers == max(500 * 4, 32 * 32)
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_second_derivatives_are_exact(symmetric):
-    (positives, ignore), (matrix, ignored) = PAIRS["false negatives by function"]
-    a, b = rows_of(11, ROWS, COLUMNS)
-    temperature = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-    inputs = a, b, temperature
-    found = []
-    for loss in (
-        info_nce(a, b, temperature=temperature, tile=5, symmetric=symmetric, positives=positives, ignore=ignore),
-        plain_info_nce(a, b, temperature, matrix, ignored, symmetric),
-    ):
-        first = torch.autograd.grad(loss**2, inputs, create_graph=True)
-        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), inputs))
-    assert relative_error(*found) <= FLOAT64
-
-
-def test_second_derivatives_of_sigmoid_loss_are_exact():
-    a, b = rows_of(12, ROWS, COLUMNS)
-    bias = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
-    found = []
-    for loss in (sigmoid_loss(a, b, bias=bias, tile=5), plain_sigmoid(a, b, 0.1, bias)):
-        first = torch.autograd.grad(loss, (a, b, bias), create_graph=True)
-        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), (a, b, bias)))
-    assert relative_error(*found) <= FLOAT64
 
 
 class Towers(nn.Module):
@@ -222,6 +223,93 @@ def test_a_compiled_loop_calls_it_eagerly():
     torch._dynamo.reset()
 
 
+# What backward computes anew is what forward has computed.
+
+DRAWS = {
+    "torch": lambda shape: torch.rand(shape) < 0.5,
+    "numpy": lambda shape: torch.from_numpy(np.random.rand(*shape) < 0.5),  # noqa: NPY002  # the global one
+    "python": lambda shape: torch.tensor([[random.random() < 0.5 for _ in range(shape[1])] for _ in range(shape[0])]),
+}
+
+
+@every_loss
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("drawn", DRAWS)
+def test_functions_that_draw_give_the_gradient_of_the_pairs_that_forward_has_drawn(drawn, create_graph, loss):
+    a, b = rows_of(1, ROWS, ROWS)
+    asked = {name: torch.zeros(2, ROWS, ROWS, dtype=torch.bool) for name in ("positives", "ignore")}
+
+    def drawing(name):
+        def draw(i, j):
+            found = DRAWS[drawn]((len(i), len(j)))
+            asked[name][1 if backward else 0][i[0] : i[-1] + 1, j[0] : j[-1] + 1] = found
+            return found
+
+        return draw
+
+    backward = False
+    value = LOSSES[loss][0](a, b, 0.1, -10.0, tile=5, **{name: drawing(name) for name in asked})
+    backward = True
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    found = torch.autograd.grad(value, (a, b), create_graph=create_graph)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(*both) for both in asked.values())
+    whole = LOSSES[loss][1](a, b, 0.1, -10.0, asked["positives"][0], asked["ignore"][0])
+    assert relative_error([value, *found], [whole, *torch.autograd.grad(whole, (a, b))]) <= FLOAT64
+
+
+@every_loss
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("name", ["positives", "ignore"])
+def test_a_function_that_answers_otherwise_in_backward_is_an_error_by_name(name, create_graph, loss):
+    a, b = rows_of(2, ROWS, ROWS)
+    order = torch.randperm(ROWS)  # each row and column has one, before and after
+    value = LOSSES[loss][0](a, b, 0.1, -10.0, tile=5, **{name: lambda i, j: order[i, None] == j})
+    order.copy_(order.roll(1))
+    with pytest.raises(NotEquivalentError, match=f"`{name}.rows, columns.` returns other pairs in backward than"):
+        torch.autograd.grad(value, a, create_graph=create_graph)
+
+
+@every_loss
+@pytest.mark.parametrize("name", ["positives", "ignore"])
+@pytest.mark.parametrize("both", [False, True])
+def test_ids_that_are_edited_after_forward_are_those_of_forward(both, name, loss):
+    a, b = rows_of(3, ROWS, ROWS)
+    ids = torch.arange(ROWS) // 2, torch.arange(ROWS) // 3
+    matrix = same(*ids) if both else same(ids[0], ids[0])
+    value = LOSSES[loss][0](a, b, 0.1, -10.0, tile=5, **{name: ids if both else ids[0]})
+    for each in ids:
+        each.zero_()
+    whole = LOSSES[loss][1](a, b, 0.1, -10.0, *((matrix, None) if name == "positives" else (None, matrix)))
+    assert relative_error(*(torch.autograd.grad(one, (a, b)) for one in (value, whole))) <= FLOAT64
+
+
+@every_loss
+def test_hooks_see_the_finished_gradient_once_under_create_graph(loss):
+    found = []
+    for compute in LOSSES[loss]:
+        a, b = rows_of(5, ROWS, ROWS)
+        seen = []
+        a.register_hook(lambda g, seen=seen: seen.append(g.detach()) or 2 * g)
+        first = torch.autograd.grad(compute(a, b, 0.1, -10.0), (a, b), create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+        assert len(seen) == 2
+        found.append([*seen, *first, a.grad, b.grad])
+    assert relative_error(*found) <= FLOAT64
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("loss", [info_nce, sigmoid_loss])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_of_torch_func_are_refused_by_name(transform, loss):
+    a, b = (t.detach() for t in rows_of(6, ROWS, ROWS))
+    with pytest.raises(NotImplementedError, match=f"{loss.__name__} is called inside of a transform of torch.func"):
+        transform(lambda a: loss(a, b))(a if transform is torch.func.grad else a[None])
+
+
 GOOD = rows_of(14, 4, 4)
 ERRORS = {
     "a list": (([1.0], GOOD[1]), {}, TypeError, "`a` must be a dense tensor. Received: .1.0. of type list"),
@@ -231,6 +319,7 @@ ERRORS = {
     "fewer rows of b": ((GOOD[0], GOOD[1][:3]), {}, ValueError, "4 rows of a, 3 of b. Swap them, or pass pos"),
     "no tile": (GOOD, {"tile": 0}, ValueError, "`tile` must be an int >= 1"),
     "temperature 0": (GOOD, {"temperature": 0}, ValueError, "positive number.*Received: temperature=0"),
+    "temperature NaN": (GOOD, {"temperature": float("nan")}, ValueError, "Received: temperature=nan"),
     "negative": (GOOD, {"temperature": torch.tensor(-1.0)}, ValueError, "Received: temperature=-1.0"),
     "a temperature per row": (GOOD, {"temperature": torch.ones(4)}, ValueError, r"float32 of shape \(4,\)"),
     "no temperature": (GOOD, {"temperature": None}, TypeError, "`temperature` must be a positive number"),
@@ -245,17 +334,18 @@ ERRORS = {
         GOOD, {"positives": lambda i, j: i == j}, ValueError, r"must return a bool tensor .* here \(4, 4\)",
     ),
     "no group": (GOOD, {"group": 3}, TypeError, "`group` must be a process group"),
+    "no bias": (GOOD, {"bias": None}, TypeError, "0.0 adds nothing"),
+    "bias NaN": (GOOD, {"bias": float("nan")}, ValueError, "Received: bias=nan"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors_say_what_was_received_and_what_to_do(case):
     rows, options, kind, message = ERRORS[case]
-    for loss in (info_nce, sigmoid_loss):
+    for loss in (info_nce, sigmoid_loss) if "bias" not in options else (sigmoid_loss,):
         with pytest.raises(kind, match=f"(?s){message}"):
             loss(*rows, **options)
 
 
-def test_sigmoid_loss_without_a_bias_is_an_error():
-    with pytest.raises(TypeError, match="0.0 adds nothing"):
-        sigmoid_loss(*GOOD, bias=None)
+def test_a_temperature_that_was_learned_may_be_nan():
+    assert info_nce(*GOOD, temperature=torch.tensor(float("nan"))).isnan()

@@ -367,7 +367,7 @@ class Parts(nn.Module):
         return self.a(x) + self.b(x) if which == "ab" else getattr(self, which)(x)
 
 
-def optimizers_of_parts(rank: int, steps: Sequence[int], which: Sequence[str], unused: bool) -> list[float]:
+def optimizers_of_parts(rank: int, steps: Sequence[int], which: Sequence[str], unused: bool) -> float:
     """Two optimizers on parts of one DDP module, whose windows close in turns, as a GAN's."""
     model = Parts()
     plain, replica = copy.deepcopy(model), DistributedDataParallel(model, find_unused_parameters=unused)
@@ -393,7 +393,7 @@ def optimizers_of_parts(rank: int, steps: Sequence[int], which: Sequence[str], u
                 expected[k].step()
                 expected[k].zero_grad()
                 weights[k] = 0
-    return [relative_error(list(m.parameters()), list(o.parameters())) for m, o in zip(parts, others)]
+    return max(relative_error(list(m.parameters()), list(o.parameters())) for m, o in zip(parts, others))
 
 
 class InForward(nn.Module):
@@ -885,7 +885,7 @@ def frozen_and_unfrozen(rank: int, trained: str, way: str, unused: bool) -> tupl
     return relative_error(list(model.parameters()), list(plain.parameters())), ""
 
 
-def names_after_a_checkpoint(rank: int, micro_batches: int) -> list[float]:
+def names_after_a_checkpoint(rank: int, micro_batches: int) -> float:
     """Losses by name go on after a checkpoint that holds no open window, or one."""
 
     def build(module: nn.Module) -> tuple[nn.Module, Optimizer]:
@@ -909,4 +909,4 @@ def names_after_a_checkpoint(rank: int, micro_batches: int) -> list[float]:
             expected.zero_grad()
             nn.functional.cross_entropy(plain(x), y).backward()
             expected.step()
-    return [relative_error(list(model.parameters()), list(plain.parameters()))]
+    return relative_error(list(model.parameters()), list(plain.parameters()))

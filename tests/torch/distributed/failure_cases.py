@@ -158,6 +158,9 @@ def different_steps(rank: int, schedule: bool) -> None:
     step_all(replica, optimizer, data([[4] * 4] * 2)[rank])
 
 
+KEPT = list[Optimizer]()
+
+
 def fails(rank: int, engine: str, way: str, what: str, at: int = 2, given_up: pathlib.Path | None = None) -> None:
     """Something happens on rank 1 in a micro-batch, inside a window; errors are handled, and the process lives on."""
     model, optimizer = wrap(network(), 4) if engine == "ddp" else built(steps=4)
@@ -185,6 +188,9 @@ def fails(rank: int, engine: str, way: str, what: str, at: int = 2, given_up: pa
         optimizer.zero_grad()
         if here == "forward":
             failure()
+        if here == "closure":
+            KEPT.append(optimizer)  # which would say it, too, if it went
+            optimizer.step(failure)
         loss = loss_of(model, rows)
         if here == "backward":
             loss.register_hook(failure)

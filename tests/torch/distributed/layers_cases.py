@@ -202,15 +202,17 @@ def weighed_rows(model: nn.Module, rows: Any) -> Tensor:
 
 TOLD = {"compute_loss": weighed, "loss": weighed_rows, "micro_batch_size": 1}
 """Some micro-batches weigh nothing."""
-WEIGHED = {
-    **TOLD,
-    "compute_loss": lambda model, x, y: weighed(model, x, y)[0],
-    "weight": lambda x, y: (x[:, 0] > 0).sum(),
-}
 
 
-def with_weights(rank: int, told: bool, **options: Any) -> tuple[float, float, Any]:
-    return against_the_large_batch(rank, **(TOLD if told else WEIGHED), **options)
+def loss_alone(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return weighed(model, x, y)[0]
+
+
+def weight_of(x: Tensor, y: Tensor) -> Tensor:
+    return (x[:, 0] > 0).sum()
+
+
+WEIGHED = {**TOLD, "compute_loss": loss_alone, "weight": weight_of}
 
 
 def with_a_scaler(rank: int, **options: Any) -> tuple[float, list[float]]:

@@ -63,7 +63,7 @@ def test_ranks_that_differ_are_an_error_on_all_of_them(what, received, three_ran
         elif rank == 1:
             expected = "Row i of a and row i of b are a pair"
         else:
-            expected = "info_nce was called with arguments that it refuses on rank 1"
+            expected = "info_nce was called with wrong arguments on rank 1"
         assert result.message.startswith(expected)
 
 

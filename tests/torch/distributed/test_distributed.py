@@ -208,6 +208,17 @@ EXACT: dict[str, tuple[Any, list[tuple[Any, ...]], float]] = {
         [("ddp",), ("fsdp2",)],
         FLOAT64,
     ),
+    "two optimizers on parts of one model": (
+        cases.optimizers_of_parts,
+        [
+            ((1, 1), ("a", "b"), True),
+            ((2, 3), ("a", "b"), False),
+            ((2, 3), ("ab", "ab"), True),
+            ((2, 2), ("ab", "ab"), False),
+        ],
+        FLOAT64,
+    ),
+    "losses by name go on after a checkpoint": (cases.names_after_a_checkpoint, [(2,), (3,), (4,)], FLOAT64),
     # Sharded models.
     "an open window of shards under a GradScaler is saved unscaled": (sharded.saved_with_scaler, [()], FLOAT64),
     "a discarded window of shards leaves nothing behind": (sharded.discarded, [()], FLOAT64),
@@ -308,22 +319,6 @@ def test_a_distributed_checkpoint_that_loses_an_open_window_says_so(
         assert any("1 of 2 micro-batches are lost" in warning for warning in warnings) == (micro_batches == 3)
 
 
-@pytest.mark.parametrize(
-    ("which", "steps", "unused"),
-    [
-        (("a", "b"), (1, 1), True),
-        (("a", "b"), (2, 3), False),
-        (("ab", "ab"), (2, 3), True),
-        (("ab", "ab"), (2, 2), False),
-    ],
-)
-def test_optimizers_on_parts_of_one_model_are_exact(
-    ranks: Processes, which: tuple[str, str], steps: tuple[int, int], unused: bool
-) -> None:
-    for errors in ranks.run(cases.optimizers_of_parts, steps, which, unused):
-        assert max(errors) <= FLOAT64
-
-
 def test_all_ranks_may_break_off_at_once(ranks: Processes) -> None:
     for error, updates in ranks.run(cases.broken_off):
         assert error <= FLOAT64
@@ -366,8 +361,3 @@ def test_what_is_frozen_or_unfrozen_after_ddp_has_wrapped_it_is_exact_or_named(
         assert error <= FLOAT64
         assert said in message
         assert bool(said) == bool(message)
-
-
-@pytest.mark.parametrize("micro_batches", [2, 3, 4])
-def test_losses_by_name_go_on_after_a_checkpoint(ranks: Processes, micro_batches: int) -> None:
-    assert max(max(errors) for errors in ranks.run(cases.names_after_a_checkpoint, micro_batches)) <= FLOAT64

@@ -113,7 +113,7 @@ REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
             sharded_cases.uneven,
             (way, sync),
             "WindowError",
-            "needs the same passes on every rank. The last batch has come: False on rank 0",
+            "needs the same number of batches on every rank. Whether this batch is the last: False on rank 0",
         )
         for way in ("within", "between", "scaler")
         for sync in ("window", "micro_batch")
@@ -178,7 +178,8 @@ ONE_RANK: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
         (failures.fails, ("ddp", way, where), "ArithmeticError", LEFT)
         for where in ("forward", "backward")
         for way in ("batches", "plain")
-    ],
+    ]
+    + [(failures.fails, ("ddp", "plain", "closure"), "ArithmeticError", LEFT)],
     "has a second backward pass behind a reduction": [
         (ddp_cases.penalty_later, ((1,), together), "WindowError", LEFT) for together in (False, True)
     ],

@@ -17,17 +17,46 @@ SYNCS = "window", "micro_batch"
 NAN = "ValueError: The loss of this batch is nan"
 
 
-@pytest.mark.parametrize("micro_batch_size", [8, 2])
-def test_sharded_blocks_are_gathered_once_per_pass_and_reduced_once_per_update(
-    ranks: Processes, micro_batch_size: int
+STAYS, MICRO_BATCH = {"shard": {"reshard_after_forward": False}}, {"sync": "micro_batch"}
+ONCE = 3 + 2 + 1  # blocks forward, all but the last backward, all else
+EACH = 1 + 2 * 3 + 1 + 2  # on the rank with most, three micro-batches; the last block runs forward once
+SENT: dict[str, tuple[dict[str, Any], int | None, int | None]] = {
+    # Options, and what each update gathers and reduces, also where rank 1 has no rows; None: not counted.
+    "one pass": ({"micro_batch_size": 8}, ONCE, 3 + 1),
+    "micro-batches": ({"micro_batch_size": 2}, ONCE, 3 + 1),
+    "stay gathered after forward": ({**STAYS, "optimizer": "sgd"}, 4, 4),
+    "one block at a time": (MICRO_BATCH, EACH, None),
+    "one block at a time, reshard_after_forward=False": ({**MICRO_BATCH, **STAYS}, EACH, None),
+    "one block at a time, updated in backward": ({**MICRO_BATCH, **IN_BACKWARD}, EACH, None),
+    "one block at a time, frozen and offloaded": (
+        {**MICRO_BATCH, "offload": True, "build": cases.frozen, "clip_grad_norm": 0.05},
+        EACH,
+        None,
+    ),
+    "updated in backward": ({**IN_BACKWARD, "optimizer": "sgd"}, None, 4),
+    "updated in backward, frozen, stay gathered": ({**IN_BACKWARD, **STAYS, "build": cases.frozen}, None, None),
+    "replicated by fully_shard, updated in backward": ({"shard": {"shape": (2, 1)}, **IN_BACKWARD}, 0, 0),
+    "under DDP": ({"shard": "ddp", "blocks": "auto"}, None, None),
+    "clipped and offloaded": ({"clip_grad_norm": 0.05, "offload": True}, None, None),
+    "frozen": ({"build": cases.frozen}, None, None),
+    "auto": ({"micro_batch_size": "auto", "memory_limit": "1GiB"}, None, None),
+    "tied blocks, sharded together": ({"build": cases.tied, "parts": ("layers.0", "layers.2")}, None, None),
+    "a block and the head, sharded together": ({"parts": ("layers.1", "head")}, None, None),
+    "weights with the loss, some zero": (cases.TOLD, None, None),
+    "weights from the batch, some zero": (cases.WEIGHED, None, None),
+    "weights with the loss, updated in backward": ({**cases.TOLD, **IN_BACKWARD}, None, None),
+}
+
+
+@pytest.mark.parametrize(("options", "gathers", "scatters"), SENT.values(), ids=SENT)
+def test_blocks_make_the_large_batchs_update_and_are_gathered_once_per_pass_and_reduced_once(
+    ranks: Processes, options: dict[str, Any], gathers: int | None, scatters: int | None
 ) -> None:
-    found = ranks.run(cases.against_the_large_batch, micro_batch_size=micro_batch_size, limit=LIMIT)
-    for error, loss_error, sent in found:
-        assert error <= FLOAT64
-        assert loss_error <= FLOAT64
-        for counts in sent:  # rank 1 has no rows in the last update
-            assert counts["all_gather"] == 3 + 2 + 1  # blocks forward, all but the last backward, all else
-            assert counts["reduce_scatter"] == 3 + 1
+    for error, loss_error, sent in ranks.run(cases.against_the_large_batch, limit=LIMIT, **options):
+        assert max(error, loss_error) <= FLOAT64
+        for counts in sent:
+            assert gathers in (None, counts["all_gather"])
+            assert scatters in (None, counts["reduce_scatter"])
 
 
 @pytest.mark.parametrize(("sync", "most"), [("window", 5), ("micro_batch", 2)])
@@ -37,47 +66,12 @@ def test_all_sharded_blocks_are_whole_in_forward_passes_or_one_and_the_last(
     assert ranks.run(cases.whole_at_once, sync, limit=LIMIT) == [most, most]
 
 
-@pytest.mark.parametrize(
-    ("options", "again"),
-    [
-        ({}, 2),
-        ({"shard": {"reshard_after_forward": False}}, 2),
-        ({"update": "in_backward"}, 2),
-        ({"offload": True, "build": cases.frozen, "clip_grad_norm": 0.05}, 2),
-    ],
-    ids=["plain", "reshard_after_forward=False", "in backward", "frozen, offloaded"],
-)
-def test_one_sharded_block_at_a_time_is_gathered_in_the_forward_passes(
-    ranks: Processes, options: dict[str, Any], again: int
-) -> None:
-    options = {"sync": "micro_batch", **options}
-    for error, loss_error, sent in ranks.run(cases.against_the_large_batch, limit=LIMIT, **options):
-        assert max(error, loss_error) <= FLOAT64
-        for counts in sent:  # on the rank with most, three micro-batches; the last block runs forward once
-            assert counts["all_gather"] == 1 + 2 * 3 + 1 + again
-
-
-def test_sharded_blocks_that_stay_gathered_after_forward_are_gathered_once_per_update(ranks: Processes) -> None:
-    options = {"shard": {"reshard_after_forward": False}, "optimizer": "sgd"}
-    for error, loss_error, sent in ranks.run(cases.against_the_large_batch, limit=LIMIT, **options):
-        assert max(error, loss_error) <= FLOAT64
-        assert [counts["all_gather"] for counts in sent] == [4] * 2
-        assert [counts["reduce_scatter"] for counts in sent] == [4] * 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}, {"build": cases.frozen}])
 def test_hybrid_sharded_blocks_make_the_large_batchs_update(four_ranks: Processes, options: dict[str, Any]) -> None:
     sizes = [[8, 3], [5, 7], [0, 1], [4, 9]]
     for error, loss_error, _ in four_ranks.run(cases.against_the_large_batch, sizes=sizes, limit=LIMIT, **options):
         assert max(error, loss_error) <= FLOAT64
-
-
-def test_a_model_that_fully_shard_replicates_is_updated_in_backward(ranks: Processes) -> None:
-    options = {"shard": {"shape": (2, 1)}, **IN_BACKWARD}
-    for error, loss_error, sent in ranks.run(cases.against_the_large_batch, limit=LIMIT, **options):
-        assert max(error, loss_error) <= FLOAT64
-        assert [counts["all_gather"] + counts["reduce_scatter"] for counts in sent] == [0] * 2
 
 
 def test_under_a_scaler_an_overflow_on_one_rank_costs_all_of_them_one_update(ranks: Processes) -> None:
@@ -94,21 +88,6 @@ def test_a_rank_that_runs_out_of_memory_in_a_block_has_all_begin_again_exactly(r
             assert size == 2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"optimizer": "sgd"},
-        {"shard": {"reshard_after_forward": False}, "build": cases.frozen},
-    ],
-    ids=["plain", "frozen, stays gathered"],
-)
-def test_sharded_blocks_are_updated_in_backward_exactly(ranks: Processes, options: dict[str, Any]) -> None:
-    for error, loss_error, sent in ranks.run(cases.against_the_large_batch, limit=LIMIT, **IN_BACKWARD, **options):
-        assert max(error, loss_error) <= FLOAT64
-        if "build" not in options:
-            assert [counts["reduce_scatter"] for counts in sent] == [4] * 2
-
-
 @pytest.mark.parametrize("options", [{}, IN_BACKWARD], ids=["after backward", "in backward"])
 def test_a_parameter_of_a_sharded_block_that_no_rank_uses_is_left_alone(
     ranks: Processes, options: dict[str, Any]
@@ -116,30 +95,6 @@ def test_a_parameter_of_a_sharded_block_that_no_rank_uses_is_left_alone(
     assert max(ranks.run(cases.unused, limit=LIMIT, **options)) <= FLOAT64
     policy = {"param_dtype": torch.float32, "reduce_dtype": torch.float64}
     assert max(ranks.run(cases.unused, policy, limit=LIMIT, **options)) <= FLOAT32
-
-
-EXACT: dict[str, dict[str, Any]] = {
-    "under DDP": {"shard": "ddp", "blocks": "auto"},
-    "clipped and offloaded": {"clip_grad_norm": 0.05, "offload": True},
-    "frozen": {"build": cases.frozen},
-    "auto": {"micro_batch_size": "auto", "memory_limit": "1GiB"},
-    "tied blocks, sharded together": {"build": cases.tied, "parts": ("layers.0", "layers.2")},
-    "a block and the head, sharded together": {"parts": ("layers.1", "head")},
-}
-
-
-@pytest.mark.parametrize("options", EXACT.values(), ids=EXACT)
-def test_blocks_make_the_large_batchs_update(ranks: Processes, options: dict[str, Any]) -> None:
-    for error, loss_error, _ in ranks.run(cases.against_the_large_batch, limit=LIMIT, **options):
-        assert max(error, loss_error) <= FLOAT64
-
-
-@pytest.mark.parametrize(("told", "options"), [(True, {}), (False, {}), (True, IN_BACKWARD)])
-def test_sharded_blocks_take_weights_of_which_some_are_zero(
-    ranks: Processes, told: bool, options: dict[str, Any]
-) -> None:
-    for error, loss_error, _ in ranks.run(cases.with_weights, told, limit=LIMIT, **options):
-        assert max(error, loss_error) <= FLOAT64
 
 
 def test_sharded_blocks_draw_the_dropout_masks_that_accumulation_draws(ranks: Processes) -> None:

@@ -35,6 +35,23 @@ class Layer(nn.Module):
         return x + scale * self.dropout(y), shared
 
 
+class Doing(Layer):
+    """The same, after `do(layer, x)`, which returns another x; `after` that, `kept(layer, x)` of what it returns."""
+
+    def __init__(self, do: Any, kept: Any = lambda layer, x: None) -> None:
+        super().__init__(6)
+        self.do, self.kept = do, kept
+
+    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        x, shared = super().forward(self.do(self, x), shared, scale=scale)
+        self.kept(self, x)
+        return x, shared
+
+
+def as_it_is(layer: Any, x: Tensor) -> Tensor:
+    return x
+
+
 class Network(nn.Module):
     """Embeddings, blocks, and a head whose weight is the embeddings'."""
 
@@ -59,6 +76,14 @@ class Network(nn.Module):
 def network(**options: Any) -> Network:
     torch.manual_seed(0)
     return Network(**options).double()
+
+
+def doing(do: Any, kept: Any = lambda layer, x: None, places: Any = (0, 1, 2)) -> Network:
+    """A network some of whose blocks do something of their own."""
+    model = network()
+    for place in places:
+        model.layers[place] = Doing(do, kept).double()
+    return model
 
 
 def batches(rows: int = 7, count: int = 3) -> list[tuple[Tensor, Tensor]]:

@@ -214,7 +214,7 @@ def hooked(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-ACROSS = "makes another update where it steps parameters one by one"
+ACROSS = "makes a different update when it steps parameters one by one"
 STEPS: list[tuple[Any, str]] = [
     (lambda model: ByGlobalNorm(model.parameters(), lr=0.1), f"ByGlobalNorm {ACROSS}"),
     (lambda model: CountsSteps(model.parameters(), lr=0.1), f"CountsSteps {ACROSS}"),

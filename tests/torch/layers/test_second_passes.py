@@ -25,9 +25,11 @@ from tests.torch.layers import test_blocks
 from tests.torch.layers.test_blocks import (
     Layer,
     Network,
+    as_it_is,
     assert_same_updates,
     batches,
     build,
+    doing,
     loss_of,
     network,
     unchanged,
@@ -79,34 +81,21 @@ def test_compiled_blocks_make_the_large_batchs_update(kind: str) -> None:
     assert_same_updates(model, batches(count=2), loss_of, size=3)
 
 
-class Counting(Layer):
-    """Counts its calls."""
-
-    calls = 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return super().forward(*args, **kwargs)
+def counts(layer: Any, x: Tensor) -> Tensor:
+    layer.calls = getattr(layer, "calls", 0) + 1
+    return x
 
 
 def test_second_passes_move_no_attributes() -> None:
-    model = network()
-    model.layers = nn.ModuleList([Counting(6) for _ in range(3)]).double()
-    model.forward = _counted(model)  # type: ignore[method-assign]  # as wrappers of models do
-    build(model)(*batches()[0])
-    micro_batches = -(-len(batches()[0][0]) // 3)
-    assert [layer.calls for layer in model.layers] == [micro_batches] * 3
-    assert model.calls == micro_batches
+    model: Any = doing(counts)
 
-
-def _counted(model: Any) -> Any:
-    model.calls = 0
-
-    def forward(ids: Tensor) -> Tensor:
-        model.calls += 1
+    def forward(ids: Tensor) -> Tensor:  # as wrappers of models do
+        counts(model, ids)
         return Network.forward(model, ids)
 
-    return forward
+    model.forward = forward
+    build(model)(*batches()[0])
+    assert [module.calls for module in (model, *model.layers)] == [-(-len(batches()[0][0]) // 3)] * 4
 
 
 class Checkpointed(Layer):
@@ -130,20 +119,9 @@ def test_reentrant_checkpoints_over_a_frozen_stem_have_the_gradients_that_they_h
         assert any(p.grad is not None for p in model.layers.parameters()) == shared
 
 
-class Reading(Layer):
-    """Reads the weight of another layer, which is not among its modules."""
-
-    other: list[Layer]
-
-    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        return super().forward(x + 0.1 * self.other[0].norm.weight, shared, scale=scale)
-
-
 def test_gradients_that_would_come_after_their_update_are_refused_before_it() -> None:
-    model = network()
-    first = Reading(6).double()
-    first.other = [model.layers[2]]
-    model.layers[0] = first
+    model = doing(lambda layer, x: x + 0.1 * layer.other[0].norm.weight, places=[0])
+    model.layers[0].other = [model.layers[2]]  # which is not among its modules
     late = r"updated before their gradient is complete: 'layers.2.norm.weight'"
     with unchanged(model), pytest.raises(NotEquivalentError, match=late):
         build(model, blocks="layers", update="in_backward")(*batches()[0])
@@ -175,32 +153,25 @@ def _drawn() -> float:
     return random.random() + np.random.rand()  # noqa: NPY002  # the global one, which is replayed
 
 
-class Drawing(Layer):
-    """Draws from Python's and NumPy's generators, at first or from some update on."""
-
-    begins = 0
-
-    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        drawn = _drawn() if Drawing.begins <= 0 else 1.0
-        return super().forward(x * drawn, shared, scale=scale)
-
-
 @pytest.mark.parametrize("begins", [0, 2])
 def test_what_blocks_draw_from_python_and_numpy_is_replayed_also_where_they_begin_with_it_later(begins: int) -> None:
     updated = []
     for blocks in (None, "layers"):
-        model = network()
-        model.layers = nn.ModuleList([Drawing(6) for _ in range(3)]).double()
+        left, losses = begins, []
+
+        def draws(layer: Any, x: Tensor) -> Tensor:
+            return x * _drawn() if left <= 0 else x  # noqa: B023  # as of now
+
+        model = doing(draws)
         torch.manual_seed(0)
         for p in model.layers.parameters():
             nn.init.normal_(p, std=0.3)
         step = build(model, blocks=blocks, verify=False)
         random.seed(3)
         np.random.seed(4)  # noqa: NPY002  # as above
-        Drawing.begins, losses = begins, []
         for batch in batches():
             losses.append(step(*batch))
-            Drawing.begins -= 1
+            left -= 1
         updated.append([*model.parameters(), *losses, torch.tensor(_drawn(), dtype=torch.float64)])
     assert relative_error(*updated) <= FLOAT64
 
@@ -261,22 +232,17 @@ def wrong(order: Sequence[int], around: Callable[..., Any] | None = None) -> Wro
 
 @pytest.mark.parametrize("options", [{}, {"update": "in_backward"}, {"update": "in_backward", "on": "cpu"}])
 def test_blocks_that_are_not_called_once_each_in_order(options: dict[str, Any]) -> None:
-    for order, words in (
-        ([0, 1], "The block 'layers.2' was not called."),
-        ([0, 1, 1, 2], "The block 'layers.1' was called twice."),
-        ([0, 2, 1], "The block 'layers.1' was not called before 'layers.2'."),
+    def short(layer: nn.Module, x: Tensor, shared: Tensor) -> Any:  # in a later micro-batch alone
+        return (x, shared) if layer is later.layers[1] and len(x) == 1 else layer(x, shared)
+
+    later = wrong([0, 1, 2], short)
+    for model, words in (
+        (wrong([0, 1]), "The block 'layers.2' was not called."),
+        (wrong([0, 1, 1, 2]), "The block 'layers.1' was called twice."),
+        (wrong([0, 2, 1]), "The block 'layers.1' was not called before 'layers.2'."),
+        (later, "The block 'layers.1' was not called before 'layers.2'."),
     ):
-        assert words in refused(wrong(order), ValueError, **options)
-
-
-@pytest.mark.parametrize("on", [None, "cpu"])
-def test_a_later_micro_batch_that_leaves_a_block_out_is_refused_before_anything_is_updated(on: Any) -> None:
-    def short(layer: nn.Module, x: Tensor, shared: Tensor) -> Any:
-        return (x, shared) if layer is model.layers[1] and len(x) == 1 else layer(x, shared)
-
-    model = wrong([0, 1, 2], short)
-    options = {"update": "in_backward", "on": on}
-    assert "The block 'layers.1' was not called before 'layers.2'." in refused(model, ValueError, **options)
+        assert words in refused(model, ValueError, **options)
 
 
 def test_a_checkpoint_around_the_blocks_is_told_to_leave() -> None:
@@ -301,42 +267,27 @@ def test_a_block_that_edits_its_input_in_place() -> None:
         assert f"The block 'layers.{place}' edits {words}" in refused(model, ValueError)
 
 
-class Remembering(Layer):
+def remembers(layer: Any, x: Tensor) -> Tensor:
     """Keeps a mean from one call to the next."""
-
-    mean: Tensor | float = 0.0
-
-    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        self.mean = 0.5 * self.mean + 0.5 * x.detach().square().mean()
-        return super().forward(x * (1 + self.mean), shared, scale=scale)
+    layer.mean = 0.5 * getattr(layer, "mean", 0.0) + 0.5 * x.detach().square().mean()
+    return x * (1 + layer.mean)
 
 
-def test_a_block_that_keeps_state_across_rows_is_named_by_the_proof() -> None:
-    model = network()
-    for options in ({}, {"update": "in_backward", "on": "cpu"}):
-        model.layers[1] = Remembering(6).double()
-        with unchanged(model), pytest.raises(NotEquivalentError, match=r"the block 'layers\.1' \(mean\)"):
-            in_twos(model, model.layers, **options)(*batches()[0])
+def leaves_a_loss(layer: Any, x: Tensor) -> None:
+    """Where the model's loss finds it."""
+    layer.penalty = x.square().mean()
 
 
-class Aside(Layer):
-    """Leaves a loss of its own where the model's loss finds it."""
+@pytest.mark.parametrize("options", [{}, {"update": "in_backward", "on": "cpu"}])
+def test_what_a_block_keeps_across_rows_or_leaves_to_the_loss_in_an_attribute_is_named(options: dict[str, Any]) -> None:
+    remembering, aside = doing(remembers, places=[1]), doing(as_it_is, leaves_a_loss, places=[1])
 
-    penalty: Tensor
+    def penalised(model: Any, *batch: Tensor) -> Tensor:
+        return loss_of(model, *batch) + model.layers[1].penalty
 
-    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        outputs = super().forward(x, shared, scale=scale)
-        self.penalty = outputs[0].square().mean()
-        return outputs
-
-
-def test_a_loss_that_a_block_leaves_aside_is_no_silent_error() -> None:
-    model = network()
-    model.layers[1] = Aside(6).double()
-    with pytest.raises(NotEquivalentError, match=r"the block 'layers\.1' \(penalty\)"):
-        in_twos(model, model.layers, compute_loss=lambda m, *batch: loss_of(m, *batch) + m.layers[1].penalty)(
-            *batches()[0]
-        )
+    for model, name, loss in ((remembering, "mean", loss_of), (aside, "penalty", penalised)):
+        with unchanged(model), pytest.raises(NotEquivalentError, match=rf"the block 'layers\.1' \({name}\)"):
+            in_twos(model, model.layers, compute_loss=loss, **options)(*batches()[0])
 
 
 def test_a_model_that_is_compiled_whole_is_told_to_compile_its_blocks() -> None:

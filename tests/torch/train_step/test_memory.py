@@ -277,7 +277,7 @@ def test_a_buffer_that_first_moves_in_a_failing_update_is_put_back(size, how, ca
     else:
         with pytest.raises(ZeroDivisionError):
             step(*batch)
-        assert "too large to be copied" in caplog.text
+        assert "too large to be copied in every window" in caplog.text
         assert "'codes'" in caplog.text
     caplog.clear()
     with left_as_it_was(model, ZeroDivisionError):

@@ -513,7 +513,7 @@ def test_rows_begin_anew_whatever_side_they_are_padded_on():
     [
         ({"max_tokens": None}, ValueError, "up to `max_tokens` tokens"),
         ({"pack": 3}, TypeError, "Received: 3 of type int"),
-        ({"groups": 1, "verify": False}, ValueError, "`groups` keeps some together"),
+        ({"groups": 1, "verify": False}, ValueError, "`groups` keeps rows together"),
     ],
 )
 def test_bad_options_are_refused(options, error, message):
@@ -527,5 +527,5 @@ def test_what_a_pack_returns_is_checked():
         return next_token_mean(model, x)
 
     step = packed_step(Mixing(), compute_loss=first, weight=None, pack=lambda *_: None, verify=False)
-    with pytest.raises(TypeError, match="a tuple of 2, as it is given. Received: None"):
+    with pytest.raises(TypeError, match="a tuple of 2, as it receives them. Received: None"):
         step(*data("right", 1)[0], torch.ones(len(LENGTHS)))

@@ -123,16 +123,15 @@ class SizeSearch:
     """
 
     def __init__(self, start: int = 1, limit: float | None = None, minimum: int = 1) -> None:
-        start = max(start, minimum)
         self.limit, self.minimum = limit, minimum
         self.line: MemoryLine | None = None
         self.ceiling: int | None = None
         """The largest size that may be tried: below one that failed."""
-        self.settled, self.size = False, start
+        self.settled, self.size = False, max(start, minimum)
         """The best size so far; once settled, the one to use."""
-        self._seconds = dict[int, float]()
-        self._repeated = dict[int, list[float]]()
-        self._candidate: int | None = start
+        self._seconds = dict[int, list[float]]()
+        """Of each size, what its micro-batches took: the first one, then those that were measured again."""
+        self._candidate: int | None = self.size
         self._again = list[int]()
         self._windows = self._window_rows = 0
 
@@ -153,7 +152,7 @@ class SizeSearch:
         trying = self._again if self._candidate is None else [self._candidate]
         if not self.settled and (fitting := [size for size in trying if size <= rows]):
             # The same number of rows for each: one lucky micro-batch of few rows must not decide.
-            return min(fitting, key=lambda size: (size * len(self._repeated.get(size, ())), -size))
+            return min(fitting, key=lambda size: (size * len(self._seconds.get(size, [])[1:]), -size))
         return even_size(rows, self.size)
 
     def record(self, size: int, seconds: float, base: float | None = None, peak: float | None = None) -> None:
@@ -162,13 +161,13 @@ class SizeSearch:
             self.line = self.line or MemoryLine(base)
             self.line.add(size, peak)
         if size == self._candidate:
-            self._seconds[size] = seconds
+            self._seconds[size] = [seconds]
             self.size = self._best()
             self._climb(size)
             return
         if size in self._again:
-            self._repeated.setdefault(size, []).append(seconds)
-        if self._candidate is None and all(len(self._repeated.get(again, ())) >= SAMPLES for again in self._again):
+            self._seconds[size].append(seconds)
+        if self._candidate is None and all(len(self._seconds[again]) > SAMPLES for again in self._again):
             self._settle()
 
     def _climb(self, size: int) -> None:
@@ -186,7 +185,6 @@ class SizeSearch:
         """Record that a micro-batch of `size` rows ran out of memory."""
         self.ceiling = ceiling = min(self.ceiling or size, max(size - 1, 1))
         self._seconds = {known: seconds for known, seconds in self._seconds.items() if known <= ceiling}
-        self._repeated = {known: seconds for known, seconds in self._repeated.items() if known <= ceiling}
         self._again = [again for again in self._again if again <= ceiling]
         if self.settled or self._candidate is None:
             self.size = self._best() if self._seconds else max(size // 2, 1)
@@ -228,11 +226,11 @@ class SizeSearch:
         Of a size that was measured once, the median of its own and its neighbours': time per row is smooth in the
         size, so an outlier is another program's work, or luck.
         """
-        if size in self._repeated:
-            return sum(self._repeated[size]) / len(self._repeated[size]) / size
+        if repeated := self._seconds[size][1:]:
+            return sum(repeated) / len(repeated) / size
         sizes = sorted(self._seconds)
         place = sizes.index(size)
-        near = [self._seconds[known] / known for known in sizes[max(place - 1, 0) : place + 2]]
+        near = [self._seconds[known][0] / known for known in sizes[max(place - 1, 0) : place + 2]]
         return statistics.median(near) if len(near) == 3 else near[-1] if place else max(near)
 
 

@@ -213,8 +213,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
             self._clips.clear()
         if hasattr(getattr(loader, "iterable", None), "end_of_dataloader"):
             logger.warning(
-                "batches() fetches one batch ahead of a loader that is inside of something else, so that "
-                "accelerator.gather_for_metrics is one ahead of the loop's body, too. Put the progress bar around it: "
+                "batches() fetches one batch ahead, because the Accelerator's loader is wrapped in another iterable; "
+                "so accelerator.gather_for_metrics is one batch ahead, too. Wrap batches() instead: "
                 "tqdm(optimizer.batches(loader))."
             )
         return self.optimizer.batches(loader, weight=weight)
@@ -258,8 +258,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "step() is called more often than the loader has batches (%d), so that its last one doesn't close "
-                    "the window, which goes on in the next epoch: call optimizer.flush() at the epoch's end.",
+                    "step() is called more often than the loader has batches (%d), so the loader's last batch doesn't "
+                    "close the window, which continues in the next epoch. Call optimizer.flush() at the epoch's end.",
                     len(loader),
                 )
             return False
@@ -342,8 +342,8 @@ def _clipping_at_the_end(accelerator: Accelerator, name: str, original: Callable
             return original(found, *args, **keywords)
         if len(owners) > 1:
             raise ValueError(
-                f"accelerator.{name} was given parameters of {len(owners)} optimizers, whose windows "
-                "close apart. Call it for the parameters of each."
+                f"accelerator.{name} was given parameters of {len(owners)} optimizers, whose windows close at "
+                "different times. Call it once for the parameters of each."
             )
         owner._clips[name, id(found[0])] = name, itertools.chain(found, rest), args, keywords
         return None  # the norm is not known before the window closes: `grad_norm`

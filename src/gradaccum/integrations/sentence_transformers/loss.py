@@ -28,25 +28,25 @@ Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_do
 class ChunkedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
     """`CachedMultipleNegativesRankingLoss` on `chunked` and `info_nce`: the same arguments, loss and gradients.
 
-    Texts are embedded in micro-batches, which backward computes again with the same dropout, and the matrix of all
-    queries and documents is computed in tiles. `loss.backward()` is an ordinary one, so hooks, `GradScaler`,
-    `torch.autograd.grad` and DistributedDataParallel see the large batch's gradients.
+    Texts are embedded in micro-batches, which backward computes again with the same dropout, and the similarities of
+    all queries and documents are computed in tiles. Hooks, `GradScaler`, `torch.autograd.grad` and
+    DistributedDataParallel see the large batch's gradients, as `loss.backward()` is an ordinary backward pass.
 
     Args:
         model: A `SentenceTransformer`.
         scale: Factor of the similarities, one over the temperature.
-        similarity_fct: `cos_sim` or `dot_score`, in tiles; any other function of two lists of embeddings holds the
-            whole matrix.
-        mini_batch_size: Texts of a micro-batch, at most.
-        mini_batch_num_tokens: In its place the padded tokens of a micro-batch: texts are sorted by length, trimmed and
-            packed.
-        gather_across_devices: Compare the texts of all ranks. The loss is that of all of them, the same on each rank;
-            ranks may differ in rows.
+        similarity_fct: `cos_sim` or `dot_score` run in tiles; any other function of two lists of embeddings needs the
+            whole matrix in memory.
+        mini_batch_size: The largest number of texts in a micro-batch.
+        mini_batch_num_tokens: In its place, the largest number of padded tokens in a micro-batch: texts are sorted by
+            length, trimmed and packed.
+        gather_across_devices: Compare the texts of all ranks, which may differ in rows. The loss is the same on each
+            rank.
         directions: What is compared. `("query_to_doc",)`, and `("query_to_doc", "doc_to_query")` with
-            `partition_mode="per_direction"`, run in tiles; others hold the whole matrix.
+            `partition_mode="per_direction"`, run in tiles; others need the whole matrix in memory.
         partition_mode: `"joint"`, or `"per_direction"`: a softmax for each direction.
-        show_progress_bar: Accepted, and without effect.
-        hardness_mode: As in sentence-transformers; any but None holds the whole matrix.
+        show_progress_bar: Accepted, but has no effect.
+        hardness_mode: As in sentence-transformers; any but None needs the whole matrix in memory.
         hardness_strength: Its strength.
         tile: Queries and documents whose similarities are in memory at a time.
 
@@ -116,8 +116,8 @@ class ChunkedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
             raise ValueError(f"Expected at least 2 inputs, got {len(columns)}")
         if any("cu_seq_lens_q" in features for features in columns):
             raise ValueError(
-                "Flattened texts (DataCollatorWithFlattening) have no row for each text, by which they could be cut. "
-                "Leave them padded, and give `mini_batch_num_tokens`: padding is cut off."
+                "Flattened texts (DataCollatorWithFlattening) have no row for each text, so they can't be cut into "
+                "micro-batches. Leave them padded, and pass `mini_batch_num_tokens`, which cuts padding off."
             )
         rows = self.mini_batch_size if self.mini_batch_num_tokens is None else sys.maxsize
         embeddings = _embedded(self.model, columns, rows, self.mini_batch_num_tokens, self._chunked)
@@ -126,8 +126,8 @@ class ChunkedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         queries, documents = embeddings[0], torch.cat(embeddings[1:])
         if len(documents) < len(queries):
             raise ValueError(
-                "Text i of the first column and text i of the second are a pair, so there are as many documents as "
-                f"queries, or more: negatives. Received: columns of {', '.join(str(len(e)) for e in embeddings)} texts."
+                "Text i of the first column and text i of the second are a pair, so there must be at least as many "
+                f"documents as queries. Received: columns of {', '.join(str(len(e)) for e in embeddings)} texts."
             )
         if self.similarity_fct is cos_sim:
             queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
@@ -189,9 +189,9 @@ def _embedded(
         replaced = type(vars(layer).get("forward"))
         if replaced.__module__.startswith("sentence_transformers."):
             raise ValueError(
-                f"A {replaced.__name__} stands in the place of the model's forward while the loss is computed, as "
-                "MatryoshkaLoss and AdaptiveLayerLoss put it there. It is gone when backward computes the embeddings "
-                "again. Use sentence-transformers' own CachedMultipleNegativesRankingLoss inside of them."
+                f"A {replaced.__name__} replaces the model's forward while the loss is computed, as MatryoshkaLoss and "
+                "AdaptiveLayerLoss do. It is gone when backward computes the embeddings again. Use "
+                "sentence-transformers' own CachedMultipleNegativesRankingLoss inside of them."
             )
     key = id(inside), rows, max_tokens
     if key not in known:

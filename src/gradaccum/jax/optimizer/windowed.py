@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradaccum.core.window import checked_weight
+from gradaccum.core.window import checked_weight, counted, is_full
 from gradaccum.jax.batch import zeros
 from gradaccum.jax.optimizer.state import (
     WindowedState,
@@ -153,18 +153,18 @@ class _Window:
             state = state._replace(
                 value_sum=_add(state.value_sum, value, factor, counts), value_weight=state.value_weight + factor
             )
-        state = state._replace(
+        state = counted(
+            state,
+            factor,
             sums=sums,
-            weight=state.weight + factor,
             weighed=jnp.full_like(state.weighed, weight is not None),
-            micro_batches=state.micro_batches + 1,
             steps=jnp.where(is_first, opened, state.steps).astype(jnp.int32),
             noise=noise,
         )
         like = _differentiated(params)
         if params is None:
             like = jax.tree.map(lambda g, total: total if g is None else g, grads, state.sums, is_leaf=_is_none)
-        return self._close_if(state.micro_batches >= state.steps, state, params, like, extra)
+        return self._close_if(is_full(state), state, params, like, extra)
 
     def flush(self, state: WindowedState, params: Any, **extra: Any) -> tuple[Any, WindowedState]:
         """Close the short window, if one is open, and end the epoch."""

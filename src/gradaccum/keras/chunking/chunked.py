@@ -76,13 +76,12 @@ def chunked(
         `layer_or_model`, with a method `verify(*inputs)` that proves the same at any time, on your rows.
 
     Raises:
-        TypeError: `layer_or_model` is no layer of Keras', a number is no int, or an input is no tensor of the backend.
-        ValueError: A number is too small, `batch_norm` is none of these, the layer is a BatchNormalization by itself,
-            or can't be cut for `"exact"`.
-            When it is called: inputs of different numbers
-            of rows, outputs without a row for each row, losses that are added in the forward pass, trainable variables
-            that are assigned there.
-        NotEquivalentError: From its first call, and from `verify`: a row's outputs depend on other rows; the message
+        TypeError: `layer_or_model` is not a Keras layer, or a number is not an int. From a call: an input is not a
+            tensor of the backend.
+        ValueError: A number is too small, `batch_norm` is unknown, the layer is itself a BatchNormalization, or can't
+            be cut for `"exact"`. From a call: inputs have different numbers of rows, an output lacks a row for each
+            row, or the forward pass adds losses or assigns trainable variables.
+        NotEquivalentError: From the first call, and from `verify`: a row's outputs depend on other rows. The message
             names the layer.
 
     Example:
@@ -103,8 +102,8 @@ def chunked(
         )
     if isinstance(layer_or_model, keras.layers.BatchNormalization):
         raise ValueError(
-            f"A BatchNormalization by itself looks across the rows of its batch, and nothing else. Received: "
-            f"{layer_or_model.name!r}. Chunk the layers around it, or the model that it is in."
+            "A BatchNormalization can't be chunked by itself, because it looks across the rows of its batch. "
+            f"Received: {layer_or_model.name!r}. Chunk the layers around it, or the model that it is in."
         )
     checked_count(micro_batch_size, "micro_batch_size")
     checked_count(keep, "keep", least=0)

@@ -214,8 +214,8 @@ class Window:
             self.warned.update(names)
             warnings.warn(
                 "BatchNormalization normalises each micro-batch by itself, so updates differ from the large batch's: "
-                f"{', '.join(map(repr, names))}. Use GroupNormalization or LayerNormalization, or freeze it with "
-                "`layer.trainable = False`.",
+                f"{', '.join(map(repr, names))}. Use GroupNormalization or LayerNormalization, freeze it with "
+                '`layer.trainable = False`, or split large batches by micro_batched(model, 16, batch_norm="exact").',
                 stacklevel=2,
             )
 
@@ -258,8 +258,9 @@ class Window:
         if counts.by_rows and not (self.rule.fixed or self.driven):
             logger.warning(
                 "The open window that was loaded weighs micro-batches by their rows. It goes on exactly with "
-                "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]: without it, each that follows in "
-                "this window weighs as much as their mean, and its update is not the large batch's if they differ."
+                "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]. Without it, each that follows in this "
+                "window weighs as much as the mean of those before, and its update is not the large batch's if they "
+                "differ."
             )
 
     def _check_file(self, counts: Any, store: Any) -> None:
@@ -275,8 +276,8 @@ class Window:
         expected = [tuple(total.shape) for total in self.sums]
         if shapes != expected:
             raise ValueError(
-                f"The file's open window is of other variables than this model's. Received: shapes {shapes}, expected "
-                f"{expected}."
+                f"The file's open window is of other variables than this model's. Received: shapes {shapes}; expected: "
+                f"{expected}. Load it into a model with the same layers."
             )
 
     @property

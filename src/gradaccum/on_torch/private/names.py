@@ -44,20 +44,20 @@ optimizer | _optimizer_load_state_dict_pre_hooks | hooks of state_dict() see the
 optimizer | _optimizer_load_state_dict_post_hooks | hooks of state_dict() see the wrapper
 torch | distributed.distributed_c10d._get_default_store | a rank tells the others that it has failed to start
 group | _get_backend | a process group's timeout | torch's default of half an hour
-ddp | _comm_hooks | whether a communication hook is registered | none is assumed
-ddp | _join_config | model.join() is refused | it hangs
-ddp | _check_reducer_finalized | a window that DDP has reduced in part is an error | DDP's next forward pass raises one
-ddp | _get_ddp_logging_data | whether parameters were frozen or unfrozen after DDP wrapped them | none is assumed
-reducer | _get_zeros_like_grad_buckets | which parameters DDP reduces, where some are frozen | by their number
-ddp | _sync_buffers | buffers are broadcast once per window | torch.distributed.broadcast
-reducer | _rebuild_buckets | buckets are in the same order on all ranks | DDP's next forward pass
+ddp | _comm_hooks | whether a communication hook is registered
+ddp | _join_config | model.join() is refused
+ddp | _check_reducer_finalized | a window that DDP has reduced in part is an error
+ddp | _get_ddp_logging_data | whether parameters were frozen or unfrozen after DDP wrapped them
+reducer | _get_zeros_like_grad_buckets | which parameters DDP reduces, where some are frozen
+ddp | _sync_buffers | buffers are broadcast once per window
+reducer | _rebuild_buckets | buckets are in the same order on all ranks
 reducer | _autograd_hook | DDP reduces outside of a backward pass | torch.distributed.all_reduce
 ddp | _remove_autograd_hooks _build_params_for_reducer | a reducer without static_graph takes the place of one with it
 ddp | _ddp_init_helper | a reducer without static_graph takes the place of one with it
 ddp | _build_debug_param_to_name_mapping | a reducer without static_graph takes the place of one with it
 torch | distributed._register_comm_hook | a reducer without static_graph takes the place of one with it
 fsdp | _get_fsdp_state | the groups of parameters that FSDP2 gathers together
-fsdp state | _fsdp_param_groups | the groups of parameters that FSDP2 gathers together | fully_shard is refused
+fsdp state | _fsdp_param_groups | the groups of parameters that FSDP2 gathers together
 fsdp state | _root_post_backward_final_callback | FSDP2 reduces outside of a backward pass
 fsdp state | _state_ctx | from torch 2.15 on, who ends a backward pass | nobody else does
 fsdp group | _partial_reduce_output | what HSDP has not reduced across replicas yet
@@ -80,7 +80,7 @@ fsdp state | _mp_policy | logits in tiles are not cast as outputs are
 fsdp parameter | mp_policy | in which dtype parameters are gathered
 fsdp state | _training_state | a forward pass on fake tensors gathers nothing
 fsdp state | _modules_to_run_forward | the same, where modules are sharded together
-fsdp | reset_iter_state | passes run again after memory ran out | fully_shard is refused
+fsdp | reset_iter_state | passes run again after memory ran out
 """
 
 NAMES = tuple(

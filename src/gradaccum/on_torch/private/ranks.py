@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -22,13 +23,10 @@ def default_store() -> Any:
 def timeout_of(group: Any) -> timedelta | None:
     """How long this process group waits; None if unknown, which gives torch's default of half an hour."""
     for device in ("cpu", "cuda"):
-        try:
-            options = group._get_backend(torch.device(device)).options
-        except (RuntimeError, AttributeError):
-            continue
-        timeout = getattr(options, "_timeout", None)
-        if isinstance(timeout, timedelta):
-            return timeout
+        with contextlib.suppress(RuntimeError, AttributeError):
+            timeout = group._get_backend(torch.device(device)).options._timeout
+            if isinstance(timeout, timedelta):
+                return timeout
     return None
 
 
@@ -37,7 +35,7 @@ def timeout_of(group: Any) -> timedelta | None:
 
 def communication_hooks(model: DistributedDataParallel) -> Sequence[tuple[Any, Any]]:
     """The registered communication hooks, each with its state."""
-    return getattr(model, "_comm_hooks", ())
+    return model._comm_hooks
 
 
 def reduce_by_hand(model: DistributedDataParallel, parameters: int, device: torch.device) -> None:
@@ -56,12 +54,9 @@ def reduce_by_hand(model: DistributedDataParallel, parameters: int, device: torc
 
 def reduces_exactly(model: DistributedDataParallel, parameters: Sequence[Tensor]) -> bool:
     """Whether these are what DDP reduces: what required gradients when it wrapped the model."""
-    if not hasattr(model, "_get_ddp_logging_data"):
-        return True
     if model._get_ddp_logging_data().get("num_parameter_tensors", len(parameters)) != len(parameters):
         return False
-    some_frozen = not all(p.requires_grad for p in model.module.parameters())
-    if not some_frozen or not hasattr(model.reducer, "_get_zeros_like_grad_buckets"):
+    if all(p.requires_grad for p in model.module.parameters()):
         return True
     return {p for bucket in model.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()} == {*parameters}
 
@@ -69,8 +64,7 @@ def reduces_exactly(model: DistributedDataParallel, parameters: Sequence[Tensor]
 def is_finalized(model: DistributedDataParallel) -> bool:
     """Whether the last reduction that a backward pass began has come to its end."""
     try:
-        if hasattr(model, "_check_reducer_finalized"):
-            model._check_reducer_finalized()
+        model._check_reducer_finalized()
     except RuntimeError:
         return False
     return True
@@ -88,15 +82,14 @@ def hook_frozen(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
 
 def rebuild_buckets(model: DistributedDataParallel) -> None:
     """Do what DDP would do in the next forward pass, which not all ranks may have."""
-    if hasattr(model.reducer, "_rebuild_buckets"):
-        model.reducer._rebuild_buckets()
+    model.reducer._rebuild_buckets()
 
 
 def share_buffers(model: DistributedDataParallel, source: int) -> None:
     """Hand out this rank's buffers, if DDP would hand out those of rank 0 in the next forward pass."""
     if not model.will_sync_module_buffers() or hasattr(model, "buffer_hook"):
         return
-    if source == 0 and hasattr(model, "_sync_buffers"):
+    if source == 0:
         model._sync_buffers()
     else:
         ignored = getattr(model, "parameters_to_ignore", ())
@@ -108,7 +101,7 @@ def share_buffers(model: DistributedDataParallel, source: int) -> None:
 
 def joins(model: DistributedDataParallel) -> bool:
     """Whether this is inside of `model.join()`."""
-    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
+    return model._join_config.enable
 
 
 def drop_static_graph(model: DistributedDataParallel) -> None:

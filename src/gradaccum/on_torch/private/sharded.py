@@ -27,10 +27,8 @@ class ShardedGroup:
         """What has been added up and is not reduced yet."""
         found: list[Tensor | None] = [self._group._partial_reduce_output]
         for parameter in self._group.fsdp_params:
-            if not _sums_in_the_gradient(parameter):
-                found.append(parameter.unsharded_accumulated_grad)
-            if hasattr(parameter, "_unsharded_param"):
-                found.append(parameter._unsharded_param.grad)
+            own = None if _sums_in_the_gradient(parameter) else parameter.unsharded_accumulated_grad
+            found += [own, getattr(_whole(parameter), "grad", None)]
         return [tensor for tensor in found if tensor is not None]
 
     def gathered_bytes(self) -> tuple[int, int]:
@@ -49,11 +47,7 @@ class ShardedGroup:
 
     def holds(self, tensor: Any) -> bool:
         """Whether this is one of its parameters, gathered or not."""
-        return any(
-            tensor is own
-            for parameter in self._group.fsdp_params
-            for own in (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))
-        )
+        return any(tensor is own for p in self._group.fsdp_params for own in (p.sharded_param, _whole(p)))
 
     @contextlib.contextmanager
     def staying_gathered(self) -> Iterator[None]:
@@ -75,16 +69,12 @@ class ShardedGroup:
 
     def trained(self) -> list[nn.Parameter]:
         """The parameters that the optimizer knows: this rank's shards."""
-        return [parameter.sharded_param for parameter in self._trained()]
-
-    def _trained(self) -> list[Any]:
-        return [parameter for parameter in self._group.fsdp_params if parameter.sharded_param.requires_grad]
+        return [p.sharded_param for p in self._group.fsdp_params if p.sharded_param.requires_grad]
 
     def watch(self, arrives: Callable[[nn.Parameter, Tensor], Tensor]) -> None:
         """Pass each gradient through this function, with its parameter, before it joins the sum."""
-        for parameter in self._trained():
-            whole = getattr(parameter, "_unsharded_param", None)
-            if whole is not None and whole.requires_grad and whole not in self._watched:
+        for parameter, whole in _gathered(self._group):
+            if whole.requires_grad and whole not in self._watched:
                 self._watched[whole] = whole.register_hook(functools.partial(arrives, parameter.sharded_param))
 
     def reduce_in_one_dtype(self) -> None:
@@ -147,32 +137,44 @@ class ShardedGroup:
         """Drop what has been added up."""
         for parameter in self._group.fsdp_params:
             _put_sum(parameter, None)
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+            if (whole := _whole(parameter)) is not None:
+                whole.grad = None
         self._group._partial_reduce_output = None
 
     def add_zeros_to_reduce(self) -> None:
         """HSDP's second reduction goes only with a first one: of zeros, where nothing else is left for it."""
-        if self._group._partial_reduce_output is None:
-            return
-        for parameter in self._group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param") and parameter.sharded_param.requires_grad:
-                whole = parameter._unsharded_param
-                dtype = parameter.reduce_dtype or whole.dtype
-                _put_sum(parameter, torch.zeros_like(whole, dtype=dtype, requires_grad=False))
+        if self._group._partial_reduce_output is not None:
+            for parameter, _ in _gathered(self._group):
+                _put_zeros(parameter)
+
+
+def _whole(parameter: Any) -> Tensor | None:
+    """The gathered parameter, where autograd leaves its gradient; None before the first gathering."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def _gathered(group: Any) -> list[tuple[Any, Tensor]]:
+    """Of the parameters that are trained, those that have been gathered."""
+    return [(p, w) for p in group.fsdp_params if p.sharded_param.requires_grad and (w := _whole(p)) is not None]
+
+
+def _put_zeros(parameter: Any) -> None:
+    whole = parameter._unsharded_param
+    _put_sum(parameter, torch.zeros_like(whole, dtype=parameter.reduce_dtype or whole.dtype, requires_grad=False))
 
 
 def _after_one_dtype(group: Any, *unused: Any) -> None:
     """A backward pass of a group is over: what it reduces is in the dtype of the sums, if there are any."""
-    parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p.sharded_param.requires_grad]
-    if group.reduce_grads and any(p.unsharded_accumulated_grad is not None for p in parameters):
-        for parameter in [p for p in parameters if p.unsharded_accumulated_grad is None]:
-            whole = parameter._unsharded_param
+    gathered = _gathered(group)
+    if group.reduce_grads and any(p.unsharded_accumulated_grad is not None for p, _ in gathered):
+        for parameter, whole in gathered:
+            if parameter.unsharded_accumulated_grad is not None:
+                continue
             if whole.grad is not None:
                 gradient, whole.grad = whole.grad, None
                 _put_sum(parameter, gradient.to(parameter.reduce_dtype))
             elif group.reduce_scatter_unused_params:
-                _put_sum(parameter, torch.zeros_like(whole, dtype=parameter.reduce_dtype, requires_grad=False))
+                _put_zeros(parameter)
     type(group).post_backward(group, *unused)
 
 
@@ -195,8 +197,8 @@ def _sums_in_the_gradient(parameter: Any) -> bool:
 def _put_sum(parameter: Any, value: Tensor | None) -> None:
     if not _sums_in_the_gradient(parameter):
         parameter.unsharded_accumulated_grad = value
-    elif hasattr(parameter, "_unsharded_param"):
-        parameter._unsharded_param.grad = value
+    elif (whole := _whole(parameter)) is not None:
+        whole.grad = value
 
 
 class _Asking:

@@ -97,8 +97,8 @@ def _check_rows(
 class Chunked(nn.Module):
     """A module with the same outputs and gradients that keeps the activations of one micro-batch at a time.
 
-    The forward pass runs in micro-batches and keeps only their outputs; backward runs each of them again. This costs
-    one more forward pass, and any loss on the outputs gets the large batch's gradient exactly:
+    The forward pass runs in micro-batches and keeps only their outputs; backward runs each of them again, which costs
+    one more forward pass. Any loss on the outputs gets the large batch's gradient exactly:
 
         dL/dp = sum_i (dL/d out_i) (d out_i/dp)        over micro-batches i, with dL/d out from the whole batch's loss
 
@@ -106,11 +106,12 @@ class Chunked(nn.Module):
 
     Args:
         module: Its outputs must have a row for every row of its inputs, and a row's output must depend on that row
-            only; `verify` checks that.
-        micro_batch_size: Rows whose activations fit, at most.
-        max_tokens: Padded tokens of a micro-batch: rows with an attention mask are sorted by length, trimmed to the
-            longest of their micro-batch and packed. Outputs come in the rows' order.
-        keep: Micro-batches that keep their activations and are not recomputed; with `max_tokens` the shortest rows'.
+            only; `verify` checks this.
+        micro_batch_size: The largest number of rows in a micro-batch.
+        max_tokens: The largest number of padded tokens in a micro-batch: rows with an attention mask are sorted by
+            length, trimmed to the longest row of their micro-batch, and packed. Outputs keep the rows' order.
+        keep: How many micro-batches keep their activations and are not recomputed; with `max_tokens` those of the
+            shortest rows.
         batch_dims: The dimension that holds the rows, like `torch.vmap`'s `in_dims` over the positional arguments, or a
             dict by argument name; None for tensors that all micro-batches share.
         out_dims: The same for the outputs; default: `batch_dims` if that is an int, else 0.
@@ -118,14 +119,14 @@ class Chunked(nn.Module):
             pass, `"micro"` once per micro-batch, `"frozen"` never; `"exact"` normalises with the large batch's
             statistics.
         offload: With `batch_norm="exact"`, keep tensors that cross the BatchNorm layers in host memory.
-        verify: Prove at the first call that needs gradients, and again in another mode of a module, that a few of its
-            rows have the same outputs and gradients in micro-batches as at once. BatchNorm that isn't exact is left
-            out; a warning names what can't be evaluated.
+        verify: Compare 8 rows at once with the same rows in micro-batches: outputs, gradients, and what the module
+            keeps. This is done at the first call that needs gradients, and again when modules are in another mode.
+            BatchNorm that isn't exact is left out. A warning says so where the rows can't be compared.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
-        NotEquivalentError: At the first call, from `verify`. The message names the part that looks across rows, or the
-            tensor that leaves the module besides its outputs.
+        NotEquivalentError: At the first call, from `verify`: a layer looks across rows, or a tensor with a graph leaves
+            the module outside its outputs. The message names it.
 
     Example:
         >>> import torch
@@ -166,17 +167,15 @@ class Chunked(nn.Module):
             moved_once=True,
             remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
         )
-        if batch_norm == "exact" and keep:
-            raise ValueError(
-                f'batch_norm="exact" recomputes every micro-batch. Received: keep={keep!r} with it; leave it at 0.'
-            )
         if offload and batch_norm != "exact":
             raise ValueError(
-                '`offload` keeps what crosses BatchNorm layers in host memory, which batch_norm="exact" alone does. '
+                '`offload` moves what crosses BatchNorm layers to host memory, so it needs batch_norm="exact". '
                 f"Received: offload={offload!r}, batch_norm={batch_norm!r}."
             )
         if max_tokens is not None and batch_norm == "exact":
-            raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
+            raise ValueError(
+                '`max_tokens` cuts off padding, which the statistics of batch_norm="exact" include. Leave one out.'
+            )
         training = module.training
         super().__init__()
         self.__dict__["module"] = module  # not as a submodule, which would prefix every key
@@ -214,14 +213,14 @@ class Chunked(nn.Module):
         if differentiated and torch._C._functorch.maybe_current_level() is not None:
             raise NotImplementedError(
                 f"A chunked {type(self.module).__name__} is called inside of a transform of torch.func (grad, vmap, "
-                "jvp ...), and its two passes are torch.autograd's. Use backward() or torch.autograd.grad, or "
-                "transform the module inside."
+                "jvp ...), which its two passes don't support. Use backward() or torch.autograd.grad, or transform "
+                "the module inside."
             )
         compares = False
         if self._proven is not None:
             plan, compares = self._proven_plan(plan, frozenset(state.modes()), differentiated)
         with self.policy.window():
-            return self._run(plan, self.policy, self.keep, differentiated=differentiated, compares=compares)
+            return self._run(plan, self.policy, state, self.keep, differentiated=differentiated, compares=compares)
 
     def _proven_plan(self, plan: _Plan, modes: frozenset[Any], differentiated: bool) -> tuple[_Plan, bool]:
         """The plan, once calls in these modes have proven themselves, and whether second passes are compared."""
@@ -239,12 +238,12 @@ class Chunked(nn.Module):
         self._calls += differentiated
         return plan, new or not self._calls & (self._calls - 1)  # in calls 1, 2, 4, 8, ..., and in new modes
 
-    def _run(self, plan: _Plan, policy: BatchNormPolicy, keep: int, **how: bool) -> Any:
-        micro_batches = plan.micro_batches()
+    def _run(self, plan: _Plan, policy: BatchNormPolicy, state: ModuleContents, keep: int, **how: bool) -> Any:
+        parts: list[Any] = plan.micro_batches()
         if plan.is_exact:
-            parts = run_exact(self.module, policy, micro_batches, plan.sizes, offload=self.offload, **how)
+            parts = run_exact(self.module, policy, parts, plan.sizes, keep, offload=self.offload, **how)
         else:
-            parts = Passes(self.module, policy, micro_batches[0], plan.sizes).run(micro_batches, keep, **how)
+            parts = Passes(self.module, policy, parts[0], plan.sizes, state=state).run(parts, keep, **how)
         shapes: dict[str, tuple[int, ...]] = {}
         for outputs, rows in zip(parts, plan.sizes, strict=True):
             for path, leaf, dim in described(outputs, self.out_dims):
@@ -285,7 +284,7 @@ class Chunked(nn.Module):
         if plan.spans_ranks:
             logger.warning(
                 "Whether a chunked %s gives the outputs and gradients of all rows at once is not proven here: the "
-                "ranks of its SyncBatchNorm wait for each other in every pass. Prove it on one process.",
+                "ranks of its SyncBatchNorm wait for each other in every pass. Call verify() on one process.",
                 name,
             )
             return
@@ -302,7 +301,7 @@ class Chunked(nn.Module):
             self._left = "whole"
             logger.warning(
                 "Whether a chunked %s gives the outputs and gradients of all rows at once could not be proven: a few "
-                "of these rows can't be evaluated so (%s: %s).%s",
+                "of these rows can't be evaluated by themselves (%s: %s).%s",
                 name,
                 type(error).__name__,
                 str(error).strip().partition("\n")[0],
@@ -344,16 +343,16 @@ class Chunked(nn.Module):
         def run(few: Inputs, sizes: list[int]) -> Any:
             plan = self._plan(few, left, sizes)
             policy = BatchNormPolicy("exact" if plan.is_exact else "micro", self.module)
-            return self._run(plan, policy, 0, differentiated=True, compares=True)
+            return self._run(plan, policy, ModuleContents(self.module), 0, differentiated=True, compares=True)
 
         return run
 
     def verify(self, *args: Any, **kwargs: Any) -> None:
-        """Prove with these inputs that micro-batches give the outputs and gradients of a few of their rows at once.
+        """Compare a few rows of these inputs at once with the same rows in micro-batches, as the first call does.
 
         Raises:
-            NotEquivalentError: They don't; the message names the first layer whose outputs depend on other rows, or
-                what leaves the module besides its outputs.
+            NotEquivalentError: Outputs or gradients differ; the message names the first layer whose outputs depend on
+                other rows, or the tensor that leaves the module outside its outputs.
             ValueError: The rows can't be compared; the message says why.
 
         Example:
@@ -442,8 +441,8 @@ def _checked_module(module: Any) -> nn.Module:
     for path, layer in module.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
             raise ValueError(
-                f"{path or 'The module'!r} is a TorchScript module, whose parameters can't be put in place of each "
-                "other. Chunk the module that it was made of."
+                f"{path or 'The module'!r} is a TorchScript module, whose parameters can't be replaced. Chunk the "
+                "module that it was made of."
             )
     return module
 

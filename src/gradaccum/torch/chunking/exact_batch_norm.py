@@ -40,24 +40,26 @@ def run_exact(
     policy: BatchNormPolicy,
     micro_batches: Sequence[Inputs],
     sizes: Sequence[int],
+    keep: int,
     *,
-    offload: bool = False,
-    differentiated: bool,
-    compares: bool = False,
+    offload: bool,
+    **how: bool,
 ) -> list[Any]:
     """The outputs of each micro-batch; `offload` keeps what crosses BatchNorm layers in host memory."""
     for path, leaf in leaves(micro_batches[0]):
         if hasattr(leaf, "shape") and not isinstance(leaf, Tensor):
-            raise ValueError(f'batch_norm="exact" takes tensors. Received: {path.removeprefix(".")} = {leaf!r}.')
+            raise ValueError(
+                f'batch_norm="exact" takes tensors, and no other arrays. Received: {path.removeprefix(".")} = {leaf!r}.'
+            )
     model = _Model(module, micro_batches[0], offload)
     known: list[dict[fx.Node, Any]] = [{model.inputs: tensors_of(inputs)} for inputs in micro_batches]
     statistics: dict[fx.Node, Sequence[Tensor]] = {}
     outputs: list[Any] = []
     for segment in model.segments:
         loaded = [Inputs(tuple(segment.arguments(values, statistics)), {}) for values in known]
-        passes = _SegmentPasses(segment, policy, loaded[0], sizes, segment.owners_of_buffers())
+        passes = _SegmentPasses(segment, policy, loaded[0], sizes, others=segment.owners_of_buffers())
         passes.name = type(module).__name__
-        outputs = passes.run(loaded, differentiated=differentiated, compares=compares)
+        outputs = passes.run(loaded, keep, **how)
         boundary = segment.boundary
         if boundary is not None:
             boundary.is_settled = True
@@ -123,7 +125,7 @@ class _Statistics(torch.autograd.Function):
     def backward(ctx: Any, _: Any, __: Any, dy_xhat: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                'batch_norm="exact" has first derivatives only: create_graph=True needs the large batch\'s graph.'
+                'batch_norm="exact" has no second derivatives (create_graph=True). Use "frozen", or the whole batch.'
             )
         mean, variance, weight, *xs = ctx.saved_tensors
         if dy_xhat is None or dy is None:
@@ -185,7 +187,7 @@ class _Model:
                 raise
             raise ValueError(
                 f'{type(module).__name__} can\'t be cut at its BatchNorm layers, as batch_norm="exact" does: the code '
-                f"around them must do the same whatever the values are.\n{_blame(error)}\nMove that code into a module "
+                f"between them must not depend on values or sizes.\n{_blame(error)}\nMove that code into a module "
                 "of its own without BatchNorm in it, which is called as it is."
             ) from error
         self.inputs = next(node for node in graph.nodes if node.op == "placeholder")
@@ -342,8 +344,8 @@ class _SegmentPasses(Passes):
         if node.op == "placeholder":
             return super().edited(inputs, tensor)
         return ValueError(
-            f"A value is edited in place across a BatchNorm layer: what was made in {_line(node)} is changed after a "
-            'later layer, so batch_norm="exact" can\'t cut the model there. Edit a clone of it.'
+            f"A value is edited in place across a BatchNorm layer: the result of {_line(node)} is changed after a "
+            'later layer, where batch_norm="exact" cuts the model. Edit a clone of it.'
         )
 
 

@@ -73,7 +73,7 @@ def prove(
         raise NotEquivalentError(causes[0].message)
     rows = number_of_rows(inputs, batch_dims)
     if rows < 2:
-        raise ValueError(f"Two rows at least are needed to compare two chunkings. Received: {rows}.")
+        raise ValueError(f"Comparing micro-batches with all rows at once needs at least two rows. Received: {rows}.")
 
     def attempt(count: int) -> tuple[_Runner, list[Difference]]:
         picked = torch.linspace(0, rows - 1, count).round().long()
@@ -260,29 +260,29 @@ class _Runner(TorchRunner):
         name = type(self.module).__name__
         if escaped := self._escaped(moved):
             raise NotEquivalentError(
-                f"{name} keeps {escaped}. In micro-batches it is the last one's alone, and without a gradient. "
-                "Return it from forward, with a row for every row, and reduce over them outside."
+                f"{name} keeps {escaped}. In micro-batches only the last one's is left, and it gets no gradient. "
+                "Return it from forward with a row for each row of the inputs, and reduce it outside."
             )
         if self._outside:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._outside)
             logger.warning(
                 "A chunked %s passes gradients to tensors that are neither its parameters nor its inputs, of shape "
-                "%s: they get them in `.grad` micro-batch by micro-batch, so hooks run for each, and "
-                "torch.autograd.grad doesn't see them. Register them as parameters, or pass them as inputs.",
+                "%s. Their `.grad` is added to once per micro-batch, so hooks run for each, and "
+                "torch.autograd.grad doesn't return them. Register them as parameters, or pass them as inputs.",
                 name,
                 shapes,
             )
         if buffers := [one for one in moved if one not in self._attributes]:
             logger.warning(
-                "These buffers of a chunked %s move to the mean of where its micro-batches take them, which is not "
-                "where all rows at once take them: %s.",
+                "These buffers of a chunked %s move to the mean of their values after each micro-batch, which is not "
+                "their value after one pass over all rows: %s. gradaccum.torch.combine_buffers sets another rule.",
                 name,
                 _listed(buffers),
             )
         if left := [*dict.fromkeys(self._attributes[one] for one in moved if one in self._attributes)]:
             logger.warning(
-                "These attributes of a chunked %s are what its micro-batches make of them one after the other, not "
-                "what all rows at once do: %s.",
+                "These attributes of a chunked %s are changed by one micro-batch after the other, so they are not "
+                "what one pass over all rows leaves: %s. Return what you need of them, with a row for each row.",
                 name,
                 _listed(left),
             )
@@ -305,10 +305,12 @@ class _Runner(TorchRunner):
             for path in filter(None, mixing(whole, part, part_differs(self.rows, piece), sums=False)):
                 layer = self.module.get_submodule(path)
                 advice = ' Use batch_norm="exact", or GroupNorm.' if isinstance(layer, _BatchNorm) else ""
-                return f"{path!r} is the first layer of which that is so: a {type(layer).__name__}.{advice}"
+                return (
+                    f"{path!r} is the first layer whose outputs depend on other rows: a {type(layer).__name__}.{advice}"
+                )
         return (
-            "It happens outside its layers. Do what looks across rows after the chunked module, on the whole batch; in "
-            "place of torch.nn.functional.batch_norm use GroupNorm."
+            "It happens outside its layers. Compute what looks across rows after the chunked module, on the whole "
+            "batch; use GroupNorm in place of torch.nn.functional.batch_norm."
         )
 
     def _trace(self, piece: Tensor | None, batch_dims: BatchDims) -> Trace:

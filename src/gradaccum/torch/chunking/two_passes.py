@@ -126,8 +126,8 @@ def check_nothing_cached() -> None:
     """Raise a ValueError inside of `parametrize.cached()`: what a pass without a graph caches has none later on."""
     if getattr(nn.utils.parametrize, "_cache_enabled", 0):
         raise ValueError(
-            "torch.nn.utils.parametrize.cached() keeps weights from a first pass, which has no graph, for the second "
-            "one. Leave it out around what runs twice: chunked modules, `blocks`, and their backward pass."
+            "torch.nn.utils.parametrize.cached() keeps weights from a first pass, which have no graph, for the second "
+            "one. Don't use it around chunked modules, `blocks`, and their backward pass."
         )
 
 
@@ -171,9 +171,12 @@ class Passes:
         policy: BatchNormPolicy,
         first: Inputs,
         sizes: Sequence[int],
+        *,
+        state: ModuleContents | None = None,
         others: Sequence[nn.Module] = (),
     ) -> None:
-        self.module, self.policy, self.sizes, self.state = module, policy, sizes, ModuleContents(module)
+        self.module, self.policy, self.sizes = module, policy, sizes
+        self.state = ModuleContents(module) if state is None else state
         self.name = type(module).__name__
         self._devices = accelerators([*tensors_of(first), *self.state.parameters])
         self._generators = [
@@ -298,11 +301,11 @@ class Passes:
             error = relative_error(now.detach(), then)
             if error > rounding(str(then.dtype), then.device.type):
                 raise NotEquivalentError(
-                    f"{self.name} gives other outputs when backward runs it again on the same inputs "
-                    f"(relative error {error:.3g}), so its gradients would be those of something else. Does it ask "
-                    "whether gradients are enabled, which they are in the second run alone? Does it draw from a "
-                    "generator that is neither an attribute of a module nor an input, or depend on a global that "
-                    "moves? Was an input refilled before backward, through NumPy or `.data`? Pass a copy of that one."
+                    f"{self.name} gives other outputs when backward runs it again on the same inputs (relative error "
+                    f"{error:.3g}), so its gradients would be wrong. Possible causes: it checks whether gradients are "
+                    "enabled, as they are in the second run only; it draws from a generator that is neither an "
+                    "attribute of a module nor an input; it reads a global that changes; an input was refilled before "
+                    "backward, through NumPy or `.data` (pass a copy)."
                 )
 
     def _check_no_backward_hooks(self) -> None:

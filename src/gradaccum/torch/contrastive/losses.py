@@ -33,27 +33,26 @@ def info_nce(
         L(a, b) = mean_i [ log sum_j exp(s_ij) - mean_{p in P(i)} s_ip ]          over rows i that have a positive
         loss    = (L(a, b) + L(b, a)) / 2                                         or L(a, b), where not symmetric
 
-    With one positive each this is `cross_entropy(scores, labels)`; with several,
-    [SupCon's](https://arxiv.org/abs/2004.11362) loss. Forward and backward keep rows, numbers per row, and one tile of
-    scores; backward computes the scores again. Half-precision rows are compared and summed in float32, inside autocast
-    too, and the loss is then float32.
+    With one positive per row this is `cross_entropy(scores, labels)`; with several it is
+    [SupCon's](https://arxiv.org/abs/2004.11362) loss. Memory holds the rows, a few numbers per row, and one tile of
+    scores, which backward computes again. Half-precision rows are compared and summed in float32, inside autocast too,
+    and the loss is then float32.
 
     Args:
-        a: Rows, (N, size), compared as they are. Normalize them before, if your loss does.
-        b: Rows, (M, size). Without `positives`, the first N belong to those of `a`; the others are negatives of all.
+        a: Rows, (N, size). They are not normalized; do that before, if your loss does.
+        b: Rows, (M, size). Without `positives`, row i belongs to row i of `a`; the others are negatives of all rows.
         temperature: Divides the scores. A tensor of one number gets its gradient: `1 / scale`, `(-logit_scale).exp()`.
         tile: Rows and columns of the scores that are in memory at a time.
         symmetric: Whether rows of `b` are compared with those of `a`, too.
-        positives: The pairs that belong together: ids of the pairs (a tensor of N ints: rows with the same id belong
-            together), ids of `a`'s and of `b`'s rows (a tuple of two such tensors, of N and M), or a function of the
-            numbers of rows and columns, which returns a bool tensor of shape (rows, columns). None: row i and row i.
-        ignore: Pairs that count as neither positive nor negative, such as false negatives, in the same form. Those
-            among `positives` stay positives. Backward calls functions again, with the same random numbers.
+        positives: The pairs that belong together. A tensor of N ints gives pair i an id, and rows with the same id
+            belong together; a tuple of two such tensors, of N and M, gives ids of `a`'s and of `b`'s rows; a function
+            of row numbers and column numbers returns a bool tensor of shape (rows, columns). None: row i and row i.
+        ignore: Pairs that are neither positive nor negative, such as false negatives, in the same form. Those among
+            `positives` stay positives. Backward calls functions again, with the same random numbers.
         group: The process group whose ranks' rows are all compared, such as `torch.distributed.group.WORLD`; None
-            compares this process's rows alone. Ranks may differ in rows; the loss is the same on all of them, and all
-            must differentiate it. Gradients are those of the sum of all ranks' losses, so DistributedDataParallel's
-            mean over ranks is the large batch's gradient. Row numbers in functions count all ranks' rows, rank 0's
-            first.
+            compares this process's rows only. Ranks may differ in rows. The loss is the same on all ranks, and all must
+            differentiate it. Gradients are those of the sum of all ranks' losses, so DistributedDataParallel's mean
+            over ranks is the large batch's gradient. Functions get numbers that count all ranks' rows, rank 0's first.
 
     Returns:
         A scalar, 0 if no row has a positive.
@@ -84,7 +83,7 @@ def sigmoid_loss(
     ignore: PairsOf | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """[SigLIP's](https://arxiv.org/abs/2303.15343) loss, which judges every pair by itself, in tiles.
+    """[SigLIP's](https://arxiv.org/abs/2303.15343) loss, a binary classification of every pair, in tiles.
 
         loss = -1/N sum_ij log sigmoid(z_ij s_ij),    s_ij = <a_i, b_j> / temperature + bias,    z = 1 or -1
 
@@ -94,7 +93,7 @@ def sigmoid_loss(
         a: As for `info_nce`.
         b: As for `info_nce`.
         temperature: Divides the scores: a number, or a tensor of one, which gets its gradient.
-        bias: Is added to the scores, in the same form.
+        bias: Added to the scores: a number, or a tensor of one, which gets its gradient.
         tile: Rows and columns of the scores that are in memory at a time.
         positives: As for `info_nce`.
         ignore: As for `info_nce`.
@@ -122,8 +121,8 @@ def _loss(name: str, *arguments: Any) -> Tensor:
         return torch._dynamo.disable(_tiled)(name, *arguments)
     if torch._C._functorch.maybe_current_level() is not None:
         raise NotImplementedError(
-            f"{name} is called inside of a transform of torch.func (grad, vmap, jvp ...), and its gradient, from tiles "
-            "that are computed anew, is torch.autograd's. Use backward() or torch.autograd.grad."
+            f"{name} is called inside of a transform of torch.func (grad, vmap, jvp ...), which its gradient in tiles "
+            "doesn't support. Use backward() or torch.autograd.grad."
         )
     return _tiled(name, *arguments)
 
@@ -223,8 +222,8 @@ def _ranks(
     """Whose rows there are, once all arguments have been checked, on all ranks."""
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            "`group` must be a process group, as torch.distributed.group.WORLD is once init_process_group() was "
-            f"called; or None: this process's rows alone. Received: group={group!r}."
+            "`group` must be a process group, such as torch.distributed.group.WORLD after init_process_group(), or "
+            f"None for this process's rows alone. Received: group={group!r}."
         )
     problem: Exception | None = None
     summary: list[Any] = [0] * (2 + len(_SUMMARY))
@@ -240,7 +239,7 @@ def _ranks(
         raise problem
     passed, rows, columns, *values = torch.stack(received, 1).tolist()
     if not all(passed):
-        raise ValueError(f"{name} was called with arguments that it refuses on rank {passed.index(0)}: see there.")
+        raise ValueError(f"{name} was called with wrong arguments on rank {passed.index(0)}, whose error names them.")
     for (what, words), of_ranks in zip(_SUMMARY.items(), values, strict=True):
         if len(set(map(str, of_ranks))) > 1:  # NaN is equal to NaN here
             listed = ", ".join(str(words[int(value)]) if words else f"{value:g}" for value in of_ranks)

@@ -195,9 +195,9 @@ class Scores:
         for pairs, first in zip(self._functions, self._first, strict=True):
             if not torch.equal(pairs.digest, first):
                 raise NotEquivalentError(
-                    f"`{pairs.name}(rows, columns)` answers otherwise when backward asks it again, so the gradient "
-                    "would be that of another loss. Does it read something that has changed since, or draw from a "
-                    "generator of its own? Draw, or copy what it reads, before the loss is called."
+                    f"`{pairs.name}(rows, columns)` returns other pairs in backward than in forward, so the gradient "
+                    "would be that of another loss. It reads something that has changed since, or draws from a "
+                    "generator of its own. Draw before the loss is called, or copy what it reads."
                 )
 
 

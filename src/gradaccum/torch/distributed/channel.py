@@ -66,7 +66,7 @@ class Channel:
             raise WindowError(
                 f"Rank {dist.get_rank()} waited for the other ranks to build their Optimizer or TrainStep, and at "
                 "least one of them is gone, or took longer than the process group's timeout. Build it on every "
-                f"rank; look at the others' own messages. ({error})"
+                f"rank, and look at the other ranks' own errors. ({error})"
             ) from error
         weakref.finalize(self, self.line.release).atexit = False
 
@@ -101,9 +101,9 @@ class Channel:
 
     def _gone(self, error: RuntimeError) -> WindowError:
         return WindowError(
-            f"Rank {self.rank} waited for the other ranks at a window's end, and at least one of them is gone, or took "
-            "longer than the process group's timeout: it raised an error in the middle of the window, or left its "
-            f"loop. Look at its own message. ({error})"
+            f"Rank {self.rank} waited for the other ranks at a window's end, and at least one of them is gone: it "
+            "raised an error, left its loop or died, or it took longer than the process group's timeout. Look at that "
+            f"rank's own error. ({error})"
         )
 
     def post(self, *numbers: float) -> None:
@@ -190,7 +190,7 @@ def _meet(members: Sequence[int], timeout: timedelta | None) -> Line:
     if outcome == "absent":
         raise WindowError(
             f"Rank {name} raised an error while it built its Optimizer or TrainStep. Nothing was built on rank "
-            f"{dist.get_rank()} either. Look at the error there."
+            f"{dist.get_rank()} either. Look at rank {name}'s own error."
         )
     if outcome == "use":
         Line.idle.remove(offered[name])

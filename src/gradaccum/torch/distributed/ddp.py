@@ -63,8 +63,8 @@ class Replicas(Engine):
         others = sum(p not in own for counted in self._counted for p in counted)
         if others and not outside:
             logger.warning(
-                "%d parameters that DistributedDataParallel would reduce are not this optimizer's. It reduces its own "
-                "alone: others that are trained need a wrapped optimizer, too.",
+                "%d parameters of the DistributedDataParallel model are not in this optimizer, which reduces the "
+                "gradients of its own alone. If they are trained, wrap their optimizer, too.",
                 others,
             )
         changed = not all(map(reduces_exactly, models, self._counted))
@@ -83,9 +83,9 @@ class Replicas(Engine):
             model.require_forward_param_sync = False  # DDP's constructor has synchronised the buffers
         if self._flat and any(map(communication_hooks, models)):
             logger.warning(
-                "DDP's communication hook is left out where gradients are of a wider dtype (accumulate_dtype), of a "
-                "part of a model, or perhaps missing (find_unused_parameters; freezing or unfreezing after DDP has "
-                "wrapped the model): these are reduced as they are."
+                "DDP's communication hook is not used here: gradients are of a wider dtype (accumulate_dtype), are "
+                "those of a part of a model, or may be missing (find_unused_parameters; freezing or unfreezing after "
+                "DDP has wrapped the model). They are reduced without it."
             )
         self._all = [p for model in models for p in _parameters_of(model, trained=not self._flat)]
         self._reduces = self._sees_end = False
@@ -159,9 +159,9 @@ class Replicas(Engine):
     def check_finished(self) -> None:
         if not all(map(is_finalized, self.modules)):
             raise WindowError(
-                "DistributedDataParallel has not reduced this window's gradients, since some parameters have had none: "
-                "they were not used, or were frozen after DDP had wrapped the model. This rank has updated nothing. "
-                "Wrap the model with find_unused_parameters=True."
+                "DistributedDataParallel has not reduced this window's gradients, because some parameters received "
+                "none: they were not used, or were frozen after DDP had wrapped the model. This rank has updated "
+                "nothing. Wrap the model with find_unused_parameters=True."
             )
 
     # The window's sum.

@@ -6,7 +6,7 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -41,7 +41,7 @@ def detect_ranks(
     reduce, since the sum is finished only afterwards.
     """
     replicas, shards = ([], []) if model is None or not _has_ranks() else _data_parallel(model)
-    if not (replicas or shards):
+    if model is None or not (replicas or shards):
         return Ranks()
 
     def groups() -> list[dict[str, Any]]:
@@ -51,21 +51,20 @@ def detect_ranks(
         return [p for group in groups() for p in group["params"]]
 
     dtype, always = options["accumulate_dtype"], options["sync"] == "micro_batch"
-    wide = dtype is not None and any(
-        p.is_floating_point() and torch.finfo(p.dtype).bits < torch.finfo(dtype).bits for p in parameters()
-    )
+    floats = [p.dtype for p in parameters() if dtype is not None and p.is_floating_point()]
+    wide = any(torch.finfo(own).bits < torch.finfo(dtype).bits for own in floats)
     engine: Engine
-    if replicas:
-        parts = set() if model is None else {*model.modules()}
-        engine = Replicas(replicas, parameters, wide=wide, outside=any(replica not in parts for replica in replicas))
+    if shards:
+        _check_shards(parameters(), options.get("nonfinite"), wide)
+        engine = Shards(shards, parameters, always)
+    else:
+        outside = not {*replicas} <= {*model.modules()}
+        engine = Replicas(replicas, parameters, wide=wide, outside=outside)
         if always:
             logger.warning(
                 'sync="micro_batch" is for sharded models: each rank has all gradients of a DistributedDataParallel '
                 "model, so they are reduced once per window."
             )
-    else:
-        _check_shards(parameters(), options.get("nonfinite"), wide)
-        engine = Shards(shards, parameters, always)
     return Ranks(engine, Settings(groups), steps=steps, options=options, manual_reduce=manual_reduce)
 
 
@@ -73,13 +72,17 @@ def _has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def _existing(*kinds: type) -> Iterator[Any]:
+    """All modules of these kinds that this process has. By type, without isinstance: other objects may be proxies."""
+    return (o for o in gc.get_objects() if issubclass(type(o), kinds))
+
+
 def _data_parallel(model: nn.Module) -> tuple[list[DistributedDataParallel], list[nn.Module]]:
     """What is replicated in a model, or around it, as Lightning does, and what is sharded."""
     replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     shards = sharded_modules(model) if not replicas else []
     if not (replicas or shards) and dist.get_world_size() > 1:
-        around = (o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))
-        replicas = [module for module in around if any(part is model for part in module.modules())][-1:]
+        replicas = [module for module in _existing(DistributedDataParallel) if model in {*module.modules()}][-1:]
     return replicas, shards
 
 
@@ -126,8 +129,8 @@ def _check_shards(parameters: Sequence[Tensor], nonfinite: str | None, wide: boo
         )
     if wide:
         raise ValueError(
-            "accumulate_dtype is fully_shard's to choose: MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
-            "reduce_dtype=torch.float32) sums and reduces bfloat16 gradients in float32."
+            "A sharded model sums gradients in the dtype that fully_shard was given. In place of accumulate_dtype use "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."
         )
 
 
@@ -137,7 +140,7 @@ def check_closures(evaluating: Iterable[torch.optim.Optimizer], ranks: Ranks) ->
     if found is not None and ranks.size > 1:
         raise ValueError(
             f"{type(found).__name__} evaluates its closure several times in an update, and each time {ranks.size} "
-            "ranks would have to put their gradients together. Use it on one rank, with gradaccum.torch.TrainStep, or "
+            "ranks would have to reduce their gradients. Train on one rank, with gradaccum.torch.TrainStep, or use "
             "another optimizer."
         )
 
@@ -149,43 +152,38 @@ def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks:
     own = {id(parameter) for parameter in parameters}
     if model is not None and parameters and not any(id(parameter) in own for parameter in model.parameters()):
         raise ValueError(
-            "None of the optimizer's parameters is in `model` any more: fully_shard has replaced them, perhaps. Shard "
-            "the model first, then build the inner optimizer and its wrapper from it, on every rank."
+            "None of the optimizer's parameters is in `model`; fully_shard may have replaced them. Shard the model "
+            "first, then build the inner optimizer and its wrapper from it, on every rank."
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes a second to import, and has been, where one is there
     kinds = (DistributedDataParallel, *(() if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)))
-    # By type, without isinstance: other objects may be proxies.
-    wrappers = (o for o in gc.get_objects() if issubclass(type(o), kinds))
-    found = next((o for o in wrappers if any(id(parameter) in own for parameter in o.parameters())), None)
-    if found is not None:
-        _name_unknown(found, any(map(is_sharded, parameters)), model is not None, steps)
-
-
-def _name_unknown(found: Any, sharded: bool, has_model: bool, steps: int | None) -> None:
-    """Name a data-parallel model that an optimizer doesn't know: an error, unless each micro-batch updates."""
+    found = next((o for o in _existing(*kinds) if any(id(parameter) in own for parameter in o.parameters())), None)
+    if found is None:
+        return
     if not issubclass(type(found), DistributedDataParallel):
-        message, weighs_wrong = _UNKNOWN_SHARDS if sharded else _FSDP1, False
+        message, weighs_wrong = _UNKNOWN_SHARDS if any(map(is_sharded, parameters)) else _FSDP1, False
     else:
         kinds = type(getattr(found, "module", None)).__mro__
         in_lightning = any(kind.__module__.startswith(("lightning.pytorch", "pytorch_lightning")) for kind in kinds)
-        message, advice = (_WRAPPED_LATER, _WRAP_FIRST) if has_model else (_UNKNOWN, "Pass model=ddp.")
-        message, weighs_wrong = f"{message} {_IN_LIGHTNING if in_lightning else advice}", has_model
-    if weighs_wrong or steps != 1:
+        weighs_wrong = model is not None
+        message, advice = (_WRAPPED_LATER, _WRAP_FIRST) if weighs_wrong else (_UNKNOWN, "Pass model=ddp.")
+        message = f"{message} {_IN_LIGHTNING if in_lightning else advice}"
+    if weighs_wrong or steps != 1:  # with one step each micro-batch updates
         raise ValueError(message)
     logger.warning(message)
 
 
 _UNKNOWN_SHARDS = (
-    "The parameters belong to a sharded model (fully_shard) that the optimizer does not know: it reduces on every "
-    "micro-batch, and all ranks weigh the same whatever their rows. Pass model=, the sharded model."
+    "The parameters belong to a sharded model (fully_shard) that the optimizer does not know, so every micro-batch is "
+    "reduced, and all ranks weigh the same whatever their rows. Pass model=, the sharded model."
 )
 _FSDP1 = (
     "The parameters belong to a FullyShardedDataParallel model (FSDP1), which the optimizer does not know: all ranks "
     "weigh the same whatever their rows. Shard the model with fully_shard, and pass model=."
 )
 _UNKNOWN = (
-    "The parameters belong to a DistributedDataParallel model that the optimizer does not know: it reduces on every "
-    "micro-batch, and all ranks weigh the same whatever their rows."
+    "The parameters belong to a DistributedDataParallel model that the optimizer does not know, so every "
+    "micro-batch is reduced, and all ranks weigh the same whatever their rows."
 )
 _WRAPPED_LATER = (
     "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing and weighs "

@@ -26,9 +26,9 @@ from gradaccum.on_torch.private import (
 from gradaccum.torch.distributed.engine import Engine, weakly
 
 DIFFERENT_PASSES = (
-    "A sharded model needs the same passes on every rank, and the ranks ran different parts of it: a head that the "
-    "batch chooses, perhaps, where a rank whose batches are used up repeated its last micro-batch. Nothing was "
-    "updated. Give all ranks batches of the same kind and number, or shard such parts together with the whole model."
+    "A sharded model needs the same passes on every rank, and the ranks ran different parts of it, perhaps because the "
+    "batch chooses a head. Nothing was updated. Give all ranks batches of the same kind and number, or shard such "
+    "parts together with the whole model."
 )
 
 _AGAIN, _FINAL = 1, 2
@@ -54,13 +54,9 @@ def sharded_modules(model: nn.Module) -> list[nn.Module]:
     from torch.distributed.fsdp import FSDPModule  # takes a second to import, and few need it
 
     found: list[nn.Module] = []
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if isinstance(module, FSDPModule):
+    for module in model.modules():  # outer ones come first
+        if isinstance(module, FSDPModule) and not any(module in {*outer.modules()} for outer in found):
             found.append(module)
-        else:
-            waiting += reversed([*module.children()])
     if found and torch.__version__ < "2.13":
         raise RuntimeError(
             f"A model under fully_shard needs torch 2.13 or later, and this is {torch.__version__}, whose FSDP2 leaves "
@@ -230,7 +226,7 @@ class Shards(Engine):
         if self.failure is not None:
             raise self.failure
         if len({numbers[1] for numbers in messages}) > 1:
-            raise WindowError(f"{DIFFERENT_PASSES} This rank has come to {name or 'the end'!r}.")
+            raise WindowError(f"{DIFFERENT_PASSES} This rank is at {name or 'the end'!r}.")
         return max(numbers[4] for numbers in messages)
 
     def ran_out(self, cost: int, *, final: bool) -> RankOutOfMemory:

@@ -232,9 +232,9 @@ class Ranks:
             if reports.differ("last"):
                 lasts = [bool(report.last) for report in reports.each]
                 raise WindowError(
-                    f"A sharded model needs the same passes on every rank. The last batch has come: {by_rank(lasts)}. "
-                    "Nothing was updated. Pad or drop batches (DistributedSampler does), or use TrainStep or "
-                    "DistributedDataParallel, which take different numbers."
+                    "A sharded model needs the same number of batches on every rank. Whether this batch is the last: "
+                    f"{by_rank(lasts)}. Nothing was updated. Pad or drop batches (DistributedSampler does), or use "
+                    "TrainStep or DistributedDataParallel, which take different numbers."
                 )
 
     def forward_starts(self) -> None:
@@ -330,9 +330,9 @@ class Ranks:
             self.abort()  # the others may have made their update: they learn it in the next window
             raise WindowError(
                 "This window's gradient or weight was changed after a backward pass had reduced it over the ranks, by "
-                "another backward pass or weight. Other ranks may have made the update without it: go on from a "
-                "checkpoint. Run the backward passes of a micro-batch as one, (loss + other_loss).backward(), or as "
-                "many from the first window on."
+                "another backward pass or weight. Other ranks may have made the update without it, so continue from a "
+                "checkpoint. Run one backward pass per micro-batch, (loss + other_loss).backward(), or as many as now "
+                "from the first window on."
             )
 
     def _finish(self, reports: _Reports) -> None:
@@ -506,7 +506,7 @@ class Ranks:
             found = [rank for rank, theirs in enumerate(kinds) if theirs is kind]
             if found:
                 ranks = f"Rank{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
-                raise WindowError(f"{ranks} {error} (Rank {self.rank} says this.)")
+                raise WindowError(f"{ranks} {error} (Reported by rank {self.rank}.)")
         raise WindowError(
             f"The ranks are at different places: {by_rank([kind.name for kind in kinds])}. Call step(), flush() and "
             "batches() in the same order on every rank."
@@ -514,8 +514,8 @@ class Ranks:
 
 
 _ELSEWHERE = {
-    Kind.ABORTED: "left in the middle of an epoch, by an error or a break, while other ranks went on. Nothing was "
-    "updated. Look at the error there; a `break` must come on all ranks at once.",
+    Kind.ABORTED: "left in the middle of an epoch, because of an error or a `break`, while other ranks went on. "
+    "Nothing was updated. Look at that rank's own error; a `break` must come at the same batch on all ranks.",
     Kind.ENDED: "came to the end of an epoch while other ranks went on. Nothing was updated. Ranks of a sharded model, "
     "and those on which several optimizers share batches, need the same number of batches: pad or drop some "
     "(DistributedSampler does). TrainStep, and one optimizer over DistributedDataParallel, take different numbers.",

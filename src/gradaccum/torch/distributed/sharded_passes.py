@@ -144,9 +144,9 @@ class ByBlocks:
         if late:
             path = next(name for name, module in self._model.named_modules() if module is self._blocks[late[0]])
             raise WindowError(
-                f"The block {path!r} got a gradient after its turn, when those of its weights had been reduced: "
-                "something else uses them, which doesn't have them among its parameters. Register them there, or leave "
-                "the block out of `blocks`."
+                f"The block {path!r} got a gradient after its turn, when its gradients had been reduced: another "
+                "module uses its weights without registering them. Register them there, or leave the block out of "
+                "`blocks`."
             )
 
     def add_up(self, place: int = -1) -> None:
@@ -249,6 +249,6 @@ def _final(error: Exception, found: RankOutOfMemory, alone: str | None) -> torch
             f"{error}\nNo update was made on any rank. Give a smaller `micro_batch_size` or `max_tokens`."
         )
     return torch.OutOfMemoryError(
-        f"Out of memory on {found.ranks}, with the smallest micro-batch there is. No update was made on any rank. Look "
-        "at the message there."
+        f"Out of memory on {found.ranks}, with the smallest possible micro-batch. No update was made on any rank. Look "
+        "at that rank's own error."
     )

@@ -254,14 +254,14 @@ def check_per_parameter(optimizer: torch.optim.Optimizer) -> list[float]:
     pairs = itertools.zip_longest(_everything(at_once), _everything(alone))
     if any(x is not y and (x is None or y is None or _differ(x, y)) for x, y in pairs):
         raise ValueError(
-            f"{name} makes another update where it steps parameters one by one: what it does to one depends on the "
-            "others, or it counts its steps for all of them together. update='in_backward' would be inexact. Use "
+            f"{name} makes a different update when it steps parameters one by one: a parameter's update depends on the "
+            "others, or steps are counted for all of them together. update='in_backward' would be inexact. Use "
             "update='after_backward', or an optimizer that treats each parameter by itself."
         )
     more = _done_without_parameters(optimizer)
     if more is not None:
         raise ValueError(
-            f"{name}.step() does more than update its parameters: it calls {more} where it has none to update. "
+            f"{name}.step() does more than update its parameters: it calls {more} even when it has none to update. "
             "update='in_backward' would do that several times in an update. Put what must happen once per update into "
             "register_step_post_hook, or use update='after_backward'."
         )

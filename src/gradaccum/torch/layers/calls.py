@@ -8,14 +8,16 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.errors import NotEquivalentError
-from gradaccum.on_torch.batch import Batch, children
+from gradaccum.on_torch.batch import Batch, children, rebuild
 from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.on_torch.random_state import is_generator
 from gradaccum.torch.chunking.two_passes import Conditions, Inputs, backward_roots, is_floating, tensors_of, version_of
@@ -74,18 +76,48 @@ def replaced(tree: Any, new: Mapping[int, Any]) -> Any:
         >>> replaced(written, {id(one): two}) is written, written["keys"][0] is two
         (True, True)
     """
-    if not new:
-        return tree
-    nodes = _nodes(tree)
-    holders = [node for node in nodes if type(node) in (list, dict) or _is_object(node)]
-    memo = {id(node): node for node in (*holders, *(node for node in nodes if _inside(node) is None))}
-    memo.update(new)
-    for node in holders:
-        holder: Any = vars(node) if _is_object(node) else node
-        for key, value in [*(enumerate(holder) if type(node) is list else holder.items())]:
-            if (other := copy.deepcopy(value, memo)) is not value:  # tuples and the like are made anew
-                holder[key] = other
-    return copy.deepcopy(tree, memo)
+    return _mapped(tree, dict(new), fresh=False) if new else tree
+
+
+def _mapped(node: Any, new: dict[int, Any], *, fresh: bool) -> Any:
+    """A tree with others in place of some nodes, by id; `fresh`: in copies of all containers and objects."""
+    if id(node) in new or (inside := _inside(node)) is None:
+        return new.get(id(node), node)
+    found = node
+    if type(node) in (list, dict) or _is_object(node):  # which may be inside of themselves
+        if fresh:
+            found = type(node)() if type(node) in (list, dict) else _another(node)
+        new[id(node)] = found
+        if type(node) is list:
+            found[:] = [_mapped(child, new, fresh=fresh) for child in inside]
+        else:
+            own, target = (node, found) if type(node) is dict else (vars(node), vars(found))
+            target.update({key: _mapped(child, new, fresh=fresh) for key, child in own.items()})
+    elif not isinstance(node, set):
+        values = [_mapped(child, new, fresh=fresh) for child in inside]
+        if fresh or not all(map(is_, values, inside)):
+            found = _with_values(node, values)
+    elif fresh:
+        found = set(node)
+    new[id(node)] = found
+    return found
+
+
+def _with_values(node: Any, values: list[Any]) -> Any:
+    if isinstance(node, PackedSequence):
+        return type(node)(*values)
+    if isinstance(node, functools.partial):
+        count = len(node.args)
+        return functools.partial(node.func, *values[:count], **dict(zip(node.keywords, values[count:], strict=True)))
+    return rebuild(node, values)
+
+
+def _another(value: Any) -> Any:
+    """Another of its class."""
+    try:
+        return object.__new__(type(value))
+    except TypeError:  # of a class that is written in C
+        return copy.copy(value)
 
 
 class Arguments:
@@ -105,18 +137,15 @@ class Arguments:
     def __init__(self, inputs: Inputs, written: Mapping[Tensor, Any]) -> None:
         self.tensors = [node for node in _nodes(inputs, into_objects=False) if isinstance(node, Tensor)]
         """Those that the block needs when it runs again: direct arguments, and what passes gradients on."""
-        direct, leaves = set(map(id, self.tensors)), dict[int, Any]()
-        for node in _nodes(inputs):
-            if _inside(node) is None:
-                leaves[id(node)] = node
-            if isinstance(node, Tensor) and id(node) not in direct:
-                if node in written:
-                    leaves[id(node)] = torch.empty_like(node, device="meta", requires_grad=False)
-                elif node.requires_grad:
-                    self.tensors.append(node)
+        direct, new = set(map(id, self.tensors)), dict[int, Any]()
+        for tensor in tensors_in(inputs):
+            if id(tensor) not in direct and tensor in written:
+                new[id(tensor)] = torch.empty_like(tensor, device="meta", requires_grad=False)
+            elif id(tensor) not in direct and tensor.requires_grad:
+                self.tensors.append(tensor)
         self._slots = [object() for _ in self.tensors]
-        leaves.update({id(tensor): slot for tensor, slot in zip(self.tensors, self._slots, strict=True)})
-        self._copy: Inputs = copy.deepcopy(inputs, leaves)
+        new.update({id(tensor): slot for tensor, slot in zip(self.tensors, self._slots, strict=True)})
+        self._copy: Inputs = _mapped(inputs, new, fresh=True)
 
     def filled(self, tensors: Sequence[Tensor]) -> Inputs:
         """The arguments as they were, with these tensors in place of `tensors`. Once."""

@@ -135,10 +135,10 @@ def _subject(
     objective = Objective(model, **loss)
     batch = objective.batch(batch)
     if batch.rows == 0:
-        raise ValueError("A batch must have at least one row to tell what a row takes. Received: 0 rows.")
+        raise ValueError("A batch needs at least one row, to measure what a row takes. Received: 0 rows.")
     limit = parse_bytes(memory_limit) or MemoryMeter(objective.device).limit()
     if limit is None:
-        raise ValueError('This machine does not say what memory it has. Give `memory_limit`, such as "16GiB".')
+        raise ValueError('This machine does not report how much memory it has. Give `memory_limit`, such as "16GiB".')
     modules = [model, *([objective.loss_fn] if isinstance(objective.loss_fn, nn.Module) else [])]
     parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
     trained: list[Tensor] = [p for p in parameters if p.requires_grad]

@@ -92,16 +92,17 @@ class Batches:
             self._handed_out = 0
         ahead: _Ahead | None = None
         try:
-            ahead, members, first = self._begin(resumed, to_skip), self.members, True
+            ahead, first = self._begin(resumed, to_skip), True
+            members = [(windows, windows.passes, windows.one, weigh) for windows, weigh in self.members]
             while ahead.has_next or ahead.arrives():
                 batch = ahead.batch
                 self._loader_state = ahead.look_ahead()
-                for windows, weigh in members:
+                for windows, _, _, weigh in members:
                     windows.expect_batch(weigh(batch), weigh.given, ahead.is_over)
                 self._handed_out += 1
                 yield batch
-                for windows, _ in members:
-                    if first or windows.passes.arrivals or not windows.passes.ordinary:
+                for windows, passes, one, _ in members:
+                    if first or passes.arrivals or one.announced:
                         windows.end_batch()
                 first = False
             ahead.exhaust()
@@ -182,12 +183,12 @@ class _Ahead:
         self.is_over = self.is_empty = False  # nothing comes after the batch in use; nothing has come at all
         self._knows_end = hasattr(loader, "end_of_dataloader")
         self._has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self._is_plain = not (self._knows_end or self._has_state)
         self._fetched = 0
         with contextlib.suppress(TypeError):  # no weak reference: an epoch is all that is known of it
             self._fetched = _FETCHED.get(loader, 0)
         # At 1, 2, 4, 8, ... batches it is looked at whether the loader refills one. A list doesn't.
         self._look_at: float = math.inf if type(loader) in (list, tuple) else 1 << self._fetched.bit_length()
+        self._plain_until = 0 if self._knows_end or self._has_state else self._look_at
         self.has_next = True
         try:
             for _ in range(to_skip):
@@ -220,7 +221,7 @@ class _Ahead:
             ValueError: That changed the batch before.
         """
         self._fetched += 1
-        if self._fetched < self._look_at and self._is_plain:  # nearly always
+        if self._fetched < self._plain_until:  # nearly always
             try:
                 self.batch = next(self._iterator)
             except StopIteration:
@@ -236,6 +237,7 @@ class _Ahead:
             self._fetch()
             return state
         self._look_at *= 2
+        self._plain_until *= 2
         with contextlib.suppress(TypeError):
             _FETCHED[self.loader] = self._fetched
         batch, before = self.batch, _contents(self.batch)  # a loader that refills its batches does so from the start
@@ -314,7 +316,8 @@ class BatchWeight:
             raise TypeError(f"`weight` must be a callable: weight(batch) -> number. Received: weight={weight!r}.")
         self._weight, self.given, self._where = weight, weight is not None, where
         self._rows_in_front = False  # a batch has shown that its tensors have their rows in front
-        self._last: tuple[list[Any], float] = [], 0.0  # shapes of the last flat batch, and its rows
+        self._shapes: list[Any] | None = None  # of the last batch that was flat
+        self._count = 0.0  # its rows
 
     def __call__(self, batch: Any) -> float:
         if self._weight is not None:
@@ -323,14 +326,14 @@ class BatchWeight:
             shapes = [*map(_SHAPE, batch)] if type(batch) is tuple or type(batch) is list else []
         except AttributeError:
             shapes = []
-        if shapes and shapes == self._last[0]:
-            return self._last[1]  # nearly always
+        if shapes == self._shapes:
+            return self._count  # nearly always
         firsts = {s[0] if s and type(leaf) is Tensor else None for s, leaf in zip(shapes, batch)}
         rows = firsts.pop() if len(firsts) == 1 else None
         if rows is None or (rows in _CHANNELS and not self._rows_in_front):
             rows = self._rows(batch)
         self._rows_in_front = self._rows_in_front or rows not in _CHANNELS
-        self._last = shapes, float(rows)
+        self._shapes, self._count = shapes or None, float(rows)
         return float(rows)
 
     def _rows(self, batch: Any) -> int:

@@ -48,7 +48,7 @@ def is_initialisation(windows: Windows) -> bool:
 
 
 def initialise(windows: Windows) -> None:
-    if not windows.current.window.is_open:
+    if not windows.window.is_open:
         windows.inner.step()
         if windows.ranks.sharded and not windows.updates:
             sharded.reserve(windows.inner)
@@ -61,21 +61,21 @@ def load(windows: Windows, state_dict: dict[str, Any]) -> None:
     _check_form(state_dict)
     state_dict, own = sharded.unpack(dict(state_dict), windows.ranks)
     own = state_dict.pop(KEY, own)
-    groups = [dict(group) for group in state_dict["param_groups"]]
+    groups = state_dict["param_groups"] = [dict(group) for group in state_dict["param_groups"]]
     held, steps = next(iter([group.pop(_IN_WINDOW) for group in groups if _IN_WINDOW in group]), (0, 0))
-    state_dict["param_groups"] = groups
     if held and own is None:
         logger.warning(
-            "This checkpoint was taken inside a window, by something that keeps nothing of it, as get_state_dict of "
-            "torch.distributed.checkpoint: %d of %d micro-batches are lost, and the window begins again. Save after an "
-            "update, or each rank's optimizer.state_dict().",
+            "This checkpoint was taken inside a window by something that keeps nothing of the window, such as "
+            "get_state_dict of torch.distributed.checkpoint: %d of %d micro-batches are lost, and the window begins "
+            "again. Save after an update, or save each rank's optimizer.state_dict().",
             held,
             steps,
         )
     _check_inner(windows.inner, state_dict)
     if own is not None:
         _check_whole(own)
-        _check_window(windows, own)
+        if own["window"]["micro_batches"]:
+            _check_window(windows, own)
     # torch would share tensors with the dict it is given, and the next update change them there.
     cloned = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state_dict["state"])
     windows.inner.load_state_dict({**state_dict, "state": cloned})
@@ -95,7 +95,6 @@ def window_state(windows: Windows) -> dict[str, Any]:
         return state
     open_.saved, open_.passes.ordinary = True, False
     windows.parameter_monitor.check_parameters()
-    open_.check_failed()
     open_.check_sum()  # an ordinary window does so at its end, which is elsewhere
     if ranks.sharded:
         ranks.reduce_pending()
@@ -114,11 +113,11 @@ def window_state(windows: Windows) -> dict[str, Any]:
 
 def restore(windows: Windows, state: dict[str, Any]) -> None:
     open_, ranks = windows.current, windows.ranks
-    announced = copy.copy(open_.window.micro_batch)  # of the loop in whose body this is
+    announced = copy.copy(windows.one)  # of the loop in whose body this is
     if ranks.is_distributed:
         ranks.resume(state.get("unit", ranks.unit))
     open_.close()
-    open_.special = True
+    open_.be_special()
     open_.empty()
     open_.expect_nothing()
     open_.losses.restart()
@@ -135,7 +134,7 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
             if open_.named.used:
                 ranks.reduce_manually()
             open_.build_stages()
-        open_.special = True
+        open_.be_special()
         if ranks.sharded:
             ranks.engine.restored([p for i, p in enumerate(open_.buffer.parameters()) if i in state["gradients"]])
     windows.load_state_dict(state)
@@ -145,34 +144,32 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
 
 def _check_window(windows: Windows, state: dict[str, Any]) -> None:
     saved, current = state["window"], windows.current
-    if not saved["micro_batches"]:
-        return
+    inside, updated = "The checkpoint was taken inside a window", "take it when `updated` is True"
     saved_on, here = state.get("rank", [0, 1]), [windows.ranks.rank, windows.ranks.size]
     if saved_on != here:
         raise WindowError(
-            f"The checkpoint was taken inside a window, on rank {saved_on[0]} of {saved_on[1]}, and holds that rank's "
-            f"part of it; this is rank {here[0]} of {here[1]}. Save and load one checkpoint per rank, or take it when "
-            "`updated` is True: a closed window is the same on every rank, and on any number of them."
+            f"{inside}, on rank {saved_on[0]} of {saved_on[1]}, and holds that rank's part of it; this is rank "
+            f"{here[0]} of {here[1]}. Save and load one checkpoint per rank, or {updated}: a closed window is the same "
+            "on every rank, and on any number of them."
         )
     followed = state.get("noise_schedule") if windows.noise_schedule is not None else None
     steps = followed["steps"] if followed else windows.schedule(state["epoch"], state["updates"])
     if steps != saved["steps"]:
         raise WindowError(
-            f"The checkpoint was taken inside a window of {saved['steps']} steps ({saved['micro_batches']} of them "
-            f"done), and this optimizer has steps={steps} there. A window's length changes only between windows: load "
-            f"it with steps={saved['steps']}, or take the checkpoint when `updated` is True."
+            f"{inside} of {saved['steps']} steps ({saved['micro_batches']} of them done), and this optimizer has "
+            f"steps={steps} there. A window's length changes only between windows: load it with "
+            f"steps={saved['steps']}, or {updated}."
         )
     if state.get("terms") and (current.named is None or current.noise is not None):
         raise WindowError(
-            "The checkpoint was taken inside a window of several losses with a denominator each, which "
-            'nonfinite="skip_micro_batch" and noise_scale=True do not go together with. Load it without, or take it '
-            "when `updated` is True."
+            f"{inside} of several losses, each with its own denominator. That can't be combined with "
+            f'nonfinite="skip_micro_batch" or noise_scale=True: load it without them, or {updated}.'
         )
     reduction = current.window.reduction
     if saved.get("reduction", reduction) != reduction:
         raise WindowError(
-            f'The checkpoint was taken inside a window of losses with reduction="{saved["reduction"]}", and this '
-            f'optimizer has reduction="{reduction}". Load it with the same, or take it when `updated` is True.'
+            f'{inside} of losses with reduction="{saved["reduction"]}", and this optimizer has '
+            f'reduction="{reduction}". Load it with the same, or {updated}.'
         )
     parameters = windows.parameters()
     for index, gradient in state["gradients"].items():
@@ -190,24 +187,23 @@ def _check_form(state_dict: Any) -> None:
             "A state dict must be a dict, as state_dict() returns it. "
             f"Received: state_dict={state_dict!r} of type {type(state_dict).__name__}."
         )
+    no_state_dict = "This is no optimizer's state dict:"
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise ValueError(f"This is no optimizer's state dict: {key!r} is missing. Received keys: {[*state_dict]}.")
+            raise ValueError(f"{no_state_dict} {key!r} is missing. Received keys: {[*state_dict]}.")
     for group in state_dict["param_groups"]:
         if "params" not in group:
-            raise ValueError(f"This is no optimizer's state dict: a group has no 'params'. Received keys: {[*group]}.")
+            raise ValueError(f"{no_state_dict} a group has no 'params'. Received keys: {[*group]}.")
 
 
 def _check_whole(state: Any) -> None:
     state = state if isinstance(state, Mapping) else {}
     needed, window = ["epoch", "updates", "in_epoch", "window"], state.get("window")
-    in_window = []
-    if isinstance(window, Mapping):
-        in_window = [key for key in ("micro_batches", "steps") if key not in window]
-        if window.get("micro_batches", 1):
-            needed += ["gradients", "overflow", "losses", "losses_weighed"]
-    missing = [*(key for key in needed if key not in state), *(f"window[{key!r}]" for key in in_window)]
-    if missing:
+    window = window if isinstance(window, Mapping) else None
+    if window is not None and window.get("micro_batches", 1):
+        needed += ["gradients", "overflow", "losses", "losses_weighed"]
+    in_window = [f"window[{k!r}]" for k in ("micro_batches", "steps") if window is not None and k not in window]
+    if missing := [key for key in needed if key not in state] + in_window:
         raise ValueError(
             f"The checkpoint's window is not whole: {', '.join(missing)} is missing under {KEY!r}. Load what "
             "state_dict() returned; without that key, it is an inner optimizer's, and no window is open."
@@ -216,7 +212,9 @@ def _check_whole(state: Any) -> None:
 
 def _check_inner(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """torch compares the number of parameters only, and fails later, or trains on with another's state."""
-    saved, here = [len(g["params"]) for g in state_dict["param_groups"]], [len(g["params"]) for g in inner.param_groups]
+    saved, here = (
+        [len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], inner.param_groups)
+    )
     if saved != here:
         raise ValueError(
             f"The state dict is of another model: its groups hold {saved} parameters, and this optimizer's {here}."
@@ -226,12 +224,10 @@ def _check_inner(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> No
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     for index, parameter in zip(indices, parameters_of(inner), strict=True):
         for name, value in state_dict["state"].get(index, {}).items():
+            if not isinstance(value, Tensor) or not value.dim() == parameter.dim() > 0:
+                continue
             # Factored state (Adafactor's rows and columns) has ones where it sums over a dimension.
-            if (
-                isinstance(value, Tensor)
-                and value.dim() == parameter.dim() > 0
-                and any(a not in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
-            ):
+            if any(a not in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True)):
                 raise ValueError(
                     f"The state dict is of another model: {name!r} of parameter {index} has the shape "
                     f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}."

@@ -30,10 +30,9 @@ from gradaccum.torch.optimizer.proxy import (
     checked_inner,
     evaluated,
     has_options,
-    left_out,
+    lightning_module,
     may_evaluate_again,
     needs_closure,
-    overflows_easily,
 )
 from gradaccum.torch.watch import parameters_of
 from gradaccum.torch.window import GradientWindow, Nonfinite, Windows, on_collect
@@ -131,8 +130,9 @@ class Optimizer(OptimizerProxy):
         arguments = {**self._accumulation_arguments}
         check_steps = functools.partial(check_steps_of, inner, self._accumulation_arguments)
         check_steps(schedule)
-        if arguments["accumulate_dtype"] is None and overflows_easily(inner):
-            arguments["accumulate_dtype"] = torch.float32
+        narrow = any(p.dtype is torch.float16 and not hasattr(p, "to_local") for p in parameters_of(inner))
+        if arguments["accumulate_dtype"] is None and narrow:
+            arguments["accumulate_dtype"] = torch.float32  # sums overflow easily
         self._hold(inner)
         options = {**arguments, "sync": self._sync}
         manual_reduce = arguments["nonfinite"] == "skip_micro_batch"
@@ -324,17 +324,21 @@ class Optimizer(OptimizerProxy):
             plain = not (has_options(self._accumulation_arguments) or windows.ranks.is_distributed)
             if needs_closure(self.inner) or (again and plain and windows.steps == 1):
                 return windows.evaluate(functools.partial(self._step_inner, closure))
-            with torch.enable_grad():
-                result = closure()
-            if left_out(closure, result):
-                windows.current.window.leave_out()
+            try:
+                with torch.enable_grad():
+                    result = closure()
+            except BaseException:
+                windows.ranks.abort()
+                raise
+            if result is None and lightning_module(closure) is not None:
+                windows.window.leave_out()  # its training_step returned None: there was no backward pass
             self._answer = (evaluated(self.inner, result),) if again else ()
         if not windows.current.passes.arrivals and checkpoint.is_initialisation(windows):
             return checkpoint.initialise(windows)
         if not self._checked:
             check_detected(self._model, windows.parameters(), windows.ranks, windows.schedule.constant)
             if windows.schedule.constant != 1:
-                check_first_step(self, closure)
+                check_first_step(closure)
             self._checked = True
         try:
             windows.count(self._scaled)
@@ -344,10 +348,6 @@ class Optimizer(OptimizerProxy):
 
     # torch would call the hooks around every call of `step`; here they belong to the update.
     step.hooked = True  # type: ignore[attr-defined]
-
-    @property
-    def _sums_gradients(self) -> bool:
-        return self._windows.schedule.constant != 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients between windows; inside an open window, do nothing.

@@ -67,14 +67,9 @@ class OptimizerProxy(torch.optim.Optimizer):
         if name.startswith("_") or "inner" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.inner, name)
-        if self._sums_gradients and inspect.ismethod(found) and _works_on_gradients(found):
+        if self._windows.schedule.constant != 1 and inspect.ismethod(found) and _works_on_gradients(found):
             return functools.partial(_refuse, f"{type(self.inner).__name__}.{name}()")
         return found
-
-    @property
-    def _sums_gradients(self) -> bool:
-        """Whether `p.grad` may be the sum of several micro-batches' gradients."""
-        raise NotImplementedError
 
     def _step_inner(self, *closure: Callable[[], Any]) -> Any:
         """The inner optimizer's step, between the hooks of all optimizers and those that were registered here."""
@@ -126,6 +121,9 @@ class OptimizerProxy(torch.optim.Optimizer):
         self._scaled = []
 
 
+_INSTEAD = "Use gradaccum.torch.TrainStep, which does that, or steps=1 without options."
+
+
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its `step` cannot be called without a closure, which it then evaluates as often as it likes."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -140,38 +138,50 @@ def may_evaluate_again(optimizer: torch.optim.Optimizer) -> bool:
 
 def evaluated(optimizer: torch.optim.Optimizer, result: Any) -> Callable[[], Any]:
     """A closure that was evaluated before the step, for optimizers that ask for it once, before anything else."""
-    versions = [parameter._version for parameter in parameters_of(optimizer)]
-    asked: list[bool] = []
+
+    def now() -> list[int]:
+        return [parameter._version for parameter in parameters_of(optimizer)]
+
+    asked = [now()]
 
     def closure() -> Any:
-        if asked or versions != [parameter._version for parameter in parameters_of(optimizer)]:
+        asked.append(now())
+        if len(asked) > 2 or asked[0] != asked[1]:
             raise ValueError(
                 f"{type(optimizer).__name__}.step evaluates its closure again, which would have to run the whole "
-                "window again. Its parameters may be half-way through a step. Use gradaccum.torch.TrainStep, which "
-                "does that, or steps=1 without options."
+                f"window again. Its parameters may be half-way through a step. {_INSTEAD}"
             )
-        asked.append(True)
         return result
 
     return closure
 
 
-def left_out(closure: Callable[[], Any], result: Any) -> bool:
-    """Whether Lightning's `training_step` returned None: there was no backward pass, and there are no rows."""
-    return result is None and _lightning_module(closure) is not None
+def check_steps_of(inner: torch.optim.Optimizer, arguments: dict[str, Any], schedule: Schedule) -> None:
+    """Raise if the inner optimizer re-evaluates closures, and windows are longer than one micro-batch."""
+    if needs_closure(inner) and (schedule.largest not in (1, None) or has_options({**arguments, "reduction": "mean"})):
+        raise ValueError(
+            f"{type(inner).__name__} re-evaluates its closure, which would have to run the whole window again. "
+            f"Received: steps={schedule}. {_INSTEAD}"
+        )
 
 
-def _lightning_module(closure: Any) -> Any:
+def has_options(arguments: dict[str, Any]) -> bool:
+    """Whether something is done to the gradients between a backward pass and the update."""
+    neutral = {"nonfinite": "propagate", "reduction": "mean"}
+    return any(value != neutral.get(name) for name, value in arguments.items())
+
+
+def lightning_module(closure: Any) -> Any:
     """The module whose automatic optimization has made this closure, if Lightning has."""
     module = next(iter(getattr(closure, "args", ())), None)
     return module if getattr(module, "automatic_optimization", False) is True else None
 
 
-def check_first_step(optimizer: Any, closure: Any) -> None:
+def check_first_step(closure: Any) -> None:
     """Raise, or warn, for what is around a wrapped optimizer, or on its parameters, and makes its windows inexact."""
     check_outside_of_trainers()
     steps, setting = 1, ""
-    if (module := _lightning_module(closure)) is not None:
+    if (module := lightning_module(closure)) is not None:
         steps = module.trainer.accumulate_grad_batches
         setting = f"Trainer(accumulate_grad_batches={steps})"
     elif "accelerate.optimizer" in callers():
@@ -182,25 +192,6 @@ def check_first_step(optimizer: Any, closure: Any) -> None:
             f"{setting} accumulates as well as this optimizer, and takes the mean of batches as if they were of "
             "one size. Remove it: the optimizer accumulates by itself."
         )
-
-
-def overflows_easily(inner: torch.optim.Optimizer) -> bool:
-    return any(p.dtype is torch.float16 and not hasattr(p, "to_local") for p in parameters_of(inner))
-
-
-def check_steps_of(inner: torch.optim.Optimizer, arguments: dict[str, Any], schedule: Schedule) -> None:
-    """Raise if the inner optimizer re-evaluates closures, and windows are longer than one micro-batch."""
-    if needs_closure(inner) and (schedule.largest not in (1, None) or has_options({**arguments, "reduction": "mean"})):
-        raise ValueError(
-            f"{type(inner).__name__} re-evaluates its closure, which would have to run the whole window again. "
-            f"Received: steps={schedule}. Use gradaccum.torch.TrainStep, which does that, or steps=1 without options."
-        )
-
-
-def has_options(arguments: dict[str, Any]) -> bool:
-    """Whether something is done to the gradients between a backward pass and the update."""
-    neutral = {"nonfinite": "propagate", "reduction": "mean"}
-    return any(value != neutral.get(name) for name, value in arguments.items())
 
 
 def checked_inner(optimizer: Any) -> torch.optim.Optimizer:
@@ -229,13 +220,12 @@ def checked_inner(optimizer: Any) -> torch.optim.Optimizer:
 
 def checked_gradients(gradients: Any, parameters: list[Tensor]) -> list[Tensor | None]:
     if isinstance(gradients, Mapping):
-        unknown = {id(p) for p in gradients} - {id(p) for p in parameters}
         if not all(isinstance(parameter, Tensor) for parameter in gradients):
             raise TypeError(
                 "`gradients` must be a sequence in the order of the optimizer's parameters, or {parameter: gradient}. "
                 f"Received: a dict with keys {[*gradients][:3]}. In their order, that is [*gradients.values()]."
             )
-        if unknown:
+        if unknown := {id(p) for p in gradients} - {id(p) for p in parameters}:
             raise ValueError(f"`gradients` has {len(unknown)} parameters that are not the optimizer's.")
         gradients = [gradients.get(parameter) for parameter in parameters]
     found = list(gradients)

@@ -117,9 +117,11 @@ class Joining:
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
         if batch.groups is not None:
-            raise ValueError("`pack` puts rows where they fit best, and `groups` keeps some together. Leave out one.")
+            raise ValueError(
+                "`pack` puts each row where it fits best, and `groups` keeps rows together. Leave out one."
+            )
         if Text(batch.tree).rows != batch.rows:
-            raise ValueError("`pack` takes rows by the first dimension: leave out batch_dims.")
+            raise ValueError("`pack` needs the rows in the first dimension: leave out batch_dims.")
         text = Text(batch.tree)
         lengths = [stop - start for start, stop in text.spans]
         plan = Joined(self.budget, lengths, sizes)
@@ -127,7 +129,7 @@ class Joining:
             self._said = True
             tokens, padded = sum(lengths), text.rows * text.width
             logger.info(
-                "pack: %d rows in %d micro-batches; %.1f %% of the tokens computed are padding, of the batch as it "
+                "pack: %d rows in %d micro-batches; %.1f %% of the tokens computed are padding; in the batch as it "
                 "came %.1f %%.",
                 batch.rows,
                 len(plan.pieces),
@@ -146,8 +148,8 @@ class Joining:
         packed = self.pack(few.tree[0] if one else few.tree, [[next(places) for _ in pack] for pack in piece.packs])
         if not one and not (isinstance(packed, tuple) and len(packed) == len(few.tree)):
             raise TypeError(
-                f"`pack` must return what follows the model: a tuple of {len(few.tree)}, as it is given. Received: "
-                f"{packed!r:.80} of type {type(packed).__name__}."
+                f"`pack` must return the arguments that follow the model, a tuple of {len(few.tree)}, as it receives "
+                f"them. Received: {packed!r:.80} of type {type(packed).__name__}."
             )
         return Batch((packed,) if one else packed, few.batch_dims, piece.size)
 
@@ -170,7 +172,7 @@ class Joining:
         return Cause(
             "mixes_rows",
             "pack",
-            f"Rows that lie one behind the other don't give what they give by themselves.{what} Use a model that "
+            f"Packed rows give other results than the same rows by themselves.{what} Use a model that "
             "keeps them apart: in transformers one whose attention begins anew where `position_ids` do, without a "
             "cache. Or the loss counts other tokens of packed rows. Or leave out `pack`: max_tokens alone sorts and "
             "trims padded rows.",
@@ -246,7 +248,7 @@ def judged_left(objective: Objective, batch: Batch, piece: Slice, text: Text) ->
         try:
             expected, again = (_gradient(objective, few) for _ in range(2))
             if _differ(objective, expected, again):
-                raise ValueError("it is not the same twice in evaluation mode, or not finite")
+                raise ValueError("two evaluations differ, or it is not finite")
             for way in ways:
                 if way == "number" and not can_take_positions(few.tree, objective.model):
                     continue

@@ -47,7 +47,7 @@ class Passes:
         self._all_ended = self.unfinished.clear
         self.began: list[int] = []  # operations recorded when the micro-batch began, and when each of its passes did
         self.on_end: Callable[[], None] | None = None  # called when a pass is over, in windows that look
-        self.ordinary = False  # a micro-batch that comes through one pass is counted, and nothing else is looked at
+        self.ordinary = False  # the window is open, and a micro-batch that comes now is counted without a look
 
     def begin(self) -> None:
         """The first gradient of a backward pass has arrived."""
@@ -63,7 +63,7 @@ class Passes:
 class _Watched:
     """Some parameters, and their gradients as autograd alone leaves them. Hooks hold the lists, and no optimizer."""
 
-    def __init__(self, parameters: list[Tensor], passes: Passes, before: _Watched | None = None) -> None:
+    def __init__(self, parameters: list[Tensor], passes: Passes) -> None:
         self.parameters = parameters
         self.nothing, self.none = [None] * len(parameters), [0] * len(parameters)
         self.gradients: list[Tensor | None] = [*self.nothing]  # of this window: while kept, their ids stay theirs
@@ -71,18 +71,12 @@ class _Watched:
         self.arrivals = [*self.none]  # in this window,
         self.seen = [*self.none]  # ... at the last look,
         self.counted = [*self.none]  # ... when the last micro-batch was counted
-        self.comparable: list[bool | None] = [*self.nothing]  # whether values tell more than versions do
+        self.comparable: list[bool | None] = [*self.nothing]  # whether values can be compared
         self.left: tuple[list[Tensor | None], list[int]] | None = None
         """The gradients that the last update was made with, not to join the next sum, and their versions."""
         with all_require_grad(parameters):
             self.hooks = [p.register_post_accumulate_grad_hook(self._hook(i, passes)) for i, p in enumerate(parameters)]
-        known = {id(p): i for i, p in enumerate(before.parameters)} if before is not None else {}
-        for i, parameter in enumerate(parameters):
-            if before is None or (j := known.get(id(parameter))) is None:
-                self.look(i, parameter.grad)
-            else:
-                for name in ("gradients", "bases", "arrivals", "seen", "counted"):
-                    getattr(self, name)[i] = getattr(before, name)[j]
+        self.look()
 
     def _hook(self, i: int, passes: Passes) -> Callable[[Tensor], None]:
         gradients, bases, arrivals, seen = self.gradients, self.bases, self.arrivals, self.seen
@@ -97,10 +91,6 @@ class _Watched:
 
         return arrived
 
-    def remove(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
     def restart(self, closed: bool = False) -> None:
         """Nothing has arrived. If the window `closed`, its gradients are still there."""
         self.left = None
@@ -109,13 +99,15 @@ class _Watched:
             self.left = finished, _versions(finished)
         self.gradients[:], self.arrivals[:], self.seen[:] = self.nothing, self.none, self.none
 
-    def look(self, i: int, gradient: Tensor | None) -> None:
-        """This is how the gradient should be."""
-        self.seen[i] = self.arrivals[i]
-        if gradient is not self.gradients[i]:
-            self.gradients[i], self.comparable[i] = gradient, None
-        if gradient is not None:
-            self.bases[i] = gradient._version - self.arrivals[i]
+    def look(self) -> None:
+        """This is how the gradients should be."""
+        self.seen[:] = self.arrivals
+        for i, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is not self.gradients[i]:
+                self.gradients[i], self.comparable[i] = gradient, None
+            if gradient is not None:
+                self.bases[i] = gradient._version - self.arrivals[i]
 
     @property
     def untouched(self) -> bool:
@@ -133,14 +125,23 @@ class _Watched:
             return None if gradient is None or gradient is left or arrived else "assigned"
         if gradient is before:
             if gradient is left and self.bases[i] == version:
-                return "left" if _counts_versions(gradient) else None
+                return "left" if counts_versions(gradient) else None
             edited = gradient._version != self.bases[i] + self.arrivals[i]
-            return "edited" if edited and _counts_versions(gradient) else None
+            return "edited" if edited and counts_versions(gradient) else None
         if gradient is None or not arrived:
             return "cleared"
         # With create_graph=True, for sparse gradients and when compiled, autograd adds out of place.
-        out_of_place = gradient.requires_grad or gradient.is_sparse or not _counts_versions(gradient)
+        out_of_place = gradient.requires_grad or gradient.is_sparse or not counts_versions(gradient)
         return None if out_of_place else "cleared"
+
+    def values(self) -> Values | None:
+        found = []
+        for i, gradient in enumerate(self.gradients):
+            if gradient is not None and self.comparable[i] is None:
+                self.comparable[i] = Values.has(gradient)
+            if gradient is not None and self.comparable[i]:
+                found.append(gradient)
+        return Values.of(found)
 
 
 class GradientMonitor:
@@ -157,14 +158,15 @@ class GradientMonitor:
         self._watched = _Watched([], self.passes)
         self._passes_noted = self._passes_warned = False
         self._on_end = functools.partial(_pass_over, weakref.ref(self))
-        self._digest: Tensor | None = None
+        self._values: Values | None = None  # of the gradients, at the last look
         self.watch_all()
         self.restart()
         self.resync()
 
     def _watch(self, parameters: list[Tensor]) -> None:
-        self._watched.remove()
-        self._watched = _Watched(parameters, self.passes, self._watched)
+        for hook in self._watched.hooks:
+            hook.remove()
+        self._watched = _Watched(parameters, self.passes)
 
     def watch_all(self) -> None:
         self._watch(_leaves(self._parameters()))
@@ -181,7 +183,7 @@ class GradientMonitor:
         self.passes.unfinished.clear()
         self._watched.restart(closed)
         if self.looking:
-            self._counted, self._last_next, self._digest = 0, False, None
+            self._counted, self._last_next, self._values = 0, False, None
             self._watched.comparable[:] = self._watched.nothing
         self.forget_arrivals()
 
@@ -194,7 +196,7 @@ class GradientMonitor:
         if self.looking:
             self._counted += 1
             self._last_next = last_next
-        if not seen or (self._digest is None) == self._compares:
+        if not seen or (self._values is None) == self._compares:
             self.resync()
 
     def close(self) -> None:
@@ -208,13 +210,12 @@ class GradientMonitor:
             self._next_look = 2 * self._windows + 1
             self.watch_all()
         else:
-            most = max(self._watched.arrivals, default=0)
-            likely = [
-                p for p, arrivals in zip(self._watched.parameters, self._watched.arrivals) if arrivals == most > 0
-            ]
+            arrivals = self._watched.arrivals
+            most = max(arrivals, default=0)
+            likely = [p for p, count in zip(self._watched.parameters, arrivals) if count == most > 0]
             if likely:
                 self._watch([likely[i] for i in sorted({0, len(likely) // 2, len(likely) - 1})])
-                self.looking, self.passes.on_end, self._digest = False, None, None
+                self.looking, self.passes.on_end, self._values = False, None, None
         self.restart(closed=True)
 
     # What has arrived.
@@ -278,7 +279,7 @@ class GradientMonitor:
 
     def modification(self) -> Modification | None:
         """What was done to the sum; None if autograd alone touched it."""
-        if self._modification is None and not (self._digest is None and self._watched.untouched):
+        if self._modification is None and not (self._values is None and self._watched.untouched):
             self._modification = self._found()
         return self._modification
 
@@ -289,19 +290,15 @@ class GradientMonitor:
                 continue
             if found is not None:
                 return found
-        compared = self._digest is not None and self.passes.arrivals == self._seen
-        return "edited" if compared and self._differs() else None
-
-    def record(self, modification: Modification) -> None:
-        """What was done to the sum, unless something was before."""
-        self._modification = self._modification or modification
+        if self._values is None or self.passes.arrivals != self._seen:
+            return None
+        return "edited" if self._values.differ(self._watched.values()) else None  # waits for the device
 
     def resync(self) -> None:
         """The sum is as it should be, perhaps changed on purpose, by the wrapper itself."""
-        for i, parameter in enumerate(self._watched.parameters):
-            self._watched.look(i, parameter.grad)
+        self._watched.look()
         self._seen = self.passes.arrivals
-        self._digest = digest(self._comparable()) if self._compares else None
+        self._values = self._watched.values() if self._compares else None
 
     @contextlib.contextmanager
     def resyncing(self) -> Iterator[None]:
@@ -311,26 +308,11 @@ class GradientMonitor:
         self.resync()
 
     def forget_values(self) -> None:
-        self._digest = None
+        self._values = None
 
     @property
     def _compares(self) -> bool:
         return self.looking and (self._counted < _COMPARED or self._last_next)
-
-    def _comparable(self) -> list[Tensor]:
-        watched, found = self._watched, []
-        for i, gradient in enumerate(watched.gradients):
-            if gradient is not None:
-                if watched.comparable[i] is None:
-                    watched.comparable[i] = has_digest(gradient)
-                if watched.comparable[i]:
-                    found.append(gradient)
-        return found
-
-    def _differs(self) -> bool:
-        """Whether the gradients have other values than at the last look. Waits for the device."""
-        gradients = self._comparable()
-        return digests_differ(self._digest, digest(gradients), gradients)
 
 
 class ShardedMonitor(GradientMonitor):
@@ -374,13 +356,17 @@ class ShardedMonitor(GradientMonitor):
             self.keep()
         super().resync()
 
+    @property
+    def untouched(self) -> bool:
+        return False  # as far as can be told at once
+
     def modification(self) -> Modification | None:
         self._look_at_kept()
         return super().modification()
 
     def _look_at_kept(self) -> None:
         if any(tensor._version != version for tensor, version in self._kept):
-            self.record("edited")
+            self._modification = self._modification or "edited"
 
 
 def _pass_over(monitor: weakref.ref[GradientMonitor]) -> None:
@@ -400,43 +386,50 @@ def _leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p for p in parameters if p.is_leaf and not is_lazy(p) and (p.is_floating_point() or p.is_complex())]
 
 
-def has_digest(gradient: Tensor) -> bool:
-    on_mps = gradient.device.type == "mps"
-    return not gradient.is_sparse and not on_mps and gradient.numel() > 0 and _counts_versions(gradient)
+class Values:
+    """The 2-norm and the largest entry of each tensor, two rows: other values show in one of them."""
+
+    def __init__(self, rows: Tensor, sizes: list[int]) -> None:
+        self._rows, self._sizes = rows, sizes
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, tensors: list[Tensor]) -> Values | None:
+        """None of no tensors; `has` says of which it can be told."""
+        found: list[Any] = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+        if not found:
+            return None
+        kinds, device = {(t.device, t.dtype) for t in found}, found[0].device
+        wide = torch.float64 if any(dtype == torch.float64 for _, dtype in kinds) else torch.float32
+        plain = kinds == {(device, wide)}
+        rows = [torch._foreach_norm(found, 2, dtype=None if plain else wide), torch._foreach_max(found)]
+        stacked = [torch.stack(row if plain else [n.to(device, wide) for n in row]) for row in rows]
+        return cls(torch.stack(stacked), [*map(Tensor.numel, tensors)])
+
+    @staticmethod
+    def has(tensor: Tensor) -> bool:
+        on_mps = tensor.device.type == "mps"
+        return not tensor.is_sparse and not on_mps and tensor.numel() > 0 and counts_versions(tensor)
+
+    def differ(self, now: Values | None) -> bool:
+        """Whether they are others by now. Waits for the device."""
+        before = self._rows
+        if now is None or now._rows.shape != before.shape:
+            return True
+        if torch.equal(before, now._rows):
+            return False
+        rounding = torch.tensor(self._sizes, dtype=before.dtype, device=before.device).sqrt()  # threads may differ
+        rounding *= 4 * torch.finfo(before.dtype).eps
+        same = (before - now._rows).abs() <= rounding * before[0]
+        return not bool((same | (before == now._rows) | (before.isnan() & now._rows.isnan())).all())
 
 
-def digests_differ(before: Tensor | None, now: Tensor | None, tensors: list[Tensor]) -> bool:
-    if before is None or now is None or now.shape != before.shape:
-        return True
-    if torch.equal(before, now):
-        return False
-    sizes = [4 * torch.finfo(before.dtype).eps * tensor.numel() ** 0.5 for tensor in tensors]
-    rounding = torch.tensor(sizes, dtype=before.dtype, device=before.device)  # threads may differ
-    same = (before - now).abs() <= rounding * before[0]
-    return not bool((same | (before == now) | (before.isnan() & now.isnan())).all())
-
-
-@torch.no_grad()
-def digest(gradients: list[Tensor]) -> Tensor | None:
-    """The 2-norm and the largest entry of each gradient, two rows: other values show in one of them."""
-    found: list[Any] = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
-    if not found:
-        return None
-    kinds = {(g.device, g.dtype) for g in found}
-    device = found[0].device
-    wide = torch.float64 if any(dtype == torch.float64 for _, dtype in kinds) else torch.float32
-    plain = kinds == {(device, wide)}
-    norms = torch._foreach_norm(found, 2, dtype=None if plain else wide)
-    rows = [norms, torch._foreach_max(found)]
-    return torch.stack([torch.stack(row if plain else [n.to(device, wide) for n in row]) for row in rows])
-
-
-def _counts_versions(gradient: Tensor) -> bool:
-    """Whether the gradient's version rises when it is edited, and only then. Asked only where something differs.
+def counts_versions(tensor: Tensor) -> bool:
+    """Whether the tensor's version rises when it is edited, and only then. Asked only where something differs.
 
     Views, such as those of DDP's buckets, share theirs with others, as do parts of a larger tensor, after torch.cat of
     parameters; a DTensor's shard has its own.
     """
-    if gradient._is_view() or hasattr(gradient, "to_local") or torch.compiler.is_compiling():
+    if tensor._is_view() or hasattr(tensor, "to_local") or torch.compiler.is_compiling():
         return False
-    return gradient.is_sparse or gradient.untyped_storage().nbytes() <= gradient.nbytes
+    return tensor.is_sparse or tensor.untyped_storage().nbytes() <= tensor.nbytes

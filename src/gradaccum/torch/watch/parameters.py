@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.torch.watch.monitor import digest, digests_differ, has_digest
+from gradaccum.torch.watch.monitor import Values
 
 
 class ParameterMonitor:
@@ -41,7 +41,7 @@ class ParameterMonitor:
         self._lists = [(group["params"], len(group["params"])) for group in groups]
         self._parameters, self._settings = [*parameters_of(self._inner)], [*map(dict, groups)]
         self._versions = [parameter._version for parameter in self._parameters]
-        self._digest = digest(self._comparable()) if self._looking else None
+        self._values = self._values_now() if self._looking else None
 
     def _same_lists(self) -> bool:
         """Whether no parameter has come or gone; what replaces one, or stands elsewhere, shows at the window's end."""
@@ -62,14 +62,12 @@ class ParameterMonitor:
 
     def values_differ(self) -> bool:
         """Whether the parameters have other values than as the window began, as after `p.data.clamp_()`."""
-        compared = self._comparable() if self._digest is not None else []
-        return bool(compared) and digests_differ(self._digest, digest(compared), compared)
+        return self._values is not None and self._values.differ(self._values_now())
 
-    def _comparable(self) -> list[Tensor]:
+    def _values_now(self) -> Values | None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return []  # FSDP moves parts of them through `.data`
-        whole = [p for p in self._parameters if not hasattr(p, "to_local")]
-        return [p.detach() for p in whole if p.is_floating_point() and has_digest(p)]
+            return None  # FSDP moves parts of them through `.data`
+        return Values.of([p.detach() for p in self._parameters if p.is_floating_point() and Values.has(p)])
 
     def check_parameters(self) -> None:
         if not _same_objects(self._parameters, parameters_of(self._inner)):

@@ -85,9 +85,8 @@ class GradientWindow(Listener):
         self.buffer: GradientBuffer = self.screened or self.named  # type: ignore[assignment]  # one of the two is there
         if ranks.is_distributed:
             self.buffer.attach(ranks.engine.pending)
-        self.monitor = (
-            ShardedMonitor(parameters, ranks.engine.pending) if ranks.sharded else GradientMonitor(parameters)
-        )
+        pending = ranks.engine.pending
+        self.monitor = ShardedMonitor(parameters, pending) if ranks.sharded else GradientMonitor(parameters)
         self.passes = self.monitor.passes
         self.loss_scale = LossScale(self.buffer, self.monitor)
         self.arrival_scale = ArrivalScale(parameters)
@@ -97,7 +96,7 @@ class GradientWindow(Listener):
         self.saved = False  # a checkpoint holds all of it: it may go on elsewhere
         self.set_to_none = True  # what the user's loop passes to `zero_grad`
         self._folded = self._warned_of_others = False
-        self._one: Tensor | None = None
+        self._one: Tensor | None = None  # what a backward pass starts from
         self._always_special = self.screened is not None or noise is not None or ranks.is_distributed
         self.begin()
         self.build_stages()
@@ -113,25 +112,21 @@ class GradientWindow(Listener):
             **self._options,
         )
 
-    @property
-    def special(self) -> bool:
-        """Whether there is more in this window than gradients that autograd adds up: each micro-batch is looked at."""
-        return self._special
-
-    @special.setter
-    def special(self, special: bool) -> None:
-        self._special, self.passes.ordinary = special, False
+    def be_special(self) -> None:
+        """There is more in this window than gradients that autograd adds up: each micro-batch is looked at."""
+        self.special, self.passes.ordinary = True, False
 
     def begin(self) -> None:
         """An empty window; where a backward pass will reduce it, its unit must be the other ranks', too."""
         self.window.close()
-        self._special, self.passes.ordinary = self._always_special, False
+        self.special, self.passes.ordinary = self._always_special, False
         if self.ranks.is_distributed and not self.ranks.manual_reduce:
             self.window.unit = self.ranks.unit
 
     def parameters_added(self) -> None:
         self.buffer.prepare()
         self.loss_scale.remove()
+        self.monitor.modification()
         self.monitor.watch_all()
 
     def remove(self) -> None:
@@ -154,11 +149,9 @@ class GradientWindow(Listener):
         """The next micro-batch weighs this much; `given` by the user, or its rows; `last` of its epoch."""
         window = self.window
         window.expect(weight, given, last)
-        if weight == window.unit and not self._special:
-            return
         arriving = float(weight > 0)
         if weight == 0:
-            self.special = True
+            self.be_special()
         elif window.reduction == "mean" and weight != window.unit and not self.by_name:
             if self.ranks.is_distributed and not self.ranks.manual_reduce and window.unit is not None:
                 arriving = weight / window.unit
@@ -185,7 +178,7 @@ class GradientWindow(Listener):
                 self._backward_named(checked_terms(loss, weight), retain_graph, create_graph)
                 return
             loss = checked_scalar(loss, "`loss`")
-        if self._special and self.by_name:
+        if self.special and self.by_name:
             raise mixed_terms_error()
         if one.weight is None and not window.micro_batches:
             self.losses.restart()
@@ -196,7 +189,7 @@ class GradientWindow(Listener):
             self.losses.add(window.micro_batches, loss, one.weight, one.given)
         elif not self.ranks.sharded:
             self.loss_scale.rescale_()  # no backward pass will do it
-            self.special = True
+            self.be_special()
             with self.monitor.resyncing():
                 self.buffer.reach(loss)
             return
@@ -209,7 +202,7 @@ class GradientWindow(Listener):
             named.used = True
             self.ranks.reduce_manually()  # each sum is divided by its own total before they are one
             self.build_stages()
-        self.special = True
+        self.be_special()
         if one.weight is None and not window.micro_batches:
             self.losses.restart()
         if one.weight is None or (counts and one.weight == 0):
@@ -231,24 +224,22 @@ class GradientWindow(Listener):
             raise mixed_terms_error()
         if self.ranks.is_distributed and not self.ranks.waits:
             raise WindowError(
-                "Losses came as backward({name: (loss, weight)}) for the first time in a later window than the first, "
-                "on several ranks, which reduce a single loss in the backward pass by now. Use names from the first "
-                "window on."
+                "On several ranks, losses came as backward({name: (loss, weight)}) for the first time in a later "
+                "window than the first: by now the ranks reduce a single loss in its backward pass. Use names from the "
+                "first window on."
             )
         for name in self.losses.names(window.micro_batches).intersection(names) if named.sums else ():
             raise ValueError(
-                f"The loss term {name!r} came twice in one micro-batch: two means over the same rows, whose sum one "
-                "weight can't say. Give each a name of its own, or add them up before: "
-                "backward({'a': (loss_1 + loss_2, weight)})."
+                f"The loss term {name!r} came twice in one micro-batch. One weight can't describe two means over the "
+                "same rows: give each its own name, or add them first, backward({'a': (loss_1 + loss_2, weight)})."
             )
         return named
 
     def _run_backward(self, loss: Tensor, factor: float, retain_graph: bool | None, create_graph: bool) -> None:
         one, scaling = self.window.micro_batch, self.arrival_scale
-        others = self.passes.arrivals - one.weighed
-        shared = None
-        if factor != 1.0 and self.monitor.looking:
-            shared = [(window, window.passes.arrivals) for window in _WINDOWS if window is not self]
+        before, shared = self.passes.arrivals, None
+        if factor != 1.0 and self.monitor.looking and not self._warned_of_others:
+            shared = [(window.passes, window.passes.arrivals) for window in _WINDOWS if window is not self]
         try:
             if self.ranks.sharded:
                 self.ranks.engine.scale(1.0 if one.weight else 0.0)
@@ -259,51 +250,45 @@ class GradientWindow(Listener):
             else:
                 run_backward([loss], [self._start(loss, factor)], bool(retain_graph))
         except BaseException as error:
-            self._failure, self.special = error, True
+            self._failure = error
+            self.be_special()
             self.ranks.abort()
             raise
         finally:
             scaling.muted = False
-        one.weighed = self.passes.arrivals - others
+        one.weighed += self.passes.arrivals - before
         if not one.weighed:  # as far as is known in windows that look at three parameters
             self.passes.ordinary = False
-        if shared:
-            self._warn_of_others(shared)
-
-    def _warn_of_others(self, shared: list[tuple[GradientWindow, int]]) -> None:
-        """Warn, once, if a pass whose gradients are multiplied by a weight has reached another optimizer's."""
-        if self._warned_of_others or all(other.passes.arrivals == before for other, before in shared):
-            return
-        self._warned_of_others = True
-        warnings.warn(
-            "backward(loss, weight=...) of one optimizer also reached parameters of another wrapped one, which knows "
-            "nothing of these weights: its gradients came multiplied by them, and it divides by its own. Give both the "
-            "weights, a.batches(b.batches(loader, weight=count), weight=count), and call loss.backward().",
-            stacklevel=5,
-        )
+        if shared and any(passes.arrivals != arrivals for passes, arrivals in shared):
+            self._warned_of_others = True
+            warnings.warn(
+                "backward(loss, weight=...) of one optimizer also reached parameters of another wrapped one, which "
+                "knows nothing of these weights: its gradients came multiplied by them, and it divides by its own. "
+                "Give both the weights, a.batches(b.batches(loader, weight=count), weight=count), and call "
+                "loss.backward().",
+                stacklevel=4,
+            )
 
     def _start(self, loss: Tensor, factor: float) -> Tensor:
         """What a backward pass starts from: a tensor of this factor, of which that of 1 is made once."""
-        start = self._one
-        usable = start is not None and start.dtype is loss.dtype and start.device == loss.device
-        if factor != 1.0 or not usable or start._version:  # type: ignore[union-attr]  # a hook of the user's wrote it
+        start = self._one if factor == 1.0 else None
+        # A hook of the user's may have written to it.
+        if start is None or start.dtype is not loss.dtype or start.device != loss.device or start._version:
             start = torch.full_like(loss, factor, requires_grad=False)
             if factor == 1.0:
                 self._one = start
-        return start  # type: ignore[return-value]  # it is one by now
+        return start
 
     def add_gradients(self, gradients: Sequence[Tensor | None], weight: Any) -> None:
-        self.check_failed()
         self.check_sum()
         if self.by_name:
             raise mixed_terms_error()
-        one = self.window.micro_batch
+        one, before = self.window.micro_batch, self.passes.arrivals
         factor = self.window.weigh(weight)
-        self.special = True
+        self.be_special()
         self.loss_scale.rescale_()
         if one.weight == 0:
             return
-        before = self.passes.arrivals
         for parameter, gradient in zip(self.buffer.parameters(), gradients, strict=True):
             if gradient is not None:
                 add_gradient(parameter, gradient.detach() * factor)
@@ -317,18 +302,14 @@ class GradientWindow(Listener):
         window, passes = self.window, self.passes
         one = window.micro_batch
         mixed = one.factor != 1.0 and passes.arrivals != one.weighed
-        if mixed or scaled or self._special or self.monitor.looking or not passes.arrivals:
+        if mixed or scaled or self.special or self.monitor.looking or not passes.arrivals:
             return self._count_and_look(scaled)
         self.loss_scale.scaled, self.saved = False, False
         passes.ordinary = True
         if window.closes_next:
-            self.check_before_closing()
+            self.check_sum()
         passes.arrivals = 0
         return window.add()
-
-    def check_before_closing(self) -> None:
-        self.check_failed()
-        self.check_sum()
 
     def _count_and_look(self, scaled: Sequence[Any]) -> bool:
         """`count`, where there is more to do than to add."""
@@ -336,7 +317,6 @@ class GradientWindow(Listener):
         self.passes.ordinary = False
         if scaled and scaled[0] is None:
             monitor.forget_values()  # `unscale_` has changed them, and raises no version
-        self.check_failed()
         self.check_sum()
         if self.passes.arrivals != one.weighed:
             if self.by_name:
@@ -349,7 +329,16 @@ class GradientWindow(Listener):
         weight = one.weight
         closes = window.add()
         self.saved = False
-        self._restart_arrivals(weight)
+        self._scale_arrivals(1.0)
+        if self.screened is not None:
+            self.screened.add()
+            monitor.resync()  # its gradient has moved into the sum
+        if weight or self.ranks.sharded:
+            monitor.counted(window.closes_next)
+        else:
+            monitor.forget_arrivals()
+        if self.noise is not None and self.noise.waiting and window.weight > 0 and not self.ranks.reduced:
+            self._measure(self.noise)
         if not closes and self.loss_scale.in_use:
             self.loss_scale.expect_backward()
         self._settle()
@@ -357,10 +346,10 @@ class GradientWindow(Listener):
 
     def _scale_sum(self, scaled: Sequence[Any]) -> None:
         """Have the sum in one scale, with that of a checkpoint in it."""
-        scale, weight = self.loss_scale, self.window.micro_batch.weight
+        scale, weight, screened = self.loss_scale, self.window.micro_batch.weight, self.screened is not None
         unscaled = bool(scaled) and scaled[0] is None
         # One that weighs nothing has no say, unless `unscale_` has divided the others' sum in it.
-        if (weight or unscaled) and self.screened is None and (scaled or self.passes.arrivals or not self.monitor.idle):
+        if (weight or unscaled) and not screened and (scaled or self.passes.arrivals or not self.monitor.idle):
             scale.check(bool(scaled))
         if not scaled:
             if self.buffer.restored is not None:
@@ -372,13 +361,11 @@ class GradientWindow(Listener):
             self.build_stages()
         if not unscaled:
             self.losses.unscale(self.window.micro_batches, scaled[0])
-        if self.screened is not None:
-            if not unscaled:
+            if screened:
                 scale_(self.buffer.gradients(), scaled[0].reciprocal())
-            return
-        if unscaled:
+        elif not screened:
             self._check_unscaled()
-        if weight or scale.in_use or self.ranks.is_distributed:
+        if not screened and (weight or scale.in_use or self.ranks.is_distributed):
             scale.add(scaled[0], scaled[1])
             self.monitor.resync()
 
@@ -396,24 +383,11 @@ class GradientWindow(Listener):
                 "discard() drops the window."
             )
 
-    def _restart_arrivals(self, weight: float | None) -> None:
-        """The micro-batch is in: what arrives from now on belongs to the next one."""
-        monitor, noise = self.monitor, self.noise
-        self._scale_arrivals(1.0)
-        if self.screened is not None:
-            self.screened.add()
-            monitor.resync()  # its gradient has moved into the sum
-        if weight or self.ranks.sharded:
-            monitor.counted(self.window.closes_next)
-        else:
-            monitor.forget_arrivals()
-        if noise is not None and noise.waiting and self.window.weight > 0 and not self.ranks.reduced:
-            self._measure(noise)
-
     def _settle(self) -> None:
         """Whether there is more in this window than gradients that autograd adds up."""
         moved = self.buffer.restored is not None or self.loss_scale.in_use
         self.special = self._always_special or moved or self.by_name or self._failure is not None
+        self.passes.ordinary = False
 
     def _measure(self, noise: NoiseMeter) -> None:
         """Show the meter the sum so far: unscaled and over the weight, it is the mean of the micro-batches so far."""
@@ -435,7 +409,7 @@ class GradientWindow(Listener):
         """Turn the sum into the mean gradient in `p.grad`. Returns whether there is one to update with."""
         window, scale = self.window, self.loss_scale
         total = WindowTotal(self.buffer, window.divisor, window.weight, window.micro_batches)
-        if self._special:
+        if self.special:
             self.buffer.join_restored(scale.scale)
             total.scale, total.overflow = scale.scale, False if scale.overflow is None else scale.overflow
             self._weigh(total)
@@ -475,8 +449,7 @@ class GradientWindow(Listener):
 
     def _reduce(self, total: WindowTotal) -> bool:
         """Make the sum and its weight those of all ranks."""
-        window, ranks, scale = self.window, self.ranks, self.loss_scale
-        manual_reduce = not ranks.reduced
+        window, ranks, scale, manual_reduce = self.window, self.ranks, self.loss_scale, not self.ranks.reduced
         if manual_reduce:
             scale.bring_to(ranks.loss_scale)
         weights = window.weight, window.weights_given, window.largest
@@ -497,16 +470,12 @@ class GradientWindow(Listener):
 
     def _rescale(self, unit: float) -> None:
         """All ranks are about to reduce: bring the sum to one unit, those of losses by name to one sum."""
-        if self.named is not None and self.named.used:
-            totals = self.ranks.sum_by_name(self.named.totals())
-            if totals:
-                self.named.fold(totals)
-                self._folded = True
-                return
-        if self.window.reduction == "mean":
-            factor = self.window.rescale(unit)
-            if factor != 1.0:
-                self.buffer.scale_(factor)
+        named = self.named
+        if named is not None and named.used and (totals := self.ranks.sum_by_name(named.totals())):
+            named.fold(totals)
+            self._folded = True
+        elif self.window.reduction == "mean" and (factor := self.window.rescale(unit)) != 1.0:
+            self.buffer.scale_(factor)
 
     # What `ranks` calls: a `gradaccum.torch.distributed.Listener`.
 
@@ -549,27 +518,27 @@ class GradientWindow(Listener):
 
     def close(self) -> None:
         """The update is made, or given up: the next micro-batch is the first of a new window."""
-        if self._special:
+        self.loss_scale.scaled, self.saved = None, False
+        if self.special:
             self.buffer.close()
             self._restart()
-        self.loss_scale.scaled, self.saved = None, False
         self.monitor.close()
         self.begin()
 
-    def empty(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, too; None: in the way of the loop's own `zero_grad`."""
+    def empty(self) -> None:
+        """Clear the gradients, too, in the way of the loop's own `zero_grad`."""
+        self.loss_scale.scaled, self.saved = None, False
         self.window.micro_batch.restart()
         self.monitor.restart()
         self.passes.ordinary = False
-        self.buffer.clear(self.set_to_none if set_to_none is None else set_to_none)
-        if self._special:
+        self.buffer.clear(self.set_to_none)
+        if self.special:
             self.ranks.engine.clear()
             self._failure = None
             self._restart()
             self._settle()
 
     def _restart(self) -> None:
-        self.loss_scale.scaled, self.saved = None, False
         self.loss_scale.close()
         if self.noise is not None:
             self.noise.restart()
@@ -581,14 +550,14 @@ class GradientWindow(Listener):
             raise failed_error(self._failure) from self._failure
 
     def check_sum(self) -> None:
-        """Raise if somebody else changed the sum; in a window of one micro-batch, the plain loop, that is fine."""
-        found = self.monitor.modification()
+        """Raise if a pass failed or somebody else changed the sum; in a window of one micro-batch, that may be fine."""
+        self.check_failed()
+        found, window = self.monitor.modification(), self.window
         if found is None:
             return
-        window = self.window
         early = found == "edited" and self.ranks.is_distributed and not self.ranks.sharded  # reduced later, perhaps
         alone = not window.micro_batches and window.closes_next and not early
-        if not (alone and not (window.reduction == "sum" and window.micro_batch.given)):
+        if not alone or (window.reduction == "sum" and window.micro_batch.given):
             raise modification_error(found)
 
     def check_untouched(self) -> None:

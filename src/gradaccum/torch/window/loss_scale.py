@@ -38,7 +38,7 @@ class LossScale:
         self._buffer, self._monitor = buffer, monitor
         self.known = False  # a GradScaler has stepped, in some window
         self.scaled: bool | None = None  # whether this window's micro-batches come through one; None: none has come yet
-        self._live: Tensor | None = None
+        self._live: Tensor | None = None  # the scaler's own, which it changes in place
         self._handle: Any = None
         self._rescaled_to = -1  # the version of the live scale that the sum was brought to last
         self._shown: tuple[Tensor, Tensor, int] | None = None
@@ -93,20 +93,15 @@ class LossScale:
         Lightning asks whether the optimizer unscales, and leaves it at that where its user skips a micro-batch.
         """
         shown, self._shown = self._shown, None
-        if shown is not None:
-            parameter, zero, version = shown
-            if parameter.grad is zero and zero._version == version:
-                parameter.grad = None
+        if shown is not None and shown[0].grad is shown[1] and shown[1]._version == shown[2]:
+            shown[0].grad = None
 
     def add(self, live: Tensor | None, found_inf: Tensor) -> None:
         if self._due and live is not None:
             self.rescale_()  # no backward pass has done it
         self.overflow = found_inf.clone() if self.overflow is None else torch.maximum(self.overflow, found_inf)
-        if live is not None:
-            self._live = live
-            self._scale = live.detach().clone()  # `live` itself is about to change in place
-        else:
-            self._scale = torch.ones_like(found_inf)
+        self._live = self._live if live is None else live
+        self._scale = torch.ones_like(found_inf) if live is None else live.detach().clone()  # it is about to change
         self._buffer.join_restored(self._scale)
 
     def expect_backward(self) -> None:
@@ -155,7 +150,7 @@ class LossScale:
         """The scale of the sum (0 without a scaler), the scale that this rank's scaler has come to, any overflow."""
         if self._scale is None or self.overflow is None:
             return 0.0, 0.0, self.overflowed()
-        own = self._own if self._own is not None else self._live if self._live is not None else self._scale
+        own = next(scale for scale in (self._own, self._live, self._scale) if scale is not None)
         found = [t.detach().double().reshape(()) for t in (self._scale, own, self.overflow)]
         scale, own_scale, overflow = torch.stack(found).tolist()
         return scale, own_scale, bool(overflow)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.core.noise import NoiseSchedule
-from gradaccum.core.window import MicroBatch, Window
+from gradaccum.core.window import Window
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.noise import inside_step
 from gradaccum.schedule import Schedule
@@ -38,8 +38,8 @@ RUNNING: dict[int, weakref.ref[Window]] = {}
 """The windows that a loop of `batches()` fills, of all optimizers."""
 
 WRITTEN = (
-    "Parameters were changed inside an open window, by another optimizer's step, by clamping or loading, perhaps. The "
-    "gradients of its micro-batches belong to different ones. Change parameters when `updated` is True."
+    "Parameters were changed inside an open window, by another optimizer's step, by clamping or by loading, perhaps. "
+    "The window's gradients belong to different parameters. Change parameters when `updated` is True."
 )
 
 _Phase = enum.Enum("_Phase", ["PLAIN", "RESTORED", "LOOP", "AHEAD"])
@@ -54,11 +54,10 @@ class Windows:
         wrapper: Callable[[], Any],
         check_steps: Callable[[Schedule], None],
     ) -> None:
-        self.inner, self.schedule, self.current, self.ranks = inner, schedule, current, current.ranks
-        self.window, self.passes = current.window, current.passes
+        self.inner, self.current, self.ranks = inner, current, current.ranks
+        self.window, self.passes, self.one = current.window, current.passes, current.window.micro_batch
         self.epoch = self.updates = 0
-        self.updated = False
-        self.in_epoch = False  # this epoch has a micro-batch
+        self.updated = self.in_epoch = False  # in_epoch: this epoch has a micro-batch
         self._phase = _Phase.PLAIN
         self.source: Any = None  # the `Batches` whose loop runs
         self.left_over: Any = None  # what a loop over an iterator had fetched ahead when it was broken off
@@ -68,11 +67,9 @@ class Windows:
         self.before_update: Callable[[], None] | None = None  # a checkpoint may have reserved room in the state
         self._defaults_elsewhere: dict[int, float] | None = {}  # of the last micro-batch in other loops; None: warned
         self._wrapper, self._check_steps = wrapper, check_steps
-        self._scheduled_for: tuple[int, int] | None = None
-        self.noise_schedule = NoiseSchedule._of(schedule)
         self.parameter_monitor = ParameterMonitor(inner)
         self._warned: set[str] = set()
-        self.expect_next()
+        self._follow(schedule, None)
 
     def parameters(self) -> list[Tensor]:
         return parameters_of(self.inner)
@@ -84,114 +81,111 @@ class Windows:
 
     # How long they are.
 
-    @property
-    def steps(self) -> int:
-        if not self.current.window.micro_batches:
-            self._settle_steps()
-        return self.current.window.steps
+    def _follow(self, schedule: Schedule, scheduled_for: tuple[int, int] | None) -> None:
+        self.schedule, self.noise_schedule = schedule, NoiseSchedule._of(schedule)
+        self._scheduled_for = scheduled_for
+        self.expect_next()
 
     def reschedule(self, schedule: Schedule) -> None:
         self._check_steps(schedule)
-        self.current.window.resize(schedule(self.epoch, self.updates))
-        self.schedule, self._scheduled_for = schedule, (self.epoch, self.updates)
-        self.noise_schedule = NoiseSchedule._of(schedule)
-        self.expect_next()
+        self.window.resize(schedule(self.epoch, self.updates))
+        self._follow(schedule, (self.epoch, self.updates))
 
-    def _settle_steps(self) -> None:
+    @property
+    def steps(self) -> int:
         at = self.epoch, self.updates
-        if self._scheduled_for != at:
+        if not self.window.micro_batches and self._scheduled_for != at:
             steps = self.schedule(*at)
             if self.schedule.largest is None:
                 self._check_steps(Schedule(steps))
-            self.current.window.resize(steps)
+            self.window.resize(steps)
             self._scheduled_for = at
+        return self.window.steps
 
     @property
     def closes_next(self) -> bool:
-        return self.steps == 1 or self.current.window.closes_next
+        return self.steps == 1 or self.window.closes_next
 
     def expect_next(self, counts: bool = True) -> None:
         """Say what comes next, one micro-batch ahead: DDP looks at it in the forward pass."""
         if self.ranks.is_distributed:
-            self.ranks.expect(self.closes_next, self.steps, self.current.window.micro_batch.last, counts)
+            self.ranks.expect(self.closes_next, self.steps, self.one.last, counts)
 
     # Micro-batches.
 
-    def count(self, scaled: Sequence[Any] = ()) -> None:
-        current = self.current
-        window = current.window
-        one = window.micro_batch
-        if one.in_batches is not one.announced or self._phase is _Phase.AHEAD:
-            self._check_place(one)
-        if not window.micro_batches:
-            if window.steps != self.schedule.constant:
-                self._settle_steps()
-            if self.parameter_monitor.window_begins(current.monitor.looking):
-                current.parameters_added()
-        if current.monitor.looking:
-            if self.schedule.constant != 1:
-                self._check_micro_batch(current)
-            if max(current.monitor.passes_of_each, default=0) > 1:
-                self.ranks.reduce_manually()  # in the first of them, others are to come
-        closes = current.count(scaled)
-        if RUNNING and not one.in_batches:
-            self._check_other_loops(window)
-        self.in_epoch, self.updated = True, False
-        if closes:
-            self.updated = self._update()
-        if self.ranks.is_distributed:
-            self.expect_next()
-
     def count_ordinary(self) -> None:
         """`count`, in an open window whose micro-batches so far had nothing to look at."""
-        window, passes = self.window, self.passes
-        one = window.micro_batch
+        window, passes, one = self.window, self.passes, self.one
         mixed = one.factor != 1.0 and passes.arrivals != one.weighed
         if mixed or one.in_batches is not one.announced or (RUNNING and not one.in_batches):
             self.count()
             return
         closes = window.micro_batches + 1 >= window.steps or one.last
         if closes and (passes.unfinished or not self.current.monitor.untouched):
-            self.current.check_before_closing()
+            self.current.check_sum()
         passes.arrivals = 0
         if window.add():
             self.updated = self._update()
 
-    def _check_place(self, one: MicroBatch) -> None:
+    def count(self, scaled: Sequence[Any] = ()) -> None:
+        current, window, one = self.current, self.window, self.one
+        if one.in_batches is not one.announced or self._phase is _Phase.AHEAD:
+            self._check_place()
+        looking = current.monitor.looking
+        if not window.micro_batches:
+            if window.steps != self.schedule.constant:
+                _ = self.steps
+            if self.parameter_monitor.window_begins(looking):
+                current.parameters_added()
+                looking = True
+        if looking:
+            if self.schedule.constant != 1:
+                self._check_micro_batch()
+            if max(current.monitor.passes_of_each, default=0) > 1:
+                self.ranks.reduce_manually()  # in the first of them, others are to come
+        closes = current.count(scaled)
+        if RUNNING and not one.in_batches:
+            self._check_other_loops()
+        self.in_epoch, self.updated = True, False
+        if closes:
+            self.updated = self._update()
+        self.expect_next()
+
+    def _check_place(self) -> None:
         """Raise if this `step()` belongs to no batch of the loop of `batches()`."""
-        if one.in_batches and not one.announced:
-            raise WindowError(
-                "step() was called twice for one batch of batches(), which weighs a batch by its rows and closes the "
-                "epoch's last window with its last batch. Call step() once per batch; to split a batch further, or to "
-                "use it several times, loop over the loader itself and call flush() at the epoch's end. discard() "
-                "drops the window."
-            )
-        if not one.in_batches:
+        if not self.one.in_batches:
             raise WindowError(
                 "step() came after the loop of batches() was over, whose first batch had none: something around "
                 "batches() fetches ahead, list() or a prefetcher perhaps, or is another loop over the same optimizer's "
                 "batches(), so batches were weighed by others' rows. Put batches() around it: "
                 "optimizer.batches(prefetched(loader)); and have one such loop at a time. discard() forgets that loop."
             )
+        if not self.one.announced:
+            raise WindowError(
+                "step() was called twice for one batch of batches(), which weighs a batch by its rows and closes the "
+                "epoch's last window with its last batch. Call step() once per batch; to split a batch further, or to "
+                "use it several times, loop over the loader itself and call flush() at the epoch's end. discard() "
+                "drops the window."
+            )
 
-    def _check_micro_batch(self, current: GradientWindow) -> None:
+    def _check_micro_batch(self) -> None:
         """In windows 1, 2, 4, 8, ...: raise if parameters came or went; say what is no error and may be wrong."""
-        if current.window.micro_batches:
+        if self.window.micro_batches:
             self.parameter_monitor.check_lists()
         self.parameter_monitor.check_hooks()
         if self.parameter_monitor.written():
             self._warn_once(WRITTEN)
-        if current.in_progress[0] and current.monitor.idle:
+        if self.current.in_progress[0] and self.current.monitor.idle:
             self._warn_once(
                 "step() counts a micro-batch whose loss reached none of the parameters, or that had no backward pass: "
                 "its rows count, with a gradient of zero. To leave them out, leave out its step(), or use "
                 "backward(loss, weight=0)."
             )
-        current.monitor.warn_of_several_passes(current.window.steps)
+        self.current.monitor.warn_of_several_passes(self.window.steps)
 
-    def _check_other_loops(self, window: Window) -> None:
+    def _check_other_loops(self) -> None:
         """Warn, once, if this window counts another one's batches equally, and they differ."""
-        before = self._defaults_elsewhere
+        window, before = self.window, self._defaults_elsewhere
         if before is None or window.weights_given or window.reduction == "sum":
             return
         others = [other for one in [*RUNNING.values()] if (other := one()) is not None and other is not window]
@@ -200,7 +194,7 @@ class Windows:
             if window.micro_batches > 1 and rows != before.get(number, rows):
                 self._defaults_elsewhere = None
                 warnings.warn(
-                    "This optimizer steps inside of another one's batches(), which weigh differently (the last two "
+                    "This optimizer steps inside another one's batches(), which weigh differently (the last two "
                     f"{before[number]:g} and {rows:g}), and counts its micro-batches equally. Let both share the "
                     "batches, a.batches(b.batches(loader)), or use backward(loss, weight=...).",
                     stacklevel=4,
@@ -224,29 +218,23 @@ class Windows:
     def zero_grad(self, set_to_none: bool = True) -> None:
         current = self.current
         current.set_to_none = set_to_none
-        if not current.window.micro_batches:
+        if not self.window.micro_batches:
             current.empty()
-        elif (
-            current.passes.arrivals
-            or current.special
-            or current.monitor.looking
-            or current.window.micro_batch.weight is not None
-        ):
+        else:
             current.check_untouched()
             current.monitor.modification()
 
     def flush(self) -> bool:
         """Close the open window now; outside of `batches()` this ends the epoch. Returns whether it made an update."""
-        current = self.current
+        current, ends_epoch = self.current, self.source is None
         current.check_failed()
-        ends_epoch = self.source is None
         if ends_epoch:
             self.ranks.end_epoch()
         self.updated = False
-        if current.window.micro_batches:
+        if self.window.micro_batches:
             current.skip()
             current.check_sum()
-            current.special = True  # a checkpoint's sum may not have been joined
+            current.be_special()  # a checkpoint's sum may not have been joined
             self.updated = self._update()
             current.empty()  # the loop's own zero_grad() is not to be relied on here: it may come before step()
         elif not ends_epoch:
@@ -259,13 +247,13 @@ class Windows:
 
     def discard(self) -> None:
         """Drop the open window without an update. A line in the log says so, unless a checkpoint holds the window."""
-        current, window = self.current, self.current.window
+        current, window = self.current, self.window
         if window.micro_batches and not current.saved:
             logger.warning("Discarding an open window of %d of %d micro-batches", window.micro_batches, window.steps)
         if self._phase is _Phase.AHEAD:
             self._phase = _Phase.PLAIN
         current.begin()
-        current.special = True
+        current.be_special()
         current.empty()
         current.losses.restart()  # what it had belongs to no update
         self.expect_next()
@@ -284,38 +272,32 @@ class Windows:
 
     def _set_source(self, source: Any, phase: _Phase = _Phase.PLAIN) -> None:
         self.source, self._phase, self._expected = source, phase if source is None else _Phase.LOOP, None
-        window, number = self.current.window, id(self.current.window)
+        number = id(self.window)
         if source is None:
             RUNNING.pop(number, None)
         else:
-            RUNNING[number] = weakref.ref(window, lambda _: RUNNING.pop(number, None))
+            RUNNING[number] = weakref.ref(self.window, lambda _: RUNNING.pop(number, None))
 
     def expect_batch(self, weight: float, given: bool, last: bool) -> None:
-        if weight == self._expected and self.passes.ordinary:
-            one = self.window.micro_batch
-            one.announced, one.last = True, last  # nearly always
+        if weight == self._expected and weight and not self.current.special:  # nearly always
+            self.one.announced, self.one.last = True, last
             return
         self._expected = weight
-        if not self.ranks.is_distributed:
-            self.current.expect(weight, given, last)
-            return
-        self.ranks.agree_on_last(last)
+        if self.ranks.is_distributed:
+            self.ranks.agree_on_last(last)
         self.current.expect(weight, given, last)
         self.expect_next(counts=weight > 0)
 
     def end_batch(self) -> None:
-        current = self.current
-        announced = self.window.micro_batch.announced
         if self._first_unused is None:
-            self._first_unused = announced
-        if announced or current.passes.arrivals or current.special or current.monitor.looking:
-            current.skip()
+            self._first_unused = self.one.announced
+        self.current.skip()
 
     def end_loop(self) -> None:
         """It has used its last batch; `join_remaining`, then `end_epoch` follow."""
         self._updates_in_loop = self.updates
         self.ranks.end_epoch()
-        if self.current.window.micro_batches:
+        if self.window.micro_batches:
             self.flush()  # the last micro-batch was skipped
 
     def end_epoch(self) -> bool:
@@ -333,8 +315,7 @@ class Windows:
 
     def break_off(self) -> None:
         self.ranks.abort()
-        window = self.current.window
-        if window.micro_batches or window.micro_batch.weight is not None:
+        if self.window.micro_batches or self.one.weight is not None:
             self.discard()
         self._leave_loop(_Phase.PLAIN)
 
@@ -362,11 +343,11 @@ class Windows:
     # The update.
 
     def _update(self) -> bool:
-        current = self.current
-        if current.monitor.looking and current.window.micro_batches:
-            self.parameter_monitor.check_parameters()
-            self.parameter_monitor.check_settings()
-            if current.window.micro_batches > 1 and self.parameter_monitor.values_differ():
+        current, monitor = self.current, self.parameter_monitor
+        if current.monitor.looking and self.window.micro_batches:
+            monitor.check_parameters()
+            monitor.check_settings()
+            if self.window.micro_batches > 1 and monitor.values_differ():
                 self._warn_once(WRITTEN)
         try:
             if not current.finish():
@@ -407,7 +388,7 @@ class Windows:
         if followed and self.noise_schedule is not None and self.current.noise is not None:
             self.noise_schedule.load_state_dict(followed)
             self.current.noise.load_state_dict(state["noise"])
-        restored = self.current.window.is_open
+        restored = self.window.is_open
         self._set_source(None, _Phase.RESTORED if restored else _Phase.PLAIN)
         self._scheduled_for = (self.epoch, self.updates) if restored else None
         if restored:
@@ -417,7 +398,7 @@ class Windows:
 
 def on_collect(windows: Windows) -> None:
     """The optimizer is gone: if in the middle of a window, or of a loop of `batches()`, an error has ended its loop."""
-    window = windows.current.window
+    window = windows.window
     if window.is_open or windows.source is not None:
         windows.ranks.abort()
     if window.is_open and not windows.current.saved:

@@ -1,0 +1,66 @@
+"""What the tests of chunked modules share: encoders, losses that look across rows, comparisons with the whole."""
+
+import copy
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gradaccum.torch import chunked
+from tests.reference import FLOAT64, relative_error
+
+
+def encoder():
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 4))
+
+
+def loss_of(outputs):
+    return outputs.logsumexp((0, 1)) + outputs.std()
+
+
+def contrastive(a, b, temperature):
+    logits = F.normalize(a, dim=1) @ F.normalize(b, dim=1).T * temperature.exp()
+    labels = torch.arange(len(a))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def gradients(*modules):
+    return [p.grad for module in modules for p in module.parameters() if p.requires_grad]
+
+
+def assert_same(found, expected, tolerance=FLOAT64):
+    """Tensor by tensor, missing ones included; sparse ones stay so."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert relative_error([one], [other]) <= tolerance
+            assert one.layout == other.layout
+
+
+def assert_exact(module, loss, *inputs, size=4, tolerance=FLOAT64, passes=1, **options):
+    """`loss(module, *inputs)` at once and with a chunked copy: gradients of parameters and inputs, and buffers."""
+    inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+    own = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    small = chunked(copy.deepcopy(module), size, **options)
+    for _ in range(passes):
+        expected, actual = loss(module, *inputs), loss(small, *own)
+        assert relative_error([actual], [expected]) <= tolerance
+        expected.backward()
+        actual.backward()
+    assert_same([*gradients(small), *(x.grad for x in own)], [*gradients(module), *(x.grad for x in inputs)], tolerance)
+    assert relative_error(map(torch.nan_to_num, small.buffers()), map(torch.nan_to_num, module.buffers())) <= tolerance
+    return small
+
+
+def seeded(seed=3):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  # the global generator is what a module draws from
+
+
+def frozen(module, *layers):
+    for layer in layers or [module]:
+        layer.requires_grad_(False)
+    return module
