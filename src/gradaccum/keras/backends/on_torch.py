@@ -159,6 +159,8 @@ class Training(base.Training):
                 return window
             except RestartWindow:
                 if cut is not None:
+                    step.model.zero_grad()
+                    self.window_state.abandon()
                     raise ValueError(
                         "What the losses divide by changes each time the batch runs: a mask is drawn with random "
                         "numbers that can't be repeated. Draw it with keras.random and a SeedGenerator."
