@@ -115,10 +115,8 @@ def precision_of(model: Any) -> str:
 class Draws:
     """What was drawn while random numbers were held."""
 
-    held = False
-    """Whether Keras' own functions were asked for random numbers."""
-    raw = False
-    """Whether a `SeedGenerator` was asked for a seed for others, which can't be held."""
+    held = False  # Keras' own functions were asked for random numbers
+    raw = False  # a `SeedGenerator` was asked for a seed for others, which can't be held
 
 
 @contextlib.contextmanager

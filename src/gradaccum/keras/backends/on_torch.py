@@ -26,8 +26,6 @@ from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, every_device, kept
 from gradaccum.on_torch.state import WindowState
 
-__all__: list[str] = []
-
 
 class MicroBatches(base.MicroBatches):
     """A batch, cut in pieces as they come: while a size is searched for, each has another one."""
