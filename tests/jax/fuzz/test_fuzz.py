@@ -154,11 +154,22 @@ def test_some_random_losses_are_exact_or_refused() -> None:
     run(0, 20, Counter())
 
 
+ALONE = [
+    *((Program(("linear", name), "a mean", 8, 4), True) for name in ROW_WISE),
+    *((Program(("linear", name), "a mean", 8, 4), False) for name in MIXING),
+    *((Program(("linear",), name, 7, 4), right) for name, (*_, right) in ENDINGS.items()),
+]
+
+
+def test_each_piece_alone_is_silent_or_named_when_it_is_traced() -> None:
+    wrong = [(program, how) for program, right in ALONE if bool(how := said(program)[0]) == right]
+    assert not wrong
+
+
 @pytest.mark.slow
 def test_each_piece_alone_is_exact_or_refused() -> None:
-    alone = [Program((name,), "a mean", 8, 4) for name in [*ROW_WISE, *MIXING]]
     wrong = []
-    for program in [*alone, *(Program(("tanh",), name, 7, 4) for name in ENDINGS)]:
+    for program, _ in ALONE:
         try:
             check(program, Counter())
         except AssertionError as failed:

@@ -55,17 +55,17 @@ def test_a_weight_that_counts_other_entries_than_the_loss_is_a_line(weight, is_i
 
 BY_ROWS = {
     "a branch between the sizes that are tried and the real ones": (
-        lambda p, x: (x @ p).mean() * (3.0 if len(x) > 4 else 1.0), W, X, "looks across the rows",
+        lambda p, x: (x @ p).mean() * (3.0 if len(x) > 4 else 1.0), W, X, "number of rows",
     ),
     "a number of rounds": (
         lambda p, x: jax.lax.fori_loop(0, len(x), lambda i, a: a * 0.9, 1.0) * (x @ p).mean(), W, X, "4 rounds",
     ),
     "a power": (lambda p, x: (x @ p).mean() * p[0] ** len(x), W, X, "y=4 for 4 rows, y=8 for 8"),
     "as many of a row as there are rows": (
-        lambda p, x: jax.lax.top_k(x.reshape(len(x), -1) * p[0], len(x) // 3)[0].sum(1).mean(), W, TEXT, "top_k",
+        lambda p, x: jax.lax.top_k(x.reshape(len(x), -1) * p[0], len(x) // 3)[0].mean(), W, TEXT, "k=1 for 4 rows",
     ),
     "where a slice of each row begins": (
-        lambda p, x: (x.reshape(len(x), -1)[:, len(x) // 3] * p[0]).mean(), W, TEXT, "start_indices",
+        lambda p, x: (x.reshape(len(x), -1)[:, len(x) // 3] * p[0]).mean(), W, TEXT, "limit_indices=",
     ),
     "as much of the parameters": (lambda p, x: p[: len(x)].sum() * x.mean(), TABLE, X, "limit_indices"),
     "a parameter for each place": (lambda p, x: (p[jnp.arange(len(x))] * x).mean(), TABLE, X, "looks across the rows"),
@@ -95,11 +95,11 @@ DENOMINATORS = {  # what a mask's sum is guarded with
     "at least 1, of booleans": (lambda n: jnp.maximum(n, 1), X, MASK, ""),
     "at least 1, of whole numbers": (lambda n: jnp.maximum(n, 1), X, MASK.astype(int), ""),
     "at least 1, of others": (
-        lambda n: jnp.maximum(n, 1.0), X, SOFT, "It divides by 1 where the sum at test_classes.py",
+        lambda n: jnp.maximum(n, 1.0), X, SOFT, "(0.25 becomes 1)",
     ),
     "1e-8 more in double precision": (
         lambda n: n.astype(float) + 1e-8, HALF, MASK.astype(jnp.float32),
-        "It adds 1e-08 to the sum at test_classes.py",
+        "`add` at test_classes.py",
     ),
     "1e-8 more": (lambda n: n + jnp.float32(1e-8), HALF, MASK.astype(jnp.float32), ""),
     "1e-13 more in double precision": (lambda n: n + 1e-13, X, SOFT, ""),
@@ -239,17 +239,6 @@ def folded(p, b, key=KEY):
     return ((b[0] @ p) * keep(b[1])).mean()
 
 
-def in_loop(*steps):
-    """The quotient of what a scan over the rows makes of its carry, or that alone."""
-
-    def loss(p, x):
-        step = lambda carry, row: ([f(c, (row @ p) ** 2) for f, c in zip(steps, carry)], None)  # noqa: E731
-        first, *rest = jax.lax.scan(step, [0.0] * len(steps), x)[0]
-        return first / rest[0] if rest else first
-
-    return loss
-
-
 FOLLOWED = {
     "query, key and value of one product": (over(attention), TRIPLE, (TEXT, MASK), COUNTED, ""),
     "a gate of one product": (over(gated), DOUBLE, (TEXT, MASK), COUNTED, ""),
@@ -310,11 +299,6 @@ FOLLOWED = {
         {}, "can't be told",
     ),
     "the size of a mean": (lambda p, x: jnp.abs((x @ p).mean()), W, X, {}, "can't be told"),
-    "the size of a sum of squares": (lambda p, x: jnp.abs(((x @ p) ** 2).sum()) / len(x), W, X, {}, ""),
-    "columns times their counts, by these": (
-        lambda p, b: (((b[0] @ p)[:, None] ** 2 * b[1]).sum(0) * b[1].sum(0) / b[1].sum(0)).sum() / b[1].sum(), W,
-        (X, MASK), COUNTED, "",
-    ),
     "columns by the counts of others": (
         lambda p, b: ((b[0] @ p[:, :3]) * b[1].mean(0) / jnp.roll(b[1].mean(0), 1)).mean(), WIDE, (X, MASK), {},
         "looks across the rows",
@@ -330,15 +314,8 @@ FOLLOWED = {
         lambda p, x: sum((part**2).mean() for part in jnp.split(x @ p, 2)) / 2, W, X, {}, "can't be told",
     ),
     "dropout over its count": (dropped_and_counted, W, X, {}, "rng_argnum="),
-    "a sum in a loop over rows": (lambda p, x: in_loop(lambda c, u: c + u)(p, x) / len(x), W, X, {}, ""),
-    "tokens in a loop over rows": (
-        lambda p, x: (lambda s: s[0] / s[1])(
-            jax.lax.scan(lambda c, r: ((c[0] + r @ p, c[1] + (r[0] > 0)), None), (0.0, 0.0), x)[0]
-        ), W, X, {}, "Pass weight=",
-    ),
-    "a decaying sum": (lambda p, x: in_loop(lambda c, u: 0.9 * c + u)(p, x) / len(x), W, X, {}, "can't be told"),
-    "two numbers that aren't followed": (
-        lambda p, x: in_loop(lambda c, u: 0.9 * c + u, lambda c, u: 0.5 * c + u)(p, x), W, X, {}, "can't be told",
+    "a sum in a loop over rows": (
+        lambda p, x: jax.lax.scan(lambda c, r: (c + r @ p, None), 0.0, x)[0] / len(x), W, X, {}, "can't be told",
     ),
     "masks with what all rows share": (
         lambda p, b: (b[0] @ p * (b[1] | (jnp.arange(3) == 0))).mean(), WIDE[:, :3], (X, MASK), {}, "",
@@ -391,6 +368,17 @@ CASES = {
     ),
     "targets that are NaN": (known_mean, W, (X, SOFT), {}, "It divides by"),
     "targets that are NaN, weighed": (known_mean, W, (X, SOFT), {"weight": lambda b: known(b[1]).sum()}, ""),
+    "a weight that isn't a sum": (
+        lambda p, b: token_mean(p, b) * b[1].sum() / (b[1].sum() + 1), W, (X, MASK),
+        {"weight": lambda b: b[1].sum() + 1}, "(1 becomes 2)",
+    ),
+    "labels by place, in NumPy's numbers": (
+        lambda p, b: -jax.nn.log_softmax(b[0] @ p)[np.arange(len(b[1])), b[1]].mean(), WIDE, (X, LABELS), {}, "",
+    ),
+    "one-hot labels, written by place": (
+        lambda p, b: (jnp.zeros((len(b[1]), 5)).at[jnp.arange(len(b[1])), b[1]].set(1.0) * (b[0] @ p)).mean(), WIDE,
+        (X, LABELS), {}, "",
+    ),
     "labels by place": (
         lambda p, b: -jax.nn.log_softmax(b[0] @ p)[jnp.arange(len(b[1])), b[1]].mean(), WIDE, (X, LABELS), {}, "",
     ),

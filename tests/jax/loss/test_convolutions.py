@@ -70,9 +70,6 @@ EXACT = {
     ),
     "a group for each row": (lambda p, x: squares(groups_of_rows(p, x)), LINE, SIGNALS),
     "a group of the batch for each row": (lambda p, x: squares(batches_of_rows(p, x)), KERNEL, X),
-    "kernels of width 1 along the rows": (
-        lambda p, x: squares(convolved(x[None], p[:1], "CWN WIO NWC")), KERNEL[:, :1], X[..., 0][:, :, None][:, 0, :],
-    ),
     "each row's gradients": (own_gradients, KERNEL, X),
     "a sum over features that are rows": (lambda p, x: contracted_features(p, x).sum(), LINE, SIGNALS, SUM),
     "a sum over kernels' features that are rows": (lambda p, x: contracted_kernels(p, x).sum(), LINE, X, SUM),
@@ -86,9 +83,6 @@ WRONG = {
     "kernels' features that are rows": (lambda p, x: squares(contracted_kernels(p, x)), LINE, X),
     "two groups of kernels' features that are rows": (lambda p, x: squares(contracted_kernels(p, x, 2)), LINE, X),
     "along the rows": (lambda p, x: squares(convolved(x[None], p, "NWC WIO NWC")), KERNEL[:, :1], X[:, :1, 0]),
-    "with rows in the window": (
-        lambda p, x: squares(convolved(jnp.tile(p, 16)[None, :, None], x[:, :1, None])), LINE, SIGNALS,
-    ),
     "halves of the rows in groups": (lambda p, x: squares(convolved(x, p, batch_group_count=2)), KERNEL, X),
     "halves of the kernels in groups": (
         lambda p, x: squares(convolved(p[None], x[:, :, :1], "NWC OWI NWC", feature_group_count=2)), KERNEL[..., 0], X,

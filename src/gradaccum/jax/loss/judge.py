@@ -1,34 +1,36 @@
 """Whether a loss is the weighted mean, or the sum, of what its micro-batches give: judged by what it computes.
 
-The loss is traced for two numbers of rows (those of a micro-batch and of the whole batch), and nothing is evaluated. An
-axis whose length differs between both traces has the rows. Walking both traces side by side, each array is described by
-a `Value`:
+The loss is traced for the numbers of rows that it will be given, and nothing is evaluated. An axis whose length differs
+between the traces has the rows. `walk` follows all traces side by side, equation by equation, and describes each array
+by a `Value`:
 
 - `place`: the axis of its rows, or None.
-- `terms`: what it is the sum of. A term is each row's `own` number (a function of that row and of what all rows share,
+- `terms`: what it is the sum of. A term is each row's `own` number (a function of that row, and of what all rows share,
   such as parameters), or the same for any rows. Without an axis of rows, an own term is a *sum over the rows*.
-- Each term has a `factor`: powers of symbols. A symbol is a number that takes all rows to know: their COUNT, a "sum"
-  over them, a "position", what is "random" for them, or any other function of several rows ("mixed").
+- Each term has a `factor`: powers of symbols. A symbol is a number that takes all rows to know: their COUNT, or one sum
+  over them of the batch alone, such as the number of its tokens.
+- `flaw`: that neither is true, and why. What follows from a flaw has it.
 
 So `((x @ p) ** 2 * mask).sum() / mask.sum()` comes to one term, own / S, with the symbol S for the sum of the mask. A
-mean over rows is own / COUNT; and a loss of terms own / W, with W the sum that `weight` returns, and of terms that are
-the same for any rows is the weighted mean of its micro-batches. Everything else is wrong, and its symbols say why.
+mean over rows is own / COUNT. A loss of terms own / W, with W the sum that `weight` returns, and of terms that are the
+same for any rows, is the weighted mean of its micro-batches. Everything else is wrong, and its terms or its flaw say
+why.
 
-Sums join terms, products multiply their factors, powers raise them; a function of anything else than plain rows is a
-new symbol, "mixed". So is what an operation across the rows gives (sorting, sums over a part, pairs of rows), and what
-one gives that is "unknown". Tags of the array say what may still take the mixing back. What can't cancel out any more
-is refused; where it may (the diagonal of pairs, rows in another order, a shift by the largest), or where an operation
-is unknown, the judgement says that it can't tell.
+The algebra: sums join terms, products multiply factors, and any other function is one of plain rows (all of its terms
+are own or shared, without a factor), or else a flaw. A sum over the batch that meets rows becomes a factor, if others
+may be divided by it: it is a single number, and does not follow from what is differentiated. What is computed from such
+a sum alone (`max(sum, 1)`, `sum > 0`) is computed at some points, its `curve`, and is a power of the sum if it goes so.
+A flaw is certain, and the loss is refused, unless it is `soft`: picking the diagonal of pairs of rows, or adding up
+rows in another order, may take it back. Then the judgement says that it can't tell.
 
-Most primitives need no rule: what has no axis of rows is any function, and what has one is followed where `vmap` over
-the rows of the operation on one row is the operation itself, as it is for all that work entry by entry. To add another
-one, ask what it does to each row, and add a line to the table at the end of `rules`:
+To add a primitive, ask what it does to each row, and add it to the table at the end of `rules`:
 
-- Across some axes, and entry by entry on the others: `_across(axes)`, or `_across(axes, linear=True)` for sums, and for
-  entries that change places. `"cumsum": _across(_named, linear=True)` works across the axis in its parameter, so rows
-  in that axis are mixed, and rows in another one are not.
-- Holding a jaxpr: a rule in `HOLD_JAXPRS` that gives it to `walk.run`.
-- Anything else: a rule `(equation, inputs) -> output`; `_split` is a short one. `equation.made` describes an output.
+- Entry by entry: to the list of these.
+- Across some axes, and entry by entry on the others: `_across(axes)`, or `_across(axes, linear=True)` for sums.
+  `"cumsum": _across(_named, linear=True)` works across the axis in its parameter, so rows in that axis are mixed, and
+  rows in another one are not.
+- Anything else, such as one that holds a jaxpr: a rule `(equation, inputs) -> output`, which raises `mixes()` or
+  `unknown(why)` where terms can't say what it does; `_split` is a short one. `equation.made` describes an output.
 - A test in tests/jax/loss: a loss with it that passes in silence, and one across the rows that is refused.
 """
 
@@ -44,23 +46,20 @@ from jax.extend.core import Literal
 from gradaccum.jax.loss.rules import RULES
 from gradaccum.jax.loss.walk import (
     COUNT,
+    LAYOUT,
     ONE,
     ROWS,
-    CannotTell,
+    SHARED,
     Factor,
+    Lost,
     Place,
     Source,
-    Symbol,
-    Tag,
     Term,
     Value,
     Walk,
-    as_factor,
     exponent,
     is_integral,
-    is_number,
     line,
-    opened,
     power,
 )
 
@@ -78,8 +77,8 @@ class LossSpec(NamedTuple):
     """The inputs' types for so many rows."""
     axes: list[int | None]
     """Of each input, the axis of its rows, or None."""
-    tags: list[frozenset[str]]
-    """Of each input, whether it is DIFFERENTIATED or FRESH, as of `Tag`; and its name, if it is one of the state."""
+    roots: list[int]
+    """Of each input, DIFFERENTIATED, FRESH, and a bit for each leaf of the state, as of `Value.roots`."""
     reduction: str
     unit: int = 1
     """What a number of rows must be a multiple of."""
@@ -101,62 +100,88 @@ EXACT = Verdict("exact")
 def judge(spec: LossSpec) -> Verdict:
     """Whether the loss of a batch follows from those of its micro-batches."""
     try:
-        rows, (one, names), (other, _) = _traces(spec)
+        rows, traces, names = _traces(spec)
     except Exception as error:  # it is written for other numbers of rows
         return Verdict("unknown", f"It can't be traced for other rows: {str(error).strip().partition(chr(10))[0]}")
     walk = Walk(rows, RULES)
     inputs = [
         Value(
-            frozenset([Term(axis is not None)]), None if axis is None else Place(axis), walk.number("input", n),
-            tags=tags, integral=is_integral(kind.dtype), positive=str(kind.dtype) == "bool",
+            frozenset([Term(axis is not None)]), None if axis is None else Place(axis),
+            number=walk.number("input", n), roots=roots, integral=is_integral(kind.dtype),
         )
-        for n, (kind, axis, tags) in enumerate(zip(one.in_avals, spec.axes, spec.tags))
+        for n, (kind, axis, roots) in enumerate(zip(traces[-1].in_avals, spec.axes, spec.roots))
     ]  # fmt: skip
     try:
-        found = walk.run(one, other, inputs)
-    except CannotTell:
-        return Verdict("unknown", f"It does other things for {rows[0]} rows than for {rows[1]}.")
+        found = walk.run(traces, inputs)
+    except Lost:
+        return Verdict("unknown", f"It does other things for {rows[0]} rows than for {rows[-1]}.")
     except Exception as error:  # what looks at a loss must not keep it from training
         return Verdict("unknown", f"It can't be followed: {type(error).__name__}: {error}")
     losses, weights, more = jax.tree.unflatten(names, found)
-    statistics = frozenset(source.number for value in more["statistics"] for source in value.sums)
+    statistics = set().union(*(walk.ancestors(value.number) for value in more["statistics"]))
     verdicts = []
     for name, loss in losses.items():
-        verdict = _of_loss(loss, weights.get(name), spec.reduction, statistics)
+        verdict = _of_loss(loss, weights.get(name), spec.reduction, walk, statistics)
         about = f"As to the loss {name!r}: " if name else ""
         verdicts.append(verdict._replace(message=f"{about}{verdict.message}"))
     wrong = [verdict for verdict in verdicts if verdict.kind not in ("exact", "unknown")]
     if wrong:
         return max(wrong, key=lambda verdict: verdict.certain)
-    verdicts.append(_of_state(spec, inputs, [*losses.values(), *weights.values()], more["state"]))
-    verdicts.append(_of_sizes(spec, rows, one, other))
-    weight = weights.get("")
-    verdicts += [_of_aux(how, path, value, weight, spec.reduction) for (how, path), value in more["aux"].items()]
+    verdicts.append(_of_one_row(spec, rows, traces))
+    verdicts.append(_of_state(inputs, [*losses.values(), *weights.values()], more["state"]))
+    for (how, path), value in more["aux"].items():
+        verdicts.append(_of_aux(how, path, value, weights.get(""), spec.reduction, walk))
     return next((verdict for verdict in verdicts if verdict.kind != "exact"), EXACT)
 
 
-def _traces(spec: LossSpec) -> tuple[tuple[int, int], Any, Any]:
-    """Two numbers of rows, and the loss for each: those of a micro-batch and of the batch, if these tell rows apart."""
-    sizes, few = sorted({size for size in spec.sizes if size > 1}), _ROWS * spec.unit
+def _traces(spec: LossSpec) -> tuple[tuple[int, ...], list[Any], Any]:
+    """Numbers of rows, and the loss for each: those of the batch and its micro-batches, if these tell rows apart."""
+    sizes, few = tuple(sorted(size for size in {*spec.sizes} if size > 1)), _ROWS * spec.unit
     failed: Exception | None = None
-    for rows in ([(sizes[-2], sizes[-1])] if len(sizes) > 1 else []) + [(few, 2 * few)]:
+    for rows in ([sizes] if len(sizes) > 1 else []) + [(few, 2 * few, *sizes)]:
         try:
-            return rows, _traced(spec, rows[0]), _traced(spec, rows[1])
+            found = [_traced(spec, count) for count in sorted({*rows})]
+            return tuple(sorted({*rows})), [closed for closed, _ in found], jax.tree.structure(found[-1][1])
         except Exception as error:
             failed = failed or error
     assert failed is not None
     raise failed
 
 
-def _traced(spec: LossSpec, rows: int) -> tuple[Any, Any]:
-    closed, shape = jax.make_jaxpr(spec.function, return_shape=True)(spec.kinds(rows))
-    return closed, jax.tree.structure(shape)
+def _traced(spec: LossSpec, rows: int) -> Any:
+    return jax.make_jaxpr(spec.function, return_shape=True)(spec.kinds(rows))
 
 
-def _of_state(spec: LossSpec, inputs: list[Value], losses: list[Value], state: dict[str, Value]) -> Verdict:
+def _of_one_row(spec: LossSpec, rows: tuple[int, ...], traces: list[Any]) -> Verdict:
+    """Whether the loss of a single row does what it does for more; JAX leaves some layout out there, so it is not
+    followed: its operations are the same, and so are its numbers, or they go with the rows."""
+    if 1 not in spec.sizes:
+        return EXACT
+    done = [list(_done(closed)) for closed in (_traced(spec, 1)[0], *traces)]
+    alike = len({len(each) for each in done}) == 1 and all(
+        (isinstance(some[0], float) and exponent(some, (1, *rows)) is not None) or len({*some}) == 1
+        for some in zip(*done)
+    )
+    return EXACT if alike else Verdict("unknown", "It does other things for one row than for more.")
+
+
+def _done(closed: Any) -> Iterator[Any]:
+    """The operations of a jaxpr but for layout, and the numbers that are written down in it."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    for equation in jaxpr.eqns:
+        if equation.primitive.name not in LAYOUT:
+            yield equation.primitive.name
+            yield from (float(v.val) for v in equation.invars if isinstance(v, Literal) and np.isfinite(v.val))
+            for value in jax.tree.leaves(equation.params, is_leaf=lambda each: hasattr(each, "eqns")):
+                if hasattr(value, "eqns"):
+                    yield from _done(value)
+
+
+def _of_state(inputs: list[Value], losses: list[Value], state: dict[tuple[str, int], Value]) -> Verdict:
     """Whether a loss is computed from state that moves."""
-    still = {tag for value in inputs for tag in value.tags if tag in state and state[tag].number == value.number}
-    read = sorted(frozenset().union(*(loss.tags for loss in losses)) & state.keys() - still)
+    still = {value.number for value in inputs}
+    moving = [(name, bit) for (name, bit), value in state.items() if value.number not in still]
+    read = sorted(name for name, bit in moving if any(loss.roots & bit for loss in losses))
     if not read:
         return EXACT
     return Verdict(
@@ -166,62 +191,6 @@ def _of_state(spec: LossSpec, inputs: list[Value], losses: list[Value], state: d
     )
 
 
-def _of_sizes(spec: LossSpec, rows: tuple[int, int], one: Any, other: Any) -> Verdict:
-    """Whether the loss does for the rows that it is really given what it does for those that it was followed for."""
-    for size in sorted({*spec.sizes} - {*rows}):
-        try:
-            closed, _ = _traced(spec, size)
-        except Exception:  # the same error comes when it is traced in earnest
-            return EXACT
-        if not _does_alike(one, other, closed, (*rows, size)):
-            return Verdict("unknown", f"It does other things for {rows[0]} rows than for {size}.")
-    return EXACT
-
-
-_LAYOUT = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
-"""What a single row needs none of."""
-
-
-def _does_alike(first: Any, second: Any, third: Any, rows: tuple[int, int, int]) -> bool:
-    """Whether a loss does the same for the third number of rows: the same operations, and the same numbers, or they go
-    with the power of the rows that they go with from the first to the second."""
-    traces = [list(_done(closed)) for closed in (first, second, third)]
-
-    def goes_on(one: Any, two: Any, three: Any) -> bool:
-        if isinstance(one, str) or isinstance(three, str):
-            return bool(one == three)
-        degree = exponent(one, two, rows[1] / rows[0])
-        expected = three if degree is None else one * (rows[2] / rows[0]) ** float(degree)
-        return bool(abs(three - expected) <= 1e-5 * abs(expected))
-
-    return len({len(trace) for trace in traces}) == 1 and all(map(goes_on, *traces))
-
-
-def _done(closed: Any) -> Iterator[Any]:
-    """The names of all operations of a jaxpr, and the numbers that are written down in it."""
-    jaxpr, consts = opened(closed)
-    yield from _finite_numbers(consts)
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in _LAYOUT:
-            continue
-        yield equation.primitive.name
-        yield from _finite_numbers(v.val for v in equation.invars if isinstance(v, Literal))
-        for name, value in sorted(equation.params.items()):
-            if name in ("y", "k", "reverse", "exponent"):
-                yield float(value) if isinstance(value, int | float) else str(value)
-            for each in value if isinstance(value, tuple | list) else [value]:
-                if hasattr(each, "eqns") or hasattr(each, "jaxpr"):
-                    yield from _done(each)
-
-
-def _finite_numbers(values: Any) -> Iterator[float]:
-    for value in values:
-        if not isinstance(value, jax.core.Tracer) and np.size(value) == 1 and is_number(value):
-            number = float(np.asarray(value).item())
-            if np.isfinite(number):
-                yield number
-
-
 _AUX = {
     "mean": "aux='mean' is the mean of micro-batches, and aux{} is no mean over {}: {}",
     "sum": "aux='sum' is the sum of micro-batches, and aux{} is no sum over rows: {}",
@@ -229,66 +198,79 @@ _AUX = {
 }
 
 
-def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: str) -> Verdict:
+def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: str, walk: Walk) -> Verdict:
     """Whether a leaf of the aux is what the option `aux` says of it."""
-    if (weight is not None and weight.is_lost) or value.unknown is not None:
+    if weight is not None and weight.flaw is not None:
         return EXACT
-    if how == "concat":
-        symbols = value.symbols
-        if not symbols and (value.place == Place(0) or not value.own):
-            return EXACT
-        why = f"{_at(symbols[0].source if symbols else None)}."
+    if how != "concat":
+        of = weight if how == "mean" else None
+        found = _of_loss(value, of, how if reduction == "mean" else "sum", walk)
+        why = "" if found.kind in ("exact", "unknown") else found.message.partition(" If this is the loss")[0]
+    elif value.flaw is not None:
+        why = "" if value.flaw.kind == "unknown" else f"{_at(value.flaw.source)}."
     else:
-        found = _of_loss(value, weight if how == "mean" else None, how if reduction == "mean" else "sum", frozenset())
-        if found.kind in ("exact", "unknown"):
-            return EXACT
-        why = found.message.partition(" If this is the loss")[0]
+        plain = not value.own or (value.place == Place(0) and not any(term.factor for term in value.terms))
+        why = "" if plain else f"{_at(walk.first_sum(value))}."
     over = ["what the loss is a mean over" if weight is not None else "rows"] if how == "mean" else []
-    return Verdict("aux", _AUX[how].format(path, *over, why))
+    return Verdict("aux", _AUX[how].format(path, *over, why)) if why else EXACT
 
 
-def _of_loss(loss: Value, weight: Value | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
-    if (unknown := loss.unknown) is not None:
-        return Verdict("unknown", f"{_at(unknown)} is not followed{unknown.why and f' ({unknown.why})'}.")
+def _of_loss(
+    loss: Value, weight: Value | None, reduction: str, walk: Walk, statistics: frozenset[int] | set[int] = frozenset()
+) -> Verdict:
+    if (flaw := loss.flaw) is not None and flaw.kind != "unknown":
+        if flaw.kind == "random":
+            verdict = _random(flaw.source)
+        elif flaw.kind == "count":
+            verdict = _by_another_count(f" ({_at(flaw.source)})")
+        else:
+            verdict = _mixes(flaw.source, statistics)
+        return verdict._replace(certain=flaw.certain)
+    if flaw is not None:
+        return Verdict("unknown", f"{_at(flaw.source)} is not followed{flaw.why and f' ({flaw.why})'}.")
     if loss.place is not None:
         return Verdict("unknown", "Its rows are not followed to the end.")
-    if weight is not None and weight.unknown is not None:
-        return Verdict("unknown", f"What `weight` computes is not followed: {_at(weight.unknown)}.")
-    return _of_terms(loss, weight, reduction, statistics)
-
-
-def _of_terms(loss: Value, weight: Value | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
-    divisor = ONE if reduction == "sum" else ROWS if weight is None else as_factor(weight, Source("weight"))
-    shared = ONE if reduction == "mean" else ROWS  # of a mean it comes out as it is, of a sum what goes with the rows
-    right = Term(True, power(divisor, -1)), Term(False, shared)
-    wrong = [term for term in loss.terms if term not in right]
-    if wrong:
-        verdict = _why(wrong, loss, None if weight is None else divisor, reduction, statistics)
-        same_for_all = weight is not None and divisor == ONE  # right where micro-batches have as many rows
-        unsure = loss.tags & Tag.MAY_CANCEL or same_for_all or verdict.kind == "unknown"
-        return verdict._replace(certain=verdict.kind == "randomness" or not unsure)
-    if weight is not None and not weight.terms <= {Term(True), Term(False), Term(False, ROWS)}:
+    if weight is not None and weight.flaw is not None and weight.flaw.kind == "unknown":
+        return Verdict("unknown", f"What `weight` computes is not followed: {_at(weight.flaw.source)}.")
+    is_sum = weight is None or weight.terms in ({Term(True)}, {Term(False, ROWS)}, SHARED)
+    divisor = ONE if reduction == "sum" else ROWS
+    try:
+        divisor = divisor if weight is None or reduction == "sum" else walk.factor(weight)
+    except Lost:
+        is_sum = False
+    if weight is not None and (weight.flaw is not None or not is_sum):
         why = "what it returns for the batch is not the sum of what it returns for micro-batches"
         return Verdict("unknown", f"`weight` must be a sum over the rows: {why}.")
-    doubt = min(filter(lambda tag: tag.startswith("It "), loss.tags), default="")
-    return Verdict("unknown", doubt) if doubt else EXACT
+    return _of_terms(loss, divisor, weight is not None, reduction, walk)
 
 
-def _why(wrong: list[Term], loss: Value, divisor: Factor | None, reduction: str, statistics: frozenset[Any]) -> Verdict:
-    """Why it is not exact, by the symbols of the terms that are wrong; `divisor` is what `weight` returns."""
-    symbols = [symbol for term in wrong for symbol, _ in term.factor if symbol != COUNT]
-    if (mixing := _mixing(wrong)) is not None:
-        return _random(mixing) if mixing.kind == "random" else _mixes(mixing.source, statistics)
+def _of_terms(loss: Value, divisor: Factor, is_weighed: bool, reduction: str, walk: Walk) -> Verdict:
+    shared = ONE if reduction == "mean" else ROWS  # of a mean it comes out as it is, of a sum what goes with the rows
+    wrong = [term for term in loss.terms if term not in (Term(True, power(divisor, -1)), Term(False, shared))]
+    if not wrong:
+        return Verdict("unknown", walk.doubts[0]) if walk.doubts else EXACT
+    symbols = [(symbol, degree) for term in wrong for symbol, degree in term.factor if symbol != COUNT]
+    if mixing := [walk.sources[symbol] for symbol, degree in symbols if degree != -1 or symbol in walk.bound]:
+        return _mixes(min(mixing, key=lambda source: source.number))._replace(certain=True)
     divisors = {power(term.factor, -1) for term in loss.terms if term.own}
-    if max(map(len, divisors), default=0) > 1 or (len(divisors) > 1 and ONE in divisors):
-        return _mixes(symbols[0].source if symbols else Source("sum"), statistics)
-    named = " and ".join(_divisor(each) for each in sorted(divisors, key=str))
+    if any(len(each) > 1 for each in divisors) or (len(divisors) > 1 and ONE in divisors):
+        return _mixes(walk.sources[symbols[0][0]] if symbols else walk.first_sum(loss))._replace(certain=True)
+    same_for_all = is_weighed and divisor == ONE  # right where micro-batches have as many rows
+    verdict = _by_divisors(wrong, loss, divisors, divisor if is_weighed else None, reduction, walk)
+    return verdict._replace(certain=verdict.kind != "unknown" and not same_for_all)
+
+
+def _by_divisors(
+    wrong: list[Term], loss: Value, divisors: set[Factor], weight: Factor | None, reduction: str, walk: Walk
+) -> Verdict:
+    """Why it isn't exact, where it is a sum of means or of sums; `weight` is what that returns, if there is one."""
+    named = " and ".join(_divisor(factor, walk) for factor in sorted(divisors, key=str))
     if len(divisors) > 1:
         each = "{name: (loss, weight)}, each with what it is a mean over"
         return Verdict("weight", f"It is a sum of means over {named}. Return them as {each}.")
-    if not symbols:
+    if all(symbol == COUNT for term in wrong for symbol, _ in term.factor):
         return _by_count(wrong, loss, reduction)
-    if divisor is not None and COUNT not in dict(divisor):
+    if weight is not None and COUNT not in dict(weight):
         return Verdict("unknown", f"It divides by {named}. `weight` may be that or not.")
     weighed, asked = ("rows", "") if reduction == "mean" else ("nothing, as sums", 'reduction="mean" and ')
     return Verdict(
@@ -296,15 +278,6 @@ def _why(wrong: list[Term], loss: Value, divisor: Factor | None, reduction: str,
         f"It divides by {named}, a sum over the batch, and its micro-batches are weighed by {weighed}. Pass {asked}"
         "weight=, a function of the batch that returns this sum.",
     )
-
-
-def _mixing(wrong: list[Term]) -> Symbol | None:
-    """The symbol that no weight can make right, if one is among them: of those of a kind, that with the first cause."""
-    powers = [(symbol, degree) for term in wrong for symbol, degree in term.factor]
-    kinds = [[s for s, _ in powers if s.kind == kind] for kind in ("random", "mixed", "position")]
-    kinds.append([s for s, degree in powers if s.kind == "sum" and not (s.free and s.scalar and degree == -1)])
-    found = next(filter(None, kinds), [])
-    return min(found, key=lambda symbol: symbol.source.number or 0, default=None)
 
 
 def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:
@@ -319,23 +292,27 @@ def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:
     if factors == {power(ROWS, -1)}:
         return Verdict("weight", "It is a mean over rows, but `weight` says otherwise. Leave `weight` out.")
     if factors != {ONE}:
-        how = "a power of the number of rows that is neither a sum's nor a mean's"
-        return Verdict("reduction", f"It goes with {how}. Return the mean over rows.")
+        return _by_another_count()
     if all(term.own for term in loss.terms):
         return Verdict("reduction", 'It is a sum over its rows, and was taken for a mean. Pass reduction="sum".')
     how = f"a sum over rows and a term without rows (a regulariser), which would be {as_mean}"
     return Verdict("regulariser", f"It is {how}")
 
 
-def _mixes(source: Source, statistics: frozenset[Any]) -> Verdict:
-    if source.primitive.startswith(("custom_v", "custom_j")):
+def _by_another_count(where: str = "") -> Verdict:
+    why = f"It depends on the number of rows{where} in another way than a sum or a mean over them does"
+    return Verdict("reduction", f"{why}. Return the mean over rows.")
+
+
+def _mixes(source: Source | None, statistics: set[int] | frozenset[int] = frozenset()) -> Verdict:
+    if source is not None and source.primitive.startswith(("custom_v", "custom_j")):
         return Verdict(
             "loss",
             f"The derivative of its own that {_at(source)} has does not multiply each row's gradient by something of "
             "that row: it clips gradients, say, normalises them, or takes a mean over rows. What it makes of the large "
             "batch's gradient does not follow from what it makes of those of micro-batches.",
         )
-    if source.number in statistics:
+    if source is not None and source.number in statistics:
         return Verdict(
             "batch_norm",
             "A row's output depends on the other rows of its micro-batch by statistics that are returned with the "
@@ -351,20 +328,20 @@ def _mixes(source: Source, statistics: frozenset[Any]) -> Verdict:
     )
 
 
-def _random(symbol: Symbol) -> Verdict:
+def _random(source: Source) -> Verdict:
     return Verdict(
         "randomness",
-        f"It draws random numbers for its rows ({_at(symbol.source)}) from a key that all micro-batches share, so that "
+        f"It draws random numbers for its rows ({_at(source)}) from a key that all micro-batches share, so that "
         "each would draw the same ones. Name the argument that is the key, rng_argnum=..., and each micro-batch gets "
         "one that is split off; or give each row a key of its own, as a part of the batch.",
     )
 
 
-def _divisor(factor: Factor) -> str:
+def _divisor(factor: Factor, walk: Walk) -> str:
     symbols = [symbol for symbol, _ in factor]
     if symbols == [COUNT] or not symbols:
         return "rows" if symbols else "nothing"
-    where = line(symbols[0].source.info)
+    where = line(walk.sources[symbols[0]].info)
     return f"what is summed at {where}" if where else "a sum"
 
 

@@ -5,249 +5,164 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection
-from fractions import Fraction
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from gradaccum.jax.loss.nested import HOLD_JAXPRS
-from gradaccum.jax.loss.walk import (
-    LIFTED,
-    SHARED,
-    CannotTell,
-    Equation,
-    MixesRows,
-    Place,
-    Rule,
-    Symbol,
-    Tag,
-    Term,
-    Terms,
-    Value,
-    common_place,
-    elsewhere,
-    function,
-    is_integral,
-    lifted,
-    line,
-    of,
-    power_of,
-    product,
-    summed,
-    union,
-)
+from gradaccum.jax.loss import walk as walks
+from gradaccum.jax.loss.walk import SHARED, Equation, Flaw, Place, Rule, Term, Terms, Value, mixes, union, unknown
 
-_TINY = 1e-6
-"""What is added to a denominator, or is the least that it may be, as a guard."""
-_ROUNDED, _ROUNDED_IN_DOUBLE = {True: 1e-6, False: 1e-8}, 1e-12
-"""What may be added without a change beyond rounding: in float32 to a sum of whole numbers or to others, in float64."""
+_ROUNDS = 6  # times that a loop's body is looked at until what is known of its carry stays
 _COMPUTED: dict[str, Callable[..., Any]] = {
-    "abs": abs, "add": operator.add, "add_any": operator.add, "convert_element_type": int, "div": operator.truediv,
-    "eq": operator.eq, "ge": operator.ge, "gt": operator.gt, "le": operator.le, "log": math.log, "lt": operator.lt,
-    "max": max, "min": min, "mul": operator.mul, "ne": operator.ne, "neg": operator.neg, "pow": operator.pow,
-    "rsqrt": lambda x: x**-0.5, "sqrt": lambda x: x**0.5, "square": lambda x: x * x, "sub": operator.sub,
+    "abs": abs, "add": operator.add, "add_any": operator.add, "clamp": lambda a, x, b: min(max(a, x), b),
+    "convert_element_type": int, "div": operator.truediv, "eq": operator.eq, "ge": operator.ge, "gt": operator.gt,
+    "le": operator.le, "log": math.log, "lt": operator.lt, "max": max, "min": min, "mul": operator.mul,
+    "ne": operator.ne, "neg": operator.neg, "pow": operator.pow, "rsqrt": lambda x: x**-0.5,
+    "select_n": lambda which, *cases: cases[int(which)], "sqrt": lambda x: x**0.5, "square": lambda x: x * x,
+    "sub": operator.sub,
 }  # fmt: skip
-"""What comes of numbers that are known."""
+"""What comes of numbers that are known, or known as functions of one sum over the batch."""
 
 
 # Entry by entry.
 
 
-def _any(e: Equation, values: list[Value], n: int = 0) -> Terms:
-    """Any function, of several outputs the one at `n`."""
-    number = e.walk.number("output", e.number, n) if n else e.number
-    return function(values, e.source._replace(number=number))
+def _computed(e: Equation, inputs: list[Value], compute: Callable[..., Any] | None = None) -> Value | None:
+    of = {value.of for value in inputs if value.of is not None}
+    compute = compute or _COMPUTED.get(e.name)
+    if compute is None or len(of) > 1 or not inputs or any(value.curve is None for value in inputs):
+        return None
+    try:
+        curve = [compute(*numbers) for numbers in zip(*(value.curve for value in inputs))]
+    except (ArithmeticError, TypeError, ValueError):
+        return None
+    return e.known(curve, of.pop() if of else None)
 
 
-def _entries(terms: Callable[[Equation, list[Value]], Terms] = _any) -> Rule:
+def _entries(terms: Callable[[Equation, list[Value]], Terms] = lambda e, values: e.function(values)) -> Rule:
     """An operation entry by entry, whose output has these terms."""
 
     def rule(e: Equation, inputs: list[Value]) -> Value:
-        compute = _COMPUTED.get(e.name)
-        if compute is not None and all(value.values is not None for value in inputs):
-            try:
-                return e.known(*(compute(*(v.values[n] for v in inputs if v.values)) for n in (0, 1)))
-            except (ArithmeticError, TypeError, ValueError):
-                pass
-        cores = [value.core for value in inputs if value.values is None]
+        if e.name == "max" and inputs[0].known and inputs[0].known[0] == -np.inf:
+            return inputs[1]
+        if (found := _computed(e, inputs)) is not None:
+            return found
         place, values = e.aligned(inputs)
-        found = e.made(values, terms(e, values), place, moves=False)
-        return found.but(core=cores[0]) if len(cores) == 1 and e.name in ("mul", "div", "neg") else found
+        return e.made(inputs, SHARED if e.absorbed(inputs) else terms(e, values), place)
 
     return rule
 
 
-def _power(degree: Fraction | float) -> Rule:
-    return _entries(lambda e, values: power_of(values[0], Fraction(degree), e.source))
+def _power(degree: Callable[[Equation, list[Value]], Any]) -> Rule:
+    def rule(e: Equation, inputs: list[Value]) -> Value:
+        if (to := degree(e, inputs)) is None:
+            return _entries()(e, inputs)
+        found = _computed(e, inputs[:1], lambda x: x**to)
+        return found or _entries(lambda e, values: e.power_of(values[0], to))(e, inputs[:1])
+
+    return rule
 
 
-def _integer_power(e: Equation, inputs: list[Value]) -> Any:
-    if inputs[0].values is not None:
-        return e.known(*(value ** e.params["y"] for value in inputs[0].values))
-    return _power(e.params["y"])(e, inputs)
+def _written_down(e: Equation, inputs: list[Value]) -> int | None:
+    """The exponent of `pow`, if it is a whole number."""
+    known = inputs[1].known
+    return int(known[0]) if known is not None and len({*known}) == 1 and known[0] in (-2, -1, 2) else None
 
 
-def _any_power(e: Equation, inputs: list[Value]) -> Any:
-    degree = inputs[1].values
-    if degree is not None and degree[0] == degree[1] and abs(degree[0]) <= 8 and inputs[0].values is None:
-        return _power(Fraction(degree[0]).limit_denominator(64))(e, inputs[:1])
-    return _entries()(e, inputs)
+def _multiplied(e: Equation, inputs: list[Value]) -> Value:
+    """`mul`, and `and`: 0 whatever the other is, if one is."""
+    if any(value.known is not None and not any(value.known) for value in inputs):
+        return e.known([0 if e.name == "mul" else False] * len(e.walk.rows) * len(walks.POINTS[True]))
+    return _entries(lambda e, values: e.product(*values) if e.name == "mul" else e.function(values))(e, inputs)
 
 
 def _quotient(e: Equation, values: list[Value]) -> Terms:
-    return product(values[0], values[1].but(terms=power_of(values[1], Fraction(-1), e.source)), e.source)
+    return e.product(values[0], values[1].but(terms=e.power_of(values[1], -1)))
 
 
-def _converted(e: Equation, inputs: list[Value]) -> Any:
-    rounds = is_integral(e.dtypes[1][0]) and not is_integral(e.dtypes[0][0])
+def _converted(e: Equation, inputs: list[Value]) -> Value:
+    rounds = walks.is_integral(e.dtypes[0]) and not walks.is_integral(e.traced[-1].invars[0].aval.dtype)
     return _entries()(e, inputs) if rounds else inputs[0]
 
 
-def _bounded(e: Equation, inputs: list[Value]) -> Value:
-    """What may leave a mean as it is: its bounds may be out of reach."""
-    means = [value for value in inputs if value.own and value.place is None and not value.free]
-    found: Value = (_power(1) if e.name == "abs" else _entries())(e, inputs)
-    is_mean = bool(means) and all(symbol.kind == "count" for mean in means for symbol in mean.symbols)
-    return found.tagged(Tag.UNSURE) if is_mean else found
-
-
-def _small(value: Value, most: float = 1.0) -> float | None:
-    """A number from 0 to this, for any rows."""
-    values = value.values
-    return values[0] if values is not None and values[0] == values[1] and 0 <= values[0] <= most else None
-
-
-def _is_count(value: Value) -> bool:
-    """Whether it follows from the whole batch, and not from the parameters: what a loss may be divided by."""
-    return value.place is None and value.free and value.values is None and not value.terms <= SHARED
-
-
-def _largest(e: Equation, inputs: list[Value]) -> Value:
-    """`max`: of a sum of the batch and a small number, that sum."""
-    for a, b in (inputs, inputs[::-1]):
-        least = _small(a)
-        if least is not None and _is_count(b):
-            doubt = f"It divides by {least:g} where the sum at {line(e.info)} is smaller, which "
-            doubt += "a micro-batch's may be: it is not one of whole numbers."
-            return b if b.integral or least <= _TINY else b.tagged(doubt)
-        if least == 0 and b.place is not None and len({term.factor for term in b.terms}) == 1:
-            return _power(1)(e, [b])
-        if a.values is not None and a.values[0] == -np.inf:
-            return b
-    return _bounded(e, inputs)
-
-
 def _added(e: Equation, inputs: list[Value]) -> Value:
-    for a, b in (inputs, inputs[::-1]) if e.name != "sub" else ():
-        tiny = _small(a, _TINY)
-        if tiny is not None and _is_count(b):
-            is_rounding = tiny <= (_ROUNDED_IN_DOUBLE if e.dtypes[1][0] == np.float64 else _ROUNDED[b.integral])
-            doubt = f"It adds {tiny:g} to the sum at {line(e.info)}, and micro-batches do so each to its own: "
-            return b if is_rounding else b.tagged(f"{doubt}off by that, in relation to their sums.")
     found: Value = _entries(lambda e, values: union(values))(e, inputs)
-    both = frozenset.intersection(*(value.terms for value in e.aligned(inputs)[1]))
-    cancels = any(not term.own and any(s.kind != "count" for s, _ in term.factor) for term in both)
-    return found.tagged(Tag.UNSURE) if cancels else found
-
-
-def _shift(value: Value) -> bool:
-    """Whether all rows share parts of it that take all of them to know, and its others are plain."""
-    shift = [term for term in value.terms if not term.own and term.factor]
-    plain = all(symbol.scalar for term in shift for symbol, _ in term.factor)
-    return bool(shift) and plain and all(term in shift or not term.factor for term in value.terms)
-
-
-def _exponential(e: Equation, inputs: list[Value]) -> Value:
-    """A shift that all rows share may cancel out behind a logarithm."""
-    found: Value = _entries()(e, inputs)
-    return found.tagged(Tag.UNSURE) if inputs[0].place is not None and _shift(inputs[0]) else found
+    for a, b in (inputs, inputs[::-1]):  # a shift of all rows by the largest may cancel out behind a logarithm
+        is_largest = b.flaw is not None and b.flaw.source.primitive in ("reduce_max", "reduce_min") and b.scalar
+        if is_largest and a.place is not None and b.flaw is not None and b.flaw.certain:
+            return found.but(flaw=b.flaw._replace(soft=walks.SHIFT))
+    return found
 
 
 def _compared(e: Equation, inputs: list[Value]) -> Value:
-    (a, b), asks = inputs, None
-    if a.position and b.values == (0, 0) and e.name == "lt":
-        return e.known(False, False)
-    if a.number == b.number and a.place is None:
-        asks = Tag.NAN if e.name == "ne" else Tag.FINITE
-    for x, y in ((a, b), (b, a)):
-        if _small(x, 1.0 if y.integral else _TINY) is not None and y.core is not None and y.place is None and y.free:
-            asks = y.core
-    found: Value = _entries()(e, inputs)
-    return found if asks is None or found.values else found.but(guard=asks)
+    a, b = inputs[0], inputs[-1]
+    if e.name == "lt" and e.walk.is_position(a.number) and b.choice == 0 and b.known:
+        return e.known([False] * len(b.known))
+    # A number for all rows is taken to be finite.
+    if (e.name == "is_finite" or a.number == b.number) and a.place is None and a.flaw is None and a.own:
+        return e.known([e.name in ("is_finite", "eq", "le", "ge")] * len(e.walk.rows) * len(walks.POINTS[True]))
+    return _entries()(e, inputs)
 
 
 def _select(e: Equation, inputs: list[Value]) -> Value:
     """`select_n`: one of several numbers, entry by entry."""
     which, *cases = inputs
-    if which.values is not None and which.values[0] == which.values[1]:
-        return cases[int(which.values[0])]
-    kept = [case for case in cases if case.values is None]
-    sure = _answers(which.guard, kept)
-    is_itself = len(kept) == 1 and kept[0].place == common_place(inputs)
-    if is_itself and (sure or which.guard == (Tag.FINITE, kept[0].number)):
-        return kept[0]
+    if which.choice is not None and _is_answered(which, cases[which.choice]):
+        return cases[which.choice]
+    if (computed := _computed(e, inputs)) is not None:
+        return computed
     place, (which, *cases) = e.aligned(inputs)
-    if sure:  # what is asked of it is answered in one way for all micro-batches that count
-        known = union(filter(lambda case: case.values is None, cases))
-        return e.made([which.but(tags=which.tags - {Tag.UNSURE}), *cases], known, place, moves=False)
-    terms = frozenset(Term(term.own or which.own, term.factor) for term in union(cases))
-    if which.symbols or (which.own and which.place is None):
-        terms = _any(e, [which, *cases])
-    return e.made([which, *cases], terms, place, moves=False)
+    if which.own and (which.place is None or any(term.factor for term in which.terms)):
+        return e.made(inputs, e.function([which, *cases]), place)
+    return e.made(inputs, frozenset(Term(term.own or which.own, term.factor) for term in union(cases)), place)
 
 
-def _answers(guard: Any, cases: list[Value]) -> bool:
-    asked = bool(guard and cases)
-    return asked and (guard in (Tag.FINITE, Tag.NAN) or all(case.divides(guard) for case in cases))
-
-
-def _finite(e: Equation, inputs: list[Value]) -> Value:
-    guard = Tag.FINITE if inputs[0].place is None else (Tag.FINITE, inputs[0].number)
-    return _entries()(e, inputs).but(guard=guard)
-
-
-def _both(e: Equation, inputs: list[Value]) -> Value:
-    """`and`: whether it is NaN, and something else, is no where it is none."""
-    return _entries()(e, inputs).but(guard=Tag.NAN if any(value.guard == Tag.NAN for value in inputs) else None)
+def _is_answered(which: Value, picked: Value) -> bool:
+    """Whether a condition is known; if it asks for a sum over the batch, then where that is 0, what it picks is nothing
+    that counts: it is divided by the sum, or follows from it alone."""
+    divided = bool(picked.terms) and all((which.of, -1) in term.factor for term in picked.terms)
+    return which.of is None or (picked.flaw is None and (divided or picked.of == which.of))
 
 
 def _iota(e: Equation, inputs: list[Value]) -> Value:
     place = e.grown()
     if place is None or place.axis != e.params["dimension"]:
         return e.made([], SHARED, place)
-    symbol = Symbol("position", "position", e.source._replace(number=None), scalar=False)
-    return e.made([], of(symbol, True), place).but(position=place[1:] == (1, 1))
+    e.walk.positions |= {e.number} if place[1:] == (1, 1) else set()
+    return e.made([], SHARED, None).but(flaw=Flaw("position", e.source))
 
 
 def _drawn(e: Equation, inputs: list[Value]) -> Value:
     """Random numbers, and keys, from a key: each row's own where its key is, or where micro-batches have their own."""
     key, *data = inputs
-    place = e.grown()
-    by_place = any(symbol.kind == "position" for each in data for symbol in each.symbols) and not key.own
-    if not by_place and (place is None or any(value.own for value in inputs)):
-        place = place or common_place(inputs)
-        terms = _any(e, [lifted(value, place, e.source) for value in inputs])
-    else:
-        random = Symbol(e.number, "random", e.source._replace(number=None), key.free, False)
-        terms = frozenset([Term(True)]) if Tag.FRESH in key.tags else of(random, True)
-    found = e.made(inputs, terms, place)  # drawn from a state of random numbers, it is meant to be another each time
-    return found.but(tags=frozenset(tag for tag in found.tags if not tag.startswith("state")))
+    place, roots = e.grown(), walks.roots_of(inputs) & (walks.STATE - 1)  # a state of random numbers is meant to move
+    by_position = any(value.flaw is not None and value.flaw.kind == "position" for value in data)
+    if key.flaw is None and key.place is None and (by_position or (place is not None and not any(v.own for v in data))):
+        if roots & walks.FRESH:
+            return e.made([key], frozenset([Term(True)]), place).but(roots=roots)
+        return e.made([key], SHARED, None).but(roots=roots, flaw=Flaw("random", e.source))
+    if key.own:
+        inputs = [key, *(value for value in data if value.flaw is None or value.flaw.kind != "position")]
+    place = place or walks.common_place(inputs)
+    return e.made(inputs, e.function([e.lifted(value, place) for value in inputs]), place).but(roots=roots)
 
 
 # Across some axes, and entry by entry on the others.
 
 
-def _across(axes: Callable[[Equation], Collection[int]], linear: bool = False, tag: str = "") -> Rule:
+def _across(axes: Callable[[Equation], Collection[int]], linear: bool = False, soft: str = "") -> Rule:
     """An operation across these axes, and entry by entry on the others: any function, or linear."""
 
     def rule(e: Equation, inputs: list[Value]) -> list[Value]:
         place, values = e.aligned(inputs)
         if place is not None and place.axis in axes(e):
-            raise MixesRows(tag)
-        terms = [union(values) if linear else _any(e, values, n) for n, _ in enumerate(e.outputs)]
-        return [e.made(inputs, each, e.placed(place, n), n) for n, each in enumerate(terms)]
+            raise mixes(soft)
+        terms = union(values) if linear else e.function(values)
+        return [e.made(inputs, terms, e.placed(place, n), n) for n in range(len(e.outputs))]
 
     return rule
 
@@ -257,12 +172,8 @@ def _last(count: int) -> Callable[[Equation], Collection[int]]:
 
 
 def _named(e: Equation) -> Collection[int]:
-    axes = next(e.params[name] for name in ("axis", "dimension", "dimensions") if name in e.params)
+    axes = next(e.params[name] for name in ("axes", "axis", "dimension", "dimensions") if name in e.params)
     return axes if isinstance(axes, tuple | list) else (axes,)
-
-
-def _padded(e: Equation) -> Collection[int]:
-    return [axis for axis, each in enumerate(e.params["padding_config"]) if any(each)]
 
 
 def _windows(e: Equation) -> Collection[int]:
@@ -270,52 +181,59 @@ def _windows(e: Equation) -> Collection[int]:
     return [axis for axis, pair in enumerate(sizes) if pair != (1, 1)]
 
 
-def _system(e: Equation) -> Collection[int]:
-    """Of a right side each column (or row) by itself."""
-    return (len(e.shapes[1]) - (2 if e.params["left_side"] else 1),)
-
-
 def _solved(e: Equation, inputs: list[Value]) -> Any:
-    return _across(_system if inputs[0].place is None else _last(2))(e, inputs)
+    """Of a right side each column (or row) by itself, if all rows share the matrix."""
+    side = len(e.shapes[1]) - (2 if e.params["left_side"] else 1)
+    return _across(_last(2) if inputs[0].depends else lambda e: (side,))(e, inputs)
+
+
+def _extreme(e: Equation, inputs: list[Value]) -> Any:
+    """The largest, the product, ...: of what is the same for all rows it may be of rows, too."""
+    value = inputs[0]
+    if value.axis in e.params["axes"] and e.name not in ("argmax", "argmin") and not value.own:
+        return e.made(inputs, e.function([value]), None)
+    if e.name == "reduce_or" and value.axis >= 0 and value.free and e.outputs[0] == ():  # whether a sum isn't 0
+        total = e.walk.total(value)
+        e.walk.sources.setdefault(total, e.source)
+        return e.known([True] * len(e.walk.curves.setdefault(total, walks.POINTS[True] * len(e.walk.rows))), total)
+    return _across(_named)(e, inputs)
 
 
 # Entries change their places.
 
 
-def _moved(e: Equation, inputs: list[Value]) -> Value:
-    (value,) = inputs
-    place = value.place
-    if place is not None and place != LIFTED:
-        place = _MOVED.get(e.name, Equation.placed)(e, place)
-    permutes = e.name == "transpose" or e.params.get("dimensions")
-    stays = value.scalar or (e.outputs[0] == e.shapes[0] and not permutes)
-    found = value.but(parts=None, place=place) if stays else e.made(inputs, value.terms, place)
-    return found.but(position=value.position and place == Place(0))
+def _moved(to: Callable[[Equation, Place], Place | None] = Equation.placed) -> Rule:
+    def rule(e: Equation, inputs: list[Value]) -> Value:
+        (value,) = inputs
+        if value.scalar and value.place is None and value.flaw is None:
+            return value
+        found = e.made(inputs, value.terms, value.place and to(e, value.place))
+        return found.but(curve=value.curve, of=value.of)
+
+    return rule
 
 
 def _reshaped(e: Equation, place: Place) -> Place:
     old, new, order = e.shapes[0], e.outputs[0], e.params.get("dimensions")
-    if order is not None:  # it transposes first, as `vmap` has it of convolutions
+    if order is not None and e.name == "reshape":  # it transposes first, as `vmap` has it of convolutions
         place, old = place._replace(axis=order.index(place.axis)), tuple(old[axis] for axis in order)
     before, after = math.prod(old[: place.axis]) * place.outer, place.inner * math.prod(old[place.axis + 1 :])
     for axis, length in enumerate(new):
         ahead, behind = math.prod(new[:axis]), math.prod(new[axis + 1 :])
         if ahead and behind and before % ahead == 0 and after % behind == 0:
             outer, inner = before // ahead, after // behind
-            if outer * e.walk.rows[0] * inner == length:
+            if outer * e.walk.rows[-1] * inner == length:
                 return Place(axis, outer, inner)
-    raise MixesRows(Tag.UNSURE)  # groups of rows perhaps, which may be whole in each micro-batch
+    raise mixes(walks.FREE)  # groups of rows perhaps, which may be whole in each micro-batch
 
 
 def _cut(e: Equation, place: Place, first: int, last: int, stride: int = 1) -> Place:
     """The rows from `first` to `last` of their axis: all of them, or whole blocks of them where it has several."""
-    block = e.walk.rows[0] * place.inner
+    block = e.walk.rows[-1] * place.inner
     if (first, last, stride) == (0, e.shapes[0][place.axis], 1):
         return place
-    if stride != 1:
-        raise MixesRows(Tag.UNSURE)
-    if first % block or last % block:
-        raise MixesRows(Tag.SOME)
+    if stride != 1 or first % block or last % block:
+        raise mixes(walks.MOVED)
     return place._replace(outer=(last - first) // block)
 
 
@@ -324,87 +242,53 @@ def _sliced(e: Equation, place: Place) -> Place:
     return _cut(e, place, first, last, (e.params["strides"] or (1,) * len(e.shapes[0]))[place.axis])
 
 
-_MOVED: dict[str, Callable[[Equation, Place], Place | None]] = {
-    "expand_dims": _reshaped,
-    "reshape": _reshaped,
-    "slice": _sliced,
-    "tile": lambda e, place: place._replace(outer=place.outer * e.params["reps"][place.axis]),
-}
-
-
 def _split(e: Equation, inputs: list[Value]) -> list[Value]:
-    (value,), place, sizes = inputs, inputs[0].place, e.params["sizes"]
-    ends = list(itertools.pairwise(np.cumsum([0, *sizes]).tolist()))
-    if place is None or place.axis != e.params["axis"]:
-        if sizes != e.other_params["sizes"]:
-            raise CannotTell("split")
-        return [e.made(inputs, value.terms, place, n) for n in range(len(ends))]
-    return [e.made(inputs, value.terms, _cut(e, place, *pair), n) for n, pair in enumerate(ends)]
+    (value,), place = inputs, inputs[0].place
+    along = place is not None and place.axis == e.params["axis"]
+    if not along and len({tuple(sizes) for sizes in e.each("sizes")}) > 1:
+        raise unknown("split")
+    ends = itertools.pairwise(np.cumsum([0, *e.params["sizes"]]).tolist())
+    places = [_cut(e, place, *pair) if place is not None and along else place for pair in ends]
+    return [e.made(inputs, value.terms, each, n) for n, each in enumerate(places)]
 
 
 def _broadcast(e: Equation, inputs: list[Value]) -> Value:
-    value, made, place = inputs[0], e.grown(), inputs[0].place
-    if value.axis >= 0:
-        place = Place(e.params["broadcast_dimensions"][value.axis], *value.place[1:])  # type: ignore[index]
-    if place is not None and (made.axis if made else -1) != place.axis:
-        raise MixesRows(Tag.PAIRS)
-    if place is None and made is not None:
-        value, place = lifted(value, made, e.source), made
-    found = value.but(place=place) if value.scalar else e.made(inputs, value.terms, place)
-    return found.but(position=value.position, parts=(value,) if e.outputs[0][-1:] == (1,) else None)
+    (value, *_), grown = inputs, e.grown()
+    place = value.place and value.place._replace(axis=e.params["broadcast_dimensions"][value.axis])
+    if place is not None and (grown is None or grown.axis != place.axis):
+        raise mixes(walks.PAIRS)
+    if place is None and value.flaw is None:
+        value, place = e.lifted(value, grown), grown
+    if value.scalar and (value.flaw is None or value.curve is not None):
+        return value.but(place=None if value.flaw else place)
+    return e.made(inputs, value.terms, place).but(scalar=value.scalar)
 
 
 def _concatenated(e: Equation, inputs: list[Value]) -> Value:
     axis, places = e.params["dimension"], [value.place for value in inputs if value.place is not None]
-    place = next(iter(places), None)
-    if place is not None and place != LIFTED:
+    place = places[0] if places else None
+    if place is not None and e.absorbed(inputs) is None:
         along = place.axis == axis
         if len({each._replace(outer=1) if along else each for each in places}) > 1:
-            raise MixesRows
+            raise mixes()
         if along and len(places) < len(inputs):
-            raise CannotTell("concatenate")
+            raise unknown("concatenate")
         place = place._replace(outer=sum(each.outer for each in places)) if along else place
-    values = [lifted(value, place, e.source) for value in inputs]
-    parts = tuple(value.parts[0] for value in inputs if value.parts is not None and len(value.parts) == 1)
-    whole = len(parts) == len(inputs) and axis == len(e.outputs[0]) - 1
-    return e.made(inputs, union(values), place).but(parts=parts if whole else None)
+        inputs = [e.lifted(value, place) for value in inputs]
+    return e.made(inputs, union(inputs), place)
 
 
-# Sums, and other reductions.
-
-
-def _as_sum(e: Equation, found: Value, over_rows: bool = True) -> Value:
-    """A sum over the rows: one that others may be divided by, and a part of it where devices have parts of the rows."""
-    found = found.but(sums=found.sums | {e.source._replace(number=found.number)}, core=found.number)
-    return found.tagged(Tag.LOCAL) if over_rows and e.walk.split else found
+# Sums, which may be over the rows.
 
 
 def _sum(e: Equation, inputs: list[Value]) -> Value:
-    (value,), place = inputs, inputs[0].place
+    (value,) = inputs
     over_rows = value.axis in e.params["axes"]
-    found = e.made(inputs, summed(value.terms) if over_rows else value.terms, None if over_rows else e.placed(place))
+    terms = walks.summed(value.terms) if over_rows else value.terms
+    found = e.made(inputs, terms, None if over_rows else e.placed(value.place))
     if e.outputs[0] == ():
-        found = found.but(number=e.walk.number("sum", value.total), whole=None)
-    return _as_sum(e, found, over_rows) if over_rows or value.sums else found
-
-
-def _reduced(e: Equation, inputs: list[Value]) -> Any:
-    """The largest, the product, ...: of what is the same for all rows it may be of rows, too."""
-    value, place, alone = inputs[0], inputs[0].place, e.outputs[0] == ()
-    orders = e.name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or")
-    if value.axis not in e.params["axes"]:
-        place, terms = e.placed(place), _any(e, [value])
-        if orders and place is not None and len({term.factor for term in value.terms}) == 1:
-            terms = power_of(value, Fraction(1), e.source)
-        elif orders and _shift(value):
-            terms = value.terms
-        return e.made(inputs, terms, place)
-    if orders and not value.own:
-        return e.made(inputs, value.terms, None)
-    terms = of(Symbol(e.number, "mixed", e.source, value.free, alone, value.positive))
-    asks = e.walk.number("sum", value.total) if value.free and e.name == "reduce_or" and alone else None
-    found = e.made(inputs, terms, None).but(guard=asks)
-    return found.tagged(Tag.LOCAL) if e.walk.split else found
+        found = found.but(number=e.walk.total(value))
+    return e.walk.added_up(e, found, over_rows) if over_rows or (found.own and found.place is None) else found
 
 
 def _over_devices(e: Equation, inputs: list[Value]) -> Any:
@@ -413,60 +297,50 @@ def _over_devices(e: Equation, inputs: list[Value]) -> Any:
     if all(isinstance(axis, int) for axis in axes) and len(inputs) == 1:
         return _sum(e, inputs)
     if any(isinstance(axis, int) for axis in axes):
-        raise CannotTell(e.name)
+        raise unknown(e.name)
 
-    def of_all(value: Value) -> Value:
+    def of_all(n: int, value: Value) -> Value:
         """The sum over devices: of all parts of a sum over rows, that sum."""
-        local = Tag.LOCAL in value.tags
         if split & {*axes} and value.place is not None and value.own:
-            raise MixesRows
-        if local and {*axes} == split:
-            return value.but(tags=value.tags - {Tag.LOCAL})
-        if value.values and not split & {*axes}:
-            return value
-        number, core = e.walk.number("psum", value.number), value.core and e.walk.number("psum", value.core)
-        tags = value.tags - {Tag.LOCAL} if split <= {*axes} else value.tags
-        return value.but(number=number, core=core, whole=None, values=None, tags=tags)
+            raise mixes()
+        if value.roots & walks.LOCAL and {*axes} == split:
+            return e.walk.as_sum(value.but(roots=value.roots & ~walks.LOCAL))
+        return e.made([value], value.terms, value.place, n)
 
-    return [of_all(value) for value in inputs]
+    return [of_all(*pair) for pair in enumerate(inputs)]
 
 
-# Sums of products.
-
-
-def _multiplied(e: Equation, inputs: list[Value]) -> Value:
+def _contracted(where: Callable[[Equation, Place | None, Place | None], Place | None]) -> Rule:
     """A sum of products; where it does not grow with the rows, it is summed over them."""
-    left, right = (value.place for value in inputs)
-    if LIFTED in (left, right):
-        place = _as_own(inputs)
-    else:
-        place = (left or right) and (_contracted if e.name == "dot_general" else _convolved)(e, left, right)
-    over_rows = place is None and (left or right) is not None
-    a, b = (lifted(value, left or right, e.source) for value in inputs)
-    # Entries of one meet other entries of the other: what differs between them does not cancel.
-    terms = product(a, b.but(terms=elsewhere(b.terms, e.number)), e.source)
-    found = e.made(inputs, summed(terms) if over_rows else terms, place)
-    return _as_sum(e, found) if over_rows else found
+
+    def rule(e: Equation, inputs: list[Value]) -> Value:
+        if e.absorbed(inputs) is not None:
+            return e.made(inputs, SHARED, None)
+        left, right = (value.place for value in inputs)
+        rows = left or right
+        place = rows and where(e, left, right)
+        terms = e.product(*(e.lifted(value, rows) for value in inputs))
+        over_rows = place is None and rows is not None
+        found = e.made(inputs, walks.summed(terms) if over_rows else terms, place)
+        return e.walk.added_up(e, found) if over_rows else found
+
+    return rule
 
 
-def _as_own(values: list[Value]) -> Place | None:
-    return common_place([value.but(terms=frozenset([Term(True)])) for value in values])
-
-
-def _contracted(e: Equation, left: Place | None, right: Place | None) -> Place | None:
+def _dot(e: Equation, left: Place | None, right: Place | None) -> Place | None:
     if left is not None and right is not None and left[1:] != right[1:]:
-        raise MixesRows
+        raise mixes()
     return e.placed(left or right)  # pairs of rows grow twice, what is summed over them doesn't
 
 
-def _convolved(e: Equation, image: Place | None, kernel: Place | None) -> Place | None:
-    """Rows in the image, as rows of its batch or in an axis of space with a window of 1; a kernel, and perhaps a group
-    of the image, for each row; or features of both, which are summed over."""
+def _convolution(e: Equation, image: Place | None, kernel: Place | None) -> Place | None:
+    """Rows in the image's batch; a kernel, and perhaps a group of the image, for each row; or features of both, which
+    are summed over."""
     numbers, counts = e.params["dimension_numbers"], ("feature_group_count", "batch_group_count")
     features, parts = (e.params[name] for name in counts)  # one of them is 1
-    grow = any(e.params[name] != e.other_params[name] for name in counts)
+    grow = any(len({*e.each(name)}) > 1 for name in counts)
     if kernel is None:
-        keeps = image is not None and _keeps_images(e, image, parts)
+        keeps = image is not None and image.axis == numbers.lhs_spec[0] and image.outer % parts == 0
         image = image and image._replace(outer=image.outer // parts)
     elif kernel.axis == numbers.rhs_spec[1]:
         keeps = image == Place(numbers.lhs_spec[1], kernel.outer * features, kernel.inner)
@@ -478,140 +352,278 @@ def _convolved(e: Equation, image: Place | None, kernel: Place | None) -> Place 
         keeps = grow and (image.axis, kernel.axis) == in_groups
         keeps = keeps and image.outer == kernel.outer and image.inner * of_each == kernel.inner * length
     if not keeps:
-        raise MixesRows
+        raise mixes()
     return e.placed(kernel or image)
-
-
-def _keeps_images(e: Equation, image: Place, parts: int) -> bool:
-    params, spec = e.params, e.params["dimension_numbers"]
-    if image.axis == spec.lhs_spec[0]:
-        return image.outer % parts == 0
-    if image.axis not in spec.lhs_spec[2:]:
-        return False
-    n = spec.lhs_spec[2:].index(image.axis)
-    window = e.shapes[1][spec.rhs_spec[2 + n]], params["window_strides"][n], params["lhs_dilation"][n]
-    return window == (1, 1, 1) and tuple(params["padding"][n]) == (0, 0)
 
 
 # By indices.
 
 
+def _by_position(e: Equation, indices: Value, axes: Sequence[int], rows: Place | None) -> list[Value] | None:
+    """The other indices, if those along the rows are their positions: each row asks for itself."""
+    name, params, *columns = e.walk.keys[indices.number]
+    together = name == "concatenate" and dict(params)["dimension"] == repr(len(e.shapes[1]) - 1)
+    columns = columns if together and len(columns) == len(axes) else [indices.number]
+    asked = [column for axis, column in zip(axes, columns) if rows == Place(axis) and e.walk.is_position(column)]
+    return [e.walk.values[column] for column in columns if column not in asked] if asked else None
+
+
 def _gathered(e: Equation, inputs: list[Value]) -> Value:
-    """Rows of the indices, or of the operand in an axis that stays whole; or each row asks for itself, by its place."""
-    (operand, indices), axes = inputs, e.params["dimension_numbers"].start_index_map
-    parts = indices.parts if indices.parts is not None and len(indices.parts) == len(axes) else (indices,)
-    columns = dict(zip(axes, parts)) if len(parts) == len(axes) else {None: indices}
-    of_rows = columns.pop(operand.axis, None)
-    if LIFTED in (operand.place, indices.place):
-        place = _as_own(inputs)
-    else:
-        by_place = of_rows is not None and of_rows.position
-        place = e.placed(_place_gathered(e, operand.place, indices.place, by_place))
-    values = [lifted(value, place, e.source) for value in inputs]
-    terms = frozenset(Term(term.own or indices.place is not None, term.factor) for term in values[0].terms)
-    foreign = any(each.symbols for each in columns.values()) or any(s.kind != "position" for s in indices.symbols)
-    if foreign or (indices.place is None and indices.own):  # a place in the batch is another in each micro-batch
-        terms = _any(e, values)
-    return e.made(inputs, terms, place)
+    """Rows of the indices, or of the operand in an axis that stays whole; or each row's own, by position."""
+    (operand, indices), numbers = inputs, e.params["dimension_numbers"]
+    rows = operand.place
+    if (others := _by_position(e, indices, numbers.start_index_map, rows)) is not None:
+        place = e.grown()
+        return e.made([operand, *others], _picked(e, operand, others, place), place)
+    if e.absorbed(inputs) is None and rows is not None:
+        if rows.axis in numbers.operand_batching_dims:
+            other = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(rows.axis)]
+            if indices.place != rows._replace(axis=other):
+                raise mixes()
+        elif e.params["slice_sizes"][rows.axis] != e.shapes[0][rows.axis]:
+            raise mixes(walks.MOVED)
+        elif indices.place is not None:
+            raise mixes(walks.PAIRS)
+    place = e.placed(indices.place or rows)
+    return e.made(inputs, _picked(e, operand, [indices], place), place)
 
 
-def _place_gathered(e: Equation, rows: Place | None, asked: Place | None, by_place: bool) -> Place | None:
-    numbers = e.params["dimension_numbers"]
-    if rows is None or (by_place and rows[1:] == (1, 1)):
-        return asked
-    if rows.axis in numbers.operand_batching_dims:
-        other = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(rows.axis)]
-        if asked != rows._replace(axis=other):
-            raise MixesRows
-        return asked
-    if e.params["slice_sizes"][rows.axis] != e.shapes[0][rows.axis]:
-        raise MixesRows(Tag.ORDER if asked is not None else Tag.SOME)
-    if asked is not None:
-        raise MixesRows(Tag.PAIRS)
-    return rows
+def _picked(e: Equation, operand: Value, indices: Sequence[Value], place: Place | None) -> Terms:
+    """Entries of the operand; an index that takes several rows to know is another one in each micro-batch."""
+    own = any(term.own for term in e.function([e.lifted(each, place) for each in indices]))
+    return frozenset(Term(term.own or own, term.factor) for term in e.lifted(operand, place).terms)
 
 
 def _scattered(e: Equation, inputs: list[Value]) -> Value:
-    """Sums into an array that has no rows (counts, histograms), and what is put at the same place of all rows."""
+    """Into each row at its own indices; into all rows at the same ones; or sums into what has no rows (histograms)."""
     (operand, indices, updates), numbers = inputs, e.params["dimension_numbers"]
     rows, windows = operand.place, numbers.update_window_dims
-    if rows not in (None, LIFTED) and rows.axis in numbers.operand_batching_dims:
+    others = _by_position(e, indices, numbers.scatter_dims_to_operand_dims, rows)
+    place: Place | None = rows
+    if e.absorbed([operand, updates, *([indices] if others is None else others)]) is not None:
+        return e.made(inputs, SHARED, None)
+    kept = [axis for axis in range(len(e.shapes[0])) if axis not in numbers.inserted_window_dims]
+    if rows is not None and rows.axis in numbers.operand_batching_dims:
         other = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(rows.axis)]
-        batch_axes = [n for n in range(len(e.shapes[2])) if n not in windows]
+        of_scatter = [axis for axis in range(len(e.shapes[2])) if axis not in windows]
         moved = indices.place not in (None, rows._replace(axis=other))
-        moved = moved or updates.place not in (None, rows._replace(axis=batch_axes[other]))
-        if moved or e.name == "scatter" or indices.symbols:
-            raise CannotTell(e.name)
-        terms = union(lifted(value, rows, e.source) for value in (operand, updates))
-        return e.made(inputs, frozenset(Term(t.own or indices.own, t.factor) for t in terms), rows)
-    if indices.is_shared:
-        return _put(e, operand, updates)
-    placed = rows is None and indices.place is not None and updates.place is not None
-    if not (placed and e.name.endswith("add") and not indices.symbols and operand.terms <= SHARED):
-        raise CannotTell(e.name)
-    own = frozenset(Term(True, term.factor) for term in updates.terms)
-    return _as_sum(e, e.made(inputs, operand.terms | own, None))
+        if moved or updates.place not in (None, rows._replace(axis=of_scatter[other])):
+            raise unknown(e.name)
+    elif others is not None:
+        inputs = [operand, updates, *others]
+    elif indices.is_shared:
+        if updates.place is not None and updates.axis not in windows:
+            raise mixes()
+        found = updates.place and updates.place._replace(axis=kept[windows.index(updates.axis)])
+        updates = updates.but(place=found)
+        place = walks.common_place([operand, updates])
+        part = windows[kept.index(place.axis)] if place is not None and place.axis in kept else None
+        if place is not None and (part is None or e.shapes[2][part] != e.shapes[0][place.axis]):
+            raise mixes()
+    else:
+        adds = e.name.endswith("add") and operand.terms <= SHARED and e.function([indices])
+        if not adds or rows is not None or indices.place is None or updates.place is None:
+            raise unknown(e.name)
+        own = frozenset(Term(True, term.factor) for term in updates.terms)
+        return e.walk.added_up(e, e.made(inputs, operand.terms | own, None))
+    a, b = e.lifted(operand, place), e.lifted(updates, place)
+    terms = a.terms | e.product(a, b) if e.name == "scatter-mul" else union([a, b])
+    return e.made(inputs, _picked(e, a.but(terms=terms), [indices] if others is None else others, place), place)
 
 
-def _put(e: Equation, operand: Value, updates: Value) -> Value:
-    numbers = e.params["dimension_numbers"]
-    taken = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = [axis for axis in range(len(e.shapes[0])) if axis not in taken]
-    of_updates = dict(zip(numbers.update_window_dims, kept))
-    found = updates.place
-    if found is not None and found != LIFTED:
-        if found.axis not in of_updates:
-            raise MixesRows
-        found = found._replace(axis=of_updates[found.axis])
-    place = common_place([operand, updates.but(place=found)])
-    if place is not None and place != LIFTED:
-        part = [axis for axis, where in of_updates.items() if where == place.axis]
-        if not part or e.shapes[2][part[0]] != e.shapes[0][place.axis]:
-            raise MixesRows
-    values = [lifted(value, place, e.source) for value in (operand, updates.but(place=found))]
-    terms = union(values)
-    if e.name == "scatter-mul":
-        terms = values[0].terms | product(values[0], values[1], e.source)
-    return e.made(values, terms, place)
-
-
-def _at(e: Equation, inputs: list[Value]) -> Value:
+def _dynamic(e: Equation, inputs: list[Value]) -> Value:
     """`dynamic_slice` and `dynamic_update_slice`."""
     count = 1 if e.name == "dynamic_slice" else 2
-    if any(not start.is_shared for start in inputs[count:]):
-        raise CannotTell(e.name)
+    if e.absorbed(inputs) is None and not all(start.is_shared for start in inputs[count:]):
+        raise unknown(e.name)
     place, values = e.aligned(inputs[:count])
     part = e.params["slice_sizes"] if count == 1 else e.shapes[1]
-    if place is not None and place != LIFTED and part[place.axis] != e.shapes[0][place.axis]:
-        raise MixesRows(Tag.SOME if count == 1 else "")
+    if place is not None and part[place.axis] != e.shapes[0][place.axis]:
+        raise mixes(walks.MOVED if count == 1 else "")
     return e.made(inputs, union(values), place)
 
 
-def _mapped(e: Equation, inputs: list[Value]) -> list[Value]:
-    """Any other primitive: a function of what has no axis of rows, or entry by entry on that axis, where `vmap` over it
-    of the operation on one row is the very same operation."""
-    place, values = e.aligned(inputs)
-    if (e.walk.split and not inputs) or (place is not None and place.axis >= 0 and not _is_own_vmap(e, place.axis)):
-        raise CannotTell(e.name)
-    return [e.made(inputs, _any(e, values, n), e.placed(place, n), n) for n in range(len(e.outputs))]
+def _other(e: Equation, inputs: list[Value]) -> list[Value]:
+    """Any other primitive is a function of what has no axis of rows."""
+    if any(value.place is not None for value in inputs) or (e.walk.split and not inputs):
+        raise unknown(e.name)
+    return [e.made(inputs, e.function(inputs), None, n) for n in range(len(e.outputs))]
 
 
-def _is_own_vmap(e: Equation, axis: int) -> bool:
-    traced, axes, kinds = e.traced[0], [], []
-    for variable, other in zip(traced.invars, e.traced[1].invars):
-        shape, mapped = [*variable.aval.shape], variable.aval.shape != other.aval.shape
-        if shape[axis : axis + 1] == [1]:  # it is the same for all rows
-            shape[axis], mapped = e.walk.rows[0], True
-        axes.append(axis if mapped else None)
-        kinds.append(jax.ShapeDtypeStruct(tuple(shape), variable.aval.dtype))
-    outs = [place and place.axis for place in (e.grown(n) for n in range(len(e.outputs)))]
-    bind = lambda *one: traced.primitive.bind(*one, **traced.params)  # noqa: E731
+# Holding jaxprs.
+
+
+def _called(e: Equation, inputs: list[Value]) -> list[Value]:
+    name = next((name for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in e.params), None)
+    if name is None:
+        raise unknown(e.name)
+    e.walk.callers.append((e.params.get("name", ""), e.info))
     try:
-        jaxpr = jax.make_jaxpr(jax.vmap(bind, axes, outs if traced.primitive.multiple_results else outs[0]))(*kinds)
-    except Exception:  # it is another operation on one row
-        return False
-    names = [(each.primitive, repr(each.params), each.invars) for each in jaxpr.eqns]
-    return names == [(traced.primitive, repr(traced.params), jaxpr.jaxpr.invars)]
+        return e.walk.run(e.each(name), inputs)
+    finally:
+        e.walk.callers.pop()
+
+
+def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
+    """`custom_vjp` and `custom_jvp`: forward, and what they do with the gradients of their outputs.
+
+    These are another factor in each micro-batch: a gradient must be multiplied by it once, row by row.
+    """
+    outputs, traced, walk = _called(e, inputs), e.traced[-1], e.walk
+    where = getattr(getattr(e.params["call_jaxpr"].jaxpr, "debug_info", None), "func_src_info", None) or ""
+    if walk.is_derivative or walks.is_ours(where.rpartition(" at ")[2]) or any(v.flaw for v in (*inputs, *outputs)):
+        return outputs
+    ins, outs = ([jnp.issubdtype(v.aval.dtype, jnp.floating) for v in some] for some in (traced.invars, traced.outvars))
+    wanted = [n for n, v in enumerate(traced.invars) if ins[n] and not (inputs[n].free or isinstance(v, Literal))]
+    given = [n for n, v in enumerate(traced.outvars) if outs[n] and type(v).__name__ != "DropVar"]
+    if not (wanted and given):
+        return outputs
+    number = walk.number("gradient", id(traced))
+    walk.sources["gradient", number] = source = e.source._replace(number=number)
+    terms = frozenset([Term(True, frozenset([(("gradient", number), 1)]))])
+    gradients = [Value(terms, outputs[n].place, number=walk.number("gradient", n, number)) for n in given]
+    walk.is_derivative = True
+    try:
+        found = walk.run([_pullback(each, wanted, given) for each in e.traced], [*inputs, *gradients])
+    finally:
+        walk.is_derivative = False
+    for place, gradient in zip((inputs[n].place for n in wanted), found):
+        if gradient.flaw is not None and gradient.flaw.kind == "unknown":
+            raise unknown(f"its derivative: {gradient.flaw.why or gradient.flaw.source.primitive}")
+        fits = gradient.terms <= (terms if place is not None else terms | SHARED)
+        if gradient.flaw is not None or not fits or (gradient.terms and gradient.place != place):
+            raise mixes(source=source)
+    return outputs
+
+
+def _kinds(variables: Any) -> list[Any]:
+    return [jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype) for variable in variables]
+
+
+def _pullback(traced: Any, wanted: list[int], given: list[int]) -> Any:
+    """From inputs and the gradients of these outputs to the gradients of these inputs."""
+    variables = [v for v in dict.fromkeys(v for v in traced.invars if not isinstance(v, Literal))]
+    debug_info = traced.params["call_jaxpr"].jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    alone = Jaxpr((), variables, [traced.outvars[n] for n in given], [traced], traced.effects, debug_info)
+    run = jaxpr_as_fun(ClosedJaxpr(alone, []))
+
+    def function(values: list[Any], gradients: list[Any]) -> Any:
+        def outputs(some: list[Any]) -> list[Any]:
+            mine = dict(zip(traced.invars, values)) | {traced.invars[n]: value for n, value in zip(wanted, some)}
+            return run(*(mine[v] for v in variables))
+
+        return jax.vjp(outputs, [values[n] for n in wanted])[1](gradients)[0]
+
+    return jax.make_jaxpr(function)(_kinds(traced.invars), [_kinds(traced.outvars)[n] for n in given])
+
+
+def _carry(e: Equation, body: Callable[[list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
+    """What is known of a loop's carry in any round."""
+
+    def facts(value: Value) -> Any:
+        return value.terms, value.place, value.flaw and value.flaw[::2], value.roots
+
+    numbers = [e.walk.number("carry", (id(e.traced[-1]), n), value.number) for n, value in enumerate(carry)]
+    for _ in range(_ROUNDS):
+        carry = [value.but(number=number, of=None, curve=None) for number, value in zip(numbers, carry)]
+        after = [walks.joined(e.walk, *pair) for pair in zip(carry, body(carry))]
+        if all(facts(a) == facts(b) for a, b in zip(carry, after)):
+            return after
+        carry = after
+    raise unknown(e.name)
+
+
+def _scanned(e: Equation, inputs: list[Value]) -> list[Value]:
+    first, second = e.params["num_consts"], e.params["num_consts"] + e.params["num_carry"]
+    consts, carry, entries = inputs[:first], inputs[first:second], inputs[second:]
+    if any(value.axis == 0 for value in entries):
+        if carry:
+            raise unknown("scan over rows")
+        return e.walk.run([_mapped(each) for each in e.traced], inputs)
+    lengths = e.each("length")
+    if len({*lengths}) > 1:
+        raise unknown(f"{lengths[0]} rounds for {e.walk.rows[0]} rows")
+    entries = [_entry(value, e.walk.number("entry", None, value.number), -1) for value in entries]
+
+    def body(carry: list[Value]) -> list[Value]:
+        return e.walk.run(e.each("jaxpr"), [*consts, *carry, *entries])
+
+    carry = _carry(e, lambda carry: body(carry)[: len(carry)], carry)
+    return [*carry, *(_entry(value, value.number, 1) for value in body(carry)[len(carry) :])]
+
+
+def _entry(value: Value, number: int, axes: int) -> Value:
+    """What one round of a scan gets of an array, with an axis less, or has as its part of one, with an axis more."""
+    place = value.place and value.place._replace(axis=value.axis + axes)
+    return value.but(number=number, place=place, scalar=False, of=None, curve=None)
+
+
+def _mapped(traced: Any) -> Any:
+    """A scan without a carry, as `vmap` has it."""
+    count = traced.params["num_consts"]
+    axes = [None] * count + [0] * (len(traced.invars) - count)
+    return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(traced.params["jaxpr"]), axes))(*_kinds(traced.invars))
+
+
+def _looped(e: Equation, inputs: list[Value]) -> list[Value]:
+    first, second = e.params["cond_nconsts"], e.params["cond_nconsts"] + e.params["body_nconsts"]
+    body = e.each("body_jaxpr")
+    carry = _carry(e, lambda carry: e.walk.run(body, [*inputs[first:second], *carry]), inputs[second:])
+    (goes_on,) = e.walk.run(e.each("cond_jaxpr"), [*inputs[:first], *carry])
+    if not goes_on.is_shared:
+        raise unknown("while")
+    return carry
+
+
+def _branched(e: Equation, inputs: list[Value]) -> list[Value]:
+    which, *rest = inputs
+    branches = list(zip(*e.each("branches")))
+    if which.choice is not None:
+        found = e.walk.run(branches[which.choice], rest)
+        if not all(_is_answered(which, value) for value in found):
+            raise mixes(walks.FREE)
+        return found
+    if not which.is_shared:
+        raise unknown("cond")
+    found, *others = (e.walk.run(each, rest) for each in branches)
+    for other in others:
+        found = [walks.joined(e.walk, *pair) for pair in zip(found, other)]
+    return [value.but(roots=value.roots | which.roots) for value in found]
+
+
+def _on_devices(e: Equation, inputs: list[Value]) -> list[Value]:
+    """`shard_map`: the same on each device, for the rows that it has, whose sums are parts of the batch's."""
+
+    def axes_of(spec: Any, axis: int) -> frozenset[str]:
+        part = spec[axis] if 0 <= axis < len(spec) else None
+        return frozenset(part if isinstance(part, tuple) else () if part is None else (part,))
+
+    walk, specs = e.walk, e.params["in_specs"]
+    splits = {axes_of(spec, value.axis) for value, spec in zip(inputs, specs) if value.place} or {frozenset()}
+    split = next(iter(splits))
+    count = math.prod(e.params["mesh"].shape[name] for name in split)
+    several = count > 1 and any(value.place and value.place[1:] != (1, 1) for value in inputs)
+    if len(splits) > 1 or walk.split or several or any(value.flaw for value in inputs):
+        raise unknown(e.name)
+    rows, walk.split = walk.rows, split if count > 1 else walk.split
+    walk.rows = tuple(each // count for each in rows)
+    try:
+        found = walk.run(e.each("jaxpr"), inputs)
+    finally:
+        walk.rows, walk.split = rows, frozenset()
+    for value, spec in zip(found, e.params["out_specs"]):  # devices' rows are behind each other, or there are none
+        apart = value.place is not None and axes_of(spec, value.axis) != split
+        if count > 1 and value.flaw is None and (apart or value.roots & walks.LOCAL):
+            raise mixes(walks.FREE)
+    return found
+
+
+def _solves(e: Equation, inputs: list[Value]) -> list[Value]:
+    """`custom_linear_solve`: what it solves with; its derivative is that of the solution."""
+    lengths = e.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    solve = [*inputs[start : start + lengths.solve], *inputs[sum(n or 0 for n in lengths) :]]
+    return e.walk.run([each.solve for each in e.each("jaxprs")], solve)
 
 
 def _each(names: str, rule: Rule) -> dict[str, Rule]:
@@ -619,58 +631,70 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
 
 
 RULES: dict[str, Rule] = {
+    "": _other,
     **_each(
         "copy copy_p real conj reduce_precision stop_gradient optimization_barrier pcast pvary pbroadcast reshard name "
         "sharding_constraint random_wrap random_unwrap device_put mesh_cast",
         lambda e, inputs: list(inputs),
     ),
     # Entry by entry.
+    **_each(
+        "abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz "
+        "complex cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag le_to lgamma "
+        "log log1p logistic lt_to max min nextafter not or polygamma population_count random_gamma_grad "
+        "regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin "
+        "sinh sqrt tan tanh xor zeta",
+        _entries(),
+    ),
     **_each("add add_any sub", _added),
     "neg": _entries(lambda e, values: union(values)),
-    "mul": _entries(lambda e, values: product(values[0], values[1], e.source)),
+    **_each("mul and", _multiplied),
     "div": _entries(_quotient),
-    "square": _power(2),
-    "sqrt": _power(0.5),
-    "rsqrt": _power(-0.5),
-    "integer_pow": _integer_power,
-    "pow": _any_power,
-    "exp": _exponential,
-    "max": _largest,
-    **_each("abs min clamp", _bounded),
-    **_each("eq ne lt le gt ge", _compared),
+    "square": _power(lambda e, inputs: 2),
+    "integer_pow": _power(lambda e, inputs: e.params["y"]),
+    "pow": _power(_written_down),
+    **_each("eq ne lt le gt ge is_finite", _compared),
     "select_n": _select,
-    "is_finite": _finite,
-    "and": _both,
     "convert_element_type": _converted,
     "iota": _iota,
     **_each("random_bits random_split random_fold_in", _drawn),
     # Across some axes, and entry by entry on the others.
     "cumsum": _across(_named, linear=True),
     **_each("cumprod cummax cummin cumlogsumexp", _across(_named)),
-    "sort": _across(_named, tag=Tag.ORDER),
-    "rev": _across(_named, linear=True, tag=Tag.ORDER),
+    "sort": _across(_named, soft=walks.MOVED),
+    "rev": _across(_named, linear=True, soft=walks.MOVED),
     "stack": _across(lambda e: (), linear=True),
-    "pad": _across(_padded, linear=True),
+    "pad": _across(lambda e: [n for n, each in enumerate(e.params["padding_config"]) if any(each)], linear=True),
     "reduce_window_sum": _across(_windows, linear=True),
     **_each("reduce_window_max reduce_window_min reduce_window", _across(_windows)),
     **_each("top_k approx_top_k", _across(_last(1))),
     **_each("cholesky eigh eig lu qr svd", _across(_last(2))),
     "fft": lambda e, inputs: _across(_last(len(e.params["fft_lengths"])))(e, inputs),
     "triangular_solve": _solved,
+    **_each("reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin reduce_xor", _extreme),
     # Entries change their places.
-    **_each("squeeze transpose reshape expand_dims slice tile", _moved),
+    **_each("squeeze transpose", _moved()),
+    **_each("expand_dims reshape", _moved(_reshaped)),
+    "slice": _moved(_sliced),
+    "tile": _moved(lambda e, place: place._replace(outer=place.outer * e.params["reps"][place.axis])),
     "split": _split,
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenated,
-    # Over axes, which may be that of the rows.
+    # Sums, which may be over the rows.
     "reduce_sum": _sum,
-    **_each("reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin reduce_xor", _reduced),
     **_each("psum psum2 psum_invariant", _over_devices),
-    **_each("dot_general conv_general_dilated", _multiplied),
+    "dot_general": _contracted(_dot),
+    "conv_general_dilated": _contracted(_convolution),
     # By indices.
     "gather": _gathered,
     **_each("scatter scatter-add scatter-mul", _scattered),
-    **_each("dynamic_slice dynamic_update_slice", _at),
-    **HOLD_JAXPRS,
-    "": _mapped,
+    **_each("dynamic_slice dynamic_update_slice", _dynamic),
+    # Holding jaxprs.
+    **_each("pjit jit closed_call core_call remat remat2 checkpoint", _called),
+    **_each("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr", _with_own_derivative),
+    "scan": _scanned,
+    "while": _looped,
+    "cond": _branched,
+    "shard_map": _on_devices,
+    "custom_linear_solve": _solves,
 }

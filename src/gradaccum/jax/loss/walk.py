@@ -1,92 +1,43 @@
-"""Follows the rows through two traces of a loss: what is known of its arrays, their algebra, and the walk.
+"""Follows rows through the traces of a loss: what is known of an array, its algebra, and the walk over the equations.
 
-The idea stands on top of `judge`, what each primitive does in `rules`.
+The idea stands on top of `judge`, and what each primitive does in `rules`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend.core import Literal
 
-Factor = frozenset[tuple["Symbol", Fraction]]
+Symbol = Any
+"""A number that takes all rows to know, and is a factor: `COUNT`, or the number of a sum over the rows."""
+Factor = frozenset[tuple[Symbol, int]]
 """Powers of symbols; the empty one is 1."""
+COUNT = "rows"
 ONE: Factor = frozenset()
+ROWS: Factor = frozenset([(COUNT, 1)])
 _MOST = 12
 """Terms that a number may have."""
-_KINDS = ["random", "mixed", "sum", "unknown", "position", "count"]
-"""Of symbols, that of a function of several of them first."""
-_POSITIVE = {"abs", "exp", "exp2", "logistic", "sqrt", "square"}
-
-
-class Tag:
-    """What an array inherits from those that it follows from; and, at last, what `Value.guard` asks."""
-
-    DIFFERENTIATED, FRESH = "differentiated", "fresh"
-    """It follows from what is differentiated; from what is another one for each micro-batch: its key, its state."""
-    LOCAL = "local"
-    """It is one device's part of a sum over the rows of several."""
-    PAIRS, SOME = "pairs", "some"
-    """It has an entry for each pair of rows; it is made of some of the rows."""
-    UNSURE, LINEAR, ORDER, PATTERN = "unsure", "linear", "order", "pattern"
-    """Rows are mixed in it: which may cancel out, or be one for all; linearly so far, which may be taken back; as rows
-    in another order; as a pattern of rows by rows, such as an identity matrix."""
-    MAY_CANCEL = frozenset([UNSURE, LINEAR, ORDER, PATTERN])
-    FINITE, NAN = "finite", "NaN"
-    """Whether it is no NaN; whether it is one."""
-
-
-class Source(NamedTuple):
-    """The operation that computed a number, JAX' `source_info`, the number of its output, and why it is unknown."""
-
-    primitive: str
-    info: Any = None
-    number: Any = None
-    why: str = ""
-
-
-class Symbol(NamedTuple):
-    """A number that takes all rows to know and stands as a factor; equal if number and kind are.
-
-    `free`: it follows from the batch alone, not from what is differentiated. `scalar`: it is one number for all
-    entries; others are other numbers once entries have moved. `positive`: not below 0.
-    """
-
-    number: Any
-    kind: str
-    source: Source
-    free: bool = True
-    scalar: bool = True
-    positive: bool = False
-
-    def __hash__(self) -> int:
-        return hash(self[:2])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Symbol) and self[:2] == other[:2]
 
 
 class Term(NamedTuple):
-    """A part of a number."""
+    """A summand: each row's own number, or one that is the same for any rows, times a factor."""
 
     own: bool
     factor: Factor = ONE
 
 
 Terms = frozenset[Term]
-"""The parts that a number is the sum of; none for 0."""
-COUNT = Symbol("rows", "count", Source("rows"), positive=True)
-ROWS: Factor = frozenset([(COUNT, Fraction(1))])
+"""What a number is the sum of; none for 0."""
 SHARED: Terms = frozenset([Term(False)])
-"""The same for any rows."""
 
 
 class Place(NamedTuple):
@@ -97,19 +48,53 @@ class Place(NamedTuple):
     inner: int = 1
 
 
-LIFTED = Place(-1)
-"""One row of an array, in the body of a loop over rows."""
+class Source(NamedTuple):
+    """An operation of the loss, by JAX' `source_info`, and the number of what it computes; the smallest is first."""
+
+    primitive: str
+    info: Any = None
+    number: int = -1
 
 
-class MixesRows(Exception):
-    """An operation takes several rows to know, in a way that terms can't express: its output is a symbol, "mixed".
-
-    Its argument is a tag that says what may still take the mixing back; none, if nothing can.
-    """
+MOVED, PAIRS, LINEAR, FREE, SHIFT = "moved", "pairs", "linear", "free", "shift"
+"""How a flaw may be taken back: some rows are gone or in another order; an entry is of two rows, and the diagonal may
+be picked; only linear operations came since; it may be the same for all micro-batches; a shift may cancel."""
 
 
-class CannotTell(Exception):
-    """An operation that the judgement knows nothing about."""
+class Flaw(NamedTuple):
+    """Why nothing is known of a number: rows are "mixed" in it, it follows from their "position" or in no known way
+    from their "count", it is "random" for each row, or it is "unknown"; `soft`, if it may be taken back."""
+
+    kind: str
+    source: Source
+    soft: str = ""
+    why: str = ""
+
+    @property
+    def certain(self) -> bool:
+        return self.kind == "random" or (self.kind != "unknown" and not self.soft)
+
+
+class Lost(Exception):
+    """Raised by a rule for an output that terms can't express: the `Flaw` that it has, by default where the rule is."""
+
+    def __init__(self, kind: str, soft: str = "", source: Source | None = None, why: str = "") -> None:
+        super().__init__(kind)
+        self.kind, self.soft, self.source, self.why = kind, soft, source, why
+
+
+def mixes(soft: str = "", source: Source | None = None) -> Lost:
+    return Lost("mixed", soft, source)
+
+
+def unknown(why: str) -> Lost:
+    return Lost("unknown", why=why)
+
+
+DIFFERENTIATED, FRESH, LOCAL = 1, 2, 4
+"""Bits of `Value.roots`: it follows from what is differentiated; from a key or a state that micro-batches don't share;
+from one device's part of a sum over the rows of several. Those from `STATE` on are the state's leaves."""
+STATE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,207 +103,89 @@ class Value:
 
     terms: Terms = frozenset()
     place: Place | None = None  # where its rows are; None without such an axis
-    number: Any = None  # equal for arrays that are computed alike
-    whole: Any = None  # equal for arrays with one sum of entries: an array, its transpose, its sums over some axes
-    core: Any = None  # of a sum over rows, its number, which multiples by known numbers keep
-    sums: frozenset[Source] = frozenset()  # the sums over rows that it follows from
-    tags: frozenset[str] = frozenset()  # of what it follows from; the names of state; what was taken for true of it
+    flaw: Flaw | None = None  # if there is one, neither terms nor place count
+    number: int = -1  # equal for arrays that are computed alike
+    roots: int = 0  # what it follows from
     scalar: bool = False  # all entries (of a row) are one number
-    values: tuple[Any, Any] | None = None  # that number at both counts of rows, where it is known
     integral: bool = False  # its entries are whole numbers
-    positive: bool = False  # none of them is below 0
-    position: bool = False  # it counts the rows: 0, 1, 2, ...
-    parts: tuple[Value, ...] | None = None  # concatenated along the last axis, if these have one entry each
-    guard: Any = None  # what it asks: the number of a sum, whether anything is in it; or `FINITE`, `NAN`
+    of: Symbol = None  # the sum over the batch that it is a function of, and of nothing else
+    curve: tuple[Any, ...] | None = None  # this function, or this number, at each number of rows and at `POINTS`
 
     @property
     def own(self) -> bool:
-        """Whether it has a part that follows from rows."""
         return any(term.own for term in self.terms)
 
     @property
+    def depends(self) -> bool:
+        """Whether it follows from rows."""
+        return self.own or self.flaw is not None
+
+    @property
     def axis(self) -> int:
-        """The axis of its rows; -1 without one."""
         return -1 if self.place is None else self.place.axis
+
+    @property
+    def known(self) -> tuple[Any, ...] | None:
+        """The number that all entries are, at each number of rows."""
+        return self.curve if self.of is None else None
+
+    @property
+    def choice(self) -> int | None:
+        """What it is as a condition, if that is the same for any rows (and any sum that isn't 0)."""
+        is_one = self.curve is not None and len({*self.curve}) == 1 and isinstance(self.curve[0], bool | int)
+        return int(self.curve[0]) if is_one and self.curve is not None else None
 
     @property
     def is_shared(self) -> bool:
         """Whether it is the same for any rows."""
-        return self.terms <= SHARED and self.place is None
-
-    @property
-    def symbols(self) -> list[Symbol]:
-        """All symbols in its terms."""
-        return [symbol for term in self.terms for symbol, _ in term.factor]
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether rows are mixed in it, or it is unknown."""
-        return any(symbol.kind in ("mixed", "unknown") for symbol in self.symbols)
-
-    @property
-    def unknown(self) -> Source | None:
-        """The operation that is not followed, if one is in it."""
-        return next((symbol.source for symbol in self.symbols if symbol.kind == "unknown"), None)
+        return self.terms <= SHARED and self.place is None and self.flaw is None
 
     @property
     def free(self) -> bool:
-        """Whether it does not follow from what is differentiated."""
-        return Tag.DIFFERENTIATED not in self.tags
-
-    @property
-    def total(self) -> Any:
-        """The number of the sum of all its entries."""
-        return self.number if self.whole is None else self.whole
-
-    def divides(self, number: Any) -> bool:
-        """Whether it is this sum, or each part of it is divided by it: nothing where nothing is in the sum."""
-        return self.core == number or all(any(s.number == number and d < 0 for s, d in t.factor) for t in self.terms)
+        """Whether it follows from the batch, and not from what is differentiated."""
+        return not self.roots & DIFFERENTIATED
 
     def but(self, **changes: Any) -> Value:
-        """The same, but for something."""
         return dataclasses.replace(self, **changes)
 
-    def tagged(self, *tags: str) -> Value:
-        """The same with these tags, too."""
-        return self.but(tags=self.tags.union(tags))
 
-
-# The algebra: what becomes of terms.
-
-
-def of(symbol: Symbol, own: bool = False) -> Terms:
-    """A number that is this symbol, times each row's own number perhaps."""
-    return frozenset([Term(own, frozenset([(symbol, Fraction(1))]))])
+# The algebra of terms.
 
 
 def times(a: Factor, b: Factor) -> Factor:
-    """The product of two factors."""
     powers = dict(a)
     for symbol, degree in b:
-        powers[symbol] = powers.get(symbol, Fraction(0)) + degree
+        if isinstance(symbol, tuple) and symbol in powers:  # a gradient stays a factor once
+            raise mixes()
+        powers[symbol] = powers.get(symbol, 0) + degree
     return frozenset((symbol, degree) for symbol, degree in powers.items() if degree)
 
 
-def power(factor: Factor, degree: Fraction | int) -> Factor:
-    """A power of a factor."""
+def power(factor: Factor, degree: int) -> Factor:
+    if degree != 1 and any(isinstance(symbol, tuple) for symbol, _ in factor):
+        raise mixes()
     return frozenset((symbol, each * degree) for symbol, each in factor)
 
 
-def exponent(first: float, second: float, ratio: float) -> Fraction | None:
-    """The d of `second = first * ratio ** d`, if it is a half or whole number up to 2."""
-    if first == second:
-        return Fraction(0)
-    for halves in (2, -2, 4, -4, 1, -1, 3, -3):
-        if first and abs(second / first / ratio ** (halves / 2) - 1) < 1e-5:
-            return Fraction(halves, 2)
+def exponent(numbers: Sequence[float], rows: Sequence[int]) -> int | None:
+    """The d of  numbers ~ rows ** d,  if there is one up to 2."""
+    for degree in (0, 1, -1, 2, -2):
+        parts = [number / count**degree for number, count in zip(numbers, rows)]
+        if max(abs(part - parts[-1]) for part in parts) <= 1e-5 * abs(parts[-1]):
+            return degree
     return None
+
+
+def union(values: Iterable[Value]) -> Terms:
+    """Of a sum, and of whatever is linear in all of these numbers."""
+    return _limited(term for value in values for term in value.terms)
 
 
 def _limited(terms: Iterable[Term]) -> Terms:
     found = frozenset(terms)
     if len(found) > _MOST:
-        raise CannotTell("too many denominators")
+        raise unknown("too many denominators")
     return found
-
-
-def as_factor(value: Value, source: Source) -> Factor:
-    """A number without rows as a factor of others; a sum over rows is a symbol."""
-    factors = {term.factor for term in value.terms} or {ONE}
-    if len(factors) == 1 and not value.own:
-        return factors.pop()
-    kind, own = ("sum", factors.pop()) if len(value.terms) == 1 else ("mixed", ONE)
-    number = value.number if value.core is None else value.core
-    symbols = value.symbols if kind == "mixed" else []
-    source = _first_cause(symbols, [value], kind, source._replace(number=number))
-    number = (Tag.LOCAL, number) if Tag.LOCAL in value.tags else number
-    return times(
-        own, frozenset([(Symbol(number, kind, source, value.free, value.scalar, value.positive), Fraction(1))])
-    )
-
-
-def _as_sum(term: Term) -> Term:
-    """A number without rows that is one sum over rows times what is known: `sqrt(s) ** 2` is that sum again."""
-    sums = [each for each in term.factor if each[0].kind == "sum" and each[1] == 1 and each[0].scalar]
-    return term if term.own or len(sums) != 1 else Term(True, term.factor - {*sums})
-
-
-def lifted(value: Value, place: Place | None, source: Source) -> Value:
-    """A number as all rows of an array have it."""
-    if place is None or value.place is not None:
-        return value
-    terms = frozenset([Term(False, as_factor(value, source))]) if value.own else value.terms
-    return value.but(terms=terms, place=place)
-
-
-def common_place(values: Sequence[Value]) -> Place | None:
-    """Where arrays of one shape have their rows."""
-    places = {value.place for value in values if value.place is not None and value.own}
-    places = places or {value.place for value in values if value.place is not None}
-    if len(places) > 1:
-        raise MixesRows(Tag.PAIRS)
-    return next(iter(places), None)
-
-
-def union(values: Iterable[Value]) -> Terms:
-    """Of sums of numbers, and of what is linear in all of them."""
-    return _limited(term for value in values for term in value.terms)
-
-
-def product(a: Value, b: Value, source: Source) -> Terms:
-    """Of two numbers, entry by entry."""
-    alone = a.place is None and b.place is None
-    if alone and a.own and b.own:
-        if not (b.free and b.scalar) and a.free and a.scalar:
-            a, b = b, a
-        b = b.but(terms=frozenset([Term(False, as_factor(b, source))]))
-    found = (Term(x.own or y.own, times(x.factor, y.factor)) for x in a.terms for y in b.terms)
-    return _limited(_as_sum(term) if alone and not (a.own or b.own) else term for term in found)
-
-
-def power_of(value: Value, degree: Fraction, source: Source) -> Terms:
-    """A power of a number, or what goes by a power of its size: of a factor that may be below 0, neither."""
-    factors = {term.factor for term in value.terms}
-    if not factors or (value.place is not None and len(factors) > 1):
-        return function([value], source)
-    is_sum = value.place is None and (len(factors) > 1 or value.own)
-    factor = as_factor(value, source) if is_sum else factors.pop()
-    unsigned = degree.denominator % 2 == 0 or source.primitive not in ("div", "integer_pow", "pow", "square")
-    if unsigned and any(not s.positive and (degree == 1 or d % 2 == 0) for s, d in factor):
-        return function([value], source)
-    found = Term(value.own and not is_sum, power(factor, degree))
-    return frozenset([_as_sum(found) if value.place is None else found])
-
-
-def function(values: Sequence[Value], source: Source) -> Terms:
-    """Of any other function, entry by entry."""
-    own, with_rows = any(value.own for value in values), any(value.place is not None for value in values)
-    symbols = [symbol for value in values for symbol in value.symbols]
-    if not symbols and (with_rows or not own):
-        return frozenset([Term(own)])
-    kinds = [symbol.kind for symbol in symbols] + ["sum"] * (own and not with_rows)
-    kind = min(kinds, key=_KINDS.index)
-    cause = _first_cause(symbols, values, kind, source)
-    free, alone = all(value.free for value in values), all(value.scalar for value in values)
-    scalar = alone and not (own and with_rows)
-    kind = "mixed" if kind == "sum" else kind
-    return of(Symbol(source.number, kind, cause, free, scalar, source.primitive in _POSITIVE), own and with_rows)
-
-
-def _first_cause(symbols: Sequence[Symbol], values: Sequence[Value], kind: str, source: Source) -> Source:
-    causes = [s.source for s in symbols if s.kind in (kind, "sum") and s.source.number is not None]
-    if kind in ("mixed", "sum"):
-        causes += [each for value in values for each in value.sums]
-    return min(causes, key=lambda each: each.number, default=source)
-
-
-def elsewhere(terms: Terms, number: Any) -> Terms:
-    """After entries have moved or were added up: what differs between them is another number."""
-
-    def moved(symbol: Symbol) -> Symbol:
-        return symbol if symbol.scalar else symbol._replace(number=(symbol.number, number))
-
-    return frozenset(Term(term.own, frozenset((moved(s), d) for s, d in term.factor)) for term in terms)
 
 
 def summed(terms: Terms) -> Terms:
@@ -326,291 +193,426 @@ def summed(terms: Terms) -> Terms:
     return frozenset(term if term.own else Term(False, times(term.factor, ROWS)) for term in terms)
 
 
+def common_place(values: Iterable[Value]) -> Place | None:
+    """Where arrays of one shape have their rows."""
+    places = {value.place: value.own for value in values if value.place is not None}
+    if len(own := [place for place in places if places[place]] or list(places)) > 1:
+        raise mixes(PAIRS)
+    return own[0] if own else None
+
+
+def roots_of(values: Iterable[Value]) -> int:
+    return functools.reduce(lambda roots, value: roots | value.roots, values, 0)
+
+
 # The walk.
 
 _SHAPES = {
-    "axis_size", "batch_group_count", "feature_group_count", "inline", "k", "length", "name", "out_sharding",
-    "sharding", "size",
+    "axis_size", "batch_group_count", "feature_group_count", "inline", "length", "lhs_shape", "name", "new_sizes",
+    "out_sharding", "rhs_shape", "shape", "sharding", "size", "sizes",
 }  # fmt: skip
 """Parameters that go with the rows where shapes do, which is looked at; the length of a scan is by its rule."""
-_EXTENTS = {"limit_indices", "padding_config", "slice_sizes", "start_indices"}
+_EXTENTS = {"limit_indices", "padding_config", "reps", "slice_sizes", "start_indices"}
 """Of all axes but that of the rows, they are the same."""
-_PICKS = {"dynamic_slice", "gather", "slice", "split"}
 _LINEAR = {
-    *_PICKS, "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "cumsum",
-    "expand_dims", "neg", "pad", "psum", "reduce_sum", "reshape", "rev", "squeeze", "stop_gradient", "sub", "transpose",
+    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "cumsum", "dynamic_slice",
+    "expand_dims", "gather", "neg", "pad", "psum", "reduce_sum", "reshape", "rev", "slice", "split", "squeeze",
+    "stop_gradient", "sub", "transpose",
 }  # fmt: skip
+_PICKS = {"dynamic_slice", "gather", "slice", "split"}
 _BILINEAR = {"conv_general_dilated", "div", "dot_general", "mul"}
-"""Linear where all others are the same for any rows."""
 _INTEGRAL = {
     *_LINEAR, "abs", "dot_general", "max", "min", "mul", "reduce_max", "reduce_min", "scatter-add", "select_n", "sort",
     "square",
 }  # fmt: skip
-"""Of whole numbers they give whole numbers; and, but for differences, of positive numbers positive ones."""
+"""Of whole numbers they give whole numbers."""
+LAYOUT = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
 _SAME_TOTAL = {"expand_dims", "reduce_sum", "reshape", "rev", "squeeze", "transpose"}
 _STEPS = {"argmax", "argmin", "ceil", "convert_element_type", "floor", "round", "sign"}
-"""Of a statistic of the batch, they may be the same for all micro-batches, as questions may."""
-_LATE = 1 << 40
+"""Of a statistic of the batch they may be the same for all micro-batches, as comparisons may."""
+_BOUNDS = {"abs", "clamp", "max", "min"}
+POINTS = {True: (1, 2, 5, 1000, 1000000), False: (0.25, 1, 5, 1000, 1000000)}
+"""Sums of whole numbers, and of others, at which a function of one is looked at."""
 Rule = Callable[["Equation", list[Value]], Any]
 """From what is known of an operation's inputs to what is known of its output, or of all of its outputs in a list."""
 
 
 class Equation:
-    """One operation, at both numbers of rows."""
+    """One operation, for each number of rows."""
 
-    def __init__(self, walk: Walk, one: Any, other: Any, values: list[Value]) -> None:
-        self.walk, self.name, self.traced, self._values = walk, one.primitive.name, (one, other), values
-        self.params, self.other_params = one.params, other.params
-        self.shapes, self.outputs, self.other_outputs = (
-            [tuple(np.shape(variable.aval)) for variable in some] for some in (one.invars, one.outvars, other.outvars)
-        )
-        self.dtypes = [[getattr(v.aval, "dtype", None) for v in some] for some in (one.invars, one.outvars)]
-        self.info = _called_from(one.source_info, walk.callers)
+    def __init__(self, walk: Walk, traced: Sequence[Any], values: list[Value]) -> None:
+        self.walk, self.traced, self.values, self.name = walk, traced, values, traced[-1].primitive.name
+        self.params = traced[-1].params
+        self.ins = [[np.shape(v.aval) for v in each.invars] for each in traced]
+        self.outs = [[np.shape(v.aval) for v in each.outvars] for each in traced]
+        self.shapes, self.outputs = self.ins[-1], self.outs[-1]
+        self.dtypes = [getattr(v.aval, "dtype", None) for v in traced[-1].outvars]
+        self.info = _called_from(traced[-1].source_info, walk.callers)
 
     @functools.cached_property
     def number(self) -> int:
-        """Equal for operations that compute the same."""
-        static = tuple(sorted((key, repr(value)) for key, value in self.params.items() if key != "sharding"))
-        return self.walk.number(self.name, static, *(value.number for value in self._values))
+        params = tuple((key, repr(value)) for key, value in sorted(self.params.items()) if key != "sharding")
+        return self.walk.number(self.name, params, *(value.number for value in self.values))
 
     @functools.cached_property
     def source(self) -> Source:
-        """The operation, as the cause of what it gives."""
         return Source(self.name, self.info, self.number)
 
-    def check_parameters(self, first: Value | None) -> None:
-        """Numbers that it is given beside its inputs, powers say, are the same for both numbers of rows."""
-        rows = None if first is None or first.place is None else first.place.axis
-        for name, value in self.params.items():
-            other: Any = self.other_params.get(name)
-            if name in _EXTENTS and isinstance(value, tuple):
-                if first is not None and first.values is not None:
-                    continue
-                value, other = ([each for axis, each in enumerate(some) if axis != rows] for some in (value, other))
-            elif name in _SHAPES or not isinstance(value, bool | int | float | str):
-                continue
-            if repr(value) != repr(other):  # NaN is not itself
-                one, two = self.walk.rows
-                raise CannotTell(f"{name}={value} for {one} rows, {name}={other} for {two}")
+    def check_parameters(self) -> None:
+        """Numbers that it is given beside its inputs, powers say, are the same for any number of rows."""
+        first = self.values[0] if self.values else Value()
+        for name in sorted(self.params.keys() - _SHAPES):
+            found = [_plain(each.params.get(name)) for each in self.traced]
+            if name in _EXTENTS and isinstance(found[0], tuple):
+                found = [[n for axis, n in enumerate(each) if axis != first.axis and not first.curve] for each in found]
+            for value, rows in zip(found, self.walk.rows):
+                if repr(value) != repr(found[-1]):  # NaN is not itself
+                    raise unknown(f"{name}={value} for {rows} rows, {name}={found[-1]} for {self.walk.rows[-1]}")
+
+    def each(self, name: str) -> list[Any]:
+        """A parameter, for each number of rows."""
+        return [each.params[name] for each in self.traced]
 
     def grown(self, n: int = 0) -> Place | None:
         """Where an output has its rows by its shapes: the axis that differs."""
-        return self.walk.place_by_shapes(self.outputs[n], self.other_outputs[n])
+        return self.walk.place_of([shapes[n] for shapes in self.outs])
 
-    def checked(self, n: int, value: Value) -> Value:
-        """An output, which grows with the rows where they are said to be, and nowhere else, if rows are kept apart."""
-        first, second = self.outputs[n], self.other_outputs[n]
-        grown = {axis for axis, (a, b) in enumerate(zip(first, second)) if a != b}
-        place = value.place
-        if grown == ({place.axis} if place is not None and place != LIFTED else set()):
-            return value
-        if not value.is_lost:
-            raise CannotTell(f"shape {first} for {self.walk.rows[0]} rows, {second} for {self.walk.rows[1]}")
-        return value.but(place=None)
-
-    def lost(self, kind: str, values: list[Value], tag: str = "", why: str = "") -> Value:
-        """An output that terms can't express: a symbol, whose cause is what has mixed rows first."""
-        source = Source(self.name, self.info, self.walk.number("lost", len(self.walk._numbers)), why)
-        if any(value.is_lost for value in values) and not why:
-            return Value(function(values, source), None, source.number, **followed(values))
-        own = [term for value in values for term in value.terms if term.own]
-        if tag and all(any(symbol.kind == "position" for symbol, _ in term.factor) for term in own):
-            tag, source = Tag.PATTERN, source._replace(number=source.number + _LATE)
-        tags = {tag} | ({Tag.LINEAR} if tag == Tag.PAIRS and self.name in _LINEAR else set())
-        return Value(
-            of(Symbol(source.number, kind, source, scalar=False)), None, source.number, **followed(values)
-        ).tagged(*tags)
-
-    def settled(self, values: list[Value], value: Value) -> Value:
-        """An output, with what may still take back that rows are mixed in it."""
-        mixed, tags, name = [each for each in values if each.is_lost], {*value.tags}, self.name
-        meets = sum(each.own or each.is_lost for each in values) > 1
-        nonlinear = name not in _LINEAR and (name not in _BILINEAR or meets)
-        fewer = _growing(self.traced, "invars") > _growing(self.traced, "outvars")
-        # Sums over rows in another order are what they were; rows that meet others, or some of them, are not.
-        if Tag.ORDER in tags and (name not in ("concatenate", "gather", "sort") if meets else fewer):
-            tags = tags - {Tag.ORDER} | {Tag.LINEAR}
-            nonlinear = nonlinear or (not meets and name in _PICKS)
-        if sum(Tag.SOME in each.tags for each in values) > 1:  # what is missing in one may be in the other
-            tags = tags - {Tag.SOME} | {Tag.ORDER if name == "concatenate" else Tag.LINEAR}
-        tags -= {Tag.LINEAR} if nonlinear else set()
-        return value.but(tags=self._pairs_settled(mixed, tags, fewer))
-
-    def _pairs_settled(self, mixed: list[Value], tags: set[str], fewer: bool) -> frozenset[str]:
-        """Of pairs, the diagonal may be picked, or masked and summed."""
-        if Tag.PAIRS in tags and (fewer or any(not each.tags & {Tag.PAIRS, Tag.PATTERN} for each in mixed)):
-            tags = tags - {Tag.PAIRS} | ({Tag.UNSURE} if fewer and self.name in _PICKS else set())
-        if Tag.PATTERN in tags and any(Tag.PATTERN not in each.tags for each in mixed):
-            tags = tags - {Tag.PATTERN} | ({Tag.LINEAR} if self.name in ("mul", "select_n") else set())
-        return frozenset(tags)
-
-    def known(self, first: Any, second: Any) -> Value:
-        """An output whose entries are one number that is known at both numbers of rows."""
-        return self.walk.of_values(first, second).but(place=self.grown())
+    def grown_axes(self, inputs: bool = False) -> int:
+        """The most axes of an output, or input, whose length goes with the rows."""
+        shapes = zip(*(self.ins if inputs else self.outs))
+        return max((sum(len(set(lengths)) > 1 for lengths in zip(*each)) for each in shapes), default=0)
 
     def placed(self, place: Place | None, n: int = 0) -> Place | None:
         """Where an output has the rows that an input has at `place`: in the axis whose length goes with them."""
-        if place is None or place == LIFTED:
-            return place
-        found = self.grown(n)
-        return None if found is None else place._replace(axis=found.axis)
+        found = self.grown(n) if place is not None else None
+        return found and place._replace(axis=found.axis)  # type: ignore[union-attr]  # there is a place
 
     def aligned(self, inputs: Sequence[Value]) -> tuple[Place | None, list[Value]]:
         """Where arrays of one shape have their rows, and all of them as these rows have them."""
         place = common_place(inputs)
-        return place, [lifted(value, place, self.source) for value in inputs]
+        return place, [self.lifted(value, place) for value in inputs]
 
-    def made(self, inputs: Sequence[Value], terms: Terms, place: Place | None, n: int = 0, moves: bool = True) -> Value:
-        """What is known of an output that follows from these inputs; `moves`: not entry by entry."""
-        rows = self.outputs[n][place.axis] if place is not None and place != LIFTED else 1
-        name, dtype = self.name, str(self.dtypes[1][n])
-        found = Value(
-            elsewhere(terms, self.number) if moves else terms,
-            place,
-            self.number if n == 0 else self.walk.number("output", self.number, n),
-            whole=inputs[0].total if name in _SAME_TOTAL else None,
-            scalar=math.prod(self.outputs[n]) == rows,
-            integral=is_integral(dtype) or (name in _INTEGRAL and all(value.integral for value in inputs)),
-            positive=dtype.startswith(("bool", "uint")) or self._keeps_sign(inputs),
-            **followed(inputs),
+    def lifted(self, value: Value, place: Place | None) -> Value:
+        if place is None or value.place is not None or value.flaw is not None:
+            return value
+        terms = frozenset([Term(False, self.walk.factor(value))]) if value.own else value.terms
+        return value.but(terms=terms, place=place)
+
+    def product(self, a: Value, b: Value) -> Terms:
+        if a.place is None and b.place is None and a.own and b.own:
+            a, b = (a, b) if b.free and b.scalar else (b, a)
+            b = b.but(terms=frozenset([Term(False, self.walk.factor(b))]))
+        return _limited(Term(x.own or y.own, times(x.factor, y.factor)) for x in a.terms for y in b.terms)
+
+    def power_of(self, value: Value, degree: int) -> Terms:
+        """A power, which of a number with rows must be of a single term."""
+        if value.place is None and (value.own or len(value.terms) > 1):
+            return frozenset([Term(False, power(self.walk.factor(value), degree))])
+        if len({term.factor for term in value.terms}) != 1:
+            return self.function([value])
+        return frozenset([Term(value.own, power(next(iter(value.terms)).factor, degree))])
+
+    def function(self, values: Sequence[Value]) -> Terms:
+        """Of any function, entry by entry: one of plain rows, or of what is the same for any rows."""
+        symbols = {symbol for value in values for term in value.terms for symbol, _ in term.factor}
+        causes = [self.walk.sources[symbol] for symbol in symbols - {COUNT}]
+        if all(value.place is None for value in values):
+            causes += [self.walk.first_sum(value) for value in values if value.own]
+        if causes:
+            raise mixes(source=min(causes, key=lambda source: source.number))
+        if symbols:
+            raise Lost("count")
+        return frozenset([Term(any(value.own for value in values))])
+
+    def made(self, inputs: Sequence[Value], terms: Terms, place: Place | None, n: int = 0) -> Value:
+        """An output that follows from these inputs."""
+        flaw, roots = self.absorbed(inputs), roots_of(inputs)
+        integral = is_integral(self.dtypes[n])
+        return Value(
+            frozenset() if flaw else terms,
+            None if flaw else place,
+            flaw,
+            self.number if n == 0 else self.walk.number("output", n, self.number),
+            roots & ~DIFFERENTIATED if integral else roots,  # no gradient goes through whole numbers
+            scalar=math.prod(self.outputs[n]) == (self.outputs[n][place.axis] if place and not flaw else 1),
+            integral=integral or (self.name in _INTEGRAL and all(value.integral for value in inputs)),
         )
-        # No gradient goes through whole numbers. A question about the batch may have one answer in all micro-batches.
-        if is_integral(dtype):
-            found = found.but(tags=found.tags - {Tag.DIFFERENTIATED})
-        asks = (dtype == "bool" or name in _STEPS) and place is None and self.outputs[n] == self.other_outputs[n]
-        return found.tagged(Tag.UNSURE) if asks and any(s.kind == "mixed" for s in found.symbols) else found
 
-    def _keeps_sign(self, inputs: Sequence[Value]) -> bool:
-        if self.name in _POSITIVE or (self.name == "integer_pow" and self.params["y"] % 2 == 0):
-            return True
-        return self.name in _INTEGRAL - {"neg", "sub"} | {"div"} and all(value.positive for value in inputs)
+    def known(self, curve: Iterable[Any], of: Symbol = None) -> Value:
+        """An output that is this number, or this function of a sum over the batch."""
+        return self.walk.curved(tuple(curve), of, self).but(place=self.grown(), roots=roots_of(self.values))
+
+    # Flaws.
+
+    def lost(self, error: Lost, n: int = 0) -> Value:
+        """An output that terms can't express."""
+        kind, soft = error.kind, error.soft
+        if soft == PAIRS and not any(value.own for value in self.values):
+            kind = "position"
+        bounds = _BOUNDS if any(not value.free for value in self.values) else set()
+        if kind == "mixed" and self._asks(_STEPS | bounds):
+            soft = soft or FREE
+        number = self.number if n == 0 else self.walk.number("output", n, self.number)
+        source = error.source or self.source._replace(number=number)
+        flaw = self.absorbed(self.values) or Flaw(kind, source, soft, error.why)
+        return Value(frozenset(), None, flaw, number, roots_of(self.values), scalar=self.outputs[n] == ())
+
+    def absorbed(self, values: Sequence[Value]) -> Flaw | None:
+        """The flaw of what follows from these: the gravest that they have, if it can't be taken back here."""
+        flaws = [value.flaw for value in values if value.flaw is not None]
+        if not flaws:
+            return None
+        if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask them
+            flaws = [flaw for flaw in flaws if flaw.kind != "position"] or flaws
+        shifts = [flaw for flaw in flaws if flaw.soft == SHIFT]
+        if shifts and self.name in ("add", "add_any", "sub") and len({flaw.source for flaw in flaws}) == 1:
+            return shifts[0]
+        order = ("random", "mixed", "position", "count", "unknown")
+        flaw = min(flaws, key=lambda flaw: (not flaw.certain, order.index(flaw.kind), flaw.source.number))
+        if flaw.source.info is None:
+            flaw = flaw._replace(source=self.source._replace(number=flaw.source.number))
+        if flaw.kind == "mixed" and self._asks(_STEPS):
+            return flaw._replace(soft=FREE)
+        if {each.kind for each in flaws} == {"position"} and self.grown_axes() > 1:
+            return flaw._replace(soft=PAIRS)
+        return flaw._replace(soft=self._settled(values, {each.soft for each in flaws})) if flaw.soft else flaw
+
+    def _asks(self, names: Collection[str]) -> bool:
+        """Whether it gives a number for all rows that may be the same for all micro-batches, whatever is mixed."""
+        return (str(self.dtypes[0]) == "bool" or self.name in names) and self.grown_axes() == 0
+
+    def _settled(self, values: Sequence[Value], softs: set[str]) -> str:
+        """How the output's flaw may be taken back, where those of the inputs may."""
+        rows = [value.flaw and value.flaw.source for value in values if value.depends]
+        meets, fewer = len({*rows}) > 1, self.grown_axes(inputs=True) > self.grown_axes()
+        if stays := softs & {FREE, SHIFT}:
+            return min(stays)
+        if PAIRS in softs and self.name in ("mul", "select_n") and len(rows) > 1:
+            return LINEAR
+        if PAIRS in softs or self.grown_axes() > 1:
+            return PAIRS if not fewer else FREE if self.name in _PICKS else ""
+        if MOVED in softs and (self.name in ("concatenate", "gather", "sort") if meets else not fewer):
+            return MOVED
+        return LINEAR if self.name in _LINEAR or (self.name in _BILINEAR and len(rows) == 1) else ""
 
 
-def followed(values: Sequence[Value]) -> dict[str, Any]:
-    """What a number inherits from those that it follows from."""
-    return {name: frozenset().union(*(getattr(v, name) for v in values)) for name in ("sums", "tags")}
+def _plain(value: Any) -> Any:
+    """A parameter that is made of numbers and words, or None."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 class Walk:
-    """Two traces of a loss, side by side; `rules` of primitives by name, and of all others at ""."""
+    """The traces of a loss for several numbers of rows, side by side; `rules` by primitive, and of all others at ""."""
 
-    def __init__(self, rows: tuple[int, int], rules: dict[str, Rule]) -> None:
+    def __init__(self, rows: tuple[int, ...], rules: dict[str, Rule]) -> None:
         self.rows, self.rules = rows, rules
-        self._numbers: dict[Any, int] = {}
-        self.callers: list[tuple[str, Any]] = []
-        """The functions that are being walked through: their names, and who has called them."""
+        self.keys: list[tuple[Any, ...]] = []  # by number: a primitive, its parameters, the numbers of its inputs
+        self.values: dict[int, Value] = {}
+        self.positions: set[int] = set()  # of what is 0, 1, 2, ... along the rows
+        self.sources: dict[Symbol, Source] = {}  # of sums over the rows
+        self.bound: set[Symbol] = set()  # those that follow from what is differentiated
+        self.curves: dict[Symbol, tuple[Any, ...]] = {}  # of sums over the batch: the points that they are looked at
+        self.doubts: list[str] = []  # what was taken for true
+        self.callers: list[tuple[str, Any]] = []  # functions that are being walked through, and who has called them
+        self.split: frozenset[str] = frozenset()  # axes of devices that the rows are split over, inside a `shard_map`
         self.is_derivative = False
-        """Whether it is a derivative that is walked through."""
-        self.split: frozenset[str] = frozenset()
-        """The axes of devices that the rows are split over, inside a `shard_map`."""
+        self._numbers: dict[Any, int] = {}
 
-    def number(self, *key: Any) -> int:
+    def number(self, name: str, detail: Any, *inputs: int) -> int:
         """One number for all that is computed alike."""
-        return self._numbers.setdefault(key, len(self._numbers))
+        key = name, detail, *inputs
+        if key not in self._numbers:
+            self._numbers[key] = len(self.keys)
+            self.keys.append(key)
+        return self._numbers[key]
 
-    def run(self, first: Any, second: Any, inputs: Sequence[Value]) -> list[Value]:
-        """What is known of the outputs of a jaxpr, closed or not."""
-        (first, consts), (second, others) = opened(first), opened(second)
-        if [e.primitive.name for e in first.eqns] != [e.primitive.name for e in second.eqns]:
-            raise CannotTell("other operations")
-        known: dict[Any, Value] = dict(zip(first.invars, inputs, strict=True))
-        known.update((v, self._constant(a, b)) for v, a, b in zip(first.constvars, consts, others, strict=True))
+    def through(self, number: int, names: Collection[str]) -> int:
+        """What this was before these primitives."""
+        while self.keys[number][0] in names:
+            number = self.keys[number][2]
+        return number
 
-        def read(one: Any, other: Any) -> Value:
-            return self._constant(one.val, other.val) if isinstance(one, Literal) else known[one]
+    def total(self, value: Value) -> int:
+        """The number of the sum of all entries: equal for an array, its transpose, its sums over some axes."""
+        return self.number("sum", None, self.through(value.number, _SAME_TOTAL))
 
-        for one, other in zip(first.eqns, second.eqns):
-            values = [read(*pair) for pair in zip(one.invars, other.invars, strict=True)]
-            known.update(zip(one.outvars, self._outputs(one, other, values), strict=True))
-        return [read(*pair) for pair in zip(first.outvars, second.outvars, strict=True)]
+    def is_position(self, number: int) -> bool:
+        """Whether it is 0, 1, 2, ... along the rows."""
+        return self.through(number, LAYOUT) in self.positions
 
-    def _constant(self, first: Any, second: Any) -> Value:
+    def ancestors(self, number: int) -> set[int]:
+        """All that this follows from."""
+        found: set[int] = set()
+        left = [number]
+        while left:
+            if (each := left.pop()) not in found:
+                found.add(each)
+                left += self.keys[each][2:]
+        return found
+
+    def first_sum(self, value: Value) -> Source:
+        """The first sum over the rows that this follows from."""
+        sums = [self.sources[each] for each in self.ancestors(value.number) if each in self.sources]
+        return min(sums, key=lambda source: source.number, default=Source("sum"))
+
+    def factor(self, value: Value) -> Factor:
+        """A number without rows as a factor of others: what is the same for any rows, or one sum over the batch."""
+        if not value.own:
+            factors = {term.factor for term in value.terms} or {ONE}
+            if len(factors) > 1:
+                raise Lost("count")
+            return factors.pop()
+        if len(value.terms) > 1 or not value.scalar:
+            raise mixes(source=self.first_sum(value))
+        symbol = value.number if value.of is None else value.of
+        self.bound |= set() if value.free else {symbol}
+        if value.roots & LOCAL:
+            symbol = self.number("local", None, symbol)
+        self.sources.setdefault(symbol, self.first_sum(value))
+        return times(next(iter(value.terms)).factor, frozenset([(symbol, 1)]))
+
+    def added_up(self, e: Equation, found: Value, over_rows: bool = True) -> Value:
+        """A sum over the rows, and a part of it where devices have parts of the rows."""
+        self.sources.setdefault(found.number, e.source._replace(number=found.number))
+        if self.split and over_rows:
+            return found.but(roots=found.roots | LOCAL)
+        return found if found.roots & LOCAL else self.as_sum(found)
+
+    def as_sum(self, value: Value) -> Value:
+        """A sum over the batch, which others may be divided by: functions of it are computed at some points."""
+        if not (value.scalar and value.free and value.terms == {Term(True)}):
+            return value
+        curve = self.curves[value.number] = POINTS[value.integral] * len(self.rows)
+        return value.but(of=value.number, curve=curve)
+
+    def run(self, jaxprs: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
+        """What is known of the outputs of a jaxpr, closed or not, of which there is one for each number of rows."""
+        opened = [(each.jaxpr, each.consts) if hasattr(each, "consts") else (each, []) for each in jaxprs]
+        if len({tuple(equation.primitive.name for equation in jaxpr.eqns) for jaxpr, _ in opened}) > 1:
+            raise unknown("other operations")
+        last, _ = opened[-1]
+        known: dict[Any, Value] = dict(zip(last.invars, inputs, strict=True))
+        known.update(zip(last.constvars, map(self._constant, zip(*(consts for _, consts in opened)))))
+
+        def read(variables: tuple[Any, ...]) -> Value:
+            is_literal = isinstance(variables[-1], Literal)
+            return self._constant([v.val for v in variables]) if is_literal else known[variables[-1]]
+
+        for equations in zip(*(jaxpr.eqns for jaxpr, _ in opened)):
+            values = [read(variables) for variables in zip(*(each.invars for each in equations))]
+            self.values.update((value.number, value) for value in values)
+            known.update(zip(equations[-1].outvars, self._outputs(equations, values), strict=True))
+        return [read(variables) for variables in zip(*(jaxpr.outvars for jaxpr, _ in opened))]
+
+    def _outputs(self, equations: Sequence[Any], values: list[Value]) -> list[Value]:
+        equation = Equation(self, equations, values)
+        try:
+            if not any(value.flaw for value in values):
+                equation.check_parameters()
+            found = (self.rules.get(equation.name) or self.rules[""])(equation, values)
+            return [self._checked(equation, *pair) for pair in enumerate(found if isinstance(found, list) else [found])]
+        except Lost as error:
+            return [equation.lost(error, n) for n in range(len(equation.outputs))]
+
+    def _checked(self, equation: Equation, n: int, value: Value) -> Value:
+        """An output, which grows with the rows where they are said to be, and nowhere else."""
+        shapes = [shapes[n] for shapes in equation.outs]
+        grown = {axis for axis, lengths in enumerate(zip(*shapes)) if len(set(lengths)) > 1}
+        if value.flaw is None and grown != ({value.place.axis} if value.place is not None else set()):
+            raise unknown(f"shape {shapes[0]} for {self.rows[0]} rows, {shapes[-1]} for {self.rows[-1]}")
+        return value
+
+    def _constant(self, given: Sequence[Any]) -> Value:
         """What is known of an array that was written down."""
-        number, is_traced = self.number("constant", id(first)), isinstance(first, jax.core.Tracer)
-        if np.shape(first) != np.shape(second):
-            same = not is_traced and np.size(first) and bool((np.asarray(first) == np.ravel(first)[0]).all())
-            terms = SHARED if same else of(Symbol(number, "position", Source("constant"), scalar=False), True)
-            return Value(terms, self.place_by_shapes(np.shape(first), np.shape(second)), number)
-        if is_traced or np.size(first) != 1 or not is_number(first):
-            integral = is_integral(getattr(first, "dtype", None))
-            return Value(SHARED, None, number, scalar=np.size(first) == 1, integral=integral)
-        return self.of_values(np.asarray(first).item(), np.asarray(second).item())
+        last, shapes = given[-1], [np.shape(each) for each in given]
+        is_traced, number = isinstance(last, jax.core.Tracer), self.number("constant", id(last))
+        found = Value(SHARED, self.place_of(shapes), None, number, integral=is_integral(getattr(last, "dtype", None)))
+        if is_traced or not is_number(last) or (np.size(last) != 1 and all(each is last for each in given)):
+            return found
+        if all(np.size(each) == 1 or bool((np.asarray(each) == np.ravel(each)[:1]).all()) for each in given):
+            numbers = [np.ravel(each)[0].item() for each in given]
+            return self.curved([each for each in numbers for _ in POINTS[True]]).but(place=found.place)
+        if len(set(shapes)) == 1 and all(np.array_equal(each, last) for each in given):
+            return found
+        counts = len(shapes[-1]) == 1 and all(np.array_equal(each, np.arange(len(each))) for each in given)
+        self.positions |= {number} if counts else set()
+        flaw = Flaw("position" if len(set(shapes)) > 1 else "count", Source("constant", number=number))
+        return found.but(terms=frozenset(), place=None, flaw=flaw)
 
-    def of_values(self, first: Any, second: Any) -> Value:
-        """What is known of a number that is known at both numbers of rows."""
-        number = self.number("value", repr(first), repr(second))
-        degree = exponent(first, second, self.rows[1] / self.rows[0]) if first == first else Fraction(0)
-        terms: Terms = frozenset()
-        if degree is None:
-            terms = of(Symbol(number, "count", Source("constant")))
-        elif not first == 0 == second:
-            terms = frozenset([Term(False, power(ROWS, degree) if degree else ONE)])
-        integral = all(not isinstance(value, float) or value.is_integer() for value in (first, second))
-        positive = min(first, second) >= 0
-        return Value(terms, None, number, scalar=True, values=(first, second), integral=integral, positive=positive)
+    def curved(self, curve: Sequence[Any], of: Symbol = None, e: Equation | None = None) -> Value:
+        """What is known of a number that is known, or known as a function of one sum over the batch."""
+        number = self.number("value", tuple(map(repr, curve))) if of is None or e is None else e.number
+        integral = all(not isinstance(each, float) or each.is_integer() for each in curve)
+        found = Value(SHARED, None, None, number, 0, True, integral, of, tuple(curve))
+        if of is None and (len({*curve}) == 1 or any(each != each for each in curve)):
+            return found if curve[-1] else found.but(terms=frozenset())
+        by_sum, by_rows = self._degrees(curve, of, e) or (0, None)
+        if by_rows is None or (of is not None and by_sum == 0):
+            source = Source("constant", number=number) if of is None else self.sources[of]
+            soft = FREE if of is not None and (by_rows is not None or isinstance(curve[0], bool)) else ""
+            return found.but(terms=frozenset(), flaw=Flaw("count" if of is None else "mixed", source, soft))
+        factor = frozenset((COUNT, by_rows) for _ in range(1) if by_rows)
+        if by_sum in (0, 1):
+            return found.but(terms=frozenset([Term(by_sum == 1, factor)]))
+        return found.but(terms=frozenset([Term(False, times(factor, frozenset([(of, by_sum)])))]))
 
-    def place_by_shapes(self, first: Sequence[int], second: Sequence[int]) -> Place | None:
+    def _degrees(self, curve: Sequence[Any], of: Symbol, e: Equation | None) -> tuple[int, int] | None:
+        """The powers of the sum, and of the number of rows, that it goes with; roughly, if it does for large sums."""
+        points = self.curves.get(of, (1,) * len(curve))
+        rows = [rows for rows in self.rows for _ in POINTS[True]]
+        if not all(curve):
+            return None
+        is_double = e is not None and str(e.dtypes[0]) == "float64"
+        rounding = 4.1e-12 if is_double else 1.1e-6 if 0.25 not in points else 4.1e-8
+        for by_sum, by_rows in itertools.product((0, 1, -1, 2, -2) if of is not None else (0,), (0, 1, -1, 2, -2)):
+            parts = [y / (x**by_sum * n**by_rows) for x, y, n in zip(points, curve, rows)]
+            off = [abs(part / parts[-1] - 1) for part in parts]
+            if max(off) <= (1e-5 if by_rows else rounding):
+                return by_sum, by_rows
+            if e is not None and by_sum and max(each for each, x in zip(off, points) if x >= 1000) < 1e-2:
+                worst = off.index(max(off))
+                change = f"({points[worst]:g} becomes {curve[worst]:.14g}), and each micro-batch changes its own"
+                self.doubts.append(f"`{e.name}` at {line(e.info)} changes a sum over the batch {change}.")
+                return by_sum, by_rows
+        return None
+
+    def place_of(self, shapes: Sequence[Sequence[int]]) -> Place | None:
         """Where an array has its rows by its shapes: the axis that differs."""
-        axes = [axis for axis, (a, b) in enumerate(zip(first, second)) if a != b]
+        axes = [axis for axis, lengths in enumerate(zip(*shapes)) if len(set(lengths)) > 1]
+        if len(axes) > 1:
+            raise mixes(PAIRS)
         if not axes:
             return None
-        if len(axes) > 1:
-            raise MixesRows(Tag.PAIRS)
-        length = first[axes[0]]
-        if length % self.rows[0] or length // self.rows[0] * self.rows[1] != second[axes[0]]:
-            raise CannotTell("an axis that is no multiple of the rows")
-        return Place(axes[0], 1, length // self.rows[0])
-
-    def _outputs(self, one: Any, other: Any, values: list[Value]) -> list[Value]:
-        equation = Equation(self, one, other, values)
-        try:
-            if not any(value.is_lost for value in values):
-                equation.check_parameters(values[0] if values else None)
-            found = (self.rules.get(equation.name) or self.rules[""])(equation, values)
-            found = [equation.checked(*pair) for pair in enumerate(found if isinstance(found, list) else [found])]
-        except MixesRows as error:
-            found = [equation.lost("mixed", values, str(error)) for _ in one.outvars]
-        except CannotTell as error:
-            found = [equation.lost("unknown", values, why=str(error)) for _ in one.outvars]
-        return [equation.settled(values, value) if value.is_lost else value for value in found]
-
-
-def _growing(traced: tuple[Any, Any], side: str) -> int:
-    """The most axes of an input or output whose length goes with the rows."""
-    pairs = zip(*(getattr(each, side) for each in traced))
-    return max((sum(x != y for x, y in zip(np.shape(a.aval), np.shape(b.aval))) for a, b in pairs), default=0)
+        lengths = [shape[axes[0]] for shape in shapes]
+        each = lengths[-1] // self.rows[-1]
+        if lengths != [rows * each for rows in self.rows]:
+            raise unknown("an axis that is no multiple of the rows")
+        return Place(axes[0], 1, each)
 
 
 def joined(walk: Walk, a: Value, b: Value) -> Value:
     """What is known of a number that is one of both."""
     if a == b:
         return a
-    try:
-        place = common_place([a, b])
-    except MixesRows:
-        raise MixesRows(Tag.UNSURE) from None
-    both: dict[str, Any] = {
-        name: getattr(a, name) if getattr(a, name) == getattr(b, name) else None for name in ("values", "guard")
-    }
-    both |= {name: getattr(a, name) and getattr(b, name) for name in ("scalar", "position", "integral", "positive")}
-    number = a.number if a.number == b.number else walk.number("either", a.number, b.number)
-    return Value(a.terms | b.terms, place, number, **both, **followed([a, b]))
-
-
-def opened(jaxpr: Any) -> tuple[Any, Any]:
-    """A jaxpr and its constants."""
-    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, [])
+    number = a.number if a.number == b.number else walk.number("either", None, a.number, b.number)
+    flaws = [value.flaw for value in (a, b) if value.flaw is not None]
+    if len({value.place for value in (a, b) if value.place is not None and value.own}) > 1:
+        flaws = flaws or [Flaw("mixed", Source("cond", number=number), FREE)]
+    flaw = min(flaws, key=lambda flaw: not flaw.certain, default=None)
+    terms, place = (frozenset(), None) if flaw else (a.terms | b.terms, common_place([a, b]))
+    return Value(terms, place, flaw, number, a.roots | b.roots, a.scalar and b.scalar, a.integral and b.integral)
 
 
 def is_number(value: Any) -> bool:
     try:
         return np.asarray(value).dtype.kind in "biuf" or str(np.asarray(value).dtype) == "bfloat16"
-    except TypeError:
+    except TypeError:  # keys
         return False
 
 
 def is_integral(dtype: Any) -> bool:
-    """Whether numbers of this dtype are whole."""
     return str(dtype).startswith(("bool", "int", "uint"))
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gradaccum.jax.batch import spread
-from gradaccum.jax.loss import LossSpec, Tag, Verdict, judge
+from gradaccum.jax.loss import DIFFERENTIATED, FRESH, STATE, LossSpec, Verdict, judge
 from gradaccum.jax.train_step.call import Call
 from gradaccum.jax.train_step.options import checked_options
 
@@ -85,10 +85,10 @@ def _spec(call: Call, sizes: tuple[int, ...] = ()) -> LossSpec:
     inputs = [position for position, number in enumerate(numbers) if number in roles]
     paths = jax.tree_util.tree_flatten_with_path(call.state)[0]
     names = [f"state{jax.tree_util.keystr(path)}" for path, _ in paths]
-    mine, tags = iter(names), []
+    bits, roots = iter(STATE << n for n in range(len(names))), []
     for number in (numbers[position] for position in inputs):
-        role = {Tag.DIFFERENTIATED} if number in options.differentiated else {Tag.FRESH} if number in fresh else set()
-        tags.append(frozenset(role | ({next(mine)} if number == options.state_argnum else set())))
+        role = DIFFERENTIATED if number in options.differentiated else FRESH if number in fresh else 0
+        roots.append(role | (next(bits) if number == options.state_argnum else 0))
 
     def function(values: list[Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         args = [*call.filled(inputs, values)[0]]
@@ -107,7 +107,7 @@ def _spec(call: Call, sizes: tuple[int, ...] = ()) -> LossSpec:
         return jax.eval_shape(lambda: [resized(position) for position in inputs])
 
     of_inputs = [axes[position] for position in inputs]
-    return LossSpec(function, kinds, of_inputs, tags, options.reduction, call.batch.devices, sizes)
+    return LossSpec(function, kinds, of_inputs, roots, options.reduction, call.batch.devices, sizes)
 
 
 def _more(call: Call, outcome: Any, names: list[str]) -> dict[str, Any]:
@@ -121,6 +121,6 @@ def _more(call: Call, outcome: Any, names: list[str]) -> dict[str, Any]:
     moving = [*state, *(leaf for (how, _), leaf in aux.items() if how != "concat" and jnp.ndim(leaf))]
     return {
         "statistics": [x for x in moving if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)],
-        "state": dict(zip(names, state)),
+        "state": {(name, STATE << n): leaf for n, (name, leaf) in enumerate(zip(names, state))},
         "aux": {key: leaf for key, leaf in aux.items() if key[0] != "last"},
     }
