@@ -1,11 +1,16 @@
-"""The package: no import cycles, imports that lead downward only, modules and folders of a size, declared names."""
+"""The package: no cycles, imports that lead downward only, modules, folders and functions of a size, declared names."""
+
+import ast
 
 import pytest
 
 from tests.documents import ROOT
 from tests.source import PATHS, TREES, declared, imported
 
-MOST_LINES, MOST_MODULES = 700, 12
+MOST_LINES, MOST_MODULES, MOST_BRANCHES = 700, 12, 15
+
+BRANCHES = ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.comprehension, ast.BoolOp, ast.Match
+INNER = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef
 
 ARROWS = {module: {to for to, _ in imported(tree)} for module, tree in TREES.items()}
 
@@ -57,6 +62,19 @@ def undeclared_names():
                 yield f"{module}: {source}.{name}"
 
 
+def branches(node):
+    """How often a function branches by itself, without the functions inside of it."""
+    children = [child for child in ast.iter_child_nodes(node) if not isinstance(child, INNER)]
+    return sum(isinstance(child, BRANCHES) + branches(child) for child in children)
+
+
+def branching_functions():
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and branches(node) > MOST_BRANCHES:
+                yield f"{module}.{node.name}"
+
+
 FOUND = {
     "import cycles": circles,
     "upward imports": upward_imports,
@@ -66,6 +84,7 @@ FOUND = {
         for folder in {path.parent for path in PATHS.values()}
         if len([p for p in folder.glob("*.py") if p.stem != "__init__"]) > MOST_MODULES
     ),
+    "branching functions": branching_functions,
     "undeclared names": undeclared_names,
 }
 
