@@ -22,16 +22,16 @@ logger = logging.getLogger("gradaccum")
 class GradientAccumulation(keras.callbacks.Callback):
     """Closes the window at each epoch's end, weighs micro-batches by their rows, and applies a schedule.
 
-    A short last window, and a ragged last micro-batch, are divided by the rows that they hold. If `fit` knows the
-    number of batches, the epoch's last window closes with its last batch, before validation and before any callback's
-    `on_epoch_end`. If it doesn't (a generator), or if the epoch ends earlier (`stop_training`), it closes in this
-    callback's `on_epoch_end`, so list it before callbacks that save or read the model there.
+    Every window is divided by the rows that it holds, also a short last one with a ragged micro-batch. If `fit` knows
+    the number of batches, the epoch's last window closes with its last batch, before validation and before any
+    callback's `on_epoch_end`. Otherwise (a generator, or `stop_training`) it closes in this callback's `on_epoch_end`:
+    list it before callbacks that save or read the model there.
 
     Args:
         steps: Micro-batches in a window, in place of the optimizer's own: an int, `{epoch: steps}`, or a callable
-            `(epoch, update) -> steps`, asked when a window opens; `update` counts from the start of training. None
-            keeps the optimizer's. A new length doesn't recompile. A callable reads one number from the device per
-            micro-batch.
+            `(epoch, update) -> steps`, called when a window opens, where `update` counts from the start of training.
+            None keeps the optimizer's. A new length doesn't recompile. A callable costs one number read from the device
+            per micro-batch.
 
     Raises:
         TypeError, ValueError: `steps` is invalid, or the model's optimizer is not one of `gradaccum.keras.optimizers`.
@@ -90,8 +90,8 @@ class GradientAccumulation(keras.callbacks.Callback):
         window, per_execution = self._optimizer.window, self._per_execution
         if self._followed.largest is None and per_execution > 1:
             raise ValueError(
-                "A callable schedule is asked between micro-batches, which needs steps_per_execution=1. Received: "
-                f"steps_per_execution={per_execution}. Use {{epoch: steps}}, or compile with 1."
+                "A callable schedule is called between micro-batches, so it needs steps_per_execution=1. Received: "
+                f"steps_per_execution={per_execution}. Use {{epoch: steps}}, or compile(steps_per_execution=1)."
             )
         other, window.driver = window.driver, self
         if other is not None and other is not self and other.params is self.params:  # of the same fit()
@@ -103,8 +103,8 @@ class GradientAccumulation(keras.callbacks.Callback):
         self._drops_micro_batches = self._model.optimizer is not self._optimizer
         if self._drops_micro_batches and per_execution > 1:
             logger.warning(
-                "A LossScaleOptimizer is around the optimizer, and steps_per_execution=%d: after a micro-batch that "
-                "overflows, windows of this epoch begin later. Compile with steps_per_execution=1.",
+                "With a LossScaleOptimizer around the optimizer and steps_per_execution=%d, a micro-batch that "
+                "overflows makes the following windows of its epoch begin later. Compile with steps_per_execution=1.",
                 per_execution,
             )
         window.name_batch_norms([layer.name for layer in batch_norms_of(self._model)])
@@ -238,9 +238,9 @@ class GradientAccumulation(keras.callbacks.Callback):
         """Whether no other `fit` has ended since the epoch began, and the window with it."""
         if not self._optimizer.window.driven:
             raise WindowError(
-                "Another fit() of this model, with a GradientAccumulation callback of its own, ran inside an epoch of "
-                "this one, whose open window it did not leave alone. Run it in a callback's on_epoch_end, and list "
-                "GradientAccumulation before that callback; or give it another model."
+                "Another fit() of this model, with its own GradientAccumulation callback, ran inside an epoch of this "
+                "one and changed its open window. Run it in the on_epoch_end of a callback that is listed behind "
+                "GradientAccumulation, or with another model."
             )
 
     def _plan(self, steps: int) -> None:

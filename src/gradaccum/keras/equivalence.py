@@ -115,10 +115,8 @@ def precision_of(model: Any) -> str:
 class Draws:
     """What was drawn while random numbers were held."""
 
-    held = False
-    """Whether Keras' own functions were asked for random numbers."""
-    raw = False
-    """Whether a `SeedGenerator` was asked for a seed for others, which can't be held."""
+    held = False  # Keras' own functions were asked for random numbers
+    raw = False  # a `SeedGenerator` was asked for a seed for others, which can't be held
 
 
 @contextlib.contextmanager
@@ -210,7 +208,10 @@ def find_causes(
         if not found:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             found.append(Cause("unknown", "loss", f"Looking for the cause failed ({reason})."))
-    moving = "moves with every forward pass: once per micro-batch, not once per update."
+    moving = (
+        "moves with every forward pass, so once per micro-batch instead of once per update. Move it in a callback's "
+        "on_train_batch_end."
+    )
     unknown = (
         "The cause was not found: no compiled loss, no `add_loss` term and no layer has values that depend on other "
         "rows. It may be in a gradient alone, such as that of a mean over rows inside stop_gradient."
@@ -228,8 +229,8 @@ def _wrong_terms(terms: np.ndarray, together: np.ndarray, tolerance: float) -> l
         Cause(
             "regulariser",
             f"losses[{index}]",
-            f"model.losses[{index}] is no mean over rows: {term:.6g} for the whole batch, {parts:.6g} for its "
-            "micro-batches. Give `add_loss` a mean over rows: ops.mean in place of ops.sum.",
+            f"model.losses[{index}] is no mean over rows: it is {term:.6g} for the whole batch, and {parts:.6g} as the "
+            "mean of its micro-batches. Pass `add_loss` a mean over rows, such as ops.mean in place of ops.sum.",
         )
         for index, (term, parts) in enumerate(zip(terms, together))
         if not abs(term - parts) <= tolerance * max(abs(term), abs(parts))
@@ -329,13 +330,12 @@ def _inside(layer: Any) -> set[int]:
 def _layer_cause(layer: Any, path: str, is_model: bool) -> Cause:
     kind = type(layer).__name__
     if is_model:
-        what = f"`call` of {kind} itself mixes rows, outside of its layers"
-        return Cause("mixes_rows", path, f"{what}: micro-batches can't give what the whole batch does.")
+        what = f"`call` of {kind} itself mixes rows, outside of its layers."
+        return Cause("mixes_rows", path, f"{what} Compute per row there, or leave what compares rows to the loss.")
     is_batch_norm = isinstance(layer, keras.layers.BatchNormalization)
     return mixing_cause(
         path,
         kind,
         batch_norm='Use GroupNormalization or LayerNormalization, or batch_norm="frozen".' if is_batch_norm else "",
-        advice="Compute it per row, or take it out of the model into the loss and use gradaccum.keras.chunked around "
-        "what comes before.",
+        advice="Compute it per row; or move it into the loss, and put gradaccum.keras.chunked around the rest.",
     )

@@ -29,16 +29,16 @@ def info_nce(
         L(a, b) = mean_i [ log sum_j exp(s_ij) - mean_{p in P(i)} s_ip ]          over rows i that have a positive
         loss    = (L(a, b) + L(b, a)) / 2                                         or L(a, b), where not symmetric
 
-    On TensorFlow, JAX and PyTorch, in a loss that `compile` is given, or in a layer's `call`. Forward and backward keep
-    rows, numbers per row, and the scores of `tile` rows; backward computes the scores anew. Half-precision rows are
-    compared and summed in float32; the loss is float32 then.
+    Use it in a loss for `compile`, or in a layer's `call`. Forward and backward keep the rows, a few numbers per row
+    and the scores of `tile` rows; backward computes the scores again. Scores of half-precision rows, and the loss, are
+    float32.
 
     Args:
-        a: Rows, (N, size), compared as they are. Normalize them before, if your loss does.
+        a: Rows, (N, size). They are not normalized: do so first if your loss does.
         b: Rows, (M, size). Without `positives`, the first N belong to those of `a`; the others are negatives of all.
         temperature: Divides the scores: a number, or a tensor or variable of one, which gets its gradient:
             `ops.exp(-logit_scale)`.
-        tile: Rows whose scores, with all rows of the other side, are in memory at a time.
+        tile: Rows whose scores with all rows of the other side are in memory at a time.
         symmetric: Whether rows of `b` are compared with those of `a`, too.
         positives: The pairs that belong together: ids of the pairs (N ints: rows with the same id belong together), or
             a tuple of two such tensors, ids of `a`'s and of `b`'s rows (N and M ints). None: row i and row i. Keras

@@ -51,21 +51,20 @@ def micro_batched(
             move once per update, by mean and variance of the whole batch. `"frozen"`: normalizes by the moving
             statistics, which stay as they are. `"exact"`: by mean and variance of the whole batch, as in plain `fit`; a
             functional or sequential model is cut at these layers, and each segment runs over all micro-batches before
-            the next. The layers' inputs stay in memory, and so do the outputs, because losses and metrics see them at
-            once.
-        verify: Prove updates: loss, gradients and moved variables of a few rows are computed at once and in
-            micro-batches, by the same code that then trains. This takes two passes over at most 16 rows for the first
-            batch of each `fit`, for updates 2, 4, 8, ..., and for batches of another kind. The rows are those with rare
-            sorts (missing labels, uneven weights, a class) and extremes. Random numbers are the same in both, and
-            BatchNormalization has its own warning. A warning names what can't be compared.
+            the next. Inputs of these layers, and the model's outputs, stay in memory.
+        verify: Compare at most 16 rows at once with the same rows in micro-batches, by the code that then trains: loss,
+            gradients and moved variables. This happens for the first batch of each `fit`, for updates 2, 4, 8, ..., and
+            for batches of a new kind. The rows are chosen to differ: missing labels, uneven weights, rare classes,
+            extremes. Both sides draw the same random numbers; BatchNormalization has its own warning. A warning names
+            what can't be compared.
 
     Returns:
         `model`.
 
     Raises:
         TypeError: `model` is no `keras.Model`, or `micro_batch_size` no int.
-        ValueError: `micro_batch_size` is below 1, `batch_norm` is none of these, the model has its own `train_step`, or
-            can't be cut for `"exact"`.
+        ValueError: `micro_batch_size` is below 1, `batch_norm` is none of these, or the model has its own `train_step`
+            or can't be cut for `"exact"`.
         NotEquivalentError: From `fit` and `train_on_batch`, before anything is trained: micro-batches give another
             update than the whole batch. The message names the layer, loss or variable that causes it.
 
@@ -88,8 +87,8 @@ def micro_batched(
         )
     if type(model).train_step is not keras.Model.train_step:
         raise ValueError(
-            f"{type(model).__name__} overrides `train_step`, which micro_batched replaces. Override `compute_loss` "
-            "instead, whose result is taken to be a mean over rows, or pass a loss to `compile`."
+            f"{type(model).__name__} overrides `train_step`, which micro_batched replaces. Pass a loss to `compile`, "
+            "or override `compute_loss` to return a mean over rows."
         )
     if getattr(vars(model).get("call"), "exact", False):  # of an earlier call of this
         del vars(model)["call"], vars(model)["verify"]
@@ -116,8 +115,8 @@ def check_equivalence(
 
     It compares loss, gradients and moved variables of the batch at once with those of several partitions of its rows,
     ragged ones among them. The error of a tensor is `max|a - b| / max|b|`. Random draws (dropout, sampling) are the
-    same for each row, and the model doesn't change. It is evidence for this model and batch, not a proof; a model in
-    float64 (`keras.config.set_dtype_policy("float64")`) gives the sharpest.
+    same for each row, and the model doesn't change. The result is evidence for this model and batch, not a proof. It is
+    sharpest in float64 (`keras.config.set_dtype_policy("float64")`).
 
     Args:
         model: A compiled model.
@@ -149,7 +148,7 @@ def check_equivalence(
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a keras.Model. Received: model={model!r} of type {type(model).__name__}.")
     if not model.compiled:
-        raise ValueError("`model` must be compiled: its losses are what is checked. Call model.compile(...) first.")
+        raise ValueError("`model` must be compiled, because its losses are checked. Call model.compile(...) first.")
     step = vars(model).get("train_step")
     if isinstance(step, MicroBatchedStep):
         if micro_batch_size is None and step.micro_batch_size != "auto":
@@ -162,7 +161,7 @@ def check_equivalence(
     )
     rows = rows_of((x, y, sample_weight))
     if rows is None or rows < 2:
-        raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {rows}.")
+        raise ValueError(f"The batch must have at least 2 rows to be split. Received: {rows}. Pass 8 or more.")
     kind: BatchNorm = "frozen" if batch_norm == "frozen" else "micro"
     with backends.running().random_kept():
         return _checked(model, (x, y, sample_weight), rows, kind, micro_batch_size, tolerance)

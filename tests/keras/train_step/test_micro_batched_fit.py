@@ -74,15 +74,8 @@ def test_xla_on_tensorflow_matches_plain_fit(micro_batch_size):
 def test_schedules_ema_weight_decay_constraints_and_callbacks_are_per_update(float64):
     def optimizer():
         schedule = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=2, decay_rate=0.5)
-        return keras.optimizers.SGD(
-            schedule,
-            momentum=0.9,
-            weight_decay=0.01,
-            use_ema=True,
-            ema_momentum=0.5,
-            ema_overwrite_frequency=2,
-            clipnorm=0.1,
-        )
+        averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+        return keras.optimizers.SGD(schedule, momentum=0.9, weight_decay=0.01, clipnorm=0.1, **averages)
 
     class Batches(keras.callbacks.Callback):
         def __init__(self):
@@ -110,9 +103,8 @@ def linear():
 
 
 def regularised():
-    return keras.Sequential(
-        [layers.Input((5,)), layers.Dense(8, activation="relu"), layers.Dropout(0.5), layers.Dense(3)]
-    )
+    hidden = [layers.Dense(8, activation="relu"), layers.Dropout(0.5)]
+    return keras.Sequential([layers.Input((5,)), *hidden, layers.Dense(3)])
 
 
 def test_random_layers_draw_per_micro_batch_and_are_reproducible():
@@ -132,44 +124,42 @@ def test_metrics_of_outputs_larger_than_the_batch_are_streamed(float64):
         return keras.Sequential([layers.Input((5,)), layers.Dense(40, activation="softmax")])
 
     def compiled():
-        loss = losses.SparseCategoricalCrossentropy()
-        return {
-            "loss": loss,
+        metrics = {
             "metrics": ["accuracy", keras.metrics.SparseCategoricalCrossentropy()],
             "weighted_metrics": ["accuracy"],
         }
+        return {"loss": losses.SparseCategoricalCrossentropy(), **metrics}
 
     ours, _ = assert_same(make, compiled, X, CLASSES, float64, sample_weight=WEIGHTS)
     assert {plan.metrics for plan in ours.train_step.plans.values()} <= {"streamed"}
 
 
+def under(policy, make):
+    """A model that is made under another dtype policy."""
+    keras.config.set_dtype_policy(policy)
+    try:
+        return make()
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
 @compiled_on("tensorflow")
 def test_mixed_float16_with_loss_scaling_matches_plain_fit():
-    def make():
-        keras.config.set_dtype_policy("mixed_float16")
-        try:
-            return classifier()
-        finally:
-            keras.config.set_dtype_policy("float32")
-
-    ours, _ = assert_same(make, crossentropy, X, CLASSES, 2e-3, epochs=1)
+    ours, _ = assert_same(lambda: under("mixed_float16", classifier), crossentropy, X, CLASSES, 2e-3, epochs=1)
     assert type(ours.optimizer).__name__ == "LossScaleOptimizer"
 
 
 def test_half_precision_gradients_are_summed_in_float32():
     def make():
-        keras.config.set_dtype_policy("bfloat16")
-        try:
-            return keras.Sequential([layers.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
-        finally:
-            keras.config.set_dtype_policy("float32")
+        return keras.Sequential([layers.Input((1,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
 
     def summed(y_true, y_pred):
         return -ops.sum(y_pred, axis=-1)
 
     # 512 gradients of 1/512: a sum in bfloat16 stays at one half.
     compiled = lambda: {"loss": summed, "optimizer": keras.optimizers.SGD(1.0)}  # noqa: E731
-    model, _ = run(make, compiled, np.ones((512, 1)), np.ones((512, 1)), 1, batch_size=512, epochs=1)
+    fit = {"batch_size": 512, "epochs": 1}
+    model, _ = run(lambda: under("bfloat16", make), compiled, np.ones((512, 1)), np.ones((512, 1)), 1, **fit)
     assert float(ops.convert_to_numpy(ops.cast(model.weights[0], "float32")).item()) == 1.0
 
 
@@ -273,24 +263,24 @@ def test_a_layer_that_keeps_a_state_of_each_row_is_refused_by_name():
     micro_batched(model, 8, verify=False).train_on_batch(*batch)
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, True, "4", None])
-def test_bad_micro_batch_sizes_are_refused(size):
-    with pytest.raises((TypeError, ValueError), match="micro_batch_size.*Received"):
-        micro_batched(classifier(), size)
+class OwnStep(keras.Model):
+    def train_step(self, *args):
+        return {}
 
 
-def test_other_bad_arguments_are_refused():
-    with pytest.raises(TypeError, match=r"keras\.Model.*Received"):
-        micro_batched(lambda x: x, 4)
-    with pytest.raises(ValueError, match="batch_norm.*Received"):
-        micro_batched(classifier(), 4, batch_norm="no")
-
-    class OwnStep(keras.Model):
-        def train_step(self, *args):
-            return {}
-
-    with pytest.raises(ValueError, match="train_step"):
-        micro_batched(OwnStep(), 4)
+@pytest.mark.parametrize(
+    ("model", "size", "options", "said"),
+    [
+        *((classifier, size, {}, "micro_batch_size.*Received") for size in [0, -1, 2.5, True, "4", None]),
+        (lambda: print, 4, {}, r"keras\.Model.*Received"),
+        (classifier, 4, {"batch_norm": "no"}, "batch_norm.*Received"),
+        (classifier, "auto", {"batch_norm": "exact"}, "needs a number of rows. Received"),
+        (OwnStep, 4, {}, "OwnStep overrides `train_step`"),
+    ],
+)
+def test_bad_arguments_are_refused(model, size, options, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        micro_batched(model(), size, **options)
 
 
 @slow_where_compiled

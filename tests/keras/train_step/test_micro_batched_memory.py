@@ -183,6 +183,25 @@ def test_random_masks_are_counted_as_the_updates_micro_batches_draw_them(size, l
         assert relative_error([model.get_layer("dense").kernel], [weight]) <= 1e-6
 
 
+def test_masks_that_no_second_pass_draws_again_are_refused_by_name_and_nothing_is_touched():
+    class Unrepeatable(layers.Layer):
+        calls = 0
+
+        def call(self, inputs):
+            self.calls += 1
+            outputs = inputs * 1.0
+            outputs._keras_mask = torch.ones(inputs.shape[:2]).cumsum(1) <= 1 + self.calls % 5
+            return outputs
+
+    inputs = layers.Input((6, 2))
+    model = keras.Model(inputs, Unrepeatable()(layers.Dense(2, kernel_regularizer="l2")(inputs)))
+    micro_batched(model, 8, verify=False).compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="divide by changes each time the batch runs: a mask is drawn"):
+        model.train_on_batch(random.normal(size=(22, 6, 2)), random.normal(size=(22, 6, 2)))
+    assert relative_error(model.get_weights(), before) == 0
+
+
 def test_half_precision_sums_survive_running_out_of_memory_in_the_last_micro_batch():
     def fail_at_the_end(rows):
         if sum(probe.sizes) == 512:
@@ -190,11 +209,10 @@ def test_half_precision_sums_survive_running_out_of_memory_in_the_last_micro_bat
 
     def make():
         keras.config.set_dtype_policy("bfloat16")
-        try:
-            first = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-            return keras.Sequential([layers.Input((1,)), first, probe, layers.Dense(1)])
-        finally:
-            keras.config.set_dtype_policy("float32")
+        first = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([layers.Input((1,)), first, probe, layers.Dense(1)])
+        keras.config.set_dtype_policy("float32")
+        return model
 
     def summed(y_true, y_pred):
         return -ops.sum(y_pred, axis=-1)

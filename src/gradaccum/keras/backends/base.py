@@ -40,7 +40,7 @@ unpack = keras.utils.unpack_x_y_sample_weight
 
 
 def has_rows(leaf: Any) -> bool:
-    """Whether this leaf of a batch has rows. Scalars and None are what all rows share."""
+    """Scalars and None are what all rows share."""
     return hasattr(leaf, "shape") and len(leaf.shape) > 0
 
 
@@ -65,14 +65,13 @@ def rows_of(data: Any) -> int | None:
     rows = {leaf.shape[0] for _, leaf in found} - {None}
     if len(rows) > 1 or not found or rows == {0}:
         raise ValueError(
-            "A batch is cut into micro-batches along the first dimension of its arrays, which must be the same number "
-            f"of rows, at least one. Received:{listing(found) or ' no array that has a dimension.'}"
+            "All arrays of a batch must have the same number of rows, their first dimension, and at least one. "
+            f"Received:{listing(found) or ' no array that has a dimension.'}"
         )
     return rows.pop() if rows else None
 
 
 def is_float(thing: Any) -> bool:
-    """Whether a tensor or variable holds floats."""
     return keras.backend.is_float_dtype(keras.backend.standardize_dtype(thing.dtype))
 
 
@@ -92,7 +91,6 @@ class Spec:
 
     @classmethod
     def of(cls, tensor: Any, masks: bool = True) -> Spec:
-        """That of a tensor; of a scalar, `row` is None."""
         shape = tuple(tensor.shape)
         masked = masks and private.keras_mask(tensor) is not None
         return cls(keras.backend.standardize_dtype(tensor.dtype), shape[1:] if shape else None, masked)
@@ -231,7 +229,6 @@ def copies_of(variables: Iterable[Any]) -> list[Any]:
 
 
 def assign(variables: Iterable[Any], values: Iterable[Any]) -> None:
-    """Give variables these values."""
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 
@@ -342,7 +339,7 @@ class Training:
         model.train_function = guarded
 
     def must_look(self, iterator: Any) -> bool:
-        """Whether errors of these batches would not be told so well by the step itself."""
+        """Whether the step's own errors about these batches would be less clear."""
         return False
 
     def all_rows(self, batch: Any) -> Any:
@@ -354,24 +351,20 @@ class Training:
         return iter(batches)
 
     def recover(self, state: Any = None) -> None:
-        """A training function has raised."""
+        """Put things right after a training function has raised."""
 
 
 class Backend:
     """What is asked of a backend; where it says nothing else, this."""
 
-    keeps_masks = True
-    """Whether masks come with outputs."""
+    keeps_masks = True  # masks come with outputs
+    # Whether what a loss divides by may be found while gradients are summed. Else a first pass counts it, of which
+    # compilers drop all that the counts don't depend on.
     lazy_divisors = False
-    """Whether what a loss divides by may be found while gradients are summed. Else a first pass counts it, of which
-    compilers drop all that the counts don't depend on."""
-    unrecorded: Any = contextlib.nullcontext
-    """While it is open, nothing is recorded for gradients."""
-    random_kept: Any = contextlib.nullcontext
-    """While it is open, generators beside variables move for nobody."""
+    unrecorded: Any = contextlib.nullcontext  # while it is open, nothing is recorded for gradients
+    random_kept: Any = contextlib.nullcontext  # while it is open, generators beside variables stay as they are
 
     def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
-        """An update."""
         optimizer.apply(gradients, variables)
 
     def known(self, tensors: list[Any]) -> bool:
@@ -394,7 +387,6 @@ class Backend:
         return total if gradient is None else total + ops.cast(gradient, total.dtype)
 
     def dense(self, gradient: Any, tensor: Any) -> Any:
-        """The gradient of a tensor of rows."""
         return ops.zeros_like(tensor) if gradient is None else ops.convert_to_tensor(gradient)
 
     def plainly(self, run: Callable[[], Any]) -> Any:

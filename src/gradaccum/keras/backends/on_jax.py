@@ -24,8 +24,6 @@ from gradaccum.keras.backends import base
 from gradaccum.keras.backends.base import Result, Scope, Spec, assign, has_rows, values_of, wide
 from gradaccum.on_jax import scan
 
-__all__: list[str] = []
-
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """For XLA: what runs but twice takes longest to compile."""
 

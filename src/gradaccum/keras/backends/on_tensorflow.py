@@ -15,8 +15,6 @@ from gradaccum.keras import private
 from gradaccum.keras.backends import base
 from gradaccum.keras.backends.base import Result, Spec, has_rows, is_float, wide
 
-__all__: list[str] = []
-
 
 class MicroBatches(base.MicroBatches):
     """A batch in micro-batches; while TensorFlow traces, the number of rows is mostly a tensor."""

@@ -26,8 +26,6 @@ from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.random_state import RandomState, all_generators, every_device, kept
 from gradaccum.on_torch.state import WindowState
 
-__all__: list[str] = []
-
 
 class MicroBatches(base.MicroBatches):
     """A batch, cut in pieces as they come: while a size is searched for, each has another one."""
@@ -158,6 +156,13 @@ class Training(base.Training):
                 self.sizers.close(plan.sizer, rows)
                 return window
             except RestartWindow:
+                if cut is not None:
+                    step.model.zero_grad()
+                    self.window_state.abandon()
+                    raise ValueError(
+                        "What the losses divide by changes each time the batch runs: a mask is drawn with random "
+                        "numbers that can't be repeated. Draw it with keras.random and a SeedGenerator."
+                    ) from None
                 cut = batches.ran
             except BaseException as error:
                 cut = None
@@ -212,9 +217,9 @@ class Training(base.Training):
         """Keras' own, which would hand the whole step to torch.compile where it is asked to."""
         if self.step.model.jit_compile:
             raise ValueError(
-                "micro_batched on PyTorch runs a loop that torch.compile can't take as a whole. Received: "
-                "jit_compile=True. Pass jit_compile=False to compile(), or train on the JAX or TensorFlow backend, "
-                "where the loop is compiled."
+                "On PyTorch, micro_batched runs a Python loop, which torch.compile can't compile as a whole. Received: "
+                "jit_compile=True. Pass jit_compile=False to compile(), or use the JAX or TensorFlow backend, where "
+                "the loop is compiled."
             )
         super().make_train_function(make)
 

@@ -53,17 +53,13 @@ micro-batch isn't measured. After two that are slower, larger ones aren't tried.
 class Plan:
     """What one forward pass tells about the rest."""
 
-    counted: tuple[int, ...]
-    """The losses, by index, that divide by something to be counted."""
-    dtype: str
-    """In which the loss is added up."""
-    outputs: Any
-    """The model's outputs, in their structure."""
+    counted: tuple[int, ...]  # the losses, by index, that divide by something to be counted
+    dtype: str  # in which the loss is added up
+    outputs: Any  # the model's, in their structure
+    # Metrics see the whole batch's outputs, once per update, as in plain `fit`; or those of each micro-batch, where
+    # they are sums over rows and keeping all outputs would cost more than the batch itself.
     metrics: Literal["whole", "streamed", "none"]
-    """Metrics see the whole batch's outputs, once per update, as in plain `fit`; or those of each micro-batch, where
-    they are sums over rows and keeping all outputs would cost more than the batch itself."""
-    tracked: int
-    """How many losses are logged by themselves."""
+    tracked: int  # losses that are logged by themselves
 
 
 class Window(NamedTuple):
@@ -71,10 +67,8 @@ class Window(NamedTuple):
 
     gradients: list[Any]
     loss: Any
-    tracked: list[Any]
-    """Each loss that is logged by itself."""
-    y_pred: Any
-    """The outputs, where metrics see the whole batch's; else None."""
+    tracked: list[Any]  # each loss that is logged by itself
+    y_pred: Any  # the outputs, where metrics see the whole batch's; else None
     rows: Any
 
 
@@ -92,10 +86,8 @@ class MicroBatchedStep:
         self.training = self.backend.training(self)
         self.proof = Proof(self) if verify else None
         self.draws, self.plans = Draws(), dict[Any, Plan]()
-        self.counts_first = False
-        """Whether a first pass counts what losses divide by, before it is known on the way."""
-        self._built: list[Any] = [self] * 3
-        """What the model was compiled with when it was built."""
+        self.counts_first = False  # whether a first pass counts what losses divide by
+        self._built: list[Any] = [self] * 3  # what the model was compiled with when it was built
         self._named, self._sizes, self._trials = set[str](), dict[str, int](), dict[Any, MicroBatchedStep]()
 
     # In the place of the model's own.
@@ -172,10 +164,10 @@ class MicroBatchedStep:
         layers = private.stateful_layers(self.model)
         if layers and (rows is None or self.micro_batch_size == "auto" or rows > self.micro_batch_size):
             raise ValueError(
-                "A batch can't be cut for layers that keep a state of each of its rows: "
+                "A batch can't be cut into micro-batches where layers keep a state of each of its rows: "
                 f"{', '.join(repr(layer.name) for layer in layers)} with stateful=True. Received: micro_batch_size="
-                f"{self.micro_batch_size!r} and a batch of {rows} rows. Use stateful=False, or micro-batches of the "
-                "whole batch."
+                f"{self.micro_batch_size!r} and a batch of {rows} rows. Use stateful=False, or a micro_batch_size of "
+                "at least the batch's rows."
             )
 
     def plan(self, batches: Any) -> Plan:
@@ -263,8 +255,7 @@ class _Pass:
         self.model, self.plan, self.layers = step.model, step.plan(batches), step.batch_norms
         self.pool = Pool(self.layers if step.batch_norm == "pooled" else [])
         self.totals = self._counted() if self.plan.counted and step.counts_first else dict[int, Any]()
-        self.found: dict[int, Any] = {}
-        """What the losses of the micro-batches did divide by."""
+        self.found: dict[int, Any] = {}  # what the losses of the micro-batches did divide by
         self.is_one_loss = not overrides(self.model, "compute_loss")
 
     def _counted(self) -> dict[int, Any]:

@@ -38,10 +38,9 @@ _COMPARED = 4
 class Passes:
     """What the hooks of one optimizer share: the gradients that arrived, and the passes that brought them."""
 
-    __slots__ = ("_all_ended", "_outside", "arrivals", "began", "on_end", "ordinary", "unfinished")
+    __slots__ = ("_all_ended", "arrivals", "began", "on_end", "ordinary", "unfinished")
 
-    def __init__(self, outside: bool) -> None:
-        self._outside = outside  # FSDP2 calls hooks outside of backward passes, too
+    def __init__(self) -> None:
         self.arrivals = 0  # since the last micro-batch was counted
         self.unfinished: list[bool] = []  # the pass that runs, or that failed; what runs inside of it is part of it
         self._all_ended = self.unfinished.clear
@@ -51,7 +50,8 @@ class Passes:
 
     def begin(self) -> None:
         """The first gradient of a backward pass has arrived."""
-        if torch.compiler.is_dynamo_compiling() or (self._outside and current_backward() == -1):
+        # FSDP2 calls hooks outside of backward passes, too.
+        if current_backward() == -1 or torch.compiler.is_dynamo_compiling():
             return
         self.unfinished.append(True)
         queue_callback(self._all_ended)
@@ -150,11 +150,11 @@ class GradientMonitor:
     A backward pass that has brought a gradient and never came to its end has failed.
     """
 
-    def __init__(self, parameters: Callable[[], list[Tensor]], sharded: bool = False) -> None:
+    def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
         self._parameters = parameters
         self._windows, self._next_look = 0, 1  # windows that are over; before the next one that looks
         self.looking = False  # at every parameter, in this window
-        self.passes = Passes(sharded)
+        self.passes = Passes()
         self._watched = _Watched([], self.passes)
         self._passes_noted = self._passes_warned = False
         self._on_end = functools.partial(_pass_over, weakref.ref(self))
@@ -324,7 +324,7 @@ class ShardedMonitor(GradientMonitor):
     def __init__(self, parameters: Callable[[], list[Tensor]], pending: Callable[[], list[Tensor]]) -> None:
         self._pending = pending
         self._kept: list[tuple[Tensor, int]] = []
-        super().__init__(parameters, sharded=True)
+        super().__init__(parameters)
 
     def watch_all(self) -> None:
         """Watch the last parameter: it tells that gradients arrive."""
