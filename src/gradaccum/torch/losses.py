@@ -507,13 +507,7 @@ def _gradients(
         for owner, block in ranks.blocks(b):
             of_block = block.new_zeros(block.shape, dtype=dtype) if for_b else None
             for tile in ctx.scores.tiles(a, block, owner, scale, bias):
-                derivative = ctx.objective.derivative(tile)
-                if of_a is not None:
-                    of_a[tile.rows].addmm_(derivative, tile.b)
-                if of_block is not None:
-                    of_block[tile.block].addmm_(derivative.T, tile.a)
-                if of_bias is not None:
-                    of_bias += derivative.sum()
+                _add_gradients(ctx.objective.derivative(tile), tile, of_a, of_block, of_bias)
             if of_block is not None:
                 own = ranks.send_back(of_block, owner)
                 of_b = of_b if own is None else own
@@ -525,6 +519,17 @@ def _gradients(
     found[1] = None if of_b is None else of_b.mul_(grad).to(b.dtype)
     found[3] = None if of_bias is None or bias is None else (of_bias * grad).to(bias.dtype)
     return found
+
+
+def _add_gradients(
+    derivative: Tensor, tile: Tile, of_a: Tensor | None, of_block: Tensor | None, of_bias: Tensor | None
+) -> None:
+    if of_a is not None:
+        of_a[tile.rows].addmm_(derivative, tile.b)
+    if of_block is not None:
+        of_block[tile.block].addmm_(derivative.T, tile.a)
+    if of_bias is not None:
+        of_bias += derivative.sum()
 
 
 def _differentiable(ctx: Any, grad: Tensor, needed: Sequence[bool], *inputs: Tensor | None) -> list[Tensor | None]:

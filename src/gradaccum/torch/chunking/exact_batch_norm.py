@@ -199,6 +199,9 @@ class _Model:
         for node in list(graph.nodes):
             if node.op in ("call_module", "call_function", "call_method"):
                 self._add(node)
+        self._find_crossings()
+
+    def _find_crossings(self) -> None:
         made = {node: segment for segment in self.segments for node in segment.nodes}
         for segment in self.segments:
             used = [node for user in segment.nodes for node in user.all_input_nodes]

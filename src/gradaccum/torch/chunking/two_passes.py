@@ -262,10 +262,7 @@ class Passes:
         count, many = len(self.trained), torch.is_grad_enabled()
         if many:
             self._check_no_backward_hooks()
-        own = [
-            _alias(tensor) if many and is_needed else gradient_leaf(tensor, is_needed)
-            for tensor, is_needed in zip(saved, needed, strict=True)
-        ]
+        own = [*map(_alias_or_leaf if many else gradient_leaf, saved, needed)]
         roots: list[Tensor] = []
         given: list[Tensor] = []
         remaining = iter(grads)
@@ -284,11 +281,9 @@ class Passes:
                     roots, given = [*roots, *found[0]], [*given, *found[1]]
                 elif found[0]:
                     run_backward(*found)
-            if not many:
-                return [None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in own]
-            wanted = [leaf for leaf, is_needed in zip(own, needed, strict=True) if is_needed]
-            total = iter(torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True))
-            return [next(total) if is_needed else None for is_needed in needed]
+            if many:
+                return _differentiable(roots, own, needed, given)
+        return [None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in own]
 
     def _second_pass(self, number: int, tensors: Sequence[Tensor]) -> Any:
         inputs = self._micro_batch(number, tensors)
@@ -384,13 +379,23 @@ def gradient_leaf(tensor: Tensor, needed: bool = True) -> Tensor:
     return leaf
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    """The same tensor, whose gradient can be asked for without calling its hooks."""
+def _alias_or_leaf(tensor: Tensor, needed: bool) -> Tensor:
+    """The same tensor, whose gradient can be asked for without calling its hooks; a leaf, if none is asked for."""
+    if not needed:
+        return gradient_leaf(tensor, needed)
     alias = tensor.view_as(tensor)
     if isinstance(tensor, nn.Parameter):  # it takes the place of one
         alias.__dict__.update(tensor.__dict__)
         pass_for_parameter(alias)
     return alias
+
+
+def _differentiable(
+    roots: Sequence[Tensor], own: Sequence[Tensor], needed: Sequence[bool], given: Sequence[Tensor]
+) -> list[Tensor | None]:
+    wanted = [tensor for tensor, is_needed in zip(own, needed, strict=True) if is_needed]
+    found = iter(torch.autograd.grad(roots, wanted, given, create_graph=True, allow_unused=True))
+    return [next(found) if is_needed else None for is_needed in needed]
 
 
 _NO_GRADIENTS = ("ignore", re.compile("None of the inputs have requires_grad=True"), Warning, None, 0)
