@@ -30,6 +30,7 @@ def test_an_entry_holds_from_its_epoch_on():
     assert schedule.constant is None
     assert schedule.largest == 8
     assert Schedule({0: 2, 4: 8}).largest == 8
+    assert Schedule({0: 4, 3: 4}).constant == 4
 
 
 @given(TABLES, st.integers(0, 60))
@@ -54,15 +55,6 @@ def test_a_callable_is_asked_with_epoch_and_update():
     assert schedule.largest is None
 
 
-def test_a_schedule_of_a_schedule_is_the_same_schedule():
-    for steps in (3, {0: 8, 4: 2}, max):
-        assert Schedule(Schedule(steps)) == Schedule(steps)
-
-
-def test_a_table_that_never_changes_is_constant():
-    assert Schedule({0: 4, 3: 4}).constant == 4
-
-
 OUT_OF_RANGE = (0, -1, {}, {2: 4}, {0: 0}, {0: 4, 3: -2}, {0: 4, -1: 2})
 NO_INTS = (2.5, 4.0, True, False, "4", None, [4], {0: "4"}, {0: 2.0}, {"0": 4}, {True: 4}, {0: True})
 
@@ -74,11 +66,7 @@ def test_wrong_steps_are_refused_and_shown(steps, error):
     with pytest.raises(error, match="`steps` must be an int >= 1, or map epochs") as raised:
         Schedule(steps)
     assert f"steps={steps!r}" in str(raised.value)
-
-
-def test_a_table_without_epoch_0_is_told_what_to_add():
-    with pytest.raises(ValueError, match=r"Add the first epoch: \{0: 1, 2: 4\}"):
-        Schedule({2: 4})
+    assert steps != {2: 4} or "Add the first epoch: {0: 1, 2: 4}" in str(raised.value)
 
 
 @pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (2.5, TypeError), (None, TypeError), (True, TypeError)])
@@ -86,14 +74,8 @@ def test_what_a_callable_returns_is_checked_when_it_is_asked(steps, error):
     schedule = Schedule(lambda epoch, update: steps)
     with pytest.raises(error, match="from the callable at epoch=3, update=70"):
         schedule(3, 70)
-
-
-def test_an_error_in_the_callable_is_the_users():
-    def broken(epoch, update):
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        Schedule(broken)(0, 0)
+    with pytest.raises(KeyError):  # of the user's own
+        Schedule(lambda epoch, update: {}[epoch])(0, 0)
 
 
 @given(TABLES)
@@ -110,7 +92,7 @@ def test_a_callable_cannot_be_written_to_a_file():
 @pytest.mark.parametrize("steps", [4, {0: 8, 4: 2}, max])
 def test_a_schedule_is_copied_pickled_and_hashed_as_a_value(steps):
     schedule = Schedule(steps)
-    assert pickle.loads(pickle.dumps(schedule)) == copy.deepcopy(schedule) == schedule
+    assert pickle.loads(pickle.dumps(schedule)) == copy.deepcopy(schedule) == Schedule(schedule) == schedule
     assert hash(copy.deepcopy(schedule)) == hash(schedule)
     assert schedule != Schedule(5)
     assert schedule != steps

@@ -17,9 +17,9 @@ class Schedule:
     """The number of steps of each window.
 
     Args:
-        steps: An int >= 1, the length of every window; or `{epoch: steps}`, where each entry holds from its epoch
-            on and epoch 0 is in it; or a callable `(epoch, update) -> steps`, asked when a window opens. `epoch` and
-            `update` count from 0; `update` is the number of updates made since the start of training.
+        steps: An int >= 1, the length of every window; or `{epoch: steps}`, where each entry holds from its epoch on
+            and epoch 0 must be among them; or a callable `(epoch, update) -> steps`, called when a window opens.
+            `epoch` and `update` count from 0; `update` is the number of updates since the start of training.
 
     Raises:
         TypeError: `steps`, an epoch or an entry is not of these types (bool, float and str are not).
@@ -170,7 +170,7 @@ def _is_int(value: Any) -> bool:
 
 
 def signature_with_steps(inner: Callable[..., Any], keywords: Mapping[str, inspect.Parameter]) -> inspect.Signature:
-    """How an optimizer is made that is wrapped by name: as `inner`, with `steps` and the wrapper's keywords.
+    """The signature of an optimizer that is wrapped by name: `inner`'s, with `steps` and the wrapper's keywords.
 
     Example:
         >>> str(signature_with_steps(lambda lr=0.1, **kwargs: None, {}))

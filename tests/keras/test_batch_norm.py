@@ -37,14 +37,14 @@ def mse():
     return {"loss": "mse"}
 
 
-def test_batch_norm_is_named_in_a_warning():
+def test_batch_norm_is_named_in_a_warning_unless_it_is_chosen_or_frozen():
     with pytest.warns(UserWarning, match="'bn'.*batch_norm="):
         micro_batched(normalised(), 4)
-
-
-def test_every_choice_is_silent():
     for choice in ("micro", "pooled", "frozen"):
         micro_batched(normalised(), 4, batch_norm=choice)
+    model = normalised()
+    model.get_layer("bn").trainable = False
+    micro_batched(model, 4)
 
 
 def test_micro_moves_the_statistics_with_every_micro_batch():
@@ -62,6 +62,8 @@ def test_pooled_statistics_are_the_full_batchs(bound, size):
     ours, _ = run(normalised, mse, shifted, X[:, :3], size, batch_norm="pooled")
     plain, _ = run(normalised, mse, shifted, X[:, :3])
     assert relative_error(moving(ours), moving(plain)) <= bound
+    assert ours.get_layer("bn").momentum == 0.9, "the layer is left as it was"
+    assert "call" not in vars(ours.get_layer("bn"))
 
 
 @slow_where_compiled
@@ -99,14 +101,6 @@ def test_frozen_normalises_by_the_moving_statistics_and_leaves_them(bound):
 
 
 @compiled_on("jax")
-def test_the_layers_are_left_as_they_were():
-    model, _ = run(normalised, mse, X, X[:, :3], 4, batch_norm="pooled", epochs=1)
-    bn = model.get_layer("bn")
-    assert bn.momentum == 0.9
-    assert "call" not in vars(bn)
-
-
-@compiled_on("jax")
 def test_pooling_what_cannot_be_pooled_is_refused():
     def twice():
         inputs = layers.Input((5,))
@@ -119,9 +113,3 @@ def test_pooling_what_cannot_be_pooled_is_refused():
         return  # Keras before 3.14
     with pytest.raises(ValueError, match="renorm=True.*'bn'"):
         run(lambda: normalised(renorm=True), mse, X, X[:, :3], 4, batch_norm="pooled")
-
-
-def test_a_frozen_layer_is_not_named():
-    model = normalised()
-    model.get_layer("bn").trainable = False
-    micro_batched(model, 4)

@@ -130,7 +130,7 @@ def beyond(parameters, way, **options):
     return max(found[1:-1]), found[0], found[-1]
 
 
-MOST = {"plain": (18, 49), "batches()": (28, 59), "backward(loss, weight)": (5, 35)}
+MOST = {"plain": (12, 38), "batches()": (17, 43), "backward(loss, weight)": (-2, 24)}
 """Of an open micro-batch, and of a closing one. `loss.backward()` makes some twenty calls before the engine runs."""
 
 

@@ -196,12 +196,7 @@ def _errors_in(what: str) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception in one line: its type, its first line, and the last place outside of libraries where it was.
-
-    Example:
-        >>> one_line(ValueError("Out of range.\\nMore about it."))
-        'ValueError: Out of range.'
-    """
+    """An exception in one line: its type, its first line, and the last place outside of libraries where it was."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} (line {error.lineno})"
     text = (str(error).strip().splitlines() or [""])[0]

@@ -24,12 +24,12 @@ CauseKind = Literal[
 
 - `"batch_norm"`: a module normalises each micro-batch by itself.
 - `"mixes_rows"`: another module in which a row's output depends on other rows.
-- `"loss"`: the loss is no mean (or sum) over rows, whatever their weights.
+- `"loss"`: the loss is not a mean (or sum) over rows, whatever their weights.
 - `"weight"`: the loss is a mean over something other than what the micro-batches were weighed with.
 - `"reduction"`: the loss is a sum where a mean was declared, or the other way round.
 - `"regulariser"`: a term that doesn't depend on the rows is counted once per micro-batch.
 - `"input"`: a tensor of the batch is split and should not be, or along another dimension.
-- `"buffer"`: a buffer moves once per micro-batch, not once per update.
+- `"buffer"`: a buffer moves once per micro-batch in place of once per update.
 - `"padding"`: columns that `max_tokens` cuts off count in the loss, or in the model.
 - `"hook"`: a hook on a parameter's gradient that is not linear sees a part of it per micro-batch.
 - `"randomness"`: random numbers that cannot be replayed row by row.

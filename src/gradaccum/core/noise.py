@@ -260,9 +260,9 @@ class NoiseSchedule:
     Pass it as `steps` to a PyTorch optimizer of this library, which then measures the noise scale.
 
     Args:
-        smallest: Steps of the first windows, >= 2: the first micro-batch is compared with its window.
+        smallest: Steps of the first windows, >= 2, because the first micro-batch is compared with its window.
         largest: Most steps of a window.
-        every: Updates between two decisions, each of which uses their noise scale; dozens at least.
+        every: Updates between two decisions. Each decision uses the noise scale of these updates: take dozens at least.
         scale_learning_rate: How the learning rate follows a window r times as long as the smallest. `"sqrt"` multiplies
             it by the root of r and takes Adam's betas to the power of r, which keeps their memory the same in rows;
             `"linear"` multiplies it by r, as for SGD; None leaves it.
@@ -365,8 +365,8 @@ class NoiseSchedule:
         for group in groups:
             if group.get("lr") is None:
                 raise ValueError(
-                    f"A group of the optimizer has no learning rate that scale_learning_rate="
-                    f"{self.scale_learning_rate!r} could scale. It has {sorted(group)}. Use scale_learning_rate=None."
+                    f"A parameter group has no learning rate to scale. Received: scale_learning_rate="
+                    f"{self.scale_learning_rate!r}, and a group with {sorted(group)}. Use scale_learning_rate=None."
                 )
             new = {"lr": group["lr"] * self.learning_rate_factor}
             if self.scale_learning_rate == "sqrt" and group.get("betas") is not None:

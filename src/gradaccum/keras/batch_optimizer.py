@@ -87,14 +87,14 @@ class BatchOptimizer(Optimizer):
     Args:
         optimizer: The inner optimizer, any `keras.optimizers.Optimizer`.
         maximum_batch_size: Rows of a micro-batch.
-        desired_batch_size: Rows of an update. If it is no multiple of the maximum, windows are rounded up to whole
-            micro-batches, and the start-up line states the effective size.
+        desired_batch_size: Rows of an update. Unless it is a multiple of the maximum, windows are rounded up to whole
+            micro-batches, and a line in the log states the effective size.
         train_size: Rows of an epoch, without those of a validation split.
         model: The model to be trained; None, after `load_model`, skips the check of sizes.
         name: The name of this wrapper.
 
     Raises:
-        TypeError: A size is no int, or `model` is no Keras model.
+        TypeError: A size is not an int, or `model` is not a Keras model.
         ValueError: A size is below 1.
 
     Example:

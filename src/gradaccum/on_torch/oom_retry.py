@@ -16,7 +16,7 @@ from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 logger = logging.getLogger("gradaccum")
 
 _AGAIN = "Out of memory with a micro-batch of %d rows: all over again in smaller micro-batches, of at most %d %s."
-_NONE_ALONE = "The model can't take one row alone: all over again in micro-batches that leave none."
+_NONE_ALONE = "The model can't take one row alone: all over again in micro-batches of two rows or more."
 
 
 class RestartWindow(Exception):  # no error: the window runs again

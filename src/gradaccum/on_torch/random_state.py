@@ -146,14 +146,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def names_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function refers to by name: its closure, globals, and the defaults of its arguments.
-
-    Example:
-        >>> def outer(criterion):
-        ...     return lambda x, scale=2.0: criterion(x) * scale
-        >>> list(names_of(outer(print)))
-        [('criterion', <built-in function print>), ('scale', 2.0)]
-    """
+    """What a function refers to by name: its closure, globals, and the defaults of its arguments."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
             yield name, cell.cell_contents

@@ -64,21 +64,12 @@ def described(layers: Sequence[tuple[str, nn.Module]], most: int = 8) -> str:
 def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
     """Name the BatchNorm layers in a warning. Returns whether there were any."""
     if layers := batch_norms(module):
-        _warn(described(layers), remedy)
+        warnings.warn(
+            "BatchNorm normalises each micro-batch by itself, so the update is not the large batch's: "
+            f"{described(layers)}. {remedy}",
+            stacklevel=_level_of_the_user(),
+        )
     return bool(layers)
-
-
-def warn_of_functional_batch_norm(module: nn.Module, paths: Sequence[str], remedy: str) -> None:
-    """Name the modules that call `torch.nn.functional.batch_norm` in a warning."""
-    named = described([(path, module.get_submodule(path)) for path in paths], len(paths))
-    _warn(f"torch.nn.functional.batch_norm, called by {named}", remedy)
-
-
-def _warn(what: str, remedy: str) -> None:
-    warnings.warn(
-        f"BatchNorm normalises each micro-batch by itself, so the update is not the large batch's: {what}. {remedy}",
-        stacklevel=_level_of_the_user(),
-    )
 
 
 _OTHERS = tuple(os.path.join(os.path.realpath(package.__path__[0]), "") for package in (gradaccum, torch))

@@ -96,12 +96,14 @@ class ModuleContents(Contents):
         """Random number generators that are attributes."""
         self.tensors = {id(tensor) for tensor in (*self.buffers, *own) if isinstance(tensor, Tensor)}
         """The buffers, and the tensors that are attributes, by `id`."""
-        # A tensor that an earlier call has made has a graph, which would live as long as this one's.
-        for made in [value for value in own if isinstance(value, Tensor) and value.grad_fn is not None]:
-            for _, then in self._held:
-                for name in [name for name, value in then.items() if value is made] if then else ():
-                    del then[name]
+        self._forget_graphs({id(value) for value in own if isinstance(value, Tensor) and value.grad_fn is not None})
         self._frozen = [(p, p._version) for p in self.parameters if not (p.requires_grad or p.is_inference())]
+
+    def _forget_graphs(self, made: Collection[int]) -> None:
+        """A tensor that an earlier call has made has a graph, which would live as long as this one's."""
+        for _, then in self._held if made else ():
+            for name in [name for name, value in then.items() if id(value) in made] if then else ():
+                del then[name]
 
     def modes(self) -> set[tuple[Any, ...]]:
         """What each module, by its place, is, whether it is in training mode, with the root's own, and its hooks."""

@@ -34,7 +34,7 @@ class Text:
 
     Cut are tensors of (rows, columns, ...) with as many columns as the attention mask, and masks of (..., columns,
     columns). What belongs to a decoder stays as it is, the labels of one with inputs of its own, too; and so does what
-    is `apart`, by its path.
+    is `not_text`, by its path.
 
     Example:
         >>> mask = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]])
@@ -45,12 +45,12 @@ class Text:
         torch.Size([3, 2, 4])
     """
 
-    def __init__(self, tree: Any, apart: Collection[str] = ()) -> None:
+    def __init__(self, tree: Any, not_text: Collection[str] = ()) -> None:
         self.tree = tree
         self.mask = self._mask()
         self.rows, self.width = self.mask.shape
         self._decoder = any("decoder" in path for path, _ in leaves(tree))
-        found = {path: self._columns(path, leaf) for path, leaf in leaves(tree) if path not in apart}
+        found = {path: self._columns(path, leaf) for path, leaf in leaves(tree) if path not in not_text}
         self.dims = {path: dims for path, dims in found.items() if dims}
         """Of each tensor that is cut, by its path, the dimensions that are the text's columns."""
 
@@ -94,12 +94,7 @@ class Text:
         return list(zip(*torch.stack([first, last]).tolist(), strict=True))
 
     def kept(self, span: tuple[int, int], left: Left) -> tuple[int, int]:
-        """The columns that stay of a row or a micro-batch whose tokens are between these.
-
-        >>> text = Text({"attention_mask": torch.ones(1, 8)})
-        >>> text.kept((2, 5), "cut"), text.kept((2, 5), "keep"), text.kept((2, 5), "whole")
-        ((2, 5), (0, 5), (0, 8))
-        """
+        """The columns that stay of a row or a micro-batch whose tokens are between these."""
         return (span[0] if left in ("cut", "number") else 0), (self.width if left == "whole" else span[1])
 
     def cut(self, start: int, stop: int, tree: Any = None, *, numbered: bool = False) -> Any:
@@ -159,7 +154,7 @@ def can_take_positions(batch: Any, model: Any) -> bool:
     return found is not None and "position_ids" not in found[0] and "position_ids" in parameters
 
 
-def widths_apart(batch: Any, rows: int, columns: int) -> Iterator[str]:
+def other_widths(batch: Any, rows: int, columns: int) -> Iterator[str]:
     """The paths of tensors of rows that are wider or narrower than the text: no text of this batch, nor of another."""
     for path, leaf in leaves(batch):
         if has_rows(leaf) and leaf.ndim >= 2 and leaf.shape[0] == rows and leaf.shape[1] not in (1, columns):
@@ -194,7 +189,7 @@ class Packs:
         """Where each row has come."""
         self.back[self.order] = torch.arange(len(self.order))
 
-    def telling(self, most: int) -> Tensor:
+    def informative_rows(self, most: int) -> Tensor:
         """A few rows of all lengths: those with the most padding on the left and on the right, and an empty one."""
         filled, spans = (torch.as_tensor(self._text.mask) != 0).any(1).tolist(), self._text.spans
         order = self.order.tolist()

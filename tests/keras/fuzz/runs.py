@@ -32,7 +32,7 @@ BOUND = 1e-10 if BACKEND == "tensorflow" else 1e-6
 OURS = (
     "micro_batched compares",
     "BatchNormalization normalises",
-    "Whether the chunked",
+    "It could not be proven that the chunked",
     "These variables of the chunked",
 )
 """Warnings of the library's that name what is not exact."""

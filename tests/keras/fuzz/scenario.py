@@ -84,17 +84,8 @@ def random_scenario(seed: int, kind: str | None = None) -> Scenario:
             sized=chance.random() < 0.2,
         )
     if kind in ("chunked", "exact"):
-        rows = [
-            "dense",
-            "layer norm",
-            "conv",
-            "gru",
-            "attention",
-            "group norm",
-            "residual",
-            "distributed",
-            "frozen norm",
-        ]
+        rows = ["dense", "layer norm", "conv", "gru", "attention", "group norm", "residual"]
+        rows += ["distributed", "frozen norm"]
         words = [*rows, "own", "nested"] if kind == "chunked" else [*rows, *NORMS * 2]
         mixes = chance.choice(["softmax", "own mean", "own norm"]) if chance.random() < 0.12 else ""
         names = [chance.choice(words) for _ in range(chance.randint(1, 5))] + [mixes] * bool(mixes)

@@ -12,6 +12,7 @@ from tests.keras.problems import (
     adam,
     compiled_on,
     error,
+    fit,
     join,
     means,
     micro_gradients,
@@ -52,29 +53,20 @@ def overflowing():
 
 
 @pytest.mark.parametrize("make", [sgd, slow(adam)])
-def test_a_loss_scale_inside_skips_the_window_that_overflows_and_halves_once(make):
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_loss_scale_halves_once_and_skips_the_window_inside_or_drops_the_micro_batch_outside(inside, make):
     gradients, variables, expected = overflowing(), variables_like(SHAPES), variables_like(SHAPES)
-    optimizer = Optimizer(LossScale(make(), initial_scale=1024.0), 2)
+    scaled = lambda optimizer: LossScale(optimizer, initial_scale=1024.0)  # noqa: E731
+    optimizer = Optimizer(scaled(make()), 2) if inside else scaled(Optimizer(make(), 2))
+    wrapped = optimizer if inside else optimizer.inner_optimizer
     drive(optimizer, variables, gradients[:2])
-    assert not optimizer.updated
+    assert not wrapped.updated
     assert relative_error(variables, expected) == 0.0
     drive(optimizer, variables, gradients[2:])
-    assert optimizer.updated
     assert scale_of(optimizer) == 512.0
-    drive(make(), expected, means(gradients[2:], 2))
-    assert int(optimizer.iterations) == 2
-    assert relative_error(variables, expected) <= 1e-6
-
-
-@pytest.mark.parametrize("make", [sgd, slow(adam)])
-def test_a_loss_scale_outside_drops_the_micro_batch_and_keeps_the_others(make):
-    gradients, variables, expected = overflowing(), variables_like(SHAPES), variables_like(SHAPES)
-    optimizer = LossScale(Optimizer(make(), 2), initial_scale=1024.0)
-    drive(optimizer, variables, gradients)
-    assert scale_of(optimizer) == 512.0
-    finite = [gradients[0], *gradients[2:]]
-    drive(make(), expected, means(finite[:4], 2))
-    assert optimizer.inner_optimizer.micro_batches == 1
+    finite = gradients[2:] if inside else [gradients[0], *gradients[2:5]]
+    drive(make(), expected, means(finite, 2))
+    assert (int(wrapped.iterations), wrapped.micro_batches) == (2, 0 if inside else 1)
     assert relative_error(variables, expected) <= 1e-6
 
 
@@ -113,26 +105,23 @@ def test_an_overflow_leaves_the_next_windows_aligned():
 @compiled_on("jax")
 def test_mixed_bfloat16_matches_the_large_batch():
     keras.config.set_dtype_policy("mixed_bfloat16")
-    x, y = regression(32)
-    model = network()
+    batches, model = split(regression(32), [4] * 8), network()
     model.compile(optimizer=Optimizer(sgd(), 4), loss="mse")
-    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
-    assert error(model, plain(network(), sgd(), split((x, y), [4] * 8), 4, 1)) <= 4e-2  # 8 bits
+    fit(model, batches)
+    assert error(model, plain(network(), sgd(), batches, 4, 1)) <= 4e-2  # 8 bits
 
 
 DEFAULT = BACKEND == "jax"  # other tests compile so
 
 
 @compiled_on("jax")
+@pytest.mark.skipif(BACKEND == "torch", reason="torch.compile takes a compiler, and minutes")
 @pytest.mark.parametrize("jit_compile", [not DEFAULT, slow(DEFAULT)])
 def test_jit_compile_on_and_off(jit_compile, fit_bound):
-    if BACKEND == "torch" and jit_compile:
-        pytest.skip("torch.compile takes a compiler, and minutes")
-    x, y = regression(22)
-    model = network()
+    batches, model = split(regression(22), [4, 4, 4, 4, 4, 2]), network()
     model.compile(optimizer=Optimizer(adam(), 3), loss="mse", jit_compile=jit_compile)
-    model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[GradientAccumulation()])
-    assert error(model, plain(network(), adam(), split((x, y), [4, 4, 4, 4, 4, 2]), 3, 2)) <= fit_bound
+    fit(model, batches, epochs=2)
+    assert error(model, plain(network(), adam(), batches, 3, 2)) <= fit_bound
 
 
 @tensorflow_only

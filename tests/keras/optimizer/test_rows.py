@@ -124,7 +124,7 @@ def test_a_window_that_fit_with_the_callback_opened_is_closed_without_it(make, t
 @compiled_on("jax")
 @pytest.mark.parametrize("make", [sgd, with_adam])
 def test_large_batches_in_micro_batches_are_weighed_by_their_rows_too(make, fit_bound):
-    batches = split(regression(16), [6, 6, 4])
+    batches = split(regression(32), [6, 6, 4, 6, 6, 4])[:3]
     model = gradaccum.keras.micro_batched(network(), 2)
     model.compile(optimizer=Optimizer(make(), 3), loss="mse")
     for _ in range(2):

@@ -68,20 +68,6 @@ def test_updates_that_are_proved_and_ordinary_ones_run_one_compiled_function(mon
     assert fit(with_proofs, 9) == inside[0], "nothing is traced anew"
 
 
-def test_the_compiled_function_is_called_once_per_update():
-    model = compiled(4)
-    model.make_train_function()
-    calls, train_function = [], model.train_function
-
-    def counting(*args):
-        calls.append(len(args))
-        return train_function(*args)
-
-    model.train_function = counting
-    fit(model, UPDATES)
-    assert len(calls) == UPDATES
-
-
 @pytest.mark.skipif(BACKEND != "jax", reason="JAX's")
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_program_holds_one_loop_over_the_micro_batches_whatever_their_number(masked):

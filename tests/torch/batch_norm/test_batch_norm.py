@@ -73,39 +73,31 @@ def test_pooled_statistics_have_the_rows_of_micro_batches_that_weigh_nothing():
     assert relative_error(running(model), running(plain)) <= FLOAT64
 
 
-def test_a_micro_batch_that_is_repeated_counts_once_and_a_failed_window_not_at_all():
-    whole, pooled = network(), network()
-    statistics, (x, _) = BatchNormPolicy("pooled", pooled), batch()
-    before = running(pooled)
-    with pytest.raises(ZeroDivisionError), statistics.window():
-        with statistics.micro_batch():
-            pooled(x)
-        statistics.commit()
-        raise ZeroDivisionError
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_layer_moves_once_per_call_a_repeated_micro_batch_counts_once_and_a_failed_window_not_at_all(
+    passes, repeated
+):
+    whole, pooled, x = network(), network(), batch()[0]
+    statistics, before = BatchNormPolicy("pooled", pooled), running(pooled)
+
+    def window(fails):
+        with statistics.window():
+            for rows in ([x] if repeated else []) + [*x.split(SIZES)]:
+                with statistics.micro_batch():
+                    for place in range(passes):
+                        pooled(rows * (1 + place) + place)
+                if len(rows) < len(x):  # as if memory had run out in its backward pass
+                    statistics.commit()
+            if fails:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        window(True)
     assert all(torch.equal(a, b) for a, b in zip(before, pooled.buffers(), strict=True))
-    whole(x)
-    with statistics.window():
-        with statistics.micro_batch():
-            pooled(x)  # as if memory ran out in its backward pass
-        for rows in x.split(SIZES):
-            with statistics.micro_batch():
-                pooled(rows)
-            statistics.commit()
-    assert relative_error(pooled.buffers(), whole.buffers()) <= FLOAT64
-
-
-def test_a_layer_called_twice_moves_twice():
-    whole, pooled = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    x, t = torch.randn(ROWS, 3), torch.randn(ROWS, 3) + 2
-    whole(x)
-    whole(t)
-    statistics = BatchNormPolicy("pooled", pooled)
-    with statistics.window():
-        for rows, others in zip(x.split([5, 5, 4]), t.split([5, 5, 4]), strict=True):
-            with statistics.micro_batch():
-                pooled(rows)
-                pooled(others)
-            statistics.commit()
+    window(False)
+    for place in range(passes):
+        whole(x * (1 + place) + place)
     assert relative_error(pooled.buffers(), whole.buffers()) <= FLOAT64
 
 
@@ -252,15 +244,11 @@ def test_running_out_of_memory_leaves_no_trace_in_the_statistics(choice, backwar
     assert relative_error(model.buffers(), whole.buffers()) <= 1e-11
 
 
-def test_an_unknown_word_is_an_error():
+def test_an_unknown_word_and_frozen_without_running_statistics_are_refused():
     with pytest.raises(ValueError, match="`batch_norm` must be one of .* Received: batch_norm='sync'"):
         one_step("sync")
-
-
-def test_frozen_needs_running_statistics():
-    _, step = one_step("frozen", track_running_stats=False)
     with pytest.raises(ValueError, match=r"these layers keep none: '1' \(BatchNorm2d\)"):
-        step(*batch())
+        one_step("frozen", track_running_stats=False)[1](*batch())
 
 
 # The optimizer

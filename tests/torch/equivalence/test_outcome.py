@@ -1,8 +1,10 @@
 """What a proof leaves as it was."""
 
+import pytest
 import torch
 from torch import nn
 
+from gradaccum.on_torch.adapter.arrays import NEARBY, bits_flipped
 from gradaccum.on_torch.state import evaluated
 from gradaccum.torch import TrainStep
 from gradaccum.torch.buffers import ModuleState
@@ -70,3 +72,18 @@ def test_layers_that_pack_their_weights_for_good_in_evaluation_stay_in_training(
     with evaluated(list(model.modules()), torch.device("cpu")):
         assert [module.training for module in model.modules()] == [False, True, False]
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_changing_the_last_bits_of_parameters_turns_a_sign_that_rounding_decides_and_is_undone(dtype):
+    torch.manual_seed(0)
+    parameter = torch.randn(1000, dtype=dtype)
+    before, total = parameter.clone(), parameter.sum()
+    signs = []
+    for seed in range(NEARBY):
+        with bits_flipped([parameter, parameter], seed):
+            assert 500 < (parameter != before).sum() < 1000
+            signs.append((parameter - before).sum().real > 0)
+    assert torch.equal(parameter, before)
+    assert parameter.sum() == total
+    assert 2 <= sum(signs) <= NEARBY - 2

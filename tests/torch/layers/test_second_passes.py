@@ -339,7 +339,7 @@ class CallsArgument(nn.Module):
         self.linear = nn.Linear(6, 6, dtype=torch.float64)
 
     def forward(self, x: Tensor, given: Any) -> Tensor:
-        return given.scale * self.linear(x) if isinstance(given, types.SimpleNamespace) else given(self.linear(x))
+        return given.scale * self.linear(x) if hasattr(given, "scale") else given(self.linear(x))
 
 
 class WithArgument(nn.Module):
@@ -354,9 +354,22 @@ class WithArgument(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(
-    "make", [lambda c: functools.partial(torch.mul, c), lambda c: types.SimpleNamespace(scale=c)], ids=["C", "plain"]
-)
+class Uncopied:
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("neither copied nor pickled")
+
+
+MAKE: dict[str, Callable[[Tensor], Any]] = {
+    "C": lambda c: functools.partial(torch.mul, c),
+    "plain": lambda c: types.SimpleNamespace(scale=c),
+    "not to be copied": Uncopied,
+}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_blocks_may_be_called_with_objects_of_any_class(make: Callable[[Tensor], Any]) -> None:
     x = torch.randn(16, 6, dtype=torch.float64)
     assert_same_updates(WithArgument(make), [(x, x)], mse, size=4)

@@ -31,17 +31,10 @@ def batches(count: int, noise: float = NOISY, seed: int = 0) -> list[Tensor]:
     return [rows(ROWS, generator, noise) for _ in range(count)]
 
 
-def run(model: nn.Module, optimizer: Optimizer, data: list[Tensor]) -> None:
-    for x in data:
-        optimizer.zero_grad()
-        model(x).mean().backward()
-        optimizer.step()
-
-
-def trained(optimizer: Any, model: nn.Module, data: list[Tensor]) -> list[int]:
+def trained(optimizer: Any, model: nn.Module, data: Any) -> list[int]:
     """The length of every window."""
     lengths, count = [], 0
-    for x in optimizer.batches(data):
+    for x in data:
         optimizer.zero_grad()
         model(x).mean().backward()
         optimizer.step()
@@ -52,24 +45,20 @@ def trained(optimizer: Any, model: nn.Module, data: list[Tensor]) -> list[int]:
     return lengths
 
 
-def test_windows_grow_where_the_gradient_is_noise(caplog: pytest.LogCaptureFixture) -> None:
+def test_windows_grow_where_the_gradient_is_noise_alone(caplog: pytest.LogCaptureFixture) -> None:
     model = Linear()
     schedule = NoiseSchedule(2, 8, every=30)
     optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), schedule)
     with caplog.at_level(logging.INFO, logger="gradaccum"):
-        lengths = trained(optimizer, model, batches(600))
+        lengths = trained(optimizer, model, optimizer.batches(batches(600)))
     assert lengths[0] == 2
     assert 8 in lengths
     assert sorted(lengths[:-1]) == lengths[:-1]  # the last window is the epoch's rest
     assert "Windows of 4 micro-batches instead of 2 from here on: noise scale" in caplog.text
     assert optimizer.steps == schedule.steps == 8
     assert repr(optimizer).startswith("Optimizer(NoiseSchedule(2, 8, every=30) steps, SGD")
-
-
-def test_windows_stay_small_where_a_row_says_it_all() -> None:
-    model = Linear()
     optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), NoiseSchedule(2, 16, every=30))
-    assert set(trained(optimizer, model, batches(100, noise=1e-3))) == {2}
+    assert set(trained(optimizer, model, optimizer.batches(batches(100, noise=1e-3)))) == {2}  # a row says it all
 
 
 def test_the_update_is_the_plain_one_at_the_scaled_hyperparameters() -> None:
@@ -81,7 +70,7 @@ def test_the_update_is_the_plain_one_at_the_scaled_hyperparameters() -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
     data = batches(200)
-    lengths = trained(optimizer, model, data)
+    lengths = trained(optimizer, model, optimizer.batches(data))
     assert len(set(lengths)) > 1
     inner, rate = torch.optim.Adam(reference.parameters()), 0.01
     start = 0
@@ -119,7 +108,7 @@ def test_hooks_of_the_inner_optimizer_see_its_own_learning_rate(before: bool, te
     (inner.register_step_pre_hook if before else inner.register_step_post_hook)(warm_up)
     optimizer = Optimizer(inner, schedule)
     data = batches(12)
-    trained(optimizer, model, data)
+    trained(optimizer, model, optimizer.batches(data))
     plain = torch.optim.SGD(reference.parameters(), lr=0.01)
     rates = [0.01 * 1.5 ** (update + before) for update in range(3)]
     for update, rate in enumerate(rates):
@@ -143,16 +132,16 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(stop: int) -> None:
 
     data = batches(400)
     model, optimizer = make()
-    run(model, optimizer, data[:stop])
+    trained(optimizer, model, data[:stop])
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    run(model, optimizer, data[stop:])
+    trained(optimizer, model, data[stop:])
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     resumed, other = make()
     resumed.load_state_dict(saved["model"])
     other.load_state_dict(saved["optimizer"])
-    run(resumed, other, data[stop:])
+    trained(other, resumed, data[stop:])
     assert (other.updates, other.steps) == (optimizer.updates, optimizer.steps)
     assert other.steps > 2
     for one, two in zip(resumed.parameters(), model.parameters(), strict=True):
@@ -163,7 +152,7 @@ def test_a_copy_of_the_optimizer_follows_its_own_schedule() -> None:
     model = Linear()
     optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), NoiseSchedule(2, 8, every=30))
     copied_model, copied = copy.deepcopy((model, optimizer))
-    trained(copied, copied_model, batches(400))
+    trained(copied, copied_model, copied.batches(batches(400)))
     assert copied.steps > 2
     assert optimizer.steps == 2
 
@@ -172,12 +161,12 @@ def test_other_steps_end_it() -> None:
     model = Linear()
     schedule = NoiseSchedule(2, 8, every=30, scale_learning_rate="linear")
     optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), schedule)
-    trained(optimizer, model, batches(100))
+    trained(optimizer, model, optimizer.batches(batches(100)))
     assert optimizer.steps > 2
     optimizer.steps = 2
     before = [p.detach().clone() for p in model.parameters()]
     data = batches(2, seed=3)
-    trained(optimizer, model, data)
+    trained(optimizer, model, optimizer.batches(data))
     mean = torch.cat(data).mean(0)
     assert (
         relative_error([b - p for b, p in zip(before, model.parameters(), strict=True)], [mean[:3], mean[3:]])

@@ -33,33 +33,52 @@ def backward(model):
     mse(model, *regression(2)).backward()
 
 
-def clip_values(model):
-    nn.utils.clip_grad_value_(model.parameters(), 0.1)
-
-
 def double(model):
     for p in model.parameters():
         p.grad.mul_(2)
 
 
-def fill_with_zero(model):
-    model.zero_grad(set_to_none=False)
+def assign(model):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
 
 
-@pytest.mark.parametrize("edit", [clip_values, double, fill_with_zero], ids=lambda edit: edit.__name__)
-@pytest.mark.parametrize("when", ["after step", "before step", "as it closes"])
-def test_editing_gradients_inside_an_open_window_is_named(opened, edit, when):
-    model, optimizer = opened
-    if when == "as it closes":
-        backward(model)
-        optimizer.step()
-    if when == "after step":
-        edit(model)
+EDITS = {
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.1),
+    "mul_": double,
+    "_foreach_mul_": lambda model: torch._foreach_mul_([p.grad for p in model.parameters()], 0.5),
+    "filled with zero": lambda model: model.zero_grad(set_to_none=False),
+    "zero_grad()": lambda model: model.zero_grad(),
+    "assigned": assign,
+}
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "when"),
+    [(0, "before step"), (0, "after step"), (1, "before step"), (1, "after step"), (2, "before step")],
+)
+@pytest.mark.parametrize("window", [1, 2, 3, 6])
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_an_edit_inside_any_window_is_refused(edit, window, micro_batch, when):
+    """Also in windows that compare three parameters at their end, where another micro-batch has followed by then."""
+    model, optimizer = wrapped(steps=3)
+    train(model, optimizer, [regression(2)] * (3 * window - 3 + micro_batch))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
     backward(model)
-    if when != "after step":
+    edited = r"edited inside an open window.*clip_grad_norm=|cleared or replaced inside an open window|were assigned"
+    with pytest.raises(WindowError, match=edited):
+        if when == "after step":
+            optimizer.step()
         edit(model)
-    with pytest.raises(WindowError, match="edited inside an open window.*clip_grad_norm="):
-        optimizer.step()
+        if when == "before step":
+            optimizer.step()
+        train(model, optimizer, [regression(2)] * (2 - micro_batch))
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.discard()
+    train(model, optimizer, [regression(2)] * 3)
+    assert optimizer.updates == window
 
 
 def test_clipping_by_hand_in_a_window_of_one_is_the_plain_loop():
@@ -151,39 +170,6 @@ def test_losses_with_and_without_a_weight_are_refused_unless_all_count_as_one(fi
     micro_batch(first)
 
 
-def clip(model):
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-
-def scale(model):
-    torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
-
-
-def assign(model):
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-
-
-@pytest.mark.parametrize("micro_batch", [0, 1, 2])
-@pytest.mark.parametrize("window", [1, 2, 3, 6])
-@pytest.mark.parametrize("edit", [clip, scale, assign, torch.nn.Module.zero_grad])
-def test_an_edit_inside_any_window_is_refused(edit, window, micro_batch):
-    """Also in windows that compare three parameters at their end, where another micro-batch has followed by then."""
-    model, optimizer = wrapped(steps=3)
-    train(model, optimizer, [regression(2)] * (3 * window - 3 + micro_batch))
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer.zero_grad()
-    backward(model)
-    edit(model)
-    with pytest.raises(WindowError, match="inside an open window|were assigned"):
-        optimizer.step()
-        train(model, optimizer, [regression(2)] * (2 - micro_batch))
-    assert all(map(torch.equal, model.parameters(), before))
-    optimizer.discard()
-    train(model, optimizer, [regression(2)] * 3)
-    assert optimizer.updates == window
-
-
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("save", [lambda o: o.state_dict(), copy.deepcopy, pickle.dumps])
 def test_a_sum_that_was_edited_is_not_saved(save, window):
@@ -227,59 +213,39 @@ def test_flush_with_a_backward_pass_but_no_step_is_named(opened):
         optimizer.flush()
 
 
-@pytest.mark.parametrize("steps", [0, -1, {}, {2: 4}, {0: 0}, {0: 4, -1: 2}])
-def test_a_wrong_number_of_steps_is_a_value_error(steps):
-    with pytest.raises(ValueError, match=r"Received: steps="):
-        wrapped(steps=steps)
-
-
-@pytest.mark.parametrize("steps", [2.5, True, "4", None, {0: 2.5}, {"0": 4}, {0: True}])
-def test_a_wrong_type_of_steps_is_a_type_error(steps):
-    with pytest.raises(TypeError, match=r"Received: steps="):
-        wrapped(steps=steps)
-
-
-def test_a_callables_wrong_answer_is_named():
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(network().parameters()), steps=lambda epoch, update: 0)
-    with pytest.raises(ValueError, match="0 from the callable at epoch=0, update=0"):
-        optimizer.step()
-
-
-def test_something_else_than_an_optimizer_is_refused():
-    model = network()
-    with pytest.raises(TypeError, match="must be a torch.optim.Optimizer. Received: Sequential"):
-        gradaccum.torch.optim.Optimizer(model, steps=4)
-    with pytest.raises(TypeError, match="Received: type"):
-        gradaccum.torch.optim.Optimizer(torch.optim.Adam, steps=4)
-
-
-def test_wrapping_twice_is_refused():
-    optimizer = gradaccum.torch.optim.SGD(network().parameters(), lr=0.1, steps=4)
-    with pytest.raises(ValueError, match="wrapped already"):
-        gradaccum.torch.optim.Optimizer(optimizer, steps=2)
-
-
-def test_a_missing_steps_is_named():
-    with pytest.raises(TypeError, match="`steps` is missing: Adam"):
-        gradaccum.torch.optim.Adam(network().parameters())
-
-
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("options", "error", "says"),
     [
-        ({"reduction": "none"}, ValueError),
-        ({"clip_grad_norm": 0}, ValueError),
-        ({"clip_grad_norm": float("nan")}, ValueError),
-        ({"clip_grad_norm": "1"}, TypeError),
-        ({"clip_grad_value": -1.0}, ValueError),
-        ({"sync": "never"}, ValueError),
-        ({"model": torch.optim}, TypeError),
+        *(({"steps": steps}, ValueError, "Received: steps=") for steps in (0, -1, {}, {2: 4}, {0: 0}, {0: 4, -1: 2})),
+        *(({"steps": s}, TypeError, "Received: steps=") for s in (2.5, True, "4", None, {0: 2.5}, {"0": 4}, {0: True})),
+        ({"reduction": "none"}, ValueError, "reduction"),
+        ({"clip_grad_norm": 0}, ValueError, "clip_grad_norm"),
+        ({"clip_grad_norm": float("nan")}, ValueError, "clip_grad_norm"),
+        ({"clip_grad_norm": "1"}, TypeError, "clip_grad_norm"),
+        ({"clip_grad_value": -1.0}, ValueError, "clip_grad_value"),
+        ({"accumulate_dtype": torch.int32}, TypeError, "accumulate_dtype"),
+        ({"accumulate_dtype": "float32"}, TypeError, "accumulate_dtype"),
+        ({"nonfinite": "ignore"}, ValueError, "skip_window.*Received: nonfinite='ignore'"),
+        ({"sync": "never"}, ValueError, "sync"),
+        ({"model": torch.optim}, TypeError, "model"),
+        ({"make": network}, TypeError, "must be a torch.optim.Optimizer. Received: Sequential"),
+        ({"make": lambda: torch.optim.Adam}, TypeError, "Received: type"),
+        ({"make": lambda: wrapped(steps=4)[1]}, ValueError, "wrapped already"),
     ],
 )
-def test_a_wrong_option_is_refused(options, error):
-    (name,) = options
-    with pytest.raises(error, match=name):
-        gradaccum.torch.optim.Optimizer(sgd(network().parameters()), steps=2, **options)
+def test_a_wrong_argument_is_refused(options, error, says):
+    options = {"steps": 2} | options
+    make = options.pop("make", lambda: sgd(network().parameters()))
+    with pytest.raises(error, match=says):
+        gradaccum.torch.optim.Optimizer(make(), **options)
+
+
+def test_what_is_wrong_with_steps_that_are_missing_or_come_from_a_callable_is_named():
+    with pytest.raises(TypeError, match="`steps` is missing: Adam"):
+        gradaccum.torch.optim.Adam(network().parameters())
+    _, optimizer = wrapped(steps=lambda epoch, update: 0)
+    with pytest.raises(ValueError, match="0 from the callable at epoch=0, update=0"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_a_train_step_is_copied_with_its_model_and_pickled_by_its_state_alone():
     twin = copy.deepcopy(step)
     assert step(x, y) == twin(x, y)
     assert relative_error(list(model.parameters()), list(twin.model.parameters())) == 0
-    with pytest.raises(TypeError, match=r"can't be pickled: it holds .* Save step.state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"can't be pickled: it holds .* Save the state_dict\(\)"):
         pickle.dumps(step)
     for state in ({}, None, {"updates": 1}):
         with pytest.raises(ValueError, match="This is no state of a TrainStep: 'updates' and 'sizes' must be in it"):

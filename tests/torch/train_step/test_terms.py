@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch import TrainStep, check_equivalence, combine_buffers
+from gradaccum.torch.loss import Objective
+from gradaccum.torch.measure.fake_memory import micro_batch_peak
 from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.test_memory import Fragile
 from tests.torch.train_step.test_padding import Attention, text, token_mean, valid
@@ -352,6 +354,12 @@ def test_the_noise_scale_is_measured():
     for batch in batches(count=6):
         step(*batch)
     assert step.noise_scale.value > 0
+
+
+@pytest.mark.parametrize("terms", [summed, lambda *batch: summed(*batch)["tokens"]], ids=["by name", "(loss, weight)"])
+def test_weights_that_are_tensors_are_predicted_with_on_fake_tensors(terms):
+    objective = Objective(Tagger(), compute_loss=terms)
+    assert micro_batch_peak(objective, objective.batch(batches()[0]), 4, gathered={}) > 0  # as for a sharded model
 
 
 # What is refused.

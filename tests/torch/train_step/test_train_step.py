@@ -231,7 +231,7 @@ def test_what_no_loss_can_take_is_refused_at_the_first_batch():
         if all(isinstance(part, torch.Tensor) for part in batch):
             assert step(batch).isfinite()
         else:
-            with pytest.raises(TypeError, match=r"Received: a NumPy array.*Convert it: torch.from_numpy\(x\)"):
+            with pytest.raises(TypeError, match=r"Received: a NumPy array.*Pass torch.from_numpy\(x\)"):
                 step(*batch)
     in_a_dict = TrainStep(model, optimizer, compute_loss=lambda model, batch: model(batch["x"].float()).sum())
     with pytest.raises(TypeError, match=r"Received: a NumPy array.*no attribute 'float'"):

@@ -357,12 +357,7 @@ def packed(
     max_rows: int | None = None,
     units: Sequence[list[int]] | None = None,
 ) -> list[tuple[list[int], int, int]]:
-    """Rows of different lengths, sorted and packed into micro-batches of at most `max_tokens` padded tokens.
-
-    Example:
-        >>> packed([(0, 3), (0, 9), (0, 4), (0, 4)], max_tokens=12)
-        [([1], 0, 9), ([2, 3, 0], 0, 4)]
-    """
+    """Rows of different lengths, sorted and packed into micro-batches of at most `max_tokens` padded tokens."""
     ends = [
         (min(extents[row][0] for row in unit), max(max(extents[row][1], extents[row][0] + 1) for row in unit), unit)
         for unit in (units if units is not None else [[row] for row in range(len(extents))])

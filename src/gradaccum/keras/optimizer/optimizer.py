@@ -56,7 +56,7 @@ class Optimizer(KerasOptimizer):
         name: The name of this wrapper.
 
     Raises:
-        TypeError: `optimizer` is no Keras optimizer, or `steps` is of the wrong type.
+        TypeError: `optimizer` is not a Keras optimizer, or `steps` is of the wrong type.
         ValueError: `optimizer` accumulates by itself, or `steps` is out of range.
 
     Example:
@@ -127,7 +127,7 @@ class Optimizer(KerasOptimizer):
         """Micro-batches of this window. A new value holds from the next window on.
 
         Raises:
-            TypeError, ValueError: The new value is no int >= 1.
+            TypeError, ValueError: The new value is not an int >= 1.
         """
         return self.window.steps
 

@@ -294,8 +294,8 @@ class Window:
             backend.add_up(self, gradients, rows, weight, rescale)
             absent = [gradient is None for gradient in gradients]
             with backend.host():
-                present = backend.vector([int(not none) for none in absent], self.touched.dtype)
-                self.touched.assign(ops.maximum(self.touched.value, present))
+                touched = backend.vector([int(not none) for none in absent], self.touched.dtype)
+                self.touched.assign(ops.maximum(self.touched.value, touched) if any(absent) else touched)
             changed = [*self.variables, *self.inner.variables, *self.sums, self.counts, self.touched]
             backend.when(closes, lambda: self.update(counts, absent), lambda: self._write_traced(counts), changed)
 

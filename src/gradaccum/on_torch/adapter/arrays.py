@@ -96,27 +96,37 @@ def sample(gradient: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def bits_flipped(parameters: Iterable[Tensor], mask: int) -> Iterator[None]:
-    """These last bits of every number in these tensors are the others meanwhile."""
+def bits_flipped(parameters: Iterable[Tensor], seed: int, *, half: bool = False) -> Iterator[None]:
+    """Some of the last three bits of every number in these tensors are the others meanwhile, drawn with this seed.
+
+    `half`: some of the latter half of its bits, so that it moves by far more than rounding does, and yet by little.
+    """
     numbers = []
     for parameter in {id(p): p.data for p in parameters}.values():
         whole = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         if whole.layout is torch.strided and whole.itemsize in _INTEGERS and whole.is_floating_point():
-            numbers.append(whole.view(_INTEGERS[whole.itemsize]))
-    for each in numbers:
-        each.bitwise_xor_(mask)
+            digits = max(round(-math.log2(torch.finfo(whole.dtype).eps)) // 2, 1) if half else 3
+            numbers.append((whole.view(_INTEGERS[whole.itemsize]), digits))
+
+    def flip() -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for each, digits in numbers:
+            mask = torch.randint(1 << digits, each.shape, generator=generator, dtype=each.dtype, device="cpu")
+            each.bitwise_xor_(mask.to(each.device))
+
+    flip()
     try:
         yield
     finally:
-        for each in numbers:
-            each.bitwise_xor_(mask)
+        flip()
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-FLIPPED_BITS = (1, 2, 3, 5, 7)
-"""The last bits of the parameters are changed in so many ways, to see what rounding makes of a result."""
+NEARBY = 16
+"""How often the last bits of the parameters are changed, to see what rounding makes of a result. Where a sign decides,
+as in a ReLU, each time has an even chance to show it."""
 
 
 class TorchRunner(Runner):
@@ -129,8 +139,8 @@ class TorchRunner(Runner):
         raise NotImplementedError
 
     def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
-        for bits in FLIPPED_BITS:
-            with bits_flipped(self.tensors(), bits):
+        for seed in range(NEARBY):
+            with bits_flipped(self.tensors(), seed):
                 outcome = self.at_once(rows)
             yield outcome
 

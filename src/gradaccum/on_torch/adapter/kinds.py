@@ -168,8 +168,10 @@ def _columns(batch: Batch) -> Iterator[Callable[[], Sequence[float]]]:
     """Functions that return a number for each row; the smallest and the largest values last."""
     plain = [(path, leaf, dim) for path, leaf, dim in batch.leaves if _is_plain(leaf) and not leaf.is_complex()]
     for path, leaf, dim in plain:
-        for _, vary in _variations(path, leaf.dtype, leaf.dim(), True):
-            yield functools.partial(_listed, vary, leaf, dim)
+        nowhere = leaf.dtype.is_floating_point and leaf.abs().amin().item() > 0  # neither 0 nor NaN
+        for key, vary in _variations(path, leaf.dtype, leaf.dim(), True):
+            if not (nowhere and key.startswith((_MISSING, _ZERO))):
+                yield functools.partial(_listed, vary, leaf, dim)
     for _, leaf, dim in plain:
         if leaf.dtype is not torch.bool:
             for end in batch.ends(leaf):
@@ -209,7 +211,8 @@ def _equal(value: float, leaf: Tensor, dim: int) -> Tensor:
 
 def _sums(leaf: Tensor, dim: int) -> Tensor:
     rows = leaf.detach().movedim(dim, 0)
-    return rows.reshape(len(rows), -1).sum(1)
+    flat = rows.reshape(len(rows), -1)
+    return flat.count_nonzero(1) if flat.dtype is torch.bool else flat.sum(1)  # in half the time
 
 
 def _differs(values: Tensor) -> Tensor:

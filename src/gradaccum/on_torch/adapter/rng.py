@@ -29,12 +29,9 @@ class RowwiseRng(TorchDispatchMode):
         super().__init__()
         self.rows = rows
         self.neutral = neutral
-        self.unreplayed: set[str] = set()
-        """Operations whose random numbers could not be assigned to rows."""
-        self.precision = torch.float64
-        """The narrowest floating dtype that was computed in."""
-        self.used = False
-        """Whether anything has drawn random numbers."""
+        self.unreplayed: set[str] = set()  # operations whose random numbers could not be assigned to rows
+        self.precision = torch.float64  # the narrowest floating dtype that was computed in
+        self.used = False  # whether anything has drawn random numbers
         self._drawn: set[str] = set()
         self._own, self._begun = RandomState(()), RandomState(())
         self._ends: dict[Any, RandomState] = {}

@@ -316,7 +316,7 @@ class Chunked(nn.Module):
         if plan.packs is None:
             prove(self.module, self._rehearsed("whole"), plan.inputs, plan.dims, exact=plan.is_exact, neutral=neutral)
             return
-        ordered = take(plan.inputs, plan.packs.telling(ROWS), plan.dims)
+        ordered = take(plan.inputs, plan.packs.informative_rows(ROWS), plan.dims)
         now: Left = "keep" if self._left == "whole" else self._left
         ways: list[Left] = ["cut", "number", "keep"] if "left" in plan.packs.padded else [now]
         for way in ways:

@@ -25,10 +25,10 @@ from gradaccum.on_torch.adapter.rng import RowwiseRng
 from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_rows, take
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import graph_of, run_backward
-from gradaccum.on_torch.random_state import all_generators, is_generator, kept
+from gradaccum.on_torch.random_state import held_generators
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import in_eval_mode
-from gradaccum.torch.buffers import Contents, ModuleContents, gradients_kept
+from gradaccum.torch.buffers import Contents, ModuleContents, gradients_kept, left_as_found
 from gradaccum.torch.chunking.two_passes import (
     Inputs,
     accelerators,
@@ -106,12 +106,11 @@ def prove(
 @contextlib.contextmanager
 def _alone(module: nn.Module, few: Inputs) -> Iterator[None]:
     """Nothing around a module counts while it is proven, and nothing of it is moved."""
-    generators = all_generators(accelerators([*tensors_of(few), *module.parameters()]))
+    devices, generators = accelerators([*tensors_of(few), *module.parameters()]), held_generators(module, *few)
     _proven.append(module)
-    attributes = Contents(module.modules())
     try:
         with (
-            kept([*generators, *_generators_of(module, few)]),
+            left_as_found({"": module}, [], devices, generators),
             eager(),
             # In place of those around, a checkpoint's say. Detached, because a saved output would keep itself alive.
             torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor),
@@ -119,13 +118,7 @@ def _alone(module: nn.Module, few: Inputs) -> Iterator[None]:
         ):
             yield
     finally:
-        attributes.put_back()
         _proven.pop()
-
-
-def _generators_of(module: nn.Module, inputs: Inputs) -> list[Any]:
-    """Generators of the user's own that the module may draw from."""
-    return [*ModuleContents(module).generators, *(leaf for _, leaf in leaves(inputs) if is_generator(leaf))]
 
 
 def _leaf_like(leaf: Any, other: Any) -> Any:
@@ -152,7 +145,7 @@ class _Runner(TorchRunner):
         devices = accelerators([*module.parameters(), *tensors_of(few)])
         # Where rows are not what is cut, noise that belongs to no row is replaced by its mean at once.
         super().__init__(RowwiseRng(rows, neutral=exact or trims), devices[0] if devices else torch.device("cpu"))
-        self.rng.holds(*_generators_of(module, few))
+        self.rng.holds(module, *few)
         self.state = ModuleContents(module)
         self._alive: list[tuple[Tensor, str]] = []
         """What has a graph and is held by somebody when the rows have run at once, and where it was made."""

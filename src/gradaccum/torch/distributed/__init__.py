@@ -2,8 +2,8 @@
 
 from gradaccum.torch.distributed.channel import Channel, Kind, Settings, by_rank
 from gradaccum.torch.distributed.detect import check_closures, check_detected, detect_ranks, leaving_on_error
+from gradaccum.torch.distributed.fsdp import ByBlocks, run_by_blocks, run_together
 from gradaccum.torch.distributed.ranks import SUMS, Listener, Ranks, Total
-from gradaccum.torch.distributed.sharded_passes import ByBlocks, run_by_blocks, run_together
 
 __all__ = [
     "SUMS",

@@ -138,7 +138,7 @@ class Channel:
 
 
 class Line:
-    """A process group over gloo, for one channel after the other: torch takes its threads back from nobody.
+    """A process group over gloo, for one channel after the other: one with a message under way can't be destroyed.
 
     It has the same name on all ranks.
     """

@@ -60,26 +60,27 @@ class Replicas(Engine):
         own = {*parameters()}
         _check(models, own)
         self._counted = [_parameters_of(model, trained=True) for model in models]
-        others = sum(p not in own for counted in self._counted for p in counted)
+        others = len(set[Tensor]().union(*self._counted) - own)
         if others and not outside:
             logger.warning(
                 "%d parameters of the DistributedDataParallel model are not in this optimizer, which reduces the "
                 "gradients of its own alone. If they are trained, wrap their optimizer, too.",
                 others,
             )
-        changed = not all(map(reduces_exactly, models, self._counted))
-        self._flat = wide or outside or others > 0 or changed or any(model.find_unused_parameters for model in models)
+        statics = [model for model in models if model.static_graph]
+        self._flat = not all(map(reduces_exactly, models, self._counted))
+        self._flat |= wide or outside or bool(others) or any(model.find_unused_parameters for model in models)
         self._flat |= not hasattr(models[0].reducer, "_autograd_hook")
         # Reductions of several models would start in the order of backward: here, every rank keeps one order.
-        self.manual_reduce = self._flat or len(models) > 1 or any(model.static_graph for model in models)
-        if any(model.static_graph for model in models):  # it counts backward passes that don't reduce, too, and waits
+        self.manual_reduce = self._flat or len(models) > 1 or len(statics) > 0
+        if statics:  # DDP counts backward passes that don't reduce, too, and then waits for as many
             logger.warning(
                 "static_graph=True cannot hold back DDP's reduction to the window's end. This model's gradients are "
                 "reduced by step(), after the backward pass."
             )
+        for model in statics:
+            drop_static_graph(model)
         for model in models:
-            if model.static_graph:
-                drop_static_graph(model)
             model.require_forward_param_sync = False  # DDP's constructor has synchronised the buffers
         if self._flat and any(map(communication_hooks, models)):
             logger.warning(

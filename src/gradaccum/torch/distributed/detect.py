@@ -150,27 +150,28 @@ def check_detected(model: nn.Module | None, parameters: Sequence[Tensor], ranks:
     if ranks.is_distributed or not _has_ranks() or dist.get_world_size() == 1:
         return
     own = {id(parameter) for parameter in parameters}
-    if model is not None and parameters and not any(id(parameter) in own for parameter in model.parameters()):
+    if own and model is not None and own.isdisjoint(map(id, model.parameters())):
         raise ValueError(
             "None of the optimizer's parameters is in `model`; fully_shard may have replaced them. Shard the model "
             "first, then build the inner optimizer and its wrapper from it, on every rank."
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # it takes a second to import, and has been, where one is there
     kinds = (DistributedDataParallel, *(() if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)))
-    found = next((o for o in _existing(*kinds) if any(id(parameter) in own for parameter in o.parameters())), None)
-    if found is None:
-        return
-    if not issubclass(type(found), DistributedDataParallel):
-        message, weighs_wrong = _UNKNOWN_SHARDS if any(map(is_sharded, parameters)) else _FSDP1, False
-    else:
-        kinds = type(getattr(found, "module", None)).__mro__
-        in_lightning = any(kind.__module__.startswith(("lightning.pytorch", "pytorch_lightning")) for kind in kinds)
-        weighs_wrong = model is not None
-        message, advice = (_WRAPPED_LATER, _WRAP_FIRST) if weighs_wrong else (_UNKNOWN, "Pass model=ddp.")
-        message = f"{message} {_IN_LIGHTNING if in_lightning else advice}"
-    if weighs_wrong or steps != 1:  # with one step each micro-batch updates
-        raise ValueError(message)
-    logger.warning(message)
+    found = next((o for o in _existing(*kinds) if not own.isdisjoint(map(id, o.parameters()))), None)
+    if found is not None:
+        replicated = issubclass(type(found), DistributedDataParallel)
+        message = _of_replicas(found, model is not None) if replicated else _FSDP1
+        message = _UNKNOWN_SHARDS if not replicated and any(map(is_sharded, parameters)) else message
+        if steps != 1 or (replicated and model is not None):  # else each micro-batch updates
+            raise ValueError(message)
+        logger.warning(message)
+
+
+def _of_replicas(found: Any, has_model: bool) -> str:
+    kinds = type(getattr(found, "module", None)).__mro__
+    in_lightning = any(kind.__module__.startswith(("lightning.pytorch", "pytorch_lightning")) for kind in kinds)
+    message, advice = (_WRAPPED_LATER, _WRAP_FIRST) if has_model else (_UNKNOWN, "Pass model=ddp.")
+    return f"{message} {_IN_LIGHTNING if in_lightning else advice}"
 
 
 _UNKNOWN_SHARDS = (

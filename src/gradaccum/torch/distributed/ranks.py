@@ -74,24 +74,27 @@ class _Reports:
 
     def __init__(self, rows: list[list[float]]) -> None:
         self.rows, self.each = rows, [_Report.read(numbers) for numbers in rows]
-        totals = [report.total for report in self.each]
-        weights, given, largest, scales, next_scales, overflow, equal, idle, sums = zip(*totals)
+        _, _, last, known, manual, fills, *_, totals = zip(*self.each)
+        weights, given, largest, scales, next_scales, overflow, _, idle, sums = zip(*totals)
         used = {*scales} - {0.0}
         lost = any(overflow) or len(used) > 1  # where scales differ nevertheless, as after an overflow
         added = tuple(map(sum, zip(*sums)))
         self.total = Total(sum(weights), any(given), max(largest), min(used, default=0.0), overflow=lost, sums=added)
         self.loss_scale = (min if lost else max)(filter(None, next_scales), default=0.0)
-        self.source = next((rank for rank, had_none in enumerate(idle) if not had_none), 0)
-        self.partly_idle = any(idle) and not all(idle)
-        unlike = any(equal) and any(weight and not one for weight, one in zip(weights, equal))
-        ways = ["without a weight" if e else "weighed" if w else "none" for w, e in zip(weights, equal)]
-        self.ways = ways if unlike else []
-        self.known, self.last = (all(getattr(one, name) for one in self.each) for name in ("known", "last"))
-        self.all_manual, self.manual = (every(one.manual for one in self.each) for every in (all, any))
-        self.fills = any(one.fills for one in self.each)
+        self.source = min(range(len(idle)), key=idle.__getitem__)
+        self.partly_idle = len({*idle}) > 1
+        self.last, self.known, self.fills = all(last), all(known), any(fills)
+        self.manual, self.all_manual = any(manual), all(manual)
+        self.ways = _ways(totals)
 
     def differ(self, name: str) -> bool:
         return len({getattr(one, name) for one in self.each}) > 1
+
+
+def _ways(totals: Sequence[Total]) -> list[str]:
+    """How each rank weighs its micro-batches, where not all do so in one way."""
+    ways = ["without a weight" if one.equal else "weighed" if one.weight else "none" for one in totals]
+    return ways if {"without a weight", "weighed"} <= {*ways} else []
 
 
 class Listener:

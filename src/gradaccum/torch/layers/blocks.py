@@ -115,13 +115,7 @@ class Block(NamedTuple):
 
 
 def find_blocks(model: nn.Module, blocks: Any) -> list[Block]:
-    """The blocks of a model, in the order in which they are called.
-
-    Example:
-        >>> model = nn.Sequential(nn.Embedding(5, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
-        >>> [block.path for block in find_blocks(model, "auto")]
-        ['1.0', '1.1']
-    """
+    """The blocks of a model, in the order in which they are called."""
     _check_runs_in_parts(model)
     if isinstance(blocks, str):
         blocks = _longest(model) if blocks == "auto" else _at(model, blocks)
@@ -234,12 +228,6 @@ def intercepted(
     A module's class is another one meanwhile, of the same name: it is the class that Python looks at for `__call__`,
     and classes such as transformers' checkpointed layers have one of their own, which a call from inside of `handle`
     must run.
-
-    Example:
-        >>> layers = [nn.Linear(2, 2), nn.Tanh()]
-        >>> with intercepted(layers, lambda place, args, kwargs: f"{place}: {args}"):
-        ...     layers[1](7)
-        '1: (7,)'
     """
     held = [(module, type(module), _handlers.get(id(module))) for module in modules]
     try:

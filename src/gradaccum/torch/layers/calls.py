@@ -68,14 +68,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def replaced(tree: Any, new: Mapping[int, Any]) -> Any:
-    """The tree with other tensors in place of some, by id: in the same lists, dicts and objects.
-
-    Example:
-        >>> one, two = torch.ones(1), torch.zeros(1)
-        >>> written = {"keys": [one]}
-        >>> replaced(written, {id(one): two}) is written, written["keys"][0] is two
-        (True, True)
-    """
+    """The tree with other tensors in place of some, by id: in the same lists, dicts and objects."""
     return _mapped(tree, dict(new), fresh=False) if new else tree
 
 
@@ -125,13 +118,6 @@ class Arguments:
 
     In a copy of the containers and objects each tensor is a slot, so that nobody holds it twice. What earlier blocks
     have `written` to objects is there as a shape: a cache of all blocks' keys would take the memory of all blocks.
-
-    Example:
-        >>> cache = types.SimpleNamespace(keys=[])
-        >>> arguments = Arguments(Inputs((torch.ones(2), cache), {}), {})
-        >>> cache.keys.append(torch.ones(2))            # what the block does
-        >>> arguments.filled(arguments.tensors).args[1].keys
-        []
     """
 
     def __init__(self, inputs: Inputs, written: Mapping[Tensor, Any]) -> None:

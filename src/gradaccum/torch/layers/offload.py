@@ -29,7 +29,7 @@ OffloadChoice = bool | str | os.PathLike[str]
 _streams: dict[torch.device, Any] = {}
 
 
-def _beside(device: torch.device) -> Any:
+def _copy_stream(device: torch.device) -> Any:
     """The stream of copies on a CUDA device, which waits for what the device computes now."""
     stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -70,14 +70,14 @@ class _OnHost(Waiting):
     def __init__(self, tensor: Tensor) -> None:
         self._device, self._tensor, self._there = tensor.device, None, list[Tensor]()
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        stream = _beside(tensor.device)
+        stream = _copy_stream(tensor.device)
         with torch.cuda.stream(stream):
             self._host.copy_(tensor.detach(), non_blocking=True)
         tensor.record_stream(stream)
 
     def prefetch(self) -> None:
         if not self._there:
-            with torch.cuda.stream(_beside(self._device)):
+            with torch.cuda.stream(_copy_stream(self._device)):
                 self._there = [self._host.to(self._device, non_blocking=True)]
 
     def get(self) -> Tensor:
@@ -229,7 +229,7 @@ class OffloadedBlocks:
     def _copies(self, place: int) -> dict[Tensor, Tensor]:
         """The device's copy of each of its parameters and buffers."""
         module = self._blocks[place].module
-        with torch.cuda.stream(_beside(self.device)) if self._on_cuda else contextlib.nullcontext():
+        with torch.cuda.stream(_copy_stream(self.device)) if self._on_cuda else contextlib.nullcontext():
             return {
                 own: own.detach().to(self.device, copy=True, non_blocking=True)
                 for own in (*module.parameters(), *module.buffers())
@@ -255,16 +255,20 @@ class OffloadedBlocks:
         finally:
             for (holder, name, own, copy), version in zip(holders, versions, strict=True):
                 now, holder[name] = holder.get(name), own
-                if isinstance(own, nn.Parameter):
-                    continue
-                if now is not copy:
-                    holder[name] = None if now is None else now.to(own.device)
-                elif copy._version != version or name.startswith("running_"):  # of which BatchNorm's kernels don't tell
-                    own.detach().copy_(copy)
+                if not isinstance(own, nn.Parameter):
+                    _come_home(holder, name, now, copy, moved=copy._version != version)
         for own, copy in copies.items():
             if isinstance(own, nn.Parameter) and copy.grad is not None:
                 grad = copy.grad.to(own.device)
                 own.grad = grad if own.grad is None else own.grad.add_(grad)
+
+
+def _come_home(holder: Any, name: str, now: Tensor | None, copy: Tensor, *, moved: bool) -> None:
+    """A buffer is what it has become on the device."""
+    if now is not copy:
+        holder[name] = now if now is None else now.to(holder[name].device)
+    elif moved or name.startswith("running_"):  # BatchNorm's kernels don't raise its version
+        holder[name].detach().copy_(copy)
 
 
 def _parameter_like(own: Tensor, copy: Tensor) -> Tensor:

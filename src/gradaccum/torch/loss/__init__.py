@@ -14,7 +14,7 @@ from gradaccum.torch.loss.named import (
     mixed_terms_error,
     not_by_name_error,
 )
-from gradaccum.torch.loss.objective import Objective
+from gradaccum.torch.loss.objective import Objective, referred
 
 __all__ = [
     "MIXED_TERMS",
@@ -33,4 +33,5 @@ __all__ = [
     "counted",
     "mixed_terms_error",
     "not_by_name_error",
+    "referred",
 ]

@@ -36,18 +36,12 @@ ROUNDING = 1e-6
 class WeightedLoss(NamedTuple):
     """One micro-batch's share of the large batch's loss: `factor * loss`."""
 
-    loss: Tensor | None
-    """The micro-batch's own loss; None where it weighs nothing, so that there is nothing to add."""
+    loss: Tensor | None  # the micro-batch's own; None where it weighs nothing
     factor: Weight = 1.0
-    """What its loss and its gradient are multiplied by."""
-    weight: Weight | None = None
-    """What `compute_loss` returned as its weight; None where the total is known beforehand."""
-    share: Weight | None = None
-    """Its part of that total; None where there is none."""
-    weightless: Tensor | None = None
-    """The loss of a micro-batch that weighs nothing, if it had a forward pass."""
-    terms: dict[Hashable, tuple[Tensor, Weight]] | None = None
-    """Of several losses, what each adds to the large batch's, and what it weighs."""
+    weight: Weight | None = None  # what `compute_loss` returned; None where the total is known beforehand
+    share: Weight | None = None  # its part of that total
+    weightless: Tensor | None = None  # the loss of a micro-batch that weighs nothing, if it had a forward pass
+    terms: dict[Hashable, tuple[Tensor, Weight]] | None = None  # what each of several losses adds, and weighs
 
 
 class LossAccumulator:
@@ -63,19 +57,14 @@ class LossAccumulator:
     is the whole batch, from its own forward pass.
     """
 
-    attempts = 0
-    """How often the weights of several losses were other than counted."""
-    retain_graph = False
-    """Whether parts of the graphs go backward once more after the loss has."""
-    skips = True
-    """Whether a micro-batch known to weigh nothing has no forward pass: not where buffers move in it."""
+    attempts = 0  # how often the weights of several losses were other than counted
+    retain_graph = False  # parts of the graphs go backward once more after the loss has
+    skips = True  # a micro-batch known to weigh nothing has no forward pass: not where buffers move in it
 
     # What passes change; `restart` has it as it is here.
-    ran = False
-    """Whether a micro-batch has run: what weighs nothing may be left out."""
+    ran = _has_gradient = False
     divisor: Weight | None = None
     """What the summed gradients are to be divided by; None where they are complete as they are."""
-    _has_gradient = False
     _sum: Tensor | None = None
     _rescaled = 1.0
     _arriving: Weight = 0.0
@@ -112,16 +101,15 @@ class LossAccumulator:
         self._begin()
 
     def _begin(self) -> None:
+        # By name, None for a single one: the losses, and what each is multiplied by; and their weights.
         self._losses: dict[Hashable, list[tuple[Tensor, Weight]]] = {}
-        """By name, None for a single one: the losses, and what each is multiplied by."""
         self._weights: dict[Hashable, list[Weight]] = {}
+        # What the window weighs, on the host or on its way there: as forward passes tell, and as was known before.
         self._by_passes: list[Callable[[], float] | float] = []
-        """What forward passes have told of the window's weight."""
         if self._by_forward:
             self.total = None
         totals = self.total.values() if isinstance(self.total, dict) else () if self.total is None else (self.total,)
         self._known: list[Callable[[], float] | float] = [t if type(t) is float else read_early(t) for t in totals]
-        """What the window weighs, as it was known before, on the host or on its way there."""
 
     # What they add up to.
 
@@ -148,10 +136,9 @@ class LossAccumulator:
     @property
     def sum(self) -> Tensor:
         """What the weighted losses add up to so far, of several in the order of their totals; without a graph."""
-        if self._sum is None:
-            if not self.named and self._losses:
-                self._sum = weighted_sum(self._losses[None])
-                return self._sum
+        if self._sum is None and not self.named and self._losses:
+            self._sum = weighted_sum(self._losses[None])
+        elif self._sum is None:
             found = {name: weighted_sum(losses) for name, losses in self._losses.items()}
             parameter, device = next(self.objective.model.parameters(), torch.zeros(())), self.objective.device
             some = next(iter(found.values()), torch.zeros((), dtype=parameter.dtype))
@@ -179,9 +166,7 @@ class LossAccumulator:
     @property
     def losses(self) -> dict[Hashable, Tensor]:
         """Of several losses, the mean of each over the large batch; NaN where it weighs nothing."""
-        if not (self.named and self.total):
-            return {}
-        pairs = zip(self.total.items(), self.sum, strict=True)
+        pairs = zip(self.total.items(), self.sum, strict=True) if self.named and self.total else ()
         return {
             name: mean.where(torch.as_tensor(total, device=mean.device) > 0, math.nan) for (name, total), mean in pairs
         }
@@ -213,10 +198,7 @@ class LossAccumulator:
     # Several ranks.
 
     def unit_and_weight(self) -> tuple[float, float] | None:
-        """The factor that makes the ranks' sums add up, and what this rank's sum weighs then.
-
-        None where the total was known beforehand, so that the sums of all ranks add up as they are.
-        """
+        """The factor that makes the ranks' sums add up, and what this rank's sum weighs then; None: they do already."""
         if self.divisor is None:
             return None
         unit = 1.0 if self._unit is None else float(self._unit)
@@ -259,7 +241,6 @@ class LossAccumulator:
         return WeightedLoss(None, weightless=None if self.skips else self.objective.evaluate(micro_batch)[0])
 
     def _weighed_by_forward(self, loss: Tensor, weight: Weight | Terms) -> WeightedLoss:
-        """What a loss adds whose weight the forward pass has told."""
         if isinstance(weight, dict):
             if self.objective.weight is not None:
                 raise ValueError(f"`weight` must return a number for each of the loss terms {list(weight)}.")
@@ -318,17 +299,23 @@ class LossAccumulator:
             self.ran = True
         self._sum, self._arriving = None, 0.0
         if terms is not None:
-            for name, (part, own) in terms.items():
-                self._losses.setdefault(name, []).append((part, 1.0))
-                self._weights.setdefault(name, []).append(own)
+            self._add_terms(terms)
             return
         if self._rescaled != 1.0:
             factor, self._rescaled = factor * self._rescaled, 1.0
         if loss is not None:
             self._losses.setdefault(None, []).append((loss.detach(), factor))
         if weight is not None:
-            share = weight if self._unit is None else ratio(weight, self._unit)
-            self.divisor = share if self.divisor is None else self.divisor + share
+            self._add_weight(weight)
+
+    def _add_terms(self, terms: dict[Hashable, tuple[Tensor, Weight]]) -> None:
+        for name, (part, weight) in terms.items():
+            self._losses.setdefault(name, []).append((part, 1.0))
+            self._weights.setdefault(name, []).append(weight)
+
+    def _add_weight(self, weight: Weight) -> None:
+        share = weight if self._unit is None else ratio(weight, self._unit)
+        self.divisor = share if self.divisor is None else self.divisor + share
 
 
 def accumulator(objective: Objective, batch: Batch) -> LossAccumulator:

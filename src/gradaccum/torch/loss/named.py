@@ -31,8 +31,7 @@ Weight = float | Tensor
 
 class Term(NamedTuple):
     loss: Tensor
-    weight: Any
-    """What it is a mean over: a `Weight`; None where the batch says so, by `weight`."""
+    weight: Any  # what it is a mean over: a `Weight`; None where the batch says so, by `weight`
 
 
 Terms = dict[Hashable, Term]
@@ -45,7 +44,7 @@ Resyncing = Callable[[], contextlib.AbstractContextManager[None]]
 def terms_of(result: Any, by_batch: bool) -> Terms | None:
     if type(result) is tuple and result and all(isinstance(pair, (tuple, list)) for pair in result):
         raise TypeError(
-            "Several losses come as {name: (loss, weight)} or as a list of pairs; a tuple is one loss with its weight. "
+            "Return several losses as {name: (loss, weight)} or a list of pairs: a tuple is one loss with its weight. "
             f"Received: a tuple of {len(result)} pairs."
         )
     if not isinstance(result, (Mapping, list)) or hasattr(result, "loss"):  # as transformers' outputs, mappings
@@ -71,8 +70,8 @@ def totals_of(weights: Any) -> Totals | None:
 def _named(received: Any) -> Iterable[tuple[Any, Any]]:
     if not received:
         raise ValueError(
-            f"The loss has no terms. Received: {received!r}. Where these rows have none of them, say so by a weight of "
-            "0: {'a': (loss, 0)}, whatever the loss is."
+            f"The loss has no terms. Received: {received!r}. If these rows have none of the losses, return them with a "
+            "weight of 0, such as {'a': (loss, 0)}; their values don't matter then."
         )
     return received.items() if isinstance(received, Mapping) else enumerate(received)
 
@@ -120,7 +119,7 @@ def weighed(terms: Terms, by_batch: Totals | None) -> dict[Hashable, tuple[Tenso
     if by_batch is not None:
         for name in terms:
             if name not in by_batch:
-                raise ValueError(f"`weight` says nothing about the loss term {name!r}. It names {list(by_batch)}.")
+                raise ValueError(f"`weight` says nothing about the loss term {name!r}. It returned {list(by_batch)}.")
         for name, weight in by_batch.items():
             if name not in terms and float(weight) > 0:
                 raise ValueError(
@@ -188,8 +187,8 @@ def _stacked(values: list[Tensor]) -> Tensor:
 
 
 def plain_weight(weight: Any) -> Weight:
-    waits = isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1
-    if waits and not weight.requires_grad and weight.dtype is not torch.bool:
+    waits = isinstance(weight, Tensor) and (weight.device.type != "cpu" or hasattr(weight, "fake_mode"))
+    if waits and weight.numel() == 1 and not weight.requires_grad and weight.dtype is not torch.bool:
         return weight.reshape(())
     return checked_weight(weight)
 
@@ -232,8 +231,7 @@ class WindowLosses:
         self.restart()
 
     def restart(self) -> None:
-        self.entries: list[tuple[int, Tensor, float, Hashable]] = []
-        """Number of the micro-batch, loss, weight, name."""
+        self.entries: list[tuple[int, Tensor, float, Hashable]] = []  # number of the micro-batch, loss, weight, name
         self.weighed = False
         self.dropped: set[int] = set()
 
@@ -289,8 +287,7 @@ class NamedSums(GradientBuffer):
     """
 
     def __init__(self, parameters: Callable[[], list[Tensor]], dtype: torch.dtype | None, losses: WindowLosses) -> None:
-        self.used = False
-        """Whether losses have ever come by name."""
+        self.used = False  # whether losses have ever come by name
         self.sums: dict[Hashable, list[Tensor | None]] = {}
         """Of each loss, for each parameter; empty where it is in `p.grad`, or nothing has arrived."""
         self._restored: dict[Hashable, list[Tensor | None]] = {}
@@ -430,15 +427,15 @@ def _added(one: Tensor, other: Tensor) -> Tensor:
 
 def not_by_name_error() -> ValueError:
     return ValueError(
-        "Losses that come by name, backward({name: (loss, weight)}), have a weight each, so there is none for all of "
-        "them: neither beside them nor in batches(). Each takes a sum of gradients of its own, which sharded models, "
-        'nonfinite="skip_micro_batch" and noise_scale=True do not go together with. TrainStep takes them there: its '
-        "compute_loss may return the same."
+        "backward({name: (loss, weight)}) takes a weight for each loss, so there is none for all of them: pass none "
+        "beside them, and none to batches(). It keeps a sum of gradients for each loss, and sharded models, "
+        'nonfinite="skip_micro_batch" and noise_scale=True do not go together with that. TrainStep does: its '
+        "compute_loss may return the same dict."
     )
 
 
 def mixed_terms_error() -> WindowError:
     return WindowError(
-        "Some losses of this window came as backward({name: (loss, weight)}), others as a single loss, which belongs "
-        "to no name. Use one of the two for all of them. discard() drops the window."
+        "Some losses of this window came as backward({name: (loss, weight)}), others as a single loss, which has no "
+        "name. Use one form for all of them; discard() drops the window."
     )

@@ -39,10 +39,8 @@ STARTS = 16
 class Found:
     """What the first forward pass has shown of a loss; shared by all that compute it."""
 
-    terms: bool | None = None
-    """Whether there are several; None before."""
-    needs_gradients = False
-    """Whether it can't be computed without gradients."""
+    terms: bool | None = None  # whether there are several; None before
+    needs_gradients = False  # whether it can't be computed without gradients
 
 
 class Objective:
@@ -92,8 +90,7 @@ class Objective:
         self.loss_fn = with_known_divisor(loss_fn) if loss_fn is not None else None
         self._by_targets = divides_by_targets(self.loss_fn)
         self._summed: Any = None
-        self.starts: dict[Any, tuple[Weight, Tensor]] = {}
-        """Where backward passes start, by factor."""
+        self.starts: dict[Any, tuple[Weight, Tensor]] = {}  # where backward passes start, by factor
         self.found = Found()
         self.compute_loss = compute_loss
         self.weight = weight
@@ -108,8 +105,8 @@ class Objective:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "A TrainStep can't be pickled: it holds functions and hooks of this process. Save step.state_dict(), the "
-            "model's and the optimizer's, and build it anew from them."
+            "A TrainStep can't be pickled: it holds functions and hooks of this process. Save the state_dict() of the "
+            "step, the model and the optimizer, and rebuild it from them."
         )
 
     def __copy__(self) -> Objective:
@@ -293,8 +290,8 @@ def _check_arrays(batch: Batch, error: Exception) -> None:
     """Say that NumPy arrays in the batch may be why the model or the loss raised `error`."""
     if any(type(leaf).__module__ == "numpy" for _, leaf, _ in batch.leaves):
         raise TypeError(
-            f"A model of torch takes tensors. Received: a NumPy array in the batch, and this error: {error}. Convert "
-            "it: torch.from_numpy(x)."
+            f"A model of torch takes tensors. Received: a NumPy array in the batch, on which it raised: {error}. Pass "
+            "torch.from_numpy(x)."
         ) from error
 
 
@@ -324,22 +321,25 @@ def held_modules(function: Any, model: Any = None) -> dict[str, nn.Module]:
     """
     parts = set(map(id, model.modules())) if isinstance(model, nn.Module) else set()
     found: dict[str, nn.Module] = {}
-    for name, module in _referred(function, "", set()):
-        known = any(module is other for other in found.values())
-        if not known and id(module) not in parts and not any(inner is model for inner in module.modules()):
+    for name, module in referred(function):
+        if not isinstance(module, nn.Module) or id(module) in parts or module in found.values():
+            continue
+        if not any(inner is model for inner in module.modules()):
             found.setdefault(name, module)
     return found
 
 
-def _referred(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+def referred(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """The modules and tensors that a function refers to, each once, by what it calls them."""
+    seen = set() if seen is None else seen
     if id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module | Tensor):
         yield name, value
         return
     for key, inner in _inside(value, name):
-        yield from _referred(inner, key, seen)
+        yield from referred(inner, key, seen)
 
 
 def _inside(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -429,7 +429,7 @@ def check_row_weights(loss_fn: Any, outputs: Any) -> None:
             function = (type(loss_fn) if module else loss_fn.func).__name__
             raise ValueError(
                 f"{function}({name}=...) holds a {name} for each of {len(value)} rows, and was given {rows} rows: "
-                "micro-batches are cut out of the batch, and what the loss holds is not. Make it a part of the batch: "
+                "the batch is cut into micro-batches, and the loss's own tensors are not. Make it part of the batch: "
                 f"compute_loss=lambda model, x, y, w: loss_fn(model(x), y, {name}=w) with a function of "
                 "torch.nn.functional as loss_fn, and step(x, y, w)."
             )

@@ -36,7 +36,7 @@ class Batches:
         self.loader: Iterable[Any] = loader.loader if isinstance(loader, Batches) else loader
         others = loader.members if isinstance(loader, Batches) else []
         if any(windows is other for other, _ in others):
-            raise ValueError("The batches of this loader fill this optimizer's windows already.")
+            raise ValueError("These batches already fill this optimizer's windows. Call batches() once per optimizer.")
         self.members: list[tuple[Windows, BatchWeight]] = [*others, (windows, BatchWeight(weight))]
         self._handed_out = 0
         self._to_skip: int | None = None  # what `load_state_dict` said, until the next loop
@@ -245,8 +245,8 @@ class _Ahead:
         if self.has_next and _contents_changed(batch, before):
             raise ValueError(
                 "Fetching the next batch changed the one in use: the loader refills a buffer, or the container "
-                "that it yields, and batches() fetches one batch ahead. Yield new ones: buffer.clone(), or "
-                "dict(batch); or leave out batches(), and call flush() at the epoch's end."
+                "that it yields, and batches() fetches one batch ahead. Yield new ones, buffer.clone() or dict(batch); "
+                "or loop over the loader itself and call flush() at the epoch's end."
             )
         return state
 
@@ -258,8 +258,8 @@ class _Ahead:
         """
         if self._knows_end and self.failure is None and not self.is_empty and next(self._iterator, self) is not self:
             raise WindowError(
-                "The loader yielded a batch after the one that it called its last (`end_of_dataloader`), with which "
-                "the epoch's last window was closed. Something inside of it fetches ahead: leave that out."
+                "The loader set `end_of_dataloader` and then yielded another batch, after the epoch's last window had "
+                "been closed. Something inside the loader fetches ahead: remove it."
             )
 
 

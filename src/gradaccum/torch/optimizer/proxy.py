@@ -149,7 +149,7 @@ def evaluated(optimizer: torch.optim.Optimizer, result: Any) -> Callable[[], Any
         if len(asked) > 2 or asked[0] != asked[1]:
             raise ValueError(
                 f"{type(optimizer).__name__}.step evaluates its closure again, which would have to run the whole "
-                f"window again. Its parameters may be half-way through a step. {_INSTEAD}"
+                f"window again. Parameters may have been left in the middle of a step. {_INSTEAD}"
             )
         return result
 
@@ -189,8 +189,8 @@ def check_first_step(closure: Any) -> None:
         setting = f"Accelerator(gradient_accumulation_steps={steps})"
     if steps != 1:
         raise ValueError(
-            f"{setting} accumulates as well as this optimizer, and takes the mean of batches as if they were of "
-            "one size. Remove it: the optimizer accumulates by itself."
+            f"{setting} accumulates as well as this optimizer does, and averages batches as if all had the same size. "
+            "Remove it: the wrapped optimizer accumulates."
         )
 
 
@@ -205,7 +205,7 @@ def checked_inner(optimizer: Any) -> torch.optim.Optimizer:
         )
     if not hasattr(optimizer, "defaults"):
         raise ValueError(
-            f"{kind} lacks what torch.optim.Optimizer sets up: super().__init__ was not called. If it wraps an "
+            f"{kind} doesn't call super().__init__, so it lacks what torch.optim.Optimizer sets up. If it wraps an "
             f"optimizer, wrap that one: {kind}(Optimizer(inner, steps), ...)."
         )
     framework = next((f for base in type(optimizer).__mro__ for f in _PREPARED if base.__module__.startswith(f)), None)
@@ -253,7 +253,7 @@ def _works_on_gradients(method: Any) -> bool:
 
 def _refuse(method: str, *args: Any, **kwargs: Any) -> Any:
     raise WindowError(
-        f"{method} works on gradients, and inside a window p.grad holds an undivided sum. Only step() is called once "
-        "per window. Use gradaccum.torch.TrainStep, which evaluates closures on the whole batch; or steps=1; or call "
-        "it on `optimizer.inner` where you know the gradients are those it wants."
+        f"{method} works on gradients, and inside a window p.grad holds an undivided sum. Use "
+        "gradaccum.torch.TrainStep, which evaluates closures on the whole batch; or steps=1; or call it on "
+        "`optimizer.inner` if you know that the gradients are what it needs."
     )

@@ -18,9 +18,7 @@ from gradaccum.core.numpy_arrays import leaf_of
 from gradaccum.core.proof import Outcome, Way, differences_between
 from gradaccum.on_torch.adapter.probes import Trace, mixing, part_differs
 from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
-from gradaccum.on_torch.random_state import names_of
-from gradaccum.torch.batch_norm import batch_norms
-from gradaccum.torch.loss import Objective
+from gradaccum.torch.loss import Objective, referred
 from gradaccum.torch.proof.trial import Trial
 
 
@@ -126,17 +124,11 @@ def _facts(trial: Trial, term: Any) -> LossFacts:
 def _class_weights(original: Objective) -> list[tuple[str, Any]]:
     """Vectors of weights that the loss refers to, with their names."""
     found: list[tuple[str, Any]] = []
-    looked: list[tuple[str, Any]] = [("", function) for function in (original.loss_fn, original.compute_loss)]
-    for name, value in looked:  # which grows
-        if isinstance(value, functools.partial):
-            looked += [*value.keywords.items(), (name, value.func)]
-        elif isinstance(value, nn.Module):
-            inner = {**vars(value), **dict(value.named_buffers())}
-            looked += [(f"{name}.{n}".lstrip("."), t) for n, t in inner.items() if isinstance(t, Tensor)]
-        elif inspect.isfunction(value):
-            looked += [(n, v) for n, v in names_of(value) if not inspect.isfunction(v)]
-        elif isinstance(value, Tensor) and value.dim() == 1 and value.is_floating_point() and (value >= 0).all():
-            found.append((name, value.detach().double().cpu().numpy()))
+    for name, value in [*referred(original.loss_fn), *referred(original.compute_loss)]:
+        inner = {"": value} if isinstance(value, Tensor) else {**vars(value), **dict(value.named_buffers())}
+        for own, one in inner.items():
+            if isinstance(one, Tensor) and one.dim() == 1 and one.is_floating_point() and (one >= 0).all():
+                found.append((f"{name}.{own}".strip("."), one.detach().double().cpu().numpy()))
     return found
 
 
@@ -188,21 +180,6 @@ def _mixes(path: str, module: nn.Module) -> Cause:
     )
 
 
-def unusual_batch_norms(model: nn.Module) -> list[Cause]:
-    """BatchNorm layers that do more than torch.nn's own."""
-    causes = []
-    for path, layer in batch_norms(model):
-        hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
-        if hooks or type(layer).forward is not nn.BatchNorm1d.forward or nn.utils.parametrize.is_parametrized(layer):
-            where = path or "model"
-            message = (
-                f"'{where}' ({type(layer).__name__}) has hooks, parametrizations or a formula of its "
-                'own, which batch_norm="exact" does not follow. Take them off, or use GroupNorm.'
-            )
-            causes.append(Cause("batch_norm", where, message))
-    return causes
-
-
 def counting_layers(modules: Iterable[nn.Module]) -> list[Cause]:
     """Embeddings that divide the gradient of a row by how often its index occurs among all rows."""
     return [
@@ -210,7 +187,7 @@ def counting_layers(modules: Iterable[nn.Module]) -> list[Cause]:
             "mixes_rows",
             path or "model",
             f"'{path or 'model'}' ({type(layer).__name__}) has scale_grad_by_freq=True, which divides its gradient by "
-            "how often an index occurs in the batch: in micro-batches, how often it occurs in each. Leave it at False.",
+            "how often an index occurs in the batch; a micro-batch sees only its own share. Set it to False.",
         )
         for module in modules
         for path, layer in module.named_modules()
@@ -344,14 +321,9 @@ def hook_cause(parameter: str) -> Cause:
     )
 
 
-def suspicion(roots: Mapping[str, nn.Module], wrong: Sequence[Difference]) -> Cause:
+def suspicion(wrong: Sequence[Difference]) -> Cause:
     """What may make a difference that a copy in float64 doesn't show."""
-    parameters = {name: p for prefix, root in roots.items() for name, p in root.named_parameters(prefix=prefix)}
     names = [difference.name for difference in wrong if difference.part == "gradient"]
-    for name in names:
-        p = parameters.get(name)
-        if p is not None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
-            return hook_cause(name)
     where = names[0] if names else "loss"
     return Cause(
         "unknown",

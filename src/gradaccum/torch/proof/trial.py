@@ -35,8 +35,7 @@ class LoweredScale:
     """A GradScaler's scale, lowered where gradients overflow in it: an update is skipped then, and tried again."""
 
     def __init__(self, scaler: Any) -> None:
-        self._scaler, self.power = scaler, 0
-        """The power of two that the scale is multiplied by."""
+        self._scaler, self.power = scaler, 0  # the power of two that the scale is multiplied by
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss if self._scaler is None else self._scaler.scale(loss) * 2.0**self.power
@@ -165,8 +164,7 @@ class Trial(BatchRunner):
         batch_norm: BatchNormChoice = "warn",
     ) -> None:
         self.original = objective
-        self.notes: list[str] = []
-        """What the comparison had to leave out."""
+        self.notes: list[str] = []  # what the comparison had to leave out
 
         def convert(thing: Any) -> Any:
             floating = isinstance(thing, nn.Module) or thing.is_floating_point()
@@ -184,8 +182,7 @@ class Trial(BatchRunner):
         copied = objective.on(model)
         copied.loss_fn, copied.compute_loss, copied.weight, copied.autocast = loss_fn, compute_loss, weight, None
         copied.forget()
-        self.hooks = copies.of_hooks(objective)
-        """Hooks on the gradients of parameters, by the parameter's name."""
+        self.hooks = copies.of_hooks(objective)  # hooks on the gradients of parameters, by the parameter's name
         parameters = named_parameters(copied)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters.values()):
             raise ValueError("The model has lazy layers whose sizes aren't known yet: run it once before the check.")

@@ -31,9 +31,8 @@ from gradaccum.torch.train_step.update import Update
 logger = logging.getLogger("gradaccum")
 
 _NOT_COUNTED = (
-    "What several losses divide by must be known before the first backward pass, and here a pass that counts it would "
-    "have to run on all ranks at once. Return {name: loss} from `compute_loss`, and let the batch tell, with "
-    "weight=lambda *batch: {name: number}."
+    "What several losses divide by must be known before the first backward pass, and counting it here takes a pass "
+    "on all ranks at once. Return {name: loss} from `compute_loss`, and give weight=lambda *batch: {name: number}."
 )
 
 Window = LossAccumulator
@@ -51,8 +50,7 @@ class GlobalBatch(Listener):
         """What this rank's rows weigh, where its sum is a multiple of `_unit` and that was known beforehand."""
         self._unit = 1.0
         ranks.attach(self)
-        self._met = False
-        """Whether the ranks have told each other what kind of loss they have."""
+        self._met = False  # whether the ranks have told each other what kind of loss they have
 
     def open(self, objective: Objective, batch: Batch, count: Callable[[], list[Terms] | None]) -> Window:
         """A window over this rank's rows, whose parts are shares of all ranks' loss, where their weight is known.

@@ -33,14 +33,12 @@ class MicroBatcher:
     """Plans the micro-batches of large batches, and takes them."""
 
     def __init__(self, objective: Objective, meter: MemoryMeter, options: Options, *, judge: bool) -> None:
-        self.least = 2 if batch_norms(objective.model) else 1
-        """The fewest rows of a micro-batch."""
+        self.least = 2 if batch_norms(objective.model) else 1  # the fewest rows of a micro-batch
         size, max_tokens, pack = options.micro_batch_size, options.max_tokens, options.pack
         size = EXACT_MICRO_BATCH_SIZE if options.batch_norm == "exact" and size == "auto" else size
         self.finder = BatchSizeFinder(size, meter.limit, minimum=self.least)
         self._predict: Callable[[Batch], int] | None = None
-        self.predicting = False
-        """Whether a pass on fake tensors runs just now, to predict a size."""
+        self.predicting = False  # whether a pass on fake tensors runs just now, to predict a size
         self._groups, self._objective, self._meter = options.groups, objective, meter
         self._searches = options.searches
         self.packing: Packing | Joining | None = None

@@ -27,8 +27,7 @@ GroupsChoice = int | Tensor | Sequence[int] | Callable[..., Any] | None
 class Options:
     """What was asked of a step beside its loss, checked."""
 
-    optimizers: Any
-    """A list of them."""
+    optimizers: Any  # a list of them
     micro_batch_size: Any
     max_tokens: int | None
     pack: Any
@@ -54,7 +53,7 @@ class Options:
         self.accumulate_dtype = checked_dtype(self.accumulate_dtype)
         self.scaler = checked_scaler(self.scaler)
         if self.pack is not None and self.max_tokens is None:
-            raise ValueError("`pack` lays rows one behind the other up to `max_tokens` tokens. Give that, too.")
+            raise ValueError("`pack` joins rows up to `max_tokens` tokens, so give `max_tokens`, too.")
         self.searches = self.micro_batch_size == "auto" and self.max_tokens is None and self.batch_norm != "exact"
         """Whether sizes of micro-batches are searched for."""
 
@@ -130,7 +129,7 @@ def check_optimized(optimizers: Sequence[torch.optim.Optimizer], modules: Sequen
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ValueError(
             f"None of the parameters of {names} is one of the model's or the loss's, so updates would move nothing: "
-            "the model has been copied, rebuilt or wrapped since. Make the optimizer of this model's parameters()."
+            "the model has been copied, rebuilt or wrapped since. Build the optimizer from this model's parameters()."
         )
 
 

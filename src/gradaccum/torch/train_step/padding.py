@@ -19,7 +19,7 @@ from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.state import evaluated
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.padding import IGNORED, Left, Text, can_take_positions, what_is_cut, widths_apart
+from gradaccum.torch.padding import IGNORED, Left, Text, can_take_positions, other_widths, what_is_cut
 
 logger = logging.getLogger("gradaccum")
 
@@ -35,10 +35,8 @@ class Packing:
     def __init__(self, objective: Objective, max_tokens: int, max_rows: int | None, *, judge: bool) -> None:
         self.objective = objective
         self.budget = TokenBudget(max_tokens, max_rows)
-        self.left: Left = "cut"
-        """What happens to padding on the left of this batch."""
-        self._apart = set[str]()
-        """The paths of what is no text: in some batch it was wider or narrower."""
+        self.left: Left = "cut"  # what happens to padding on the left of this batch
+        self._not_text = set[str]()  # their paths: in some batch they were wider or narrower
         self._judge = judge
         self._judged: dict[Edge, Left] = {}
 
@@ -57,7 +55,7 @@ class Packing:
         self._judge, self.left = False, "keep"
 
     def take(self, batch: Batch, piece: Slice) -> Batch:
-        return Text(batch.tree, self._apart).rows_of(batch, piece, self.left)
+        return Text(batch.tree, self._not_text).rows_of(batch, piece, self.left)
 
     def cause(self, batch: Batch, sure: bool) -> Cause | None:
         """Why micro-batches differ from a batch, if it is sure that nothing else is wrong with it."""
@@ -96,8 +94,8 @@ class Packing:
                 "max_tokens sorts rows and cuts columns, so rows must be the first dimension: batch_dims=0. Received: "
                 f"{batch.rows} rows and an attention mask of shape {(rows, columns)}."
             )
-        self._apart.update(widths_apart(batch.tree, rows, columns))
-        return Text(batch.tree, self._apart)
+        self._not_text.update(other_widths(batch.tree, rows, columns))
+        return Text(batch.tree, self._not_text)
 
 
 class Joining:
@@ -182,10 +180,8 @@ class Joining:
 class Edge(NamedTuple):
     """A kind of row, by what happens where its padding is cut off."""
 
-    left: bool
-    """Cut off in front; else behind."""
-    first: bool
-    """The first column that stays is this row's first token."""
+    left: bool  # cut off in front; else behind
+    first: bool  # the first column that stays is this row's first token
     counting: frozenset[str]
     """The paths of what says something else there than in padding: labels that count, weights of tokens, ids."""
 
@@ -194,7 +190,7 @@ def edges(text: Text, pieces: Sequence[Slice]) -> dict[Edge, Slice]:
     """The kinds of rows in a batch, and for each a few rows of one piece.
 
     A causal model predicts a row's first token from the padding in front of it, if there is any, so a label there may
-    count before padding is cut off, and not after. It does in some rows, and in others not: each kind is judged apart.
+    count before padding is cut off, and not after. It does in some rows, not in others: each kind is judged by itself.
     Behind a row's last token a label of 0 may be padding, or count.
     """
     found: dict[Edge, Slice] = {}

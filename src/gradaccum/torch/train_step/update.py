@@ -47,8 +47,7 @@ class Update:
         )
         """What makes the finished gradient of the sum: divide, measure, unscale, clip, cast."""
         self.grad_norm: Tensor | None = None
-        self.in_backward: BackwardOptimizer | None = None
-        """Makes the update block by block, where that is wanted."""
+        self.in_backward: BackwardOptimizer | None = None  # makes the update block by block, where that is wanted
         demanding = options.closures()
         self._closures: dict[torch.optim.Optimizer, _Closure] = {}
         if self.scaler is None:  # which does not pass closures on
@@ -57,8 +56,7 @@ class Update:
                     self._closures[optimizer] = _Closure(self.parameters, always_check=True)
                 elif _takes_closure(optimizer):
                     self._closures[optimizer] = _Closure(functools.partial(_parameters_of, optimizer))
-        self._snapshots = True
-        """Whether the next step may have to be taken back: the first one makes the state."""
+        self._snapshots = True  # whether the next step may have to be taken back: the first one makes the state
         self._always_snapshots = bool(demanding)
         """So it is with closures that run whole windows, beside which copies cost nothing."""
         self._scaler_involved = self._scaler_met = False
@@ -74,9 +72,8 @@ class Update:
     def check_empty(self) -> None:
         if any(p.grad is not None and bool(p.grad.count_nonzero()) for p in self.parameters()):
             raise WindowError(
-                "step.backward() found gradients in `.grad`, of another loss or of an update that has been made. It "
-                "leaves the large batch's finished gradient there and nothing else: call optimizer.zero_grad() before "
-                "it, and make one batch of the rows of several."
+                "step.backward() found gradients in `.grad`, of another loss or of an earlier update, and would add to "
+                "them. Call optimizer.zero_grad() before it; to train on several batches at once, join their rows."
             )
 
     def meet_scaler(self) -> None:
@@ -199,8 +196,7 @@ class _Closure:
         self._found: list[float | None] | None = None
         self.reran = False
         """Whether it has ever run a window: then optimizers have moved parameters by the time that memory runs out."""
-        self.error: BaseException | None = None
-        """What the window has raised that was evaluated last."""
+        self.error: BaseException | None = None  # what the window has raised that was evaluated last
 
     def begin(self, loss: Tensor, window: Callable[[], Tensor]) -> None:
         """An update begins, with the finished gradients in place."""

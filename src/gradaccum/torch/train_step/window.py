@@ -41,14 +41,13 @@ _ONE_ROW = (
     "for any. A batch of one row has nothing to normalise over at all."
 )
 _NO_ROWS = (
-    "Other ranks of a sharded model wait for a pass for which this rank has no rows, and the model or the loss can't "
-    "run on none: {error}. Give each rank of each batch at least as many rows as there are micro-batches, or write "
-    "sizes out: x.view(-1, width) takes no rows, x.view(len(x), -1) doesn't."
+    "This rank has no rows for a pass that the other ranks of a sharded model run, and the model or the loss can't run "
+    "on 0 rows: {error}. Give each rank at least as many rows as there are micro-batches, or write sizes out: "
+    "x.view(-1, width) works on 0 rows, x.view(len(x), -1) doesn't."
 )
 _NOT_REACHED = (
-    "Out of memory in the forward pass of a micro-batch of %d rows that weighs nothing: parameters that no other "
-    "micro-batch leads to have no gradient, where the large batch's is zero. Optimizers leave these out, so that "
-    "weight decay and momentum don't move them."
+    "Out of memory in the forward pass of a micro-batch of %d rows that weighs nothing. Parameters that only such rows "
+    "use have no gradient now, where the large batch gives them zeros, so weight decay and momentum don't move them."
 )
 
 
@@ -56,12 +55,9 @@ _NOT_REACHED = (
 class Finished:
     """What a window leaves beside the gradients in `p.grad`."""
 
-    loss: Tensor
-    """Of all ranks' rows."""
-    weighs: bool
-    """Whether any row of the batch weighs something: if not, no gradient is left."""
-    losses: dict[Any, Tensor]
-    """Of several losses, the mean of each."""
+    loss: Tensor  # of all ranks' rows
+    weighs: bool  # whether any row of the batch weighs something: if not, no gradient is left
+    losses: dict[Any, Tensor]  # of several losses, the mean of each
     grad_norm: Tensor | None = None
 
 
@@ -91,8 +87,7 @@ class WindowRunner:
         self.buffer, self.stages, self.scaler, self.noise = update.buffer, update.stages, update.scaler, update.noise
         self.roots = [model, *(module for prefix, module in objective.modules.items() if prefix)]
         """The model, and what the loss has of modules."""
-        self._staged = len(self.stages) > 1
-        """Whether there is more to do with the gradients than to divide them."""
+        self._staged = len(self.stages) > 1  # whether there is more to do with the gradients than to divide them
         self._new_state = functools.partial(
             WindowState,
             self.roots,
@@ -265,8 +260,7 @@ class TrainPasses:
 
     def __init__(self, runner: WindowRunner, window: Window, batch: Batch) -> None:
         self.window, self._runner, self._batch = window, runner, batch
-        self.weightless: list[Slice] = []
-        """The micro-batches that weigh nothing."""
+        self.weightless: list[Slice] = []  # the micro-batches that weigh nothing
         self._norm, self._layers, self._noise = runner.batch_norm, runner.layers, runner.noise
         self._scale = None if runner.scaler is None else runner.scaler.scale
         self._moves = not runner.state.idle  # while a window runs, that stays so
@@ -405,8 +399,7 @@ class WholeBatch:
         self.chunks = chunked(
             self.inner, EXACT_MICRO_BATCH_SIZE, batch_dims=dims, batch_norm="exact", offload=offload, verify=False
         )
-        self.model = self.chunks if self.outer is None else self.outer
-        """What to call on the large batch."""
+        self.model = self.chunks if self.outer is None else self.outer  # what to call on the large batch
 
     @property
     def needed(self) -> bool:

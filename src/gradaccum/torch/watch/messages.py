@@ -8,8 +8,8 @@ from typing import Any
 from gradaccum.errors import WindowError
 
 SEVERAL_PASSES = (
-    "%d backward passes reached one step(), which counts one micro-batch: right for several losses over the same rows. "
-    "Where they are of several micro-batches, call step() after each of them."
+    "%d backward passes reached one step(), which counts one micro-batch. That is right for several losses over the "
+    "same rows. If they belong to different micro-batches, call step() after each of them."
 )
 
 _MODIFICATIONS = {
@@ -28,10 +28,10 @@ _MODIFICATIONS = {
 
 def several_passes_warning(passes: int) -> str:
     return (
-        f"{passes} forward and backward passes reached one step(), which counts one micro-batch, and steps={passes}: "
-        "does the loop still call step() on every so many micro-batches, `if (i + 1) % steps == 0:`? Then windows are "
-        f"{passes} times too long, and the gradient is {passes} times too large. Call zero_grad() and step() on every "
-        "micro-batch, without dividing the loss: the wrapped optimizer counts."
+        f"{passes} forward and backward passes reached one step(), which counts one micro-batch, and steps={passes}. "
+        "If the loop still has `if (i + 1) % steps == 0:` around step(), windows are "
+        f"{passes} times too long and the gradient is {passes} times too large. Call zero_grad() and step() on every "
+        "micro-batch, and don't divide the loss: the wrapped optimizer counts."
     )
 
 
@@ -42,9 +42,9 @@ def modification_error(modification: str) -> WindowError:
 
 def untouched_error() -> WindowError:
     return WindowError(
-        "A gradient has arrived since the last step(), and belongs to no micro-batch. Call step() after the backward "
-        "pass of every micro-batch: it counts them. If another loss reaches these parameters, as a GAN's generator "
-        "loss reaches its discriminator, switch requires_grad_(False) on them meanwhile. To skip a micro-batch, use "
+        "A gradient has arrived since the last step(), and no step() counted its micro-batch. Call step() after the "
+        "backward pass of every micro-batch. If another loss reaches these parameters, as a GAN's generator loss "
+        "reaches the discriminator, call requires_grad_(False) on them during that pass. To skip a micro-batch, use "
         "backward(loss, weight=0). discard() empties the window."
     )
 
@@ -71,8 +71,8 @@ def check_outside_of_trainers() -> None:
     """Raise WindowError where transformers' Trainer is the caller: nothing closes its epochs' last windows."""
     if "transformers.trainer" in callers():
         raise WindowError(
-            "transformers' Trainer clips p.grad and calls model.zero_grad() after every micro-batch, where an "
-            "open window holds its sum. Pass the inner optimizer to a Trainer that splits its batches exactly, "
-            "gradaccum.integrations.transformers.MicroBatchTrainer, without gradient_accumulation_steps; or write "
-            "the loop with optimizer.batches(), or with gradaccum.torch.TrainStep."
+            "transformers' Trainer clips p.grad and calls model.zero_grad() after every micro-batch, but an open "
+            "window keeps its sum in p.grad. Use gradaccum.integrations.transformers.MicroBatchTrainer, which splits "
+            "batches exactly, with the inner optimizer and without gradient_accumulation_steps; or write the loop with "
+            "optimizer.batches() or gradaccum.torch.TrainStep."
         )

@@ -86,8 +86,8 @@ class ParameterMonitor:
             self._warned = True
             warnings.warn(
                 f"Hyperparameters changed, {', '.join(changed.values())} inside an open window: the update uses the "
-                "last ones. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`; whatever "
-                "else changes them belongs there, too.",
+                "last ones. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`. Anything "
+                "else that changes them belongs there, too.",
                 stacklevel=5,
             )
 
@@ -105,7 +105,7 @@ class ParameterMonitor:
             self._warned_of_hooks = True
             warnings.warn(
                 f"{len(hooked)} parameters have hooks on their gradients (parameter {min(hooked)} of the optimizer is "
-                "the first). They are called for every micro-batch, with its part of the window's gradient: that is "
+                "the first). Hooks are called for every micro-batch, with its part of the window's gradient. This is "
                 "exact for hooks that multiply by a constant or a mask, not for those that clip or clamp. Pass "
                 "clip_grad_norm= to the wrapper, or edit the finished gradient in a hook: register_step_pre_hook.",
                 stacklevel=5,
@@ -116,7 +116,7 @@ class ParameterMonitor:
         how = f"{len(before - now)} of {len(before)} were removed, {len(now - before)} came"
         return WindowError(
             f"The optimizer's parameters changed inside an open window: {how if before != now else 'their order'}. The "
-            "sum of its micro-batches belongs to those that were there. Change param_groups when `updated` is True; "
+            "window's sum belongs to the parameters it began with. Change param_groups when `updated` is True; "
             "optimizer.add_param_group() may be called at any time. discard() drops the window."
         )
 

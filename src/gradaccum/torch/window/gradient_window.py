@@ -373,14 +373,14 @@ class GradientWindow(Listener):
         """`scaler.unscale_` has divided what is in `p.grad`: all of a window that closes."""
         if self.named is not None and len(self.named.sums) > 1:
             raise WindowError(
-                "scaler.unscale_() reaches one of the sums that losses by name have, and not the others. Leave it out: "
-                "the wrapper unscales, and clips with clip_grad_norm=. discard() drops the window."
+                "scaler.unscale_() reaches only one of the sums that losses by name have. Remove it: the wrapper "
+                "unscales, and clips with clip_grad_norm=. discard() drops the window."
             )
         if not self.window.closes_next:
             raise WindowError(
-                "scaler.unscale_() was called inside an open window: the next gradient would come scaled again. Call "
-                "it when `optimizer.closes_next`, or not at all: the wrapper unscales, and clips with clip_grad_norm=. "
-                "discard() drops the window."
+                "scaler.unscale_() was called inside an open window, and the next gradient will be scaled again. Call "
+                "it only if `optimizer.closes_next`, or not at all: the wrapper unscales, and clips with "
+                "clip_grad_norm=. discard() drops the window."
             )
 
     def _settle(self) -> None:

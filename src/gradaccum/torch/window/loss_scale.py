@@ -55,9 +55,9 @@ class LossScale:
         if self.scaled is not None and scaled != self.scaled:
             raise WindowError(
                 "Some micro-batches of this window came through a GradScaler's step(optimizer), others through "
-                "optimizer.step(): their gradients are of different scales. Use scaler.scale(loss) and "
-                "scaler.step(optimizer) for all of them, or for none; GradScaler(enabled=False) does without in the "
-                "same loop. discard() drops the window."
+                "optimizer.step(), so their gradients have different scales. Use scaler.scale(loss) and "
+                "scaler.step(optimizer) for all of them or for none; with GradScaler(enabled=False) the same loop runs "
+                "without scaling. discard() drops the window."
             )
         self.scaled = scaled
 

@@ -155,16 +155,17 @@ class Windows:
         """Raise if this `step()` belongs to no batch of the loop of `batches()`."""
         if not self.one.in_batches:
             raise WindowError(
-                "step() came after the loop of batches() was over, whose first batch had none: something around "
-                "batches() fetches ahead, list() or a prefetcher perhaps, or is another loop over the same optimizer's "
-                "batches(), so batches were weighed by others' rows. Put batches() around it: "
-                "optimizer.batches(prefetched(loader)); and have one such loop at a time. discard() forgets that loop."
+                "step() was called after the loop over batches() had ended, and the loop's first batch had no step(). "
+                "So something around batches() fetches ahead, such as list() or a prefetcher, or is another loop over "
+                "the same optimizer's batches(), and micro-batches were weighed by the rows of others. Put batches() "
+                "around it, optimizer.batches(prefetched(loader)), and run one such loop at a time. discard() forgets "
+                "the loop."
             )
         if not self.one.announced:
             raise WindowError(
                 "step() was called twice for one batch of batches(), which weighs a batch by its rows and closes the "
-                "epoch's last window with its last batch. Call step() once per batch; to split a batch further, or to "
-                "use it several times, loop over the loader itself and call flush() at the epoch's end. discard() "
+                "last window with the epoch's last batch. Call step() once per batch. To split a batch further, or to "
+                "use it more than once, loop over the loader itself and call flush() at the epoch's end. discard() "
                 "drops the window."
             )
 
@@ -177,8 +178,8 @@ class Windows:
             self._warn_once(WRITTEN)
         if self.current.in_progress[0] and self.current.monitor.idle:
             self._warn_once(
-                "step() counts a micro-batch whose loss reached none of the parameters, or that had no backward pass: "
-                "its rows count, with a gradient of zero. To leave them out, leave out its step(), or use "
+                "step() counted a micro-batch whose loss reached none of the parameters, or that had no backward pass. "
+                "Its rows count with a gradient of zero. To exclude them, skip its step() or call "
                 "backward(loss, weight=0)."
             )
         self.current.monitor.warn_of_several_passes(self.window.steps)
@@ -307,8 +308,8 @@ class Windows:
         wrapper: Any = self._wrapper() if self.updates > self._updates_in_loop else None
         if hasattr(getattr(wrapper, "step", None), "_wrapped_by_lr_sched") and not wrapper._optimizer_step_post_hooks:
             self._warn_once(
-                "An update was made after the loop, as its last batch was skipped or other ranks had more: where "
-                "`if optimizer.updated: scheduler.step()` does not see it. A hook does: "
+                "An update was made after the loop's body, because the last batch was skipped or other ranks had more "
+                "batches. `if optimizer.updated: scheduler.step()` in the body misses it. Use a hook: "
                 "optimizer.register_step_post_hook(lambda *_: scheduler.step())."
             )
         return in_epoch
@@ -403,8 +404,8 @@ def on_collect(windows: Windows) -> None:
         windows.ranks.abort()
     if window.is_open and not windows.current.saved:
         logger.warning(
-            "An optimizer is gone whose open window held %d of %d micro-batches, which make no update: flush() at an "
-            "epoch's end would have made it",
+            "An optimizer is gone whose open window held %d of %d micro-batches, and their update was not made. Call "
+            "flush() at an epoch's end",
             window.micro_batches,
             window.steps,
         )
