@@ -285,7 +285,7 @@ def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:
     factors = {term.factor for term in wrong if term.own}
     as_mean = "counted once per micro-batch. Return a mean over rows plus the term."
     if not factors:
-        how = f"that is multiplied with the number of rows, or, beside a sum over them, {as_mean}"
+        how = f"that is multiplied by the number of rows, or, next to a sum over them, {as_mean}"
         return Verdict("regulariser", f"It has a term without rows (a regulariser) {how}")
     if factors == {power(ROWS, -1)} and reduction == "sum":
         return Verdict("weight", 'It is a mean over rows, taken for a sum. Pass reduction="mean".')
