@@ -49,7 +49,7 @@ CULPRITS = {
     "a mean taken for a sum": (squared_error, BATCH, {"reduction": "sum"}, "weight", "loss", 'Pass reduction="mean"'),
     "a sum and a penalty": (
         lambda p, b: squared_error(p, b) * len(b[0]) + jnp.sum(p["out"]["kernel"] ** 2), BATCH, {},
-        "regulariser", "loss", "counted once per micro-batch",
+        "regulariser", "loss", "counts once per micro-batch",
     ),
     "a contrastive loss": (contrastive, BATCH, {}, "loss", "loss", "gradaccum.jax.chunked"),
     "a table": (table, {"x": BATCH[0], "table": BATCH[1]}, {}, "input", "batch['table']", "every row needs all of it"),

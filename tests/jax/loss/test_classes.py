@@ -352,7 +352,7 @@ CASES = {
     **{name: (loss, p, b, {}, message) for name, (loss, p, b, message) in BY_ROWS.items()},
     **{name: (loss, W, (X, MASK), COUNTED, "" if right else ANYTHING) for name, (loss, right) in GUARDED.items()},
     **{name: (mean_over(f), W, (x, mask), COUNTED, said) for name, (f, x, mask, said) in DENOMINATORS.items()},
-    **{name: (loss, W, X, {}, "" if right else "The derivative of its own") for name, (loss, right) in OWN.items()},
+    **{name: (loss, W, X, {}, "" if right else "The custom derivative") for name, (loss, right) in OWN.items()},
     **{
         name: (loss, W, X, {"state_argnum": 2}, "" if right else MOVING, STATE)
         for name, (loss, right) in STATES.items()

@@ -126,6 +126,9 @@ def dice(p, b):
 
 WRONG = {
     "a sum": (lambda p, x: ((x @ p) ** 2).sum(), W, X, 'Pass reduction="sum"'),
+    "a mean and a tenth of a sum": (
+        lambda p, x: (x @ p).mean() + 0.1 * ((x @ p) ** 2).sum(), W, X, "looks across the rows",
+    ),
     "a sum over a constant": (lambda p, x: ((x @ p) ** 2).sum() / 8, W, X, "It is a sum over its rows"),
     "a sum and a penalty": (lambda p, x: (x @ p).sum() + (p**2).sum(), W, X, "counted once per micro-batch"),
     "a penalty times rows": (lambda p, x: (x @ p).mean() + len(x) * (p**2).sum(), W, X, "a term without rows"),

@@ -186,8 +186,8 @@ def _of_state(inputs: list[Value], losses: list[Value], state: dict[tuple[str, i
         return EXACT
     return Verdict(
         "state",
-        f"The loss is computed from state that each micro-batch moves: {read[0]}. So later micro-batches are computed "
-        "with another one than the large batch. Move it once per update, outside of loss_fn.",
+        f"The loss is computed from state that each micro-batch moves: {read[0]}. So later micro-batches see another "
+        "state than the large batch does. Move it once per update, outside of loss_fn.",
     )
 
 
@@ -229,9 +229,9 @@ def _of_loss(
     if flaw is not None:
         return Verdict("unknown", f"{_at(flaw.source)} is not followed{flaw.why and f' ({flaw.why})'}.")
     if loss.place is not None:
-        return Verdict("unknown", "Its rows are not followed to the end.")
+        return Verdict("unknown", "Its result still has an axis of rows.")
     if weight is not None and weight.flaw is not None and weight.flaw.kind == "unknown":
-        return Verdict("unknown", f"What `weight` computes is not followed: {_at(weight.flaw.source)}.")
+        return Verdict("unknown", f"`weight` uses {_at(weight.flaw.source)}, which is not followed.")
     is_sum = weight is None or weight.terms in ({Term(True)}, {Term(False, ROWS)}, SHARED)
     divisor = ONE if reduction == "sum" else ROWS
     try:
@@ -285,7 +285,7 @@ def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:
     factors = {term.factor for term in wrong if term.own}
     as_mean = "counted once per micro-batch. Return a mean over rows plus the term."
     if not factors:
-        how = f"that is multiplied with the number of rows, or, beside a sum over them, {as_mean}"
+        how = f"that is multiplied by the number of rows, or, next to a sum over them, {as_mean}"
         return Verdict("regulariser", f"It has a term without rows (a regulariser) {how}")
     if factors == {power(ROWS, -1)} and reduction == "sum":
         return Verdict("weight", 'It is a mean over rows, taken for a sum. Pass reduction="mean".')
@@ -300,7 +300,7 @@ def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:
 
 
 def _by_another_count(where: str = "") -> Verdict:
-    why = f"It depends on the number of rows{where} in another way than a sum or a mean over them does"
+    why = f"It depends on the number of rows{where}, and not as a sum or a mean over them does"
     return Verdict("reduction", f"{why}. Return the mean over rows.")
 
 
@@ -308,14 +308,14 @@ def _mixes(source: Source | None, statistics: set[int] | frozenset[int] = frozen
     if source is not None and source.primitive.startswith(("custom_v", "custom_j")):
         return Verdict(
             "loss",
-            f"The derivative of its own that {_at(source)} has does not multiply each row's gradient by something of "
-            "that row: it clips gradients, say, normalises them, or takes a mean over rows. What it makes of the large "
-            "batch's gradient does not follow from what it makes of those of micro-batches.",
+            f"The custom derivative of {_at(source)} does more than multiply each row's gradient by a number of that "
+            "row: it clips or normalises gradients, say, or averages them over rows. Applied to micro-batches it gives "
+            "another gradient than applied to the large batch. Apply it once, to the gradients of the update.",
         )
     if source is not None and source.number in statistics:
         return Verdict(
             "batch_norm",
-            "A row's output depends on the other rows of its micro-batch by statistics that are returned with the "
+            "A row's output depends on the other rows of its micro-batch through statistics that are returned with the "
             f"loss ({_at(source)}), as BatchNorm's in training mode: each micro-batch is normalised by itself. Freeze "
             "it (use its running averages), or take GroupNorm or LayerNorm.",
         )
@@ -331,9 +331,9 @@ def _mixes(source: Source | None, statistics: set[int] | frozenset[int] = frozen
 def _random(source: Source) -> Verdict:
     return Verdict(
         "randomness",
-        f"It draws random numbers for its rows ({_at(source)}) from a key that all micro-batches share, so that "
-        "each would draw the same ones. Name the argument that is the key, rng_argnum=..., and each micro-batch gets "
-        "one that is split off; or give each row a key of its own, as a part of the batch.",
+        f"It draws random numbers for its rows ({_at(source)}) from a key that all micro-batches share, so all of "
+        "them would draw the same numbers. Name the key's argument with rng_argnum=..., so that each micro-batch gets "
+        "a key of its own, or put a key for each row into the batch.",
     )
 
 
