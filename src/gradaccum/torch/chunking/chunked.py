@@ -25,7 +25,14 @@ from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_n
 from gradaccum.torch.buffers import ModuleContents
 from gradaccum.torch.chunking.exact_batch_norm import run_exact
 from gradaccum.torch.chunking.proof import ROWS, prove, proving
-from gradaccum.torch.chunking.two_passes import Inputs, Passes, check_nothing_cached, dims_by_name, tensors_of
+from gradaccum.torch.chunking.two_passes import (
+    Inputs,
+    Passes,
+    check_nothing_cached,
+    dims_by_name,
+    is_flat,
+    tensors_of,
+)
 from gradaccum.torch.padding import Left, Packs, can_take_positions
 
 logger = logging.getLogger("gradaccum")
@@ -48,7 +55,7 @@ class _Plan(NamedTuple):
         ends = itertools.accumulate(self.sizes)
         rows = [slice(end - size, end) for size, end in zip(self.sizes, ends)]
         cut = [self._cut(path, leaf, dim, rows) for path, leaf, dim in described(self.inputs, self.dims)]
-        if not self.inputs.kwargs and len(cut) == len(self.inputs.args):
+        if is_flat(self.inputs):
             parts = [Inputs(inputs, {}) for inputs in zip(*cut, strict=True)]
         else:
             remaining = [iter(leaves) for leaves in zip(*cut, strict=True)]
