@@ -234,13 +234,15 @@ class Chunked(nn.Module):
         assert self._proven is not None
         packs = plan.packs
         if packs is not None:
-            modes |= packs.padded | packs.text
+            modes |= packs.padded | {packs.text}
         new = not modes <= self._proven
         if new and packs is not None and plan.rows < 2:  # nothing to compare it with: padding stays
             plan = self._plan(plan.inputs, "whole")
         elif new and (differentiated or packs is not None):
+            before = self._left
             self._prove(plan)
-            self._proven |= modes
+            # What was proven for another treatment of padding on the left is to be proven anew.
+            self._proven = self._proven | modes if self._left == before else modes
             plan = plan if packs is None else self._plan(plan.inputs, self._left)
         self._calls += differentiated
         return plan, new or not self._calls & (self._calls - 1)  # in calls 1, 2, 4, 8, ..., and in new modes
