@@ -19,7 +19,7 @@ from gradaccum.jax.loss.walk import SHARED, Equation, Flaw, Place, Rule, Term, T
 _ROUNDS = 6  # times that a loop's body is looked at until what is known of its carry stays
 _COMPUTED: dict[str, Callable[..., Any]] = {
     "abs": abs, "add": operator.add, "add_any": operator.add, "clamp": lambda a, x, b: min(max(a, x), b),
-    "convert_element_type": int, "div": operator.truediv, "eq": operator.eq, "ge": operator.ge, "gt": operator.gt,
+    "div": operator.truediv, "eq": operator.eq, "ge": operator.ge, "gt": operator.gt,
     "le": operator.le, "log": math.log, "lt": operator.lt, "max": max, "min": min, "mul": operator.mul,
     "ne": operator.ne, "neg": operator.neg, "pow": operator.pow, "rsqrt": lambda x: x**-0.5,
     "select_n": lambda which, *cases: cases[int(which)], "sqrt": lambda x: x**0.5, "square": lambda x: x * x,
@@ -85,8 +85,16 @@ def _quotient(e: Equation, values: list[Value]) -> Terms:
 
 
 def _converted(e: Equation, inputs: list[Value]) -> Value:
-    rounds = walks.is_integral(e.dtypes[0]) and not walks.is_integral(e.traced[-1].invars[0].aval.dtype)
-    return _entries()(e, inputs) if rounds else inputs[0]
+    old, new = e.traced[-1].invars[0].aval.dtype, e.dtypes[0]
+    if not walks.is_integral(new) or (walks.is_integral(old) and _holds(old, new)):
+        return inputs[0]
+    convert = bool if str(new) == "bool" else int
+    return _computed(e, inputs, convert) or _entries()(e, inputs)
+
+
+def _holds(old: Any, new: Any) -> bool:
+    """Whether whole numbers of one type stay what they are in another one; of 32 bits and more it is taken for true."""
+    return bool(np.can_cast(old, new)) or (new.itemsize >= 4 and np.can_cast(old, np.int64) and new.kind == "i")
 
 
 def _added(e: Equation, inputs: list[Value]) -> Value:
@@ -172,13 +180,14 @@ def _last(count: int) -> Callable[[Equation], Collection[int]]:
 
 
 def _named(e: Equation) -> Collection[int]:
-    axes = next(e.params[name] for name in ("axes", "axis", "dimension", "dimensions") if name in e.params)
+    names = ("axes", "axis", "dimension", "dimensions", "reduction_dimension")
+    axes = next(e.params[name] for name in names if name in e.params)
     return axes if isinstance(axes, tuple | list) else (axes,)
 
 
 def _windows(e: Equation) -> Collection[int]:
-    sizes = zip(e.params["window_dimensions"], e.params["window_strides"])
-    return [axis for axis, pair in enumerate(sizes) if pair != (1, 1)]
+    sizes = zip(e.params["window_dimensions"], e.params["window_strides"], e.params["padding"])
+    return [axis for axis, (size, stride, padding) in enumerate(sizes) if (size, stride, *padding) != (1, 1, 0, 0)]
 
 
 def _solved(e: Equation, inputs: list[Value]) -> Any:
@@ -190,6 +199,9 @@ def _solved(e: Equation, inputs: list[Value]) -> Any:
 def _extreme(e: Equation, inputs: list[Value]) -> Any:
     """The largest, the product, ...: of what is the same for all rows it may be of rows, too."""
     value = inputs[0]
+    counts = e.name in ("reduce_prod", "reduce_xor") and value.flaw is None and {*(value.known or (0,))} != {1}
+    if value.axis in e.params["axes"] and not value.own and counts:
+        raise walks.Lost("count")
     if value.axis in e.params["axes"] and e.name not in ("argmax", "argmin") and not value.own:
         return e.made(inputs, e.function([value]), None)
     if e.name == "reduce_or" and value.axis >= 0 and value.free and e.outputs[0] == ():  # whether a sum isn't 0
@@ -239,7 +251,11 @@ def _cut(e: Equation, place: Place, first: int, last: int, stride: int = 1) -> P
 
 def _sliced(e: Equation, place: Place) -> Place:
     first, last = (e.params[name][place.axis] for name in ("start_indices", "limit_indices"))
-    return _cut(e, place, first, last, (e.params["strides"] or (1,) * len(e.shapes[0]))[place.axis])
+    found = _cut(e, place, first, last, (e.params["strides"] or (1,) * len(e.shapes[0]))[place.axis])
+    starts = zip(e.each("start_indices"), e.walk.rows)
+    if any(start[place.axis] * e.walk.rows[-1] != first * rows for start, rows in starts):
+        raise unknown("slice")
+    return found
 
 
 def _split(e: Equation, inputs: list[Value]) -> list[Value]:
@@ -465,13 +481,13 @@ def _called(e: Equation, inputs: list[Value]) -> list[Value]:
 
 
 def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
-    """`custom_vjp` and `custom_jvp`: forward, and what they do with the gradients of their outputs.
+    """`custom_vjp` and `custom_jvp`: forward, which may be another function than without a gradient, and what they do
+    with the gradients of their outputs.
 
     These are another factor in each micro-batch: a gradient must be multiplied by it once, row by row.
     """
     outputs, traced, walk = _called(e, inputs), e.traced[-1], e.walk
-    where = getattr(getattr(e.params["call_jaxpr"].jaxpr, "debug_info", None), "func_src_info", None) or ""
-    if walk.is_derivative or walks.is_ours(where.rpartition(" at ")[2]) or any(v.flaw for v in (*inputs, *outputs)):
+    if walk.is_derivative or _is_of_jax(e.params) or any(v.flaw for v in (*inputs, *outputs)):
         return outputs
     ins, outs = ([jnp.issubdtype(v.aval.dtype, jnp.floating) for v in some] for some in (traced.invars, traced.outvars))
     wanted = [n for n, v in enumerate(traced.invars) if ins[n] and not (inputs[n].free or isinstance(v, Literal))]
@@ -487,13 +503,28 @@ def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
         found = walk.run([_pullback(each, wanted, given) for each in e.traced], [*inputs, *gradients])
     finally:
         walk.is_derivative = False
+    for n, output in zip(given, found):
+        outputs[n] = output
+    found = found[len(given) :]
     for place, gradient in zip((inputs[n].place for n in wanted), found):
         if gradient.flaw is not None and gradient.flaw.kind == "unknown":
             raise unknown(f"its derivative: {gradient.flaw.why or gradient.flaw.source.primitive}")
         fits = gradient.terms <= (terms if place is not None else terms | SHARED)
         if gradient.flaw is not None or not fits or (gradient.terms and gradient.place != place):
             raise mixes(source=source)
+        if not gradient.terms <= terms:
+            walk.added.append(source)
     return outputs
+
+
+def _is_of_jax(params: dict[str, Any]) -> bool:
+    """Whether a function and its derivative are JAX' own, and aren't what `jax.custom_gradient` makes of others."""
+
+    def path(of: Any) -> str:
+        return (getattr(getattr(of, "debug_info", None), "func_src_info", None) or "").rpartition(" at ")[2]
+
+    function, rule = path(params["call_jaxpr"].jaxpr), path(params.get("bwd", params.get("jvp_jaxpr_fun")))
+    return walks.is_ours(function) and walks.is_ours(rule) and "custom_derivatives" not in function
 
 
 def _kinds(variables: Any) -> list[Any]:
@@ -501,7 +532,7 @@ def _kinds(variables: Any) -> list[Any]:
 
 
 def _pullback(traced: Any, wanted: list[int], given: list[int]) -> Any:
-    """From inputs and the gradients of these outputs to the gradients of these inputs."""
+    """From inputs and the gradients of these outputs to these outputs, and the gradients of these inputs."""
     variables = [v for v in dict.fromkeys(v for v in traced.invars if not isinstance(v, Literal))]
     debug_info = traced.params["call_jaxpr"].jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     alone = Jaxpr((), variables, [traced.outvars[n] for n in given], [traced], traced.effects, debug_info)
@@ -512,7 +543,8 @@ def _pullback(traced: Any, wanted: list[int], given: list[int]) -> Any:
             mine = dict(zip(traced.invars, values)) | {traced.invars[n]: value for n, value in zip(wanted, some)}
             return run(*(mine[v] for v in variables))
 
-        return jax.vjp(outputs, [values[n] for n in wanted])[1](gradients)[0]
+        found, pull = jax.vjp(outputs, [values[n] for n in wanted])
+        return found, pull(gradients)[0]
 
     return jax.make_jaxpr(function)(_kinds(traced.invars), [_kinds(traced.outvars)[n] for n in given])
 
@@ -667,7 +699,8 @@ RULES: dict[str, Rule] = {
     "pad": _across(lambda e: [n for n, each in enumerate(e.params["padding_config"]) if any(each)], linear=True),
     "reduce_window_sum": _across(_windows, linear=True),
     **_each("reduce_window_max reduce_window_min reduce_window", _across(_windows)),
-    **_each("top_k approx_top_k", _across(_last(1))),
+    "top_k": lambda e, inputs: _across(_named if {"axis", "dimension"} & {*e.params} else _last(1))(e, inputs),
+    "approx_top_k": _across(_named),
     **_each("cholesky eigh eig lu qr svd", _across(_last(2))),
     "fft": lambda e, inputs: _across(_last(len(e.params["fft_lengths"])))(e, inputs),
     "triangular_solve": _solved,

@@ -415,6 +415,7 @@ class Walk:
         self.bound: set[Symbol] = set()  # those that follow from what is differentiated
         self.curves: dict[Symbol, tuple[Any, ...]] = {}  # of sums over the batch: the points that they are looked at
         self.doubts: list[str] = []  # what was taken for true
+        self.added: list[Source] = []  # derivatives that add to a gradient what is the same for any rows
         self.callers: list[tuple[str, Any]] = []  # functions that are being walked through, and who has called them
         self.split: frozenset[str] = frozenset()  # axes of devices that the rows are split over, inside a `shard_map`
         self.is_derivative = False
@@ -495,15 +496,21 @@ class Walk:
         last, _ = opened[-1]
         known: dict[Any, Value] = dict(zip(last.invars, inputs, strict=True))
         known.update(zip(last.constvars, map(self._constant, zip(*(consts for _, consts in opened)))))
+        given = [[*jaxpr.constvars, *jaxpr.invars] for jaxpr, _ in opened]
+        same: set[tuple[Any, ...]] = {*zip(*given)}  # what is the same thing in each trace
 
         def read(variables: tuple[Any, ...]) -> Value:
-            is_literal = isinstance(variables[-1], Literal)
-            return self._constant([v.val for v in variables]) if is_literal else known[variables[-1]]
+            if all(isinstance(each, Literal) for each in variables):
+                return self._constant([v.val for v in variables])
+            if variables not in same:
+                raise unknown("other inputs")
+            return known[variables[-1]]
 
         for equations in zip(*(jaxpr.eqns for jaxpr, _ in opened)):
             values = [read(variables) for variables in zip(*(each.invars for each in equations))]
             self.values.update((value.number, value) for value in values)
             known.update(zip(equations[-1].outvars, self._outputs(equations, values), strict=True))
+            same.update(zip(*(each.outvars for each in equations)))
         return [read(variables) for variables in zip(*(jaxpr.outvars for jaxpr, _ in opened))]
 
     def _outputs(self, equations: Sequence[Any], values: list[Value]) -> list[Value]:
@@ -533,7 +540,8 @@ class Walk:
             return found
         if all(np.size(each) == 1 or bool((np.asarray(each) == np.ravel(each)[:1]).all()) for each in given):
             numbers = [np.ravel(each)[0].item() for each in given]
-            return self.curved([each for each in numbers for _ in POINTS[True]]).but(place=found.place)
+            kind = str(getattr(last, "dtype", type(last).__name__))
+            return self.curved([each for each in numbers for _ in POINTS[True]], kind=kind).but(place=found.place)
         if len(set(shapes)) == 1 and all(np.array_equal(each, last) for each in given):
             return found
         counts = len(shapes[-1]) == 1 and all(np.array_equal(each, np.arange(len(each))) for each in given)
@@ -541,14 +549,14 @@ class Walk:
         flaw = Flaw("position" if len(set(shapes)) > 1 else "count", Source("constant", number=number))
         return found.but(terms=frozenset(), place=None, flaw=flaw)
 
-    def curved(self, curve: Sequence[Any], of: Symbol = None, e: Equation | None = None) -> Value:
+    def curved(self, curve: Sequence[Any], of: Symbol = None, e: Equation | None = None, kind: str = "") -> Value:
         """What is known of a number that is known, or known as a function of one sum over the batch."""
         number = self.number("value", tuple(map(repr, curve))) if of is None or e is None else e.number
         integral = all(not isinstance(each, float) or each.is_integer() for each in curve)
         found = Value(SHARED, None, None, number, 0, True, integral, of, tuple(curve))
         if of is None and (len({*curve}) == 1 or any(each != each for each in curve)):
             return found if curve[-1] else found.but(terms=frozenset())
-        by_sum, by_rows = self._degrees(curve, of, e) or (0, None)
+        by_sum, by_rows = self._degrees(curve, of, e, kind) or (0, None)
         if by_rows is None or (of is not None and by_sum == 0):
             source = Source("constant", number=number) if of is None else self.sources[of]
             soft = FREE if of is not None and (by_rows is not None or isinstance(curve[0], bool)) else ""
@@ -558,18 +566,22 @@ class Walk:
             return found.but(terms=frozenset([Term(by_sum == 1, factor)]))
         return found.but(terms=frozenset([Term(False, times(factor, frozenset([(of, by_sum)])))]))
 
-    def _degrees(self, curve: Sequence[Any], of: Symbol, e: Equation | None) -> tuple[int, int] | None:
+    def _degrees(self, curve: Sequence[Any], of: Symbol, e: Equation | None, kind: str) -> tuple[int, int] | None:
         """The powers of the sum, and of the number of rows, that it goes with; roughly, if it does for large sums."""
         points = self.curves.get(of, (1,) * len(curve))
         rows = [rows for rows in self.rows for _ in POINTS[True]]
         if not all(curve):
             return None
-        is_double = e is not None and str(e.dtypes[0]) == "float64"
+        is_double = (kind if e is None else str(e.dtypes[0])) == "float64"
         rounding = 4.1e-12 if is_double else 1.1e-6 if 0.25 not in points else 4.1e-8
         for by_sum, by_rows in itertools.product((0, 1, -1, 2, -2) if of is not None else (0,), (0, 1, -1, 2, -2)):
             parts = [y / (x**by_sum * n**by_rows) for x, y, n in zip(points, curve, rows)]
             off = [abs(part / parts[-1] - 1) for part in parts]
-            if max(off) <= (1e-5 if by_rows else rounding):
+            if max(off) <= rounding:
+                return by_sum, by_rows
+            if by_rows and max(off) <= 1e-5:
+                what = "A number that is written down" if e is None else f"`{e.name}` at {line(e.info)}"
+                self.doubts.append(f"{what} goes with the number of rows, but for {max(off):.1g} of it.")
                 return by_sum, by_rows
             if e is not None and by_sum and max(each for each, x in zip(off, points) if x >= 1000) < 1e-2:
                 worst = off.index(max(off))
