@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from gradaccum.jax.loss.walk import SHARED, Equation, Term, Value, is_ours, kinds_of, mixes, unknown
+from gradaccum.jax.loss.walk import SHARED, Equation, Term, Value, is_ours, mixes, unknown
 
 
 def check_derivative(e: Equation, inputs: list[Value], outputs: list[Value]) -> None:
-    """Follow gradients of the outputs to those of the inputs, through the derivative that the equation has."""
+    """Follow gradients of the outputs to those of the inputs, through the derivative that the equation has.
+
+    Forward may be another function there than without a gradient: the outputs become what it makes.
+    """
     walk, traced = e.walk, e.traced[-1]
-    where = getattr(getattr(e.params["call_jaxpr"].jaxpr, "debug_info", None), "func_src_info", None) or ""
-    if walk.is_derivative or is_ours(where.rpartition(" at ")[2]) or any(v.flaw for v in (*inputs, *outputs)):
+    if walk.is_derivative or _is_of_jax(e.params) or any(v.flaw for v in (*inputs, *outputs)):
         return
     wanted = [n for n in _floating(traced.invars) if not (inputs[n].free or isinstance(traced.invars[n], Literal))]
     given = [n for n in _floating(traced.outvars) if type(traced.outvars[n]).__name__ != "DropVar"]
@@ -34,8 +36,12 @@ def check_derivative(e: Equation, inputs: list[Value], outputs: list[Value]) -> 
         found = walk.run([_pullback(each, wanted, given) for each in e.traced], [*inputs, *gradients])
     finally:
         walk.is_derivative = False
-    for place, gradient in zip((inputs[n].place for n in wanted), found):
-        _check(gradient, place, terms, source)
+    for n, output in zip(given, found):
+        outputs[n] = output
+    for n, gradient in zip(wanted, found[len(given) :]):
+        _check(gradient, inputs[n].place, terms, source)
+        if not gradient.terms <= terms:
+            walk.added.append(source)
 
 
 def _check(gradient: Value, place: Any, terms: Any, source: Any) -> None:
@@ -47,12 +53,22 @@ def _check(gradient: Value, place: Any, terms: Any, source: Any) -> None:
         raise mixes(source=source)
 
 
+def _is_of_jax(params: dict[str, Any]) -> bool:
+    """Whether a function and its derivative are JAX' own, and aren't what `jax.custom_gradient` makes of others."""
+
+    def path(of: Any) -> str:
+        return (getattr(getattr(of, "debug_info", None), "func_src_info", None) or "").rpartition(" at ")[2]
+
+    function, rule = path(params["call_jaxpr"].jaxpr), path(params.get("bwd", params.get("jvp_jaxpr_fun")))
+    return is_ours(function) and is_ours(rule) and "custom_derivatives" not in function
+
+
 def _floating(variables: Sequence[Any]) -> list[int]:
     return [n for n, variable in enumerate(variables) if jnp.issubdtype(variable.aval.dtype, jnp.floating)]
 
 
 def _pullback(traced: Any, wanted: list[int], given: list[int]) -> Any:
-    """From inputs and the gradients of these outputs to the gradients of these inputs."""
+    """From inputs and the gradients of these outputs to these outputs, and the gradients of these inputs."""
     variables = [v for v in dict.fromkeys(v for v in traced.invars if not isinstance(v, Literal))]
     debug_info = traced.params["call_jaxpr"].jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     alone = Jaxpr((), variables, [traced.outvars[n] for n in given], [traced], traced.effects, debug_info)
@@ -63,6 +79,12 @@ def _pullback(traced: Any, wanted: list[int], given: list[int]) -> Any:
             mine = dict(zip(traced.invars, values)) | {traced.invars[n]: value for n, value in zip(wanted, some)}
             return run(*(mine[v] for v in variables))
 
-        return jax.vjp(outputs, [values[n] for n in wanted])[1](gradients)[0]
+        found, pull = jax.vjp(outputs, [values[n] for n in wanted])
+        return found, pull(gradients)[0]
 
     return jax.make_jaxpr(function)(kinds_of(traced.invars), [kinds_of(traced.outvars)[n] for n in given])
+
+
+def kinds_of(variables: Any) -> list[Any]:
+    """The types of a jaxpr's variables, to trace something else with."""
+    return [jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype) for variable in variables]

@@ -126,6 +126,8 @@ def judge(spec: LossSpec) -> Verdict:
         about = f"As to the loss {name!r}: " if name else ""
         verdicts.append(verdict._replace(message=f"{about}{verdict.message}"))
     wrong = [verdict for verdict in verdicts if verdict.kind not in ("exact", "unknown")]
+    if walk.added and (spec.reduction == "sum" or len(losses) > 1):  # it is added once per micro-batch
+        wrong.append(_mixes(walk.added[0])._replace(certain=True))
     if wrong:
         return max(wrong, key=lambda verdict: verdict.certain)
     verdicts.append(_of_one_row(spec, rows, traces))

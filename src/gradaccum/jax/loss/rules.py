@@ -13,13 +13,13 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from gradaccum.jax.loss import walk as walks
-from gradaccum.jax.loss.derivatives import check_derivative
+from gradaccum.jax.loss.derivatives import check_derivative, kinds_of
 from gradaccum.jax.loss.walk import SHARED, Equation, Flaw, Place, Rule, Term, Terms, Value, mixes, union, unknown
 
 _ROUNDS = 6  # times that a loop's body is looked at until what is known of its carry stays
 _COMPUTED: dict[str, Callable[..., Any]] = {
     "abs": abs, "add": operator.add, "add_any": operator.add, "clamp": lambda a, x, b: min(max(a, x), b),
-    "convert_element_type": int, "div": operator.truediv, "eq": operator.eq, "ge": operator.ge, "gt": operator.gt,
+    "div": operator.truediv, "eq": operator.eq, "ge": operator.ge, "gt": operator.gt,
     "le": operator.le, "log": math.log, "lt": operator.lt, "max": max, "min": min, "mul": operator.mul,
     "ne": operator.ne, "neg": operator.neg, "pow": operator.pow, "rsqrt": lambda x: x**-0.5,
     "select_n": lambda which, *cases: cases[int(which)], "sqrt": lambda x: x**0.5, "square": lambda x: x * x,
@@ -85,8 +85,16 @@ def _quotient(e: Equation, values: list[Value]) -> Terms:
 
 
 def _converted(e: Equation, inputs: list[Value]) -> Value:
-    rounds = walks.is_integral(e.dtypes[0]) and not walks.is_integral(e.traced[-1].invars[0].aval.dtype)
-    return _entries()(e, inputs) if rounds else inputs[0]
+    old, new = e.traced[-1].invars[0].aval.dtype, e.dtypes[0]
+    if not walks.is_integral(new) or (walks.is_integral(old) and _holds(old, new)):
+        return inputs[0]
+    convert = bool if str(new) == "bool" else int
+    return _computed(e, inputs, convert) or _entries()(e, inputs)
+
+
+def _holds(old: Any, new: Any) -> bool:
+    """Whether whole numbers of one type stay what they are in another one; of 32 bits and more it is taken for true."""
+    return bool(np.can_cast(old, new)) or (new.itemsize >= 4 and np.can_cast(old, np.int64) and new.kind == "i")
 
 
 def _added(e: Equation, inputs: list[Value]) -> Value:
@@ -172,13 +180,14 @@ def _last(count: int) -> Callable[[Equation], Collection[int]]:
 
 
 def _named(e: Equation) -> Collection[int]:
-    axes = next(e.params[name] for name in ("axes", "axis", "dimension", "dimensions") if name in e.params)
+    names = ("axes", "axis", "dimension", "dimensions", "reduction_dimension")
+    axes = next(e.params[name] for name in names if name in e.params)
     return axes if isinstance(axes, tuple | list) else (axes,)
 
 
 def _windows(e: Equation) -> Collection[int]:
-    sizes = zip(e.params["window_dimensions"], e.params["window_strides"])
-    return [axis for axis, pair in enumerate(sizes) if pair != (1, 1)]
+    sizes = zip(e.params["window_dimensions"], e.params["window_strides"], e.params["padding"])
+    return [axis for axis, (size, stride, padding) in enumerate(sizes) if (size, stride, *padding) != (1, 1, 0, 0)]
 
 
 def _solved(e: Equation, inputs: list[Value]) -> Any:
@@ -190,6 +199,9 @@ def _solved(e: Equation, inputs: list[Value]) -> Any:
 def _extreme(e: Equation, inputs: list[Value]) -> Any:
     """The largest, the product, ...: of what is the same for all rows it may be of rows, too."""
     value = inputs[0]
+    counts = e.name in ("reduce_prod", "reduce_xor") and value.flaw is None and {*(value.known or (0,))} != {1}
+    if value.axis in e.params["axes"] and not value.own and counts:
+        raise walks.Lost("count")
     if value.axis in e.params["axes"] and e.name not in ("argmax", "argmin") and not value.own:
         return e.made(inputs, e.function([value]), None)
     if e.name == "reduce_or" and value.axis >= 0 and value.free and e.outputs[0] == ():  # whether a sum isn't 0
@@ -239,7 +251,11 @@ def _cut(e: Equation, place: Place, first: int, last: int, stride: int = 1) -> P
 
 def _sliced(e: Equation, place: Place) -> Place:
     first, last = (e.params[name][place.axis] for name in ("start_indices", "limit_indices"))
-    return _cut(e, place, first, last, (e.params["strides"] or (1,) * len(e.shapes[0]))[place.axis])
+    found = _cut(e, place, first, last, (e.params["strides"] or (1,) * len(e.shapes[0]))[place.axis])
+    starts = zip(e.each("start_indices"), e.walk.rows)
+    if any(start[place.axis] * e.walk.rows[-1] != first * rows for start, rows in starts):
+        raise unknown("slice")
+    return found
 
 
 def _split(e: Equation, inputs: list[Value]) -> list[Value]:
@@ -529,7 +545,7 @@ def _mapped(traced: Any) -> Any:
     """A scan without a carry, as `vmap` has it."""
     count = traced.params["num_consts"]
     axes = [None] * count + [0] * (len(traced.invars) - count)
-    return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(traced.params["jaxpr"]), axes))(*walks.kinds_of(traced.invars))
+    return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(traced.params["jaxpr"]), axes))(*kinds_of(traced.invars))
 
 
 def _looped(e: Equation, inputs: list[Value]) -> list[Value]:
@@ -640,7 +656,8 @@ RULES: dict[str, Rule] = {
     "pad": _across(lambda e: [n for n, each in enumerate(e.params["padding_config"]) if any(each)], linear=True),
     "reduce_window_sum": _across(_windows, linear=True),
     **_each("reduce_window_max reduce_window_min reduce_window", _across(_windows)),
-    **_each("top_k approx_top_k", _across(_last(1))),
+    "top_k": lambda e, inputs: _across(_named if {"axis", "dimension"} & {*e.params} else _last(1))(e, inputs),
+    "approx_top_k": _across(_named),
     **_each("cholesky eigh eig lu qr svd", _across(_last(2))),
     "fft": lambda e, inputs: _across(_last(len(e.params["fft_lengths"])))(e, inputs),
     "triangular_solve": _solved,

@@ -416,6 +416,7 @@ class Walk:
         self.bound: set[Symbol] = set()  # those that follow from what is differentiated
         self.curves: dict[Symbol, tuple[Any, ...]] = {}  # of sums over the batch: the points that they are looked at
         self.doubts: list[str] = []  # what was taken for true
+        self.added: list[Source] = []  # derivatives that add to a gradient what is the same for any rows
         self.callers: list[tuple[str, Any]] = []  # functions that are being walked through, and who has called them
         self.split: frozenset[str] = frozenset()  # axes of devices that the rows are split over, inside a `shard_map`
         self.is_derivative = False
@@ -496,15 +497,21 @@ class Walk:
         last, _ = opened[-1]
         known: dict[Any, Value] = dict(zip(last.invars, inputs, strict=True))
         known.update(zip(last.constvars, map(self._constant, zip(*(consts for _, consts in opened)))))
+        given = [[*jaxpr.constvars, *jaxpr.invars] for jaxpr, _ in opened]
+        same: set[tuple[Any, ...]] = {*zip(*given)}  # what is the same thing in each trace
 
         def read(variables: tuple[Any, ...]) -> Value:
-            is_literal = isinstance(variables[-1], Literal)
-            return self._constant([v.val for v in variables]) if is_literal else known[variables[-1]]
+            if all(isinstance(each, Literal) for each in variables):
+                return self._constant([v.val for v in variables])
+            if variables not in same:
+                raise unknown("other inputs")
+            return known[variables[-1]]
 
         for equations in zip(*(jaxpr.eqns for jaxpr, _ in opened)):
             values = [read(variables) for variables in zip(*(each.invars for each in equations))]
             self.values.update((value.number, value) for value in values)
             known.update(zip(equations[-1].outvars, self._outputs(equations, values), strict=True))
+            same.update(zip(*(each.outvars for each in equations)))
         return [read(variables) for variables in zip(*(jaxpr.outvars for jaxpr, _ in opened))]
 
     def _outputs(self, equations: Sequence[Any], values: list[Value]) -> list[Value]:
@@ -533,8 +540,7 @@ class Walk:
         if is_traced or not is_number(last) or (np.size(last) != 1 and all(each is last for each in given)):
             return found
         if all(map(_is_one_number, given)):
-            numbers = [np.ravel(each)[0].item() for each in given]
-            return self.curved(np.repeat(np.array(numbers, object), len(POINTS[True])).tolist()).but(place=found.place)
+            return self._known(given).but(place=found.place)
         same = len(set(shapes)) == 1
         if same and all(np.array_equal(each, last) for each in given):
             return found
@@ -543,13 +549,18 @@ class Walk:
         flaw = Flaw("count" if same else "position", Source("constant", number=number))
         return found.but(terms=frozenset(), place=None, flaw=flaw)
 
-    def curved(self, curve: Sequence[Any], of: Symbol = None, e: Equation | None = None) -> Value:
+    def _known(self, given: Sequence[Any]) -> Value:
+        """A number that each trace knows."""
+        curve = [np.ravel(each)[0].item() for each in given for _ in POINTS[True]]
+        return self.curved(curve, kind=str(getattr(given[-1], "dtype", type(given[-1]).__name__)))
+
+    def curved(self, curve: Sequence[Any], of: Symbol = None, e: Equation | None = None, kind: str = "") -> Value:
         """What is known of a number that is known, or known as a function of one sum over the batch."""
         number = self.number("value", tuple(map(repr, curve))) if of is None or e is None else e.number
         found = Value(SHARED, None, None, number, 0, True, _are_integral(curve), of, tuple(curve))
         if of is None and _is_constant(curve):
             return found if curve[-1] else found.but(terms=frozenset())
-        degrees = self._degrees(curve, of, e)
+        degrees = self._degrees(curve, of, e, kind)
         if degrees is None and of is None:
             return found.but(terms=frozenset(), flaw=Flaw("count", Source("constant", number=number)))
         if degrees is None or (of is not None and degrees[0] == 0):
@@ -561,18 +572,21 @@ class Walk:
             return found.but(terms=frozenset([Term(by_sum == 1, factor)]))
         return found.but(terms=frozenset([Term(False, times(factor, frozenset([(of, by_sum)])))]))
 
-    def _degrees(self, curve: Sequence[Any], of: Symbol, e: Equation | None) -> tuple[int, int] | None:
+    def _degrees(self, curve: Sequence[Any], of: Symbol, e: Equation | None, kind: str) -> tuple[int, int] | None:
         """The powers of the sum, and of the number of rows, that it goes with; roughly, if it does for large sums."""
         points = self.curves.get(of, (1,) * len(curve))
         rows = [rows for rows in self.rows for _ in POINTS[True]]
         if not all(curve):
             return None
-        is_double = e is not None and str(e.dtypes[0]) == "float64"
-        rounding = 4.1e-12 if is_double else 1.1e-6 if 0.25 not in points else 4.1e-8
+        rounding = _rounding(kind if e is None else str(e.dtypes[0]), points)
         for by_sum, by_rows in itertools.product((0, 1, -1, 2, -2) if of is not None else (0,), (0, 1, -1, 2, -2)):
             parts = [y / (x**by_sum * n**by_rows) for x, y, n in zip(points, curve, rows)]
             off = [abs(part / parts[-1] - 1) for part in parts]
-            if max(off) <= (1e-5 if by_rows else rounding):
+            if max(off) <= rounding:
+                return by_sum, by_rows
+            if by_rows and max(off) <= 1e-5:
+                what = f"`{e.name}` at {line(e.info)}" if e else "A number that is written down"
+                self.doubts.append(f"{what} goes with the number of rows, but for {max(off):.1g} of it.")
                 return by_sum, by_rows
             if e is not None and by_sum and max(each for each, x in zip(off, points) if x >= 1000) < 1e-2:
                 worst = off.index(max(off))
@@ -643,6 +657,12 @@ def _flaws_of(values: Sequence[Value]) -> list[Flaw]:
     return flaws
 
 
+def _rounding(kind: str, points: Sequence[Any]) -> float:
+    if kind == "float64":
+        return 4.1e-12
+    return 4.1e-8 if 0.25 in points else 1.1e-6
+
+
 def _is_constant(curve: Sequence[Any]) -> bool:
     return len({*curve}) == 1 or any(each != each for each in curve)  # NaN
 
@@ -675,8 +695,3 @@ def line(info: Any) -> str:
     mine = next((frame for frame in frames if _PACKAGES not in frame.file_name), inner)
     text = f"{os.path.basename(inner.file_name)}:{inner.line_num}"
     return text if mine is inner else f"{text}, from {os.path.basename(mine.file_name)}:{mine.line_num}"
-
-
-def kinds_of(variables: Any) -> list[Any]:
-    """The types of a jaxpr's variables, to trace something else with."""
-    return [jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype) for variable in variables]

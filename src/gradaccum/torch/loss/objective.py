@@ -67,21 +67,7 @@ class Objective:
     ) -> None:
         if not callable(model):
             raise TypeError(f"`model` must be a torch.nn.Module. Received: {model!r} of type {type(model).__name__}.")
-        if (loss_fn is None) == (compute_loss is None):
-            raise ValueError(
-                "Give exactly one of `loss_fn`, as in loss_fn(model(x), y), and `compute_loss`, as in "
-                f"compute_loss(model, *batch). Received: loss_fn={loss_fn!r}, compute_loss={compute_loss!r}."
-            )
-        for name, function in (("loss_fn", loss_fn), ("compute_loss", compute_loss), ("weight", weight)):
-            if function is not None and not callable(function):
-                raise TypeError(
-                    f"`{name}` must be callable. Received: {name}={function!r} of type {type(function).__name__}."
-                )
-        if isinstance(loss_fn, type):
-            raise TypeError(
-                f"`loss_fn` must be a function or a module. Received: the class {loss_fn.__name__}. Call it: "
-                f"loss_fn={loss_fn.__name__}()."
-            )
+        _check_functions(loss_fn=loss_fn, compute_loss=compute_loss, weight=weight)
         if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
             raise TypeError(
                 f"`autocast` must be a dtype such as torch.bfloat16, or None. Received: autocast={autocast!r}."
@@ -470,3 +456,23 @@ def summed(loss_fn: Callable[..., Any], before: Any = None) -> Callable[..., Any
     new: Any = object.__new__(type(loss_fn)) if before is None else before
     new.__dict__.update(loss_fn.__dict__, reduction="sum")
     return new
+
+
+def _check_functions(**functions: Any) -> None:
+    """Raise for a loss given in none or both of its ways, and for what can't be called."""
+    loss_fn, compute_loss = functions["loss_fn"], functions["compute_loss"]
+    if (loss_fn is None) == (compute_loss is None):
+        raise ValueError(
+            "Give exactly one of `loss_fn`, as in loss_fn(model(x), y), and `compute_loss`, as in "
+            f"compute_loss(model, *batch). Received: loss_fn={loss_fn!r}, compute_loss={compute_loss!r}."
+        )
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(
+                f"`{name}` must be callable. Received: {name}={function!r} of type {type(function).__name__}."
+            )
+    if isinstance(loss_fn, type):
+        raise TypeError(
+            f"`loss_fn` must be a function or a module. Received: the class {loss_fn.__name__}. Call it: "
+            f"loss_fn={loss_fn.__name__}()."
+        )
