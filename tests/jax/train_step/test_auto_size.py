@@ -99,7 +99,7 @@ def test_keys_states_static_arguments_and_values_from_around_are_no_hindrance():
 
 def test_a_loss_that_needs_its_surroundings_is_an_error():
     grad_fn = gradaccum.jax.value_and_grad(lambda w, x: jax.lax.psum((w * x).mean(), "i"), micro_batch_size="auto")
-    with pytest.raises(ValueError, match='micro_batch_size="auto" compiles loss_fn by itself'):
+    with pytest.raises(ValueError, match='micro_batch_size="auto" compiles loss_fn alone'):
         jax.vmap(grad_fn, (None, 0), axis_name="i")(1.0, jnp.ones((2, 4)))
 
 
