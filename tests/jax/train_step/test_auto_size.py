@@ -58,7 +58,7 @@ def test_the_statement_is_that_of_the_users_program(caplog):
 
 def test_what_does_not_fit_is_an_error_that_states_the_numbers():
     grad_fn = gradaccum.jax.value_and_grad(squared_error, micro_batch_size="auto", memory_limit=1000)
-    with pytest.raises(ValueError, match=r"one row take \d.* there are 1000 B. Raise `memory_limit`"):
+    with pytest.raises(ValueError, match=r"one row take \d.* the limit is 1000 B. Raise `memory_limit`"):
         grad_fn(network(), rows(2))
 
 
