@@ -239,7 +239,7 @@ class GradientAccumulation(keras.callbacks.Callback):
         if not self._optimizer.window.driven:
             raise WindowError(
                 "Another fit() of this model, with its own GradientAccumulation callback, ran inside an epoch of this "
-                "one and changed its open window. Run it in the on_epoch_end of a callback that is listed behind "
+                "one and changed its open window. Run it in the on_epoch_end of a callback that is listed after "
                 "GradientAccumulation, or with another model."
             )
 
