@@ -51,6 +51,7 @@ from gradaccum.jax.loss.walk import (
     ROWS,
     SHARED,
     Factor,
+    Flaw,
     Lost,
     Place,
     Source,
@@ -220,16 +221,8 @@ def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: 
 def _of_loss(
     loss: Value, weight: Value | None, reduction: str, walk: Walk, statistics: frozenset[int] | set[int] = frozenset()
 ) -> Verdict:
-    if (flaw := loss.flaw) is not None and flaw.kind != "unknown":
-        if flaw.kind == "random":
-            verdict = _random(flaw.source)
-        elif flaw.kind == "count":
-            verdict = _by_another_count(f" ({_at(flaw.source)})")
-        else:
-            verdict = _mixes(flaw.source, statistics)
-        return verdict._replace(certain=flaw.certain)
-    if flaw is not None:
-        return Verdict("unknown", f"{_at(flaw.source)} is not followed{flaw.why and f' ({flaw.why})'}.")
+    if loss.flaw is not None:
+        return _of_flaw(loss.flaw, statistics)
     if loss.place is not None:
         return Verdict("unknown", "Its result still has an axis of rows.")
     if weight is not None and weight.flaw is not None and weight.flaw.kind == "unknown":
@@ -246,20 +239,39 @@ def _of_loss(
     return _of_terms(loss, divisor, weight is not None, reduction, walk)
 
 
+def _of_flaw(flaw: Flaw, statistics: frozenset[int] | set[int]) -> Verdict:
+    if flaw.kind == "unknown":
+        return Verdict("unknown", f"{_at(flaw.source)} is not followed{flaw.why and f' ({flaw.why})'}.")
+    if flaw.kind == "random":
+        verdict = _random(flaw.source)
+    elif flaw.kind == "count":
+        verdict = _by_another_count(f" ({_at(flaw.source)})")
+    else:
+        verdict = _mixes(flaw.source, statistics)
+    return verdict._replace(certain=flaw.certain)
+
+
 def _of_terms(loss: Value, divisor: Factor, is_weighed: bool, reduction: str, walk: Walk) -> Verdict:
     shared = ONE if reduction == "mean" else ROWS  # of a mean it comes out as it is, of a sum what goes with the rows
     wrong = [term for term in loss.terms if term not in (Term(True, power(divisor, -1)), Term(False, shared))]
     if not wrong:
         return Verdict("unknown", walk.doubts[0]) if walk.doubts else EXACT
-    symbols = [(symbol, degree) for term in wrong for symbol, degree in term.factor if symbol != COUNT]
-    if mixing := [walk.sources[symbol] for symbol, degree in symbols if degree != -1 or symbol in walk.bound]:
-        return _mixes(min(mixing, key=lambda source: source.number))._replace(certain=True)
     divisors = {power(term.factor, -1) for term in loss.terms if term.own}
-    if any(len(each) > 1 for each in divisors) or (len(divisors) > 1 and ONE in divisors):
-        return _mixes(walk.sources[symbols[0][0]] if symbols else walk.first_sum(loss))._replace(certain=True)
+    if (mixing := _mixing(wrong, loss, divisors, walk)) is not None:
+        return _mixes(mixing)._replace(certain=True)
     same_for_all = is_weighed and divisor == ONE  # right where micro-batches have as many rows
     verdict = _by_divisors(wrong, loss, divisors, divisor if is_weighed else None, reduction, walk)
     return verdict._replace(certain=verdict.kind != "unknown" and not same_for_all)
+
+
+def _mixing(wrong: list[Term], loss: Value, divisors: set[Factor], walk: Walk) -> Source | None:
+    """What multiplies rows by what takes all rows to know; None where the loss is a sum of means, or of sums."""
+    symbols = [(symbol, degree) for term in wrong for symbol, degree in term.factor if symbol != COUNT]
+    if mixing := [walk.sources[symbol] for symbol, degree in symbols if degree != -1 or symbol in walk.bound]:
+        return min(mixing, key=lambda source: source.number)
+    if all(len(each) <= 1 for each in divisors) and not (len(divisors) > 1 and ONE in divisors):
+        return None
+    return walk.sources[symbols[0][0]] if symbols else walk.first_sum(loss)
 
 
 def _by_divisors(

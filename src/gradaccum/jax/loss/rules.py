@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
 from gradaccum.jax.loss import walk as walks
+from gradaccum.jax.loss.derivatives import check_derivative
 from gradaccum.jax.loss.walk import SHARED, Equation, Flaw, Place, Rule, Term, Terms, Value, mixes, union, unknown
 
 _ROUNDS = 6  # times that a loop's body is looked at until what is known of its carry stays
@@ -397,38 +397,51 @@ def _picked(e: Equation, operand: Value, indices: Sequence[Value], place: Place 
 def _scattered(e: Equation, inputs: list[Value]) -> Value:
     """Into each row at its own indices; into all rows at the same ones; or sums into what has no rows (histograms)."""
     (operand, indices, updates), numbers = inputs, e.params["dimension_numbers"]
-    rows, windows = operand.place, numbers.update_window_dims
-    others = _by_position(e, indices, numbers.scatter_dims_to_operand_dims, rows)
-    place: Place | None = rows
-    if e.absorbed([operand, updates, *([indices] if others is None else others)]) is not None:
+    place = operand.place
+    others = _by_position(e, indices, numbers.scatter_dims_to_operand_dims, place)
+    by = [indices] if others is None else others
+    if e.absorbed([operand, updates, *by]) is not None:
         return e.made(inputs, SHARED, None)
-    kept = [axis for axis in range(len(e.shapes[0])) if axis not in numbers.inserted_window_dims]
-    if rows is not None and rows.axis in numbers.operand_batching_dims:
-        other = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(rows.axis)]
-        of_scatter = [axis for axis in range(len(e.shapes[2])) if axis not in windows]
-        moved = indices.place not in (None, rows._replace(axis=other))
-        if moved or updates.place not in (None, rows._replace(axis=of_scatter[other])):
-            raise unknown(e.name)
+    if place is not None and place.axis in numbers.operand_batching_dims:
+        _check_batched(e, place, indices, updates)
     elif others is not None:
         inputs = [operand, updates, *others]
     elif indices.is_shared:
-        if updates.place is not None and updates.axis not in windows:
-            raise mixes()
-        found = updates.place and updates.place._replace(axis=kept[windows.index(updates.axis)])
-        updates = updates.but(place=found)
-        place = walks.common_place([operand, updates])
-        part = windows[kept.index(place.axis)] if place is not None and place.axis in kept else None
-        if place is not None and (part is None or e.shapes[2][part] != e.shapes[0][place.axis]):
-            raise mixes()
+        updates, place = _in_windows(e, operand, updates)
     else:
         adds = e.name.endswith("add") and operand.terms <= SHARED and e.function([indices])
-        if not adds or rows is not None or indices.place is None or updates.place is None:
+        if not adds or place is not None or indices.place is None or updates.place is None:
             raise unknown(e.name)
         own = frozenset(Term(True, term.factor) for term in updates.terms)
         return e.walk.added_up(e, e.made(inputs, operand.terms | own, None))
     a, b = e.lifted(operand, place), e.lifted(updates, place)
     terms = a.terms | e.product(a, b) if e.name == "scatter-mul" else union([a, b])
-    return e.made(inputs, _picked(e, a.but(terms=terms), [indices] if others is None else others, place), place)
+    return e.made(inputs, _picked(e, a.but(terms=terms), by, place), place)
+
+
+def _check_batched(e: Equation, rows: Place, indices: Value, updates: Value) -> None:
+    """Each row has indices and updates of its own, in the axes that the scatter names for it."""
+    numbers = e.params["dimension_numbers"]
+    other = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(rows.axis)]
+    of_scatter = [axis for axis in range(len(e.shapes[2])) if axis not in numbers.update_window_dims]
+    moved = indices.place not in (None, rows._replace(axis=other))
+    if moved or updates.place not in (None, rows._replace(axis=of_scatter[other])):
+        raise unknown(e.name)
+
+
+def _in_windows(e: Equation, operand: Value, updates: Value) -> tuple[Value, Place | None]:
+    """Updates at indices that all rows share, which come in whole rows, and where these lie in the result."""
+    numbers = e.params["dimension_numbers"]
+    windows = numbers.update_window_dims
+    kept = [axis for axis in range(len(e.shapes[0])) if axis not in numbers.inserted_window_dims]
+    if updates.place is not None and updates.axis not in windows:
+        raise mixes()
+    updates = updates.but(place=updates.place and updates.place._replace(axis=kept[windows.index(updates.axis)]))
+    place = walks.common_place([operand, updates])
+    part = windows[kept.index(place.axis)] if place is not None and place.axis in kept else None
+    if place is not None and (part is None or e.shapes[2][part] != e.shapes[0][place.axis]):
+        raise mixes()
+    return updates, place
 
 
 def _dynamic(e: Equation, inputs: list[Value]) -> Value:
@@ -465,56 +478,10 @@ def _called(e: Equation, inputs: list[Value]) -> list[Value]:
 
 
 def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
-    """`custom_vjp` and `custom_jvp`: forward, and what they do with the gradients of their outputs.
-
-    These are another factor in each micro-batch: a gradient must be multiplied by it once, row by row.
-    """
-    outputs, traced, walk = _called(e, inputs), e.traced[-1], e.walk
-    where = getattr(getattr(e.params["call_jaxpr"].jaxpr, "debug_info", None), "func_src_info", None) or ""
-    if walk.is_derivative or walks.is_ours(where.rpartition(" at ")[2]) or any(v.flaw for v in (*inputs, *outputs)):
-        return outputs
-    ins, outs = ([jnp.issubdtype(v.aval.dtype, jnp.floating) for v in some] for some in (traced.invars, traced.outvars))
-    wanted = [n for n, v in enumerate(traced.invars) if ins[n] and not (inputs[n].free or isinstance(v, Literal))]
-    given = [n for n, v in enumerate(traced.outvars) if outs[n] and type(v).__name__ != "DropVar"]
-    if not (wanted and given):
-        return outputs
-    number = walk.number("gradient", id(traced))
-    walk.sources["gradient", number] = source = e.source._replace(number=number)
-    terms = frozenset([Term(True, frozenset([(("gradient", number), 1)]))])
-    gradients = [Value(terms, outputs[n].place, number=walk.number("gradient", n, number)) for n in given]
-    walk.is_derivative = True
-    try:
-        found = walk.run([_pullback(each, wanted, given) for each in e.traced], [*inputs, *gradients])
-    finally:
-        walk.is_derivative = False
-    for place, gradient in zip((inputs[n].place for n in wanted), found):
-        if gradient.flaw is not None and gradient.flaw.kind == "unknown":
-            raise unknown(f"its derivative: {gradient.flaw.why or gradient.flaw.source.primitive}")
-        fits = gradient.terms <= (terms if place is not None else terms | SHARED)
-        if gradient.flaw is not None or not fits or (gradient.terms and gradient.place != place):
-            raise mixes(source=source)
+    """`custom_vjp` and `custom_jvp`: forward, and what they do with the gradients of their outputs."""
+    outputs = _called(e, inputs)
+    check_derivative(e, inputs, outputs)
     return outputs
-
-
-def _kinds(variables: Any) -> list[Any]:
-    return [jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype) for variable in variables]
-
-
-def _pullback(traced: Any, wanted: list[int], given: list[int]) -> Any:
-    """From inputs and the gradients of these outputs to the gradients of these inputs."""
-    variables = [v for v in dict.fromkeys(v for v in traced.invars if not isinstance(v, Literal))]
-    debug_info = traced.params["call_jaxpr"].jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    alone = Jaxpr((), variables, [traced.outvars[n] for n in given], [traced], traced.effects, debug_info)
-    run = jaxpr_as_fun(ClosedJaxpr(alone, []))
-
-    def function(values: list[Any], gradients: list[Any]) -> Any:
-        def outputs(some: list[Any]) -> list[Any]:
-            mine = dict(zip(traced.invars, values)) | {traced.invars[n]: value for n, value in zip(wanted, some)}
-            return run(*(mine[v] for v in variables))
-
-        return jax.vjp(outputs, [values[n] for n in wanted])[1](gradients)[0]
-
-    return jax.make_jaxpr(function)(_kinds(traced.invars), [_kinds(traced.outvars)[n] for n in given])
 
 
 def _carry(e: Equation, body: Callable[[list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
@@ -562,7 +529,7 @@ def _mapped(traced: Any) -> Any:
     """A scan without a carry, as `vmap` has it."""
     count = traced.params["num_consts"]
     axes = [None] * count + [0] * (len(traced.invars) - count)
-    return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(traced.params["jaxpr"]), axes))(*_kinds(traced.invars))
+    return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(traced.params["jaxpr"]), axes))(*walks.kinds_of(traced.invars))
 
 
 def _looped(e: Equation, inputs: list[Value]) -> list[Value]:
@@ -593,13 +560,8 @@ def _branched(e: Equation, inputs: list[Value]) -> list[Value]:
 
 def _on_devices(e: Equation, inputs: list[Value]) -> list[Value]:
     """`shard_map`: the same on each device, for the rows that it has, whose sums are parts of the batch's."""
-
-    def axes_of(spec: Any, axis: int) -> frozenset[str]:
-        part = spec[axis] if 0 <= axis < len(spec) else None
-        return frozenset(part if isinstance(part, tuple) else () if part is None else (part,))
-
     walk, specs = e.walk, e.params["in_specs"]
-    splits = {axes_of(spec, value.axis) for value, spec in zip(inputs, specs) if value.place} or {frozenset()}
+    splits = {_mesh_axes(spec, value.axis) for value, spec in zip(inputs, specs) if value.place} or {frozenset()}
     split = next(iter(splits))
     count = math.prod(e.params["mesh"].shape[name] for name in split)
     several = count > 1 and any(value.place and value.place[1:] != (1, 1) for value in inputs)
@@ -611,11 +573,22 @@ def _on_devices(e: Equation, inputs: list[Value]) -> list[Value]:
         found = walk.run(e.each("jaxpr"), inputs)
     finally:
         walk.rows, walk.split = rows, frozenset()
-    for value, spec in zip(found, e.params["out_specs"]):  # devices' rows are behind each other, or there are none
-        apart = value.place is not None and axes_of(spec, value.axis) != split
-        if count > 1 and value.flaw is None and (apart or value.roots & walks.LOCAL):
-            raise mixes(walks.FREE)
+    for value, spec in zip(found, e.params["out_specs"]) if count > 1 else ():
+        _check_joined(value, spec, split)
     return found
+
+
+def _mesh_axes(spec: Any, axis: int) -> frozenset[str]:
+    """The axes of the devices over which this axis of an array is split."""
+    part = spec[axis] if 0 <= axis < len(spec) else None
+    return frozenset(part if isinstance(part, tuple) else () if part is None else (part,))
+
+
+def _check_joined(value: Value, spec: Any, split: frozenset[str]) -> None:
+    """An output has the devices' rows behind each other, or none and the same on all devices."""
+    elsewhere = value.place is not None and _mesh_axes(spec, value.axis) != split
+    if value.flaw is None and (elsewhere or value.roots & walks.LOCAL):
+        raise mixes(walks.FREE)
 
 
 def _solves(e: Equation, inputs: list[Value]) -> list[Value]:

@@ -359,23 +359,24 @@ class Equation:
 
     def absorbed(self, values: Sequence[Value]) -> Flaw | None:
         """The flaw of what follows from these: the gravest that they have, if it can't be taken back here."""
-        flaws = [value.flaw for value in values if value.flaw is not None]
-        if not flaws:
+        if not (flaws := _flaws_of(values)):
             return None
-        if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask them
-            flaws = [flaw for flaw in flaws if flaw.kind != "position"] or flaws
         shifts = [flaw for flaw in flaws if flaw.soft == SHIFT]
         if shifts and self.name in ("add", "add_any", "sub") and len({flaw.source for flaw in flaws}) == 1:
             return shifts[0]
-        order = ("random", "mixed", "position", "count", "unknown")
-        flaw = min(flaws, key=lambda flaw: (not flaw.certain, order.index(flaw.kind), flaw.source.number))
-        if flaw.source.info is None:
-            flaw = flaw._replace(source=self.source._replace(number=flaw.source.number))
+        flaw = self._gravest(flaws)
         if flaw.kind == "mixed" and self._asks(_STEPS):
             return flaw._replace(soft=FREE)
         if {each.kind for each in flaws} == {"position"} and self.grown_axes() > 1:
             return flaw._replace(soft=PAIRS)
         return flaw._replace(soft=self._settled(values, {each.soft for each in flaws})) if flaw.soft else flaw
+
+    def _gravest(self, flaws: list[Flaw]) -> Flaw:
+        order = ("random", "mixed", "position", "count", "unknown")
+        flaw = min(flaws, key=lambda flaw: (not flaw.certain, order.index(flaw.kind), flaw.source.number))
+        if flaw.source.info is None:  # of a constant: it shows where it is used
+            flaw = flaw._replace(source=self.source._replace(number=flaw.source.number))
+        return flaw
 
     def _asks(self, names: Collection[str]) -> bool:
         """Whether it gives a number for all rows that may be the same for all micro-batches, whatever is mixed."""
@@ -531,29 +532,31 @@ class Walk:
         found = Value(SHARED, self.place_of(shapes), None, number, integral=is_integral(getattr(last, "dtype", None)))
         if is_traced or not is_number(last) or (np.size(last) != 1 and all(each is last for each in given)):
             return found
-        if all(np.size(each) == 1 or bool((np.asarray(each) == np.ravel(each)[:1]).all()) for each in given):
+        if all(map(_is_one_number, given)):
             numbers = [np.ravel(each)[0].item() for each in given]
-            return self.curved([each for each in numbers for _ in POINTS[True]]).but(place=found.place)
-        if len(set(shapes)) == 1 and all(np.array_equal(each, last) for each in given):
+            return self.curved(np.repeat(np.array(numbers, object), len(POINTS[True])).tolist()).but(place=found.place)
+        same = len(set(shapes)) == 1
+        if same and all(np.array_equal(each, last) for each in given):
             return found
-        counts = len(shapes[-1]) == 1 and all(np.array_equal(each, np.arange(len(each))) for each in given)
-        self.positions |= {number} if counts else set()
-        flaw = Flaw("position" if len(set(shapes)) > 1 else "count", Source("constant", number=number))
+        if len(shapes[-1]) == 1 and all(np.array_equal(each, np.arange(len(each))) for each in given):
+            self.positions.add(number)
+        flaw = Flaw("count" if same else "position", Source("constant", number=number))
         return found.but(terms=frozenset(), place=None, flaw=flaw)
 
     def curved(self, curve: Sequence[Any], of: Symbol = None, e: Equation | None = None) -> Value:
         """What is known of a number that is known, or known as a function of one sum over the batch."""
         number = self.number("value", tuple(map(repr, curve))) if of is None or e is None else e.number
-        integral = all(not isinstance(each, float) or each.is_integer() for each in curve)
-        found = Value(SHARED, None, None, number, 0, True, integral, of, tuple(curve))
-        if of is None and (len({*curve}) == 1 or any(each != each for each in curve)):
+        found = Value(SHARED, None, None, number, 0, True, _are_integral(curve), of, tuple(curve))
+        if of is None and _is_constant(curve):
             return found if curve[-1] else found.but(terms=frozenset())
-        by_sum, by_rows = self._degrees(curve, of, e) or (0, None)
-        if by_rows is None or (of is not None and by_sum == 0):
-            source = Source("constant", number=number) if of is None else self.sources[of]
-            soft = FREE if of is not None and (by_rows is not None or isinstance(curve[0], bool)) else ""
-            return found.but(terms=frozenset(), flaw=Flaw("count" if of is None else "mixed", source, soft))
-        factor = frozenset((COUNT, by_rows) for _ in range(1) if by_rows)
+        degrees = self._degrees(curve, of, e)
+        if degrees is None and of is None:
+            return found.but(terms=frozenset(), flaw=Flaw("count", Source("constant", number=number)))
+        if degrees is None or (of is not None and degrees[0] == 0):
+            is_free = degrees is not None or isinstance(curve[0], bool)
+            return found.but(terms=frozenset(), flaw=Flaw("mixed", self.sources[of], FREE if is_free else ""))
+        by_sum, by_rows = degrees
+        factor = frozenset([(COUNT, by_rows)]) if by_rows else ONE
         if by_sum in (0, 1):
             return found.but(terms=frozenset([Term(by_sum == 1, factor)]))
         return found.but(terms=frozenset([Term(False, times(factor, frozenset([(of, by_sum)])))]))
@@ -633,6 +636,26 @@ def _frames(info: Any) -> list[Any]:
     return [frame for frame in frames if not is_ours(frame.file_name)]
 
 
+def _flaws_of(values: Sequence[Value]) -> list[Flaw]:
+    flaws = [value.flaw for value in values if value.flaw is not None]
+    if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
+        return [flaw for flaw in flaws if flaw.kind != "position"] or flaws
+    return flaws
+
+
+def _is_constant(curve: Sequence[Any]) -> bool:
+    return len({*curve}) == 1 or any(each != each for each in curve)  # NaN
+
+
+def _are_integral(curve: Sequence[Any]) -> bool:
+    return all(not isinstance(each, float) or each.is_integer() for each in curve)
+
+
+def _is_one_number(array: Any) -> bool:
+    """Whether all of its entries are the same."""
+    return np.size(array) == 1 or bool((np.asarray(array) == np.ravel(array)[:1]).all())
+
+
 def _called_from(info: Any, callers: list[tuple[str, Any]]) -> Any:
     """Who has asked for an operation inside of functions that JAX may have traced for somebody else before."""
     for name, caller in reversed(callers):
@@ -652,3 +675,8 @@ def line(info: Any) -> str:
     mine = next((frame for frame in frames if _PACKAGES not in frame.file_name), inner)
     text = f"{os.path.basename(inner.file_name)}:{inner.line_num}"
     return text if mine is inner else f"{text}, from {os.path.basename(mine.file_name)}:{mine.line_num}"
+
+
+def kinds_of(variables: Any) -> list[Any]:
+    """The types of a jaxpr's variables, to trace something else with."""
+    return [jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype) for variable in variables]
