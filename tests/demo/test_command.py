@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from examples.demo import guide, processes
 from examples.demo.__main__ import main
 
-from tests.cli.test_cli import assert_one_clear_line
+from tests.cli.test_check_command import assert_one_clear_line
 from tests.demo import fashion_mnist
 from tests.demo.test_text import as_if
 from tests.documents import ROOT

@@ -56,6 +56,8 @@ class BufferSnapshot:
         if tensor is not self.tensor or not wanted:
             self.copy = None
         self.met, self.tensor, self.version = False, tensor, 0 if tensor is None else tensor._version
+        if tensor is None:  # emptied or deleted since: passes may make it anew
+            self.named = self.name in self.owner
         if tensor is None or not wanted:
             return False
         if self.copy is not None and type(tensor) is Tensor and self.copy.shape == tensor.shape:
@@ -65,9 +67,9 @@ class BufferSnapshot:
 
     @property
     def moved(self) -> bool:
-        """Whether it has been edited, or another one is in its place."""
+        """Whether it has been edited, or made, or another one is in its place."""
         if self.tensor is None:
-            return False
+            return self.owner.get(self.name) is not None
         replaced = self.owner.get(self.name) is not self.tensor
         return self.unversioned or replaced or bool(self.tensor._version != self.version)
 
@@ -78,6 +80,8 @@ class BufferSnapshot:
     def put_back(self) -> bool:
         """Have the same tensor there, with the value that it had. Returns whether that is so."""
         if self.tensor is None:
+            if self.moved:
+                self.reset()
             return True
         replaced, edited = self.owner.get(self.name) is not self.tensor, self.differs()
         self.owner[self.name] = self.tensor
@@ -122,6 +126,11 @@ class Snapshot:
         for buffer in buffers:
             buffer.take(whole=True)
         return cls(buffers, owners.values(), generators)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether there are buffers since that were None or not there, or names are gone."""
+        return sum(map(len, self._dicts)) != self._count or any(m._buffers.get(n) is not None for m, n in self._empty)
 
     def made(self) -> list[BufferSnapshot]:
         """What passes have made since: buffers that were None, or not there."""
@@ -184,7 +193,8 @@ class WindowState:
     def open(self) -> None:
         """A window begins: remember how everything is."""
         self._windows += 1
-        if self._windows & (self._windows - 1) == 0 or [module.training for module in self._modules] != self.modes:
+        modes = [module.training for module in self._modules]
+        if self._windows & (self._windows - 1) == 0 or modes != self.modes or self._start.outdated:
             self._find()
         self._begin()
         if self._parameters is not (found := self._find_parameters()):
@@ -261,8 +271,9 @@ class WindowState:
         for buffer in self._own:
             if not buffer.moves and buffer.moved:
                 buffer.moves = True
-                self.looks |= buffer.copy is not None
-                if buffer.copy is None:
+                if buffer.tensor is None or buffer.copy is not None:
+                    self.looks = True
+                else:
                     logger.warning(_TOO_LARGE, buffer.name)
         return self.looks
 

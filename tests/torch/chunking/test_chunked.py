@@ -224,6 +224,45 @@ def test_outputs_in_any_nesting_with_shared_arguments(grad, keep):
     assert_same(found[1], found[0])
 
 
+class FirstOfAll(nn.Module):
+    """Of a container with any number of tensors, the first one; what else it is called with counts as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, batch, *others):
+        first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        return self.linear(first) * (1 + len(batch) + len(others))
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": 1}, {"batch_norm": "exact"}])
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda a, b: [{"x": a}],
+        lambda a, b: [[a]],
+        lambda a, b: [(a,)],
+        lambda a, b: [[a, b], ()],
+        lambda a, b: [[a, b], {}],
+        lambda a, b: [{"x": a, "y": b}, []],
+        lambda a, b: [[a], b],
+        lambda a, b: [{"x": a}, None, 2.0],
+    ],
+)
+def test_containers_with_as_many_tensors_as_there_are_arguments_stay_containers(nest, options):
+    module = FirstOfAll().double()
+    if options.get("batch_norm"):
+        module.linear = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    small = chunked(copy.deepcopy(module), 4, verify=False, **options)
+    arguments, found = nest(*torch.randn(2, ROWS, 5).double()), []
+    for m in (module, small):
+        outputs = m(*arguments)
+        outputs.std().backward()
+        found.append([outputs.detach(), *gradients(m)])
+    assert_same(found[1], found[0])
+
+
 class Noisy(nn.Module):
     """Draws from every generator there is."""
 

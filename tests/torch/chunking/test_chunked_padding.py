@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
-from gradaccum.torch import chunked
+from gradaccum.torch import TrainStep, chunked
 from gradaccum.torch.losses import info_nce
 from tests.reference import FLOAT64, relative_error
 from tests.torch.chunking.problems import assert_same, gradients
@@ -310,3 +310,51 @@ def test_padding_stays_where_cutting_it_off_cannot_be_tried_out(caplog):
     assert "two rows at least" in caplog.text
     assert "Padding is not cut off." in caplog.text
     assert relative_error([found], [module(**batch)]) <= FLOAT64
+
+
+class NumbersColumns(nn.Module):
+    """Multiplies by the positions that it is given, or by the numbers of its columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(20, 4), nn.Embedding(20, 4)
+
+    def forward(self, input_ids, attention_mask, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1]).expand(len(input_ids), -1)
+        return ((self.embedding(input_ids) * self.places(position_ids)) * attention_mask[..., None]).sum(1)
+
+
+@pytest.mark.parametrize("given", ["10", "01", "1010", "0110"])
+def test_padding_on_the_left_with_positions_in_some_calls_and_without_in_others(given):
+    torch.manual_seed(0)
+    module = NumbersColumns().double()
+    small = chunked(copy.deepcopy(module), 64, max_tokens=12)
+    mask = (torch.arange(7) >= torch.tensor([4, 2, 0, 0, 5])[:, None]).long()
+    for is_given in given:
+        ids = torch.randint(1, 20, mask.shape) * mask
+        positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if is_given == "1" else {}
+        torch.testing.assert_close(small(ids, mask, **positions), module(ids, mask, **positions))
+
+
+@pytest.mark.parametrize("given", ["10", "01", "1010", "0110", "001", "110"])
+def test_a_training_step_with_positions_in_some_batches_and_without_in_others(given):
+    torch.manual_seed(0)
+    module = NumbersColumns().double()
+    large = copy.deepcopy(module)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (module, large)]
+
+    def loss(model, batch):
+        return model(**batch).square().mean()
+
+    step = TrainStep(module, optimizers[0], compute_loss=loss, max_tokens=12)
+    mask = (torch.arange(7) >= torch.tensor([4, 2, 0, 0, 5])[:, None]).long()
+    for is_given in given:
+        ids = torch.randint(1, 20, mask.shape) * mask
+        positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if is_given == "1" else {}
+        batch = {"input_ids": ids, "attention_mask": mask, **positions}
+        step(batch)
+        optimizers[1].zero_grad()
+        loss(large, batch).backward()
+        optimizers[1].step()
+        assert relative_error([*module.parameters()], [*large.parameters()]) <= FLOAT64

@@ -1,5 +1,6 @@
 """Epochs: the last micro-batch closes its window, and nothing leaks into the next. Loaders as people have them."""
 
+import dataclasses
 import itertools
 import warnings
 
@@ -432,6 +433,20 @@ def test_sequences_in_front_and_a_short_last_batch_are_counted_by_their_rows():
     batches = [[torch.randn(rows, 8, 9), torch.randn(rows, 7, 9)] for rows in (5, 5, 3)]
     _, optimizer = wrapped(steps=3)
     assert len([optimizer.step() for _ in optimizer.batches(batches)]) == 3
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_a_batch_that_is_no_container_of_python_s_is_counted_by_its_rows():
+    model, optimizer = wrapped(steps=2)
+    parts = split(tuple(t.double() for t in regression(10)), [4, 1, 3, 2])
+    for pair in optimizer.batches([Pair(*parts[0]), parts[1], Pair(*parts[2]), Pair(*parts[3])]):
+        train(model, optimizer, [(pair.x, pair.y) if isinstance(pair, Pair) else pair])
+    assert_same(model, large(windows_of(parts, 2)))
 
 
 def test_a_packed_batch_is_counted_by_its_sequences():

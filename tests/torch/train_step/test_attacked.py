@@ -15,7 +15,7 @@ import gradaccum
 import gradaccum.torch
 from gradaccum.torch import TrainStep
 from tests.reference import relative_error
-from tests.torch.train_step.test_train_step import assert_same_updates, step_of
+from tests.torch.train_step.test_train_step import assert_same_updates, left_as_it_was, step_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -176,3 +176,46 @@ def test_a_train_step_is_copied_with_its_model_and_pickled_by_its_state_alone():
         with pytest.raises(ValueError, match="This is no state of a TrainStep: 'updates' and 'sizes' must be in it"):
             step.load_state_dict(state)
     assert step.updates == 1
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(context, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient.mul_(0.5)
+
+
+def halved_by_a_hook(loss):
+    loss = loss * 1.0
+    loss.register_hook(lambda gradient: gradient.mul_(0.5) and None)
+    return loss
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("halved", [Halved.apply, halved_by_a_hook])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_gradient_that_is_edited_where_it_begins_is_no_other_passs(halved, reduction, verify):
+    def loss(model, x, y):
+        return halved(F.mse_loss(model(x), y, reduction=reduction))
+
+    batches = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(3)]
+    torch.manual_seed(0)
+    assert_same_updates(nn.Linear(3, 1), batches, loss, micro_batch_size=2, reduction=reduction, verify=verify)
+
+
+@pytest.mark.parametrize("make", [nn.MSELoss, nn.CrossEntropyLoss])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_loss_that_becomes_a_sum_is_refused(make, verify):
+    loss_fn, model = make(), nn.Linear(3, 2)
+    step = step_of(model, loss_fn=loss_fn, micro_batch_size=2, verify=verify)
+    x, y = torch.randn(7, 3), torch.randn(7, 2) if make is nn.MSELoss else torch.randint(2, (7,))
+    for _ in range(2):
+        step(x, y)
+    loss_fn.reduction = "sum"
+    with left_as_it_was(model, ValueError, match="was 'mean' and is 'sum' now.*Make another TrainStep"):
+        step(x, y)
+    loss_fn.reduction = "mean"
+    step(x, y)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradaccum.torch import chunked, combine_buffers
+from gradaccum.torch import TrainStep, chunked, combine_buffers
 from gradaccum.torch.buffers import rules_of
 from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.test_memory import OUT, Backward
@@ -334,6 +334,74 @@ def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_
     keywords["weight"] = None if how == "returned" else weight
     keywords["blocks"] = [model[2], model[3]] if how == "blocks" else None
     assert_same_updates(model, data, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.5), **keywords)
+
+
+class Late(nn.Module):
+    """Multiplies by a buffer, which it makes where there is none and is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", None)
+        self.makes, self.moves = False, True
+
+    def forward(self, x):
+        factor = self._buffers.get("factor")
+        if factor is None and self.makes:
+            self.register_buffer("factor", factor := torch.full((6,), 2.0, dtype=torch.float64))
+        if factor is None:
+            return x
+        self.factor = factor * 0.9 if self.moves else factor
+        return x * factor
+
+
+def gives(module):
+    module.factor = torch.full((6,), 3.0, dtype=torch.float64)
+
+
+def gives_what_stays(module):
+    gives(module)
+    module.moves = False
+
+
+def has_it_made(module):
+    module.makes = True
+
+
+def empties(module):
+    module.makes, module.factor = True, None
+
+
+def deletes(module):
+    module.makes = True
+    module._buffers.pop("factor", None)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize(
+    "changes",
+    [[gives], [gives_what_stays], [has_it_made], [has_it_made, empties], [gives, deletes], [gives_what_stays, empties]],
+)
+def test_buffers_that_come_and_go_between_updates(changes, at, blocks):
+    """Made by the user or by a pass, emptied and deleted, in updates that look at every buffer and in others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), Late(), nn.Linear(6, 3)).double()
+    large, losses = copy.deepcopy(model), nn.CrossEntropyLoss()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, large)]
+    step = TrainStep(
+        model, optimizers[0], loss_fn=losses, micro_batch_size=3, blocks=[model[0], model[1]] if blocks else None
+    )
+    after = dict(zip(range(at, 9, 2), changes))
+    for number in range(9):
+        x, y = torch.randn(10, 4).double(), torch.randint(3, (10,))
+        for m in (model, large) if number in after else ():
+            after[number](m[1])
+        step(x, y)
+        optimizers[1].zero_grad()
+        losses(large(x), y).backward()
+        optimizers[1].step()
+        assert dict(model.named_buffers()).keys() == dict(large.named_buffers()).keys()
+        assert relative_error([*model.state_dict().values()], [*large.state_dict().values()]) <= FLOAT64
 
 
 def test_a_failed_update_leaves_nothing_that_a_pass_has_made():

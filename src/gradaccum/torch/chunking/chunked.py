@@ -25,7 +25,14 @@ from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_n
 from gradaccum.torch.buffers import ModuleContents
 from gradaccum.torch.chunking.exact_batch_norm import run_exact
 from gradaccum.torch.chunking.proof import ROWS, prove, proving
-from gradaccum.torch.chunking.two_passes import Inputs, Passes, check_nothing_cached, dims_by_name, tensors_of
+from gradaccum.torch.chunking.two_passes import (
+    Inputs,
+    Passes,
+    check_nothing_cached,
+    dims_by_name,
+    is_flat,
+    tensors_of,
+)
 from gradaccum.torch.padding import Left, Packs, can_take_positions
 
 logger = logging.getLogger("gradaccum")
@@ -48,7 +55,7 @@ class _Plan(NamedTuple):
         ends = itertools.accumulate(self.sizes)
         rows = [slice(end - size, end) for size, end in zip(self.sizes, ends)]
         cut = [self._cut(path, leaf, dim, rows) for path, leaf, dim in described(self.inputs, self.dims)]
-        if not self.inputs.kwargs and len(cut) == len(self.inputs.args):
+        if is_flat(self.inputs):
             parts = [Inputs(inputs, {}) for inputs in zip(*cut, strict=True)]
         else:
             remaining = [iter(leaves) for leaves in zip(*cut, strict=True)]
@@ -227,13 +234,15 @@ class Chunked(nn.Module):
         assert self._proven is not None
         packs = plan.packs
         if packs is not None:
-            modes |= packs.padded | packs.text
+            modes |= packs.padded | {packs.text}
         new = not modes <= self._proven
         if new and packs is not None and plan.rows < 2:  # nothing to compare it with: padding stays
             plan = self._plan(plan.inputs, "whole")
         elif new and (differentiated or packs is not None):
+            before = self._left
             self._prove(plan)
-            self._proven |= modes
+            # What was proven for another treatment of padding on the left is to be proven anew.
+            self._proven = self._proven | modes if self._left == before else modes
             plan = plan if packs is None else self._plan(plan.inputs, self._left)
         self._calls += differentiated
         return plan, new or not self._calls & (self._calls - 1)  # in calls 1, 2, 4, 8, ..., and in new modes

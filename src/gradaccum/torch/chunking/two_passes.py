@@ -65,7 +65,7 @@ _PLACEHOLDER = torch.empty(0)
 """Stands for a tensor in a tree that autograd shall not find tensors in: it keeps and watches them itself."""
 
 
-def _is_flat(tree: Any) -> bool:
+def is_flat(tree: Any) -> bool:
     """Whether these are the most frequent inputs, tensors by position, which take no walk."""
     return type(tree) is Inputs and not tree.kwargs and all([type(leaf) is Tensor for leaf in tree.args])
 
@@ -74,7 +74,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors in a tree, in order."""
     if isinstance(tree, Tensor):
         return [tree]
-    if _is_flat(tree):
+    if is_flat(tree):
         return [*tree.args]
     return [tensor for _, _, child in children(tree) or () for tensor in tensors_of(child)]
 
@@ -88,7 +88,7 @@ def with_tensors(tree: Any, tensors: Iterable[Any]) -> Any:
     remaining = iter(tensors)
     if isinstance(tree, Tensor):
         return next(remaining)
-    if _is_flat(tree):
+    if is_flat(tree):
         return Inputs(tuple(itertools.islice(remaining, len(tree.args))), {})
     return map_leaves(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, tree)
 

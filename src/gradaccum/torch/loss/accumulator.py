@@ -291,7 +291,8 @@ class LossAccumulator:
             self._arriving = 1.0 if weight is None or self._unit is None else self._unit
             end = loss if scaled is None else scaled(loss)
             before, start = self._start
-            if before is not factor or start.dtype is not end.dtype or start.device != end.device:
+            # A hook of the user's may have written to it.
+            if before is not factor or start.dtype is not end.dtype or start.device != end.device or start._version:
                 self._start = factor, start = factor, self.objective.start(end, factor)
             run_backward((end,), (start,), self.retain_graph)
             self.ran = self._has_gradient = True

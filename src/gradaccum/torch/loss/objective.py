@@ -102,6 +102,8 @@ class Objective:
             raise ValueError(f"reduction='sum' contradicts loss_fn={loss_fn!r}, which returns a mean.")
         if own is not None:
             self.reduction = checked_reduction(own)
+        module: Any = self.loss_fn if isinstance(self.loss_fn, nn.Module) else None
+        self._own = None if own is None else getattr(module, "reduction", None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -141,6 +143,12 @@ class Objective:
             >>> Objective(nn.Identity(), compute_loss=lambda model, batch: batch["x"].mean()).batch({"x": 1}).tree
             ({'x': 1},)
         """
+        if self._own is not None and self.loss_fn.reduction != self._own:  # type: ignore[union-attr]  # a module
+            raise ValueError(
+                f"The reduction of loss_fn={self.loss_fn!r} was {self._own!r} and is "
+                f"{self.loss_fn.reduction!r} now, which divides by something else. "  # type: ignore[union-attr]
+                "Make another TrainStep with it."
+            )
         plain = isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields")
         if plain and self.loss_fn is not None and len(batch) == 1 and isinstance(batch[0], (tuple, list)):
             return self.batch(batch[0])
@@ -197,7 +205,7 @@ class Objective:
         """Where the backward pass of a loss begins that counts so many times: costs nothing, as it is in place of 1."""
         key = factor if type(factor) is float else id(factor), loss.dtype, loss.device
         found = self.starts.get(key)
-        if found is None:  # with the factor, so that its id stays its own
+        if found is None or found[1]._version:  # with the factor, so that its id stays its own
             found = self.starts[key] = factor, times(torch.ones_like(loss, requires_grad=False), factor)
         return found[1]
 

@@ -334,7 +334,7 @@ class BatchWeight:
             shapes = []
         if shapes == self._shapes:
             return self._count  # nearly always
-        firsts = {s[0] if s and type(leaf) is Tensor else None for s, leaf in zip(shapes, batch)}
+        firsts = {s[0] if s and type(leaf) is Tensor else None for s, leaf in zip(shapes, batch if shapes else ())}
         rows = firsts.pop() if len(firsts) == 1 else None
         if rows is None or (rows in _CHANNELS and not self._rows_in_front):
             rows = self._rows(batch)

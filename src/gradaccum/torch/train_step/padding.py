@@ -38,7 +38,7 @@ class Packing:
         self.left: Left = "cut"  # what happens to padding on the left of this batch
         self._not_text = set[str]()  # their paths: in some batch they were wider or narrower
         self._judge = judge
-        self._judged: dict[Edge, Left] = {}
+        self._judged: dict[frozenset[str], dict[Edge, Left]] = {}
 
     def plan(self, batch: Batch, sizes: Sequence[int] | None = None) -> Tokens:
         text = self._text(batch)
@@ -64,14 +64,16 @@ class Packing:
 
     def _found_out(self, batch: Batch, text: Text, pieces: Sequence[Slice], *, known: bool) -> Left:
         """What happens to padding on the left of this batch: what each kind of row in it can bear, judged once."""
+        # Positions that are in some batches alone decide what a model can bear.
+        judged = self._judged.setdefault(frozenset(text.dims), {})
         ways = list[Left]()
         for edge, piece in edges(text, pieces).items():
-            if known and edge not in self._judged:
+            if known and edge not in judged:
                 ways.append("keep" if edge.left else "cut")
                 continue
-            if edge not in self._judged:
-                self._judged[edge] = judged_left(self.objective, batch, piece, text)
-                if self._judged[edge] == "keep" and edge.left:
+            if edge not in judged:
+                judged[edge] = judged_left(self.objective, batch, piece, text)
+                if judged[edge] == "keep" and edge.left:
                     names = ", ".join(f"batch{path}" for path in sorted(edge.counting)) or "nothing but the mask"
                     logger.info(
                         "max_tokens: left padding is kept for rows whose first token counts, as in this batch (%s), "
@@ -79,8 +81,8 @@ class Packing:
                         "padding.",
                         names,
                     )
-            if edge.left or self._judged[edge] == "whole":
-                ways.append(self._judged[edge])
+            if edge.left or judged[edge] == "whole":
+                ways.append(judged[edge])
         return max(ways, key=WAYS.index, default="cut")
 
     def text(self, batch: Batch) -> frozenset[str]:
