@@ -112,7 +112,7 @@ def test_of_several_sums_in_a_micro_batch_one_says_the_weight():
 def test_several_losses_in_a_micro_batch_count_it_once_and_different_weights_point_to_losses_by_name():
     window = Window(steps=2)
     assert [window.weigh(8), window.weigh(8), window.weigh()] == [1.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match=r"Received: weight=9 after 8\..*come by name"):
+    with pytest.raises(ValueError, match=r"Received: weight=9 after 8\..*need names"):
         window.weigh(9)
     assert window.micro_batch.weight == 8.0, "the refused weight left a trace"
     window.add()

@@ -84,7 +84,7 @@ def test_a_limit_that_only_updates_in_backward_fit_is_exit_code_0(file):
     result = size(f"{file}:deep", "--memory", "440 kB", "--margin", "0")
     assert result.exit_code == 0
     first, *_ = result.stdout.splitlines()
-    assert first.startswith("Whole gradients, 218.2 KiB, don't fit beside the rest. Updated in backward")
+    assert first.startswith("Whole gradients, 218.2 KiB, don't fit with the rest. Updated in backward")
     (pasted,) = [line for line in result.stdout.splitlines() if line.startswith("updated in backward  ")]
     assert 'blocks=Blocks("auto", update="in_backward")' in pasted
     for misfit in ("accumulated", "layer by layer"):

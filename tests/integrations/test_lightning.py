@@ -201,7 +201,7 @@ def test_a_window_that_weighs_nothing_makes_no_update(caplog):
     before = [p.detach().clone() for p in module.network.parameters()]
     fit(module, 6, loader(rows=12), weight=lambda batch: 0)
     assert relative_error(module.network.parameters(), before) == 0
-    assert "No update: this window of 6 micro-batches weighs nothing" in caplog.text
+    assert "No update: the total weight of this window's 6 micro-batches is 0" in caplog.text
 
 
 # Where training stops inside a window.
@@ -485,7 +485,7 @@ REFUSED = [
         lambda: Module(lambda parameters: Twice(parameters, lr=0.1)), {}, ValueError,
         "The closure of a batch was evaluated again",
     ),
-    (Fetching, {}, ValueError, "Take the batch: training_step"),
+    (Fetching, {}, ValueError, "Define training_step"),
     (Clipping, {}, WindowError, "edited inside an open window.*gradient_clip_val"),
     (
         lambda: Module(loss=lambda model, x, y: mse(model, x[0], y)),
@@ -534,7 +534,7 @@ def test_a_lightning_that_lacks_a_name_is_refused(monkeypatch):
 
 def test_a_lightning_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr(lightning_itself, "__version__", "2.5.6")
-    with pytest.raises(ValueError, match=r"lightning 2\.5\.6 leaves schedulers out .* Use lightning 2\.6"):
+    with pytest.raises(ValueError, match=r"lightning 2\.5\.6 skips schedulers .* Use lightning 2\.6"):
         fit(Module())
 
 

@@ -144,8 +144,8 @@ def test_half_precision_is_summed_in_single(exact):
         (
             {"positives": np.zeros(3)},
             TypeError,
-            "ids, which are integers. Received: float64 of shape (3,). Keras makes floats of an integer `y` before a "
-            'loss of compile() sees it: ops.cast(y, "int32").',
+            "ids, which are integers. Received: float64 of shape (3,). Keras casts an integer `y` to float before a "
+            'loss of compile() sees it: use ops.cast(y, "int32").',
         ),
         ({"positives": np.zeros(4, "int32")}, ValueError, "(3,). Received: (4,)"),
         ({"positives": (None, np.zeros(3, "int32"))}, TypeError, "a tuple of two"),

@@ -33,12 +33,12 @@ def commands() -> None:
 _HTML = "gradaccum-check.html"
 
 
-@commands.command(short_help="Is accumulation the large batch for a model, and if not, why?")
+@commands.command(short_help="Does accumulation match a model's large batch? If not, why?")
 @click.argument("target", required=False, metavar="FILE.py:MAKE")
 @click.option(
     "--micro-batch-size", type=click.IntRange(min=1), help="Rows of a micro-batch; ragged sizes are tried too."
 )
-@click.option("--framework", type=click.Choice(["torch", "keras", "jax"]), help="Default: what the model is of.")
+@click.option("--framework", type=click.Choice(["torch", "keras", "jax"]), help="Default: the model's framework.")
 @click.option("--device", default="cpu", show_default=True, help="Where to compute, such as cuda.")
 @click.option(
     "--json", is_flag=False, flag_value="-", metavar="[FILE]", help="Print the result as JSON, or write it to FILE."
@@ -56,7 +56,7 @@ def check(
     json: str | None,
     html: str | None,
 ) -> None:
-    """Check that micro-batches give the large batch's gradient, and name what keeps them from it.
+    """Check that micro-batches give the large batch's gradient, and name the cause if they don't.
 
     FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn); in place of loss_fn, it may
     return a dict of check_equivalence's keywords: {"compute_loss": ..., "weight": ...}. For a compiled Keras model it
@@ -122,31 +122,29 @@ def _checked(model: Any, batch: Any, keywords: dict[str, Any], device: str, fram
     return gradaccum.torch.check_equivalence(model, batch, **keywords, device=device)
 
 
-@commands.command(short_help="Which micro-batch fits into a memory, and which way in.")
+@commands.command(short_help="Which micro-batch fits into memory, and with which arguments.")
 @click.argument("target", metavar="FILE.py:MAKE")
-@click.option("--framework", type=click.Choice(["torch", "jax"]), help="Default: what the model is of.")
-@click.option(
-    "--memory", metavar="BYTES", help="What the device has, such as 16GiB. Default: what is free on this one."
-)
+@click.option("--framework", type=click.Choice(["torch", "jax"]), help="Default: the model's framework.")
+@click.option("--memory", metavar="BYTES", help="The device's memory, such as 16GiB. Default: what is free here.")
 @click.option(
     "--margin",
     type=click.FloatRange(0, 1, max_open=True),
     default=MARGIN,
     show_default=True,
-    help="Part to leave free.",
+    help="Fraction to leave free.",
 )
 @click.pass_context
 def size(context: click.Context, target: str, framework: str | None, memory: str | None, margin: float) -> None:
     """Estimate the largest micro-batch that fits into memory, without the device that has it.
 
     FILE.py:MAKE is a function without arguments that returns (model, batch, loss_fn), as for `gradaccum check`; a dict
-    in place of loss_fn may name the optimizer, too, whose state counts (Adam's, where it doesn't).
+    in place of loss_fn may name the optimizer, too, whose state counts (default: Adam).
 
     For PyTorch it begins with the fastest way that fits, and then lists each: an ordinary step, accumulated, layer by
     layer, with updates in backward. "blocks" in that dict names the blocks; by default they are the longest list of
     modules of one class.
 
-    Exit code 1 says that not even one row fits, in none of the ways.
+    Exit code 1: not even one row fits, in any of these ways.
     """
     try:
         limit = parse_bytes(memory)

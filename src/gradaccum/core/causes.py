@@ -58,8 +58,8 @@ def mixing_cause(where: str, kind: str, *, batch_norm: str = "", advice: str) ->
     return Cause(
         "mixes_rows",
         where,
-        f"'{where}'{of_kind} mixes rows: what it returns for a row depends on the other rows of the micro-batch (a "
-        f"batch statistic, detached or not, a ranking or a capacity over the batch). {advice}",
+        f"'{where}'{of_kind} mixes rows: its output for a row depends on the other rows of the micro-batch (a batch "
+        f"statistic, detached or not, a ranking or a capacity over the batch). {advice}",
     )
 
 
@@ -67,9 +67,8 @@ def moving_cause(where: str, kind: str, names: Sequence[str], *, decides: bool) 
     """A module at `where` whose state, of these names, moves with every forward pass; `decides`: gradients, too."""
     of_kind = f" ({kind})" if kind else ""
     advice = (
-        "What it returns depends on them, so later micro-batches are computed with others than the large batch. Move "
-        "them once per update (one pass in train mode after the optimizer's step, the rest in eval mode), or do "
-        "without."
+        "Its output depends on them, so later micro-batches see other values than the large batch. Move them once per "
+        "update (one pass in train mode after the optimizer's step, the rest in eval mode), or remove them."
         if decides
         else "Where that matters, move them once per update, after the optimizer's step."
     )
@@ -205,8 +204,8 @@ def _sum(facts: LossFacts) -> Cause:
     return Cause(
         "reduction",
         "loss",
-        "The loss is a sum over its rows, or is divided by a number that doesn't depend on the micro-batch, and was "
-        'taken to be a mean. Pass reduction="sum".',
+        "The loss is a sum over its rows, or is divided by a number that doesn't depend on the micro-batch, but was "
+        'treated as a mean. Pass reduction="sum".',
     )
 
 

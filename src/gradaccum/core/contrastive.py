@@ -91,7 +91,7 @@ def check_ids(
 
 def _ids_message(given: Any, found: Described | None, name: str, array: str, floats: str, functions: bool) -> str:
     if functions and found is not None and len(found.shape) == 2:
-        floats = f"A matrix that is at hand is given as {name}=lambda rows, columns: matrix[rows][:, columns]."
+        floats = f"Pass a matrix that you have as {name}=lambda rows, columns: matrix[rows][:, columns]."
     if found is not None:
         return f"`{name}` must be {array} of ids, which are integers. Received: {found}. {floats}".strip()
     function = ", or a function (rows, columns) -> bool tensor" if functions else ""

@@ -69,7 +69,7 @@ class Difference:
 
     Args:
         name: The parameter's or buffer's path, or `"loss"`.
-        error: Largest relative error over all partitions: `max|a - b| / max|b|`. inf where only one of both is NaN.
+        error: Largest relative error over all partitions: `max|a - b| / max|b|`. inf if only one of the two is NaN.
         part: `"gradient"`, `"loss"`, or `"buffer"`.
         entries: Numbers in that tensor.
     """
@@ -233,11 +233,11 @@ class Equivalence:
 
 def limits_of(rows: int) -> list[str]:
     """What no check of so many rows can exclude."""
-    few = f"{rows} rows allow few partitions: a batch of 8 or more says more."
+    few = f"{rows} rows allow few partitions: use a batch of 8 or more."
     return [
         *([few] if rows < 4 else []),
-        "This is evidence from one batch, not a proof: what happens only with other data, other sizes or at "
-        "another time in training can't be excluded.",
+        "This is evidence from one batch, not a proof: other data, other sizes or another time in training may give "
+        "another result.",
     ]
 
 

@@ -137,7 +137,7 @@ class NoiseScale:
         elif rows / 2 <= low and high <= 2 * rows:
             stands, advised = f"about {update}: a good trade between updates and rows.", "Keep it."
         if unit != "rows":
-            advised += " To have it in rows, use `batches(loader)`, or `weight=len(x)`."
+            advised += " To measure it in rows, use `batches(loader)`, or `weight=len(x)`."
         measured = f"The noise scale is {_number(self.value)} {unit} ({_interval(self.interval, self.confidence)})"
         return f"- {measured}, {stands}\n- {advised}\n- {_CAVEAT}"
 
@@ -202,10 +202,11 @@ def _solutions(a: float, b: float, c: float, has_gradient: bool, has_noise: bool
 
 
 _CAVEAT = (
-    "It is a first guess of the order of magnitude: it takes the loss to be equally curved in all directions, and it "
-    "grows during training (McCandlish et al. 2018). For language models the largest useful batch was found to follow "
-    "the amount of data rather than the size of the model (Zhang et al. 2024), and batches far below it to train as "
-    "well per row, without accumulation, where the learning rate and Adam's betas are scaled (Marek et al. 2025)."
+    "It is a first guess of the order of magnitude: it assumes that the loss is equally curved in all directions, and "
+    "it grows during training (McCandlish et al. 2018). For language models the largest useful batch was found to "
+    "follow the amount of data rather than the size of the model (Zhang et al. 2024), and far smaller batches were "
+    "found to train as well per row, without accumulation, if the learning rate and Adam's betas are scaled (Marek et "
+    "al. 2025)."
 )
 
 

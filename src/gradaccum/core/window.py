@@ -140,8 +140,8 @@ class Window:
             if comparable and weight != one.weight:
                 raise ValueError(
                     f"The losses of one micro-batch must have one weight. Received: weight={weight:g} after "
-                    f"{one.weight:g}. A window divides by one total, so losses that divide by different counts must "
-                    "come by name: backward({'a': (a, count_of_a), 'b': (b, count_of_b)})."
+                    f"{one.weight:g}. A window divides by one total, so losses that divide by different counts need "
+                    "names: backward({'a': (a, count_of_a), 'b': (b, count_of_b)})."
                 )
             one.given = True
         one.weight = weight
@@ -296,9 +296,9 @@ def checked_reduction(reduction: Any) -> Reduction:
 
 def uncounted_error() -> WindowError:
     return WindowError(
-        "state_dict() was called between the backward pass of a micro-batch and its step(), so the sum of gradients "
-        "holds one that is not counted yet and that training would add again. Call it after step(). A signal handler "
-        "can set a flag for the loop to read there."
+        "state_dict() was called between the backward pass of a micro-batch and its step(), so the sum holds a "
+        "gradient that is not counted yet, and resumed training would add it again. Call it after step(). A signal "
+        "handler can set a flag that the loop reads then."
     )
 
 

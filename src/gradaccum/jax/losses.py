@@ -24,7 +24,7 @@ def info_nce(
         L(a, b) = mean_i [ log sum_j exp(s_ij) - mean_{p in P(i)} s_ip ]          over rows i that have a positive
         loss    = (L(a, b) + L(b, a)) / 2                                         or L(a, b), where not symmetric
 
-    Forward and backward keep rows, numbers per row, and one tile of scores; backward computes the scores anew. It goes
+    Forward and backward keep rows, numbers per row, and one tile of scores; backward computes the scores again. It goes
     inside your own `jax.jit` and `jax.grad`, and under `jit` the rows may be spread over devices. `jax.grad` of
     `jax.grad` is exact too, but keeps all tiles; forward mode (`jax.jvp`) raises JAX' error about `custom_vjp`.
     Half-precision rows are compared and summed in float32, and the loss is then float32.

@@ -51,7 +51,7 @@ def estimate_size(
     rows = Batch(tuple(args[n] for n in numbers), axes_of_each(in_axes, batch_argnums), names).rows
     limit = parse_bytes(memory_limit) or _device_memory()
     if limit is None:
-        raise ValueError('This machine does not say what memory it has. Give `memory_limit`, such as "16GiB".')
+        raise ValueError('This machine does not report how much memory it has. Give `memory_limit`, such as "16GiB".')
     state = jax.eval_shape((optimizer or optax.adam(1e-3)).init, params)
     keywords = {"batch_argnums": batch_argnums, "in_axes": in_axes, "verify": False, **value_and_grad_keywords}
     constant = {"state": _bytes(state), "arguments": _bytes(args), "gradients": _bytes(params)}
@@ -67,7 +67,7 @@ def estimate_size(
     if needed > allowed:
         raise DoesNotFit(
             f"Not even a micro-batch of one row fits: it needs about {format_bytes(needed)}, and "
-            f"{format_bytes(int(allowed))} are there ({100 * margin:.0f} % of {format_bytes(int(limit))} left "
+            f"{format_bytes(int(allowed))} are available ({100 * margin:.0f} % of {format_bytes(int(limit))} left "
             "free). Make the model smaller, shard it, or use jax.checkpoint or bfloat16."
         )
     return SizeEstimate(size, rows, int(limit), needed, sum(constant.values()), margin)

@@ -111,15 +111,15 @@ class GradientAccumulation(keras.callbacks.Callback):
         if window.in_fit:  # perhaps interrupted between a sum and its count
             window.in_fit = False
             self._discard(
-                "The last fit() was interrupted inside a window, whose %d micro-batches are discarded. Call "
-                "optimizer.flush() before fit() to make the update of them."
+                "The last fit() was interrupted inside a window, whose %d micro-batches are discarded. To update with "
+                "them, call optimizer.flush() before fit()."
             )
         self._in_window = self._optimizer.micro_batches
         if self._in_window and not window.read().by_rows:
             logger.warning(
-                "The open window holds %d micro-batches whose rows are not known. Each counts as many rows as the next "
-                "one: if they had others, its update is not the large batch's. Call optimizer.flush() before fit() to "
-                "close it first.",
+                "The open window holds %d micro-batches whose rows are not known. Each counts as if it had the next "
+                "one's rows; if not, the update is not the large batch's. To close the window first, call "
+                "optimizer.flush() before fit().",
                 self._in_window,
             )
         self._steps = self._next_steps = self._optimizer.steps
@@ -142,8 +142,8 @@ class GradientAccumulation(keras.callbacks.Callback):
             window.loaded = False
             self._sync()
             if self._discard(
-                "An open window was loaded during this fit(), whose epoch begins anew: its %d micro-batches are "
-                "discarded, as they come again."
+                "An open window was loaded during this fit(), whose epoch starts again: the window's %d micro-batches "
+                "are discarded, because they come again."
             ):
                 self._in_window, self._steps = 0, self._next_steps
         self._epoch, self._in_epoch, self._batches = epoch, True, 0
@@ -239,7 +239,7 @@ class GradientAccumulation(keras.callbacks.Callback):
         if not self._optimizer.window.driven:
             raise WindowError(
                 "Another fit() of this model, with its own GradientAccumulation callback, ran inside an epoch of this "
-                "one and changed its open window. Run it in the on_epoch_end of a callback that is listed behind "
+                "one and changed its open window. Run it in the on_epoch_end of a callback that is listed after "
                 "GradientAccumulation, or with another model."
             )
 
@@ -296,10 +296,9 @@ class GradientAccumulation(keras.callbacks.Callback):
                 found[f"model.{name}"] = value
         if found:
             self._optimizer.window.warn_once(
-                "The GradientAccumulation callback drives the optimizer that the model was compiled with, and no "
-                f"other. Not driven: {', '.join(found)}. The micro-batches of each weigh the same, and "
-                "its windows run on across epochs: give it micro-batches of one size, and call its flush() at each "
-                "epoch's end, in the on_epoch_end of a callback of yours."
+                "The GradientAccumulation callback drives only the optimizer that the model was compiled with. Not "
+                f"driven: {', '.join(found)}. In these, micro-batches weigh the same and windows run on across epochs: "
+                "use micro-batches of one size, and call their flush() in the on_epoch_end of your own callback."
             )
 
 
@@ -313,9 +312,9 @@ def _rows_of(data: Any) -> Any:
     known = {leaf.shape[0] for _, leaf in leaves}
     if len(known - {None}) > 1:
         raise ValueError(
-            "The rows of a micro-batch are those of its targets and sample weights or, where there are none, of all "
-            f"its inputs: they must be the same number. Received:{listing(leaves)}\nGive targets a row each; what all "
-            "rows share belongs to the inputs, beside targets."
+            "A micro-batch's rows are counted in its targets and sample weights or, without these, in all its inputs: "
+            f"the counts must be equal. Received:{listing(leaves)}\nTargets need one entry per row; with targets, pass "
+            "what all rows share as an input."
         )
     if None not in known:
         return known.pop() if known else None

@@ -16,7 +16,7 @@ from gradaccum.schedule import checked_count
 __all__ = ["info_nce"]
 
 
-_FLOATS = """Keras makes floats of an integer `y` before a loss of compile() sees it: ops.cast(y, "int32")."""
+_FLOATS = """Keras casts an integer `y` to float before a loss of compile() sees it: use ops.cast(y, "int32")."""
 
 
 def info_nce(
@@ -42,7 +42,7 @@ def info_nce(
         symmetric: Whether rows of `b` are compared with those of `a`, too.
         positives: The pairs that belong together: ids of the pairs (N ints: rows with the same id belong together), or
             a tuple of two such tensors, ids of `a`'s and of `b`'s rows (N and M ints). None: row i and row i. Keras
-            makes floats of an integer `y`: in a loss of `compile`, `ops.cast(y, "int32")` makes ids of it again.
+            casts an integer `y` to float: in a loss of `compile`, `ops.cast(y, "int32")` restores the ids.
 
     Returns:
         A scalar, 0 if no row has a positive.

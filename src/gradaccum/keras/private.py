@@ -38,7 +38,7 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("optimizer", "_iterations", "the wrapper leaves the count of its own out of its variables"),
     PrivateName("optimizer", "_trainable_variables", "stateless_apply() checks and maps them"),
     PrivateName("optimizer", "_trainable_variables_indices", "whether an optimizer knows a variable"),
-    PrivateName("optimizer", "_variables", "the wrapper's own variables, beside the inner optimizer's"),
+    PrivateName("optimizer", "_variables", "the wrapper's own variables, next to the inner optimizer's"),
     PrivateName("EMA optimizer", "_model_variables_moving_average", "SwapEMAWeights reads it from the wrapper"),
     PrivateName("keras.src.backend", "get_keras_mask", "the mask that travels with a tensor", "its attribute"),
     PrivateName("keras.src.backend", "set_keras_mask", "the same", "its attribute"),

@@ -178,7 +178,7 @@ class Batch:
     @functools.cached_property
     def rows(self) -> int:
         if not self.leaves:
-            raise ValueError(f"No tensor with rows in this batch of type {type(self.tree).__name__}.")
+            raise ValueError(f"This batch of type {type(self.tree).__name__} has no tensor with rows.")
         rows = {int(leaf.shape[dim]) for _, leaf, dim in self.leaves}
         if len(rows) > 1:
             listing = "".join(

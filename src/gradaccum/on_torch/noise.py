@@ -29,8 +29,8 @@ def checked_noise(noise_scale: NoiseChoice, nonfinite: str = "propagate") -> Noi
         raise ValueError(f"`noise_scale` must be a bool or 'layer_norm'. Received: noise_scale={noise_scale!r}.")
     if noise_scale == "layer_norm" and nonfinite == "skip_micro_batch":
         raise ValueError(
-            'noise_scale="layer_norm" compares rows with `.grad`, and nonfinite="skip_micro_batch" keeps the sum '
-            "beside it. Use noise_scale=True."
+            'noise_scale="layer_norm" compares rows with `.grad`, but nonfinite="skip_micro_batch" keeps the sum '
+            "elsewhere. Use noise_scale=True."
         )
     return noise_scale
 
@@ -206,8 +206,8 @@ class NormalizationMeter(NoiseMeter):
             )
         if any(hasattr(p, "to_local") for module in self._layers.values() for p in _weights(module).values()):
             raise ValueError(
-                'noise_scale="layer_norm" looks at whole gradients of normalization layers, and of a sharded model '
-                "each rank has a part. Use noise_scale=True."
+                'noise_scale="layer_norm" looks at whole gradients of normalization layers, but in a sharded model '
+                "each rank has only a part. Use noise_scale=True."
             )
         self._warned = False
         super().__init__(keep)
@@ -283,8 +283,8 @@ class NormalizationMeter(NoiseMeter):
         if counts or (self.counts_rows and count != size):
             others = f"{counts.pop()} in another layer" if counts else f"a micro-batch of {size:g} rows"
             raise ValueError(
-                'noise_scale="layer_norm" expects rows in the first dimension of what normalization layers are called '
-                f"with. Received: {count} there, and {others}. With packed rows, or rows in another dimension, use "
+                'noise_scale="layer_norm" expects rows in the first dimension of normalization layers\' inputs. '
+                f"Received: {count} there, and {others}. With packed rows, or rows in another dimension, use "
                 "noise_scale=True."
             )
         return count

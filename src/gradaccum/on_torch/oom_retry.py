@@ -15,8 +15,8 @@ from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 
 logger = logging.getLogger("gradaccum")
 
-_AGAIN = "Out of memory with a micro-batch of %d rows: all over again in smaller micro-batches, of at most %d %s."
-_NONE_ALONE = "The model can't take one row alone: all over again in micro-batches of two rows or more."
+_AGAIN = "Out of memory with a micro-batch of %d rows: starting the batch again in micro-batches of at most %d %s."
+_NONE_ALONE = "The model can't run on a single row: starting the batch again in micro-batches of two rows or more."
 
 
 class RestartWindow(Exception):  # no error: the window runs again

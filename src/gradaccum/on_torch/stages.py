@@ -97,7 +97,7 @@ class Divide:
 
     def __call__(self, total: WindowTotal) -> bool:
         if total.weight == 0:
-            logger.warning("No update: this window of %d micro-batches weighs nothing", total.micro_batches)
+            logger.warning("No update: the total weight of this window's %d micro-batches is 0", total.micro_batches)
             return False
         divisor = total.divisor
         if divisor is None or (type(divisor) is float and divisor == 1):

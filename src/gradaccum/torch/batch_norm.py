@@ -51,7 +51,7 @@ def check_plain(module: nn.Module) -> None:
             what = "hooks" if hooks else "parametrizations"
             raise ValueError(
                 f'{path or "The module"!r} ({type(layer).__name__}) has {what}, which batch_norm="exact" would leave '
-                f"out, because it normalises in the layer's place. Put the {what} on a layer before or behind it."
+                f"out, because it normalises in the layer's place. Put the {what} on a layer before or after it."
             )
 
 

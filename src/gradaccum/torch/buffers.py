@@ -298,7 +298,7 @@ def combine_buffers(module: nn.Module | type[nn.Module], **rules: BufferRule) ->
     |---|---|---|
     | `"mean"`, the default | the mean of the ends, over rows | moving averages of means over rows |
     | `"sum"` | `start + sum_i (end_i - start)` | counts of rows |
-    | `"max"` | the largest end, number by number | largest values, as in the histories of FP8 |
+    | `"max"` | the elementwise maximum of the ends | largest values, as in the histories of FP8 |
     | `"once"` | the first end that differs from the start | power iterations, counters of forward passes |
     | a callable | `rule(module, start, ends)`, after the other buffers, in the order given here | everything else |
 
@@ -366,7 +366,8 @@ def _check_rule(name: str, rule: Any) -> None:
         inspect.signature(rule).bind(None, None, [])
     except TypeError as error:
         raise TypeError(
-            f"A rule is called as rule(module, start, ends). Received: {name}={rule!r}, which can't be: {error}."
+            f"A rule is called as rule(module, start, ends). Received: {name}={rule!r}, which can't be called so: "
+            f"{error}."
         ) from None
     except ValueError:  # of a builtin: nobody knows
         pass
@@ -401,8 +402,8 @@ def warn_of_buffers(buffers: Sequence[tuple[str, str, str]]) -> None:
         listed = [f"{name!r} of {path or 'the model'!r} ({kind})" for path, kind, name in buffers]
         _, kind, name = buffers[0]
         logger.warning(
-            "The update is the large batch's, but these buffers do not become what the large batch makes of them: %s. "
-            "Each becomes the mean, over rows, of where the micro-batches take it. To choose another rule, call "
+            "The update is the large batch's, but these buffers get other values than from the large batch: %s. Each "
+            "becomes the mean, over rows, of its values after the micro-batches. To choose another rule, call "
             'gradaccum.torch.combine_buffers(%s, %s="sum"), or pass "max", "once" or a callable.',
             ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else ""),
             kind,

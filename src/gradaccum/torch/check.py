@@ -60,8 +60,8 @@ def check_equivalence(
         reduction: As for `TrainStep`.
         batch_dims: As for `TrainStep`.
         groups: As for `TrainStep`.
-        batch_norm: As for `TrainStep`: `"exact"` and `"pooled"` have it run the micro-batches, and replace noise by
-            its mean; `"frozen"` freezes the large batch's BatchNorm as well.
+        batch_norm: As for `TrainStep`: `"exact"` and `"pooled"` run the micro-batches by `TrainStep`, and replace noise
+            by its mean; `"frozen"` freezes the large batch's BatchNorm as well.
         device: Where to compute, such as `"cuda"`.
         tolerance: The largest relative error that counts as rounding.
         train_step: `TrainStep`'s other keywords, which don't change exact arithmetic, so one dict serves both.

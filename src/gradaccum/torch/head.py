@@ -234,7 +234,7 @@ def tiling(model: nn.Module, head: Any) -> Callable[[], contextlib.AbstractConte
         if not warned:
             warned.append(what)
             logger.warning(
-                "head: the logits of a micro-batch are computed whole, for %r. Only cross_entropy with classes as "
+                "head: all logits of a micro-batch are computed at once, for %r. Only cross_entropy with classes as "
                 "targets takes tiles, after slices, reshape, transpose and casts.",
                 what,
             )

@@ -225,7 +225,7 @@ def causal_lm(batch: Any, rows: Sequence[Sequence[int]]) -> Any:
 
     Raises:
         TypeError: The batch is no mapping.
-        ValueError: A mask has holes, something has rows and no columns, or a row's first label counts behind padding.
+        ValueError: A mask has holes, something has rows and no columns, or a row's first label counts after padding.
 
     Example:
         >>> ids = torch.tensor([[5, 6, 0], [7, 0, 0]])
@@ -282,25 +282,25 @@ def _check_packable(text: Text) -> None:
     filled = (torch.as_tensor(text.mask) != 0).cpu()
     others = [path for path, _ in masks(text.tree)]
     if len(others) > 1:
-        raise ValueError(f"causal_lm packs batches of one attention mask. Received: {', '.join(others)}.")
+        raise ValueError(f"causal_lm packs batches with one attention mask. Received: {', '.join(others)}.")
     for row, (start, stop) in enumerate(text.spans):
         if not filled[row, start:stop].all():
             raise ValueError(
-                "causal_lm lays each row's tokens one behind the other, so there must be no gap between them. "
-                f"Received: row {row} of a micro-batch with a mask of 0, or a label on padding, between its columns "
-                f"{start} and {stop}. Mark padding with -100 in the labels, or leave out `pack`."
+                "causal_lm puts each row's tokens one after the other, so there must be no gap between them. Received: "
+                f"row {row} of a micro-batch with a mask of 0, or a label on padding, between its columns {start} and "
+                f"{stop}. Mark padding with -100 in the labels, or leave out `pack`."
             )
     for path, leaf in leaves(text.tree):
         if path not in text.dims and has_rows(leaf) and len(leaf.shape) > 0 and leaf.shape[0] == text.rows:
             raise ValueError(
                 f"causal_lm packs tensors that have a column for each token. Received: batch{path} of shape "
-                f"{tuple(leaf.shape)} beside a mask of shape {(text.rows, text.width)}. Write pack(batch, rows) of "
-                "your own."
+                f"{tuple(leaf.shape)} with a mask of shape {(text.rows, text.width)}. Write pack(batch, rows) of your "
+                "own."
             )
         if "label" in path and path in text.dims and leaf.ndim == 2:
             for row, (start, _) in enumerate(text.spans):
                 if start > 0 and leaf[row, start] != IGNORED:
                     raise ValueError(
-                        f"Row {row} of a micro-batch begins behind padding, from which a causal model predicts its "
-                        "first label. Packed, there is no padding: set the first label of such rows to -100."
+                        f"Row {row} of a micro-batch begins after padding, from which a causal model predicts its "
+                        "first label. Packing removes this padding, so set the first label of such rows to -100."
                     )

@@ -62,18 +62,18 @@ def test_in_batches_each_row_is_gathered_once_and_a_plain_loop_closes_its_last_w
 
 def test_a_window_that_the_main_process_alone_has_saved_is_refused_on_all(ranks, tmp_path):
     """Missing, or of another micro-batch of the same window."""
-    for folder, after, again, why in (("one", 2, None, "missing"), ("two", 4, 5, "of another save")):
+    for folder, after, again, why in (("one", 2, None, "missing"), ("two", 4, 5, "from another save")):
         on = (0,) if again is None else (0, 1)
         for said in ranks.run(cases.save, str(tmp_path / folder), after, False, on, again):
-            assert f"a process's part of it is not there: {tmp_path}" in said
+            assert f"a process's part of it can't be used: {tmp_path}" in said
             assert f"optimizer_0_window_1.bin is {why}. Call accelerator.save_state() on all processes" in said
 
 
 def test_parts_that_are_cut_off_or_another_optimizers_or_another_runs_are_refused_on_all(ranks, tmp_path):
     why = {
-        "cut off": "optimizer_1_window_1.bin is not whole (",
-        "exchanged": "optimizer_0_window_1.bin is of another save.",
-        "of another run": "optimizer_1_window_1.bin is of another save.",
+        "cut off": "optimizer_1_window_1.bin is incomplete (",
+        "exchanged": "optimizer_0_window_1.bin is from another save.",
+        "of another run": "optimizer_1_window_1.bin is from another save.",
     }
     for said in ranks.run(cases.load_other_parts, str(tmp_path)):
         assert said["as saved"] == [1, 1]
@@ -109,7 +109,7 @@ def test_files_hold_each_ranks_part_of_the_open_window_and_go_on_there(ranks, tm
     [
         ("too early", "in no model that this Accelerator has prepared. Prepare the model first"),
         ("wrapped", "belong to a sharded model (fully_shard) that the optimizer does not know"),
-        ("alone", "in no model that this Accelerator has sharded. FSDP2 makes parameters anew: prepare both"),
+        ("alone", "in no model that this Accelerator has sharded. FSDP2 replaces parameters, so prepare both"),
         ("FSDP1", "Use FSDP2: FullyShardedDataParallelPlugin(fsdp_version=2)"),
     ],
 )

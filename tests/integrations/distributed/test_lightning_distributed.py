@@ -58,9 +58,9 @@ def test_what_two_ranks_have_saved_inside_a_window_goes_on_exactly_on_one(ranks,
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("loader", "have different numbers of them: 5 batches on rank 0, 3 batches on rank 1"),
-        ("limit", "have different numbers of them: 4 batches on rank 0, 3 batches on rank 1"),
-        ("unsized", "have different numbers of them: further batches on rank 0, the last batch on rank 1"),
+        ("loader", "have different numbers of batches: 5 batches on rank 0, 3 batches on rank 1"),
+        ("limit", "have different numbers of batches: 4 batches on rank 0, 3 batches on rank 1"),
+        ("unsized", "have different numbers of batches: further batches on rank 0, the last batch on rank 1"),
         ("-1", "at a window's last batch on rank 0, closing a window that is short on rank 1"),
         ("schedule", "Ranks have different hyperparameters: lr is 0.1 on rank 0, 0.05 on rank 1"),
     ],
@@ -71,7 +71,7 @@ def test_ranks_that_are_not_in_the_same_place_are_an_error_on_all_at_once(ranks,
 
 def test_a_rank_that_fails_before_a_windows_reduction_is_an_error_on_the_others_at_once(ranks):
     first, second = ranks.run(cases.apart, "error", limit=25)
-    assert "Rank 1 left training by an error, while other ranks went on" in first
+    assert "Rank 1 stopped with an error, while other ranks continued" in first
     assert second == "rank 1 failed"
 
 

@@ -55,7 +55,7 @@ def test_an_argument_is_refused_by_name(more, message, tmp_path):
             r"DeepSpeed keeps gradients of its own.*Remove `deepspeed`",
         ),
         (lambda t: setattr(t.model, "_tp_size", 2), r"2 tensor-parallel ranks\. Remove it"),
-        (lambda t: setattr(t, "is_distributed_loading_by_transformers", True), r"sharded as it was loaded"),
+        (lambda t: setattr(t, "is_distributed_loading_by_transformers", True), r"sharded when it was loaded"),
         (lambda t: setattr(t, "is_fsdp_xla_enabled", True), r"Remove `xla` from `fsdp_config`"),
         (lambda t: setattr(t, "is_fsdp_enabled", True), r"FSDP1 reduces in every backward pass.*Use FSDP2"),
         (lambda t: setattr(t, "aux_loss_enabled", True), r"load-balancing loss"),
@@ -70,7 +70,7 @@ def test_what_shows_only_when_training_begins_is_refused_then(change, message, t
 
 
 def test_neftune_and_max_tokens_do_not_go_together(tmp_path):
-    with pytest.raises(ValueError, match=r"neftune_noise_alpha makes noise.*`max_tokens` shortens"):
+    with pytest.raises(ValueError, match=r"neftune_noise_alpha scales noise.*`max_tokens` shortens"):
         made(tmp_path, {"max_tokens": 36}, neftune_noise_alpha=5.0)
 
 
@@ -133,7 +133,11 @@ def train_with(more, folder, cls=MicroBatchTrainer, micro=None, **keywords):
     ("more", "how", "message"),
     [
         (with_names, {"cls": DropsNames}, r"inputs\['names'\] is a list with an entry for each of 10 rows"),
-        (with_positions, {}, r"labels 10, position_ids 1\. .*in the data collator: tensor.expand\(10, \.\.\.\)"),
+        (
+            with_positions,
+            {},
+            r"labels 10, position_ids 1\. .*repeat what all rows share: tensor.expand\(10, \.\.\.\)",
+        ),
         (
             with_two_masks,
             {"micro": {"max_tokens": 36}},

@@ -25,7 +25,7 @@ def test_options_that_are_none():
         chunked(outputs, 4, batch_argnums="x")
     with pytest.raises(ValueError, match="can't be in both `batch_argnums` and `rng_argnum`"):
         chunked(outputs, 4, batch_argnums=(1, 2), rng_argnum=2)
-    with pytest.raises(TypeError, match="`batch_argnums` names argument 1, and there are 1 positional ones"):
+    with pytest.raises(TypeError, match="`batch_argnums` names argument 1, but there are 1 positional ones"):
         chunked(outputs, 4)(X)
 
 

@@ -102,7 +102,7 @@ def test_a_cause_that_numbers_do_not_tell_is_seen_in_the_loss(loss, batch, kind,
 def test_full_masks_that_hide_a_wrong_weight_are_a_note():
     result = check_equivalence(token_mean, network(), labelled(np.zeros(8, int)))
     assert result.ok
-    assert any("This batch hides what others will show" in note for note in result.notes)
+    assert any("This batch doesn't show the difference that others will" in note for note in result.notes)
 
 
 def test_batch_norm_is_named_by_its_state():
@@ -141,7 +141,7 @@ def dropout(params, batch, key):
 def test_dropout_is_no_difference_where_its_key_is_named(make):
     result = check_equivalence(dropout, network(), BATCH, make(0), rng_argnum=2)
     assert result.ok, result
-    assert any("Random numbers were held" in note for note in result.notes)
+    assert any("Random numbers, such as those of dropout" in note for note in result.notes)
     unnamed = check_equivalence(dropout, network(), BATCH, make(0))
     assert [cause.kind for cause in unnamed.causes] == ["randomness"]
 

@@ -50,7 +50,7 @@ OLDER = pytest.mark.skipif(
 )
 def test_a_weight_that_counts_other_entries_than_the_loss_is_a_line(weight, is_it, caplog):
     said = seen(caplog, SHIFTED, W, (X, MASK), weight=weight)
-    assert said == "" if is_it else "`weight` may be that or not" in said
+    assert said == "" if is_it else "Whether `weight` equals that is unknown" in said
 
 
 BY_ROWS = {
@@ -283,7 +283,7 @@ FOLLOWED = {
     "means of devices": (
         lambda p, b: on_devices(
             lambda p, x, m: jax.lax.pmean(((x @ p) ** 2 * m).sum() / m.sum(), "d")
-        )(p, *b), W, (TEXT, MASK), COUNTED, "`weight` may be that or not",
+        )(p, *b), W, (TEXT, MASK), COUNTED, "Whether `weight` equals that is unknown",
     ),
     "statistics of devices": (
         lambda p, b: (on_devices(lambda p, x, y: jnp.tanh(x @ p - (x @ p).mean(0)), SHARD)(p, *b) ** 2).mean(),
@@ -296,9 +296,9 @@ FOLLOWED = {
     ),
     "a loss that isn't NaN, where something else is so": (
         lambda p, x: (lambda it: jnp.where(jnp.isfinite(it) & (x.mean() > 0), 2 * it, 0.0))((x @ p).mean()), W, X,
-        {}, "can't be told",
+        {}, "can't be decided",
     ),
-    "the size of a mean": (lambda p, x: jnp.abs((x @ p).mean()), W, X, {}, "can't be told"),
+    "the size of a mean": (lambda p, x: jnp.abs((x @ p).mean()), W, X, {}, "can't be decided"),
     "columns by the counts of others": (
         lambda p, b: ((b[0] @ p[:, :3]) * b[1].mean(0) / jnp.roll(b[1].mean(0), 1)).mean(), WIDE, (X, MASK), {},
         "looks across the rows",
@@ -311,18 +311,18 @@ FOLLOWED = {
         {"weight": lambda b: (b[1] * b[1].mean()).sum()}, "a sum over the rows",
     ),
     "parts that make the whole": (
-        lambda p, x: sum((part**2).mean() for part in jnp.split(x @ p, 2)) / 2, W, X, {}, "can't be told",
+        lambda p, x: sum((part**2).mean() for part in jnp.split(x @ p, 2)) / 2, W, X, {}, "can't be decided",
     ),
     "dropout over its count": (dropped_and_counted, W, X, {}, "rng_argnum="),
     "a sum in a loop over rows": (
-        lambda p, x: jax.lax.scan(lambda c, r: (c + r @ p, None), 0.0, x)[0] / len(x), W, X, {}, "can't be told",
+        lambda p, x: jax.lax.scan(lambda c, r: (c + r @ p, None), 0.0, x)[0] / len(x), W, X, {}, "can't be decided",
     ),
     "masks with what all rows share": (
         lambda p, b: (b[0] @ p * (b[1] | (jnp.arange(3) == 0))).mean(), WIDE[:, :3], (X, MASK), {}, "",
     ),
     "a shift by the largest": (
         lambda p, x: (lambda z: jax.nn.logsumexp(z - z.max(), axis=-1) - (z - z.max())[:, 0])(x @ p).mean(), WIDE, X,
-        {}, "can't be told",
+        {}, "can't be decided",
     ),
 }  # fmt: skip
 

@@ -122,7 +122,7 @@ def test_parameters_that_are_integers():
 @pytest.mark.parametrize("extra", [{"value_fn": lambda params: 0.0}, {"grad": ONES}, {}])
 def test_an_inner_optimizer_that_evaluates_the_loss_again(extra):
     optimizer = windowed(optax.lbfgs(), 2)
-    with pytest.raises(ValueError, match=f"`{next(iter(extra), 'grad')}` knows one micro-batch only"):
+    with pytest.raises(ValueError, match=f"`{next(iter(extra), 'grad')}` covers one micro-batch only"):
         optimizer.update(ONES, optimizer.init(ONES), ONES, **extra)
 
 

@@ -58,7 +58,7 @@ def test_the_statement_is_that_of_the_users_program(caplog):
 
 def test_what_does_not_fit_is_an_error_that_states_the_numbers():
     grad_fn = gradaccum.jax.value_and_grad(squared_error, micro_batch_size="auto", memory_limit=1000)
-    with pytest.raises(ValueError, match=r"one row take \d.* there are 1000 B. Raise `memory_limit`"):
+    with pytest.raises(ValueError, match=r"one row take \d.* the limit is 1000 B. Raise `memory_limit`"):
         grad_fn(network(), rows(2))
 
 
@@ -99,7 +99,7 @@ def test_keys_states_static_arguments_and_values_from_around_are_no_hindrance():
 
 def test_a_loss_that_needs_its_surroundings_is_an_error():
     grad_fn = gradaccum.jax.value_and_grad(lambda w, x: jax.lax.psum((w * x).mean(), "i"), micro_batch_size="auto")
-    with pytest.raises(ValueError, match='micro_batch_size="auto" compiles loss_fn by itself'):
+    with pytest.raises(ValueError, match='micro_batch_size="auto" compiles loss_fn alone'):
         jax.vmap(grad_fn, (None, 0), axis_name="i")(1.0, jnp.ones((2, 4)))
 
 

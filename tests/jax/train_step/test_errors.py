@@ -64,16 +64,16 @@ X = np.ones((10, 5))
             "  batch['x']: 10 rows in axis 0 of (10, 5)\n"
             "  batch['y']['label']: 8 rows in axis 0 of (8, 5)\n"
             "  batch['z']: 10 rows in axis 0 of (10,)\n"
-            "Say in `in_axes` where each has its rows",
+            "Give the axis of the rows of each in `in_axes`",
         ),
         ((X, 3.0), {}, ValueError, "batch[1] has no axis 0 for its rows: its shape is ()"),
-        ((X, "text"), {}, TypeError, "batch[1] has no rows: it is no array. Received: 'text'"),
+        ((X, "text"), {}, TypeError, "batch[1] is not an array, so it has no rows. Received: 'text'"),
         (X, {"in_axes": 2}, ValueError, "batch has no axis 2 for its rows: its shape is (10, 5)"),
         (X, {"in_axes": 0.0}, TypeError, "`in_axes` must hold ints and None, as for jax.vmap"),
         (X, {"in_axes": None}, ValueError, "The batch has no leaf with rows. Check `batch_argnums` and `in_axes`."),
         ((), {}, ValueError, "The batch has no leaf with rows"),
         (X[:0], {}, ValueError, "The batch is empty: it has 0 rows."),
-        ({"x": X}, {"in_axes": {"y": 0}}, TypeError, "`in_axes` is no pytree prefix of batch"),
+        ({"x": X}, {"in_axes": {"y": 0}}, TypeError, "`in_axes` is not a pytree prefix of batch"),
         ({"x": X}, {"in_axes": (1,)}, TypeError, "it is that argument's own, without a tuple around it: in_axes=1"),
         (X, {"batch_argnums": (1,), "in_axes": (0, 0)}, ValueError, "or one for each of `batch_argnums`"),
         (X, {"batch_argnums": 3}, TypeError, "`batch_argnums` is 3, but loss_fn was called with 2 positional"),
@@ -91,7 +91,7 @@ def test_a_wrong_batch_is_an_error_that_says_where(batch, keywords, error, messa
 
 def test_a_batch_that_is_passed_by_keyword_is_an_error_that_names_it():
     grad_fn = gradaccum.jax.value_and_grad(lambda w, batch: w * 1.0, micro_batch_size=4)
-    with pytest.raises(TypeError, match=r"1 positional .* with the keywords batch, .* Pass what a number names by pos"):
+    with pytest.raises(TypeError, match=r"1 positional .* with the keywords batch, .* Pass numbered arguments by pos"):
         grad_fn(1.0, batch=X)
 
 
@@ -172,7 +172,7 @@ def returning(value):
             returning(lambda z: (z.mean(), {"n": z})),
             {"has_aux": True, "aux": {"m": "sum"}},
             TypeError,
-            "`aux` is no pytree prefix of the aux of loss_fn",
+            "`aux` is not a pytree prefix of the aux of loss_fn",
         ),
         (
             returning(lambda z: ({"a": (z.mean(), 1)}, z.mean())),

@@ -202,7 +202,7 @@ class Eleven(layers.Layer):
     ("make", "message"),
     [
         (Largest, "These variables of the chunked Largest.*'largest.*/most'"),
-        (Balanced, "The chunked Balanced .*attributes .*balance.*last one's alone"),
+        (Balanced, "The chunked Balanced .*attributes .*balance.*last one's are left"),
         (Eleven, r"could not be proven.*so many rows\?.*verify"),
     ],
 )
@@ -248,7 +248,7 @@ def normalising():
 
 VERIFIED = [
     slow(lambda: Shared("count"), {}, "`call` of Shared itself mixes rows"),
-    (attending, {}, "'attend' .Softmax. mixes rows: what it returns for a row depends on the other"),
+    (attending, {}, "'attend' .Softmax. mixes rows: its output for a row depends on the other"),
     slow(normalising, {"batch_norm": "pooled"}, "'bn' is a BatchNormalization"),
     slow(normalising, {"batch_norm": "frozen"}, ""),
     slow(lambda: layers.Dense(3), {}, ""),

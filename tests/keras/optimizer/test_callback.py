@@ -35,7 +35,7 @@ def test_a_second_wrapped_optimizer_is_named_once(caplog):
         for _ in range(2):
             fit(model, TWO, callback)
     (message,) = logged(caplog)
-    assert "drives the optimizer that the model was compiled with, and no other" in message
+    assert "drives only the optimizer that the model was compiled with" in message
     assert "Not driven: model.critic_optimizer." in message
 
 
@@ -56,8 +56,8 @@ def test_a_window_that_a_backup_restores_is_discarded_where_its_epoch_begins_ane
     assert int(model.optimizer.iterations) == 3
     assert error(model, updated([batches[:3], batches[:3], batches[3:]])) <= fit_bound
     assert logged(caplog)[-1] == (
-        "An open window was loaded during this fit(), whose epoch begins anew: its 2 micro-batches are discarded, as "
-        "they come again."
+        "An open window was loaded during this fit(), whose epoch starts again: the window's 2 micro-batches "
+        "are discarded, because they come again."
     )
 
 

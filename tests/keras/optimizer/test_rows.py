@@ -68,7 +68,7 @@ def test_a_window_whose_rows_are_known_too_late_is_inexact_and_named_or_flushed_
             assert not flush or model.optimizer.flush()
             fit(model, batches[2:])
         assert (error(model, updated(windows)) <= fit_bound) == flush
-        assert ("if they had others, its update is not the large batch's" in caplog.text) != flush
+        assert ("if not, the update is not the large batch's" in caplog.text) != flush
 
 
 class Ends(keras.callbacks.Callback):
@@ -96,8 +96,8 @@ def test_a_window_in_which_fit_was_interrupted_is_discarded_by_the_next_one_and_
     first, second, third = batches[:3], batches[3:6], batches[6:]
     assert error(model, updated([first, first, second, third, first, second, third])) <= fit_bound
     assert logged(caplog) == [
-        "The last fit() was interrupted inside a window, whose 2 micro-batches are discarded. Call optimizer.flush() "
-        "before fit() to make the update of them."
+        "The last fit() was interrupted inside a window, whose 2 micro-batches are discarded. To update with them, "
+        "call optimizer.flush() before fit()."
     ]
 
 
@@ -114,8 +114,8 @@ def test_a_window_that_fit_with_the_callback_opened_is_closed_without_it(make, t
     fit(model, batches[:3], Saves())
     with caplog.at_level(logging.WARNING, "gradaccum"):
         loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert "weighs micro-batches by their rows. It goes on exactly with callbacks=" in caplog.text
-    assert "its update is not the large batch's if they differ" in caplog.text
+    assert "weighs micro-batches by their rows. It stays exact with callbacks=" in caplog.text
+    assert "its update is not the large batch's if their rows differ" in caplog.text
     for batch in batches[2:]:
         loaded.train_on_batch(*batch)
     assert error(loaded, plain(network(), make(), batches, 3, 1)) <= fit_bound

@@ -252,7 +252,7 @@ def test_dropout_draws_what_smaller_micro_batches_draw_where_rows_did_not_fit(ca
     ours, _ = run(make, mse, X, Y, 8, batch_size=ROWS)
     assert relative_error(ours.get_weights(), expected.get_weights()) <= 1e-6
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"][:1] == [
-        "Out of memory with a micro-batch of 8 rows: all over again in smaller micro-batches, of at most 4 rows."
+        "Out of memory with a micro-batch of 8 rows: starting the batch again in micro-batches of at most 4 rows."
     ]
 
 

@@ -171,9 +171,7 @@ def test_attributes_and_buffers_that_micro_batches_leave_otherwise_are_named_onc
         loss_of(small(x)).backward()
     buffers, attributes = caplog.messages
     assert re.match("These buffers of a chunked Does move to the mean.*'moving'", buffers)
-    assert re.match(
-        "These attributes of a chunked Does are changed by one micro-batch after.*'calls', 'last'", attributes
-    )
+    assert re.match("These attributes of a chunked Does are changed by every micro-batch.*'calls', 'last'", attributes)
     assert small.calls == 2 * 3  # one for each micro-batch, none for what is run again
 
 
@@ -265,7 +263,9 @@ def test_it_looks_at_fewer_rows_where_memory_runs_out():
             raise torch.OutOfMemoryError("for the test")
         return h - h.mean(0)
 
-    with pytest.raises(NotEquivalentError, match="4 rows at once differ from the same in micro-batches of 3 and 1"):
+    with pytest.raises(
+        NotEquivalentError, match="4 rows at once differ from the same rows in micro-batches of 3 and 1"
+    ):
         chunked(Does(runs_out), SIZE)(torch.randn(ROWS, 5))
 
 
@@ -278,7 +278,7 @@ def test_what_cannot_be_evaluated_on_a_few_rows_is_a_warning_and_no_error(caplog
 
 def test_random_numbers_of_numpys_cannot_be_given_to_their_rows():
     small = chunked(Does(lambda m, h: h * torch.from_numpy(np.random.rand(*h.shape))), 8)  # noqa: NPY002
-    with pytest.raises(ValueError, match="draws random numbers of NumPy's, which can't be given to their rows"):
+    with pytest.raises(ValueError, match="draws random numbers of NumPy's, which can't be assigned to rows"):
         small.verify(torch.randn(50, 5))
 
 
@@ -413,7 +413,7 @@ CALLS = {  # what is chunked, the options, its inputs, the error
     "a name it doesn't have": (
         linear, {"batch_dims": {"table": None}}, [X], r"`batch_dims` names \['table'\], which Linear.forward",
     ),
-    "a number": (linear, {}, [3], "No tensor with rows"),
+    "a number": (linear, {}, [3], "has no tensor with rows"),
     "lazy parameters": (lambda: nn.LazyLinear(2), {}, [X], "call it on a few rows first"),
     "no mask": (linear, {"max_tokens": 8}, [X], "(?s)needs an attention mask of shape .*shape .10, 3."),
 }  # fmt: skip

@@ -123,7 +123,7 @@ REFUSED: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
             ddp_cases.train_two,
             (sizes, steps),
             "WindowError",
-            "came to the end of an epoch while other ranks went on",
+            "reached the end of an epoch while other ranks continued",
         )
         for sizes in (UNEVEN, [[], [4, 2, 3]])
         for steps in (1, 2)
@@ -172,7 +172,7 @@ def test_one_rank_s_open_window_is_not_another_s(ranks: Processes) -> None:
     assert "on rank 0 of 2" in second.message
 
 
-LEFT = "Rank 1 left in the middle"
+LEFT = "Rank 1 stopped in the middle"
 ONE_RANK: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
     "raises inside a window": [
         (failures.fails, ("ddp", way, where), "ArithmeticError", LEFT)
@@ -184,7 +184,7 @@ ONE_RANK: dict[str, list[tuple[Any, tuple[Any, ...], str, str]]] = {
         (ddp_cases.penalty_later, ((1,), together), "WindowError", LEFT) for together in (False, True)
     ],
     "breaks off alone": [(failures.fails, ("ddp", "batches", "break"), "", LEFT)],
-    "raises in TrainStep": [(failures.step_fails, ("labels",), "ValueError", "Rank 1 left")],
+    "raises in TrainStep": [(failures.step_fails, ("labels",), "ValueError", "Rank 1 stopped")],
     "has no rows for a sharded model that needs some": [(failures.step_fails, ("no rows",), "ValueError", "")],
     "runs out of memory before the first pass": [(failures.step_fails, ("memory",), "OutOfMemoryError", "on rank 1")],
     "has a batch that cannot be used": [

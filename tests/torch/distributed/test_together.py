@@ -42,7 +42,7 @@ def test_an_error_that_smaller_micro_batches_do_not_help_is_one_on_every_rank_th
     assert other <= FLOAT64
     if kind in ("forward", "backward"):
         assert second == "ArithmeticError: one rank's own"
-        assert first.startswith("WindowError: Rank 1 left")
+        assert first.startswith("WindowError: Rank 1 stopped")
     else:
         assert second.startswith("OutOfMemoryError")
         assert "no memory" in second
@@ -70,7 +70,7 @@ def test_auto_is_predicted_by_each_rank_and_all_run_as_many_passes(ranks: Proces
 def test_auto_on_a_loss_that_fake_tensors_cannot_run_is_an_error_on_every_rank(ranks: Processes) -> None:
     first, second = ranks.run(cases.cannot_be_predicted, limit=LIMIT)
     assert second.startswith("ValueError: With a sharded model, micro_batch_size='auto' predicts memory")
-    assert first.startswith("WindowError: Rank 1 left")
+    assert first.startswith("WindowError: Rank 1 stopped")
 
 
 @pytest.mark.parametrize(("fits", "groups"), [pytest.param(999, None, marks=pytest.mark.slow), (20, None), (999, 2)])

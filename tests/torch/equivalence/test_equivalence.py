@@ -473,7 +473,7 @@ class Uncopyable(nn.Module):
         (net(), (X, Y), {"loss_fn": CE, "micro_batch_size": 0}, ValueError, "micro_batch_size"),
         (net(), (X, Y), {"loss_fn": CE, "reductoin": "sum"}, TypeError, "unexpected keyword argument 'reductoin'"),
         (lambda x: x, (X, Y), {"loss_fn": CE}, TypeError, "must be a torch.nn.Module"),
-        (net(), ("text", 3), {"loss_fn": CE}, ValueError, "No tensor with rows"),
+        (net(), ("text", 3), {"loss_fn": CE}, ValueError, "has no tensor with rows"),
     ],
 )
 def test_bad_input_is_one_clear_line(model, batch, keywords, error, message):

@@ -215,14 +215,14 @@ class Centre(nn.Module):
 def test_an_attribute_that_moves_and_decides_the_gradient_is_named():
     message = refused(net(), (X, TARGETS), loss_fn=Centre())
     assert "'loss' moves its buffers (centre)" in message
-    assert "later micro-batches are computed with others" in message
+    assert "later micro-batches see other values" in message
 
 
 def test_a_buffer_that_does_not_go_where_all_rows_take_it_is_named_with_what_to_say(caplog):
     update(net(Codebook()))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "these buffers do not become what the large batch makes of them: 'code' of '2' (Codebook)." in record.message
+    assert "these buffers get other values than from the large batch: 'code' of '2' (Codebook)." in record.message
     assert 'gradaccum.torch.combine_buffers(Codebook, code="sum")' in record.message
 
 
@@ -741,8 +741,8 @@ def noisy(draw, own, loss=CE):
 def test_random_numbers_of_numpy_and_python_that_follow_rows_are_no_accusation(whose, caplog):
     compute_loss = noisy(DRAWN[whose], np.random.default_rng(0))
     update(net(), compute_loss=compute_loss)
-    assert f"draws random numbers of {'its own' if 'own' in whose else whose}, which can't be given" in caplog.text
-    with pytest.raises(ValueError, match="which can't be given to their rows"):
+    assert f"draws random numbers of {'its own' if 'own' in whose else whose}, which can't be assigned" in caplog.text
+    with pytest.raises(ValueError, match="which can't be assigned to rows"):
         check_equivalence(net(), (X, Y), compute_loss=compute_loss)
 
 

@@ -328,7 +328,7 @@ class LeavesAttributes(nn.Module):
 def test_a_block_that_reads_what_the_model_leaves_in_an_attribute_is_named(options: dict[str, Any], place: int) -> None:
     model, x = LeavesAttributes(), torch.randn(16, 6, dtype=torch.float64)
     step = in_twos(model, model.layers, compute_loss=mse, **options)
-    again = rf"the block 'layers\.{place}' failed there.*Does it read what the model"
+    again = rf"the block 'layers\.{place}' failed there.*If it reads what the model"
     with unchanged(model), pytest.raises(NotEquivalentError, match=again):
         step(x, x)
 

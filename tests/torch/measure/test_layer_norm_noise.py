@@ -255,9 +255,9 @@ REFUSED = {
     ),
     "skip_micro_batch": (
         lambda: by_optimizer(Network(), *data(), 8, **BY_LAYERS, nonfinite="skip_micro_batch"),
-        'nonfinite="skip_micro_batch" keeps the sum beside it',
+        'nonfinite="skip_micro_batch" keeps the sum elsewhere',
     ),
-    "sharded": (sharded, "of a sharded model each rank has a part"),
+    "sharded": (sharded, "in a sharded model each rank has only a part"),
 }  # fmt: skip
 
 

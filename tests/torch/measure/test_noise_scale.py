@@ -98,7 +98,7 @@ def test_without_rows_it_counts_in_micro_batches_and_says_so(reduction):
     scale = trained_by_optimizer(Linear(), (3, 3, 3, 3), weighed=False, reduction=reduction).noise_scale
     assert_measured(scale, factor=3.0)
     assert scale.unit == "micro-batches"
-    assert "To have it in rows" in scale.advice()
+    assert "To measure it in rows" in scale.advice()
 
 
 @pytest.mark.parametrize("weighed", [True, pytest.param(False, marks=pytest.mark.slow)])

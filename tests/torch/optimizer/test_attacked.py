@@ -203,7 +203,7 @@ def test_weights_whose_total_would_overflow_or_lose_digits_are_refused_at_the_en
 
 def test_a_loop_of_batches_inside_of_another_one_is_among_the_causes_that_are_named():
     model, optimizer = made()
-    with pytest.raises(WindowError, match=r"or is another loop over the same optimizer's batches\(\)"):
+    with pytest.raises(WindowError, match=r"another loop over the same optimizer's batches\(\)"):
         for _ in optimizer.batches(BATCHES):
             for _ in optimizer.batches(BATCHES):
                 pass
@@ -215,7 +215,7 @@ def test_an_optimizer_that_goes_with_an_open_window_says_so(caplog):
     for x, y in BATCHES[:4]:
         trained(model, optimizer, x, y)
     del optimizer
-    assert caplog.text.count("is gone whose open window held 1 of 3 micro-batches") == 1
+    assert caplog.text.count("was deleted while its open window held 1 of 3 micro-batches") == 1
 
 
 def loaded_in_the_body(optimizer, model):

@@ -253,7 +253,11 @@ def test_what_is_wrong_with_steps_that_are_missing_or_come_from_a_callable_is_na
     [
         (lambda state: None, TypeError, "must be a dict, as state_dict() returns it"),
         (lambda state: {**state, "param_groups": [{}]}, ValueError, "a group has no 'params'"),
-        (lambda state: {**state, "gradaccum": 1}, ValueError, "not whole: epoch, updates, in_epoch, window is missing"),
+        (
+            lambda state: {**state, "gradaccum": 1},
+            ValueError,
+            "incomplete: epoch, updates, in_epoch, window is missing",
+        ),
         (lambda state: {**state, "gradaccum": without("window", state["gradaccum"])}, ValueError, "window is missing"),
         (lambda state: {**state, "gradaccum": without("gradients", state["gradaccum"])}, ValueError, "gradients is"),
         (

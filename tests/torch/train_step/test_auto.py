@@ -59,7 +59,7 @@ def test_it_climbs_and_settles_within_two_updates_and_tells_so_and_what_changes_
         step(*batch)
     assert step.micro_batch_size == 4
     assert len(caplog.records) == 2
-    failed = "Out of memory with a micro-batch of 8 rows: all over again in smaller micro-batches, of at most 4"
+    failed = "Out of memory with a micro-batch of 8 rows: starting the batch again in micro-batches of at most 4"
     assert failed in caplog.text
     assert "micro_batch_size='auto': 4 of 64 rows" in caplog.text
 

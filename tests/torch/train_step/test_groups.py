@@ -203,7 +203,7 @@ def test_terms_and_groups_go_together():
 
 WRONG = {
     "too many rows": (8, 4, r"group 0 \(8 rows\) in micro_batch_size=4. Its rows stay together"),
-    "no multiple": (5, "auto", "groups=5 keeps 5 rows together, and the batch has 24"),
+    "no multiple": (5, "auto", "groups=5 keeps 5 rows together, but the batch has 24"),
     "too few ids": (torch.arange(23), 4, "one whole number for each of the batch's 24 rows. Received: shape .23,."),
     "no whole numbers": (torch.rand(24), 4, "one whole number for each"),
     "names": (

@@ -75,7 +75,7 @@ def assert_tiled(compute_loss, weight, model=None, **keywords):
 @pytest.mark.parametrize("kind", LOSSES)
 def test_tiles_make_the_update_of_whole_logits(kind, caplog):
     assert_tiled(*LOSSES[kind])
-    assert not [record for record in caplog.records if "computed whole" in record.message]
+    assert not [record for record in caplog.records if "computed at once" in record.message]
 
 
 def test_a_torch_nn_loss_takes_tiles():
@@ -93,7 +93,7 @@ def test_the_head_of_transformers_is_found(kind, caplog):
     model = tiny(kind)
     keywords = {"compute_loss": output_loss, "weight": shifted, "micro_batch_size": 4, "head": "auto"}
     assert_same_for_transformers(model, data("right"), **keywords)
-    assert not [record for record in caplog.records if "computed whole" in record.message]
+    assert not [record for record in caplog.records if "computed at once" in record.message]
     assert type(model.get_output_embeddings()) is nn.Linear
 
 
@@ -129,7 +129,7 @@ def test_what_takes_no_tiles_is_computed_and_said_once(caplog):
     for loss, what in ((halved, "operator.truediv"), (own, "log_softmax"), (of_some_classes, "indexing")):
         caplog.clear()
         assert_tiled(loss, None)
-        (record,) = [record for record in caplog.records if "computed whole" in record.message]
+        (record,) = [record for record in caplog.records if "computed at once" in record.message]
         assert f"for {what!r}" in record.message
 
 

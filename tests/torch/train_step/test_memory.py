@@ -146,7 +146,7 @@ def test_random_numbers_and_buffers_are_as_if_the_micro_batch_that_failed_never_
         # it began once more, and no more than once
         assert make is not Second or micro == fits or sum(model.sizes) == 13 + sum(model.sizes[:2])
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
-    assert make is not Second or "all over again in smaller micro-batches, of at most 2 rows" in caplog.text
+    assert make is not Second or "starting the batch again in micro-batches of at most 2 rows" in caplog.text
 
 
 class Draws(Fragile):
@@ -231,7 +231,7 @@ def test_statistics_of_a_failed_backward_pass_are_not_mixed_with_others(choice, 
         step_of(model, micro_batch_size=size, batch_norm=choice)(*batch)
     assert failing.sizes == [6, 6, 3, 3, 3, 3]
     assert relative_error(failing.state_dict().values(), fits.state_dict().values()) <= FLOAT64
-    assert "6 rows: all over again in smaller micro-batches, of at most 3 rows" in caplog.text
+    assert "6 rows: starting the batch again in micro-batches of at most 3 rows" in caplog.text
 
 
 class StartsLate(nn.Module):

@@ -423,7 +423,7 @@ class Before(nn.Module):
 def test_a_model_that_mixes_packed_rows_is_refused_by_name(rows):
     model = Mixing()
     batch = {name: value[:rows] for name, value in data("right", 1)[0][0].items()}
-    message = r"'before' \(Before\) gives the tokens of a row something else"
+    message = r"'before' \(Before\) gives a row's tokens other outputs"
     with left_as_it_was(model, NotEquivalentError, message):
         packed_step(model)(batch)
 
@@ -432,7 +432,7 @@ def test_transformers_with_a_cache_mixes_packed_rows_and_is_refused_by_name():
     def cached(batch, rows):
         return {**causal_lm(batch, rows), "use_cache": True}
 
-    with pytest.raises(NotEquivalentError, match=r"'model.layers.0.self_attn' \(LlamaAttention\) gives the tokens"):
+    with pytest.raises(NotEquivalentError, match=r"'model.layers.0.self_attn' \(LlamaAttention\) gives a row's tokens"):
         packed_step(tiny("llama"), pack=cached)(*data("right", 1)[0])
 
 
@@ -492,7 +492,7 @@ MASK = (IDS > 0).long()
         ((IDS, MASK), TypeError, "a flat mapping"),
         ({"attention_mask": torch.tensor([[1, 0, 1], [1, 0, 0]])}, ValueError, "row 0 of a micro-batch"),
         ({"attention_mask": MASK, "score": torch.ones(2)}, ValueError, r"batch\['score'\] of shape \(2,\)"),
-        ({"attention_mask": MASK.flip(1), "labels": IDS.flip(1)}, ValueError, "Row 0 of a micro-batch begins behind"),
+        ({"attention_mask": MASK.flip(1), "labels": IDS.flip(1)}, ValueError, "Row 0 of a micro-batch begins after"),
         ({"attention_mask": MASK, "cross_attention_mask": MASK}, ValueError, "one attention mask"),
     ],
 )

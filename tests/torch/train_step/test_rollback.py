@@ -136,7 +136,7 @@ def test_what_cannot_be_taken_back_is_told_and_from_then_on_it_can(kind):
     step(*data[0])
     before, generator = everything(model, optimizer), torch.get_rng_state()
     optimizer.mode = FailsAt(operations(optimizer) - 1)
-    with pytest.raises(torch.OutOfMemoryError, match="may have been changed by then: go on from a checkpoint"):
+    with pytest.raises(torch.OutOfMemoryError, match="may already have changed: continue from a checkpoint"):
         step(*data[1])
     assert not same(everything(model, optimizer), before)
     assert torch.equal(torch.get_rng_state(), generator)
@@ -157,7 +157,7 @@ def test_any_other_error_of_an_optimizer_changes_nothing_in_the_first_update_and
     optimizer.mode = FailsAt(5, failure)
     with pytest.raises(kind):
         step(*data[1])
-    assert f"{kind.__name__}. Parameters and optimizer state may have been changed" in caplog.text
+    assert f"{kind.__name__}. Parameters and optimizer state may already have changed" in caplog.text
 
 
 @pytest.mark.parametrize("choice", ["pooled", "exact", "frozen"])
@@ -264,7 +264,7 @@ def test_memory_that_runs_out_where_a_closure_is_optional_changes_nothing_or_say
         before = everything(model, optimizer)
         if number == 2:
             left = 1
-            with pytest.raises(torch.OutOfMemoryError, match="go on from a checkpoint" if first else "as they were"):
+            with pytest.raises(torch.OutOfMemoryError, match="continue from a checkpoint" if first else "as they were"):
                 step(*batch)
             left = math.inf
             if first:  # the first time that this one evaluates twice

@@ -268,7 +268,7 @@ class Tokens(Plan):
                     f"A group does not fit into a micro-batch: {groups.described(groups.ids[piece.rows[0]])} of up to "
                     f"{piece.tokens // piece.size} columns, {piece.tokens} padded tokens, in max_tokens={budget}"
                     + (f", micro_batch_size={most}" if most is not None else "")
-                    + ". Its rows stay together, so allow for more."
+                    + ". Its rows stay together, so allow more."
                 )
 
     @property

@@ -32,9 +32,9 @@ logger = logging.getLogger("gradaccum")
 _NAMES = (
     PrivateName("accelerator", "_optimizers", "saves the optimizer, and links schedulers to it"),
     PrivateName("accelerator", "_models", "holds the prepared model"),
-    PrivateName("accelerator", "clip_grad_norm_", "is led to the finished gradient"),
+    PrivateName("accelerator", "clip_grad_norm_", "is applied to the finished gradient"),
     PrivateName("accelerator", "clip_grad_value_", "the same"),
-    PrivateName("accelerator", "_schedulers", "are missed by updates after the loop, which is said"),
+    PrivateName("accelerator", "_schedulers", "miss updates after the loop, which a warning reports"),
     PrivateName("accelerator", "gradient_state.num_steps", "tells whether Accelerate accumulates as well"),
     PrivateName("accelerator", "gradient_state.dataloader_references", "tells which batch is the epoch's last"),
     PrivateName("accelerator", "register_save_state_pre_hook", "saves the other ranks' part of an open window"),
@@ -62,9 +62,9 @@ def prepare_optimizer(
 ) -> PreparedOptimizer:
     """Wrap an optimizer, and register it with the Accelerator as `accelerator.prepare` does.
 
-    Call it after `accelerator.prepare(model)`. Loop over `optimizer.batches(loader)`, where a batch weighs its rows, or
-    over a prepared loader, where all batches weigh the same. The last batch of either closes the epoch's last window.
-    An FSDP2 plugin prepares model and optimizer together, so pass the optimizer that
+    Call it after `accelerator.prepare(model)`. Loop over `optimizer.batches(loader)`, where a batch's weight is its
+    rows, or over a prepared loader, where all batches weigh the same. The last batch of either closes the epoch's last
+    window. An FSDP2 plugin prepares model and optimizer together, so pass the optimizer that
     `model, inner = accelerator.prepare(model, inner)` returns.
 
     Args:
@@ -183,7 +183,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return self._norm if self._norm is not None else self.optimizer.grad_norm
 
     def backward(self, loss: Tensor, weight: float | None = None, **how: Any) -> None:
-        """Add this micro-batch's gradient to the open window, as `accelerator.backward` does, weighed.
+        """Add this micro-batch's gradient to the open window, as `accelerator.backward` does, with its weight.
 
         Args:
             loss: Scalar, the mean over this micro-batch.
@@ -330,9 +330,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
         if any(hasattr(one.step, "_wrapped_by_lr_sched") for one in own[:2]) or any(one in own for one in prepared):
             self._warned_of_schedules = True
             logger.warning(
-                "An update was made after the loop, whose body steps no schedule for it: its last batch was skipped, "
-                "or other ranks had more. A hook steps for each update: "
-                "optimizer.register_step_post_hook(lambda *_: scheduler.step())."
+                "An update was made after the loop, because the last batch was skipped or other ranks had more. A "
+                "scheduler that the loop's body steps misses it. Use a hook: optimizer.register_step_post_hook(lambda "
+                "*_: scheduler.step())."
             )
 
 
@@ -396,10 +396,10 @@ class ClipSettings(Settings):
         clips = channel.gather(self._clips)
         if any(one != clips[0] for one in clips):
             raise WindowError(
-                f"Ranks clip the gradient in different ways: {by_rank([one or 'none' for one in clips])} "
-                "(function, parameters by their place in the optimizer, arguments). Nothing was updated. Call the "
-                "Accelerator's clipping with the same arguments on every rank; where one has no batch at all, "
-                "prepare_optimizer(..., clip_grad_norm=...) clips there, too."
+                f"Ranks clip the gradient in different ways: {by_rank([one or 'none' for one in clips])} (function, "
+                "parameters by their place in the optimizer, arguments). Nothing was updated. Call the Accelerator's "
+                "clipping with the same arguments on every rank; for a rank without any batch, prepare_optimizer(..., "
+                "clip_grad_norm=...) clips, too."
             )
 
 
@@ -442,18 +442,17 @@ class WindowFiles:
             try:
                 part = torch.load(file, map_location="cpu", weights_only=True)
                 if (part.get("save"), part.get("rank")) != (window.get("save"), [own, size]):
-                    why = "of another save"
+                    why = "from another save"
             except FileNotFoundError:
                 why = "missing"
             except Exception as error:  # cut off: errors of zip files, of pickles, of tensors
-                why = f"not whole ({type(error).__name__})"
+                why = f"incomplete ({type(error).__name__})"
         problems = [problem for problem in gather_object([why and f"{file} is {why}"]) if problem]
         if problems:
             raise WindowError(
-                f"The checkpoint was taken inside a window, and a process's part of it is not there: {problems[0]}. "
-                "Call accelerator.save_state() on all processes, not on the main one alone, let it finish on "
-                "all of them, and keep the folder where all of them can read it; or save when `optimizer.updated` is "
-                "True."
+                f"The checkpoint was taken inside a window, and a process's part of it can't be used: {problems[0]}. "
+                "Call accelerator.save_state() on all processes, not on the main one alone, let it finish on all of "
+                "them, and keep the folder where all of them can read it; or save when `optimizer.updated` is True."
             )
         return {**state_dict, KEY: part}
 
@@ -514,8 +513,8 @@ def _checked_model(
         model = next((m for m in models if own & {*map(id, m.parameters())}), None)
     if sharded and model is None:
         raise ValueError(
-            "The optimizer's parameters are in no model that this Accelerator has sharded. FSDP2 makes parameters "
-            "anew: prepare both, model, inner = accelerator.prepare(model, inner); then prepare_optimizer(accelerator, "
+            "The optimizer's parameters are in no model that this Accelerator has sharded. FSDP2 replaces parameters, "
+            "so prepare both: model, inner = accelerator.prepare(model, inner); then prepare_optimizer(accelerator, "
             "inner, steps)."
         )
     parts = () if model is None else model.modules()  # the ranks may train a part of it together

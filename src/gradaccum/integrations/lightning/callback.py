@@ -67,8 +67,8 @@ class GradientAccumulation(Callback):
         if self._schedule.function is not None:
             raise TypeError(
                 "`steps` must be an int >= 1 or {epoch: steps} here: Lightning counts windows from an epoch's first "
-                f"batch, so that their length cannot change inside of it. Received: steps={steps!r}. An optimizer "
-                "that is wrapped in configure_optimizers takes a callable."
+                f"batch, so their length cannot change within an epoch. Received: steps={steps!r}. An optimizer that "
+                "is wrapped in configure_optimizers takes a callable."
             )
         self._weigh = BatchWeight(weight, "GradientAccumulation()")
         self._window = Window()
@@ -172,9 +172,9 @@ class GradientAccumulation(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if not self._expected:
             raise ValueError(
-                "The closure of a batch was evaluated again: by an optimizer that searches along a line, or by the "
-                "module's optimizer_step. It would have to run the whole window again. Remove GradientAccumulation, or "
-                "use gradaccum.torch.TrainStep under manual optimization."
+                "The closure of a batch was evaluated again, by an optimizer with a line search or by the module's "
+                "optimizer_step. It would have to run the whole window again. Remove GradientAccumulation, or use "
+                "gradaccum.torch.TrainStep under manual optimization."
             )
         if trainer.world_size > 1:  # whose reduction writes to the gradients
             self._check_sum()
@@ -240,7 +240,7 @@ class GradientAccumulation(Callback):
             self._settings = None  # once in this window
             logger.warning(
                 "Hyperparameters changed, %s inside an open window: the update uses the last ones. A scheduler with "
-                "interval='step' steps once per update; what else changes them belongs into on_before_optimizer_step.",
+                "interval='step' steps once per update; make other changes in on_before_optimizer_step.",
                 ", ".join(changed.values()),
             )
 
@@ -258,7 +258,7 @@ class GradientAccumulation(Callback):
             self._close(manual_reduce=True)
         total = (self._total or 0.0) / (window.unit or 1.0)
         if not total:
-            logger.warning("No update: this window of %d micro-batches weighs nothing", window.micro_batches)
+            logger.warning("No update: the total weight of this window's %d micro-batches is 0", window.micro_batches)
             for parameter in self._parameters():
                 parameter.grad = None
         elif (factor := trainer.accumulate_grad_batches * trainer.world_size / total) != 1:
@@ -356,7 +356,7 @@ class GradientAccumulation(Callback):
             raise WindowError(
                 f"The checkpoint was taken inside a window of {window['steps']} steps ({window['micro_batches']} of "
                 f"them done), and GradientAccumulation has steps={steps} there. Resume with {window['steps']}, or from "
-                "a checkpoint taken when a window was closed."
+                "a checkpoint taken between windows."
             )
         parameters = self._parameters()
         share = window.get("ranks", trainer.world_size) / trainer.world_size  # of what all ranks had

@@ -45,8 +45,8 @@ def _wrong(trainer: Trainer, module: LightningModule, callback: Callback) -> Ite
     version = lightning.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < (2, 6):
         yield (
-            f"lightning {version} leaves schedulers out where a module ends an epoch, so that windows "
-            "would not match them. Use lightning 2.6, or remove GradientAccumulation."
+            f"lightning {version} skips schedulers when a module ends an epoch, so windows would not match them. Use "
+            "lightning 2.6, or remove GradientAccumulation."
         )
     for name in _NAMES:
         if missing := name.missing_from(trainer, f"lightning {version}"):
@@ -68,8 +68,8 @@ def _wrong(trainer: Trainer, module: LightningModule, callback: Callback) -> Ite
     code = getattr(module.training_step, "__code__", None)
     if code is not None and "dataloader_iter" in code.co_varnames[: code.co_argcount]:
         yield (
-            "training_step(dataloader_iter) fetches its batches itself, so that their weight is not known. Take the "
-            "batch: training_step(batch, batch_idx)."
+            "training_step(dataloader_iter) fetches its batches itself, so their weight is unknown. Define "
+            "training_step(batch, batch_idx)."
         )
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
         yield (
@@ -104,8 +104,8 @@ class Varying:
 
     def __rtruediv__(self, batches: object) -> float:
         raise ValueError(
-            "trainer.estimated_stepping_batches takes one length of windows for all epochs, and GradientAccumulation "
-            "was given a table. Count the updates of each epoch yourself: math.ceil(batches / steps)."
+            "trainer.estimated_stepping_batches assumes one window length for all epochs, but GradientAccumulation has "
+            "a table. Count the updates of each epoch yourself: math.ceil(batches / steps)."
         )
 
 
@@ -259,8 +259,8 @@ class Ranks:
         left = [rank for rank, one in enumerate(kinds) if one is Kind.ABORTED]
         if left:
             raise WindowError(
-                f"Rank{'s' * (len(left) > 1)} {', '.join(map(str, left))} left training by an error, while other ranks "
-                "went on. Look at the error there."
+                f"Rank{'s' * (len(left) > 1)} {', '.join(map(str, left))} stopped with an error, while other ranks "
+                "continued. Look at that rank's own error."
             )
         if len({*kinds}) > 1:
             raise WindowError(
@@ -274,7 +274,7 @@ class Ranks:
 def _check_even(values: list[float], found: list[str]) -> None:
     if len({*values}) > 1:
         raise WindowError(
-            f"Lightning's ranks wait for each other in every batch, and have different numbers of them: "
+            "Lightning's ranks wait for each other in every batch, but have different numbers of batches: "
             f"{by_rank(found)}. Leave use_distributed_sampler=True, or cut all ranks' loaders to the shortest one; or "
             "wrap the optimizer in a loop with Fabric, where optimizer.batches(loader) takes different numbers."
         )

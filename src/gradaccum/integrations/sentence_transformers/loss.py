@@ -190,7 +190,7 @@ def _embedded(
         if replaced.__module__.startswith("sentence_transformers."):
             raise ValueError(
                 f"A {replaced.__name__} replaces the model's forward while the loss is computed, as MatryoshkaLoss and "
-                "AdaptiveLayerLoss do. It is gone when backward computes the embeddings again. Use "
+                "AdaptiveLayerLoss do. The replacement is gone when backward computes the embeddings again. Use "
                 "sentence-transformers' own CachedMultipleNegativesRankingLoss inside of them."
             )
     key = id(inside), rows, max_tokens

@@ -82,7 +82,9 @@ class Denominator:
             wrong = [name for name, flag in zip(self.left, found) if flag]
         if wrong and len(wrong) < len(self.left):
             self.left = [name for name in self.left if name not in wrong]
-            logger.debug("The loss is not a mean over %s. Left: %s.", ", ".join(wrong), ", ".join(self.left))
+            logger.debug(
+                "The loss is not a mean over %s. Remaining candidates: %s.", ", ".join(wrong), ", ".join(self.left)
+            )
 
     def _refuted(self, batch: Batch) -> list[str]:
         tree, weights = batch.tree[0], dict[str, Tensor]()

@@ -64,7 +64,7 @@ class LargeBatch:
         if return_outputs:
             raise TypeError(
                 f"{type(trainer).__name__}.training_step asks compute_loss for the outputs of the large batch, which "
-                "are never there at once. Leave out return_outputs=True in training."
+                "never exist at once. Leave out return_outputs=True in training."
             )
         blocks = blocks_of(trainer)
         check_cuttable(inputs, blocks, self.micro_batches.max_tokens)
@@ -84,8 +84,8 @@ class LargeBatch:
             except NotEquivalentError as error:
                 raise NotEquivalentError(
                     f"{error}\nThe loss is {type(trainer).__name__}.compute_loss on a part of the batch, with the "
-                    "`num_items_in_batch` of that part. MicroBatchTrainer(weight=...) takes a `weight`, where it is a "
-                    "mean over something else."
+                    "`num_items_in_batch` of that part. If it is a mean over something else, pass "
+                    "MicroBatchTrainer(weight=...)."
                 ) from None
             if all(p.grad is None for group in trainer.optimizer.param_groups for p in group["params"]):
                 loss = self._leave_zeros(model, own, batch)
@@ -211,15 +211,14 @@ def _check_even(everybody: list[list[int]], trainer: str) -> None:
     if any(one[:2] != everybody[0][:2] for one in everybody):
         found = [f"{n} batches" if n >= 0 else "the last batch" if last else "more" for n, last, *_ in everybody]
         raise WindowError(
-            f"Ranks have different numbers of batches: {by_rank(found)}. A rank that has used up its own would be "
-            "waited for. Leave even_batches=True in `accelerator_config`, or cut the data of all ranks to the shortest."
+            f"Ranks have different numbers of batches: {by_rank(found)}. The others would wait for a rank that has "
+            "none left. Leave even_batches=True in `accelerator_config`, or cut the data of all ranks to the shortest."
         )
     if any(one[2] != everybody[0][2] for one in everybody):
         found = [f"{rows} rows, {passes} micro-batches" for *_, passes, rows in everybody]
         raise WindowError(
-            f"{trainer}.compute_loss gathers metrics over the ranks, so all of them need as many "
-            f"micro-batches. Received: {by_rank(found)}. "
-            "Set dataloader_drop_last=True, or have all ranks' batches of one size."
+            f"{trainer}.compute_loss gathers metrics over the ranks, so all of them need as many micro-batches. "
+            f"Received: {by_rank(found)}. Set dataloader_drop_last=True, or give all ranks batches of one size."
         )
 
 

@@ -46,7 +46,7 @@ def as_rows(inputs: Mapping[str, Any], blocks: int = 1) -> dict[str, Any]:
     most = max((len(leaf) for leaf in batch.values() if has_rows(leaf)), default=0)
     if most % blocks:
         raise ValueError(
-            f"A batch of {blocks} rows for each example has a multiple of {blocks} rows. Received: {most} rows."
+            f"A batch of {blocks} rows per example must have a multiple of {blocks} rows. Received: {most} rows."
         )
     examples = {
         name: batch.pop(name).unflatten(0, (blocks, -1)).transpose(0, 1)
@@ -141,9 +141,9 @@ def check_cuttable(inputs: Any, blocks: int, max_tokens: int | None) -> None:
     rows = set(lengths.values())
     if blocks == 1 and len(rows) > 1:
         raise ValueError(
-            "A micro-batch takes rows of each tensor in the batch, and these have different numbers of rows: "
-            f"{', '.join(f'{name} {length}' for name, length in lengths.items())}. Give what all rows share to each of "
-            f"them in the data collator: tensor.expand({max(rows)}, ...)."
+            "A micro-batch takes rows of each tensor in the batch, but these have different numbers of rows: "
+            f"{', '.join(f'{name} {length}' for name, length in lengths.items())}. In the data collator, repeat what "
+            f"all rows share: tensor.expand({max(rows)}, ...)."
         )
     for name, value in inputs.items():
         if isinstance(value, (list, tuple)) and len(value) in rows and not any(map(has_rows, value)):

@@ -102,13 +102,13 @@ def _across_rows(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
         )
     if trainer.args.neftune_noise_alpha is not None and micro_batches.max_tokens is not None:
         yield (
-            "neftune_noise_alpha makes noise by the length of the padded rows, which `max_tokens` shortens. Remove one "
-            "of them."
+            "neftune_noise_alpha scales noise by the length of the padded rows, which `max_tokens` shortens. Remove "
+            "one of them."
         )
     if micro_batches.verify and (router := _router(trainer)):
         yield (
             f"{router} adds the router's load-balancing loss, which looks across the whole batch: micro-batches would "
-            "balance each by itself. Switch it off, or say with verify=False that this is meant."
+            "balance each by itself. Switch it off, or pass verify=False if this is intended."
         )
 
 
@@ -118,16 +118,16 @@ def _strange_ranks(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
     for kind, size in sizes.items():
         if size > 1:
             yield (
-                f"{kind}-parallel ranks share the rows of a batch, and micro-batches don't know that. Received: a "
+                f"{kind}-parallel ranks share the rows of a batch, which micro-batches don't support. Received: a "
                 f"parallelism_config of {size} {kind}-parallel ranks. Remove it."
             )
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         yield (
-            "This model was sharded as it was loaded (distributed_config), in a way that micro-batches don't know. "
-            'Load it plainly, and let Accelerate shard it: fsdp_config={"version": 2}.'
+            "This model was sharded when it was loaded (distributed_config), which micro-batches don't support. Load "
+            'it unsharded, and let Accelerate shard it: fsdp_config={"version": 2}.'
         )
     if getattr(trainer, "is_fsdp_xla_enabled", False):
-        yield "XLA's FSDP has ranks that micro-batches don't know. Remove `xla` from `fsdp_config`."
+        yield "Micro-batches don't support the ranks of XLA's FSDP. Remove `xla` from `fsdp_config`."
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         yield (

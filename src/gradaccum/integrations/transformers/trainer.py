@@ -30,7 +30,8 @@ class MicroBatchTrainer(transformers.Trainer):
             process with an int and `verify`, rows of text are sorted by length and trimmed, if the gradient shows
             that padding doesn't count.
         max_tokens: Padded tokens of a micro-batch: rows are sorted by length, trimmed and packed.
-        weight: `weight(inputs) -> number`, what the loss is a mean over, if neither rows nor labels. Adds up over rows.
+        weight: `weight(inputs) -> number`, what the loss is a mean over, if neither rows nor labels. It must add up
+            over rows.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
         verify: Prove the first update, and the first of each new kind of batch, on a few rows.
 

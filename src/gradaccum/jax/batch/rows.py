@@ -80,13 +80,13 @@ class Batch:
                 shape = jax.typeof(leaf).shape
             except TypeError:
                 raise TypeError(
-                    f"{paths[position]} has no rows: it is no array. Received: {leaf!r}. Mark it with None in "
-                    f"`in_axes` if every micro-batch is to have it whole."
+                    f"{paths[position]} is not an array, so it has no rows. Received: {leaf!r}. Mark it with None in "
+                    "`in_axes` if every micro-batch needs it whole."
                 ) from None
             if not -len(shape) <= axis < len(shape):
                 raise ValueError(
-                    f"{paths[position]} has no axis {axis} for its rows: its shape is {shape}. Say in `in_axes` where "
-                    "its rows are, or None if every micro-batch is to have it whole."
+                    f"{paths[position]} has no axis {axis} for its rows: its shape is {shape}. Give the axis of its "
+                    "rows in `in_axes`, or None if every micro-batch needs it whole."
                 )
             self.axes[position] = axis % len(shape)
             lengths.add(shape[axis])
@@ -101,7 +101,7 @@ class Batch:
             raise ValueError(
                 "The leaves of the batch have different numbers of rows:\n"
                 + "\n".join(lines)
-                + "\nSay in `in_axes` where each has its rows, None for what every micro-batch is to have whole."
+                + "\nGive the axis of the rows of each in `in_axes`, None for what every micro-batch needs whole."
             )
         (rows,) = lengths
         if rows == 0:
@@ -218,7 +218,7 @@ def spread(prefix: Any, tree: Any, option: str, name: str) -> list[Any]:
             hint = (
                 f" For one batch argument it is that argument's own, without a tuple around it: in_axes={prefix[0]!r}."
             )
-        raise TypeError(f"`{option}` is no pytree prefix of {name}: {option}={prefix!r}.{hint} {error}") from None
+        raise TypeError(f"`{option}` is not a pytree prefix of {name}: {option}={prefix!r}.{hint} {error}") from None
     return found
 
 

@@ -75,8 +75,8 @@ def chunked(
         for name, number in [*(("batch_argnums", n) for n in batches), *(("rng_argnum", n) for n in keys)]:
             if number >= len(args):
                 raise TypeError(
-                    f"`{name}` names argument {number}, and there are {len(args)} positional ones (the first is 0). "
-                    "Pass it by position, or say another number."
+                    f"`{name}` names argument {number}, but there are {len(args)} positional ones (the first is 0). "
+                    "Pass it by position, or give another number."
                 )
         batch = Batch(tuple(args[n] for n in batches), axes, argument_names(fn, batches))
         groups = batch.groups(micro_batch_size)

@@ -100,9 +100,9 @@ class Body:
                 )
         if not self.keys and drawn_shapes(one.jaxpr) != drawn_shapes(two.jaxpr):
             raise ValueError(
-                "The function draws random numbers for its rows from a key that all micro-batches share, so that each "
-                "would draw the same ones. Name the argument that is the key, rng_argnum=..., and each micro-batch "
-                "gets one that is split off; or give each row a key of its own, as a part of the batch."
+                "The function draws random numbers for its rows from a key that all micro-batches share, so all of "
+                "them would draw the same numbers. Name the key's argument with rng_argnum=..., so that each "
+                "micro-batch gets a key of its own, or put a key for each row into the batch."
             )
 
     def _check_rows(self, size: int, outputs: list[Any]) -> None:
@@ -114,7 +114,7 @@ class Body:
             )
 
 
-_OUTSIDE = "Return what each row gives, and reduce over the rows outside of the chunked function."
+_OUTSIDE = "Return an output for each row, and reduce over the rows outside the chunked function."
 
 
 def in_two_passes(body: Body, groups: list[Group], keep: int, keys: list[Any]) -> Any:

@@ -31,8 +31,8 @@ def find_causes(
         return Cause(
             "buffer",
             moved[0],
-            f"The state {moved[0]!r} moves once per micro-batch, each time from where the one before has left it, and "
-            "with the statistics of fewer rows. Loss and gradient are the large batch's.",
+            f"The state {moved[0]!r} moves once per micro-batch, each time from where the last one left it and with "
+            "the statistics of fewer rows. Loss and gradient are the large batch's.",
         )
     cause = _of_an_input(trial, order, size, allowed) or loss_cause(_splits(trial, order), _facts(trial))
     if cause is not None and cause.kind == "loss":  # nothing that is known of it says more
@@ -74,7 +74,7 @@ def _facts(trial: Trial) -> LossFacts:
     weighed = "what `weight` returns" if trial.options["weight"] is not None else "rows"
     return LossFacts(
         trial.options["reduction"],
-        weighed if is_mean else "nothing, being taken for sums",
+        weighed if is_mean else "nothing, because they were treated as sums",
         trial.weight,
         [
             leaf_of(path, path, np.moveaxis(np.asarray(leaf), axis, 0))
@@ -110,6 +110,6 @@ def _of_an_input(trial: Trial, order: np.ndarray, size: int, allowed: float) -> 
             return Cause(
                 "input",
                 path,
-                f"{path} is split into micro-batches, and every row needs all of it. Pass in_axes with None for it.",
+                f"{path} is split into micro-batches, but every row needs all of it. Pass in_axes with None for it.",
             )
     return None

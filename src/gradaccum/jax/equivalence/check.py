@@ -49,8 +49,8 @@ def check_equivalence(
         micro_batch_size: Rows of the micro-batches in one of the partitions; None: ragged ones only.
         argnums, batch_argnums, in_axes, weight, reduction: As for `value_and_grad`.
         has_aux, rng_argnum, state_argnum: As for `value_and_grad`. The aux is not compared.
-        tolerance: The largest relative error that counts as rounding; None: by the dtype that the loss computes in,
-            where it does not take the float64 that it is given.
+        tolerance: The largest relative error that counts as rounding; None: by the dtype that the loss computes in, if
+            that is not the float64 it is given.
 
     Returns:
         A record that prints, with `.ok`, `.max_error`, `.causes`, `.save()` and `.raise_if_different()`.
@@ -97,9 +97,12 @@ def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None
         causes = [find_causes(trial, np.asarray(order), max(parts), differences, allowed, verdict)]
     notes = limits_of(rows)
     if trial.holds_keys:
-        notes.insert(0, "Random numbers were held: whatever is drawn, as by dropout, was the same for each row.")
+        notes.insert(0, "Random numbers, such as those of dropout, were the same for each row.")
     if verdict.certain and verdict.kind != "exact" and not differs:
-        notes.append(f"This batch hides what others will show, and value_and_grad refuses the loss: {verdict.message}")
+        notes.append(
+            "This batch doesn't show the difference that others will; value_and_grad refuses the loss: "
+            f"{verdict.message}"
+        )
     elif not differs:
         known_exact(trial.loss_fn)
     partitions = tuple(tuple(sizes) for each in comparisons for _, sizes in each.ways)

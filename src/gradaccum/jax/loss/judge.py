@@ -103,7 +103,9 @@ def judge(spec: LossSpec) -> Verdict:
     try:
         rows, traces, names = _traces(spec)
     except Exception as error:  # it is written for other numbers of rows
-        return Verdict("unknown", f"It can't be traced for other rows: {str(error).strip().partition(chr(10))[0]}")
+        return Verdict(
+            "unknown", (f"It can't be traced for other numbers of rows: {str(error).strip().partition(chr(10))[0]}")
+        )
     walk = Walk(rows, RULES)
     inputs = [
         Value(
@@ -115,7 +117,7 @@ def judge(spec: LossSpec) -> Verdict:
     try:
         found = walk.run(traces, inputs)
     except Lost:
-        return Verdict("unknown", f"It does other things for {rows[0]} rows than for {rows[-1]}.")
+        return Verdict("unknown", f"Its operations for {rows[0]} rows differ from those for {rows[-1]}.")
     except Exception as error:  # what looks at a loss must not keep it from training
         return Verdict("unknown", f"It can't be followed: {type(error).__name__}: {error}")
     losses, weights, more = jax.tree.unflatten(names, found)
@@ -165,7 +167,7 @@ def _of_one_row(spec: LossSpec, rows: tuple[int, ...], traces: list[Any]) -> Ver
         (isinstance(some[0], float) and exponent(some, (1, *rows)) is not None) or len({*some}) == 1
         for some in zip(*done)
     )
-    return EXACT if alike else Verdict("unknown", "It does other things for one row than for more.")
+    return EXACT if alike else Verdict("unknown", "Its operations for one row differ from those for more.")
 
 
 def _done(closed: Any) -> Iterator[Any]:
@@ -285,12 +287,12 @@ def _by_divisors(
     if all(symbol == COUNT for term in wrong for symbol, _ in term.factor):
         return _by_count(wrong, loss, reduction)
     if weight is not None and COUNT not in dict(weight):
-        return Verdict("unknown", f"It divides by {named}. `weight` may be that or not.")
+        return Verdict("unknown", f"It divides by {named}. Whether `weight` equals that is unknown.")
     weighed, asked = ("rows", "") if reduction == "mean" else ("nothing, as sums", 'reduction="mean" and ')
     return Verdict(
         "weight",
-        f"It divides by {named}, a sum over the batch, and its micro-batches are weighed by {weighed}. Pass {asked}"
-        "weight=, a function of the batch that returns this sum.",
+        f"It divides by {named}, a sum over the batch, but its micro-batches are weighed by {weighed}. Pass "
+        f"{asked}weight=, a function of the batch that returns this sum.",
     )
 
 
@@ -302,13 +304,13 @@ def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:
         how = f"that is multiplied by the number of rows, or, next to a sum over them, {as_mean}"
         return Verdict("regulariser", f"It has a term without rows (a regulariser) {how}")
     if factors == {power(ROWS, -1)} and reduction == "sum":
-        return Verdict("weight", 'It is a mean over rows, taken for a sum. Pass reduction="mean".')
+        return Verdict("weight", 'It is a mean over rows, but was treated as a sum. Pass reduction="mean".')
     if factors == {power(ROWS, -1)}:
         return Verdict("weight", "It is a mean over rows, but `weight` says otherwise. Leave `weight` out.")
     if factors != {ONE}:
         return _by_another_count()
     if all(term.own for term in loss.terms):
-        return Verdict("reduction", 'It is a sum over its rows, and was taken for a mean. Pass reduction="sum".')
+        return Verdict("reduction", 'It is a sum over its rows, but was treated as a mean. Pass reduction="sum".')
     how = f"a sum over rows and a term without rows (a regulariser), which would be {as_mean}"
     return Verdict("regulariser", f"It is {how}")
 

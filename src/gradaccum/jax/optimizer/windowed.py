@@ -54,11 +54,12 @@ def windowed(
         optimizer: Any optax optimizer. Put clipping and other edits of the finished gradient inside.
         steps: Micro-batches of a window: an int, `{epoch: steps}`, or a callable `(epoch, update) -> steps`, which gets
             traced numbers inside jit. A window keeps the length that it opened with.
-        accumulate_dtype: In which dtype gradients are summed: `float32` or `float64`, and never less than their own.
+        accumulate_dtype: The dtype that gradients are summed in: `float32` or `float64`, never narrower than their own.
             None: their own, and float32 for half precision.
         noise_scale: Measure the gradient noise scale; `gradaccum.jax.noise_scale(state)` estimates it.
 
-    `extra` goes to the inner optimizer with the call that closes the window; of `value`, the loss, the window's mean.
+    `extra` goes to the inner optimizer with the call that closes the window; for `value`, the loss, it gets the
+    window's mean.
 
     Raises:
         TypeError: `optimizer` is no optax optimizer, or `steps` is of a wrong type; when called, a gradient is of
@@ -223,13 +224,13 @@ class _Window:
             name = names[0]
             raise TypeError(
                 f"The inner optimizer needs `{name}`. Pass it with every micro-batch, update(grads, state, params, "
-                f"{name}=...): which of them closes the window is known in the compiled program alone."
+                f"{name}=...): only the compiled program knows which one closes the window."
             ) from error
         structures = [jax.tree.structure(tree) for tree in (inner_state, new)]
         if structures[0] != structures[1]:
             raise ValueError(
-                "The inner optimizer's update must give a state of the structure that it got, as micro-batches that "
-                f"don't close a window keep it. Received: another structure, {structures[1]}; expected: "
+                "The inner optimizer's update must return a state of the structure that it got, because micro-batches "
+                f"that don't close a window keep it. Received: another structure, {structures[1]}; expected: "
                 f"{structures[0]}. Leave such a part out (optax.monitor), or put it around windowed()."
             )
         return updates, jax.tree.map(lambda each, old: jnp.asarray(each, jnp.result_type(old)), new, inner_state)
@@ -249,8 +250,8 @@ class _Window:
         for name, value in extra.items():
             if callable(value) or name in ("grad", "value_fn"):
                 raise ValueError(
-                    f"`{name}` knows one micro-batch only, while the update is the window's. An inner optimizer that "
-                    "evaluates the loss again (a line search, SAM) needs the large batch at hand: use "
+                    f"`{name}` covers one micro-batch only, but the update is the window's. An inner optimizer that "
+                    "evaluates the loss again (a line search, SAM) needs the whole large batch: use "
                     "gradaccum.jax.value_and_grad with it."
                 )
 

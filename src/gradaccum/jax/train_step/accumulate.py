@@ -279,8 +279,8 @@ def _axes(call: Call) -> list[int | None]:
             axes += [None] * len(jax.tree.leaves(call.args[number]))
     if options.noise_scale and None not in axes:
         raise ValueError(
-            "noise_scale=True measures gradients that are summed over rows, and `argnums` names rows alone. Received: "
-            f"argnums={options.argnums}, batch_argnums={options.batch_argnums}."
+            "noise_scale=True measures gradients that are summed over rows, but `argnums` names only the batch. "
+            f"Received: argnums={options.argnums}, batch_argnums={options.batch_argnums}."
         )
     return axes
 
@@ -327,8 +327,8 @@ def _check_weight(name: str, weight: Any, loss: Any) -> None:
     axes = ", ".join(map(repr, sorted(varying_axes(weight) - varying_axes(loss))))
     if axes:
         raise ValueError(
-            f"The loss{f' {name!r}' if name else ''} is that of all devices along {axes}, and its weight is that of "
-            f"one device's rows: it differs along {axes}. Return the sum of all of them, jax.lax.psum(weight, {axes})."
+            f"The loss{f' {name!r}' if name else ''} covers all devices along {axes}, but its weight covers one "
+            f"device's rows: it differs along {axes}. Return the sum over the devices, jax.lax.psum(weight, {axes})."
         )
 
 

@@ -109,7 +109,7 @@ def fastest(
         if size == 1:
             raise ValueError(
                 f'micro_batch_size="auto": micro-batches of one row take {format_bytes(trials[1].bytes)} with the '
-                f"parameters, the batch and the gradients, as XLA states it; there are {format_bytes(limit)}. Raise "
+                f"parameters, the batch and the gradients, as XLA states it; the limit is {format_bytes(limit)}. Raise "
                 "`memory_limit`."
             )
         size = max(size // _STEP, 1)
@@ -152,8 +152,8 @@ def _compiled(run: Callable[..., Any], kinds: list[Any]) -> Trial:
     traced = jax.make_jaxpr(run)(*kinds)
     if any(type(effect).__name__ == "NamedAxisEffect" for effect in traced.effects):
         raise ValueError(
-            'micro_batch_size="auto" compiles loss_fn by itself, and it uses a named axis of what it stands in, a '
-            "shard_map or vmap. Give a number."
+            'micro_batch_size="auto" compiles loss_fn alone, but loss_fn uses a named axis of a shard_map or vmap '
+            "around it. Give a number."
         )
     # What the loss function takes from around it may be traced itself: here it is one more argument.
     consts = [const if hasattr(const, "shape") else jnp.asarray(const) for const in traced.consts]

@@ -62,8 +62,8 @@ def on_each_device(call: Call, axes: tuple[str, ...], compute: Callable[[Call], 
     except Exception as error:
         result = compute(call)  # an error of the loss itself is raised here
         logger.info(
-            "gradaccum.jax: gradients are added up over devices once per micro-batch, as loss_fn can't be traced for "
-            "the rows of one device: %s",
+            "gradaccum.jax: gradients are added up over devices once per micro-batch, because loss_fn can't be traced "
+            "for the rows of one device: %s",
             str(error).partition("\n")[0],
         )
         return result

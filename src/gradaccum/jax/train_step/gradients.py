@@ -64,8 +64,8 @@ def value_and_grad(
             the one before has returned.
         accumulate_dtype: The floating-point dtype that gradients and losses are summed in; default: their own, and
             float32 for narrower ones. What is returned has the dtype of the parameters.
-        memory_limit: For `micro_batch_size="auto"`: bytes, or a string such as `"4GiB"`, that XLA may state for the
-            arguments, the results and all between, on a device. Default: what the device has free.
+        memory_limit: For `micro_batch_size="auto"`: bytes, or a string such as `"4GiB"`, the most that XLA may state
+            for arguments, results and temporaries on a device. Default: what the device has free.
         noise_scale: Measure the gradient noise scale: a third result, after value and gradients, is the
             `gradaccum.core.noise.Norms` of this update, four numbers. `gradaccum.jax.noise_scale` estimates it from
             those of some updates, in a list or stacked by `lax.scan`.

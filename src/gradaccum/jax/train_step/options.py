@@ -61,7 +61,7 @@ class Options(NamedTuple):
                 keywords = f", and with the keywords {', '.join(kwargs)}, which can't be counted" if kwargs else ""
                 raise TypeError(
                     f"`{name}` is {getattr(self, name)}, but loss_fn was called with {len(args)} positional arguments, "
-                    f"0 to {len(args) - 1}{keywords}." + (" Pass what a number names by position." if kwargs else "")
+                    f"0 to {len(args) - 1}{keywords}." + (" Pass numbered arguments by position." if kwargs else "")
                 )
         numbers = tuple(number % len(args) for number in self.differentiated)
         if numbers == self.differentiated:
@@ -134,7 +134,7 @@ def _check_loss(weight: Any, reduction: Any) -> None:
             f"{weight!r}."
         )
     if weight is not None and reduction == "sum":
-        raise ValueError('`weight` is what a mean is over; a sum, reduction="sum", has none.')
+        raise ValueError('`weight` is what a mean is over, so reduction="sum" takes none.')
 
 
 def _dtype(given: Any) -> Any:

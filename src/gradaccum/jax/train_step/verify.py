@@ -44,8 +44,8 @@ class Verification:
         verdict = judge(_spec(call, sizes))
         if verdict.certain and verdict.kind not in ("exact", "batch_norm"):
             raise ValueError(
-                f"Micro-batches would not give the large batch's gradient of loss_fn. {verdict.message} If you want "
-                "what they give, pass verify=False."
+                f"Micro-batches would not give the large batch's gradient of loss_fn. {verdict.message} To use them "
+                "anyway, pass verify=False."
             )
         if verdict.kind != "exact":
             self._warn(call.options.loss_fn, verdict)
@@ -58,12 +58,12 @@ class Verification:
             return
         self._has_warned = True
         if verdict.kind in ("batch_norm", "state", "aux"):
-            logger.warning("gradaccum.jax: %s verify=False leaves this line out.", verdict.message)
+            logger.warning("gradaccum.jax: %s verify=False turns this message off.", verdict.message)
         else:
             logger.warning(
-                "gradaccum.jax: whether micro-batches give the large batch's gradient can't be told from loss_fn. %s "
-                "gradaccum.jax.check_equivalence(loss_fn, params, batch, ...) tells; after it, or with verify=False, "
-                "this line is left out.",
+                "gradaccum.jax: whether micro-batches give the large batch's gradient can't be decided from loss_fn. "
+                "%s Call gradaccum.jax.check_equivalence(loss_fn, params, batch, ...); it turns this message off, as "
+                "verify=False does.",
                 verdict.message,
             )
 

@@ -168,8 +168,8 @@ class Body:
                 rest = ", ".join(map(str, spec.row or ()))
                 raise ValueError(
                     f"{self.name} returns outputs that look across the rows: their shape is (rows, {rest}) for one "
-                    f"micro-batch and {tuple(shape)} for another. Return what each row gives, and compare rows outside "
-                    "of the layer."
+                    f"micro-batch and {tuple(shape)} for another. Return an output for each row, and compare rows "
+                    "outside the layer."
                 )
 
     def refuse_outer(self, shapes: list[tuple[int, ...]]) -> None:
@@ -186,7 +186,7 @@ class Body:
         who = f" (activity_regularizer of {', '.join(named)})" if named else ""
         raise ValueError(
             f"{self.name} adds losses in its forward pass{who}, and those of micro-batches are not the whole batch's. "
-            "Return what they are made of, a row for each row, and add the loss outside of the layer."
+            "Return what they are computed from, a row for each row, and add the loss outside the layer."
         )
 
 

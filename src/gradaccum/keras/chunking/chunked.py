@@ -97,8 +97,8 @@ def chunked(
     if not isinstance(layer_or_model, keras.layers.Layer):
         raise TypeError(
             f"`layer_or_model` must be a keras.layers.Layer or keras.Model. Received: {layer_or_model!r} of type "
-            f"{type(layer_or_model).__module__}.{type(layer_or_model).__qualname__}. Modules of PyTorch are "
-            "gradaccum.torch.chunked's, functions on JAX gradaccum.jax.chunked's."
+            f"{type(layer_or_model).__module__}.{type(layer_or_model).__qualname__}. For PyTorch modules use "
+            "gradaccum.torch.chunked, for JAX functions gradaccum.jax.chunked."
         )
     if isinstance(layer_or_model, keras.layers.BatchNormalization):
         raise ValueError(
@@ -385,8 +385,8 @@ class _Trial(StepRunner):
         if left:
             warnings.warn(
                 f"{self.body.name} keeps tensors of its forward pass as attributes ({', '.join(map(repr, left))}). In "
-                "micro-batches these are the last one's alone, and without a gradient. Return them, with a row for "
-                "every row, and reduce over the rows outside of the layer.",
+                "micro-batches only the last one's are left, without a gradient. Return them, with a row for every "
+                "row, and reduce over the rows outside of the layer.",
                 stacklevel=7,
             )
 

@@ -257,10 +257,10 @@ class Window:
             backends.running().put(total, np.asarray(store[f"{SUM}{index}"]))
         if counts.by_rows and not (self.rule.fixed or self.driven):
             logger.warning(
-                "The open window that was loaded weighs micro-batches by their rows. It goes on exactly with "
-                "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]. Without it, each that follows in this "
-                "window weighs as much as the mean of those before, and its update is not the large batch's if they "
-                "differ."
+                "The open window that was loaded weighs micro-batches by their rows. It stays exact with "
+                "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]. Without the callback, each later "
+                "micro-batch of the window weighs the mean of those before, so its update is not the large batch's if "
+                "their rows differ."
             )
 
     def _check_file(self, counts: Any, store: Any) -> None:

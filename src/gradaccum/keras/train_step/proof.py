@@ -125,9 +125,9 @@ class Proof:
                 Equivalence(tuple(wrong), allowed, tuple(causes), rows=few).raise_if_different()
             except NotEquivalentError as error:
                 raise NotEquivalentError(
-                    f"{error}\nCompared were {few} rows of the batch at once and in micro-batches of "
-                    f"{', '.join(map(str, sizes))}. Nothing has been trained with this batch. To train all the same, "
-                    "pass micro_batched(..., verify=False)."
+                    f"{error}\n{few} rows of the batch were compared, at once and in micro-batches of "
+                    f"{', '.join(map(str, sizes))}. Nothing has been trained with this batch. To train anyway, pass "
+                    "micro_batched(..., verify=False)."
                 ) from None
         return ""
 

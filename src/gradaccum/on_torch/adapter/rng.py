@@ -78,8 +78,8 @@ class RowwiseRng(TorchDispatchMode):
     def check(self, name: str) -> None:
         if self._drawn:
             raise ValueError(
-                f"{name} draws random numbers of {', '.join(sorted(self._drawn))}, which can't be given to their rows, "
-                "so micro-batches can't be compared with the whole. Draw them by torch, if they may be."
+                f"{name} draws random numbers of {', '.join(sorted(self._drawn))}, which can't be assigned to rows, so "
+                "micro-batches can't be compared with the whole batch. If possible, draw them with torch."
             )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,14 +16,14 @@ torch | autograd.Variable._execution_engine.queue_callback | runs at the end of 
 torch | nn.parameter._ParameterMeta | reads a tensor's `_is_param` | hooks see parts of gradients
 torch | _foreach_mul_ _foreach_div_ _foreach_norm _foreach_copy_ | one kernel for many gradients; documented as a beta
 torch | _foreach_max _foreach_clamp_min_ _foreach_clamp_max_ | one kernel for many gradients; documented as a beta
-torch | _C._autograd._get_sequence_nr | tells forward passes apart | several passes are said at INFO
+torch | _C._autograd._get_sequence_nr | distinguishes forward passes | several passes are logged at INFO
 torch | _subclasses.fake_tensor.FakeTensorMode | runs a model without memory, to size batches
 torch | utils._python_dispatch.TorchDispatchMode | sees every operation; documented for extensions
 torch | nn.modules.batchnorm._BatchNorm | what all BatchNorm layers have in common
 torch | _dynamo | whether a module is compiled
 torch | nn.utils.parametrize._cache_enabled | weights cached without a graph have no gradient
 torch | _C._functorch.maybe_current_level | a transform of torch.func around two passes is an error
-torch | utils.weak.TensorWeakRef | finds tensors that a chunked module lets out by the side
+torch | utils.weak.TensorWeakRef | finds tensors that leave a chunked module outside its outputs
 torch | utils._pytree.tree_iter | tensors nested in any container
 tensor | _version | notices edits in place; documented with autograd's checks
 tensor | _is_view | a view shares its version with others
@@ -67,7 +67,7 @@ fsdp state | _lazy_init | a restored window is reduced before a forward pass
 fsdp parameter | sharded_param | whether it is trained
 fsdp parameter | _unsharded_param | the gathered parameter, where autograd leaves its gradient
 fsdp parameter | unsharded_accumulated_grad reduce_dtype | what an open window has added up in reduce_dtype
-fsdp group | reduce_scatter_unused_params | zeros are reduced in the dtype of the sums beside them
+fsdp group | reduce_scatter_unused_params | zeros are reduced in the dtype of the other sums
 fsdp group | _all_gather_comm | every rank is asked before parameters are gathered
 fsdp group | _reduce_scatter_comm | the same before gradients are reduced
 fsdp group | reshard | a head whose logits come in tiles stays gathered until its backward pass

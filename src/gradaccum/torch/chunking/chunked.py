@@ -96,8 +96,8 @@ def _check_rows(
     shape = (*output.shape[:dim], *output.shape[dim + 1 :])
     if shapes is not None and shapes.setdefault(path, shape) != shape:
         raise ColumnsError(
-            "With `max_tokens` each micro-batch has columns of its own, so outputs must have none: pool over tokens in "
-            f"the chunked module. Received: rows of output{path} of shapes {shapes[path]} and {shape}."
+            "With `max_tokens` the columns differ between micro-batches, so outputs must have none: pool over tokens "
+            f"in the chunked module. Received: rows of output{path} of shapes {shapes[path]} and {shape}."
         )
 
 
@@ -172,7 +172,7 @@ class Chunked(nn.Module):
             batch_norm,
             _checked_module(module),
             moved_once=True,
-            remedy='Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.',
+            remedy='Use batch_norm="exact", or GroupNorm; if it is intended, "pooled", "micro" or "frozen".',
         )
         if offload and batch_norm != "exact":
             raise ValueError(

@@ -48,9 +48,7 @@ def run_exact(
     """The outputs of each micro-batch; `offload` keeps what crosses BatchNorm layers in host memory."""
     for path, leaf in leaves(micro_batches[0]):
         if hasattr(leaf, "shape") and not isinstance(leaf, Tensor):
-            raise ValueError(
-                f'batch_norm="exact" takes tensors, and no other arrays. Received: {path.removeprefix(".")} = {leaf!r}.'
-            )
+            raise ValueError(f'batch_norm="exact" takes only tensors. Received: {path.removeprefix(".")} = {leaf!r}.')
     model = _Model(module, micro_batches[0], offload)
     known: list[dict[fx.Node, Any]] = [{model.inputs: tensors_of(inputs)} for inputs in micro_batches]
     statistics: dict[fx.Node, Sequence[Tensor]] = {}

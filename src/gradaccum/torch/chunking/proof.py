@@ -94,7 +94,7 @@ def prove(
                     for d in wrong
                 )
                 raise NotEquivalentError(
-                    f"{name} is not per-row: {count} rows at once differ from the same in micro-batches of "
+                    f"{name} is not per-row: {count} rows at once differ from the same rows in micro-batches of "
                     f"{' and '.join(map(str, dict.fromkeys(sizes)))}.\n{listing}\n{runner.culprit(sizes, batch_dims)}"
                 )
         return runner, found
@@ -274,8 +274,8 @@ class _Runner(TorchRunner):
             )
         if left := [*dict.fromkeys(self._attributes[one] for one in moved if one in self._attributes)]:
             logger.warning(
-                "These attributes of a chunked %s are changed by one micro-batch after the other, so they are not "
-                "what one pass over all rows leaves: %s. Return what you need of them, with a row for each row.",
+                "These attributes of a chunked %s are changed by every micro-batch, so their values differ from those "
+                "after one pass over all rows: %s. Return what you need of them, with a row for each row.",
                 name,
                 _listed(left),
             )

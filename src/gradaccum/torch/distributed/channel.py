@@ -157,7 +157,7 @@ class Line:
         """The group, for one more collective."""
         group = self.group()
         if group is None:
-            raise ValueError("The process group has been destroyed, and with it the ranks' messages.")
+            raise ValueError("The process group has been destroyed, so the ranks can't exchange messages.")
         self.begun += 1
         return group
 

@@ -63,8 +63,8 @@ class Replicas(Engine):
         others = len(set[Tensor]().union(*self._counted) - own)
         if others and not outside:
             logger.warning(
-                "%d parameters of the DistributedDataParallel model are not in this optimizer, which reduces the "
-                "gradients of its own alone. If they are trained, wrap their optimizer, too.",
+                "%d parameters of the DistributedDataParallel model are not in this optimizer, which reduces only the "
+                "gradients of its own parameters. If they are trained, wrap their optimizer, too.",
                 others,
             )
         statics = [model for model in models if model.static_graph]
@@ -75,8 +75,8 @@ class Replicas(Engine):
         self.manual_reduce = self._flat or len(models) > 1 or len(statics) > 0
         if statics:  # DDP counts backward passes that don't reduce, too, and then waits for as many
             logger.warning(
-                "static_graph=True cannot hold back DDP's reduction to the window's end. This model's gradients are "
-                "reduced by step(), after the backward pass."
+                "With static_graph=True, DDP's reduction can't be delayed to the window's end, so step() reduces this "
+                "model's gradients after the backward pass."
             )
         for model in statics:
             drop_static_graph(model)
@@ -84,9 +84,9 @@ class Replicas(Engine):
             model.require_forward_param_sync = False  # DDP's constructor has synchronised the buffers
         if self._flat and any(map(communication_hooks, models)):
             logger.warning(
-                "DDP's communication hook is not used here: gradients are of a wider dtype (accumulate_dtype), are "
-                "those of a part of a model, or may be missing (find_unused_parameters; freezing or unfreezing after "
-                "DDP has wrapped the model). They are reduced without it."
+                "DDP's communication hook is not used here: gradients are of a wider dtype (accumulate_dtype), belong "
+                "to a part of a model, or may be missing (find_unused_parameters; freezing or unfreezing after DDP has "
+                "wrapped the model). They are reduced without it."
             )
         self._all = [p for model in models for p in _parameters_of(model, trained=not self._flat)]
         self._reduces = self._sees_end = False

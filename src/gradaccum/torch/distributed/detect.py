@@ -112,8 +112,8 @@ def leaving_on_error(construct: Callable[Concatenate[Self, P], None]) -> Callabl
 def _check_shards(parameters: Sequence[Tensor], nonfinite: str | None, wide: bool) -> None:
     if not any(is_sharded(parameter) for parameter in parameters):
         raise ValueError(
-            "None of the optimizer's parameters is sharded, and `model` is: fully_shard has replaced them. Shard the "
-            "model first, then build the inner optimizer and its wrapper from it, on every rank."
+            "None of the optimizer's parameters is sharded, but `model` is, because fully_shard has replaced its "
+            "parameters. Shard the model first, then build the inner optimizer and its wrapper from it, on every rank."
         )
     whole = [parameter for parameter in parameters if parameter.requires_grad and not is_sharded(parameter)]
     if whole:
@@ -187,8 +187,8 @@ _UNKNOWN = (
     "micro-batch is reduced, and all ranks weigh the same whatever their rows."
 )
 _WRAPPED_LATER = (
-    "`model` was wrapped in DistributedDataParallel after the optimizer was built, which holds back nothing and weighs "
-    "each rank the same."
+    "`model` was wrapped in DistributedDataParallel after the optimizer was built, so every micro-batch is reduced and "
+    "all ranks weigh the same."
 )
 _WRAP_FIRST = "Wrap the model first, and pass that, on every rank: Optimizer(..., model=ddp)."
 _IN_LIGHTNING = (

@@ -133,7 +133,7 @@ class Shards(Engine):
             if self._is_shared():
                 raise ValueError(
                     "Another wrapped optimizer has other parameters of this sharded model (fully_shard), and would "
-                    "have them reduced in the middle of its windows. Shard their parts by themselves, and pass each "
+                    "have them reduced in the middle of its windows. Shard their parts separately, and pass each "
                     "optimizer its own: Optimizer(..., model=model.generator); or use DistributedDataParallel, under "
                     "which several optimizers may share a model."
                 )

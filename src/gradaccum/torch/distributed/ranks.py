@@ -517,10 +517,16 @@ class Ranks:
 
 
 _ELSEWHERE = {
-    Kind.ABORTED: "left in the middle of an epoch, because of an error or a `break`, while other ranks went on. "
-    "Nothing was updated. Look at that rank's own error; a `break` must come at the same batch on all ranks.",
-    Kind.ENDED: "came to the end of an epoch while other ranks went on. Nothing was updated. Ranks of a sharded model, "
-    "and those on which several optimizers share batches, need the same number of batches: pad or drop some "
-    "(DistributedSampler does). TrainStep, and one optimizer over DistributedDataParallel, take different numbers.",
+    Kind.ABORTED: (
+        "stopped in the middle of an epoch, because of an error or a `break`, while other ranks continued. "
+        "Nothing was updated. Look at that rank's own error; a `break` must come at the same batch on all "
+        "ranks."
+    ),
+    Kind.ENDED: (
+        "reached the end of an epoch while other ranks continued. Nothing was updated. Ranks of a sharded "
+        "model, and those on which several optimizers share batches, need the same number of batches: pad or "
+        "drop some (DistributedSampler does). TrainStep, and one optimizer over DistributedDataParallel, take "
+        "different numbers."
+    ),
 }
 """What a rank that is elsewhere has done."""

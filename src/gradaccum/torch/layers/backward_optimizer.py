@@ -90,7 +90,7 @@ class BackwardOptimizer:
         for optimizer in self._optimizers:
             if optimizer._optimizer_step_pre_hooks:
                 raise ValueError(
-                    f"{type(optimizer).__name__} has hooks of register_step_pre_hook, which look at all gradients, and "
+                    f"{type(optimizer).__name__} has hooks of register_step_pre_hook, which see all gradients, but "
                     "update='in_backward' never has all of them at once. Use update='after_backward'."
                 )
             check_own_step(optimizer)
@@ -200,7 +200,7 @@ class BackwardOptimizer:
         state = (
             f"{len(self._updated)} of {len(self._sums.parameters())} parameters have been updated with this batch, and "
             f"their optimizer state: those of the blocks {', '.join(blocks) or '(none whole)'}, the last of them maybe "
-            "in part. All others are as they were. This cannot be taken back: go on from a checkpoint."
+            "in part. All others are as they were. This cannot be undone: continue from a checkpoint."
         )
         logger.error("%s stopped an update='in_backward' halfway. %s", type(error).__name__, state)
         if is_out_of_memory(error) and not self._is_distributed:

@@ -58,7 +58,7 @@ class Blocks:
         if on not in (None, "cpu"):
             raise ValueError(
                 f"`on` must be 'cpu' or None. Received: on={on!r}. Blocks live in host memory or on the device; "
-                "activations between blocks can wait in files of a folder, with TrainStep's `offload`."
+                "activations between blocks can be kept in files, with TrainStep's `offload`."
             )
         self.on = on
 
@@ -81,8 +81,8 @@ def checked_blocks(blocks: BlocksChoice, *, batch_norm: str, noise_scale: bool) 
         )
     if noise_scale:
         raise ValueError(
-            "noise_scale=True compares a micro-batch's gradient with the batch's, and with `blocks` no micro-batch's "
-            "gradient is ever complete by itself. Leave out one of them."
+            "noise_scale=True compares a micro-batch's gradient with the batch's, but with `blocks` no micro-batch's "
+            "gradient is ever complete. Leave out one of them."
         )
     return blocks if isinstance(blocks, Blocks) else Blocks(blocks)
 
@@ -143,7 +143,7 @@ def find_blocks(model: nn.Module, blocks: Any) -> list[Block]:
             if id(part) in owners:
                 raise ValueError(
                     f"The blocks {owners[id(part)]!r} and {path!r} have a module in common, a {type(part).__name__}. "
-                    "Blocks must lie one behind the other: give the outer ones, or the inner."
+                    "Blocks must not overlap: give the outer ones, or the inner."
                 )
         owners.update((id(part), path) for part in module.modules())
         found.append(Block(path, module))

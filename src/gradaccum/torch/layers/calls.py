@@ -232,7 +232,7 @@ class BlockCall:
         if len(made) != len(self._grads):
             raise NotEquivalentError(
                 f"The block {self.block.path!r} returned {len(self._grads)} tensors in the forward pass, and "
-                f"{len(made)} when backward ran it again. Its outputs must not depend on anything but its inputs."
+                f"{len(made)} when backward ran it again. Its outputs must depend only on its inputs."
             )
         roots, given = backward_roots(made, self._grads)
         del inputs, outputs, made, tensors

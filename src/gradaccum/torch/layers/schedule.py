@@ -143,7 +143,7 @@ class Layers:
         if current is None or current.done:
             raise ValueError(
                 f"The block {block.path!r} was called in a backward pass. If a torch.utils.checkpoint is around it, "
-                "leave that out: with `blocks`, each block is recomputed in any case."
+                "remove that: `blocks` recomputes each block already."
             )
         current.check_turn(place, self.blocks)
         before = attributes_of(block.module) if window.proving else {}
@@ -351,9 +351,9 @@ def proof_of(layers: Layers | None) -> Iterator[None]:
             if not is_out_of_memory(error):
                 raise NotEquivalentError(
                     f"`blocks` runs each block again in backward, and the block {path!r} failed there "
-                    f"({type(error).__name__}: {error}). Does it read what the model leaves in an attribute or a "
-                    "global in each forward pass? Then it has another micro-batch's: hand it to the block as an "
-                    "argument, or leave out `blocks`."
+                    f"({type(error).__name__}: {error}). If it reads what the model stores in an attribute or a global "
+                    "in each forward pass, it sees another micro-batch's: pass that to the block as an argument, or "
+                    "leave out `blocks`."
                 ) from error
         if updates is not None and updates.late:
             raise NotEquivalentError(

@@ -175,8 +175,8 @@ class LossAccumulator:
         """All micro-batches are in: the weights of several losses must add up to what was counted before."""
         if self.named and self._losses and not self._has_gradient:
             raise ValueError(
-                f"None of the losses requires a gradient: {', '.join(map(repr, self._losses))}. Losses that are "
-                "detached are averaged beside others, which train the model."
+                f"None of the losses requires a gradient: {', '.join(map(repr, self._losses))}. Detached losses are "
+                "only averaged; another loss must train the model."
             )
         if self._counted is None:
             return
@@ -190,8 +190,8 @@ class LossAccumulator:
                 raise RestartWindow
             raise ValueError(
                 f"The weights of the loss term {name!r} add up to {float(total):g} in the pass that counts them, and "
-                f"to {now:g} in the micro-batches themselves: they are random, or depend on how rows are split. Where "
-                "the batch tells them, give weight=lambda *batch: {name: number}; else draw random numbers before the "
+                f"to {now:g} in the micro-batches themselves: they are random, or depend on how rows are split. If the "
+                "batch determines them, give weight=lambda *batch: {name: number}; else draw random numbers before the "
                 "batch is split, and give a fixed `micro_batch_size`."
             )
 

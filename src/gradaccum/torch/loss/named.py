@@ -119,11 +119,11 @@ def weighed(terms: Terms, by_batch: Totals | None) -> dict[Hashable, tuple[Tenso
     if by_batch is not None:
         for name in terms:
             if name not in by_batch:
-                raise ValueError(f"`weight` says nothing about the loss term {name!r}. It returned {list(by_batch)}.")
+                raise ValueError(f"`weight` has no entry for the loss term {name!r}. It returned {list(by_batch)}.")
         for name, weight in by_batch.items():
             if name not in terms and float(weight) > 0:
                 raise ValueError(
-                    f"`weight` says {float(weight):g} for the loss term {name!r}, and the loss has no such term here. "
+                    f"`weight` gives {float(weight):g} for the loss term {name!r}, but the loss has no such term here. "
                     f"It has {list(terms)}. Where a term is missing from some rows, it weighs 0 there."
                 )
     found = {name: (loss, weight if by_batch is None else by_batch[name]) for name, (loss, weight) in terms.items()}
@@ -427,10 +427,9 @@ def _added(one: Tensor, other: Tensor) -> Tensor:
 
 def not_by_name_error() -> ValueError:
     return ValueError(
-        "backward({name: (loss, weight)}) takes a weight for each loss, so there is none for all of them: pass none "
-        "beside them, and none to batches(). It keeps a sum of gradients for each loss, and sharded models, "
-        'nonfinite="skip_micro_batch" and noise_scale=True do not go together with that. TrainStep does: its '
-        "compute_loss may return the same dict."
+        "backward({name: (loss, weight)}) has a weight for each loss: pass no other weight to backward() or batches(). "
+        "It keeps a sum of gradients for each loss, so it can't be combined with sharded models, "
+        'nonfinite="skip_micro_batch" or noise_scale=True. TrainStep can: its compute_loss may return the same dict.'
     )
 
 

@@ -219,7 +219,7 @@ class Ways:
             how = f"{best.name.capitalize()}, {_rows(best.micro_batch_size)} at a time: "
             how += f"pass {best.arguments} to TrainStep."
         if "in_backward" in best.arguments:
-            how = f"Whole gradients, {format_bytes(self.gradient_bytes)}, don't fit beside the rest. {how}"
+            how = f"Whole gradients, {format_bytes(self.gradient_bytes)}, don't fit with the rest. {how}"
         return how, f"Its peak is {format_bytes(best.peak)} of {left}."
 
 
@@ -252,9 +252,9 @@ def estimate_ways(
 
 
 _NO_BLOCKS = (
-    "No list of blocks was found, so the ways layer by layer are left out. Name it: a dotted path such as "
-    '"encoder.layers", or a list of modules, as `blocks`; on the command line as "blocks" in the dict that '
-    "make() returns in place of loss_fn."
+    "No list of blocks was found, so training layer by layer was not estimated. Name it: a dotted path such as "
+    '"encoder.layers", or a list of modules, as `blocks`; on the command line as "blocks" in the dict that make() '
+    "returns in place of loss_fn."
 )
 
 

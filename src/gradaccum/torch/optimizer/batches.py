@@ -70,11 +70,11 @@ class Batches:
             found = [*state] if isinstance(state, Mapping) else repr(state)
             raise ValueError(
                 f"This is no state of batches(): 'batches' and 'loader' must be in it. Received: {found}. Save "
-                "batches.state_dict(), beside the optimizer's."
+                "batches.state_dict() with the optimizer's."
             )
         if state["loader"] is not None and not hasattr(self.loader, "load_state_dict"):
             raise ValueError(
-                "The saved state holds that of a loader, and this loader can't continue from it: it has no "
+                "The saved state contains a loader's state, but this loader can't load it: it has no "
                 f"load_state_dict(). Received: loader of type {type(self.loader).__name__}."
             )
         self._to_skip = self._handed_out = state["batches"]
@@ -271,9 +271,9 @@ class _Ahead:
 
 def _empty_error(loader: Any, to_skip: int = 0) -> ValueError:
     return ValueError(
-        f"The loader yielded no batch{f' after the {to_skip} to be skipped' if to_skip else ''}. Received: "
-        f"loader of type {type(loader).__name__}. An iterator can be used only once; pass what makes a new "
-        "one for each epoch."
+        f"The loader yielded no batch{f' after the {to_skip} to be skipped' if to_skip else ''}. Received: loader of "
+        f"type {type(loader).__name__}. An iterator can be used only once; pass an iterable that makes a new one for "
+        "each epoch."
     )
 
 

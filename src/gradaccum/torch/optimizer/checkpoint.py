@@ -205,7 +205,7 @@ def _check_whole(state: Any) -> None:
     in_window = [f"window[{k!r}]" for k in ("micro_batches", "steps") if window is not None and k not in window]
     if missing := [key for key in needed if key not in state] + in_window:
         raise ValueError(
-            f"The checkpoint's window is not whole: {', '.join(missing)} is missing under {KEY!r}. Load what "
+            f"The checkpoint's window is incomplete: {', '.join(missing)} is missing under {KEY!r}. Load what "
             "state_dict() returned; without that key, it is an inner optimizer's, and no window is open."
         )
 

@@ -364,7 +364,7 @@ class Optimizer(OptimizerProxy):
         Outside of `batches()` this also ends the epoch, for a schedule that goes by epochs.
 
         Returns:
-            Whether an update was made: False when no window is open, or when it weighs nothing.
+            Whether an update was made: False when no window is open, or when its weight is 0.
 
         Raises:
             WindowError: The last micro-batch had its backward pass, and no `step()`.
@@ -425,7 +425,7 @@ class Optimizer(OptimizerProxy):
 
         Raises:
             TypeError, ValueError: It is no state dict, or one of another model.
-            WindowError: It holds an open window of another length than `steps` says.
+            WindowError: It holds an open window whose length differs from `steps`.
         """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict

@@ -97,7 +97,7 @@ def _facts(trial: Trial, term: Any) -> LossFacts:
     function = original.loss_fn
     partial = function.keywords if isinstance(function, functools.partial) else {}
     index = partial.get("ignore_index", getattr(function, "ignore_index", None))
-    summed = "nothing, being taken for sums" if original.reduction == "sum" else "rows"
+    summed = "nothing, because they were treated as sums" if original.reduction == "sum" else "rows"
     kinds = [type(module).__name__ for module in original.model.modules()]
     return LossFacts(
         original.reduction,
@@ -305,7 +305,7 @@ def _unknown(wrong: Sequence[Difference]) -> Cause:
         "unknown",
         where,
         "The cause was not found: the forward pass agrees row by row in every module that could be compared. The last "
-        f"module whose gradient differs is '{where}': look behind it for a custom backward pass, or for state outside "
+        f"module whose gradient differs is '{where}': look after it for a custom backward pass, or for state outside "
         "the modules.",
     )
 

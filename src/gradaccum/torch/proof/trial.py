@@ -238,7 +238,7 @@ class Trial(BatchRunner):
         replaced = super().replace_noise()
         if replaced:
             self.notes.append(
-                f"Random numbers that belong to no row ({what}) were replaced by their mean, dropout by nothing."
+                f"Random numbers that belong to no row ({what}) were replaced by their mean, and dropout was off."
             )
         return replaced
 

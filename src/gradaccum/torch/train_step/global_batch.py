@@ -31,8 +31,8 @@ from gradaccum.torch.train_step.update import Update
 logger = logging.getLogger("gradaccum")
 
 _NOT_COUNTED = (
-    "What several losses divide by must be known before the first backward pass, and counting it here takes a pass "
-    "on all ranks at once. Return {name: loss} from `compute_loss`, and give weight=lambda *batch: {name: number}."
+    "The denominators of several losses must be known before the first backward pass, and counting them here takes a "
+    "pass on all ranks at once. Return {name: loss} from `compute_loss`, and give weight=lambda *batch: {name: number}."
 )
 
 Window = LossAccumulator

@@ -68,8 +68,8 @@ class MicroBatcher:
         if not isinstance(state, Mapping) or not {"updates", "sizes"} <= state.keys():
             found = [*state] if isinstance(state, Mapping) else repr(state)
             raise ValueError(
-                f"This is no state of a TrainStep: 'updates' and 'sizes' must be in it. Received: {found}. The model's "
-                "and the optimizer's are loaded into these."
+                f"This is no state of a TrainStep: 'updates' and 'sizes' must be in it. Received: {found}. Load the "
+                "model's and the optimizer's own states into these."
             )
         self.finder.load_state_dict(state["sizes"])
         self._planned = None

@@ -86,7 +86,7 @@ class Options:
         """Raise a ValueError where blocks can't live elsewhere, or be updated in backward, on these ranks."""
         if layers is not None and layers.offloaded is not None and ranks.sharded:
             raise ValueError(
-                "Blocks(on='cpu') keeps whole blocks there, and of a sharded model each rank has a part. Use "
+                "Blocks(on='cpu') keeps whole blocks on the CPU, but each rank has only a part of a sharded model. Use "
                 "fully_shard(..., offload_policy=CPUOffloadPolicy()), which keeps those parts in host memory."
             )
         if layers is not None and layers.update == "in_backward":
@@ -153,7 +153,7 @@ def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:
     if isinstance(groups, int):
         if batch.rows % groups:
             raise ValueError(
-                f"groups={groups} keeps {groups} rows together, and the batch has {batch.rows}, which is no multiple "
+                f"groups={groups} keeps {groups} rows together, but the batch has {batch.rows}, which is no multiple "
                 "of it. Give the rows' group ids, as a tensor or by a callable, where groups differ in size."
             )
         batch = batch.like(batch.tree)

@@ -76,9 +76,9 @@ class Packing:
                 if judged[edge] == "keep" and edge.left:
                     names = ", ".join(f"batch{path}" for path in sorted(edge.counting)) or "nothing but the mask"
                     logger.info(
-                        "max_tokens: padding on the left is kept where first tokens count as they do in this batch "
-                        "(%s), because cutting it off changes the gradient. A first label of -100 predicts nothing "
-                        "from padding.",
+                        "max_tokens: left padding is kept for rows whose first token counts, as in this batch (%s), "
+                        "because cutting it off changes the gradient. A first label of -100 predicts nothing from "
+                        "padding.",
                         names,
                     )
             if edge.left or judged[edge] == "whole":
@@ -168,14 +168,13 @@ class Joining:
         with contextlib.suppress(Exception), _undisturbed(self.objective), torch.no_grad():
             found = mixing(trace(0), trace(1, 0), tokens_differ(last))
         names = [f" {path!r} ({type(model.get_submodule(path)).__name__})" for path in found[:1] if path]
-        what = f"{names[0]} gives the tokens of a row something else behind another row." if names else ""
+        what = f"{names[0]} gives a row's tokens other outputs after another row." if names else ""
         return Cause(
             "mixes_rows",
             "pack",
-            f"Packed rows give other results than the same rows by themselves.{what} Use a model that "
-            "keeps them apart: in transformers one whose attention begins anew where `position_ids` do, without a "
-            "cache. Or the loss counts other tokens of packed rows. Or leave out `pack`: max_tokens alone sorts and "
-            "trims padded rows.",
+            f"Packed rows give other results than the same rows alone.{what} Use a model that keeps them apart: in "
+            "transformers one whose attention restarts where `position_ids` do, without a cache. The loss may also "
+            "count other tokens of packed rows. Or leave out `pack`: max_tokens alone sorts and trims padded rows.",
         )
 
 

@@ -30,7 +30,7 @@ from gradaccum.torch.train_step.window import Finished, WholeBatch, WindowRunner
 
 logger = logging.getLogger("gradaccum")
 
-_REMEDY = 'Use batch_norm="exact", or GroupNorm; "pooled", "micro" or "frozen" say that it is meant.'
+_REMEDY = 'Use batch_norm="exact", or GroupNorm; if it is intended, "pooled", "micro" or "frozen".'
 
 
 class TrainStep:
@@ -44,7 +44,7 @@ class TrainStep:
         model: The model.
         optimizer: A `torch.optim.Optimizer`, or a list of them. Those that evaluate a closure re-run the window.
         loss_fn: `loss_fn(model(x), y)` on an `(x, y)` batch; tuples of outputs and of targets are unpacked. The
-            denominator of a `torch.nn` loss is known; any other callable is taken for a mean over rows, and verified.
+            denominator of a `torch.nn` loss is known; any other callable is treated as a mean over rows, and verified.
         compute_loss: In its place, `compute_loss(model, *batch) -> loss` or `(loss, weight)`; or several losses, each
             with its own denominator, `{name: (loss, weight)}` or a list of pairs, which are added up.
         micro_batch_size: Rows, or `"auto"`, the fastest size that fits, found during the first updates, all exact.
@@ -63,8 +63,8 @@ class TrainStep:
         accumulate_dtype: Dtype in which gradients of narrower parameters are summed, such as `torch.float32`.
         batch_norm: How BatchNorm is handled: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
             update, pooled over the window), `"frozen"`, or `"exact"`.
-        offload: Keep tensors that cross exact BatchNorm layers or `blocks` in host memory; a folder keeps them in
-            files.
+        offload: Keep tensors that cross exact BatchNorm layers or `blocks` in host memory, or, given a folder, in files
+            there.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
         noise_scale: Measure the gradient noise scale for the property `noise_scale`; `"layer_norm"` uses the rows'
             gradients of normalization layers alone.
@@ -236,8 +236,8 @@ class TrainStep:
         """Leave the finished gradient of this batch in `.grad`, as a plain loop's `loss.backward()` does.
 
         Call `optimizer.step()` then, or `scaler.step(optimizer)`, because the gradients are still scaled.
-        `clip_grad_norm` has been applied. A batch that weighs nothing leaves no gradient. Returns the loss;
-        `updates` doesn't count this call.
+        `clip_grad_norm` has been applied. A batch of weight 0 leaves no gradient. Returns the loss; `updates` doesn't
+        count this call.
 
         Raises:
             WindowError: There are gradients already; call `zero_grad()` first. Otherwise as a call of the step.
@@ -288,7 +288,7 @@ class TrainStep:
         self.update.meet_scaler()
         finished = self._finished(batch)
         if not finished.weighs:
-            logger.info("Nothing in this batch of %d rows weighs anything: no update.", batch.rows)
+            logger.info("No update: the total weight of this batch's %d rows is 0.", batch.rows)
             return finished.loss
         self.updates += int(self.update.step(finished.loss, lambda: self._evaluated(batch)))
         self.losses = finished.losses  # a closure may have evaluated others since

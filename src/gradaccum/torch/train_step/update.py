@@ -25,7 +25,7 @@ from gradaccum.torch.train_step.options import Options
 logger = logging.getLogger("gradaccum")
 
 _AS_THEY_WERE = "Parameters and optimizer state are as they were."
-_UNKNOWN = "Parameters and optimizer state may have been changed by then: go on from a checkpoint."
+_UNKNOWN = "Parameters and optimizer state may already have changed: continue from a checkpoint."
 
 
 class Update:

@@ -46,8 +46,8 @@ _NO_ROWS = (
     "x.view(-1, width) works on 0 rows, x.view(len(x), -1) doesn't."
 )
 _NOT_REACHED = (
-    "Out of memory in the forward pass of a micro-batch of %d rows that weighs nothing. Parameters that only such rows "
-    "use have no gradient now, where the large batch gives them zeros, so weight decay and momentum don't move them."
+    "Out of memory in the forward pass of a micro-batch of %d rows with weight 0. Parameters that only such rows use "
+    "have no gradient now, where the large batch gives them zeros, so weight decay and momentum don't move them."
 )
 
 
@@ -431,5 +431,7 @@ class WholeBatch:
             if smaller is None:
                 raise nothing_fits(error) from error
         oom.meter.release()
-        logger.warning("Out of memory with micro-batches of %d rows: all over again with %d.", size, smaller.size)
+        logger.warning(
+            "Out of memory with micro-batches of %d rows: starting the batch again with %d.", size, smaller.size
+        )
         raise RestartWindow(smaller)

@@ -86,8 +86,8 @@ class ParameterMonitor:
             self._warned = True
             warnings.warn(
                 f"Hyperparameters changed, {', '.join(changed.values())} inside an open window: the update uses the "
-                "last ones. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`. Anything "
-                "else that changes them belongs there, too.",
+                "last ones. A scheduler steps once per update: `if optimizer.updated: scheduler.step()`. Make all "
+                "other changes there, too.",
                 stacklevel=5,
             )
 

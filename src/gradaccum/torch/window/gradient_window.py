@@ -224,9 +224,8 @@ class GradientWindow(Listener):
             raise mixed_terms_error()
         if self.ranks.is_distributed and not self.ranks.waits:
             raise WindowError(
-                "On several ranks, losses came as backward({name: (loss, weight)}) for the first time in a later "
-                "window than the first: by now the ranks reduce a single loss in its backward pass. Use names from the "
-                "first window on."
+                "On several ranks, named losses, backward({name: (loss, weight)}), came after a first window without: "
+                "since then the ranks reduce a single loss in its backward pass. Use names from the first window on."
             )
         for name in self.losses.names(window.micro_batches).intersection(names) if named.sums else ():
             raise ValueError(
@@ -262,10 +261,9 @@ class GradientWindow(Listener):
         if shared and any(passes.arrivals != arrivals for passes, arrivals in shared):
             self._warned_of_others = True
             warnings.warn(
-                "backward(loss, weight=...) of one optimizer also reached parameters of another wrapped one, which "
-                "knows nothing of these weights: its gradients came multiplied by them, and it divides by its own. "
-                "Give both the weights, a.batches(b.batches(loader, weight=count), weight=count), and call "
-                "loss.backward().",
+                "backward(loss, weight=...) of one optimizer also reached parameters of another wrapped one, whose "
+                "gradients are multiplied by these weights, but divided by its own. Give both the weights, "
+                "a.batches(b.batches(loader, weight=count), weight=count), and call loss.backward().",
                 stacklevel=4,
             )
 
@@ -373,8 +371,8 @@ class GradientWindow(Listener):
         """`scaler.unscale_` has divided what is in `p.grad`: all of a window that closes."""
         if self.named is not None and len(self.named.sums) > 1:
             raise WindowError(
-                "scaler.unscale_() reaches only one of the sums that losses by name have. Remove it: the wrapper "
-                "unscales, and clips with clip_grad_norm=. discard() drops the window."
+                "Named losses have several sums of gradients, and scaler.unscale_() reaches only one. Remove it: the "
+                "wrapper unscales, and clips with clip_grad_norm=. discard() drops the window."
             )
         if not self.window.closes_next:
             raise WindowError(

@@ -39,7 +39,7 @@ RUNNING: dict[int, weakref.ref[Window]] = {}
 
 WRITTEN = (
     "Parameters were changed inside an open window, by another optimizer's step, by clamping or by loading, perhaps. "
-    "The window's gradients belong to different parameters. Change parameters when `updated` is True."
+    "The window's gradients were computed at different parameter values. Change parameters when `updated` is True."
 )
 
 _Phase = enum.Enum("_Phase", ["PLAIN", "RESTORED", "LOOP", "AHEAD"])
@@ -156,10 +156,9 @@ class Windows:
         if not self.one.in_batches:
             raise WindowError(
                 "step() was called after the loop over batches() had ended, and the loop's first batch had no step(). "
-                "So something around batches() fetches ahead, such as list() or a prefetcher, or is another loop over "
-                "the same optimizer's batches(), and micro-batches were weighed by the rows of others. Put batches() "
-                "around it, optimizer.batches(prefetched(loader)), and run one such loop at a time. discard() forgets "
-                "the loop."
+                "Something around batches() fetches ahead (list(), a prefetcher, another loop over the same "
+                "optimizer's batches()), so micro-batches were weighed by the rows of others. Put batches() around it, "
+                "optimizer.batches(prefetched(loader)), and run one such loop at a time. discard() forgets the loop."
             )
         if not self.one.announced:
             raise WindowError(
@@ -404,8 +403,8 @@ def on_collect(windows: Windows) -> None:
         windows.ranks.abort()
     if window.is_open and not windows.current.saved:
         logger.warning(
-            "An optimizer is gone whose open window held %d of %d micro-batches, and their update was not made. Call "
-            "flush() at an epoch's end",
+            "An optimizer was deleted while its open window held %d of %d micro-batches, whose update was not made. "
+            "Call flush() at an epoch's end",
             window.micro_batches,
             window.steps,
         )

@@ -43,7 +43,7 @@ class State:
 
     @property
     def step(self) -> int:
-        """Micro-batches since the start. Set between windows to a number that lies inside of one, it shortens the next.
+        """Micro-batches since the start. Setting it between windows to a number inside one shortens the next.
 
         Raises:
             WindowError: It is set inside an open window to another place of a window.
@@ -116,7 +116,7 @@ class _RunAI:
         return result
 
     def flush(self: Any) -> bool:
-        """Close the open window now, short as it is: `runai.step` goes on at the beginning of the next one."""
+        """Close the open window now, short as it is: `runai.step` continues at the start of the next one."""
         updated = super().flush()  # type: ignore[misc]
         self._round_up()
         return updated
