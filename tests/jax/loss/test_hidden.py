@@ -54,14 +54,14 @@ CASES = {
         lambda p, b: ((b[0] @ decayed(p)) ** 2).sum(), {"reduction": "sum"}, "The custom derivative",
     ),
     "counts, weighed by whether there is one": (
-        weighed(lambda n: n), {"weight": lambda b: b[1].astype(bool).sum()}, "`weight` may be that or not",
+        weighed(lambda n: n), {"weight": lambda b: b[1].astype(bool).sum()}, "Whether `weight` equals that is unknown",
     ),
     "whether there is one, weighed by counts": (
-        weighed(lambda n: n.astype(bool)), {"weight": lambda b: b[1].sum()}, "`weight` may be that or not",
+        weighed(lambda n: n.astype(bool)), {"weight": lambda b: b[1].sum()}, "Whether `weight` equals that is unknown",
     ),
     "whole numbers of another width": (
         weighed(lambda n: n.astype(jnp.int32)), {"weight": lambda b: b[1].astype(jnp.int16).astype(float).sum()},
-        "`weight` may be that or not",
+        "Whether `weight` equals that is unknown",
     ),
     "the product of what all rows share": (
         lambda p, b: (b[0] @ p).mean() * jnp.prod(jnp.full(len(b[0]), 0.9)), {}, "number of rows",
@@ -74,12 +74,12 @@ CASES = {
     ),
     "a branch that takes other inputs": (
         lambda p, b: (lambda y, z: jax.nn.relu(y - z if len(z) > 4 else z - y))(b[0] @ p, b[0][:, 0]).mean(), {},
-        "other things for 3 rows",
+        "operations for 3 rows differ from those for 10",
     ),
     "a branch that takes another part": (
         lambda p, b: (lambda n, h: h[n:] if n > 4 else h[:n])(
             len(b[0]), jnp.concatenate([b[0] @ p, (b[0] @ p) ** 2])
-        ).mean(), {}, "can't be told",
+        ).mean(), {}, "is not followed (slice)",
     ),
 }  # fmt: skip
 
