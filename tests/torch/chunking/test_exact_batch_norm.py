@@ -85,6 +85,19 @@ def test_a_residual_network_is_the_large_batchs(size, offload):
     )
 
 
+@pytest.mark.parametrize("make", [torch.optim.Adam, lambda parameters: torch.optim.SGD(parameters, 0.05, 0.9)])
+def test_updates_of_a_residual_network_are_the_large_batchs(make):
+    batches = [(torch.randn(rows, 3, 32, 32),) for rows in (ROWS, ROWS, 13)]
+    torch.manual_seed(1)
+    whole = residual_network()
+    small = copy.deepcopy(whole)
+    chunks = chunked(small, 6, batch_norm="exact", verify=False)
+    torch_updates(whole, make(whole.parameters()), batches, lambda model, x: cross_entropy(model(x)))
+    torch_updates(small, make(small.parameters()), batches, lambda model, x: cross_entropy(chunks(x)))
+    assert relative_error(small.parameters(), whole.parameters()) <= EXACT
+    assert relative_error(small.buffers(), whole.buffers()) <= EXACT
+
+
 def sequential(**options):
     return nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6, **options), nn.Tanh(), nn.Linear(6, 3))
 
