@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from tests.torch.distributed.processes import Processes, import_before
+pytest.register_assert_rewrite("tests.torch.distributed.problems")
 
-import_before("tests.torch.distributed.sharded_cases")
+from tests.torch.distributed.processes import Processes  # noqa: E402  # nor may it be imported by anything before
 
 
-def shared(ranks: int) -> Callable[..., Iterator[Processes]]:
+def _several(ranks: int, started_by: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A fixture that starts ranks, and one that has them: new ones where the test before left them in pieces."""
+
     @pytest.fixture(scope="session")
-    def processes() -> Iterator[Processes]:
+    def start() -> Iterator[Processes]:
         started = Processes(ranks)
         yield started
         started.close()
 
-    return processes
+    @pytest.fixture
+    def whole(request: pytest.FixtureRequest) -> Processes:
+        return request.getfixturevalue(started_by).whole()
+
+    return start, whole
 
 
-whole_ranks, new_ranks, three_ranks, four_ranks = shared(2), shared(2), shared(3), shared(4)
+started_ranks, ranks = _several(2, "started_ranks")
+started_new_ranks, new_ranks = _several(2, "started_new_ranks")
+started_three_ranks, three_ranks = _several(3, "started_three_ranks")
+started_four_ranks, four_ranks = _several(4, "started_four_ranks")
 
 
 @pytest.fixture
-def ranks(whole_ranks: Processes) -> Processes:
-    """Two ranks; new ones where the test before left them in pieces."""
-    if not whole_ranks.alive:
-        whole_ranks.regroup(30.0)
-    return whole_ranks
+def fragile_ranks(new_ranks: Processes) -> Iterator[Processes]:
+    """Ranks whose process group may go to pieces."""
+    yield new_ranks
+    new_ranks.regroup()
