@@ -1,5 +1,5 @@
 """Processes that are started once for all tests of several ranks."""
 
-from tests.torch.distributed.conftest import ranks, started_ranks
+from tests.torch.distributed.conftest import ranks, started
 
-__all__ = ["ranks", "started_ranks"]
+__all__ = ["ranks", "started"]

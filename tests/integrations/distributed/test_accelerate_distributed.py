@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from gradaccum.integrations.accelerate import prepare_optimizer
 from gradaccum.torch.optim import Optimizer
-from tests.integrations.distributed.problems import batches, check, of_two, windows
+from tests.integrations.distributed.problems import batches, of_two
 from tests.reference import FLOAT64, relative_error
 from tests.torch.distributed.problems import error_of, slowly, whole
 from tests.torch.distributed.processes import on_ranks
@@ -70,26 +70,17 @@ def train(one, model, optimizer, rows, clip=None, value=None):
         optimizer.zero_grad()
 
 
-QUICK = [(2, 0.05, False), (2, 0.05, True)]
-SLOWLY = [*((steps, clip, False) for steps in (1, 2, 3) for clip in (None, 0.05)), (2, None, True)]
+QUICK = [((4, 2), 2, "norm"), ((3, 2), 2, "norm"), ((4, 3), 2, "norm"), ((5, 5), 2, "norm"), ((5, 5), 2, "norm shards")]
+QUICK += [(counts, 1, "value hook") for counts in ((4, 2), (3, 2), (4, 3))]
+SLOWLY = [((5, 5), steps, what) for steps in (1, 2, 3) for what in ("", "norm") if (steps, what) != (2, "norm")]
+SLOWLY += [((5, 5), 2, "shards"), *((c, 3, what) for c in ((4, 2), (3, 2), (4, 3)) for what in ("norm hook", "value"))]
 
 
-@pytest.mark.parametrize(("steps", "clip", "sharded"), slowly(QUICK, [one for one in SLOWLY if one not in QUICK]))
+@pytest.mark.parametrize(("counts", "steps", "what"), slowly(QUICK, SLOWLY))
 @on_ranks()
-def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(rank, steps, clip, sharded):
-    one, model, optimizer = prepared(rank, steps, sharded)
-    for _ in range(2):
-        train(one, model, optimizer, optimizer.batches(batches(rank)), clip)
-    check(model, [*windows(steps)] * 2, clip_grad_norm=clip)
-    assert optimizer.updates == 2 * -(-5 // steps)
-
-
-@pytest.mark.parametrize("counts", [(4, 2), (3, 2), (4, 3)])
-@pytest.mark.parametrize(("what", "steps"), slowly([("norm", 2), ("value hook", 1)], [("norm hook", 3), ("value", 3)]))
-@on_ranks()
-def test_what_the_loops_body_asks_for_is_done_on_ranks_whose_loop_is_over(rank, what, steps, counts):
-    """Clipping, and schedules in a hook."""
-    one, model, optimizer = prepared(rank, steps)
+def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(rank, counts, steps, what):
+    """What the loop's body asks for, clipping, and schedules in a hook, is done on ranks whose loop is over, too."""
+    one, model, optimizer = prepared(rank, steps, "shards" in what)
     of_ranks = [batches(r)[:count] for r, count in enumerate(counts)]
     clip, value = 0.05 if "norm" in what else None, 0.01 if "value" in what else None
     if "hook" in what:
@@ -111,8 +102,9 @@ def test_what_the_loops_body_asks_for_is_done_on_ranks_whose_loop_is_over(rank, 
         inner.step()
         for _ in range(2 if "hook" in what else 0):  # as many times as there are processes
             rates.step()
-    assert relative_error(model.module.parameters(), plain.parameters()) <= FLOAT64
+    assert relative_error(whole(model), plain.parameters()) <= FLOAT64
     assert optimizer.param_groups[0]["lr"] == pytest.approx(inner.param_groups[0]["lr"], rel=FLOAT64)
+    assert optimizer.updates == 2 * -(-max(counts) // steps)
 
 
 CLIPS = "different ways: [('clip_grad_norm_', [0, 1, 2, 3], [0.1], {})] on rank 0"

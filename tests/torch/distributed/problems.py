@@ -57,17 +57,16 @@ def loss_of(model: nn.Module, rows: Rows) -> Tensor:
     return cross_entropy(model(rows[0]), rows[1])
 
 
-def micro_batches(sizes: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> list[Rows]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(n, 5, generator=generator, dtype=dtype), torch.randint(0, 3, (n,), generator=generator))
-        for n in sizes
-    ]
-
-
 def data(sizes: Sequence[Sequence[int]], epoch: int = 0, dtype: torch.dtype = torch.float64) -> list[list[Rows]]:
     """Micro-batches of these sizes for each rank; the same on every rank."""
-    return [micro_batches(own, seed=100 * epoch + rank, dtype=dtype) for rank, own in enumerate(sizes)]
+    found = []
+    for rank, own in enumerate(sizes):
+        drawn = torch.Generator().manual_seed(100 * epoch + rank)
+        rows = [
+            (torch.randn(n, 5, generator=drawn, dtype=dtype), torch.randint(0, 3, (n,), generator=drawn)) for n in own
+        ]
+        found.append(rows)
+    return found
 
 
 def windows(ranks: Sequence[Sequence[Rows]], steps: int) -> list[list[Rows]]:
@@ -151,11 +150,11 @@ def whole(model: nn.Module) -> list[Tensor]:
 
 
 def train_on(model: Any, optimizer: Optimizer, batches: Any, way: str = "plain", scaler: Any = None) -> None:
-    """The user's loop; "weighed": by their rows, with `optimizer.backward`; "named": as losses by name, likewise."""
+    """The user's loop, plain, or with `optimizer.backward`: weighed by rows ("scaled", too), or as losses by name."""
     for rows in batches:
         optimizer.zero_grad()
         loss = loss_of(model, rows) if scaler is None else scaler.scale(loss_of(model, rows))
-        if way == "weighed":
+        if way in ("weighed", "scaled"):
             optimizer.backward(loss, weight=len(rows[0]))
         elif way == "named":
             optimizer.backward({"rows": (loss, len(rows[0]))})
@@ -180,21 +179,13 @@ def check_steps(
     rank: int, step: TrainStep, oracle: Oracle, ranks: Any, loss: Any = loss_of, bound: float = FLOAT64
 ) -> None:
     """A TrainStep makes the oracle's updates, each of a batch of all ranks, and returns its losses."""
-    for i, batches in enumerate(zip(*ranks, strict=True)):
-        expected = oracle.update(together(batches), loss)
-        assert abs(step(*_arguments(ranks[rank][i])).item() - expected) <= bound * abs(expected)
+    for batches in zip(*ranks, strict=True):
+        own, named = batches[rank], isinstance(batches[rank], dict)
+        rows = {n: torch.cat([b[n] for b in batches]) for n in own} if named else concatenated(batches)
+        expected = oracle.update(rows, loss)
+        found = (step(own) if named else step(*own)).item()
+        assert abs(found - expected) <= bound * abs(expected)
     oracle.check(step.model, bound)
-
-
-def together(batches: Sequence[Any]) -> Any:
-    """All ranks' rows of one batch."""
-    if isinstance(batches[0], dict):
-        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-    return concatenated(batches)
-
-
-def _arguments(batch: Any) -> Any:
-    return (batch,) if isinstance(batch, dict) else batch
 
 
 def error_of(action: Callable[[], Any]) -> str:

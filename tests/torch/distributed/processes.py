@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker, util
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -113,12 +113,11 @@ class Processes:
 
     def __init__(self, ranks: int = 2, timeout: float = TIMEOUT) -> None:
         self._ranks, self._timeout = ranks, timeout
-        self._stores: list[Any] = []
         self._start()
 
     def _start(self) -> None:
         context = multiprocessing.get_context(_START)
-        port = self._new_store()
+        port = new_port()
         self._pipes, self._processes = [], []
         for rank in range(self._ranks):
             here, there = context.Pipe()
@@ -129,16 +128,11 @@ class Processes:
             self._processes.append(process)
         self._started = False
 
-    def _new_store(self) -> int:
-        """The port of a new one. Old ones stay."""
-        self._stores.append(new_store())
-        return self._stores[-1].port
-
     def regroup(self, timeout: float = TIMEOUT) -> None:
         """A new process group, after what may have left the old one in pieces; new processes only where one is gone."""
         self._timeout = timeout
         if not self.alive or any(
-            isinstance(result, Raised) for result in self.try_run(_join_group, self._ranks, self._new_store(), timeout)
+            isinstance(result, Raised) for result in self.try_run(_join_group, self._ranks, new_port(), timeout)
         ):
             self.kill()
             self._start()
@@ -207,22 +201,24 @@ class Processes:
         for process in self._processes:
             process.join()
 
-    def close(self) -> None:
-        self.kill()
 
-
-class Raised:
+class Raised(NamedTuple):
     """An error on one rank."""
 
-    def __init__(self, message: str, kind: str, trace: str) -> None:
-        self.message, self.kind, self.trace = message, kind, trace
+    message: str
+    kind: str
+    trace: str
 
 
-def new_store() -> Any:
-    """Where ranks meet: in this process, at a port that nobody else can have taken by then."""
+_stores: list[Any] = []
+
+
+def new_port() -> int:
+    """Where ranks meet: a store in this process, at a port that nobody else can have taken by then. Old ones stay."""
     import torch.distributed as dist
 
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    return _stores[-1].port
 
 
 def wait_no_longer_than(seconds: float) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,67 +25,63 @@ from tests.torch.distributed.problems import (
     whole,
     wrap,
 )
-from tests.torch.distributed.processes import Processes, on_ranks
+from tests.torch.distributed.processes import on_ranks
 
 
-def load(model: Any, optimizer: Any, states: Any, **options: Any) -> None:
+def load(model, optimizer, states, **options):
     model_state, state, given = *states, StateDictOptions(**options)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state, options=given)
 
 
-UNEVEN, UNEVEN_SHARDS = [[4, 3, 5, 1, 2], [2, 5, 1, 4]], [[4, 3, 5, 1, 2], [2, 5, 1, 4, 2]]
-RESUMED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "views": ("ddp", {"gradient_as_bucket_view": True}, "window"),
-    "find_unused_parameters": ("ddp", {"find_unused_parameters": True}, "window"),
-    "shards": ("fsdp2", {}, "window"),
-    "shards, micro_batch": ("fsdp2", {}, "micro_batch"),
+UNEVEN, EVEN = [[4, 3, 5, 1, 2], [2, 5, 1, 4]], [[4, 3, 5, 1, 2], [2, 5, 1, 4, 2]]
+UNFINISHED = [[4, 3, 5, 1, 2, 6], [2, 5, 1, 4, 3, 2]]
+"""Rows of two ranks: a window of three micro-batches, and another one."""
+SHARDS, NAMED = {"engine": "fsdp2", "steps": 3}, {"engine": "ddp", "steps": 2, "optimizer": "adamw"}
+RESUMED = {
+    # Rows, the model and the optimizer, micro-batches before it is saved, and how they are weighed.
+    "views": (UNEVEN, {"engine": "ddp", "steps": 3, "how": {"gradient_as_bucket_view": True}}, 2, "weighed"),
+    "find_unused_parameters": (
+        UNEVEN,
+        {"engine": "ddp", "steps": 3, "how": {"find_unused_parameters": True}},
+        2,
+        "weighed",
+    ),
+    "shards": (EVEN, SHARDS, 2, "weighed"),
+    "shards, micro_batch": (EVEN, {**SHARDS, "sync": "micro_batch"}, 2, "weighed"),
+    "shards under a GradScaler, saved unscaled": (UNFINISHED, SHARDS, 2, "scaled"),
+    **{f"losses by name, after {first} of 2 and 2": (SIX, NAMED, first, "named") for first in (2, 3, 4)},
 }
 
 
 @pytest.mark.parametrize("how", RESUMED)
 @on_ranks()
-def test_every_rank_resumes_its_part_of_an_open_window(rank: int, how: str) -> None:
+def test_every_rank_resumes_its_part_of_an_open_window(rank, how):
     """A new model and optimizer go on from there; where ranks have as many batches, the old ones, too."""
-    engine, options, sync = RESUMED[how]
-    model, ranks = network(), data(UNEVEN if engine == "ddp" else UNEVEN_SHARDS)
-    oracle, (used, optimizer) = Oracle(model), wrap(engine, model, 3, options, sync=sync)
-    oracle.see(ranks, 3)
-    train_on(used, optimizer, ranks[rank][:2], "weighed")
+    sizes, options, first, way = RESUMED[how]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale) if way == "scaled" else None for scale in (1024.0, 256.0)]
+    ranks, oracle = data(sizes), Oracle(network(), options.get("optimizer", "sgd"))
+    oracle.see(ranks, options["steps"])
+    used, optimizer = wrap(model=network(), **options)
+    train_on(used, optimizer, ranks[rank][:first], way, scalers[0])
     state, again = copy.deepcopy(optimizer.state_dict()), network()
-    for parameter, value in zip(again.parameters(), whole(model), strict=True):
+    for parameter, value in zip(again.parameters(), whole(used), strict=True):
         parameter.data.copy_(value)
-    if engine != "ddp":
-        train_on(used, optimizer, ranks[rank][2:], "weighed")
+    if way == "weighed" and sizes is EVEN:
+        train_on(used, optimizer, ranks[rank][first:], way)
         optimizer.flush()
         oracle.check(used)
-    used, optimizer = wrap(engine, again, 3, options, sync=sync)
+    used, optimizer = wrap(model=again, **options)
     optimizer.load_state_dict(state)
-    train_on(used, optimizer, optimizer.batches(iter(ranks[rank][2:])))
+    later = ranks[rank][first:]
+    train_on(used, optimizer, later if way == "named" else optimizer.batches(iter(later)), way, scalers[1])
     oracle.check(used)
-
-
-@pytest.mark.parametrize("micro_batches", [2, 3, 4])
-@on_ranks()
-def test_losses_by_name_go_on_after_a_checkpoint(rank: int, micro_batches: int) -> None:
-    """Of no open window, or of one."""
-    model, ranks = network(), data(SIX)
-    oracle, (replica, optimizer) = Oracle(model, "adamw"), wrap("ddp", model, optimizer="adamw")
-    oracle.see(ranks, 2)
-    train_on(replica, optimizer, ranks[rank][:micro_batches], "named")
-    state, again = optimizer.state_dict(), copy.deepcopy(model)
-    replica, optimizer = wrap("ddp", again, optimizer="adamw")
-    optimizer.load_state_dict(state)
-    train_on(replica, optimizer, ranks[rank][micro_batches:], "named")
-    oracle.check(again)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3])
 @on_ranks()
-def test_a_distributed_checkpoint_of_replicas_that_loses_an_open_window_says_so(
-    rank: int, tmp_path: Path, micro_batches: int
-) -> None:
+def test_a_distributed_checkpoint_of_replicas_that_loses_an_open_window_says_so(rank, tmp_path, micro_batches):
     """torch.distributed.checkpoint keeps nothing of it."""
-    ranks, oracle, ends = data(UNEVEN_SHARDS), Oracle(network(), "adam"), micro_batches - micro_batches % 2
+    ranks, oracle, ends = data(EVEN), Oracle(network(), "adam"), micro_batches - micro_batches % 2
     oracle.see([[*own[:ends], *own[micro_batches:]] for own in ranks], 2)
     replica, optimizer = wrap("ddp", network(), optimizer="adam")
     other, new = wrap("ddp", network(), optimizer="adam")
@@ -103,15 +96,11 @@ def test_a_distributed_checkpoint_of_replicas_that_loses_an_open_window_says_so(
     assert any("1 of 2 micro-batches are lost" in warning for warning in warnings) == (micro_batches == 3)
 
 
-def both_states(model: Any, optimizer: Any, **options: Any) -> Any:
+def both_states(model, optimizer, **options):
     return zip(("model", "optimizer"), get_state_dict(model, optimizer, options=StateDictOptions(**options)))
 
 
-UNFINISHED = [[4, 3, 5, 1, 2, 6], [2, 5, 1, 4, 3, 2]]
-"""Rows of two ranks: a window of three micro-batches, and another one."""
-
-
-def saved_inside(rank: int, folder: Path, first: int, sync: str, optimizer: str, way: str) -> list[Any]:
+def saved_inside(rank, folder, first, sync, optimizer, way):
     """Save after so many micro-batches, and train on. Returns the parameters."""
     model, wrapped = wrap("fsdp2", network(), 3, optimizer=optimizer, sync=sync)
     ranks = data(UNFINISHED * (dist.get_world_size() // 2))
@@ -129,13 +118,13 @@ def saved_inside(rank: int, folder: Path, first: int, sync: str, optimizer: str,
     return [parameter.tolist() for parameter in whole(model)]
 
 
-def states_of(model: Any, wrapped: Any, way: str) -> dict[str, Any]:
+def states_of(model, wrapped, way):
     if way == "state_dict":
         return {"model": model.state_dict(), "optimizer": wrapped.state_dict()}
     return dict(both_states(model, wrapped, flatten_optimizer_state_dict=way == "flat"))
 
 
-def loaded_inside(rank: int, folder: Path, first: int, sync: str, optimizer: str, way: str) -> list[Any]:
+def loaded_inside(rank, folder, first, sync, optimizer, way):
     """Go on from there in a new process. Returns the parameters."""
     model, wrapped = wrap("fsdp2", network(), 3, optimizer=optimizer, sync=sync)
     if way == "full":  # of which the ranks take their shards
@@ -173,22 +162,20 @@ ALL = [(first, *one) for first in (IN_THE_FIRST_WINDOW, CLOSED, IN_THE_SECOND_WI
 
 @pytest.mark.parametrize(("first", "sync", "optimizer", "way"), slowly(QUICK, [one for one in ALL if one not in QUICK]))
 def test_a_distributed_checkpoint_of_an_open_window_goes_on_in_new_processes_bit_for_bit(
-    ranks: Processes, new_ranks: Processes, tmp_path: Path, first: int, sync: str, optimizer: str, way: str
-) -> None:
+    ranks, new_ranks, tmp_path, first, sync, optimizer, way
+):
     saved = ranks.run(saved_inside, tmp_path, first, sync, optimizer, way)
     assert new_ranks.run(loaded_inside, tmp_path, first, sync, optimizer, way) == saved
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", SYNCS)
-def test_a_checkpoint_of_a_hybrid_sharded_model_goes_on_bit_for_bit(
-    four_ranks: Processes, sync: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_a_hybrid_sharded_model_goes_on_bit_for_bit(four_ranks, sync, tmp_path):
     saved = four_ranks.run(saved_inside, tmp_path, 2, sync, "adam", "get_state_dict")
     assert four_ranks.run(loaded_inside, tmp_path, 2, sync, "adam", "get_state_dict") == saved
 
 
-def loaded_elsewhere(rank: int, folder: Path, steps: int, optimizer: str) -> None:
+def loaded_elsewhere(rank, folder, steps, optimizer):
     """The first window of two ranks, two micro-batches of three each, goes on over other ranks with other rows."""
     oracle, (model, wrapped) = Oracle(network(), optimizer), wrap("fsdp2", network(), steps, optimizer=optimizer)
     states = states_of(model, wrapped, "get_state_dict")
@@ -204,7 +191,7 @@ def loaded_elsewhere(rank: int, folder: Path, steps: int, optimizer: str) -> Non
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
+def one_rank():
     """This process is the only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -212,9 +199,7 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("optimizer", "steps"), [("sgd", 3), ("adam", 3), ("sgd", 2)])
-def test_an_open_window_goes_on_on_one_rank_and_keeps_its_length(
-    ranks: Processes, one_rank: None, tmp_path: Path, optimizer: str, steps: int
-) -> None:
+def test_an_open_window_goes_on_on_one_rank_and_keeps_its_length(ranks, one_rank, tmp_path, optimizer, steps):
     ranks.run(saved_inside, tmp_path, 2, "window", optimizer, "get_state_dict")
     if steps == 3:
         loaded_elsewhere(0, tmp_path, steps, optimizer)
@@ -225,28 +210,13 @@ def test_an_open_window_goes_on_on_one_rank_and_keeps_its_length(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_an_open_window_goes_on_over_more_ranks(
-    ranks: Processes, three_ranks: Processes, tmp_path: Path, optimizer: str
-) -> None:
+def test_an_open_window_goes_on_over_more_ranks(ranks, three_ranks, tmp_path, optimizer):
     ranks.run(saved_inside, tmp_path, 2, "window", optimizer, "get_state_dict")
     three_ranks.run(loaded_elsewhere, tmp_path, 3, optimizer)
 
 
 @on_ranks()
-def test_an_open_window_of_shards_under_a_grad_scaler_is_saved_unscaled(rank: int) -> None:
-    ranks, oracle = data(UNFINISHED), Oracle(network())
-    oracle.see(ranks, 3)
-    model, optimizer = wrap("fsdp2", network(), 3)
-    train_on(model, optimizer, ranks[rank][:2], "weighed", torch.amp.GradScaler("cpu", init_scale=1024.0))
-    state = copy.deepcopy(optimizer.state_dict())
-    again, other = wrap("fsdp2", network(), 3)
-    other.load_state_dict(state)
-    train_on(again, other, ranks[rank][2:], "weighed", torch.amp.GradScaler("cpu", init_scale=256.0))
-    oracle.check(again)
-
-
-@on_ranks()
-def test_a_state_dict_before_the_first_update_changes_nothing(rank: int) -> None:
+def test_a_state_dict_before_the_first_update_changes_nothing(rank):
     """It is no update, though torch makes the optimizer's state for it by a step."""
     (model, optimizer), (plain, other) = (wrap("fsdp2", network(), 3, optimizer="adam") for _ in "ab")
     rows = data(UNFINISHED)[rank]
@@ -260,7 +230,7 @@ def test_a_state_dict_before_the_first_update_changes_nothing(rank: int) -> None
 
 @pytest.mark.parametrize("sync", SYNCS)
 @on_ranks()
-def test_a_restored_window_may_be_flushed_before_any_forward_pass(rank: int, sync: str) -> None:
+def test_a_restored_window_may_be_flushed_before_any_forward_pass(rank, sync):
     ranks, oracle = data([[4, 2], [3, 5]]), Oracle(network(), "adam")
     model, optimizer = wrap("fsdp2", network(), 3, optimizer="adam", sync=sync)
     train_on(model, optimizer, ranks[rank], "weighed")

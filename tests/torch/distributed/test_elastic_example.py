@@ -6,17 +6,16 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tests.reference import FLOAT64, relative_error
-from tests.torch.distributed.processes import LIMIT, fresh_process, new_store
+from tests.torch.distributed.processes import LIMIT, fresh_process, new_port
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "torch" / "elastic.py"
 
 
-def run(said: Path, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
+def run(said, environment, arguments):
     """The example as a program, and what it prints in a file."""
     os.environ.update(environment)
     sys.argv[:] = [str(EXAMPLE), *arguments]
@@ -24,13 +23,12 @@ def run(said: Path, environment: dict[str, str], arguments: tuple[str, ...]) -> 
         runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
-def start(checkpoint: Path, ranks: int, *arguments: str) -> list[tuple[Any, Path]]:
+def start(checkpoint, ranks, *arguments):
     """What torchrun starts on each rank, as forks of a process that has imported PyTorch, and what each says.
 
     They meet in this process, as torchrun's do in its agent: at a port that nobody else can have taken.
     """
-    stores.append(new_store())
-    port, found = str(stores[-1].port), []
+    port, found = str(new_port()), []
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": str(ranks)}
     for rank in range(ranks):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port, "MASTER_ADDR": "localhost"}
@@ -40,16 +38,13 @@ def start(checkpoint: Path, ranks: int, *arguments: str) -> list[tuple[Any, Path
     return found
 
 
-stores: list[Any] = []
-
-
-def finished(process: Any, said: Path) -> tuple[int, str]:
+def finished(process, said):
     """Its exit code, and what it has said."""
     process.join(LIMIT)
     return process.exitcode, said.read_text()
 
 
-def test_a_run_that_is_killed_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_goes_on_with_another_number_of_ranks(tmp_path):
     killed = start(tmp_path / "elastic.pt", 2, "--kill-after", "3")
     (whole,) = start(tmp_path / "whole.pt", 1, "--maximum-batch-size", "48")
     codes, said = zip(*(finished(*process) for process in killed), strict=True)

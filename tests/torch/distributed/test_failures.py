@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import time
 import warnings
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from tests.torch.distributed.problems import (
     train_on,
     wrap,
 )
-from tests.torch.distributed.processes import Processes, Raised, on_ranks, wait_no_longer_than
+from tests.torch.distributed.processes import Raised, on_ranks, wait_no_longer_than
 from tests.torch.distributed.test_windows import UNEVEN, train
 from tests.torch.distributed.test_wrapped import train_two
 
@@ -45,56 +44,56 @@ Refused = tuple[Callable[..., Any], tuple[Any, ...], str, str]
 """What each rank does, with which arguments; which error that is, and what it says."""
 
 
-def wrapped(model: nn.Module, inner: Any = None, steps: int = 2, **keywords: Any) -> Optimizer:
+def wrapped(model, inner=None, steps=2, **keywords):
     return Optimizer(sgd(model) if inner is None else inner, steps=steps, model=model, **keywords)
 
 
-def ddp() -> DistributedDataParallel:
+def ddp():
     return DistributedDataParallel(network())
 
 
-def local_sgd(model: Any) -> Any:
+def local_sgd(model):
     state = post_localSGD_hook.PostLocalSGDState(None, None, 100)
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     return model
 
 
-def post_local(inner: Any) -> Any:
+def post_local(inner):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.jit.script
         from torch.distributed.optim import PostLocalSGDOptimizer
     return PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2, warmup_steps=0))
 
 
-def wrapped_later() -> None:
+def wrapped_later():
     model = network()
     optimizer = wrapped(model)
     train_on(DistributedDataParallel(model), optimizer, data(FOUR)[dist.get_rank()])
 
 
-def sharded_later() -> None:
+def sharded_later():
     inner = sgd(model := network())
     wrapped(shard(model), inner)
 
 
-def parameters_outside() -> None:
+def parameters_outside():
     replica = ddp()
     wrapped(replica, torch.optim.SGD([*replica.parameters(), *nn.Linear(2, 2).parameters()], 0.1))
 
 
-def parameters_not_sharded() -> None:
+def parameters_not_sharded():
     model = network()
     fully_shard(model[0])
     wrapped(model)
 
 
-def joined() -> None:
+def joined():
     replica, optimizer = wrap("ddp", network())
     with replica.join():
         train_on(replica, optimizer, data([[4] * 4, [4] * 2])[dist.get_rank()])
 
 
-def lbfgs(model: nn.Module, splits: bool) -> None:
+def lbfgs(model, splits):
     inner = torch.optim.LBFGS(model.parameters())
     if splits:
         TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
@@ -103,7 +102,7 @@ def lbfgs(model: nn.Module, splits: bool) -> None:
 
 
 EVALUATES = "LBFGS evaluates its closure several times in an update, and each time 2 ranks"
-MADE: dict[str, tuple[Callable[[], Any], str]] = {
+MADE = {
     "wrapped twice": (lambda: wrapped(replica := ddp(), wrapped(replica)), ""),
     "wrapped later": (wrapped_later, "after the optimizer was built"),
     "sharded later": (sharded_later, "Shard the model first"),
@@ -126,17 +125,17 @@ MADE: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def made(rank: int, what: str) -> None:
+def made(rank, what):
     MADE[what][0]()
 
 
-def unknown(rank: int, engine: str, steps: int) -> None:
+def unknown(rank, engine, steps):
     """A data-parallel model, and no model=."""
     used = spread(engine, network())
     train_on(used, Optimizer(sgd(used), steps=steps), data(FOUR)[rank])
 
 
-def different_options(rank: int, way: str, option: str, values: Any) -> None:
+def different_options(rank, way, option, values):
     """Each rank has its own value of an option."""
     if way == "wrapped":
         wrapped(ddp(), **{option: values[rank]})
@@ -145,14 +144,14 @@ def different_options(rank: int, way: str, option: str, values: Any) -> None:
     step_of(ddp(), compute_loss=lambda m, x, y: cross_entropy(m(x), y, reduction=adds), **{option: values[rank]})
 
 
-def differing_option(way: str, name: str, first: Any, second: Any) -> Refused:
+def differing_option(way, name, first, second):
     shown = [value and "given" if name == "weight" else value for value in (first, second)]
     values = "" if name == "noise_scale" else f". Received: {shown[0]!r} on rank 0, {shown[1]!r} on rank 1"
     says = f"`{name}` must be the same on every rank{values}"
     return different_options, (way, name, (first, second)), "ValueError", says
 
 
-def different_hyperparameters(rank: int, name: str, values: Any, way: str) -> None:
+def different_hyperparameters(rank, name, values, way):
     model = shard(network()) if way == "layers" else ddp()
     inner = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=torch.tensor(0.1), foreach=False)
     inner.param_groups[2][name] = values[rank]
@@ -160,17 +159,17 @@ def different_hyperparameters(rank: int, name: str, values: Any, way: str) -> No
         train_on(model, wrapped(model, inner), data(FOUR)[rank])
         return
     blocks = {"blocks": Blocks([model[0]], update="in_backward")} if way == "layers" else {}
-    step: Any = TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2, **blocks)  # type: ignore[arg-type]
+    step = TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2, **blocks)
     step(*data(FOUR)[rank][0])
 
 
-def differing_hyperparameter(name: str, first: Any, second: Any, way: str) -> Refused:
+def differing_hyperparameter(name, first, second, way):
     a, b = ([*value] if isinstance(value, tuple) else float(value) for value in (first, second))
     says = f"{name} of group 2 is {a} on rank 0, {b} on rank 1. Nothing was updated"
     return different_hyperparameters, (name, (first, second), way), "WindowError", says
 
 
-def schedule_stepped_in_the_body(rank: int) -> None:
+def schedule_stepped_in_the_body(rank):
     """Rank 1's loop is over when two updates are to come, and an average's hook hides the line that says it."""
     model, optimizer = wrap("ddp", network(), 1)
     optimizer.register_step_post_hook(lambda *_: None)
@@ -181,24 +180,24 @@ def schedule_stepped_in_the_body(rank: int) -> None:
             schedule.step()
 
 
-def different_steps(rank: int, schedule: bool) -> None:
+def different_steps(rank, schedule):
     replica, optimizer = wrap("ddp", network(), (lambda *_: 2 + 2 * rank) if schedule else 2 + 2 * rank)
     train_on(replica, optimizer, data(FOUR)[rank])
 
 
-def different_ways(rank: int, first: str, second: str, name_later: bool = False) -> None:
+def different_ways(rank, first, second, name_later=False):
     """How ranks weigh their micro-batches, or how all of them do at first and later."""
     replica, optimizer = wrap("ddp", network(), 1 if name_later else 2)
     for i, rows in enumerate(data(FOUR)[rank]):
         train_on(replica, optimizer, [rows], (first, second)[min(i, 1) if name_later else rank])
 
 
-def different_parts(rank: int, way: str, sync: str) -> None:
+def different_parts(rank, way, sync):
     heads = [[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1, 0]]
     train(rank, [[4] * 6] * 2, 2, way, engine="fsdp2 nested", build=Heads, heads=heads, sync=sync)
 
 
-def edited(rank: int, engine: str, steps: int) -> None:
+def edited(rank, engine, steps):
     """Clipping what an open window has added up, on every micro-batch, as a plain loop does."""
     model, optimizer = wrap(engine, network(), steps)
     for rows in data([[4, 2, 5, 3]] * 2)[rank]:
@@ -208,7 +207,7 @@ def edited(rank: int, engine: str, steps: int) -> None:
         optimizer.step()
 
 
-def uneven(rank: int, way: str, sync: str) -> None:
+def uneven(rank, way, sync):
     """Rank 1 has fewer batches in its second epoch, which end within a window or between two."""
     model, optimizer = wrap("fsdp2", network(), sync=sync)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if way == "scaler" else None
@@ -216,7 +215,7 @@ def uneven(rank: int, way: str, sync: str) -> None:
         train_on(model, optimizer, optimizer.batches(data(sizes)[rank]), "plain" if scaler else "weighed", scaler)
 
 
-def penalty_later(rank: int, of: Any, together: bool) -> None:
+def penalty_later(rank, of, together):
     """The backward pass of a penalty, for the first time when the third window closes, on some ranks.
 
     `together`: both forward passes come before both backward passes.
@@ -224,7 +223,7 @@ def penalty_later(rank: int, of: Any, together: bool) -> None:
     replica, optimizer = wrap("ddp", network())
     for i, rows in enumerate(optimizer.batches(data([[4, 3] * 5, [2, 5] * 5])[rank])):
         optimizer.zero_grad()
-        losses: list[Any] = [lambda rows=rows: loss_of(replica, rows)]
+        losses = [lambda rows=rows: loss_of(replica, rows)]
         if i == 5 and rank in of:
             losses.append(lambda rows=rows: replica(rows[0] * 0.5).square().sum(1).mean())
         for loss in [found() for found in losses] if together else losses:
@@ -234,7 +233,7 @@ def penalty_later(rank: int, of: Any, together: bool) -> None:
 
 SLOWLY = (1,), (2,), (3,)
 FEWER = "Whether this batch is the last: False on rank 0"
-REFUSED: dict[str, list[Refused]] = {
+REFUSED = {
     "what is made": [(made, (what,), "ValueError", says) for what, (_, says) in MADE.items()],
     "a data-parallel model that the optimizer doesn't know": [
         (unknown, ("ddp", 2), "ValueError", "Pass model=ddp"),
@@ -297,7 +296,7 @@ REFUSED: dict[str, list[Refused]] = {
 }
 
 
-def rows_of(table: dict[str, list[Refused]]) -> list[Any]:
+def rows_of(table):
     """Parameters of a test; those that fail in a batch in the middle run slowly."""
     return [
         pytest.param(*one, id=f"{claim}-{i}", marks=[pytest.mark.slow] * (one[1][3:] in SLOWLY))
@@ -307,23 +306,19 @@ def rows_of(table: dict[str, list[Refused]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("case", "arguments", "kind", "says"), rows_of(REFUSED))
-def test_what_cannot_be_right_is_named_on_every_rank(
-    ranks: Processes, case: Any, arguments: tuple[Any, ...], kind: str, says: str
-) -> None:
+def test_what_cannot_be_right_is_named_on_every_rank(ranks, case, arguments, kind, says):
     ranks.refuse(case, *arguments, kind=kind, says=says)
 
 
 @pytest.mark.parametrize(("engine", "says"), [("ddp", "Pass model=ddp"), ("fsdp2", "Pass model=, the sharded")])
 @on_ranks()
-def test_a_model_that_the_optimizer_is_not_told_of_is_a_warning_where_it_can_work(
-    rank: int, engine: str, says: str
-) -> None:
+def test_a_model_that_the_optimizer_is_not_told_of_is_a_warning_where_it_can_work(rank, engine, says):
     assert len([line for line in lines_of(lambda: unknown(rank, engine, 1)) if says in line]) == 1
 
 
 @pytest.mark.parametrize("splits", [False, True])
 @on_ranks()
-def test_a_rank_whose_constructor_raises_is_an_error_on_the_others_at_once(rank: int, splits: bool) -> None:
+def test_a_rank_whose_constructor_raises_is_an_error_on_the_others_at_once(rank, splits):
     """It is then built again on both ranks."""
     replica = ddp()
     with pytest.raises(ValueError if rank else WindowError, match="" if rank else "Rank 1 raised .* while it built"):
@@ -332,7 +327,7 @@ def test_a_rank_whose_constructor_raises_is_an_error_on_the_others_at_once(rank:
 
 
 @on_ranks()
-def test_optimizers_on_parts_of_one_sharded_model_are_refused(rank: int) -> None:
+def test_optimizers_on_parts_of_one_sharded_model_are_refused(rank):
     """The first one's turn comes again when the other is gone."""
     model = shard(network())
     Optimizer(sgd(model[2]), steps=2, model=model)
@@ -344,7 +339,7 @@ def test_optimizers_on_parts_of_one_sharded_model_are_refused(rank: int) -> None
 
 
 @on_ranks()
-def test_one_rank_s_open_window_is_not_another_s(rank: int) -> None:
+def test_one_rank_s_open_window_is_not_another_s(rank):
     """Every rank loads what rank 0 saved inside a window."""
     replica, optimizer = wrap("ddp", network(), 4)
     train_on(replica, optimizer, data([[4] * 2] * 2)[rank])
@@ -359,7 +354,7 @@ def test_one_rank_s_open_window_is_not_another_s(rank: int) -> None:
 
 
 @on_ranks()
-def test_an_older_torch_is_named(rank: int) -> None:
+def test_an_older_torch_is_named(rank):
     model, kept = shard(network()), torch.__version__
     torch.__version__ = type(kept)("2.12.1")
     try:
@@ -369,10 +364,10 @@ def test_an_older_torch_is_named(rank: int) -> None:
         torch.__version__ = kept
 
 
-KEPT = list[Optimizer]()
+KEPT = []
 
 
-def fails(rank: int, engine: str, way: str, what: str, at: int = 2, given_up: pathlib.Path | None = None) -> None:
+def fails(rank, engine, way, what, at=2, given_up=None):
     """Something happens on rank 1 in a micro-batch, inside a window; errors are handled, and the process lives on.
 
     Where the others learn it by waiting, they do so for a second and a half, until they have `given_up`.
@@ -381,10 +376,10 @@ def fails(rank: int, engine: str, way: str, what: str, at: int = 2, given_up: pa
         wait_no_longer_than(1.5)
     model, optimizer = wrap(engine, network(), 4)
 
-    def failure(*_: Any) -> None:
+    def failure(*_):
         raise ArithmeticError("rank 1 failed")
 
-    def loader() -> Any:
+    def loader():
         for i, (x, y) in enumerate(data([[4] * 8] * 2)[rank][: at if what == "fewer" and rank == 1 else None]):
             here = (rank, i) == (1, at)
             if here and what == "loader":
@@ -418,10 +413,10 @@ def fails(rank: int, engine: str, way: str, what: str, at: int = 2, given_up: pa
         optimizer.flush()
 
 
-def step_fails(rank: int, what: str) -> None:
+def step_fails(rank, what):
     """TrainStep fails on rank 1: its labels are too few, or it has no memory, or no rows for a loss that needs some."""
 
-    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(m, x, y):
         if rank == 1 and what == "memory":
             raise torch.OutOfMemoryError("no memory")
         return cross_entropy(m(x).view(len(x), -1) if what == "no rows" else m(x), y)
@@ -432,7 +427,7 @@ def step_fails(rank: int, what: str) -> None:
 
 
 LEFT = "Rank 1 stopped in the middle"
-ONE_RANK: dict[str, list[Refused]] = {
+ONE_RANK = {
     # What the others say, and which error that rank itself has.
     "raises inside a window": [
         (fails, ("ddp", way, where), "ArithmeticError", LEFT)
@@ -460,9 +455,7 @@ ONE_RANK: dict[str, list[Refused]] = {
 
 
 @pytest.mark.parametrize(("case", "arguments", "own", "says"), rows_of(ONE_RANK))
-def test_one_rank_that_fails_is_an_error_on_the_others_at_once(
-    ranks: Processes, case: Any, arguments: tuple[Any, ...], own: str, says: str
-) -> None:
+def test_one_rank_that_fails_is_an_error_on_the_others_at_once(ranks, case, arguments, own, says):
     first, second = ranks.try_run(case, *arguments)
     assert isinstance(first, Raised)
     assert first.kind == ("OutOfMemoryError" if own == "OutOfMemoryError" else "WindowError")
@@ -471,7 +464,7 @@ def test_one_rank_that_fails_is_an_error_on_the_others_at_once(
     assert not own or (isinstance(second, Raised) and second.kind == kind and message in second.message)
 
 
-def never_built(rank: int) -> None:
+def never_built(rank):
     """Rank 1 builds no Optimizer."""
     wait_no_longer_than(1.5)
     replica = ddp()
@@ -480,7 +473,7 @@ def never_built(rank: int) -> None:
     raise ArithmeticError("rank 1 failed")
 
 
-def test_a_rank_that_builds_nothing_is_an_error_after_the_process_group_s_timeout(fragile_ranks: Processes) -> None:
+def test_a_rank_that_builds_nothing_is_an_error_after_the_process_group_s_timeout(fragile_ranks):
     first, _ = fragile_ranks.try_run(never_built)
     assert isinstance(first, Raised)
     assert first.kind == "WindowError"
@@ -491,8 +484,8 @@ def test_a_rank_that_builds_nothing_is_an_error_after_the_process_group_s_timeou
     ("engine", "what"), [("ddp", "dies"), ("ddp", "is late"), ("fsdp2", "fewer"), ("fsdp2", "forward")]
 )
 def test_ranks_that_wait_for_one_that_is_gone_wait_no_longer_than_the_process_group(
-    fragile_ranks: Processes, tmp_path: pathlib.Path, engine: str, what: str
-) -> None:
+    fragile_ranks, tmp_path, engine, what
+):
     at = 3 if what == "is late" else 2
     first, second = fragile_ranks.try_run(fails, engine, "plain", what, at, tmp_path / "given up")
     assert isinstance(first, Raised)

@@ -1,10 +1,8 @@
 """Layer by layer on several ranks."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -33,19 +31,19 @@ from tests.torch.layers.test_blocks import in_blocks
 class Block(nn.Module):
     """What all blocks are given besides: a scale that is learned, outside of them."""
 
-    def __init__(self, inner: int = 8, dropout: float = 0.0) -> None:
+    def __init__(self, inner=8, dropout=0.0):
         super().__init__()
         self.up, self.down, self.dropout = nn.Linear(6, inner), nn.Linear(inner, 6), nn.Dropout(dropout)
         self.place = NoMemory()
 
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, x, scale):
         return x + scale * self.dropout(self.down(torch.tanh(self.up(self.place(x)))))
 
 
 class Network(nn.Module):
     """A stem, blocks with something in between, and a head."""
 
-    def __init__(self, dropout: float = 0.0, blocks: int = 3) -> None:
+    def __init__(self, dropout=0.0, blocks=3):
         super().__init__()
         torch.manual_seed(0)
         self.stem, self.norm = nn.Linear(5, 6), nn.LayerNorm(6)
@@ -53,21 +51,21 @@ class Network(nn.Module):
         self.scale, self.head = nn.Linear(5, 1), nn.Linear(6, 3)
         self.double()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         scale = self.scale(x)
         x = self.stem(x)
         for layer in self.layers:
             x = self.between(layer(x, scale))
         return self.head(x)
 
-    def between(self, x: Tensor) -> Tensor:
+    def between(self, x):
         return self.norm(x)
 
 
 class Chain(Network):
     """Each parameter is used once, so that gradients in bfloat16 are added up between micro-batches only."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.stem(x)
         for layer in self.layers:
             x = layer(x, x.new_ones(()))
@@ -77,40 +75,40 @@ class Chain(Network):
 class Borrowing(Network):
     """Between the blocks, it uses the weights of a later one."""
 
-    def between(self, x: Tensor) -> Tensor:
+    def between(self, x):
         return self.norm(x) + self.layers[-1].down.bias
 
 
 class SpareBlock(Block):
     """Has a parameter that no row uses, and one that only some do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.some, self.nobody = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
 
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, x, scale):
         x = super().forward(x, scale)
         return x * self.some if len(x) == 2 else x
 
 
-def spare() -> Network:
+def spare():
     model = Network()
     model.layers[1] = SpareBlock().double()
     return model
 
 
-def dropping_out() -> Network:
+def dropping_out():
     return Network(dropout=0.5)
 
 
-def tied() -> Network:
+def tied():
     """Two blocks share a weight."""
     model = Network()
     model.layers[2].down.weight = model.layers[0].down.weight
     return model
 
 
-def frozen() -> Network:
+def frozen():
     """The first block, and the bias of the last one, stay as they are."""
     model = Network()
     model.layers[0].requires_grad_(False)
@@ -118,17 +116,17 @@ def frozen() -> Network:
     return model
 
 
-def synchronised() -> Network:
+def synchronised():
     model = Network()
     model.layers[1].dropout = nn.SyncBatchNorm(6, dtype=torch.float64)
     return model
 
 
-def shard(model: Any, **options: Any) -> Any:
+def shard(model, **options):
     return problems.shard(model, *model.layers, **options)
 
 
-def shard_together(model: Network, *parts: str) -> Any:
+def shard_together(model, *parts):
     """Some parts are sharded together; the other blocks by themselves."""
     chosen = [model.get_submodule(part) for part in parts]
     fully_shard(chosen)
@@ -139,18 +137,18 @@ def shard_together(model: Network, *parts: str) -> Any:
     return fully_shard(model)
 
 
-def step_of(model: nn.Module, optimizer: str = "sgd", **options: Any) -> Any:
+def step_of(model, optimizer="sgd", **options):
     return problems.step_of(model, optimizer, **in_blocks({"micro_batch_size": 3, "blocks": "layers", **options}))
 
 
-def weighed(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def weighed(model, x, y):
     """A mean over some rows, which is told with the loss."""
     weights = (x[:, 0] > 0).double()
     losses = cross_entropy(model(x), y, reduction="none")
     return (losses * weights).sum() / weights.sum().clamp(min=1), weights.sum()
 
 
-TOLD: dict[str, Any] = {"compute_loss": weighed, "loss": lambda m, rows: weighed(m, *rows)[0], "micro_batch_size": 1}
+TOLD = {"compute_loss": weighed, "loss": lambda m, rows: weighed(m, *rows)[0], "micro_batch_size": 1}
 """Some micro-batches weigh nothing."""
 WEIGHED = {**TOLD, "compute_loss": lambda m, x, y: weighed(m, x, y)[0], "weight": lambda x, y: (x[:, 0] > 0).sum()}
 SIZES, HYBRID = [[8, 9], [5, 0]], [[8, 3], [5, 7], [0, 1], [4, 9]]
@@ -159,7 +157,7 @@ STAYS = {"shard": {"reshard_after_forward": False}}
 REPLICAS = {"shard": {"shape": (2, 1)}}
 ONCE = 3 + 2 + 1  # blocks forward, all but the last backward, all else
 EACH = 1 + 2 * 3 + 1 + 2  # on the rank with most, three micro-batches; the last block runs forward once
-SENT: dict[str, tuple[dict[str, Any], int | None, int | None]] = {
+SENT = {
     # Options, and what each update gathers and reduces, also where rank 1 has no rows; None: not counted.
     "one pass": ({"micro_batch_size": 8}, ONCE, 3 + 1),
     "micro-batches": ({"micro_batch_size": 2}, ONCE, 3 + 1),
@@ -187,9 +185,7 @@ SENT: dict[str, tuple[dict[str, Any], int | None, int | None]] = {
 }
 
 
-def train(
-    rank: int, build: Any = Network, optimizer: str = "adam", sizes: Any = SIZES, loss: Any = loss_of, **options: Any
-) -> list[Any]:
+def train(rank, build=Network, optimizer="adam", sizes=SIZES, loss=loss_of, **options):
     """The large batch's updates. Returns what was sent in each.
 
     `shard`: options of `fully_shard`, or "ddp"; `parts` are sharded together.
@@ -197,7 +193,7 @@ def train(
     how, parts = options.pop("shard", {}), options.pop("parts", ())
     model, oracle, ranks, sent = build(), Oracle(build(), optimizer, options.get("clip_grad_norm")), data(sizes), []
     if how == "ddp":
-        used: Any = DistributedDataParallel(model)
+        used = DistributedDataParallel(model)
     else:
         used = shard_together(model, *parts) if parts else shard(model, **how)
     step = step_of(used, optimizer, **options)
@@ -210,9 +206,7 @@ def train(
 
 @pytest.mark.parametrize("how", SENT)
 @on_ranks()
-def test_blocks_make_the_large_batchs_update_and_are_gathered_once_per_pass_and_reduced_once(
-    rank: int, how: str
-) -> None:
+def test_blocks_make_the_large_batchs_update_and_are_gathered_once_per_pass_and_reduced_once(rank, how):
     options, gathers, scatters = SENT[how]
     for counts in train(rank, **options):
         assert gathers in (None, counts["all_gather"])
@@ -222,14 +216,14 @@ def test_blocks_make_the_large_batchs_update_and_are_gathered_once_per_pass_and_
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, CLIPPED, {"build": frozen}], ids=["", "clipped", "frozen"])
 @on_ranks("four_ranks")
-def test_hybrid_sharded_blocks_make_the_large_batchs_update(rank: int, options: dict[str, Any]) -> None:
+def test_hybrid_sharded_blocks_make_the_large_batchs_update(rank, options):
     train(rank, sizes=HYBRID, **options)
 
 
 @pytest.mark.parametrize(("sync", "most"), [("window", 5), ("micro_batch", 2)])
 @on_ranks()
-def test_all_sharded_blocks_are_whole_in_forward_passes_or_one_and_the_last(rank: int, sync: str, most: int) -> None:
-    model, found = shard(Network(blocks=5)), list[int]()
+def test_all_sharded_blocks_are_whole_in_forward_passes_or_one_and_the_last(rank, sync, most):
+    model, found = shard(Network(blocks=5)), []
     for layer in model.layers:
         layer.place.register_forward_pre_hook(
             lambda *_: found.append(sum(not isinstance(each.up.weight, DTensor) for each in model.layers))
@@ -241,7 +235,7 @@ def test_all_sharded_blocks_are_whole_in_forward_passes_or_one_and_the_last(rank
 
 
 @on_ranks()
-def test_under_a_scaler_an_overflow_on_one_rank_costs_all_of_them_one_update(rank: int) -> None:
+def test_under_a_scaler_an_overflow_on_one_rank_costs_all_of_them_one_update(rank):
     oracle, model, ranks = Oracle(Network()), shard(Network()), data([[8, 3, 9], [5, 7, 0]])
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     step, scales = step_of(model, scaler=scaler), []
@@ -258,7 +252,7 @@ def test_under_a_scaler_an_overflow_on_one_rank_costs_all_of_them_one_update(ran
 
 @pytest.mark.parametrize("sync", SYNCS)
 @on_ranks()
-def test_a_rank_that_runs_out_of_memory_in_a_block_has_all_begin_again_exactly(rank: int, sync: str) -> None:
+def test_a_rank_that_runs_out_of_memory_in_a_block_has_all_begin_again_exactly(rank, sync):
     for place, backward in ((0, False), (1, True)):
         oracle, model = Oracle(Network(), "adam"), shard(Network())
         if rank == 1:
@@ -271,9 +265,7 @@ def test_a_rank_that_runs_out_of_memory_in_a_block_has_all_begin_again_exactly(r
 @pytest.mark.parametrize("options", [{}, IN_BACKWARD], ids=["after backward", "in backward"])
 @pytest.mark.parametrize("dtypes", [1, 2])
 @on_ranks()
-def test_a_parameter_of_a_sharded_block_that_no_rank_uses_is_left_alone(
-    rank: int, options: dict[str, Any], dtypes: int
-) -> None:
+def test_a_parameter_of_a_sharded_block_that_no_rank_uses_is_left_alone(rank, options, dtypes):
     """Adam with weight decay moves parameters whose gradient is zero, and none without a gradient."""
     optimizer, policy = "adamw", {}
     if dtypes == 2:
@@ -282,10 +274,10 @@ def test_a_parameter_of_a_sharded_block_that_no_rank_uses_is_left_alone(
     oracle, model, ranks = Oracle(spare(), optimizer), shard(spare(), **policy), data([[2, 3], [4, 5]])
     step = step_of(model, optimizer, micro_batch_size=2, **options)
 
-    def in_pieces(m: nn.Module, batches: Any) -> Any:
+    def in_pieces(m, batches):
         """As the step cuts them."""
         rows = sum(len(y) for _, y in batches)
-        pieces = [(x[p.rows], y[p.rows]) for x, y in batches for p in Rows(FixedSize(2), len(y))]  # type: ignore[union-attr]
+        pieces = [(x[p.rows], y[p.rows]) for x, y in batches for p in Rows(FixedSize(2), len(y))]
         return sum(loss_of(m, piece) * (len(piece[1]) / rows) for piece in pieces)
 
     for batches in zip(*ranks, strict=True):
@@ -301,9 +293,7 @@ MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 @pytest.mark.parametrize(("build", "mixed"), [(dropping_out, False), (Chain, True)])
 @on_ranks()
-def test_sharded_blocks_draw_the_dropout_masks_and_round_as_accumulation_without_blocks(
-    rank: int, build: Any, mixed: bool
-) -> None:
+def test_sharded_blocks_draw_the_dropout_masks_and_round_as_accumulation_without_blocks(rank, build, mixed):
     found, expected = [], Oracle(build())
     expected.see(data(EVEN), 1)
     for blocks in ("layers", None):
@@ -335,9 +325,7 @@ OWN, STOPPED, NAN = (
     ],
 )
 @on_ranks()
-def test_an_error_of_one_rank_in_a_block_is_one_on_all_and_the_next_batch_is_exact(
-    rank: int, what: str, options: dict[str, Any], own: str, others: str
-) -> None:
+def test_an_error_of_one_rank_in_a_block_is_one_on_all_and_the_next_batch_is_exact(rank, what, options, own, others):
     """Halfway through updates in the backward pass, it says on every rank what has been updated."""
     oracle, model, ranks = Oracle(Network()), shard(Network()), data([[6, 5], [7, 4]])
     step, before, (x, y) = step_of(model, **options), [p.clone() for p in whole(model)], ranks[rank][0]
@@ -359,7 +347,7 @@ def test_an_error_of_one_rank_in_a_block_is_one_on_all_and_the_next_batch_is_exa
     problems.check_steps(rank, step, oracle, [own[1:] for own in ranks])
 
 
-REFUSED: dict[str, Any] = {
+REFUSED = {
     "each rank has only a part of a sharded model": lambda rows: step_of(shard(Network()), on="cpu"),
     "'layers.1.dropout' is a SyncBatchNorm, which waits for the other ranks": lambda rows: step_of(
         shard(synchronised()), batch_norm="micro"
@@ -377,5 +365,5 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("says", REFUSED)
 @on_ranks()
-def test_what_does_not_go_with_blocks_on_several_ranks_is_refused_by_name(rank: int, says: str) -> None:
+def test_what_does_not_go_with_blocks_on_several_ranks_is_refused_by_name(rank, says):
     assert says in error_of(lambda: REFUSED[says](data(SIZES)[rank][0]))

@@ -1,17 +1,15 @@
 """One window over all ranks: the update of one process that sees all rows, with one reduction per window."""
 
 import copy  # no postponed annotations here: DDP reads those of its hooks
-from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gradaccum.torch.optim import Optimizer
@@ -25,14 +23,12 @@ from tests.torch.distributed.problems import (
     Count,
     Heads,
     Oracle,
-    Rows,
     concatenated,
     data,
     loss_of,
     network,
     slowly,
     spread,
-    step_of,
     train_on,
     windows,
     wrap,
@@ -44,28 +40,28 @@ LAYERS = 2
 
 
 def train(
-    rank: int,
-    sizes: Sequence[Sequence[int]],
-    steps: int,
-    way: str = "batches",
+    rank,
+    sizes,
+    steps,
+    way="batches",
     *,
-    engine: str = "ddp",
-    loss: Callable[..., Any] = loss_of,
-    build: Callable[..., nn.Module] = network,
-    ddp: dict[str, Any] | None = None,
-    weights: Any = None,
-    heads: Any = None,
-    bad: Any = (),
-    hook: str = "",
-    compiles: str = "",
-    skips: Any = ((), ()),
-    optimizer: str = "sgd",
-    clip: float | None = None,
-    epochs: int = 1,
-    dtype: torch.dtype = torch.float64,
-    bound: float = FLOAT64,
-    **keywords: Any,
-) -> None:
+    engine="ddp",
+    loss=loss_of,
+    build=network,
+    ddp=None,
+    weights=None,
+    heads=None,
+    bad=(),
+    hook="",
+    compiles="",
+    skips=((), ()),
+    optimizer="sgd",
+    clip=None,
+    epochs=1,
+    dtype=torch.float64,
+    bound=FLOAT64,
+    **keywords,
+):
     """The user's loop makes the oracle's updates, with one reduction for each, or of each micro-batch if asked to.
 
     `way`: in batches(), or in a plain loop that is flushed; with the wrapper's backward() or the losses' own. `loss`:
@@ -79,7 +75,7 @@ def train(
     used = spread(engine, model, **(ddp or {}))
     count = Count(used) if engine == "ddp" and not hook else None
     if hook == "powerSGD_hook":
-        state: Any = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2)
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2)
         used.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif hook:
         used.register_comm_hook(None, getattr(default_hooks, hook))
@@ -88,14 +84,14 @@ def train(
     wrapped = Optimizer(inner, steps=steps, model=used, clip_grad_norm=clip, **keywords)
     sums, by_names, closed = keywords.get("reduction") == "sum", loss is by_name, 0
 
-    def losses(m: Any, rows: Rows, place: tuple[int, int]) -> list[Tensor]:
+    def losses(m, rows, place):
         found = loss(m, rows) if heads is None else loss(lambda x: m(x, heads[place[0]][place[1]]), rows)
         return found if isinstance(found, list) else [found]
 
-    def named_losses(m: Any, rows: Rows) -> Any:
+    def named_losses(m, rows):
         return sum(part for part, weight in loss(m, rows).values() if weight)
 
-    def weight(place: tuple[int, int], rows: Rows) -> float:
+    def weight(place, rows):
         return len(rows[0]) if weights is None else weights[place[0]][place[1]]
 
     with Collectives() as collectives:
@@ -108,14 +104,14 @@ def train(
                 total = 1 if sums and weights is None else sum(w for w, *_ in seen)
                 skipped = keywords.get("nonfinite") == "skip_window" and any(p in bad for p, _ in window)
 
-                def whole_loss(m: nn.Module, _: Any, seen: Any = seen, total: float = total) -> Any:
+                def whole_loss(m, _, seen=seen, total=total):
                     return sum(sum(losses(m, rows, p)) * ((1 if sums else w) / total) for w, p, rows in seen)
 
                 if by_names:
                     oracle.update(concatenated([rows for _, rows in window]), named_losses)
                 elif total and not skipped:
                     oracle.update(None, whole_loss)
-            loader: Any = list(enumerate(ranks[rank]))
+            loader = list(enumerate(ranks[rank]))
             if "batches" in way:
                 given = None if weights is None else lambda one: weight((rank, one[0]), one[1])
                 loader = wrapped.batches(loader, weight=given)
@@ -146,41 +142,41 @@ def train(
         assert collectives["all_reduce"] == closed
 
 
-def total_loss(m: nn.Module, rows: Rows) -> Tensor:
+def total_loss(m, rows):
     return cross_entropy(m(rows[0]), rows[1], reduction="sum") * 0.1
 
 
-def second(m: nn.Module, rows: Rows) -> Tensor:
+def second(m, rows):
     return m(rows[0] * 0.5).square().sum(1).mean()
 
 
-def both_passes(m: nn.Module, rows: Rows) -> Tensor:
+def both_passes(m, rows):
     return loss_of(m, rows) + second(m, rows)
 
 
-def separate_passes(m: nn.Module, rows: Rows) -> list[Tensor]:
+def separate_passes(m, rows):
     return [loss_of(m, rows), second(m, rows)]
 
 
-def unreached_penalty(m: nn.Module, rows: Rows) -> list[Tensor]:
+def unreached_penalty(m, rows):
     """A penalty on weights, which no output of the model leads to."""
-    return [loss_of(m, rows), sum(p.square().sum() for p in m.parameters())]  # type: ignore[list-item]
+    return [loss_of(m, rows), sum(p.square().sum() for p in m.parameters())]
 
 
-def through_grad(m: nn.Module, rows: Rows) -> Tensor:
+def through_grad(m, rows):
     """A look, by torch.autograd.grad, at what the input matters."""
     x = rows[0].clone().requires_grad_()
     torch.autograd.grad(m(x).sum(), x)
     return loss_of(m, rows)
 
 
-def gradient_penalty(m: nn.Module, rows: Rows) -> Tensor:
+def gradient_penalty(m, rows):
     x = rows[0].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
     return loss_of(m, rows) + gradient.square().sum(1).mean()
 
 
-def by_name(m: nn.Module, rows: Rows) -> Any:
+def by_name(m, rows):
     """Two losses with denominators of their own: one over rows, one over those whose first entry is positive."""
     outputs, kept = m(rows[0]), rows[0][:, 0] > 0
     second = outputs[kept].square().mean() if kept.any() else outputs.sum() * 0.0
@@ -190,24 +186,14 @@ def by_name(m: nn.Module, rows: Rows) -> Any:
 class Checkpointed(nn.Module):
     """A layer, or all of them, run again in the backward pass."""
 
-    reentrant, all_of_it = True, False
-
-    def __init__(self) -> None:
+    def __init__(self, all_of_it, reentrant):
         super().__init__()
-        self.layers = network()
+        self.layers, self.all_of_it, self.reentrant = network(), all_of_it, reentrant
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.all_of_it:
             return checkpoint(self.layers, x.requires_grad_(), use_reentrant=self.reentrant)
         return checkpoint(self.layers[2], torch.tanh(self.layers[0](x)), use_reentrant=self.reentrant)
-
-
-class AllCheckpointed(Checkpointed):
-    all_of_it = True
-
-
-class CheckpointedWithoutReentry(Checkpointed):
-    reentrant = False
 
 
 EVEN, UNEVEN = [[4] * 6] * 2, [[4, 4, 4, 4, 4, 4, 4, 4, 3], [4, 4, 4, 2]]
@@ -218,10 +204,10 @@ SAME, DIFFERENT = [[0, 1, 0, 1, 1, 0]] * 2, [[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1,
 WEIGHTS = [[3, 0, 5, 2, 0, 0, 4, 0], [0, 7, 1, 0, 0, 0, 0, 0]]
 SHARDED_WEIGHTS = [WEIGHTS[0], [0, 7, 1, 0, 2, 0, 0, 0]]
 FLUSHED, BUCKETS, VIEWS = {"way": "backward"}, {"bucket_cap_mb": 1e-4}, {"gradient_as_bucket_view": True}
-SUMS: dict[str, Any] = {"loss": total_loss, "reduction": "sum"}
+SUMS = {"loss": total_loss, "reduction": "sum"}
 MICRO_BATCH, UNUSED, FSDP2 = {"sync": "micro_batch"}, {"find_unused_parameters": True}, {"engine": "fsdp2"}
-WAYS: list[dict[str, Any]] = [{"way": way} for way in ("batches", "batches backward", "backward")]
-LOOPS: dict[str, tuple[Any, int, dict[str, Any]]] = {
+WAYS = [{"way": way} for way in ("batches", "batches backward", "backward")]
+LOOPS = {
     # Rows of each rank's micro-batches, steps, the rest.
     "even, twice": (EVEN, 4, {"epochs": 2}),
     **{f"ragged, {way['way']}": (RAGGED, 4, way) for way in WAYS},
@@ -253,8 +239,12 @@ LOOPS: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "torch.autograd.grad through DDP": (RAGGED, 2, {"loss": through_grad, **FLUSHED}),
     "a gradient penalty": (RAGGED, 2, {"loss": gradient_penalty, **FLUSHED}),
     **{
-        f"{build.__name__}, {static=}": (SHORT, 2, {"build": build, "ddp": {"static_graph": static}})
-        for build in (Checkpointed, AllCheckpointed, CheckpointedWithoutReentry)
+        f"{how} checkpointed, {static=}": (
+            SHORT,
+            2,
+            {"build": partial(Checkpointed, *of), "ddp": {"static_graph": static}},
+        )
+        for how, of in {"partly": (False, True), "all": (True, True), "without reentry,": (False, False)}.items()
         for static in (True, False)
     },
     "compiled": (EVEN, 3, {"compiles": "outside"}),
@@ -272,7 +262,7 @@ LOOPS: dict[str, tuple[Any, int, dict[str, Any]]] = {
         for hook, bound in (("allreduce_hook", FLOAT64), ("fp16_compress_hook", 2**-10), ("powerSGD_hook", 2**-10))
     },
 }
-LOOPS_SLOWLY: dict[str, tuple[Any, int, dict[str, Any]]] = {
+LOOPS_SLOWLY = {
     "compiled inside": (EVEN, 3, {"compiles": "inside"}),
     "shards, batches, micro_batch": (RAGGED, 4, {**FSDP2, **MICRO_BATCH}),
     "shards, clipped, with Adam": (RAGGED, 4, {"optimizer": "adam", "clip": 0.05, **FSDP2}),
@@ -283,7 +273,7 @@ LOOPS_SLOWLY: dict[str, tuple[Any, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("loop", slowly(LOOPS, LOOPS_SLOWLY))
 @on_ranks()
-def test_a_loop_makes_the_update_of_all_ranks_rows_with_one_reduction_per_window(rank: int, loop: str) -> None:
+def test_a_loop_makes_the_update_of_all_ranks_rows_with_one_reduction_per_window(rank, loop):
     sizes, steps, options = {**LOOPS, **LOOPS_SLOWLY}[loop]
     train(rank, sizes, steps, **options)
 
@@ -291,16 +281,16 @@ def test_a_loop_makes_the_update_of_all_ranks_rows_with_one_reduction_per_window
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", SYNCS)
 @on_ranks("four_ranks")
-def test_hybrid_sharding_reduces_across_replicas_once_per_window(rank: int, sync: str) -> None:
+def test_hybrid_sharding_reduces_across_replicas_once_per_window(rank, sync):
     train(rank, [*RAGGED, *RAGGED], 4, engine="fsdp2", sync=sync)
 
 
-HEADS: dict[str, Any] = {"build": Heads, "ddp": UNUSED}
+HEADS = {"build": Heads, "ddp": UNUSED}
 AT_ONCE, NESTED = {"build": Heads, "engine": "fsdp2 at once"}, {"build": Heads, "engine": "fsdp2 nested"}
 POLICY = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
 TWO_DTYPES = {**AT_ONCE, "ddp": {"mp_policy": POLICY}, "heads": DIFFERENT, "bound": FLOAT32}
 ADAM, ADAMW = {"optimizer": "adam"}, {"optimizer": "adamw"}
-PARTS: dict[str, tuple[Any, dict[str, Any]]] = {
+PARTS = {
     # What micro-batches weigh, and what else. Heads: one of them never has a turn.
     "token weights, batches": (WEIGHTS, {}),
     "token weights, backward": (WEIGHTS, FLUSHED),
@@ -321,7 +311,7 @@ PARTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "parts sharded by themselves": (ONES, {**NESTED, "heads": SAME}),
     "the same, reduced each time": (ONES, {**NESTED, "heads": SAME, **MICRO_BATCH}),
 }
-PARTS_SLOWLY: dict[str, tuple[Any, dict[str, Any]]] = {
+PARTS_SLOWLY = {
     f"{weights} {heads} {how.get('engine', 'ddp')} {more} {optimizer}": (
         weights,
         {**how, "heads": heads, **more, **optimizer},
@@ -335,7 +325,7 @@ PARTS_SLOWLY: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("used", slowly(PARTS, PARTS_SLOWLY))
 @on_ranks()
-def test_ranks_that_use_different_parts_or_weigh_nothing_make_the_update_of_all_rows(rank: int, used: str) -> None:
+def test_ranks_that_use_different_parts_or_weigh_nothing_make_the_update_of_all_rows(rank, used):
     """Nobody hangs, and weight 0 leaves out a loss that is NaN."""
     weights, options = {**PARTS, **PARTS_SLOWLY}[used]
     train(rank, [[4] * len(own) for own in weights], 2, weights=weights, **options)
@@ -345,53 +335,27 @@ def test_ranks_that_use_different_parts_or_weigh_nothing_make_the_update_of_all_
     ("engine", "mode"), [("ddp", "skip_micro_batch"), ("ddp", "skip_window"), ("fsdp2", "skip_window")]
 )
 @on_ranks()
-def test_one_rank_that_skips_what_is_not_finite_keeps_the_others_exact(rank: int, engine: str, mode: str) -> None:
+def test_one_rank_that_skips_what_is_not_finite_keeps_the_others_exact(rank, engine, mode):
     train(rank, [[4, 3, 2] * 3, [2, 2, 5] * 3], 3, engine=engine, bad={(1, 1), (0, 5)}, nonfinite=mode)
 
 
 HALF_SHARDS = {"engine": "fsdp2", "ddp": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}}
-HALVES: dict[str, tuple[float, dict[str, Any]]] = {
-    "backward": (131072.0, FLUSHED),
-    "batches": (1e-6, {}),
-    "shards, backward": (1e-6, {**HALF_SHARDS, **FLUSHED}),
-    "shards, batches": (131072.0, HALF_SHARDS),
-    "shards, micro_batch": (131072.0, {**HALF_SHARDS, **MICRO_BATCH, **FLUSHED}),
-    "TrainStep": (131072.0, {}),
-    "TrainStep of sums": (131072.0, {}),
-    "shards, TrainStep": (1e-6, {}),
-    "shards, TrainStep of sums": (131072.0, {}),
-}
+HALF = {"hook": "fp16_compress_hook"}
+HALVES = [(131072.0, {**HALF, **FLUSHED}), (1e-6, HALF), (1e-6, {**HALF_SHARDS, **FLUSHED}), (131072.0, HALF_SHARDS)]
+HALVES = [*HALVES, (131072.0, {**HALF_SHARDS, **MICRO_BATCH, **FLUSHED})]
 
 
-@pytest.mark.parametrize("way", HALVES)
+@pytest.mark.parametrize(("weight", "how"), HALVES, ids=str)
 @on_ranks()
-def test_what_is_reduced_in_float16_is_of_the_gradients_size_whatever_the_weights_are(rank: int, way: str) -> None:
-    """As many tokens as large batches have, or next to none."""
-    (weight, how), bound = HALVES[way], 2**-9
-    if "TrainStep" not in way:
-        hook = "" if "shards" in way else "fp16_compress_hook"
-        weights = [[weight * size for size in own] for own in SIX]
-        train(rank, SIX, 2, weights=weights, hook=hook, dtype=torch.float32, bound=bound, **how)
-        return
-    model, adds = network(torch.float32), "sum" if "sums" in way else "mean"
-    oracle, ranks, factor = Oracle(model), data(SIX, dtype=torch.float32), weight if "sums" in way else 1.0
-    used = spread("fsdp2", model, **HALF_SHARDS["ddp"]) if "shards" in way else DistributedDataParallel(model)  # type: ignore[arg-type]
-    if "shards" not in way:
-        used.register_comm_hook(None, default_hooks.fp16_compress_hook)
-
-    def loss(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
-        return cross_entropy(m(x), y, reduction=adds) * factor, weight * len(x)
-
-    step = step_of(used, compute_loss=loss, micro_batch_size=2, reduction=adds)
-    oracle.see(ranks, 1)
-    for rows in ranks[rank]:
-        step(*rows)
-    oracle.check(used, bound)
+def test_what_is_reduced_in_float16_is_of_the_gradients_size_whatever_the_weights_are(rank, weight, how):
+    """As many tokens as large batches have, or next to none. TrainStep: see its tests."""
+    weights = [[weight * size for size in own] for own in SIX]
+    train(rank, SIX, 2, weights=weights, dtype=torch.float32, bound=2**-9, **how)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 @on_ranks()
-def test_bfloat16_gradients_are_summed_and_reduced_in_float32(rank: int, engine: str) -> None:
+def test_bfloat16_gradients_are_summed_and_reduced_in_float32(rank, engine):
     """As good as the gradients' own rounding."""
     replicated = engine == "ddp"
     model = network(torch.bfloat16 if replicated else torch.float32)
@@ -405,8 +369,8 @@ def test_bfloat16_gradients_are_summed_and_reduced_in_float32(rank: int, engine:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     used = spread(engine, model, **({} if replicated else {"mp_policy": policy}))
     wide = {"accumulate_dtype": torch.float32} if replicated else {}
-    optimizer = Optimizer(torch.optim.SGD(used.parameters(), lr=0.1), steps=6, model=used, **wide)  # type: ignore[arg-type]
-    seen: list[Any] = []
+    optimizer = Optimizer(torch.optim.SGD(used.parameters(), lr=0.1), steps=6, model=used, **wide)
+    seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad for p in used.parameters()))
     own = [(x.bfloat16() if replicated else x, y) for x, y in ranks[rank]]
     train_on(used, optimizer, optimizer.batches(own))
@@ -415,7 +379,7 @@ def test_bfloat16_gradients_are_summed_and_reduced_in_float32(rank: int, engine:
     assert relative_error(found, [total.bfloat16() for total in sums] if replicated else sums) <= 2**-8
 
 
-SCALED: list[tuple[str, tuple[int, int] | None, int, str]] = [
+SCALED = [
     # Where a loss overflows, by rank and micro-batch; after how many the scale grows.
     *(("ddp", at, 1000, "window") for at in (None, (1, 4), (0, 5), (1, 3))),
     ("ddp", None, 4, "window"),
@@ -427,7 +391,7 @@ SCALED: list[tuple[str, tuple[int, int] | None, int, str]] = [
 SCALED_SLOWLY = [("fsdp2", at, 1000, sync) for at in (None, (1, 3)) for sync in SYNCS]
 
 
-def scaled(rank: int, engine: str, overflow_at: tuple[int, int] | None, interval: int, sync: str) -> None:
+def scaled(rank, engine, overflow_at, interval, sync):
     """An epoch of windows of three under a GradScaler, whose update() comes with every micro-batch."""
     model = network()
     oracle, (used, optimizer) = Oracle(model), wrap(engine, model, 3, sync=sync)
@@ -452,9 +416,7 @@ def scaled(rank: int, engine: str, overflow_at: tuple[int, int] | None, interval
 
 @pytest.mark.parametrize(("engine", "overflow_at", "interval", "sync"), slowly(SCALED, SCALED_SLOWLY))
 @on_ranks()
-def test_an_overflow_on_one_rank_costs_all_ranks_one_window_and_one_halving(
-    rank: int, engine: str, overflow_at: Any, interval: int, sync: str
-) -> None:
+def test_an_overflow_on_one_rank_costs_all_ranks_one_window_and_one_halving(rank, engine, overflow_at, interval, sync):
     """Scales that grow at different times are brought together; one that grows in a window keeps its sum exact."""
     scaled(rank, engine, overflow_at, interval, sync)
 
@@ -462,13 +424,13 @@ def test_an_overflow_on_one_rank_costs_all_ranks_one_window_and_one_halving(
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", SYNCS)
 @on_ranks("four_ranks")
-def test_hybrid_sharding_with_a_grad_scaler(rank: int, sync: str) -> None:
+def test_hybrid_sharding_with_a_grad_scaler(rank, sync):
     scaled(rank, "fsdp2", (1, 4), 1000, sync)
 
 
 @pytest.mark.parametrize("sync", SYNCS)
 @on_ranks()
-def test_an_overflow_in_a_window_that_is_flushed_makes_no_update(rank: int, sync: str) -> None:
+def test_an_overflow_in_a_window_that_is_flushed_makes_no_update(rank, sync):
     """No GradScaler has looked at its sum."""
     model = network()
     oracle, (used, optimizer) = Oracle(model), wrap("fsdp2", model, 3, sync=sync)
