@@ -183,12 +183,6 @@ class Processes:
             pytest.skip("FSDP2 is refused with this torch")
         return results
 
-    def refuse(self, case: Callable[..., Any], *arguments: Any, kind: str, says: str, **keywords: Any) -> None:
-        """Every rank raises an error of this kind that says this, and none hangs."""
-        for result in self.try_run(case, *arguments, **keywords):
-            assert isinstance(result, Raised)
-            assert (result.kind, says in result.message) == (kind, True), result.trace
-
     @property
     def alive(self) -> bool:
         """Whether all processes are there; one that is dying counts as gone, as its pipe is closed before it is."""

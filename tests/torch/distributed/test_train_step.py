@@ -5,6 +5,7 @@ Sharded models may not fit, and all ranks run their passes together, whatever ha
 
 import contextlib
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -23,18 +24,18 @@ from tests.torch.distributed.problems import (
     SIX,
     SYNCS,
     TAGGED,
-    Collectives,
-    Count,
     Fragile,
     Heads,
     NoMemory,
     Oracle,
     Tagger,
     check_steps,
+    collectives,
     concatenated,
     data,
     error_of,
     network,
+    reducing,
     shard,
     slowly,
     spread,
@@ -122,7 +123,9 @@ SLOWLY = [
 def test_the_update_and_the_loss_are_those_of_all_ranks_rows(rank, engine, sizes, kind, optimizer, sync):
     """Each of several losses is divided by its weight on all ranks."""
     oracle, used, (keywords, plain) = Oracle(network(), optimizer), spread(engine, network()), KINDS[kind]
-    count = Count(used) if engine == "ddp" else None
+    buckets = []
+    if engine == "ddp":
+        used.register_comm_hook(buckets.append, reducing)
     if kind == "scaler":
         keywords = {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)}
     micro = 3 if engine == "fsdp2" else 4 - rank if sizes in (SIZES, FEWER, FIRST) else 2
@@ -144,14 +147,13 @@ def test_the_update_and_the_loss_are_those_of_all_ranks_rows(rank, engine, sizes
             **{n: v.item() for n, v in named.items()},
         }
         messages.append(0)
-        with Collectives() as others:
+        with collectives() as others:
             loss = step(*own[rank])
         found = {"": loss.item(), **{name: loss.item() for name, loss in step.losses.items() if not loss.isnan()}}
         assert found == pytest.approx(expected, rel=FLOAT64)
     oracle.check(used)
     if sizes == SIZES:
-        assert count is not None
-        assert count.buckets == 3
+        assert len(buckets) == 3
         assert messages[-1] + others["all_reduce"] == 2  # who takes part, with which weight and loss; the reduction
 
 
@@ -431,20 +433,14 @@ def train_tagger(rank, engine, updates, own_loss=True, clip=None, **keywords):
 @contextlib.contextmanager
 def counted_tiles():
     """Tiles of few rows, which were computed in forward passes."""
-    original, numbers, found = head.cross_entropies, head.NUMBERS, []
+    original, found = head.cross_entropies, []
 
     def counting(*arguments):
         *others, losses = arguments
+        return original(*others, lambda tile, target: found.append(len(tile)) or losses(tile, target))
 
-        def counted(tile, target):
-            found.append(len(tile))
-            return losses(tile, target)
-
-        return original(*others, counted)
-
-    head.cross_entropies, head.NUMBERS = counting, 5 * 20
-    yield found
-    head.cross_entropies, head.NUMBERS = original, numbers
+    with mock.patch.multiple(head, cross_entropies=counting, NUMBERS=5 * 20):
+        yield found
 
 
 LONG_AND_SHORT = [LENGTHS, LENGTHS[::-1]]
