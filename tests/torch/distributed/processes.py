@@ -202,11 +202,11 @@ def new_port() -> int:
 
 
 def wait_no_longer_than(seconds: float) -> None:
-    """From here on, where all ranks are, their process group waits no longer."""
+    """From here on this rank's process groups give up so soon."""
     import torch.distributed as dist
 
-    dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def _serve(pipe: Any, rank: int, ranks: int, port: int, timeout: float) -> None:
@@ -233,4 +233,4 @@ def _join_group(rank: int, ranks: int, port: int, timeout: float) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
+    wait_no_longer_than(timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from tests.torch.distributed.problems import (
     train_on,
     wrap,
 )
-from tests.torch.distributed.processes import Raised, on_ranks, wait_no_longer_than
+from tests.torch.distributed.processes import TIMEOUT, Raised, on_ranks, wait_no_longer_than
 from tests.torch.distributed.test_windows import UNEVEN, train
 from tests.torch.distributed.test_wrapped import train_two
 
@@ -363,11 +364,10 @@ KEPT = []
 def fails(rank, engine, way, what, at=2, given_up=None):
     """Something happens on rank 1 in a micro-batch, inside a window; errors are handled, and the process lives on.
 
-    Where the others learn it by waiting, they do so for a second and a half, until they have `given_up`.
+    Where the other learns it by waiting, both do so for a second and a half from there on, until it has `given_up`.
     """
-    if given_up is not None:
-        wait_no_longer_than(1.5)
     model, optimizer = wrap(engine, network(), 4)
+    assert optimizer._windows.ranks.channel.line.timeout == timedelta(seconds=TIMEOUT)  # the process group's
 
     def failure(*_):
         raise ArithmeticError("rank 1 failed")
@@ -381,6 +381,8 @@ def fails(rank, engine, way, what, at=2, given_up=None):
 
     for i, rows in enumerate(optimizer.batches(loader()) if way == "batches" else loader()):
         here = what if (rank, i) == (1, at) else ""
+        if i == at and given_up is not None:
+            wait_no_longer_than(1.5)
         if here == "break":
             break
         if here == "dies":
@@ -403,6 +405,7 @@ def fails(rank, engine, way, what, at=2, given_up=None):
             if rank == 0 and optimizer.updates == 0 and i == 3 and given_up is not None:
                 given_up.touch()
     if what == "fewer":
+        wait_no_longer_than(1.5)
         optimizer.flush()
 
 
@@ -458,8 +461,8 @@ def test_one_rank_that_fails_is_an_error_on_the_others_at_once(rank, what):
 
 def never_built(rank):
     """Rank 1 builds no Optimizer."""
-    wait_no_longer_than(1.5)
     replica = ddp()
+    wait_no_longer_than(1.5)
     if rank == 0:
         wrapped(replica)
     raise ArithmeticError("rank 1 failed")
