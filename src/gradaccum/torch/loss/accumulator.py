@@ -226,7 +226,7 @@ class LossAccumulator:
     def run(self, micro_batch: Batch) -> WeightedLoss | None:
         """Both passes of a micro-batch, where its factor is known as mostly; else the forward pass: its loss, weighed.
 
-        For a device on its own, without a GradScaler.
+        Not for a sharded model, or with a GradScaler.
         """
         if self._factor is None and not self._by_rows:
             return self.forward(micro_batch)
@@ -238,6 +238,7 @@ class LossAccumulator:
         factor = self._factor
         assert factor is not None
         run_backward((loss,), (self._start_of(loss, factor),), self.retain_graph)
+        self.ran = True
         self._losses.setdefault(None, []).append((loss.detach(), factor))
         return None
 

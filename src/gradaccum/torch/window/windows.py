@@ -127,11 +127,16 @@ class Windows:
             self.current.begin_ordinary()
             self.in_epoch, self.updated = True, False
         closes = window.micro_batches + 1 >= window.steps or one.last
+        if closes and self.ranks.is_distributed:
+            self.count()
+            return
         if closes and (passes.unfinished or not self.current.monitor.untouched):
             self.current.check_sum()
         passes.arrivals = 0
         if window.add():
             self.updated = self._update()
+        elif self.ranks.is_distributed and window.closes_next:
+            self.expect_next()
 
     def count(self, scaled: Sequence[Any] = ()) -> None:
         current, window, one = self.current, self.window, self.one
@@ -286,7 +291,9 @@ class Windows:
             RUNNING[number] = weakref.ref(self.window, lambda _: RUNNING.pop(number, None))
 
     def expect_batch(self, weight: float, given: bool, last: bool) -> None:
-        if weight == self._expected and weight and not self.current.special:  # nearly always
+        window = self.window
+        other = self.ranks.is_distributed and (last or window.closes_next or weight != window.unit)
+        if weight == self._expected and weight and self.passes.ordinary and not other:  # nearly always
             self.one.announced, self.one.last = True, last
             return
         self._expected = weight
