@@ -21,6 +21,7 @@ from tests.keras.fuzz.scenario import Scenario
 from tests.keras.loops import ends
 from tests.keras.marks import BACKEND
 from tests.keras.problems import Batches, join, network
+from tests.keras.train_step.cases import OverWeights, squares
 from tests.reference import keras_updates, windows_of
 
 
@@ -278,20 +279,16 @@ def _model(s: Scenario, wrap: Callable[[Any], Any]) -> Any:
     return keras.Model(outer, layers.Dense(3)(layers.Activation("tanh")(tower(outer))))
 
 
-def _squares(t: Any, p: Any) -> Any:
-    return ops.mean(ops.square(p - ops.cast(t, p.dtype)), axis=-1)
-
-
 @keras.saving.register_keras_serializable("fuzz")
 def own(t: Any, p: Any) -> Any:
     """A value per row."""
-    return _squares(t, p)
+    return squares(t, p)
 
 
 @keras.saving.register_keras_serializable("fuzz")
 def scalar(t: Any, p: Any) -> Any:
     """The mean over rows."""
-    return ops.mean(_squares(t, p))
+    return ops.mean(squares(t, p))
 
 
 @keras.saving.register_keras_serializable("fuzz")
@@ -304,24 +301,12 @@ def masked_mean(t: Any, p: Any) -> Any:
 @keras.saving.register_keras_serializable("fuzz")
 def variance(t: Any, p: Any) -> Any:
     """Looks at the spread of a batch's predictions."""
-    return _squares(t, p) + 0.1 * ops.var(p)
+    return squares(t, p) + 0.1 * ops.var(p)
 
 
 def across(t: Any, p: Any) -> Any:
     """Compares each row with all others."""
     return ops.logsumexp(0.3 * ops.matmul(p, ops.transpose(p))) + scalar(t, p)
-
-
-@keras.saving.register_keras_serializable("fuzz")
-class OverWeights(losses.Loss):
-    """Divides by the sum of the sample weights."""
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        values = _squares(y_true, y_pred)
-        if sample_weight is None:
-            return ops.mean(values)
-        weights = ops.reshape(ops.cast(sample_weight, values.dtype), (-1,))
-        return ops.sum(weights * values) / ops.sum(ops.abs(weights))
 
 
 def _loss(name: str, reduction: str) -> Any:
@@ -331,8 +316,8 @@ def _loss(name: str, reduction: str) -> Any:
         "huber": lambda: losses.Huber(0.3, reduction=reduction),
         "sparse": lambda: losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction),
         "binary": lambda: losses.BinaryCrossentropy(from_logits=True, reduction=reduction),
-        "dice": lambda: losses.Dice(),
-        "over weights": lambda: OverWeights(),
+        "dice": losses.Dice,
+        "over weights": OverWeights,
     }
     functions = {"own": own, "scalar": scalar, "masked mean": masked_mean, "variance": variance, "across": across}
     return kinds[name]() if name in kinds else functions[name]

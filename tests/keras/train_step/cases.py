@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
-from keras import layers, losses
+from keras import layers, losses, ops
 
 from gradaccum.keras.micro_batched import micro_batched
 from tests.keras.marks import BACKEND
@@ -59,6 +59,21 @@ def two_losses():
 
 
 TWO = two_outputs, two_losses, {"tokens": TOKENS, "numbers": X}, {"tags": TAGS, "value": X[:, :2]}
+
+
+def squares(t, p):
+    return ops.mean(ops.square(p - ops.cast(t, p.dtype)), axis=-1)
+
+
+@keras.saving.register_keras_serializable("gradaccum_tests")
+class OverWeights(losses.Loss):
+    """Divides by the sum of the sample weights; without them, of the targets."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        y_true = ops.cast(y_true, y_pred.dtype)
+        weights = ops.abs(y_true) if sample_weight is None else ops.cast(sample_weight, y_pred.dtype)
+        values = ops.square(y_pred - y_true)
+        return ops.sum((1 if sample_weight is None else ops.reshape(weights, (-1, 1))) * values) / ops.sum(weights)
 
 
 def run(make, compiled, x, y=None, micro_batch_size=None, batch_norm="warn", verify=False, eager=False, **fit):

@@ -19,7 +19,7 @@ from gradaccum.keras import check_equivalence, micro_batched
 from gradaccum.keras.train_step.proof import Proof, few_rows, ragged_size
 from tests.keras.marks import BACKEND, compiled_on, slow_where_compiled
 from tests.keras.problems import ACTIVITY, Batches, sgd
-from tests.keras.train_step.cases import TWO, classifier, crossentropy, linear
+from tests.keras.train_step.cases import TWO, OverWeights, classifier, crossentropy, linear, squares
 from tests.reference import relative_error
 
 ROWS = 24
@@ -34,10 +34,6 @@ def missing(mark):
     return np.where(np.isin(np.arange(ROWS), [3, 11])[:, None], np.float32(mark), Y)
 
 
-def squares(t, p):
-    return ops.mean(ops.square(p - t), axis=-1)
-
-
 def of_the_known(mark):
     def masked(t, p):
         known = ops.cast(ops.logical_not(ops.isnan(t)) if np.isnan(mark) else ops.not_equal(t, mark), p.dtype)
@@ -45,16 +41,6 @@ def of_the_known(mark):
         return ops.sum(known * ops.square(p - t)) / ops.sum(known)
 
     return masked
-
-
-class OverWeights(losses.Loss):
-    """Divides by the sum of the sample weights; without them, of the targets."""
-
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        y_true = ops.cast(y_true, y_pred.dtype)
-        weights = ops.abs(y_true) if sample_weight is None else ops.cast(sample_weight, y_pred.dtype)
-        values = ops.square(y_pred - y_true)
-        return ops.sum((1 if sample_weight is None else ops.reshape(weights, (-1, 1))) * values) / ops.sum(weights)
 
 
 class Halves(losses.Loss):
