@@ -24,7 +24,8 @@ class MicroBatch:
     error, backward error, step error (in the inner optimizer), loader error (before it is there): raised once.
     oom, backward oom: no memory for many of its rows. zero_grad: `model.zero_grad()` after it. eval: an evaluation
     before it; of a chunked module, its mode changes between the passes. freeze: the trunk's `requires_grad` is
-    switched. gone: an error ends this rank's loop.
+    switched. gone: an error ends this rank's loop. break: the epoch ends with it. discard: after it. by hand: its
+    gradients are added. reload: the optimizer's own state is loaded before it.
     """
 
 
@@ -42,7 +43,7 @@ class Scenario:
     """ddp, ddp unused, fsdp2, or nested fsdp2."""
     sync: str = "window"
     way: str = "backward"
-    """plain, closure, backward, batches, or batches backward."""
+    """plain, closure, backward, names (losses by name), batches, or batches backward."""
     steps: int = 2
     lengths: str = ""
     """What windows' lengths depend on: nothing, epoch, or update."""

@@ -55,7 +55,7 @@ def check(seed: int, scenario: Scenario, ranks: Processes | None = None) -> None
         pytest.fail(f"seed {seed}: {small}\n{failure(small, ranks) or what}", pytrace=False)
 
 
-@pytest.mark.parametrize(("kind", "seeds"), [("wrapper", 100), ("TrainStep", 20), ("chunked", 8)])
+@pytest.mark.parametrize(("kind", "seeds"), [("wrapper", 300), ("TrainStep", 20), ("chunked", 8)])
 def test_some_random_runs_are_right_or_refused(kind: str, seeds: int) -> None:
     """Loaders, schedules, two optimizers, checkpoints, skipped batches, evaluation: hardly any has another test."""
     for seed in range(seeds):
