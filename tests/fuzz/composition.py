@@ -156,7 +156,7 @@ def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
         events = ["save"]
     leaves_traces = scenario.loss == "tokens" or (kind == "TrainStep" and scenario.norm)
     if (scenario.scaler or scenario.nonfinite != "propagate") and not leaves_traces:
-        events += ["inf"] * 3
+        events += ["inf"] * (8 if kind == "wrapper" else 3)
     often = chance.choice([0.1, 0.1, 0.3])
     fewest = 2 if scenario.norm else 1
     ordinary = kind == "wrapper" and not engine  # many windows, most of whose micro-batches have as many rows

@@ -57,7 +57,7 @@ def saved(states: Any) -> Any:
     file = io.BytesIO()
     torch.save(states, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=True)
 
 
 def autocast(scenario: Scenario) -> Any:
@@ -79,6 +79,11 @@ def weight_in_window(scenario: Scenario, one: MicroBatch) -> float:
 def weights_of_terms(scenario: Scenario, one: MicroBatch) -> list[float]:
     """What each loss by name is a mean over: they differ."""
     return [weight_in_window(scenario, one), *(one.rows + 1.0 for _ in range(1, scenario.losses))]
+
+
+def overflows(scenario: Scenario, one: MicroBatch) -> int:
+    """Which of the losses is infinite."""
+    return one.rows % scenario.losses
 
 
 def seed_of(rank: int, number: int, i: int) -> int:
@@ -110,7 +115,8 @@ class _Wrapped:
             self.optimizers.append(optimizer)
         self.fails_to_step = False
         self.finished: list[list[Any]] = [[] for _ in self.optimizers]  # of each update: loss, and norm before clipping
-        self.trace: list[tuple[int, int]] = []  # after each step: updates, and micro-batches in the open window
+        self.trace: list[tuple[int, int, bool]] = []
+        """After each step: updates, micro-batches in the open window, and whether the step made an update."""
         kind = scenario.schedule
         around = [optimizer.inner if scenario.seed % 2 else optimizer for optimizer in self.optimizers]
         self.schedules = [SCHEDULES[kind](optimizer) for optimizer in around if kind]
@@ -189,7 +195,7 @@ class _Wrapped:
                 self.schedules[self.optimizers.index(optimizer)].step()
         self.fails_to_step = False
         if one.event != "step error" or self.scenario.way != "closure":
-            self.trace += [(optimizer.updates, optimizer.micro_batches) for optimizer in self.optimizers]
+            self.trace += [(each.updates, each.micro_batches, each.updated) for each in self.optimizers]
         self.scaler.update()
         if one.event == "zero_grad":
             self.model.zero_grad()
@@ -235,7 +241,8 @@ class _Wrapped:
     def _loss(self, one: MicroBatch, x: Tensor, y: Tensor, part: int = 0, backward: bool = False) -> Tensor:
         with autocast(self.scenario):
             loss = loss_of(self.scenario, self.used, x, y, one.head, part)
-        loss = loss * float("inf") if one.event == "inf" else loss
+        if one.event == "inf" and part == overflows(self.scenario, one):
+            loss = loss * float("inf" if self.scenario.seed % 2 else "nan")
         if backward:
             loss.backward()
         return loss
@@ -264,7 +271,7 @@ class ByHand:
         self.updates = [0 for _ in self.plain]
         self.finished: list[list[tuple[float, Any]]] = [[] for _ in self.plain]
         """Of each update: the window's mean loss, NaN where it isn't known, and the gradient's norm."""
-        self.trace: list[tuple[int, int]] = []
+        self.trace: list[tuple[int, int, bool]] = []
         self.halvings = 0
 
     def micro_batch(self, one: MicroBatch, x: Tensor, y: Tensor, seed: int) -> bool:
@@ -291,7 +298,7 @@ class ByHand:
         if not named:
             losses, weights = [sum(losses)], weights[:1]
         self.in_epoch = True
-        infinite = one.event == "inf" and sum(weights) > 0
+        infinite = one.event == "inf" and weights[overflows(scenario, one) if named else 0] > 0
         left_out = infinite and scenario.nonfinite == "skip_micro_batch"
         if infinite:
             weights = [0.0 if left_out else float("inf") for _ in weights]
@@ -314,12 +321,14 @@ class ByHand:
 
     def close_full(self, one: MicroBatch, counted: bool, with_batches: bool, is_last: bool) -> None:
         """After a micro-batch: the windows that are full, or that it ends."""
+        before = [*self.updates]
         for number, window in enumerate(self.windows):
             steps = steps_of(self.scenario, number, self.epochs, self.updates[number])
             if window and (len(window) >= steps or (is_last and with_batches)):
                 self.close(number, fails=one.event == "step error")
         if counted and (one.event != "step error" or self.scenario.way != "closure"):
-            self.trace += [*zip(self.updates, map(len, self.windows))]
+            made = [now > then for now, then in zip(self.updates, before)]
+            self.trace += [*zip(self.updates, map(len, self.windows), made)]
         if one.event == "flush":
             self.flush(ends_epoch=not with_batches)
         if one.event == "discard" or (one.event == "break" and with_batches):
@@ -479,7 +488,8 @@ def _epoch(run: _Wrapped, scenario: Scenario, epoch: Epoch, data: list[Any], ran
                 if epoch[i].event == "flush":
                     run.flush()
                 if epoch[i].event == "save" and i + 1 < len(epoch):
-                    state = batches.state_dict() if with_batches and not faults else None
+                    has_place = with_batches and not faults and (scenario.lengths or scenario.seed % 2)
+                    state = batches.state_dict() if has_place else None
                     run, first = run.resumed(), i + 1
                     if not faults:
                         loader = loader_of(scenario.loader, data if state is not None else data[first:])
