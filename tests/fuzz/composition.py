@@ -9,8 +9,6 @@ from typing import Any
 from tests.fuzz.loaders import FRESH
 from tests.fuzz.scenario import MicroBatch, Scenario
 
-__all__ = ["random_scenario", "sensible"]
-
 ON_ALL_RANKS = ("save", "forward error")
 """Events that happen on every rank at once: nobody loads a checkpoint alone."""
 
@@ -54,7 +52,7 @@ def random_scenario(seed: int, kind: str | None = None, engine: str = "") -> Sce
         "unused": heads_vary and chance.rarely([True], False),
         "frozen": chance.rarely(["trunk", "head"], "", 0.1) if alone else "",
         "schedule": chance.rarely(["exponential", "cycle"], ""),
-        "clip": chance.rarely([0.05], None),
+        "clip": chance.rarely([0.05, float("inf")], None),
         "chunk": chance.rarely([1, 2, 5], 0, 0.15),
         "sync": chance.rarely(["micro_batch"], "window", 0.4) if not alone else "window",
         "checkpoint": chance.rarely(["early", "reentrant"] if alone else ["early"], "", 0.1),
@@ -84,7 +82,7 @@ def _of_wrapper(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
         "optimizers": 2 if two else 1,
         "loss": chance.rarely(["sum", "penalty"] if alone and dtype != "autocast" else ["sum"], "rows", 0.3),
         "losses": chance.rarely([2], 1, 0.8 if way == "names" else 0.2) if way != "closure" else 1,
-        "loader": chance.rarely(["refilled", "array refilled", "dict refilled"], loader, 0.1 if alone else 0.0),
+        "loader": loader,
         "norm": chance.rarely(["warn"], "", 0.1) if alone else "",
     }
 

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.torch.optim import Optimizer
-from tests.fuzz.loaders import loader_of, parts_of_batch
-from tests.fuzz.problem import OPTIMIZERS, SCHEDULES, Gone, Injected, Model, halve, loss_of, parts_of, rows_of
+from tests.fuzz.loaders import loader_of
+from tests.fuzz.problem import OPTIMIZERS, SCHEDULES, Gone, Injected, Model, limit, loss_of, parts_of, rows_of
 from tests.fuzz.scenario import MicroBatch, Scenario
 from tests.reference import relative_error
-
-__all__ = ["apart", "autocast", "buffers_of", "freeze", "run_wrapper", "saved", "several", "state_of", "whole"]
 
 RANKS_SEED = 500
 Epoch = tuple[MicroBatch, ...]
@@ -115,8 +113,8 @@ class _Wrapped:
             self.optimizers.append(optimizer)
         self.fails_to_step = False
         self.finished: list[list[Any]] = [[] for _ in self.optimizers]  # of each update: loss, and norm before clipping
-        self.trace: list[tuple[int, int, bool]] = []
-        """After each step: updates, micro-batches in the open window, and whether the step made an update."""
+        self.trace: list[tuple[bool, int, int, bool]] = []
+        """Of each step: whether it closes its window; updates, micro-batches in the open window, `updated` after it."""
         kind = scenario.schedule
         around = [optimizer.inner if scenario.seed % 2 else optimizer for optimizer in self.optimizers]
         self.schedules = [SCHEDULES[kind](optimizer) for optimizer in around if kind]
@@ -145,7 +143,7 @@ class _Wrapped:
             loss, norm = optimizer.loss, optimizer.grad_norm
             self.finished[self.optimizers.index(optimizer)].append((loss, norm))
         if self.scenario.hook == "step":
-            halve(optimizer)
+            limit(optimizer)
 
     def resumed(self) -> _Wrapped:
         """A new run that goes on from this one's files."""
@@ -187,6 +185,7 @@ class _Wrapped:
         finally:
             self.model.fault.calm()
         self.fails_to_step = one.event == "step error"
+        closes = [optimizer.closes_next for optimizer in self.optimizers] if self.scenario.way != "closure" else []
         for optimizer in self.optimizers:
             if self.scenario.way != "closure":
                 with contextlib.suppress(Injected):
@@ -194,8 +193,7 @@ class _Wrapped:
             if self.schedules and optimizer.updated and not self.in_hook:
                 self.schedules[self.optimizers.index(optimizer)].step()
         self.fails_to_step = False
-        if one.event != "step error" or self.scenario.way != "closure":
-            self.trace += [(each.updates, each.micro_batches, each.updated) for each in self.optimizers]
+        self.trace += [(c, o.updates, o.micro_batches, o.updated) for c, o in zip(closes, self.optimizers)]
         self.scaler.update()
         if one.event == "zero_grad":
             self.model.zero_grad()
@@ -271,7 +269,7 @@ class ByHand:
         self.updates = [0 for _ in self.plain]
         self.finished: list[list[tuple[float, Any]]] = [[] for _ in self.plain]
         """Of each update: the window's mean loss, NaN where it isn't known, and the gradient's norm."""
-        self.trace: list[tuple[int, int, bool]] = []
+        self.trace: list[tuple[bool, int, int, bool]] = []
         self.halvings = 0
 
     def micro_batch(self, one: MicroBatch, x: Tensor, y: Tensor, seed: int) -> bool:
@@ -310,8 +308,10 @@ class ByHand:
             self.model.zero_grad()
             loss.backward()
             for part, window in zip(self.parts, self.windows, strict=True):
-                known = float("nan") if one.event == "by hand" else loss.item()
-                gradients = [None if left_out else p.grad for p in part]  # as without its rows
+                by_hand = one.event == "by hand"
+                nothing = left_out or (by_hand and not weight)  # as without its rows
+                gradients = [None if nothing else p.grad for p in part]
+                known = float("nan") if by_hand else loss.item()
                 window[-1].append((weight, known, gradients))
         self.model.zero_grad()
         return True
@@ -321,14 +321,15 @@ class ByHand:
 
     def close_full(self, one: MicroBatch, counted: bool, with_batches: bool, is_last: bool) -> None:
         """After a micro-batch: the windows that are full, or that it ends."""
-        before = [*self.updates]
         for number, window in enumerate(self.windows):
-            steps = steps_of(self.scenario, number, self.epochs, self.updates[number])
-            if window and (len(window) >= steps or (is_last and with_batches)):
+            before = self.updates[number]
+            steps = steps_of(self.scenario, number, self.epochs, before)
+            closes = bool(window) and (len(window) >= steps or (is_last and with_batches))
+            if closes:
                 self.close(number, fails=one.event == "step error")
-        if counted and (one.event != "step error" or self.scenario.way != "closure"):
-            made = [now > then for now, then in zip(self.updates, before)]
-            self.trace += [*zip(self.updates, map(len, self.windows), made)]
+            if counted and self.scenario.way != "closure":
+                now = self.updates[number]
+                self.trace.append((closes, now, len(self.windows[number]), now > before))
         if one.event == "flush":
             self.flush(ends_epoch=not with_batches)
         if one.event == "discard" or (one.event == "break" and with_batches):
@@ -364,7 +365,7 @@ class ByHand:
             norm = nn.utils.clip_grad_norm_(self.parts[number], scenario.clip)
         self.finished[number].append((mean, norm))
         if scenario.hook == "step":
-            halve(self.plain[number])
+            limit(self.plain[number])
         self.plain[number].step()
         if self.schedules:
             self.schedules[number].step()
@@ -470,7 +471,7 @@ def _epoch(run: _Wrapped, scenario: Scenario, epoch: Epoch, data: list[Any], ran
     with_batches = scenario.way.startswith("batches")
     weight: Any = None
     if any(one.weight is not None for one in epoch):
-        weight = lambda batch: weight_in_window(scenario, epoch[parts_of_batch(batch)[2]])  # noqa: E731
+        weight = lambda batch: weight_in_window(scenario, epoch[int(batch[2])])  # noqa: E731
     faults = [i for i, one in enumerate(epoch) if one.event == "loader error"]
     first, state = 0, None
     loader = loader_of(scenario.loader, data, faults, Injected())
@@ -483,7 +484,7 @@ def _epoch(run: _Wrapped, scenario: Scenario, epoch: Epoch, data: list[Any], ran
         first = len(epoch)
         try:
             for batch in batches:
-                x, y, i = parts_of_batch(batch)
+                x, y, i = batch[0], batch[1], int(batch[2])
                 run.micro_batch(epoch[i], x, y, seed_of(rank, number, i))
                 if epoch[i].event == "flush":
                     run.flush()

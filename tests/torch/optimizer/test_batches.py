@@ -34,17 +34,6 @@ def test_batches_are_yielded_unchanged_and_in_order():
     assert len(optimizer.batches(given)) == 2
 
 
-def test_closes_next_and_micro_batches_tell_where_the_window_stands():
-    model, optimizer = wrapped(steps=2)
-    seen = []
-    for batch in optimizer.batches(parts([1] * 5)):
-        seen.append((optimizer.micro_batches, optimizer.closes_next))
-        train(model, optimizer, [batch])
-        seen[-1] += (optimizer.updated, optimizer.updates)
-    first, second = [(0, False, False, 0), (1, True, True, 1)], [(0, False, False, 1), (1, True, True, 2)]
-    assert seen == [*first, *second, (0, True, True, 3)]
-
-
 @pytest.mark.parametrize("how", ["in the loop", "in a hook"])
 def test_an_update_after_the_loop_is_told_to_who_steps_a_schedule_in_it(how, caplog):
     model, optimizer = wrapped(steps=3)

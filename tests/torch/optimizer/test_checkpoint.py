@@ -72,19 +72,6 @@ def test_a_window_resumes_in_a_fresh_process_bit_for_bit(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(values, model.state_dict().values(), strict=True))
 
 
-def test_batches_go_on_with_a_restored_window_and_its_epoch():
-    model, optimizer = start(steps={0: 2, 1: 4})
-    train(model, optimizer, optimizer.batches(PARTS), weigh=by_rows)
-    train(model, optimizer, PARTS[:1], weigh=by_rows)
-    assert (optimizer.epoch, optimizer.steps) == (1, 4)
-    again, other = resumed(model, optimizer, adam, steps={0: 2, 1: 4})
-    train(again, other, other.batches(PARTS[1:]), weigh=by_rows)
-    train(model, optimizer, PARTS[1:], weigh=by_rows)
-    optimizer.flush()
-    assert other.epoch == optimizer.epoch == 2
-    assert_same(again, model)
-
-
 def test_a_snapshot_in_memory_does_not_move_with_the_window_nor_with_the_one_that_loads_it():
     def gradients(state):
         return list(state["gradaccum"]["gradients"].values())

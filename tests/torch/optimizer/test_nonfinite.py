@@ -211,14 +211,3 @@ def test_a_window_that_was_saved_with_or_without_an_overflow_ends_so_when_it_is_
     expected = large([] if overflows else [micro_batches[: 2 if goes_on == "flush" else 3]])
     assert_same(model, expected, 0.0 if overflows else FLOAT64)
     assert not overflows or all(map(torch.equal, model.parameters(), before))
-
-
-def test_a_window_resumes_under_a_scaler_bit_for_bit():
-    (model, optimizer), scaler = wrapped(steps=4), scaler_of(8.0, 2)
-    train(model, optimizer, FOUR[:2], scaler=scaler)  # the scale has just doubled
-    again, other = scaler_of(1.0, 2), resumed(model, optimizer, steps=4)
-    again.load_state_dict(scaler.state_dict())
-    train(model, optimizer, FOUR[2:], scaler=scaler)
-    train(*other, FOUR[2:], scaler=again)
-    assert optimizer.updates == other[1].updates == 1
-    assert_same(other[0], model, 0)
