@@ -165,6 +165,16 @@ def test_batches_resume_behind_the_last_one_that_was_handed_out_and_the_next_epo
     assert (resumed.epoch, resumed.updates) == (2, 6)
 
 
+@pytest.mark.parametrize("at", range(5))
+def test_a_checkpoint_that_is_loaded_in_the_loops_body_leaves_the_batch_its_weight_and_its_place(at):
+    (model, optimizer), ragged = wrapped(steps=3), parts([3, 1, 4, 2, 2])
+    for number, batch in enumerate(optimizer.batches(ragged)):
+        if number == at:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, optimizer, [batch])
+    assert_same(model, large(windows_of(ragged, 3)))
+
+
 # Loops and loaders that are refused.
 
 

@@ -200,7 +200,7 @@ class SAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def first_step(self):
-        norm = self.sharpness()
+        norm = self._grad_norm()
         for p in self.parameters():
             self.state[p]["old"] = p.data.clone()
             p.add_(p.grad * self.defaults["rho"] / norm)
@@ -219,8 +219,11 @@ class SAM(torch.optim.Optimizer):
         torch.enable_grad()(closure)()
         self.second_step()
 
-    def sharpness(self):
+    def _grad_norm(self):
         return torch.stack([p.grad.norm() for p in self.parameters()]).norm()
+
+    def sharpness(self):
+        return self._grad_norm()
 
     def describe(self):
         return f"rho={self.defaults['rho']}"

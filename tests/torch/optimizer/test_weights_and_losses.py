@@ -99,27 +99,6 @@ def test_a_window_is_the_large_batchs_update_under(loss, weight, data, keywords,
         assert not optimizer.loss.requires_grad
 
 
-def test_the_remedy_for_two_denominators_is_the_large_batchs_update():
-    """As the error says it: a masked loss and one per row, which divide by different counts."""
-
-    def losses(model, x, y):
-        squares = (model(x) - y).square().sum(1)
-        return squares[x[:, 0] > 0], squares.sqrt()
-
-    model, optimizer = wrapped(steps=3, reduction="sum")
-    micro_batches = parts([2, 4, 3])
-    a_in_window, b_in_window = (len(each) for each in losses(network(), *join(micro_batches)))
-    assert a_in_window not in (0, b_in_window)
-
-    def divided(*batch):
-        a, b = losses(*batch)
-        return a.sum() / a_in_window + b.sum() / b_in_window
-
-    train(model, optimizer, micro_batches, loss=divided, weigh=lambda *batch: None)
-    assert optimizer.updates == 1
-    assert_same(model, large([micro_batches], loss=lambda *batch: sum(each.mean() for each in losses(*batch))))
-
-
 def test_half_precision_sums_survive_large_token_counts():
     """30000 tokens times a gradient of 4 would overflow float16; as multiples of the first micro-batch they are few."""
     parameter = nn.Parameter(torch.ones(1, dtype=torch.float16))
@@ -162,6 +141,11 @@ def test_a_wrong_weight_is_refused_before_anything_happens(weight, error, says, 
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(error, match=says):
         next(iter(optimizer.batches([torch.ones(2, 5)], weight=lambda batch: weight)))
+    step = TrainStep(
+        model, sgd(model.parameters()), compute_loss=lambda m, x: (m(x).mean(), weight), micro_batch_size=1
+    )
+    with pytest.raises(error, match="eight"):
+        step(torch.ones(2, 5))
 
 
 @pytest.mark.parametrize(
