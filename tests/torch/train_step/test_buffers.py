@@ -20,33 +20,35 @@ def zeros(*shape):
     return torch.zeros(*shape, dtype=torch.float64)
 
 
-class Codebook(nn.Module):
-    """A codebook as in VQ-VAE: counts and sums over rows in moving averages, and codes that are their quotient."""
+class Moving(nn.Module):
+    """Has buffers, which a function reads and moves."""
 
-    decay = 0.9
-
-    def __init__(self, how="in place"):
+    def __init__(self, function, rules=None, **buffers):
         super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.register_buffer("codes", torch.randn(4, 6, dtype=torch.float64, generator=generator))
-        self.register_buffer("total", self.codes.clone())
-        self.register_buffer("count", zeros(4) + 1)
-        self.how = how
+        self.function = function
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+        combine_buffers(self, **(rules or {}))
 
-    def move(self, name, value):
-        if self.how == "assigned":
-            setattr(self, name, value)
-        else:
-            (getattr(self, name).data if self.how == "data" else getattr(self, name)).copy_(value)
+    def forward(self, *args):
+        return self.function(self, *args)
 
-    def forward(self, x):
-        nearest = F.one_hot(torch.cdist(x, self.codes).argmin(1), 4).double()
-        quantised = nearest @ self.codes
-        with torch.no_grad():
-            self.move("count", self.decay * self.count + (1 - self.decay) * nearest.sum(0))
-            self.move("total", self.decay * self.total + (1 - self.decay) * nearest.T @ x)
-            self.move("codes", self.total / self.count[:, None])
-        return x + (quantised - x).detach() + 0.1 * (x - quantised.detach()).square()
+
+def quantised(module, x):
+    """As in VQ-VAE: counts and sums over rows in moving averages, and codes that are their quotient."""
+    nearest = F.one_hot(torch.cdist(x, module.codes).argmin(1), 4).double()
+    found = nearest @ module.codes
+    with torch.no_grad():
+        module.count.copy_(0.9 * module.count + 0.1 * nearest.sum(0))
+        module.total.copy_(0.9 * module.total + 0.1 * nearest.T @ x)
+        module.codes.copy_(module.total / module.count[:, None])
+    return x + (found - x).detach() + 0.1 * (x - found.detach()).square()
+
+
+class Codebook(Moving):
+    def __init__(self):
+        codes = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        super().__init__(quantised, codes=codes, total=codes.clone(), count=zeros(4) + 1)
 
 
 class SumsExactly(Codebook):
@@ -54,7 +56,7 @@ class SumsExactly(Codebook):
 
 
 def sum_of_moving_averages(module, start, ends):
-    return torch.stack(ends).sum(0) - (len(ends) - 1) * module.decay * start
+    return torch.stack(ends).sum(0) - (len(ends) - 1) * 0.9 * start
 
 
 combine_buffers(
@@ -65,55 +67,20 @@ combine_buffers(
 )
 
 
-class Largest(nn.Module):
-    """Scales by the largest values of the passes before, as FP8 does; counts rows and passes; averages rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("history", zeros(3) + 1)
-        self.register_buffer("rows", torch.zeros((), dtype=torch.long))
-        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
-        self.register_buffer("average", zeros(6))
-
-    def forward(self, x):
-        with torch.no_grad():
-            scale = self.history.max()
-            self.history.copy_(self.history.roll(1))
-            self.history[0] = x.abs().max()
-            self.rows += len(x)
-            self.passes += 1
-            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
-        return x / scale
-
-
-combine_buffers(Largest, history="max", rows="sum", passes="once", average="mean")
-
-
-# Buffers that the forward pass makes, resizes, deletes or shares.
+def scales_by_the_largest(module, x):
+    """Of the passes before, as FP8 does; counts rows and passes; averages rows."""
+    scale = module.history.max()
+    with torch.no_grad():
+        module.history.copy_(module.history.roll(1))
+        module.history[0] = x.abs().max()
+        module.rows += len(x)
+        module.passes += 1
+        module.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return x / scale
 
 
 def scaled(x, by):
     return x * (1 + 0.1 * by.double().sum().cos())
-
-
-class Moving(nn.Module):
-    """Scales by its buffers, which a function moves."""
-
-    def __init__(self, forward, **buffers):
-        super().__init__()
-        self.function = forward
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer)
-
-    def forward(self, x):
-        return self.function(self, x)
-
-
-class Narrow(Moving):
-    """Whose rule is known."""
-
-
-combine_buffers(Narrow, largest="max")
 
 
 def counts_in_what_was_none(module, x):
@@ -147,11 +114,16 @@ def deletes_what_it_starts_from(module, x):
     return outputs
 
 
-def moves_through_numpy(module, x):
-    """Which no version tells of."""
-    outputs = scaled(x, module.passes)
-    module.passes.numpy()[...] += 1
-    return outputs
+def moves_by(how):
+    def function(module, x):
+        outputs = scaled(x, module.passes)
+        if how == "assigned":
+            module.passes = module.passes + 1
+        else:  # which no version tells of
+            (module.passes.data if how == "data" else module.passes.numpy())[...] += 1
+        return outputs
+
+    return lambda: Moving(function, passes=zeros(2))
 
 
 def keeps_the_largest_in_float8(module, x):
@@ -161,44 +133,55 @@ def keeps_the_largest_in_float8(module, x):
     return outputs
 
 
-class Shared(nn.Module):
+def shared(views):
     """One tensor is the buffer of two modules, or two buffers are views of one."""
 
-    def __init__(self, views):
-        super().__init__()
-        memory = zeros(6)
-        self.one, self.two = nn.Module(), nn.Module()
-        self.one.register_buffer("passes", memory[:4] if views else memory)
-        self.two.register_buffer("passes", memory[2:] if views else memory)
-
-    def forward(self, x):
-        outputs = scaled(x, self.one.passes)
-        self.one.passes.add_(1)
-        self.two.passes.mul_(0.5)
+    def function(module, x):
+        outputs = scaled(x, module.one.passes)
+        module.one.passes.add_(1)
+        module.two.passes.mul_(0.5)
         return outputs
+
+    def make():
+        module, memory = Moving(function), zeros(6)
+        module.one = Moving(None, passes=memory[:4] if views else memory)
+        module.two = Moving(None, passes=memory[2:] if views else memory)
+        return module
+
+    return make
 
 
 def instance_norm():
     return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten())
 
 
+def largest_values():
+    words, counts = {"history": "max", "rows": "sum", "passes": "once", "average": "mean"}, torch.zeros((2,)).long()
+    buffers = {"history": zeros(3) + 1, "rows": counts[0].clone(), "passes": counts[1].clone(), "average": zeros(6)}
+    return Moving(scales_by_the_largest, words, **buffers)
+
+
+def float8():
+    return Moving(keeps_the_largest_in_float8, {"largest": "max"}, largest=torch.ones(6).to(torch.float8_e4m3fn))
+
+
 MIDDLES = {
     "spectral norm (parametrization)": lambda: parametrizations.spectral_norm(nn.Linear(6, 6)),
     "spectral norm (hook)": lambda: spectral_norm(nn.Linear(6, 6)),
-    "largest values": Largest,
+    "largest values": largest_values,
     "codebook": SumsExactly,
-    "codebook through .data": lambda: SumsExactly("data"),
-    "codebook, assigned": lambda: SumsExactly("assigned"),
     "instance norm": instance_norm,
     "made": lambda: Moving(counts_in_what_was_none, passes=None),
     "registered": lambda: Moving(counts_in_what_was_not_there),
     "assigned in another size": lambda: Moving(appends_a_mean_by_assigning, means=zeros(0)),
     "resized in place": lambda: Moving(appends_a_mean_in_place, means=zeros(0)),
     "deleted": lambda: Moving(deletes_what_it_starts_from, once=zeros(6) + 1),
-    "one tensor twice": lambda: Shared(False),
-    "views of one tensor": lambda: Shared(True),
-    "through NumPy": lambda: Moving(moves_through_numpy, passes=zeros(2)),
-    "float8": lambda: Narrow(keeps_the_largest_in_float8, largest=torch.ones(6).to(torch.float8_e4m3fn)),
+    "one tensor twice": shared(False),
+    "views of one tensor": shared(True),
+    "assigned": moves_by("assigned"),
+    "through .data": moves_by("data"),
+    "through NumPy": moves_by("numpy"),
+    "float8": float8,
 }
 
 
@@ -243,7 +226,7 @@ def test_each_evaluation_of_a_closure_is_a_window():
 
 
 @pytest.mark.parametrize("place", ["before", "inside", "behind"])
-@pytest.mark.parametrize("name", ["spectral norm (hook)", "codebook"])
+@pytest.mark.parametrize("name", ["spectral norm (hook)", "codebook", "made", "registered"])
 def test_layer_by_layer_buffers_move_once_too(name, place):
     def layered():
         torch.manual_seed(0)
@@ -258,30 +241,13 @@ def test_layer_by_layer_buffers_move_once_too(name, place):
 # Rows that weigh nothing.
 
 
-class CountsPasses(nn.Linear):
-    """A layer that counts its forward passes, and reads the count."""
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes, dtype=torch.float64)
-        self.register_buffer("passes", zeros(()))
-
-    def forward(self, x):
-        self.passes += 1
-        return super().forward(x) * (1 + 1 / self.passes)
-
-
-class Centre(nn.Module):
-    """Subtracts a moving average of the rows' mean."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.register_buffer("mean", zeros(size))
-
-    def forward(self, x):
-        centred = x - self.mean.clone()
-        with torch.no_grad():
-            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
-        return centred
+def centred(module, *args):
+    """Subtracts a moving average of the rows' mean; from outputs of which it returns the loss, if there are targets."""
+    x = args[0]
+    outputs = x - module.mean.clone()
+    with torch.no_grad():
+        module.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return F.cross_entropy(outputs, args[1]) if len(args) > 1 else outputs
 
 
 def counts(x, y):
@@ -312,8 +278,8 @@ def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_
     """Their gradient is left out; their forward pass isn't."""
     torch.manual_seed(0)
     spectral = parametrizations.spectral_norm(nn.Linear(4, 6, dtype=torch.float64))
-    middle = nn.ModuleList(nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), Centre(6)) for _ in range(2))
-    model = nn.Sequential(spectral, nn.Tanh(), *middle, CountsPasses(6, 3))
+    middle = [nn.Sequential(nn.Linear(6, 6), Moving(centred, mean=zeros(6))) for _ in range(2)]
+    model = nn.Sequential(spectral, nn.Tanh(), *middle, MIDDLES["made"](), nn.Linear(6, 3)).double()
     data = [(torch.rand(12, 4, dtype=torch.float64), torch.randint(3, (12,))) for _ in range(4)]
     for x, _ in data:
         x[:6, 0] = -1.0
@@ -326,53 +292,34 @@ def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_
 # Between updates.
 
 
-class Late(nn.Module):
+def late(module, x):
     """Multiplies by a buffer, which it makes where there is none and is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("factor", None)
-        self.makes, self.moves = False, True
-
-    def forward(self, x):
-        factor = self._buffers.get("factor")
-        if factor is None and self.makes:
-            self.register_buffer("factor", factor := zeros(6) + 2)
-        if factor is None:
-            return x
-        self.factor = factor * 0.9 if self.moves else factor
-        return x * factor
+    factor = module._buffers.get("factor")
+    if factor is None and module.makes:
+        module.register_buffer("factor", factor := zeros(6) + 2)
+    if factor is None:
+        return x
+    module.factor = factor * 0.9 if module.moves else factor
+    return x * factor
 
 
-def gives(module):
-    module.factor = zeros(6) + 3
+def change(module, factor="as it is", makes=False, moves=True):
+    module.makes, module.moves = module.makes or makes, module.moves and moves
+    if factor == "gone":
+        module._buffers.pop("factor", None)
+    elif factor != "as it is":
+        module.factor = factor if factor is None else zeros(6) + factor
 
 
-def gives_what_stays(module):
-    gives(module)
-    module.moves = False
-
-
-def has_it_made(module):
-    module.makes = True
-
-
-def empties(module):
-    module.makes, module.factor = True, None
-
-
-def deletes(module):
-    module.makes = True
-    module._buffers.pop("factor", None)
-
-
+GIVEN, MADE, STAYS = {"factor": 3}, {"makes": True}, {"factor": 3, "moves": False}
+EMPTY, GONE = {"makes": True, "factor": None}, {"makes": True, "factor": "gone"}
 CHANGES = {
-    "given": [gives],
-    "given, and stays": [gives_what_stays],
-    "made": [has_it_made],
-    "made, then emptied": [has_it_made, empties],
-    "given, then deleted": [gives, deletes],
-    "given, and stays, then emptied": [gives_what_stays, empties],
+    "given": [GIVEN],
+    "given, and stays": [STAYS],
+    "made": [MADE],
+    "made, then emptied": [MADE, EMPTY],
+    "given, then deleted": [GIVEN, GONE],
+    "given, and stays, then emptied": [STAYS, EMPTY],
 }
 
 
@@ -381,14 +328,15 @@ CHANGES = {
 def test_buffers_that_come_and_go_between_updates(changes, at, blocks):
     """Made by the user or by a pass, emptied and deleted, in updates that look at every buffer and in others."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 6), Late(), nn.Linear(6, 3)).double()
+    model = nn.Sequential(nn.Linear(5, 6), Moving(late, factor=None), nn.Linear(6, 3)).double()
+    model[1].makes, model[1].moves = False, True
     large = copy.deepcopy(model)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, large))
     step = TrainStep(model, ours, micro_batch_size=3, blocks=[model[0], model[1]] if blocks else None, **LOSS)
     after = dict(zip(range(at, 9, 2), changes))
     for number, batch in enumerate(batches(10, count=9)):
         for m in (model, large) if number in after else ():
-            after[number](m[1])
+            change(m[1], **after[number])
         step(*batch)
         by_hand(large, [batch], make=lambda _: theirs)
         assert_same_state(model, large)
@@ -406,25 +354,9 @@ def test_a_failed_update_leaves_nothing_that_a_pass_has_made():
     assert model[2].passes is None
 
 
-# Of the loss.
-
-
-class Centred(nn.Module):
-    """A loss with a moving centre."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("centre", zeros(3))
-
-    def forward(self, outputs, y):
-        loss = F.cross_entropy(outputs - self.centre, y)
-        self.centre.mul_(0.9).add_(0.1 * outputs.detach().mean(0))
-        return loss
-
-
 @pytest.mark.parametrize("where", ["closure", "list", "helper", "object"])
 def test_modules_that_compute_loss_refers_to_move_once_too(where):
-    ours, theirs = Centred(), Centred()
+    ours, theirs = (Moving(centred, mean=zeros(3)) for _ in range(2))
 
     def helper(outputs, y):
         return ours(outputs, y)
@@ -450,22 +382,21 @@ def test_modules_that_compute_loss_refers_to_move_once_too(where):
 # What is said of buffers.
 
 
-class Counts(nn.Module):
+def counted(module, x):
+    outputs = scaled(x, module.rows) + 0.1 * module.largest
+    with torch.no_grad():
+        module.rows += len(x)
+        module.largest.copy_(torch.maximum(module.largest, x.abs().amax(0)))
+        module.seen |= (x > 0.5).any(0)
+    return outputs
+
+
+class Counts(Moving):
     """Rows and largest values, of which nothing is said; averages of sums, which no rule fits."""
 
     def __init__(self):
-        super().__init__()
-        self.register_buffer("rows", torch.zeros((), dtype=torch.long))
-        self.register_buffer("largest", zeros(6))
-        self.register_buffer("seen", torch.zeros(6, dtype=torch.bool))
-
-    def forward(self, x):
-        outputs = scaled(x, self.rows) + 0.1 * self.largest
-        with torch.no_grad():
-            self.rows += len(x)
-            self.largest.copy_(torch.maximum(self.largest, x.abs().amax(0)))
-            self.seen |= (x > 0.5).any(0)
-        return outputs
+        rows, seen = torch.zeros((), dtype=torch.long), torch.zeros(6, dtype=torch.bool)
+        super().__init__(counted, rows=rows, largest=zeros(6), seen=seen)
 
 
 @pytest.mark.parametrize(("kind", "names"), [(Codebook, ("codes", "total", "count")), (Counts, ("rows", "largest"))])
