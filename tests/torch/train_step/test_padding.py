@@ -1,7 +1,7 @@
 """Padded rows, packed by tokens or laid one behind the other, make the update of the padded large batch."""
 
 import functools
-import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ COLUMNS = 12
 LENGTHS = [3, 12, 1, 7, 2, 2, 5, 9, 4, 1, 6]
 
 
-def text(side, seed=0, lengths=LENGTHS):
+def text(side, seed=0, lengths=LENGTHS, columns=COLUMNS):
     """Rows that are padded on a side, or full: with no padding at all."""
     generator = torch.Generator().manual_seed(seed)
-    mask = (torch.arange(COLUMNS) < torch.tensor([COLUMNS] if side == "full" else lengths)[:, None]).long()
-    mask = mask.expand(len(lengths), -1).flip(1) if side == "left" else mask.expand(len(lengths), -1).clone()
+    mask = (torch.arange(columns) < torch.tensor(lengths)[:, None]).long()
+    mask = {"left": mask.flip(1), "right": mask, "full": torch.ones_like(mask)}[side]
     tokens = torch.randint(1, 20, mask.shape, generator=generator) * mask
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100), "name": "text"}
 
@@ -188,28 +188,28 @@ def first_labels(batch, rows=ALL, name="labels", ignored=-100):
     return batch
 
 
+LATE = "full", "right", "left", "left"
+
+
 @pytest.mark.parametrize(
-    ("kind", "side", "first"),
+    ("kind", "sides", "first", "expected"),  # whether labels of first tokens count; what is done about the last batch
     [
-        *(("bert", "left", True), ("gpt2", "left", False), ("llama", "right", False)),
-        *(SLOW("gpt2", "left", True), SLOW("llama", "left", True), SLOW("bert", "left", False)),
-        *(SLOW("llama", "left", False), SLOW("llama", "right", True)),
-        *(SLOW(kind, "right", first) for kind in ("bert", "gpt2") for first in (True, False)),
+        ("llama", ("right",) * 2, False, "cut"),
+        ("bert", ("left",) * 2, True, "number"),  # it numbers the columns, as GPT-2 does
+        ("gpt2", ("left",) * 2, False, "number"),
+        # A causal model predicts the first token from padding, and what it makes of that depends on all of it.
+        ("gpt2", LATE, True, "keep"),
+        *(SLOW(kind, LATE, True, expected) for kind, expected in (("bert", "number"), ("llama", "keep"))),
+        *(SLOW("gpt2", ("left",) * 2, True, "keep"), SLOW("llama", ("left",) * 2, True, "keep")),
+        *(SLOW("bert", ("left",) * 2, False, "number"), SLOW("llama", ("left",) * 2, False, "cut")),
+        *(SLOW(kind, ("right",) * 2, first, "cut") for kind in ("bert", "gpt2", "llama") for first in (True, False)),
     ],
 )
-def test_models_of_transformers_take_packed_batches(kind, side, first):
-    data = [(batch if first else first_labels(batch),) for (batch,) in texts(side)]
+def test_models_of_transformers_take_packed_batches(kind, sides, first, expected):
+    data = [text(side, seed) for seed, side in enumerate(sides)]
+    data = [(batch if first else first_labels(batch),) for batch in data]
     model, step = packed(kind, data)
-    if side == "left" and kind in ("bert", "gpt2"):  # they number the columns
-        # A causal model predicts the first token from padding, and what it makes of that depends on all of it.
-        assert way(model, step, data[-1]) == ("keep" if first and kind == "gpt2" else "number")
-
-
-@pytest.mark.parametrize("kind", ["gpt2", SLOW("bert"), SLOW("llama")])
-def test_padding_on_the_left_is_judged_where_it_comes_first(kind):
-    data = [(text(side, seed),) for seed, side in enumerate(["full", "right", "left", "left"])]
-    model, step = packed(kind, data)
-    assert way(model, step, data[-1]) == {"bert": "number", "gpt2": "keep", "llama": "keep"}[kind]
+    assert way(model, step, data[-1]) == expected
 
 
 @pytest.mark.parametrize("rows", [[3], [0, 7]], ids=["one row", "others"])
@@ -253,37 +253,25 @@ def test_batch_encodings_are_split_and_packed():
 # What is as wide as the text.
 
 
-class Raters(nn.Module):
-    """A bag of words; maybe with a feature that stands for each column."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.out = nn.Embedding(40, 8).double(), nn.Linear(8, 1).double()
-
-    def forward(self, batch):
-        mask = batch["attention_mask"][..., None].double()
-        outputs = self.out((self.embedding(batch["input_ids"]) * mask).sum(1) / mask.sum(1))[:, 0]
-        return outputs * (batch["features"] @ torch.ones(14).double()) if "features" in batch else outputs
-
-
-class Unmasked(Raters):
-    def forward(self, batch):
-        return self.out(self.embedding(batch["input_ids"]).mean(1))[:, 0]
+class NoMask(Attention):
+    def forward(self, input_ids, attention_mask):
+        return super().forward(input_ids, torch.ones_like(attention_mask))
 
 
 def ratings_loss(model, batch):
-    return (model(batch) - batch["ratings"].flatten(1).mean(1)).square().mean()
+    mask = batch["attention_mask"]
+    scores = (model(batch["input_ids"], mask).mean(-1) * mask).sum(1) / mask.sum(1)
+    scores = scores * (batch["features"] @ torch.ones(14).double()) if "features" in batch else scores
+    return (scores - batch["ratings"].flatten(1).mean(1)).square().mean()
 
 
-def rated(columns, ratings=(14,), rows=20, full=False):
+def rated(columns, ratings=(14,), side="right"):
+    """Text with ratings of each row, of this shape."""
     generator = torch.Generator().manual_seed(columns)
-    lengths = torch.randint(2, columns + 1, (rows,), generator=generator)
-    mask = (torch.arange(columns) < (lengths[:, None] if not full else columns)).long().expand(rows, -1)
-    ids = torch.randint(1, 40, (rows, columns), generator=generator) * mask
-    ids[0, :2] = torch.tensor([1, 39])
-    made = torch.rand(rows, *ratings, generator=generator, dtype=torch.float64)
-    return {"input_ids": ids, "attention_mask": mask.contiguous(), "ratings": made}
+    lengths = torch.randint(2, columns + 1, (20,), generator=generator).tolist()
+    batch = text(side, columns, lengths, columns)
+    made = torch.rand(20, *ratings, generator=generator, dtype=torch.float64)
+    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "ratings": made}
 
 
 RATED = {"compute_loss": ratings_loss, "weight": None, "max_tokens": 40}
@@ -295,13 +283,14 @@ RATED = {"compute_loss": ratings_loss, "weight": None, "max_tokens": 40}
     ids=str,
 )
 def test_what_is_as_wide_as_the_text_by_chance_or_has_another_dimension_between_is_left_alone(columns, ratings):
-    assert_same_updates(Raters(), [(rated(n, ratings),) for n in columns], ratings_loss, **RATED)
+    assert_same_updates(Attention(), [(rated(n, ratings),) for n in columns], ratings_loss, **RATED)
 
 
-def test_a_leaf_that_is_taken_for_text_by_its_shape_is_named_and_nothing_is_cut(caplog):
-    batch = rated(14, (3,)) | {"features": torch.ones(20, 14).double()}
-    assert_same_updates(Raters(), [(batch,)], ratings_loss, **RATED)
-    for named in ("padding is not cut off", "['features']", "tensor[:, None]"):
+def test_padding_stays_where_a_leaf_is_taken_for_text_by_its_shape_and_that_is_named(caplog):
+    batch, model = rated(14, (3,)) | {"features": torch.ones(20, 14).double()}, Attention()
+    assert_same_updates(model, [(batch,)], ratings_loss, reference=Attention(), **RATED)
+    assert all(tokens % 14 == 0 for tokens in model.tokens[-10:])  # of the update itself
+    for named in ("padding is not cut off, because the loss can't be", "['features']", "tensor[:, None]"):
         assert named in caplog.text
 
 
@@ -363,11 +352,11 @@ REFUSED = {  # name: (model, batches, of which the last is refused, keywords, me
         f"a recurrence, after {before or 'nothing'}": (States, [*map(text, before), text("right")], {}, CUT)
         for before in ([], ["full"], ["left"], ["full", "left"])
     },
-    "a model without a mask, padded late": (Unmasked, [rated(6, full=True), rated(7)], RATED, "Cutting off columns"),
-    "ratings as wide as the first text": (Raters, [rated(14)], RATED, TAKEN),
+    "a model without a mask, padded late": (NoMask, [rated(6, side="full"), rated(7)], RATED, "Cutting off columns"),
+    "ratings as wide as the first text": (Attention, [rated(14)], RATED, TAKEN),
     **{
         f"ratings as wide as the text in batch {at} alone":
-            (Raters, [rated(9 + n, (9 + n,) if n == at else (1,)) for n in range(1, at + 1)], RATED, TAKEN)
+            (Attention, [rated(9 + n, (9 + n,) if n == at else (1,)) for n in range(1, at + 1)], RATED, TAKEN)
         for at in (2, 3, 4)
     },
 }  # fmt: skip
@@ -381,19 +370,6 @@ def test_max_tokens_is_refused_where_it_would_change_the_update(make, batches, k
         step(batch)
     with left_as_it_was(model, NotEquivalentError, message):
         step(batches[-1])
-
-
-def test_padding_stays_where_it_cannot_be_tried_out(caplog):
-    class Wide(Attention):
-        def forward(self, input_ids, attention_mask):
-            if not self.training and input_ids.shape[1] < COLUMNS:
-                raise ValueError("all columns are needed")
-            return super().forward(input_ids, attention_mask)
-
-    model = Wide()
-    step_of(model, verify=True, **PADDED)(text("right"))
-    assert "padding is not cut off, because the loss can't be evaluated without it (all columns are" in caplog.text
-    assert all(tokens % COLUMNS == 0 for tokens in model.tokens)
 
 
 # Rows laid one behind the other, without padding.
@@ -453,7 +429,10 @@ IN_ONE, LIMITED = {"pack": in_one, "verify": False}, {"compute_loss": limited, "
     ],
     ids=["llama", "llama, left", "gpt2, eager", "gpt2, left", "in one row", "running out of memory"],
 )
-def test_rows_laid_one_behind_the_other_make_the_padded_batchs_update(kind, side, attention, keywords, most, padding):
+def test_rows_laid_one_behind_the_other_make_the_padded_batchs_update(
+    kind, side, attention, keywords, most, padding, caplog
+):
+    caplog.set_level("INFO", "gradaccum")
     model, batches = tiny(kind), data(side, 2)
     model.set_attn_implementation(attention)
     own = {"reference": tiny(kind), "compute_loss": next_token_mean, "pack": causal_lm, **keywords}
@@ -461,19 +440,9 @@ def test_rows_laid_one_behind_the_other_make_the_padded_batchs_update(kind, side
     step(*batches[0])
     assert max(tokens) <= most
     assert 0 <= sum(tokens) - sum(LENGTHS) <= padding
-
-
-def test_next_to_no_padding_is_computed_of_packed_rows_and_a_line_says_so_once(caplog):
-    model = tiny("llama")
-    tokens, step = computed(model), step_of(model, **PACKED)
-    with caplog.at_level(logging.INFO, logger="gradaccum"):
-        for batch in data("right", 2):
-            step(*batch)
-    assert max(tokens) <= 24
-    assert sum(LENGTHS) <= sum(tokens) / 2 <= sum(LENGTHS) + 8 < 0.5 * len(LENGTHS) * COLUMNS
     (line,) = [record.message for record in caplog.records if record.message.startswith("pack:")]
-    assert f"{100 * (1 - sum(LENGTHS) / (sum(tokens) / 2)):.1f} % of the tokens computed are padding" in line
-    assert f"as it came {100 * (1 - sum(LENGTHS) / (len(LENGTHS) * COLUMNS)):.1f} %" in line
+    share = 100 * (1 - sum(LENGTHS) / sum(tokens))
+    assert keywords or f"{share:.1f} % of the tokens computed are padding; in the batch as it came 60.6 %" in line
 
 
 def test_a_pack_of_ones_own_takes_what_follows_the_model():
@@ -503,18 +472,13 @@ class Before(nn.Module):
         return x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
 
 
-class Mixing(nn.Module):
+class Mixing(nn.Sequential):
     def __init__(self):
-        super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.before = nn.Embedding(20, 8, dtype=torch.float64), Before()
-        self.head = nn.Linear(8, 20, dtype=torch.float64)
+        super().__init__(nn.Embedding(20, 8).double(), Before(), nn.Linear(8, 20).double())
 
     def forward(self, input_ids, **_):
-        class Outputs:
-            logits = self.head(self.before(torch.tanh(self.embedding(input_ids))))
-
-        return Outputs
+        return SimpleNamespace(logits=super().forward(input_ids))
 
 
 def with_a_cache(batch, rows):
@@ -524,7 +488,7 @@ def with_a_cache(batch, rows):
 @pytest.mark.parametrize(
     ("make", "rows", "pack", "named"),
     [
-        *((Mixing, rows, causal_lm, r"'before' \(Before\)") for rows in (len(LENGTHS), 2)),
+        *((Mixing, rows, causal_lm, r"'1' \(Before\)") for rows in (len(LENGTHS), 2)),
         (functools.partial(tiny, "llama"), 11, with_a_cache, r"'model.layers.0.self_attn' \(LlamaAttention\)"),
     ],
     ids=["many rows", "two rows", "transformers with a cache"],
