@@ -10,16 +10,11 @@ import pytest
 from keras import layers, ops
 
 from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.problems import BACKEND
-from tests.keras.train_step.test_micro_batched import (
-    TAGS,
-    TOKENS,
-    WEIGHTS,
-    assert_same,
-    crossentropy,
-    run,
-    sgd,
-)
+from tests.keras.loops import logged
+from tests.keras.marks import BACKEND
+from tests.keras.problems import sgd
+from tests.keras.train_step.cases import assert_same, crossentropy, mse, run
+from tests.keras.train_step.data import TAGS, TOKENS, WEIGHTS
 from tests.reference import relative_error
 
 if BACKEND != "torch":
@@ -71,13 +66,54 @@ class Probe(layers.Layer):
         return Backward.apply(x, backward)
 
 
-def network(probe=None):
-    hidden = [layers.Dense(7, activation="tanh"), probe or Probe(), layers.Dense(3)]
-    return keras.Sequential([layers.Input((5,)), *hidden])
+def network(probe, *more):
+    return keras.Sequential([layers.Input((5,)), layers.Dense(7, activation="tanh"), *more, probe, layers.Dense(3)])
 
 
-def mse():
-    return {"loss": "mse", "metrics": ["mae"]}
+def softmax(probe):
+    return keras.Sequential([layers.Input((5,)), layers.Dense(5), probe, layers.Dense(40, activation="softmax")])
+
+
+def tagging(probe, regularizer=None):
+    inputs = layers.Input((6,), dtype="int32")
+    embedded = probe(layers.Embedding(7, 3, mask_zero=True)(inputs))
+    return keras.Model(inputs, layers.Dense(3, activation="softmax", kernel_regularizer=regularizer)(embedded))
+
+
+def averaged():
+    return crossentropy(reduction="mean_with_sample_weight")
+
+
+def with_mae():
+    return {**mse(), "metrics": ["mae"]}
+
+
+WEIGHED = {"sample_weight": np.broadcast_to(WEIGHTS[:, None], TAGS.shape).copy()}
+LABELS = random.integers(0, 40, ROWS)
+TOO_LARGE = {
+    **{limits: (network, with_mae, X, Y, {}) for limits in [(4, 99), (99, 4), (1, 99), (99, 1), (6, 3)]},
+    "metrics that are streamed": (softmax, crossentropy, X, LABELS, {}),
+    "masks": (tagging, averaged, TOKENS, TAGS, WEIGHED),
+    "masks beside a regulariser": (lambda probe: tagging(probe, "l2"), averaged, TOKENS, TAGS, WEIGHED),
+}
+
+
+@pytest.mark.parametrize("size", [6, 13, "auto"])
+@pytest.mark.parametrize(
+    ("case", "limits"),
+    [(case, one) for case in TOO_LARGE for one in ([case] if isinstance(case, tuple) else [(3, 99), (99, 3)])],
+)
+def test_updates_logs_and_states_are_exact_when_micro_batches_do_not_fit(size, case, limits, caplog):
+    make, compiled, x, y, fit = TOO_LARGE[case]
+    probes = [Probe(*limits), Probe()]
+    wrapped = lambda: make(probes.pop())  # noqa: E731
+    ours, plain = assert_same(wrapped, compiled, x, y, micro_batch_size=size, batch_size=len(x), **fit)
+    seen = [[layer.seen.value for layer in model.layers if isinstance(layer, Probe)] for model in (ours, plain)]
+    assert seen == [[2 * len(x)]] * 2, "each row counts once"
+    if case == "metrics that are streamed":
+        assert {plan.metrics for plan in ours.train_step.plans.values()} == {"streamed"}
+    told = [line for line in logged(caplog) if "Out of memory" in line]
+    assert 0 < len(told) <= 8, "a size that failed is not tried again"
 
 
 class Clock:
@@ -95,65 +131,29 @@ class Clock:
 
 
 def test_it_climbs_on_the_rows_of_exact_updates_and_settles_within_two(monkeypatch, caplog):
-    clock = Clock(monkeypatch)
-    probe = Probe(before=clock)
-    probes = iter([Probe(), probe])
+    probe = Probe(before=Clock(monkeypatch))
+    probes = [probe, Probe()]
     with caplog.at_level(logging.INFO, logger="gradaccum"):
-        assert_same(lambda: network(next(probes)), mse, X, Y, micro_batch_size="auto", batch_size=ROWS, epochs=4)
+        make = lambda: network(probes.pop())  # noqa: E731
+        assert_same(make, with_mae, X, Y, micro_batch_size="auto", batch_size=ROWS, epochs=4)
     assert probe.sizes[:5] == [1, 2, 4, 8, 16]
     assert sum(probe.sizes) == 4 * ROWS, "no row is run for the measurement alone"
     assert probe.sizes[-16:] == [8] * 16
-    (told,) = [record.message for record in caplog.records if "auto" in record.message]
+    (told,) = [line for line in logged(caplog) if "auto" in line]
     assert "8 of 64 rows" in told
 
 
-@pytest.mark.parametrize("size", [6, 13, "auto"])
-@pytest.mark.parametrize("limits", [(4, 99), (99, 4), (1, 99), (99, 1), (6, 3)], ids=str)
-def test_updates_logs_and_states_are_exact_when_micro_batches_do_not_fit(size, limits, caplog):
-    probes = iter([Probe(), Probe(*limits)])
-    make = lambda: network(next(probes))  # noqa: E731
-    ours, plain = assert_same(make, mse, X, Y, micro_batch_size=size, batch_size=ROWS)
-    assert ours.layers[1].seen.value == plain.layers[1].seen.value == 2 * ROWS
-    told = [record.message for record in caplog.records if "Out of memory" in record.message]
-    assert told
-    assert len(told) <= 8, "a size that failed is not tried again"
+class DrawnMask(layers.Layer):
+    """Lets some of the time steps through: drawn by Keras, or others with each call."""
 
-
-@pytest.mark.parametrize("size", [8, "auto"])
-def test_streamed_metrics_count_each_row_once_when_micro_batches_do_not_fit(size):
-    def make():
-        return keras.Sequential([layers.Input((5,)), next(probes), layers.Dense(40, activation="softmax")])
-
-    probes = iter([Probe(), Probe(99, 3)])
-    labels = random.integers(0, 40, ROWS)
-    ours, _ = assert_same(make, crossentropy, X, labels, micro_batch_size=size, batch_size=ROWS)
-    assert {plan.metrics for plan in ours.train_step.plans.values()} == {"streamed"}
-
-
-@pytest.mark.parametrize("size", [8, "auto"])
-@pytest.mark.parametrize("regularizer", [None, "l2"])
-@pytest.mark.parametrize("limits", [(3, 99), (99, 3)], ids=str)
-def test_masks_are_counted_right_when_micro_batches_do_not_fit(size, regularizer, limits):
-    def make():
-        inputs = layers.Input((6,), dtype="int32")
-        embedded = next(probes)(layers.Embedding(7, 3, mask_zero=True)(inputs))
-        return keras.Model(inputs, layers.Dense(3, activation="softmax", kernel_regularizer=regularizer)(embedded))
-
-    probes = iter([Probe(), Probe(*limits)])
-    weights = np.broadcast_to(WEIGHTS[:, None], TAGS.shape).copy()
-    compiled = lambda: crossentropy(reduction="mean_with_sample_weight")  # noqa: E731
-    assert_same(make, compiled, TOKENS, TAGS, micro_batch_size=size, batch_size=22, sample_weight=weights)
-
-
-class RandomMask(layers.Layer):
-    """Lets some of the time steps through."""
-
-    def __init__(self, **kwargs):
+    def __init__(self, repeatable, **kwargs):
         super().__init__(**kwargs)
-        self.seed, self.drawn = keras.random.SeedGenerator(5), []
+        self.seed, self.repeatable, self.drawn, self.calls = keras.random.SeedGenerator(5), repeatable, [], 0
 
     def call(self, inputs):
+        self.calls += 1
         mask = keras.random.uniform(inputs.shape[:2], seed=self.seed) > 0.4
+        mask = mask if self.repeatable else torch.ones(inputs.shape[:2]).cumsum(1) <= 1 + self.calls % 5
         if torch.is_grad_enabled():
             self.drawn.append(ops.convert_to_numpy(mask))
         outputs = inputs * 1.0
@@ -161,45 +161,39 @@ class RandomMask(layers.Layer):
         return outputs
 
 
+SERIES = random.normal(size=(22, 6, 2)), random.normal(size=(22, 6, 2))
+
+
+def masking(size, mask, probe):
+    inputs = layers.Input((6, 2))
+    scaled = layers.Dense(2, use_bias=False, kernel_initializer="ones", kernel_regularizer="l2", name="dense")
+    model = keras.Model(inputs, mask(probe(scaled(inputs))))
+    micro_batched(model, size, verify=False).compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    return model
+
+
 @pytest.mark.parametrize("limit", [99, 5])
 @pytest.mark.parametrize("size", [8, "auto"])
 def test_random_masks_are_counted_as_the_updates_micro_batches_draw_them(size, limit):
-    x, y = random.normal(size=(22, 6, 2)), random.normal(size=(22, 6, 2))
-    masking = RandomMask()
-    inputs = layers.Input((6, 2))
-    scaled = layers.Dense(2, use_bias=False, kernel_initializer="ones", kernel_regularizer="l2", name="dense")
-    model = keras.Model(inputs, masking(Probe(backward=limit)(scaled(inputs))))
-    micro_batched(model, size, verify=False).compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
-    masking.drawn.clear()
-    weight = np.ones((2, 2))
+    drawn, weight, (x, y) = DrawnMask(repeatable=True), np.ones((2, 2)), SERIES
+    model = masking(size, drawn, Probe(backward=limit))
     for _ in range(3):
+        drawn.drawn.clear()
         model.train_on_batch(x, y)
         mask = np.zeros((0, 6))
         while len(mask) < len(x):  # the last ones, up to all rows: what had no memory was drawn again
-            mask = np.concatenate([masking.drawn.pop(), mask])
-        masking.drawn.clear()
+            mask = np.concatenate([drawn.drawn.pop(), mask])
         wrong = (x @ weight - y) * mask[..., None] / mask.sum()
         weight = weight - 0.1 * (np.einsum("rti,rto->io", x, wrong) + 2 * 0.01 * weight)
         assert relative_error([model.get_layer("dense").kernel], [weight]) <= 1e-6
 
 
 def test_masks_that_no_second_pass_draws_again_are_refused_by_name_and_nothing_is_touched():
-    class Unrepeatable(layers.Layer):
-        calls = 0
-
-        def call(self, inputs):
-            self.calls += 1
-            outputs = inputs * 1.0
-            outputs._keras_mask = torch.ones(inputs.shape[:2]).cumsum(1) <= 1 + self.calls % 5
-            return outputs
-
-    inputs = layers.Input((6, 2))
-    model = keras.Model(inputs, Unrepeatable()(layers.Dense(2, kernel_regularizer="l2")(inputs)))
-    micro_batched(model, 8, verify=False).compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
-    before = model.get_weights()
+    model = masking(8, DrawnMask(repeatable=False), Probe())
+    before = [ops.convert_to_numpy(v) for v in model.variables]
     with pytest.raises(ValueError, match="divide by changes each time the batch runs: a mask is drawn"):
-        model.train_on_batch(random.normal(size=(22, 6, 2)), random.normal(size=(22, 6, 2)))
-    assert relative_error(model.get_weights(), before) == 0
+        model.train_on_batch(*SERIES)
+    assert relative_error([ops.convert_to_numpy(v) for v in model.variables], before) == 0
 
 
 def test_half_precision_sums_survive_running_out_of_memory_in_the_last_micro_batch():
@@ -218,39 +212,37 @@ def test_half_precision_sums_survive_running_out_of_memory_in_the_last_micro_bat
         return -ops.sum(y_pred, axis=-1)
 
     # The last bias has its gradient before memory runs out; 512 of 1/512: a sum in bfloat16 stays at one half.
-    probe = Probe(before=fail_at_the_end)
+    probe, ones = Probe(before=fail_at_the_end), np.ones((512, 1))
     compiled = lambda: {"loss": summed, "optimizer": keras.optimizers.SGD(1.0)}  # noqa: E731
-    model, _ = run(make, compiled, np.ones((512, 1)), np.ones((512, 1)), 2, batch_size=512, epochs=1)
+    model, _ = run(make, compiled, ones, ones, 2, batch_size=512, epochs=1)
     assert probe.sizes == [2] * 256 + [1] * 512
     assert float(ops.convert_to_numpy(ops.cast(model.layers[-1].bias, "float32")).item()) == 1.0
 
 
 @pytest.mark.parametrize("limits", [(0, 99), (99, 0)], ids=str)
 def test_one_row_that_does_not_fit_is_an_error_and_nothing_is_touched(limits):
+    def state():
+        return [ops.convert_to_numpy(v).copy() for v in (*model.variables, *model.optimizer.variables)]
+
     model = micro_batched(network(Probe()), 8, verify=False)
-    model.compile(optimizer=sgd(), **mse())
+    model.compile(optimizer=sgd(), **with_mae())
     model.fit(X, Y, batch_size=ROWS, verbose=0)
-    states = [[ops.convert_to_numpy(v).copy() for v in (*model.variables, *model.optimizer.variables)]]
+    before, generator = state(), torch.get_rng_state()
     model.layers[1].limits = limits
-    generator = torch.get_rng_state()
     with pytest.raises(torch.OutOfMemoryError, match="one row(.|\n)*simulated(.|\n)*No update was made"):
         model.train_on_batch(X, Y)
-    states.append([ops.convert_to_numpy(v) for v in (*model.variables, *model.optimizer.variables)])
-    assert relative_error(*states) == 0
+    assert relative_error(state(), before) == 0
     assert torch.equal(generator, torch.get_rng_state())
     model.layers[1].limits = (99, 99)
     model.fit(X, Y, batch_size=ROWS, verbose=0)
 
 
 def test_dropout_draws_what_smaller_micro_batches_draw_where_rows_did_not_fit(caplog):
-    def make():
-        hidden = [layers.Dense(7, activation="tanh"), layers.Dropout(0.5), next(probes), layers.Dense(3)]
-        return keras.Sequential([layers.Input((5,)), *hidden])
-
-    probes = iter([Probe(), Probe(backward=4)])
-    expected, _ = run(make, mse, X, Y, 4, batch_size=ROWS)
-    ours, _ = run(make, mse, X, Y, 8, batch_size=ROWS)
-    assert relative_error(ours.get_weights(), expected.get_weights()) <= 1e-6
+    models = [
+        run(lambda probe=probe: network(probe, layers.Dropout(0.5)), with_mae, X, Y, size, batch_size=ROWS)[0]
+        for probe, size in ((Probe(), 4), (Probe(backward=4), 8))
+    ]
+    assert relative_error(models[1].get_weights(), models[0].get_weights()) <= 1e-6
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"][:1] == [
         "Out of memory with a micro-batch of 8 rows: starting the batch again in micro-batches of at most 4 rows."
     ]
@@ -259,8 +251,7 @@ def test_dropout_draws_what_smaller_micro_batches_draw_where_rows_did_not_fit(ca
 def test_a_batch_norm_never_gets_a_single_row():
     probe = Probe()
     model = keras.Sequential([layers.Input((5,)), probe, layers.BatchNormalization(), layers.Dense(3)])
-    model = micro_batched(model, "auto", batch_norm="micro", verify=False)
-    model.compile(optimizer=sgd(), loss="mse")
+    micro_batched(model, "auto", batch_norm="micro", verify=False).compile(optimizer=sgd(), loss="mse")
     for rows in (13, 16, 2):
         model.train_on_batch(X[:rows], Y[:rows])
     assert min(probe.sizes) >= 2

@@ -1,4 +1,6 @@
-"""Saving and loading, in the middle of a window too."""
+"""Saving and loading, in the middle of a window too; files of version 0.1."""
+
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -7,65 +9,61 @@ import pytest
 import gradaccum
 from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizers import Adam, BatchOptimizer, Optimizer
+from tests.keras.loops import assert_updates, ends, error, fit, train_by_hand
+from tests.keras.marks import BACKEND, compiled_on, slow, slow_where_compiled
 from tests.keras.problems import (
-    BACKEND,
     SHAPES,
     HeavyBall,
     adam,
-    compiled_on,
-    error,
     means,
     micro_gradients,
     network,
-    plain,
     regression,
     sgd,
-    slow_where_compiled,
     split,
-    train_by_hand,
     variables_like,
 )
-from tests.reference import relative_error
+from tests.reference import keras_updates, relative_error, windows_of
+
+on_jax = compiled_on("jax")
 
 
-def trained(optimizer, batches):
+def trained(make, batches, **how):
+    """The network after these micro-batches, with an optimizer that is made of it."""
     model = network()
-    model.compile(optimizer=optimizer, loss=keras.losses.MeanSquaredError())
+    model.compile(optimizer=make(model), loss=keras.losses.MeanSquaredError(), **how)
     for batch in batches:
         model.train_on_batch(*batch)
     return model
 
 
-def sized(model):
-    return BatchOptimizer(adam(), 4, 12, 18, model)
-
-
-@compiled_on("jax")
+@on_jax
 @pytest.mark.parametrize(
-    ("make", "rows", "trained", "steps"),
-    [(lambda model: Optimizer(adam(), 3), [4] * 6, 4, 3), (sized, [4, 4, 4, 4, 2], 4, 3)],
-    ids=["steps", "sizes"],
+    ("make", "rows"),
+    [
+        (lambda model: Optimizer(adam(), 3), [4] * 6),
+        slow(lambda model: Optimizer(adam(), {0: 3, 2: 3}), [4] * 6),
+        (lambda model: BatchOptimizer(adam(), 4, 12, 18, model), [4, 4, 4, 4, 2]),
+    ],
+    ids=["steps", "a schedule of one length", "sizes"],
 )
-def test_saved_in_the_middle_of_a_window_a_model_continues_exactly(make, rows, trained, steps, tmp_path, fit_bound):
-    batches, model = split(regression(sum(rows)), rows), network()
-    model.compile(optimizer=make(model), loss="mse")
-    for batch in batches[:trained]:
-        model.train_on_batch(*batch)
+def test_saved_in_the_middle_of_a_window_a_model_continues_exactly(make, rows, tmp_path, fit_bound):
+    batches = split(regression(sum(rows)), rows)
+    model = trained(make, batches[:4])
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert (loaded.optimizer.micro_batches, loaded.optimizer.steps) == (1, steps)
-    for batch in batches[trained:]:
+    assert (loaded.optimizer.micro_batches, loaded.optimizer.steps) == (1, 3)
+    for batch in batches[4:]:
         model.train_on_batch(*batch)
         loaded.train_on_batch(*batch)
-    assert int(loaded.optimizer.iterations) == 2
     assert error(loaded, model) == 0.0
-    assert error(loaded, plain(network(), adam(), batches, steps, 1)) <= fit_bound
+    assert_updates(loaded, windows_of(batches, 3), fit_bound, adam)
 
 
 @slow_where_compiled
 def test_a_file_continues_in_a_fresh_process(tmp_path, fresh_process):
     batches = split(regression(12), [4] * 3)
-    model = trained(Adam(3, 0.01), batches[:2])
+    model = trained(lambda model: Adam(3, 0.01), batches[:2])
     model.save(tmp_path / "model.keras")
     np.savez(tmp_path / "batch.npz", x=batches[2][0], y=batches[2][1])
     program = (
@@ -84,24 +82,9 @@ def test_a_file_continues_in_a_fresh_process(tmp_path, fresh_process):
     assert relative_error([weights[name] for name in weights.files], model.get_weights()) <= 1e-6
 
 
-@compiled_on("jax")
-def test_a_plain_optimizers_checkpoint_loads(tmp_path):
-    batches = split(regression(24), [4] * 6)
-    model = trained(adam(), batches[:2])
-    model.save_weights(tmp_path / "model.weights.h5")
-    wrapped = trained(Optimizer(adam(), 1), [])
-    wrapped.optimizer.build(wrapped.trainable_variables)
-    wrapped.load_weights(tmp_path / "model.weights.h5")
-    assert int(wrapped.optimizer.iterations) == 2
-    for batch in batches[2:]:
-        model.train_on_batch(*batch)
-        wrapped.train_on_batch(*batch)
-    assert error(wrapped, model) <= 1e-6
-
-
-def wrapped_after(count, steps=3, make=sgd):
-    optimizer, variables = Optimizer(make(), steps), variables_like(SHAPES)
-    train_by_hand(optimizer, variables, micro_gradients(count))
+def wrapped_after(count, steps=3):
+    optimizer, variables = Optimizer(sgd(), steps), variables_like(SHAPES)
+    train_by_hand(optimizer, variables, micro_gradients(count, seed=5))
     return optimizer, variables
 
 
@@ -116,9 +99,7 @@ def test_a_plain_checkpoint_or_one_of_other_steps_loads_between_windows_and_empt
     gradients = micro_gradients(8, seed=5)
     reference, expected = sgd(), variables_like(SHAPES)
     train_by_hand(reference, expected, means(gradients[:6], 3))
-    saved, variables = (reference, expected) if saved_steps is None else (Optimizer(sgd(), 3), variables_like(SHAPES))
-    if saved_steps is not None:
-        train_by_hand(saved, variables, gradients[:6])
+    saved, variables = (reference, expected) if saved_steps is None else wrapped_after(6)
     optimizer, others = wrapped_after(1, steps=2)
     optimizer.load_own_variables(stored(saved))
     assert (optimizer.micro_batches, optimizer.steps, int(optimizer.iterations)) == (0, 2, 2)
@@ -129,19 +110,17 @@ def test_a_plain_checkpoint_or_one_of_other_steps_loads_between_windows_and_empt
     assert relative_error(others, expected) <= bound
 
 
-def test_a_checkpoint_of_other_steps_in_the_middle_of_a_window_is_an_error():
-    saved, _ = wrapped_after(4, steps=3)
-    optimizer, _ = wrapped_after(0, steps=2)
+def test_a_checkpoint_of_other_steps_or_variables_in_the_middle_of_a_window_is_an_error():
+    saved, (other_steps, _), other_variables = (
+        stored(wrapped_after(4)[0]),
+        wrapped_after(0, steps=2),
+        Optimizer(sgd(), 3),
+    )
+    other_variables.build(variables_like([(4, 3), (3,), (3, 5)]))
     with pytest.raises(gradaccum.WindowError, match=r"1 of 3 micro-batches.*steps=3.*This one has steps=2"):
-        optimizer.load_own_variables(stored(saved))
-
-
-def test_a_window_of_other_variables_is_an_error():
-    saved, _ = wrapped_after(1)
-    other = Optimizer(sgd(), 3)
-    other.build(variables_like([(4, 3), (3,), (3, 5)]))
+        other_steps.load_own_variables(saved)
     with pytest.raises(ValueError, match="other variables than this model's"):
-        other.load_own_variables(stored(saved))
+        other_variables.load_own_variables(saved)
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -172,24 +151,23 @@ def test_config_round_trip(make):
         assert (copy.beta_1, float(copy.inner_optimizer.learning_rate)) == (0.8, 0.5)
 
 
-@compiled_on("jax")
+def test_a_configuration_that_is_none_is_named():
+    for config in ({}, None, {"optimizer": {}}):
+        with pytest.raises(ValueError, match="An Optimizer's config must have 'optimizer' and 'steps'"):
+            Optimizer.from_config(config)
+
+
+@on_jax
 def test_a_schedule_from_the_callback_survives_a_file_in_the_middle_of_a_window(tmp_path):
     batches = split(regression(20), [4] * 5)
-
-    class Saves(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 2:
-                self.model.save(tmp_path / "model.keras")
-
-    model, (x, y) = network(), [np.concatenate(parts) for parts in zip(*batches)]
-    model.compile(optimizer=Optimizer(sgd(), 4), loss="mse")
-    callbacks = [GradientAccumulation({0: 2}), Saves()]
-    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=callbacks)
+    model, schedule = trained(lambda model: Optimizer(sgd(), 4), []), GradientAccumulation({0: 2})
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, batches, schedule, ends(3, path=tmp_path / "model.keras"))
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert (loaded.optimizer.micro_batches, loaded.optimizer.steps) == (1, 2)
-    for x, y in batches[3:]:
-        loaded.fit(x, y, batch_size=4, verbose=0, callbacks=[GradientAccumulation({0: 2})])
-    assert error(loaded, plain(network(), sgd(), [*batches[:2], *batches[2:4], batches[4]], 2, 1)) <= 1e-6
+    for batch in batches[3:]:
+        fit(loaded, [batch], GradientAccumulation({0: 2}))
+    assert_updates(loaded, windows_of(batches, 2), 1e-6)
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's formats")
@@ -197,10 +175,7 @@ def test_tensorflow_saves_and_exports_a_model_in_the_middle_of_a_window(tmp_path
     import tensorflow as tf
 
     batches = split(regression(24), [4] * 6)
-    model = network()
-    model.compile(optimizer=Optimizer(adam(), 2), loss="mse", jit_compile=False)
-    for batch in batches[:3]:
-        model.train_on_batch(*batch)
+    model = trained(lambda model: Optimizer(adam(), 2), batches[:3], jit_compile=False)
     model.export(tmp_path / "exported", verbose=False)
     tf.saved_model.save(model, tmp_path / "saved")
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
@@ -214,7 +189,39 @@ def test_tensorflow_saves_and_exports_a_model_in_the_middle_of_a_window(tmp_path
     assert relative_error(model.get_weights(), expected) == 0.0
 
 
-def test_a_configuration_that_is_none_is_named():
-    for config in ({}, None, {"optimizer": {}}):
-        with pytest.raises(ValueError, match="An Optimizer's config must have 'optimizer' and 'steps'"):
-            Optimizer.from_config(config)
+DATA = Path(__file__).parents[1] / "data"
+GENERATOR = np.random.default_rng(0)
+X, Y = (GENERATOR.normal(size=(16, size)).astype("float32") for size in (3, 2))
+"""What the files of version 0.1 were trained on, in micro-batches of 4 rows.
+
+Each is a Dense layer, 3 -> 2, that was trained with `jit_compile=False` and saved by `model.save` in the middle of a
+window; the keywords that Keras 3.10 does not know were taken out of its config.
+"""
+FILES = {
+    # name: (the plain optimizer, micro-batches in its open window, how many it was trained on, large batches)
+    "adam": (adam, 1, 1, [slice(0, 12)]),
+    "rows": (sgd, 2, 2, [slice(0, 12)]),
+    "sizes": (sgd, 1, 3, [slice(0, 8), slice(8, 14)]),
+}
+"""`Optimizer(Adam(0.01), 3)`; `SGD({0: 3, 2: 4}, ...)` in a fit with the callback; `BatchOptimizer(..., 4, 8, 14)`."""
+
+
+@slow_where_compiled
+@pytest.mark.parametrize("name", ["adam", slow("rows"), slow("sizes")])
+def test_a_file_of_version_0_1_continues_in_the_middle_of_its_window(name):
+    make, micro_batches, trained, large_batches = FILES[name]
+    model = keras.models.load_model(DATA / f"{name}.keras")
+    assert model.optimizer.micro_batches == micro_batches
+    expected = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    expected.set_weights([np.linspace(-1, 1, 6).reshape(3, 2), np.zeros(2)])
+    expected.compile(optimizer=make(), loss="mse")
+    keras_updates(expected, [(X[rows], Y[rows]) for rows in large_batches])
+    for start in range(4 * trained, large_batches[-1].stop, 4):
+        rows = slice(start, min(start + 4, large_batches[-1].stop))
+        if name == "rows":
+            model.fit(X[rows], Y[rows], batch_size=4, verbose=0, callbacks=[GradientAccumulation()])
+        else:
+            model.train_on_batch(X[rows], Y[rows])
+    assert model.optimizer.micro_batches == 0
+    assert int(model.optimizer.iterations) == len(large_batches)
+    assert error(model, expected) <= 1e-6
