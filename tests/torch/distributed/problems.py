@@ -176,12 +176,13 @@ def train_on(model: Any, optimizer: Optimizer, batches: Any, way: str = "plain",
             scaler.update()
 
 
-def step_of(model: Any, optimizer: str = "sgd", **keywords: Any) -> TrainStep:
+def step_of(model: Any, optimizer: str = "sgd", parameters: Any = None, **keywords: Any) -> TrainStep:
     """A TrainStep in micro-batches of 4 rows that is not verified, if nothing else is asked for."""
     given = {} if keywords.get("compute_loss") else {"loss_fn": nn.CrossEntropyLoss()}
     size = "auto" if "max_tokens" in keywords else 4
     keywords = {**given, "micro_batch_size": size, "verify": False, **keywords}
-    return TrainStep(model, OPTIMIZERS[optimizer](model.parameters()), **keywords)
+    parameters = model.parameters() if parameters is None else parameters
+    return TrainStep(model, OPTIMIZERS[optimizer](parameters), **keywords)
 
 
 def check_steps(

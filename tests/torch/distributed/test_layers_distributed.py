@@ -138,7 +138,9 @@ def shard_together(model, *parts):
 
 
 def step_of(model, optimizer="sgd", **options):
-    return problems.step_of(model, optimizer, **in_blocks({"micro_batch_size": 3, "blocks": "layers", **options}))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    options = in_blocks({"micro_batch_size": 3, "blocks": "layers", **options})
+    return problems.step_of(model, optimizer, trained, **options)
 
 
 def weighed(model, x, y):
