@@ -55,14 +55,6 @@ def half(m, x, y):
     return (cross_entropy(m(x), y, reduction="none") * weights).sum() / weights.sum(), weights.sum()
 
 
-def of_half(m, x, y):
-    return half(m, x, y)[0]
-
-
-def summed_loss(m, x, y):
-    return cross_entropy(m(x), y, reduction="sum") / 10
-
-
 def terms(m, x, y):
     """Several losses, with a denominator each; of the third, ranks and micro-batches have nothing now and then."""
     outputs = m(x)
@@ -78,8 +70,16 @@ def each_term(m, x, y):
     return {name: loss for name, (loss, _) in terms(m, x, y).items()}
 
 
-def counts_of_terms(x, y):
+def counts(x, y):
     return {"ce": (y != 1).sum(), "rows": len(x), "rare": (y == 2).sum()}
+
+
+def of_half(m, x, y):
+    return half(m, x, y)[0]
+
+
+def summed(m, x, y):
+    return cross_entropy(m(x), y, reduction="sum") / 10
 
 
 def all_terms(m, x, y):
@@ -92,10 +92,10 @@ KINDS = {
     "classes": ({"loss_fn": CLASSES}, lambda m, x, y: CLASSES(m(x), y)),
     "told": ({"compute_loss": half}, of_half),
     "weight": ({"compute_loss": of_half, "weight": lambda x, y: (y > 0).sum()}, of_half),
-    "sum": ({"compute_loss": summed_loss, "reduction": "sum"}, summed_loss),
+    "sum": ({"compute_loss": summed, "reduction": "sum"}, summed),
     "scaler": ({}, lambda m, x, y: cross_entropy(m(x), y)),
     "terms": ({"compute_loss": terms}, all_terms),
-    "terms, counted": ({"compute_loss": each_term, "weight": counts_of_terms}, all_terms),
+    "terms, counted": ({"compute_loss": each_term, "weight": counts}, all_terms),
 }
 SIZES, FEWER, FIRST = [[9, 8, 4], [3, 7, 12]], [[9, 8, 0], [3, 7, 5]], [[0, 4], [3, 12]]
 SHARDED = [[8, 3, 8], [6, 9, 0]]

@@ -144,38 +144,15 @@ def train(
         assert counts["all_reduce"] == closed
 
 
-def total_loss(m, rows):
-    return cross_entropy(m(rows[0]), rows[1], reduction="sum") * 0.1
-
-
 def second(m, rows):
     return m(rows[0] * 0.5).square().sum(1).mean()
 
 
-def both_passes(m, rows):
-    return loss_of(m, rows) + second(m, rows)
-
-
-def separate_passes(m, rows):
-    return [loss_of(m, rows), second(m, rows)]
-
-
-def unreached_penalty(m, rows):
-    """A penalty on weights, which no output of the model leads to."""
-    return [loss_of(m, rows), sum(p.square().sum() for p in m.parameters())]
-
-
-def through_grad(m, rows):
-    """A look, by torch.autograd.grad, at what the input matters."""
+def looks(m, rows, penalty=False):
+    """A look, by torch.autograd.grad through the model, at what the input matters, and a penalty on that."""
     x = rows[0].clone().requires_grad_()
-    torch.autograd.grad(m(x).sum(), x)
-    return loss_of(m, rows)
-
-
-def gradient_penalty(m, rows):
-    x = rows[0].clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
-    return loss_of(m, rows) + gradient.square().sum(1).mean()
+    (gradient,) = torch.autograd.grad(m(x).sum(), x, create_graph=penalty)
+    return loss_of(m, rows) + (gradient.square().sum(1).mean() if penalty else 0.0)
 
 
 def by_name(m, rows):
@@ -206,7 +183,7 @@ SAME, DIFFERENT = [[0, 1, 0, 1, 1, 0]] * 2, [[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1,
 WEIGHTS = [[3, 0, 5, 2, 0, 0, 4, 0], [0, 7, 1, 0, 0, 0, 0, 0]]
 SHARDED_WEIGHTS = [WEIGHTS[0], [0, 7, 1, 0, 2, 0, 0, 0]]
 FLUSHED, BUCKETS, VIEWS = {"way": "backward"}, {"bucket_cap_mb": 1e-4}, {"gradient_as_bucket_view": True}
-SUMS = {"loss": total_loss, "reduction": "sum"}
+SUMS = {"loss": lambda m, rows: cross_entropy(m(rows[0]), rows[1], reduction="sum") * 0.1, "reduction": "sum"}
 MICRO_BATCH, UNUSED, FSDP2 = {"sync": "micro_batch"}, {"find_unused_parameters": True}, {"engine": "fsdp2"}
 WAYS = [{"way": way} for way in ("batches", "batches backward", "backward")]
 LOOPS = {
@@ -235,11 +212,14 @@ LOOPS = {
             ("uneven", [[4, 4, 4, 4, 3], [4, 2]], 2),
         )
     },
-    "two forward passes": (RAGGED, 2, {"loss": both_passes}),
-    "two backward passes": (RAGGED, 2, {"loss": separate_passes}),
-    "a penalty on weights": (RAGGED, 2, {"loss": unreached_penalty}),
-    "torch.autograd.grad through DDP": (RAGGED, 2, {"loss": through_grad, **FLUSHED}),
-    "a gradient penalty": (RAGGED, 2, {"loss": gradient_penalty, **FLUSHED}),
+    "two forward passes": (RAGGED, 2, {"loss": lambda m, rows: loss_of(m, rows) + second(m, rows)}),
+    "two backward passes": (RAGGED, 2, {"loss": lambda m, rows: [loss_of(m, rows), second(m, rows)]}),
+    "a penalty on weights, which no output leads to": (
+        *(RAGGED, 2),
+        {"loss": lambda m, rows: [loss_of(m, rows), sum(p.square().sum() for p in m.parameters())]},
+    ),
+    "torch.autograd.grad through DDP": (RAGGED, 2, {"loss": looks, **FLUSHED}),
+    "a gradient penalty": (RAGGED, 2, {"loss": partial(looks, penalty=True), **FLUSHED}),
     **{
         f"{how} checkpointed, {static=}": (
             SHORT,
