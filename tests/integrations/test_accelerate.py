@@ -29,62 +29,52 @@ ROWS = 23
 WINDOWS = [slice(0, 15), slice(15, 23)]  # batches of 5, 5, 5 and of 5, 3
 
 
-def data(dtype=None):
-    return tuple(t.to(dtype or torch.get_default_dtype()) for t in regression(ROWS))
+def data():
+    return tuple(t.to(torch.get_default_dtype()) for t in regression(ROWS))
 
 
-def loader(batch_size=5, rows=None):
-    return DataLoader(TensorDataset(*(rows or data())), batch_size=batch_size)
+def loader(batch_size=5):
+    return DataLoader(TensorDataset(*data()), batch_size=batch_size)
 
 
 class Training:
     """The loop of Accelerate's guide."""
 
-    def __init__(self, make=sgd, scale=None, steps=3, **options):
+    def __init__(self, scale=None, steps=3, **options):
         self.accelerator = Accelerator(cpu=True)
         if scale is not None:  # mixed_precision="fp16" makes one, on a GPU only
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         self.model, self.loader = self.accelerator.prepare(network(), loader())
-        self.inner = make(self.model.parameters())
+        self.inner = sgd(self.model.parameters())
         self.optimizer = prepare_optimizer(self.accelerator, self.inner, steps, **options)
 
-    def run(self, batches=None, bad=None, clip=None, value=None, schedule=None, loss=mse, how=None):
+    def run(self, batches=None, bad=None, clip=None):
         for index, batch in enumerate(self.optimizer.batches(self.loader) if batches is None else batches):
             with self.accelerator.accumulate(self.model):
-                found = loss(self.model, *batch)
-                (how or self.accelerator.backward)(found * float("inf") if index == bad else found)
+                loss = mse(self.model, *batch)
+                self.accelerator.backward(loss * float("inf") if index == bad else loss)
                 if self.accelerator.sync_gradients and clip is not None:
                     assert self.accelerator.clip_grad_norm_(self.model.parameters(), clip) is None
-                if value is not None:
-                    self.accelerator.clip_grad_value_(self.model.parameters(), value)
                 self.optimizer.step()
-                if schedule is not None:
-                    schedule.step()
                 self.optimizer.zero_grad()
         return self
 
-    def error(self, windows=WINDOWS, make=sgd, rows=None, loss=mse, hook=None, **keywords):
-        model, rows = network(), rows or data()
-        inner = make(model.parameters())
+    def error(self, windows=WINDOWS, hook=None, **keywords):
+        model = network()
+        inner = sgd(model.parameters())
         if hook is not None:
             inner.register_step_pre_hook(lambda *_: hook(model.parameters()) and None)
-        torch_updates(model, inner, [tuple(t[w] for t in rows) for w in windows], loss, **keywords)
+        torch_updates(model, inner, [tuple(t[w] for t in data()) for w in windows], mse, **keywords)
         return relative_error(self.model.parameters(), model.parameters())
 
 
 def test_accelerates_own_accumulation_differs():
     """Or fuzz/accelerate_runs.py would show nothing."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    model, rows = accelerator.prepare(network(), loader())
-    optimizer = accelerator.prepare(sgd(model.parameters()))
-    for batch in rows:
-        with accelerator.accumulate(model):
-            accelerator.backward(mse(model, *batch))
-            optimizer.step()
-            optimizer.zero_grad()
-    plain = network()
-    torch_updates(plain, sgd(plain.parameters()), [tuple(t[w] for t in data()) for w in WINDOWS], mse)
-    assert relative_error(model.parameters(), plain.parameters()) > 1e-3
+    training = Training(steps=1)
+    accelerator = training.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    training.model, batches = accelerator.prepare(network(), loader())
+    training.optimizer = accelerator.prepare(sgd(training.model.parameters()))
+    assert training.run(batches).error() > 1e-3
 
 
 def test_in_bfloat16_autocast_windows_sum_and_divide_in_the_parameters_precision():
@@ -202,41 +192,22 @@ def test_in_batches_accelerate_knows_of_the_batch_in_use(batch_size):
 
 
 def test_batches_of_an_accelerate_loader_go_on_where_they_were_saved():
-    training, seen = Training(), []
-    batches = training.optimizer.batches(training.loader)
-    for index, (x, _) in enumerate(batches):
-        seen.append(x)
-        training.optimizer.backward(training.model(x).mean())
-        training.optimizer.step()
-        if index == 1:
-            state, window = batches.state_dict(), training.optimizer.state_dict()
-            break
-    again = Training()
-    again.optimizer.load_state_dict(window)
-    batches = again.optimizer.batches(again.loader)
-    batches.load_state_dict(state)
-    for x, _ in batches:
-        seen.append(x)
-        again.optimizer.backward(again.model(x).mean())
-        again.optimizer.step()
-        again.optimizer.zero_grad()
+    training, again, seen = Training(), Training(), []
+
+    def run(training, batches, stop=None):
+        for index, (x, _) in enumerate(batches):
+            seen.append(x)
+            training.optimizer.backward(training.model(x).mean())
+            training.optimizer.step()
+            if index == stop:
+                return
+
+    batches, others = (one.optimizer.batches(one.loader) for one in (training, again))
+    run(training, batches, stop=1)
+    again.optimizer.load_state_dict(training.optimizer.state_dict())
+    others.load_state_dict(batches.state_dict())
+    run(again, others)
     assert torch.equal(torch.cat(seen), data()[0])
-
-
-def test_a_plain_loop_over_a_prepared_loader_closes_the_epochs_last_window():
-    """Windows of 5, 5 and 5 rows, of 5; and so again: without it the fifth batch would lead to a sixth."""
-    training = Training(steps={0: 3, 1: 2})
-    training.loader = training.accelerator.prepare(loader(rows=tuple(t[:20] for t in data())))
-    schedule = training.accelerator.prepare(torch.optim.lr_scheduler.StepLR(training.optimizer, 1, 1.0))
-    updated = []
-    for _ in range(2):
-        for batch in training.loader:
-            training.run([batch], schedule=schedule)
-            updated.append(training.optimizer.updated)
-    assert updated == [False, False, True, True, False, True, False, True]
-    assert (training.optimizer.epoch, training.optimizer.updates, schedule.scheduler.last_epoch) == (2, 4, 4)
-    windows = [slice(0, 15), slice(15, 20), slice(0, 10), slice(10, 20)]
-    assert training.error(windows) <= FLOAT64
 
 
 def test_several_steps_per_batch_leave_the_window_open_and_the_log_has_it(caplog):
@@ -272,22 +243,6 @@ def test_a_progress_bar_inside_of_batches_is_named(caplog):
     training.run(training.optimizer.batches(Bar()))
     assert "tqdm(optimizer.batches(loader))" in caplog.text
     assert training.error() <= FLOAT64
-
-
-def test_an_open_micro_batch_looks_at_no_parameter(monkeypatch):
-    """The clipping of every micro-batch is remembered, and its parameters are looked at when the window closes."""
-    training, looked = Training(), []
-    parameters = training.model.parameters
-
-    def counted():
-        for parameter in parameters():
-            looked.append(training.optimizer.micro_batches)
-            yield parameter
-
-    monkeypatch.setattr(training.model, "parameters", counted)
-    training.run(clip=0.05)
-    assert (looked.count(0), looked.count(1)) == (2, 2)  # the first one, in windows of 3 and 2
-    assert looked.count(2) == len([*parameters()])
 
 
 @pytest.mark.parametrize("layers", [1, 30])
