@@ -68,7 +68,7 @@ def batches(data, rows, dtype):
 
 
 @pytest.mark.parametrize("key", ["a", "b"])
-def test_each_run_makes_the_oracles_updates(data, key):
+def test_each_run_makes_the_oracles_updates_and_learns(data, key):
     """90 rows: two windows of 32, and a last one of 26 = 8 + 8 + 8 + 2."""
     actual = run(Setup(batch_size=32, steps=4, epochs=2, dtype="float64", learning_rate=0.05), data, key)
     large = 2 * batches(data, 32, "float64")
@@ -76,6 +76,9 @@ def test_each_run_makes_the_oracles_updates(data, key):
     assert actual.updates == len(large)
     moved = [new - old for new, old in zip(actual.parameters, initial_parameters(784, 0), strict=True)]
     assert relative_error(moved, expected) <= FLOAT64
+    learning = run(Setup(batch_size=32, steps=4, epochs=20, learning_rate=0.1), data, key).epochs
+    assert learning[-1].train_loss < 0.7 * learning[0].train_loss
+    assert learning[-1].accuracy > 0.5
 
 
 @pytest.mark.parametrize("rows", [32, 26], ids=["8 + 8 + 8 + 8", "8 + 8 + 8 + 2"])
@@ -108,14 +111,6 @@ def test_the_losses_are_means_over_all_rows(data):
     assert len(losses) == 1, "with learning rate 0 every run sees the same rows with the same parameters"
 
 
-def test_training_learns(data):
-    setup = Setup(batch_size=32, steps=4, epochs=20, learning_rate=0.1)
-    for key in "ab":
-        epochs = run(setup, data, key).epochs
-        assert epochs[-1].train_loss < 0.7 * epochs[0].train_loss
-        assert epochs[-1].accuracy > 0.5
-
-
 def test_activations_grow_with_the_rows_and_the_peak_holds_parameters_and_gradients(data):
     setup = Setup(batch_size=32, steps=4, epochs=1, dtype="float32")
     large, accumulated = (run(setup, data, key) for key in "ab")
@@ -129,24 +124,15 @@ def test_activations_grow_with_the_rows_and_the_peak_holds_parameters_and_gradie
     assert accumulated.peak_bytes < 3 * parameters, "a second copy of the gradients"
 
 
-def test_initial_parameters_are_those_of_the_seed():
+def test_initial_parameters_are_those_of_the_seed_and_plans_have_the_same_effective_batch_size():
     first, again, other = (initial_parameters(784, seed) for seed in (0, 0, 1))
     assert [p.shape for p in first] == [(784, 512), (512,), (512, 512), (512,), (512, 10), (10,)]
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not np.array_equal(first[0], other[0])
     assert np.abs(first[0]).max() <= 784**-0.5
-
-
-def test_the_plans_have_the_same_effective_batch_size():
     assert [(plan.micro_batch_size, plan.steps) for plan in plans(Setup(batch_size=64, steps=4))] == [(64, 1), (16, 4)]
     with pytest.raises(ValueError, match=r"must be a multiple of the steps. Received: 64 and 3"):
         Setup(batch_size=64, steps=3)
-
-
-def test_a_failing_run_is_reported_with_its_traceback(data):
-    setup = Setup(framework="nonesuch", epochs=1)  # type: ignore[arg-type]
-    with Progress() as progress, pytest.raises(RunError, match=r"Run \(a\) batch 64 failed:\n(?s:.*)nonesuch"):
-        perform(setup, data, progress)
 
 
 def test_a_run_whose_command_was_killed_ends_without_a_word(monkeypatch, capsys):
@@ -162,7 +148,10 @@ def _die(pipe, *arguments):
     os._exit(7)
 
 
-def test_a_run_whose_process_dies_is_reported(data, monkeypatch):
+def test_a_run_that_fails_or_whose_process_dies_is_reported(data, monkeypatch):
+    setup = Setup(framework="nonesuch", epochs=1)  # type: ignore[arg-type]
+    with Progress() as progress, pytest.raises(RunError, match=r"Run \(a\) batch 64 failed:\n(?s:.*)nonesuch"):
+        perform(setup, data, progress)
     monkeypatch.setattr(processes, "_child", _die)
     with Progress() as progress, pytest.raises(RunError, match="ended early, with exit code 7"):
         perform(Setup(epochs=1), data, progress)
@@ -171,44 +160,36 @@ def test_a_run_whose_process_dies_is_reported(data, monkeypatch):
 # What they show.
 
 
-def outcome(difference=0.0, dtype="float64", **changes):
-    """As if (b) had ended this far from (a)."""
+def outcome(difference=0.0, dtype="float64", of_b=(), **changes):
+    """As if (b) had ended this far from (a), and the runs were so."""
     setup = Setup(epochs=2, dtype=dtype)
     parameters = [np.array([[1.0, -2.0]]), np.array([0.5])]
     runs = []
     for plan in plans(setup):
         own = [p + difference * 2.0 if plan.key == "b" and p.ndim == 2 else p for p in parameters]
         epochs = [Epoch(2.0, 1.9, 0.25), Epoch(1.5, 1.4, 0.5)]
-        runs.append(dataclasses.replace(Run(plan, epochs, 1.0, 100, own, None, 1000, 9000), **changes))
+        runs.append(
+            dataclasses.replace(
+                Run(plan, epochs, 1.0, 100, own, None, 1000, 9000), **changes | dict(of_b if plan.key == "b" else ())
+            )
+        )
     return Outcome(setup, "FashionMNIST", "here", 60000, runs)
 
 
-@pytest.mark.parametrize(
-    ("difference", "dtype", "gradient", "ok"),
-    [
-        (0.0, "float64", None, True),
-        (1e-13, "float64", None, True),
-        (1e-11, "float64", None, False),
-        (9e-5, "float32", None, True),
-        (2e-4, "float32", None, False),
-        (float("nan"), "float32", None, False),
-        # The first update's gradient decides in float32, both do in float64.
-        (2e-2, "float32", 9e-7, True),
-        (0.0, "float32", 2e-6, False),
-        (0.0, "float32", float("nan"), False),
-        (1e-13, "float64", 1e-11, False),
-        (1e-11, "float64", 1e-13, False),
-    ],
-)
+VERDICTS = [
+    (0.0, "float64", None, True), (1e-13, "float64", None, True), (1e-11, "float64", None, False),
+    (9e-5, "float32", None, True), (2e-4, "float32", None, False), (float("nan"), "float32", None, False),
+    # The first update's gradient decides in float32, both do in float64.
+    (2e-2, "float32", 9e-7, True), (0.0, "float32", 2e-6, False), (0.0, "float32", float("nan"), False),
+    (1e-13, "float64", 1e-11, False), (1e-11, "float64", 1e-13, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("difference", "dtype", "gradient", "ok"), VERDICTS)
 def test_the_verdict_depends_on_the_dtype(difference, dtype, gradient, ok):
-    result = outcome(difference, dtype)
+    gradients = [[np.array([1.0 + (gradient or 0.0) * b])] if gradient is not None else None for b in (0, 1)]
+    result = outcome(difference, dtype, {"first_gradients": gradients[1]}, first_gradients=gradients[0])
     assert result.difference == pytest.approx(difference, nan_ok=True)
-    if gradient is not None:
-        runs = [
-            dataclasses.replace(run, first_gradients=[np.array([1.0 + gradient * (run.plan.key == "b")])])
-            for run in result.runs
-        ]
-        result = dataclasses.replace(result, runs=runs)
     assert result.ok is ok
     report = findings(None, result)
     assert report.ok is ok
@@ -219,60 +200,41 @@ def shown(report, kind):
     return [block for block in report.blocks if isinstance(block, kind)]
 
 
-def test_the_report_has_the_two_runs_side_by_side_with_memory_in_one_unit():
+COLUMNS = ["run", "accuracy", "loss", "updates", "seconds", "activations, MiB", "peak, MiB", "differs from (a)"]
+
+
+def test_the_report_has_the_two_runs_side_by_side_with_memory_in_one_unit_or_without():
     report = findings(None, outcome(1e-13, activation_bytes=3 * 2**19, peak_bytes=5 * 2**20))
-    (table,) = shown(report, Table)
-    assert list(table.columns) == [
-        "run", "accuracy", "loss", "updates", "seconds", "activations, MiB", "peak, MiB", "differs from (a)",
-    ]  # fmt: skip
+    (table,), (bars,) = shown(report, Table), shown(report, Bars)
+    assert list(table.columns) == COLUMNS
     assert [row[0] for row in table.rows] == ["(a) batch 64", "(b) 4 x batch 16"]
     assert table.rows[1][-1] == "1.0e-13"
-    curves = shown(report, Curves)
-    assert [(figure.title, len(figure.curves)) for figure in curves] == [("Test loss", 2), ("Test accuracy", 2)]
-    (bars,) = shown(report, Bars)
+    assert [(figure.title, len(figure.curves)) for figure in shown(report, Curves)] == [
+        ("Test loss", 2), ("Test accuracy", 2),
+    ]  # fmt: skip
     assert [row[5] for row in table.rows] == list(bars.values.values()) == [1.5, 1.5]
     assert [row[6] for row in table.rows] == [5.0, 5.0]
     assert bars.unit == "MiB"
-
-
-def test_a_framework_that_cannot_count_memory_leaves_it_out():
-    report = findings(None, outcome(activation_bytes=None, peak_bytes=None))
-    assert not shown(report, Bars)
-    assert list(shown(report, Table)[0].columns) == [
-        "run",
-        "accuracy",
-        "loss",
-        "updates",
-        "seconds",
-        "differs from (a)",
-    ]
+    without = findings(None, outcome(activation_bytes=None, peak_bytes=None))
+    assert not shown(without, Bars)
+    assert list(shown(without, Table)[0].columns) == COLUMNS[:5] + COLUMNS[7:]
 
 
 @pytest.mark.parametrize("higher", [True, False])
-def test_a_higher_peak_of_the_accumulated_run_is_explained(higher):
-    result = outcome()
-    runs = [dataclasses.replace(run, peak_bytes=9000 + 1000 * higher * (run.plan.key == "b")) for run in result.runs]
-    texts = [b.text for b in shown(findings(None, dataclasses.replace(result, runs=runs)), Text)]
+def test_what_needs_a_word_has_one(higher):
+    """A higher peak of the accumulated run, and a framework's single precision, which is allowed for."""
+    result = outcome(9e-5, "float64", {"peak_bytes": 9000 + 1000 * higher}, single_precision=higher)
+    assert result.ok is higher
+    texts = [b.text for b in shown(findings(None, result), Text)]
     assert any("why (b) has the higher peak" in text for text in texts) is higher
+    assert any("multiplies matrices in float32" in text for text in texts) is higher
 
 
-def test_the_report_counts_what_was_made():
-    result = outcome()
-    runs = [dataclasses.replace(run, updates=1) for run in result.runs]
-    report = findings(None, dataclasses.replace(result, setup=dataclasses.replace(result.setup, epochs=1), runs=runs))
+def test_the_report_counts_what_was_made_and_one_of_neither_part_is_refused():
+    result = outcome(updates=1)
+    report = findings(None, dataclasses.replace(result, setup=dataclasses.replace(result.setup, epochs=1)))
     assert "after 1 update by" in report.summary
     assert " 1 epoch of 60,000 rows" in shown(report, Text)[0].text
-
-
-def test_single_precision_of_the_framework_is_allowed_for_and_stated():
-    for single, ok in ((True, True), (False, False)):
-        result = outcome(9e-5, "float64", single_precision=single)
-        assert result.ok is ok
-        texts = [block.text for block in shown(findings(None, result), Text)]
-        assert any("multiplies matrices in float32" in text for text in texts) is single
-
-
-def test_a_report_of_neither_part_is_refused():
     with pytest.raises(ValueError, match="one of the two parts"):
         findings(None)
 
