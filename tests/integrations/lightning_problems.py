@@ -57,8 +57,28 @@ def data():
     return tuple(t.to(torch.get_default_dtype()) for t in regression(24))
 
 
-def loader(batch_size=2, rows=24, kind=DataLoader):
-    return kind(TensorDataset(*(t[:rows] for t in data())), batch_size=batch_size)
+def loader(batch_size=2, rows=24):
+    return DataLoader(TensorDataset(*(t[:rows] for t in data())), batch_size=batch_size)
+
+
+class Resumable:
+    """Goes on inside an epoch where it was, as torchdata's StatefulDataLoader."""
+
+    def __init__(self, batches):
+        self.batches, self.index, self.restored = batches, 0, None
+
+    def __iter__(self):
+        self.index, self.restored = self.restored or 0, None
+        while self.index < len(self.batches):
+            self.index += 1
+            yield self.batches[self.index - 1]
+        self.index = 0
+
+    def state_dict(self):
+        return {"index": self.index % len(self.batches)}
+
+    def load_state_dict(self, state):
+        self.restored = state["index"]
 
 
 class Module(lightning.LightningModule):

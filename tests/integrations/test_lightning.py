@@ -308,28 +308,13 @@ def test_in_mixed_precision_windows_sum_and_divide_in_the_parameters_precision()
 # Files.
 
 
-class Resumable(DataLoader):
-    """Goes on where it was, as torchdata's StatefulDataLoader."""
-
-    start = 0
-
-    def __iter__(self):
-        batches, self.start = [*super().__iter__()][self.start :], 0
-        return iter(batches)
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        self.start = state["batch"]
-
-
 @pytest.mark.parametrize(("index", "plugins"), [(5, []), (4, [Scaled]), (7, [Scaled])], ids=str)
 def test_resumed_inside_a_window_training_is_the_same_bit_for_bit(tmp_path, index, plugins):
     path, steps = tmp_path / "middle.ckpt", {0: 3, 1: 5}
-    whole, resumed, batches = Module(adam), Module(adam), loader(kind=Resumable)
+    whole, resumed = Module(adam), Module(adam)
     fit(whole, steps, max_epochs=3, callbacks=[SaveAt(index, path)], plugins=plugins)
-    batches.load_state_dict({"batch": index + 1})
+    batches = problems.Resumable([*loader()])
+    batches.load_state_dict({"index": index + 1})
     one = fit(resumed, steps, batches, checkpoint=path, max_epochs=3, plugins=plugins)
     assert one.global_step == 4 + 3 + 3
     assert error(resumed, windows(3) + windows(5) * 2, adam) <= FLOAT64
@@ -351,7 +336,7 @@ def test_resuming_inside_a_window_of_another_length_is_refused(tmp_path):
     fit(Module(), 5, max_epochs=2, callbacks=[SaveAt(5, path)])
     says = r"inside a window of 5 steps \(1 of them done\).*steps=4 there. Resume with 5"
     with pytest.raises(WindowError, match=says):
-        fit(Module(), 4, loader(kind=Resumable), checkpoint=path, max_epochs=2)
+        fit(Module(), 4, checkpoint=path, max_epochs=2)
 
 
 # Refused.
