@@ -16,108 +16,63 @@ FILE = """
 import threading
 import torch
 from torch import nn
-
+F = nn.functional
 def good(layer=nn.LayerNorm):
     print("the user's own line")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), layer(8), nn.Dropout(0.5), nn.Linear(8, 3))
     return model, (torch.randn(12, 6), torch.randint(3, (12,))), nn.CrossEntropyLoss()
-
-def different():
-    return good(nn.BatchNorm1d)
-
+def different(): return good(nn.BatchNorm1d)
 def keywords():
     model, batch, _ = good()
     batch[1][:5] = -100
-    return model, batch, {
-        "compute_loss": lambda model, x, y: nn.functional.cross_entropy(model(x), y),
-        "weight": lambda x, y: (y != -100).sum(),
-    }
-
-def raises():
-    raise RuntimeError("boom")
-
-def leaves():
-    raise SystemExit(7)
-
-def base():
-    raise BaseException("base")
-
-def pair():
-    return 1, 2
-
-def misfit():
+    how = {"compute_loss": lambda model, x, y: F.cross_entropy(model(x), y), "weight": lambda x, y: (y != -100).sum()}
+    return model, batch, how
+def changed(rows=12, columns=6, loss=None):
     model, (x, y), loss_fn = good()
-    return model, (x[:, :5], y), loss_fn
-
-def one_row():
-    model, (x, y), loss_fn = good()
-    return model, (x[:1], y[:1]), loss_fn
-
-def no_gradient():
-    model, batch, _ = good()
-    return model, batch, {"compute_loss": lambda model, x, y: model(x).argmax(1).double().mean()}
-
+    return model, (x[:rows, :columns], y[:rows]), loss or loss_fn
+def raises(): raise RuntimeError("boom")
+def leaves(): raise SystemExit(7)
+def base(): raise BaseException("base")
+def pair(): return 1, 2
+def misfit(): return changed(columns=5)
+def one_row(): return changed(rows=1)
+def no_gradient(): return changed(loss={"compute_loss": lambda model, x, y: model(x).argmax(1).double().mean()})
+def misspelt(): return changed(loss={"reductoin": "sum"})
 def no_copy():
     model, batch, loss_fn = good()
     model.lock = threading.Lock()
     return model, batch, loss_fn
-
 class Net(nn.Linear):
-    def forward(self, x):
-        raise self.error
-
+    def forward(self, x): raise self.error
 def in_forward(error=ValueError("the first line\\nthe second")):
     model = Net(6, 3)
     model.error = error
     return model, good()[1], nn.CrossEntropyLoss()
-
-def leaves_in_forward():
-    return in_forward(SystemExit(0))
-
+def leaves_in_forward(): return in_forward(SystemExit(0))
 def named():
     model, (x, y), _ = good()
-    return model, {"x": x, "y": y}, lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"])
-
-def misspelt():
-    model, batch, _ = good()
-    return model, batch, {"reductoin": "sum"}
-
+    return model, {"x": x, "y": y}, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"])
 def causal():
     torch.manual_seed(0)
     ids, mask = torch.randint(7, (6, 5)), torch.arange(5) < torch.tensor([5, 2, 2, 4, 2, 5])[:, None]
     batch = {"attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
-
     def compute_loss(model, batch):
         logits, labels = model(batch["labels"].clamp(min=0)), batch["labels"]
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     return nn.Embedding(7, 7), batch, {"compute_loss": compute_loss}
-
 def wide():
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     return model, (torch.zeros(512, 64), torch.zeros(512, dtype=torch.long)), nn.CrossEntropyLoss()
-
-def with_optimizer():
-    model, batch, loss_fn = wide()
+def with_optimizer(made=None):
+    model, batch, loss_fn = made or wide()
     return model, batch, {"loss_fn": loss_fn, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-
-def deep():
-    model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, (torch.zeros(16, 96), torch.zeros(16, 96)), {"loss_fn": nn.MSELoss(), "optimizer": optimizer}
-
-def shared():
-    layer = nn.Linear(96, 96)
-    return nn.Sequential(layer, layer), (torch.zeros(8, 96), torch.zeros(8, 96)), nn.MSELoss()
-
-class Keras(nn.Module):
-    pass
-
+def square(layers): return nn.Sequential(*layers), (torch.zeros(16, 96), torch.zeros(16, 96)), nn.MSELoss()
+def deep(): return with_optimizer(square(nn.Linear(96, 96) for _ in range(6)))
+def shared(): return square([nn.Linear(96, 96)] * 2)
+class Keras(nn.Module): pass
 Keras.__module__ = "keras.src.models"
-
-def of_keras():
-    return Keras(), good()[1], None
+def of_keras(): return Keras(), good()[1], None
 """
 
 
@@ -239,12 +194,12 @@ def check(name, *parts, options=()):
 
 
 BAD = [
-    check("raises", "raises()", "RuntimeError: boom (experiment.py, line 24)"),
+    check("raises", "raises()", "RuntimeError: boom (experiment.py, line 20)"),
     check("leaves", "leaves()", "SystemExit: 7"),
-    check("base", "base() in", "raised BaseException: base (experiment.py, line 30)"),
+    check("base", "base() in", "raised BaseException: base (experiment.py, line 22)"),
     check("pair", "must return (model, batch, loss_fn)", "a tuple of 2"),
-    check("in_forward", "in_forward: the model", "ValueError: the first line (experiment.py, line 54)"),
-    check("leaves_in_forward", "leaves_in_forward: the model", "SystemExit: 0 (experiment.py, line 54)"),
+    check("in_forward", "in_forward: the model", "ValueError: the first line (experiment.py, line 33)"),
+    check("leaves_in_forward", "leaves_in_forward: the model", "SystemExit: 0 (experiment.py, line 33)"),
     check("misfit", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     check("one_row", "at least 2 rows", "Received: 1"),
     check("no_gradient", "The loss has no gradient"),
@@ -253,7 +208,7 @@ BAD = [
         "named", "must be Tensor, not dict. A batch that is a dict goes", '{"compute_loss": lambda model, batch: ...}'
     ),
     check("misspelt", "unexpected keyword argument 'reductoin'"),
-    check("absent", "has no function 'absent'", "It has Net, base, causal, deep, different, good,"),
+    check("absent", "has no function 'absent'", "It has Net, base, causal, changed, deep, different,"),
     check("no name", "path/to/file.py:make"),
     # Files are tried before anything runs.
     check("good", "--html", "ends in .html", "report.pdf", options=["--html", "report.pdf"]),
@@ -270,7 +225,7 @@ BAD = [
     ("size", "{file}:wide", ["--memory", "lots"], ["Error: --memory"]),
     ("size", "{file}:wide", ["--margin", "1"], ["Error: ", "--margin"]),
     ("size", "{folder}/absent.py:make", (), ["absent.py: no such file"]),
-    ("size", "{file}:in_forward", (), ["or its loss raised ValueError: the first line (experiment.py, line 54)"]),
+    ("size", "{file}:in_forward", (), ["or its loss raised ValueError: the first line (experiment.py, line 33)"]),
     ("size", "{file}:of_keras", (), ["of PyTorch and JAX, and this is a Keras model", 'micro_batched(model, "auto")']),
     ("demo", "", (), ["Error: No such command 'demo'."]),
 ]

@@ -17,7 +17,7 @@ from examples.demo.__main__ import main
 from tests.cli import results
 from tests.cli.results import assert_one_clear_line, full_disk
 from tests.demo import fashion_mnist
-from tests.demo.test_text import as_if
+from tests.demo.test_experiment import as_if
 from tests.documents import ROOT
 
 
@@ -47,23 +47,17 @@ def trained(monkeypatch):
 def demo(*arguments, **options):
     """The demo as a user runs it from the checkout."""
     line = [sys.executable, "-W", "error", "-m", "examples.demo", *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT}
-    return subprocess.run(line, text=True, timeout=240, **pipes | options)
+    return subprocess.run(line, cwd=ROOT, text=True, timeout=240, capture_output=True, **options)
 
 
 def invoke(*arguments):
     return results.invoke(*arguments, main=main)
 
 
-@pytest.fixture(scope="module")
-def shown(folder, tmp_path_factory):
+def test_the_demo_shows_both_equal_writes_a_picture_and_a_report_and_progress_in_plain_lines(folder, tmp_path):
     """The whole demo, on few rows."""
-    out = tmp_path_factory.mktemp("out") / "new" / "folder"
-    return demo("--data", folder, "--batch-size", 32, "--epochs", 2, "--out", out), out
-
-
-def test_the_demo_shows_both_equal_writes_a_picture_and_a_report_and_progress_in_plain_lines(shown, folder):
-    result, out = shown
+    out = tmp_path / "new" / "folder"
+    result = demo("--data", folder, "--batch-size", 32, "--epochs", 2, "--out", out)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     (summary,) = [line for line in lines if line.startswith("FashionMNIST: (a) and (b) are equal")]
@@ -89,27 +83,24 @@ def test_the_demo_shows_both_equal_writes_a_picture_and_a_report_and_progress_in
     assert "\x1b" not in result.stdout + result.stderr
 
 
-def test_a_page_is_there_after_the_first_part(folder, tmp_path, trained, monkeypatch):
+def test_a_page_is_there_after_the_first_part_and_a_difference_is_exit_code_1(folder, tmp_path, trained, monkeypatch):
     def failing(*arguments):
         raise processes.RunError("Run (a) failed: out of memory")
+
+    def broken(setup, data, plan, progress):
+        parameters = [p + (plan.key == "b") for p in guide.initial_parameters(data.features, setup.seed)]
+        return guide.Run(plan, [guide.Epoch(2.0, 2.0, 0.1)], 1.0, 3, parameters)
 
     monkeypatch.setattr(guide, "in_a_process", failing)
     result = invoke("--data", folder, "--out", tmp_path)
     assert result.exit_code == 3, "a run that fails is no success"
     assert "Error: Run (a) failed: out of memory" in result.stderr
     assert "15.0 times less memory" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
-def test_a_difference_is_exit_code_1(folder, tmp_path, trained, monkeypatch):
-    def broken(setup, data, plan, progress):
-        parameters = [p + (plan.key == "b") for p in guide.initial_parameters(data.features, setup.seed)]
-        return guide.Run(plan, [guide.Epoch(2.0, 2.0, 0.1)], 1.0, 3, parameters)
-
     monkeypatch.setattr(guide, "in_a_process", broken)
     result = invoke("--data", folder, "--out", tmp_path)
     assert result.exit_code == 1, result.output
     assert "(a) and (b) DIFFER" in result.stdout
-    assert (tmp_path / "report.html").is_file()
+    assert "DIFFER" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_broken_data_is_named_in_one_line(tmp_path):
@@ -124,24 +115,24 @@ def test_broken_data_is_named_in_one_line(tmp_path):
     assert (shell.returncode, shell.stdout, len(shell.stderr.splitlines())) == (2, "", 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["--data", "/nonexistent"], "/nonexistent: no such folder"),
-        (["--batch-size", "64", "--steps", "3"], "--batch-size must be a multiple of --steps. Received: 64 and 3"),
-        (["--steps", "0"], "0 is not in the range x>=1"),
-        (["--steps", "2.5"], "'2.5' is not a valid integer range"),
-        (["--epochs", "-1"], "-1 is not in the range x>=1"),
-        (["--dtype", "float16"], "'float16' is not one of"),
-        (["--dataset", "mnist"], "'mnist' is not one of"),
-        (["--framework", "mxnet"], "'mxnet' is not one of"),
-        (["--out", __file__], "is a file"),
-        (["--nonsense"], "No such option"),
-        (["surplus"], "unexpected extra argument"),
-    ],
-)
-def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, part, tmp_path):
-    assert_one_clear_line(invoke("--out", tmp_path, *arguments), part)
+BAD = {
+    "--data /nonexistent": "/nonexistent: no such folder",
+    "--batch-size 64 --steps 3": "--batch-size must be a multiple of --steps. Received: 64 and 3",
+    "--steps 0": "0 is not in the range x>=1",
+    "--steps 2.5": "'2.5' is not a valid integer range",
+    "--epochs -1": "-1 is not in the range x>=1",
+    "--dtype float16": "'float16' is not one of",
+    "--dataset mnist": "'mnist' is not one of",
+    "--framework mxnet": "'mxnet' is not one of",
+    f"--out {__file__}": "is a file",
+    "--nonsense": "No such option",
+    "surplus": "unexpected extra argument",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, tmp_path):
+    assert_one_clear_line(invoke("--out", tmp_path, *arguments.split()), BAD[arguments])
 
 
 def test_what_keeps_a_report_from_being_written_is_named_before_training(folder, tmp_path, trained):

@@ -1,5 +1,6 @@
 """Where the pictures come from, and what is said about broken ones."""
 
+import contextlib
 import gzip
 import hashlib
 
@@ -146,31 +147,25 @@ DAMAGES = {
 def test_a_broken_or_missing_file_is_named_in_one_line(tmp_path, progress, damage):
     for path in (fashion_mnist.write(tmp_path / "data") / name for name in fashion_mnist.NAMES):
         whole = path.read_bytes()
-        if damage == "missing":
-            path.unlink()
-        else:
-            path.write_bytes(DAMAGES[damage](whole))
+        path.unlink() if damage == "missing" else path.write_bytes(DAMAGES[damage](whole))
         with pytest.raises(DataError) as raised:
             load(folder=path.parent, progress=progress)
         assert "\n" not in str(raised.value)
-        assert str(raised.value).startswith(f"{path}: ") or "no such file" in str(raised.value)
-        assert str(path) in str(raised.value)
+        assert str(raised.value).startswith(f"{path}: ") or f"{path}: no such file" in str(raised.value)
         path.write_bytes(whole)
 
 
 def test_files_belong_together(tmp_path, progress):
     folder = fashion_mnist.write(tmp_path / "data")
-    labels, pictures = (folder / f"t10k-{kind}-ubyte.gz" for kind in ("labels-idx1", "images-idx3"))
-    for path, array, message in [
-        (labels, np.zeros(39), r"t10k-labels.*expected 40 labels\. Received: shape \(39,\)"),
-        (labels, np.full(40, 10), r"t10k-labels.*expected classes 0 to 9\. Received: 10"),
-        (labels, np.zeros(40), None),
-        (pictures, np.zeros((40, 8, 8)), "784 pixels to train with, 64 to test"),
+    for kind, array, message in [
+        ("labels-idx1", np.zeros(39), r"t10k-labels.*expected 40 labels\. Received: shape \(39,\)"),
+        ("labels-idx1", np.full(40, 10), r"t10k-labels.*expected classes 0 to 9\. Received: 10"),
+        ("labels-idx1", np.zeros(40), None),
+        ("images-idx3", np.zeros((40, 8, 8)), "784 pixels to train with, 64 to test"),
     ]:
-        path.write_bytes(gzip.compress(fashion_mnist.idx(array.astype(np.uint8))))
-        if message is not None:
-            with pytest.raises(DataError, match=message):
-                load(folder=folder, progress=progress)
+        (folder / f"t10k-{kind}-ubyte.gz").write_bytes(gzip.compress(fashion_mnist.idx(array.astype(np.uint8))))
+        with pytest.raises(DataError, match=message) if message else contextlib.nullcontext():
+            load(folder=folder, progress=progress)
 
 
 def test_the_cache_is_the_users(monkeypatch):

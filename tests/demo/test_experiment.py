@@ -1,23 +1,26 @@
-"""The three runs: that they are what they say, and that a difference would be seen."""
+"""The runs on pictures and on text: that they are what they say, and that a difference would be seen."""
 
 import dataclasses
 import multiprocessing
 import os
+import types
 
 import numpy as np
 import pytest
 import torch
-from examples.demo import processes
+from examples.demo import processes, text, text_torch
 from examples.demo.data import load
 from examples.demo.findings import findings
 from examples.demo.guide import Epoch, Outcome, Run, Setup, initial_parameters, perform, plans
 from examples.demo.guide_torch import train
 from examples.demo.processes import RunError
 from examples.demo.progress import Progress
+from examples.demo.text import LARGE, OURS, WRITTEN, Loop, TextOutcome, TextSetup, python_text
+from examples.demo.text_torch import Decoder, loss_of, padded
 
 from gradaccum.report import Bars, Curves, Table, Text
 from tests.demo import fashion_mnist
-from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+from tests.reference import FLOAT64, relative_error, torch_updates
 
 
 @pytest.fixture(scope="module")
@@ -37,69 +40,34 @@ def run(setup, data, key):
     return train(setup, data, plan, initial_parameters(data.features, setup.seed), lambda epoch: None)
 
 
-class Oracle:
-    """The experiment's network, written out."""
+def oracle(data, setup):
+    """How plain SGD on the large batches moves the experiment's network, written out."""
+    initial = initial_parameters(data.features, setup.seed)
+    w = [torch.nn.Parameter(torch.tensor(p, dtype=torch.float64)) for p in initial]
 
-    def __init__(self, dtype, seed=0):
-        self.initial = initial_parameters(784, seed)
-        self.weights = [torch.nn.Parameter(torch.tensor(p, dtype=getattr(torch, dtype))) for p in self.initial]
+    def loss(_, x, y):
+        hidden = torch.relu(torch.relu(x @ w[0] + w[1]) @ w[2] + w[3])
+        return torch.nn.functional.cross_entropy(hidden @ w[4] + w[5], y)
 
-    def parameters(self):
-        return self.weights
-
-    def hidden(self, x):
-        """What goes into the ReLUs."""
-        first = x @ self.weights[0] + self.weights[1]
-        return first, torch.relu(first) @ self.weights[2] + self.weights[3]
-
-    def loss(self, x, y):
-        outputs = torch.relu(self.hidden(x)[1]) @ self.weights[4] + self.weights[5]
-        return torch.nn.functional.cross_entropy(outputs, y)
-
-    def movement(self, large, learning_rate):
-        """How plain SGD on these large batches moves the parameters."""
-        torch_updates(self, torch.optim.SGD(self.weights, lr=learning_rate), large, Oracle.loss)
-        return [new.detach().double() - torch.tensor(old) for new, old in zip(self.weights, self.initial, strict=True)]
-
-
-def batches(data, rows, dtype):
-    x, y = torch.tensor(data.train_x, dtype=getattr(torch, dtype)) / 255, torch.tensor(data.train_y)
-    return list(zip(x.split(rows), y.split(rows), strict=True))
+    x, y = torch.tensor(data.train_x, dtype=torch.float64) / 255, torch.tensor(data.train_y)
+    large = list(zip(x.split(setup.batch_size), y.split(setup.batch_size), strict=True)) * setup.epochs
+    model = types.SimpleNamespace(parameters=lambda: w)
+    torch_updates(model, torch.optim.SGD(w, lr=setup.learning_rate), large, loss)
+    return len(large), [new.detach() - torch.tensor(old) for new, old in zip(w, initial, strict=True)]
 
 
 @pytest.mark.parametrize("key", ["a", "b"])
 def test_each_run_makes_the_oracles_updates_and_learns(data, key):
     """90 rows: two windows of 32, and a last one of 26 = 8 + 8 + 8 + 2."""
-    actual = run(Setup(batch_size=32, steps=4, epochs=2, dtype="float64", learning_rate=0.05), data, key)
-    large = 2 * batches(data, 32, "float64")
-    expected = Oracle("float64").movement(large, 0.05)
-    assert actual.updates == len(large)
+    setup = Setup(batch_size=32, steps=4, epochs=2, dtype="float64", learning_rate=0.05)
+    actual = run(setup, data, key)
+    updates, expected = oracle(data, setup)
+    assert actual.updates == updates
     moved = [new - old for new, old in zip(actual.parameters, initial_parameters(784, 0), strict=True)]
     assert relative_error(moved, expected) <= FLOAT64
     learning = run(Setup(batch_size=32, steps=4, epochs=20, learning_rate=0.1), data, key).epochs
     assert learning[-1].train_loss < 0.7 * learning[0].train_loss
     assert learning[-1].accuracy > 0.5
-
-
-@pytest.mark.parametrize("rows", [32, 26], ids=["8 + 8 + 8 + 8", "8 + 8 + 8 + 2"])
-def test_an_update_in_float32_is_the_oracles_where_no_relu_is_at_its_edge(data, rows):
-    """A unit whose input is within float32's rounding of 0 fires or not as the sum happens to round.
-
-    One that flips changes the first layer's gradient by a tenth, and the updates after it grow apart. Of 90 rows that
-    happens to one or the other unit on most machines, so the window is made of rows that stay clear of it.
-    """
-    x = batches(data, 90, "float64")[0][0]
-    closest = torch.cat(Oracle("float64").hidden(x), dim=1).abs().amin(dim=1)
-    clear = closest.argsort(descending=True)[:rows].numpy()
-    assert closest[clear].min() > 1e-5, "of values around 0.3"
-    clear_data = dataclasses.replace(data, train_x=data.train_x[clear], train_y=data.train_y[clear])
-
-    actual = run(Setup(batch_size=32, steps=4, epochs=1, dtype="float32", learning_rate=1.0), clear_data, "b")
-    oracle = Oracle("float32")
-    moved = [new - old for new, old in zip(actual.parameters, oracle.initial, strict=True)]
-    expected = oracle.movement(batches(clear_data, rows, "float32"), 1.0)
-    assert relative_error(moved, expected) <= FLOAT32
-    assert relative_error(actual.first_gradients, [weight.grad for weight in oracle.weights]) <= FLOAT32
 
 
 def test_the_losses_are_means_over_all_rows(data):
@@ -244,3 +212,81 @@ def test_the_digits_are_trained_from_the_same_rows():
         digits = load("digits", progress=progress)
     large, accumulated = (run(Setup(epochs=1, dtype="float64"), digits, key) for key in "ab")
     assert relative_error(accumulated.parameters, large.parameters) <= FLOAT64
+
+
+# The attention network on text: ours is the large batch, the loop that people write is not, and that is shown.
+
+# 40 rows: a window of 32 and a last one of 8, which is 4 micro-batches
+SETUP = TextSetup(rows=40, batch_size=32, epochs=2, length=48, width=8)
+
+
+@pytest.fixture(scope="module")
+def loops():
+    threads, rows, seen = torch.get_num_threads(), python_text(SETUP.length), []
+    found = text_torch.train(SETUP, rows[:40], rows[40:48], seen.append)
+    torch.set_num_threads(threads)
+    assert seen == [name for name in (LARGE, OURS, WRITTEN) for _ in range(SETUP.epochs)]
+    return found
+
+
+def test_ours_makes_the_large_batches_updates_in_less_memory_and_the_loop_that_people_write_does_not(loops):
+    large, ours, written = loops
+    assert [len(loop.losses) for loop in loops] == [4, 4, 4]
+    assert large.distances == [0.0] * 4
+    assert max(ours.distances) <= FLOAT64
+    assert min(written.distances) > 0.05
+    assert ours.losses == pytest.approx(large.losses, rel=FLOAT64)
+    assert large.peak_bytes > 4 * ours.peak_bytes
+    assert ours.peak_bytes == pytest.approx(written.peak_bytes, rel=0.1), "a second copy of something"
+
+
+def test_a_row_is_predicted_from_its_past_and_padding_counts_for_nothing():
+    torch.manual_seed(0)
+    model = Decoder(SETUP).double()
+    rows = ["append", "Return the number of occurrences"]
+    (whole,) = padded(rows, 2)
+    each = list(padded(rows, 1))
+    counts = [len(row) - 1 for row in rows]
+    means = [loss_of(model, *batch).item() for batch in each]
+    expected = sum(count * mean for count, mean in zip(counts, means, strict=True)) / sum(counts)
+    assert loss_of(model, *whole).item() == pytest.approx(expected, rel=FLOAT64)
+
+
+def test_the_rows_are_pythons_own_names_and_paragraphs_each_once():
+    rows = python_text(30)
+    assert len(rows) == len(set(rows)) > TextSetup.rows + 32
+    assert {"ArgumentParser", "deepcopy"} & set(rows)
+    assert max(map(len, rows)) == 30
+    assert rows == python_text(30)
+
+
+def as_if(distance):
+    """As if ours had ended this far from the large batch."""
+    far = [("whole batch", 0.0, 30), ("ours", distance, 2), ("written", 0.3, 2)]
+    loops = [Loop(name, [2.0, 1.0 + value], [value, value], size * 2**20) for name, value, size in far]
+    return TextOutcome(TextSetup(), loops)
+
+
+def test_the_memory_is_the_reports_first_number_and_its_bars_have_one_scale():
+    report = findings(as_if(4e-16), outcome(1e-13))
+    assert report.ok
+    assert report.summary.startswith(
+        "Attention network: 15.0 times less memory, the same training. A whole batch takes 30"
+    )
+    for each in (report, findings(as_if(4e-16))):  # the first part by itself, too
+        assert [type(block) for block in each.blocks[:4]] == [Table, Bars, Curves, Curves]
+    _, bars, distances, losses = report.blocks[:4]
+    assert list(bars.values.values()) == [30.0, 2.0]
+    assert [curve.y[-1] for curve in distances.curves] == pytest.approx([0.0, 4e-14, 30.0])
+    assert losses.curves[2].y[-1] == pytest.approx(30.0)
+    for distance in (1e-9, float("nan")):  # is the verdict
+        report = findings(as_if(distance), outcome(1e-13))
+        assert not report.ok
+        assert "but ANOTHER training" in report.summary.splitlines()[0]
+
+
+def test_it_runs_in_a_process_of_its_own(capsys):
+    small = dataclasses.replace(SETUP, epochs=1, rows=16, batch_size=16)
+    with Progress() as progress:
+        assert text.perform(small, progress).ok
+    assert "times less memory" in capsys.readouterr().err

@@ -27,16 +27,6 @@ def error(start, stock, found):
     return relative_error(updates(found, start), updates(stock, start))
 
 
-@pytest.mark.slow
-def test_a_compiled_models_updates_and_logs_are_the_large_batchs(tmp_path):
-    start = model(TEXTS).double()
-    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    runs = both(start, tmp_path, optim="sgd", learning_rate=0.1, **compiled)
-    assert error(start, *runs) <= FLOAT64
-    expected, found = (torch.tensor(logs(run, "loss", "grad_norm", "learning_rate", "epoch")) for run in runs)
-    assert relative_error([found], [expected]) <= 1e-6
-
-
 class Events(transformers.TrainerCallback):
     """What was called, at which update, and with which gradient."""
 
