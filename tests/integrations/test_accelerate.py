@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gradaccum import WindowError
 from gradaccum.integrations.accelerate import prepare_optimizer
 from gradaccum.torch.optim import Optimizer
-from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.problems import mse, network, regression, sgd
 
 
@@ -77,27 +77,6 @@ def test_accelerates_own_accumulation_differs():
     assert training.run(batches).error() > 1e-3
 
 
-def test_in_bfloat16_autocast_windows_sum_and_divide_in_the_parameters_precision():
-    """Weights that are powers of two, under which bfloat16 rounds the same."""
-    torch.set_default_dtype(torch.float32)
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    model = accelerator.prepare(network())
-    optimizer = prepare_optimizer(accelerator, sgd(model.parameters()), 3)
-    batches = [tuple(t[rows] for t in data()) for rows in (slice(0, 4), slice(4, 8), slice(8, 10))]
-    for batch in optimizer.batches(batches):
-        accelerator.backward(mse(model, *batch))
-        optimizer.step()
-    plain = network()
-    for x, y in batches:
-        with torch.autocast("cpu", torch.bfloat16):
-            outputs = plain(x)
-        (nn.functional.mse_loss(outputs.float(), y) * len(x)).backward()
-    for parameter in plain.parameters():
-        parameter.grad /= 10
-    sgd(plain.parameters()).step()
-    assert relative_error(model.parameters(), plain.parameters()) <= FLOAT32
-
-
 def test_grad_norm_is_that_of_the_finished_gradient_before_clipping():
     norms = []
     training = Training()
@@ -106,10 +85,7 @@ def test_grad_norm_is_that_of_the_finished_gradient_before_clipping():
     expected = []
     training.error(hook=lambda parameters: expected.append(nn.utils.clip_grad_norm_(parameters, 0.05).item()))
     assert norms == pytest.approx(expected, rel=FLOAT64)
-
-
-def test_the_wrappers_options_are_taken():
-    assert Training(clip_grad_norm=0.05).run().error(clip_grad_norm=0.05) <= FLOAT64
+    assert Training(clip_grad_norm=0.05).run().error(clip_grad_norm=0.05) <= FLOAT64, "the wrapper's own"
 
 
 def test_clipping_of_a_window_that_is_dropped_is_not_done_in_the_next_one():
@@ -131,20 +107,15 @@ def test_a_prepared_schedule_that_is_stepped_in_a_hook_steps_once_per_update():
     assert schedule.scheduler.last_epoch == training.optimizer.updates == 2
 
 
-def test_clipping_of_other_parameters_is_accelerates_own():
-    training = Training()
-    other = network(1)
+def test_clipping_of_other_parameters_is_accelerates_own_and_of_two_optimizers_at_once_refused():
+    training, other = Training(), network(1)
+    clip = training.accelerator.clip_grad_norm_
     mse(other, *data()).backward()
-    assert training.accelerator.clip_grad_norm_(other.parameters(), 1e-3) > 1e-3
+    assert clip(other.parameters(), 1e-3) > 1e-3
     assert nn.utils.get_total_norm([p.grad for p in other.parameters()]) <= 1e-3
-
-
-def test_clipping_of_two_optimizers_at_once_is_refused():
-    training = Training()
-    other = network(1)
     prepare_optimizer(training.accelerator, sgd(other.parameters()), 2)
     with pytest.raises(ValueError, match="parameters of 2 optimizers, whose windows close at different times"):
-        training.accelerator.clip_grad_norm_([*training.model.parameters(), *other.parameters()], 1.0)
+        clip([*training.model.parameters(), *other.parameters()], 1.0)
 
 
 def test_an_overflow_costs_one_window_and_halves_the_scale_once():
@@ -202,9 +173,9 @@ def test_batches_of_an_accelerate_loader_go_on_where_they_were_saved():
             if index == stop:
                 return
 
-    batches, others = (one.optimizer.batches(one.loader) for one in (training, again))
-    run(training, batches, stop=1)
+    run(training, batches := training.optimizer.batches(training.loader), stop=1)
     again.optimizer.load_state_dict(training.optimizer.state_dict())
+    others = again.optimizer.batches(again.loader)
     others.load_state_dict(batches.state_dict())
     run(again, others)
     assert torch.equal(torch.cat(seen), data()[0])

@@ -41,11 +41,9 @@ def _noting(name):
     return lambda self, args, state, control, **_: self.seen.append((name, state.global_step))
 
 
-for event in (
-    "on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_optimizer_step", "on_step_end",
-    "on_evaluate", "on_save", "on_log", "on_epoch_end", "on_train_end",
-):  # fmt: skip
-    setattr(Events, event, _noting(event))
+for event in dir(transformers.TrainerCallback):
+    if event.startswith("on_") and event != "on_pre_optimizer_step":
+        setattr(Events, event, _noting(event))
 
 
 def test_callbacks_evaluation_and_saves_come_when_they_do_for_the_stock_trainer(tmp_path):
