@@ -83,4 +83,4 @@ def test_it_is_saved_as_a_report_or_as_json_that_is_valid_with_infinite_errors(t
     for ending in (".html", ".png", ".txt"):
         assert result.save(tmp_path / f"report{ending}").stat().st_size > 100
     with pytest.raises(ValueError, match="saved as"):
-        result.save(tmp_path / "report.pdf")
+        record().save(tmp_path / "report.pdf")
