@@ -302,7 +302,7 @@ def test_what_accumulates_twice_or_is_of_another_type_is_refused(case):
 
 def test_an_accelerate_that_lacks_a_name_or_distributes_otherwise_is_refused(monkeypatch):
     accelerator = Accelerator(cpu=True)
-    monkeypatch.setattr("gradaccum.integrations.accelerate.prepared._KNOWN", ())
+    monkeypatch.setattr("gradaccum.integrations.accelerate._KNOWN", ())
     with pytest.raises(ValueError, match=r"Received: an Accelerator of type NO. Remove its plugin"):
         prepare_optimizer(accelerator, sgd(model_parameters()), 3)
     monkeypatch.delattr(Accelerator, "clip_grad_value_")
