@@ -74,7 +74,7 @@ class SaveAfter(lightning.Callback):
 
 
 def oracle(module, batches, steps, epochs, largest):
-    """The naive loop. Leaves its record in `module.updates`."""
+    """The naive loop. Leaves its record in `module.updates`. Returns the scheduler."""
     configured, options = module.configure_optimizers(), module.options
     scheduler = configured["lr_scheduler"]["scheduler"] if isinstance(configured, dict) else None
     optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
@@ -93,9 +93,10 @@ def oracle(module, batches, steps, epochs, largest):
             if scheduler is not None and by_updates and count % options["frequency"] == 0:
                 scheduler.step()
             if len(module.updates) == largest:
-                return
+                return scheduler
         if scheduler is not None and not by_updates and (epoch + 1) % options["frequency"] == 0:
             scheduler.step()
+    return scheduler
 
 
 def wrong(seed, folder):
@@ -143,7 +144,7 @@ def wrong(seed, folder):
 
     expected = Module(options)
     found, resumed = copy.deepcopy(expected), copy.deepcopy(expected)
-    oracle(expected, used, steps, epochs, largest)
+    scheduler = oracle(expected, used, steps, epochs, largest)
     one = run(found, [SaveAfter(saved, path)] if saved else [StopAt(stop)] if stop is not None else [])
     problems = [
         name
@@ -151,6 +152,7 @@ def wrong(seed, folder):
             "updates": one.global_step == len(expected.updates) == len(found.updates),
             "parameters": _error(found, expected) < 1e-11,
             "norms, rates, steps": _same(found.updates, expected.updates),
+            "scheduler": scheduler is None or found.lr_schedulers().last_epoch == scheduler.last_epoch,
             "left as it was": one.accumulate_grad_batches == 1
             and all(config.frequency == options["frequency"] for config in one.lr_scheduler_configs)
             and not {"update_lr_schedulers", "_should_check_val_fx"} & vars(one.fit_loop.epoch_loop).keys(),
