@@ -18,18 +18,7 @@ with warnings.catch_warnings():
 
     from gradaccum.integrations.lightning import GradientAccumulation
 
-__all__ = [
-    "MARKS",
-    "GradientAccumulation",
-    "Module",
-    "Scaled",
-    "StopAt",
-    "averages",
-    "data",
-    "error",
-    "fit",
-    "lightning",
-]
+__all__ = ["GradientAccumulation", "lightning"]
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -99,6 +88,17 @@ class StopAt(lightning.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         trainer.should_stop = index == self.index
+
+
+class SaveAt(lightning.Callback):
+    """Saves in the second epoch, after this batch."""
+
+    def __init__(self, index, path):
+        self.index, self.path = index, path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if index == self.index and trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
 
 
 def quiet_trainer(**keywords):

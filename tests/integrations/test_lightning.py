@@ -17,7 +17,7 @@ from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.documents import ROOT
 from tests.integrations import lightning_problems as problems
-from tests.integrations.lightning_problems import MARKS, GradientAccumulation, Module, Scaled, StopAt, data, lightning
+from tests.integrations.lightning_problems import MARKS, GradientAccumulation, Module, Scaled, data, lightning
 from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
 from tests.torch.problems import adam, classes, mse, network, sgd
 
@@ -32,8 +32,6 @@ with warnings.catch_warnings():
         TQDMProgressBar,
         WeightAveraging,
     )
-
-    from tests.integrations.distributed.lightning_cases import SaveAt
 
 pytestmark = MARKS
 
@@ -112,7 +110,7 @@ CASES = {
     "overfit_batches": {"overfit_batches": 3, "max_epochs": 2, "large": windows(4, count=3) * 2},
     "fast_dev_run": {"fast_dev_run": 3, "large": windows(4, count=3)},
     "GradScaler, clipped and stopped": {
-        "steps": 5, "plugins": [Scaled], "callbacks": [StopAt(7)], "gradient_clip_val": 0.05,
+        "steps": 5, "plugins": [Scaled], "callbacks": [problems.StopAt(7)], "gradient_clip_val": 0.05,
         "large": windows(5, count=8), "clip_grad_norm": 0.05,
     },
 }  # fmt: skip
@@ -312,7 +310,7 @@ def test_in_mixed_precision_windows_sum_and_divide_in_the_parameters_precision()
 def test_resumed_inside_a_window_training_is_the_same_bit_for_bit(tmp_path, index, plugins):
     path, steps = tmp_path / "middle.ckpt", {0: 3, 1: 5}
     whole, resumed = Module(adam), Module(adam)
-    fit(whole, steps, max_epochs=3, callbacks=[SaveAt(index, path)], plugins=plugins)
+    fit(whole, steps, max_epochs=3, callbacks=[problems.SaveAt(index, path)], plugins=plugins)
     batches = problems.Resumable([*loader()])
     batches.load_state_dict({"index": index + 1})
     one = fit(resumed, steps, batches, checkpoint=path, max_epochs=3, plugins=plugins)
@@ -333,7 +331,7 @@ def test_model_checkpoint_saves_by_updates_and_resumes(tmp_path):
 
 def test_resuming_inside_a_window_of_another_length_is_refused(tmp_path):
     path = tmp_path / "middle.ckpt"
-    fit(Module(), 5, max_epochs=2, callbacks=[SaveAt(5, path)])
+    fit(Module(), 5, max_epochs=2, callbacks=[problems.SaveAt(5, path)])
     says = r"inside a window of 5 steps \(1 of them done\).*steps=4 there. Resume with 5"
     with pytest.raises(WindowError, match=says):
         fit(Module(), 4, checkpoint=path, max_epochs=2)
