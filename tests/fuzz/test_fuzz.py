@@ -23,7 +23,7 @@ ENGINES = ("ddp", "ddp unused", "fsdp2", "nested fsdp2")
 def ranks() -> Iterator[Processes]:
     started = Processes(2, timeout=15.0)
     yield started
-    started.close()
+    started.kill()
 
 
 def failure(scenario: Scenario, ranks: Processes | None = None) -> str:
