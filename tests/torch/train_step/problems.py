@@ -1,5 +1,7 @@
 """What the tests of TrainStep train: models, their batches, and optimizers."""
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,6 +25,10 @@ def batches(rows=13, count=3, dtype=torch.float64):
 
 def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
+
+
+def zeros(*shape):
+    return torch.zeros(*shape, dtype=torch.float64)
 
 
 def plain_loss(model, x, y):
@@ -75,7 +81,7 @@ class Fragile(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(5, 6, dtype=torch.float64)
-        self.statistics = Of(moves_statistics, mean=torch.zeros(5, dtype=torch.float64), count=torch.zeros(()))
+        self.statistics = Of(moves_statistics, mean=zeros(5), count=torch.zeros(()))
         self.dropout = nn.Dropout(dropout)
         self.last = nn.Linear(6, 3, dtype=torch.float64)
         self.forward_limit, self.backward_limit = forward_limit, backward_limit
@@ -90,18 +96,28 @@ class Fragile(nn.Module):
         return self.last(Backward.apply(x, self.backward_limit))
 
 
+def centred(module, x):
+    """Subtracts a moving average of the rows' mean."""
+    outputs = x - module.mean.clone()
+    with torch.no_grad():
+        module.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return outputs
+
+
 class Experts(nn.Module):
-    """Blocks, and experts through which rows of each kind go, by the sign of the first column if not by `kinds`."""
+    """Blocks with buffers, and experts through which rows of each kind go: the first column's sign, if not `kinds`."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(linear(5, 5) for _ in range(2))
+        self.first = Of(centred, mean=zeros(5))
+        self.blocks = nn.ModuleList(nn.Sequential(linear(5, 5), copy.deepcopy(self.first), nn.Tanh()) for _ in range(2))
         self.experts = nn.ModuleList(linear(5, 4) for _ in range(3))
 
     def forward(self, x, kinds=None):
         kinds = (x[:, 0] > 0).long() if kinds is None else kinds
+        x = self.first(x)
         for block in self.blocks:
-            x = torch.tanh(block(x))
+            x = block(x)
         outputs = x.new_zeros(len(x), 4)
         for kind in kinds.unique().tolist():  # the last one is never used
             outputs[kinds == kind] = self.experts[kind](x[kinds == kind])

@@ -249,9 +249,10 @@ def of_large_ones_by_rows(model, x, y):
     return plain_loss(model, x, y) / (1 if len(x) <= 2 else len(x))
 
 
+SUM = partial(F.cross_entropy, reduction="sum")
 NOT_ADDITIVE = {
     "the hardest of all rows": ({"compute_loss": batch_hard}, "chunked"),
-    "a sum in place of a mean": ({"loss_fn": lambda *both: F.cross_entropy(*both, reduction="sum")}, 'reduction="sum"'),
+    "a sum in place of a mean": ({"loss_fn": lambda *both: SUM(*both)}, 'reduction="sum"'),
     "a regulariser beside a sum": ({"compute_loss": penalised(lambda x: 1, "sum"), "reduction": "sum"}, "regulariser"),
     "a mean, of a small first batch alone": ({"compute_loss": of_large_ones_by_rows}, "not additive"),
 }
@@ -312,9 +313,10 @@ def of_experts(model, x, kinds, y):
     ],
     ids=["by a function", "with the loss", "by name", "by name, by a function"],
 )
-def test_parameters_that_only_rows_of_weight_0_lead_to_are_updated_as_by_the_large_batch(how, blocks):
+def test_rows_of_weight_0_reach_parameters_and_move_buffers_as_in_the_large_batch(how, blocks):
+    """Their gradient is left out; their forward pass isn't."""
     model, plain = Experts(), Experts()
-    data = [(randn(4, 5), torch.tensor([0, 0, 1, 1]), torch.tensor([1, 2, -100, -100])) for _ in range(2)]
+    data = [(randn(4, 5), torch.tensor([0, 0, 1, 1]), torch.tensor([1, 2, -100, -100])) for _ in range(4)]
     by_hand(plain, data, of_experts, torch.optim.AdamW)
     step = step_of(model, torch.optim.AdamW(model.parameters()), micro_batch_size=2, blocks=blocks, verify=True, **how)
     for batch in data:
