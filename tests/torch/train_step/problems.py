@@ -44,8 +44,8 @@ class Of(nn.Module):
         for name, part in parts.items():
             self.register_buffer(name, part) if part is None or isinstance(part, Tensor) else setattr(self, name, part)
 
-    def forward(self, *args):
-        return self.function(self, *args)
+    def forward(self, *args, **keywords):
+        return self.function(self, *args, **keywords)
 
 
 def linear(inputs, outputs):

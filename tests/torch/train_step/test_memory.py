@@ -313,25 +313,24 @@ def test_at_one_row_the_error_is_told_and_everything_is_as_it_was(limits):
 # BatchNorm can't normalise a single row.
 
 
-class Normalised(nn.Sequential):
+def normalised(limit=99):
     """Fits up to a number of rows, and can't take a single one while it trains."""
 
-    def __init__(self, limit=99):
-        torch.manual_seed(0)
-        super().__init__(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-        self.double()
-        self.limit = limit
-
-    def forward(self, x):
-        if len(x) > self.limit:
+    def function(module, x):
+        if len(x) > module.limit:
             raise torch.OutOfMemoryError(OUT)
-        return super().forward(x)
+        return module.layers(x)
+
+    torch.manual_seed(0)
+    model = Of(function, layers=nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double())
+    model.limit = limit
+    return model
 
 
 @pytest.mark.parametrize("choice", ["micro", "pooled"])
 @pytest.mark.parametrize(("size", "count"), [(1, 4), (2, 3), (4, 1)])
 def test_a_row_that_batch_norm_would_meet_alone_is_an_error_that_says_what_to_do(size, count, choice):
-    model, batch = Normalised(), batches(count)[0]
+    model, batch = normalised(), batches(count)[0]
     step = step_of(model, micro_batch_size=size, batch_norm=choice)
     with left_as_it_was(model, ValueError, r'one row by itself: Expected more than 1.*Use batch_norm="exact"'):
         step(*batch)
@@ -342,7 +341,7 @@ def test_a_row_that_batch_norm_would_meet_alone_is_an_error_that_says_what_to_do
 @pytest.mark.parametrize("choice", ["micro", "pooled"])
 @pytest.mark.parametrize("size", [3, 4, 5, 8, "auto"])
 def test_out_of_memory_leaves_batch_norm_no_single_row(size, choice):
-    models = Normalised(limit=2), Normalised()
+    models = normalised(limit=2), normalised()
     steps = [step_of(m, micro_batch_size=s, batch_norm=choice) for m, s in zip(models, (size, 2))]
     for count in (12, 6, 20):
         for step in steps:
@@ -353,7 +352,7 @@ def test_out_of_memory_leaves_batch_norm_no_single_row(size, choice):
 @pytest.mark.parametrize(("limit", "count"), [(1, 8), (2, 3), (2, 9), (1, 3), (0, 8)])
 @pytest.mark.parametrize("size", [3, 8, "auto"])
 def test_where_batch_norm_needs_more_rows_than_fit_it_is_out_of_memory(size, limit, count):
-    model, batch = Normalised(limit), batches(count)[0]
+    model, batch = normalised(limit), batches(count)[0]
     step = step_of(model, micro_batch_size=size, batch_norm="pooled")
     message = r"of ([23] rows|one row|more than one row):(.|\n)*No update was made"
     with left_as_it_was(model, torch.OutOfMemoryError, message):
