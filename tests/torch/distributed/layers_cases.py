@@ -24,7 +24,7 @@ from tests.torch.distributed.problems import (
     windows,
 )
 from tests.torch.distributed.together_cases import NoMemory
-from tests.torch.layers.test_blocks import in_blocks
+from tests.torch.layers.problems import in_blocks
 
 
 class Block(nn.Module):

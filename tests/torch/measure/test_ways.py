@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradaccum.torch import Blocks, TrainStep
 from gradaccum.torch.measure import estimate_ways
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of
-from tests.torch.layers.test_blocks import Layer
+from tests.torch.layers.problems import Layer
 
 EXAMPLE = pathlib.Path(__file__).parents[3] / "examples" / "torch" / "large_models.py"
 
