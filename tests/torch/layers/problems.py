@@ -84,11 +84,18 @@ def network(**options):
     return Network(**options).double()
 
 
-def doing(do, kept=lambda layer, x: None, places=(0, 1, 2)):
+def doing(do, kept=lambda layer, x: None, places=(0, 1, 2), **options):
     """A network some of whose blocks do something of their own."""
-    model = network()
+    model = network(**options)
     for place in places:
         model.layers[place] = Doing(do, kept).double()
+    return model
+
+
+def late():
+    """Its first block uses a weight of the last one, which is not among its modules."""
+    model = doing(lambda layer, x: x + 0.1 * layer.other[0].norm.weight, places=[0])
+    model.layers[0].other = [model.layers[2]]
     return model
 
 

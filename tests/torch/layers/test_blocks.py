@@ -16,6 +16,7 @@ from tests.torch.layers.problems import (
     assert_same_updates,
     batches,
     build,
+    late,
     loss_of,
     network,
     trained,
@@ -197,6 +198,7 @@ CASES = {  # the model, the loss, options
     "weights in common with a layer outside": (lambda: tied(outside=True), loss_of, {}),
     "a loss of a block's weight": (network, penalised, {}),
     "a block's weight before the blocks": (lambda: network(shared=with_the_last_blocks_weight), loss_of, {}),
+    "a weight of a later block": (late, loss_of, {}),
     "hooks that the loss registers and removes": (network, captured, {}),
     "a graph between the blocks": (lambda: network(between=torch.tanh), loss_of, {}),
     "skips around the blocks": (lambda: network(between=torch.tanh, skips=True), loss_of, {}),
@@ -215,7 +217,7 @@ WAYS = {
     "on the CPU": {"on": "cpu"},
     "in backward on the CPU": {"update": "in_backward", "on": "cpu", "offload": True},
 }
-REFUSED = {"clipping": "in backward", "outside": "on the CPU"}
+REFUSED = {"clipping": "in backward", "outside": "on the CPU", "later block": "in backward"}
 EVERY = [(case, way) for case in CASES for way in WAYS if not any(a in case and b in way for a, b in REFUSED.items())]
 
 

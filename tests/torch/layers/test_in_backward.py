@@ -1,7 +1,6 @@
 """Blocks updated in the backward pass: the large batch's update, by the user's own optimizer."""
 
 import copy
-import functools
 import inspect
 import weakref
 
@@ -20,11 +19,11 @@ from tests.torch.layers.problems import (
     loss_of,
     network,
     trained,
-    unchanged,
 )
+from tests.torch.layers.test_refused import OPTIONS as REFUSED
 
 IN_BACKWARD = {"update": "in_backward"}
-OPTIONS = {"Adafactor": {"lr": 0.1}, "ASGD": {"lr": 0.1}, "Rprop": {"lr": 0.01}}
+RATES = {"Adafactor": {"lr": 0.1}, "ASGD": {"lr": 0.1}, "Rprop": {"lr": 0.01}}
 NAMES = [
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 ]  # fmt: skip
@@ -38,7 +37,7 @@ def build(model, optimizer=None, **options):
 
 
 def of_torch(name, foreach):
-    options = {"lr": 1e-2, **OPTIONS.get(name, {}), "foreach": foreach}
+    options = {"lr": 1e-2, **RATES.get(name, {}), "foreach": foreach}
     return lambda parameters: getattr(torch.optim, name)(parameters, **options)
 
 
@@ -81,16 +80,6 @@ def test_in_backward_wide_sums_of_narrow_gradients():
     updated = [trained(model, update=update, **options) for model, update in zip(models, updates, strict=True)]
     assert relative_error(*updated) == 0.0
     assert all(p.grad is None or p.grad.dtype == torch.bfloat16 for model in models for p in model.parameters())
-
-
-def test_in_backward_no_room_for_the_optimizers_state_is_an_error_before_the_first_block():
-    model = network()
-    optimizer = OPTIMIZERS["adam"](model.parameters())
-    step = build(model, optimizer, verify=False, memory_limit=1)
-    no_room = r"optimizers' state needs .* are free. Nothing has been updated"
-    with unchanged(model), pytest.raises(torch.OutOfMemoryError, match=no_room):
-        step(*batches()[0])
-    assert not optimizer.state
 
 
 def test_in_backward_schedulers_hooks_and_counters_see_one_update():
@@ -140,89 +129,6 @@ def test_a_gradient_that_has_been_used_is_gone_before_the_next_block_runs():
     assert alive == [False] * 3
 
 
-def stepping(before):
-    """An SGD that does something before each step."""
-
-    class Stepping(torch.optim.SGD):
-        count = 0
-
-        def step(self, closure=None):
-            before(self)
-            return super().step(closure)
-
-    return lambda model: Stepping(model.parameters(), lr=0.1)
-
-
-def by_a_joint_norm(which):
-    """Of the gradients of several such parameters."""
-
-    def normalise(optimizer):
-        every = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grads = [p.grad for p in every if which(p)]
-        if len(grads) > 1 or which(torch.ones(())):
-            torch._foreach_div_(grads, float(torch.nn.utils.get_total_norm(grads)))
-
-    return stepping(normalise)
-
-
-def counts_in_its_groups(optimizer):
-    for group in optimizer.param_groups:
-        group["k"] = group.get("k", 0) + 1
-
-
-def counts_in_itself(optimizer):
-    optimizer.count += 1
-
-
-def averaging(model):
-    """Moves an average of the model's weights, which stands outside of its groups."""
-    average = torch.optim.swa_utils.AveragedModel(model)
-    return stepping(lambda optimizer: [p.data.mul_(0.9) for p in average.module.parameters()])(model)
-
-
-def hooked(model):
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    optimizer.register_step_pre_hook(lambda *_: None)
-    return optimizer
-
-
-ACROSS = "Stepping makes a different update when it steps parameters one by one"
-STEPS = {
-    "by the norm of all": (by_a_joint_norm(lambda p: True), ACROSS),
-    "by the norm of the large ones": (by_a_joint_norm(lambda p: p.dim() > 1 and p.numel() > 9), ACROSS),
-    "counts in its groups": (stepping(counts_in_its_groups), ACROSS),
-    "counts in itself": (stepping(counts_in_itself), ACROSS),
-    "an average": (averaging, r"Stepping.step\(\) does more than update its parameters: it calls aten"),
-    "LBFGS": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS evaluates a closure"),
-    "hooks": (hooked, "SGD has hooks of register_step_pre_hook"),
-}
-
-
-@pytest.mark.parametrize(("make", "words"), STEPS.values(), ids=STEPS)
-def test_in_backward_refuses_optimizers_whose_steps_are_more_than_each_parameters_update(make, words):
-    model = network()
-    with pytest.raises(ValueError, match=words):
-        build(model, make(model))
-
-
-def test_in_backward_refuses_a_step_that_was_replaced():
-    model = network()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    step, inner = build(model, optimizer), optimizer.step
-    optimizer.step = functools.wraps(inner)(lambda closure=None: inner(closure))
-    with pytest.raises(ValueError, match="SGD's step was replaced by step, and update='in_backward' calls it several"):
-        step(*batches()[0])
-    with pytest.raises(WindowError, match=r"step.backward\(\) leaves"):
-        step.backward(*batches()[0])
-
-
-def test_in_backward_a_loss_that_is_not_finite_stops_before_the_first_block():
-    model = network()
-    step = build(model, verify=False, compute_loss=lambda model, *batch: loss_of(model, *batch) / 0)
-    with unchanged(model), pytest.raises(ValueError, match="The loss of this batch is inf"):
-        step(*batches()[0])
-
-
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_in_backward_an_error_in_the_middle_says_what_has_been_updated(error):
     model = network()
@@ -257,14 +163,6 @@ def flat_loss(outputs, labels):
     return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
 
 
-REFUSED = {
-    "batch_norm": ("exact", 'batch_norm="exact"'),
-    "noise_scale": (True, "noise_scale=True"),
-    "clip_grad_norm": (0.1, "`clip_grad_norm` needs the norm of all of them. Use update='after_backward'"),
-    "scaler": (torch.amp.GradScaler("cpu"), "a GradScaler makes an update only where all of them are finite"),
-    "micro_batch_size": ("auto", "give a `micro_batch_size` in rows"),
-    "update": ("sometimes", "`update` must be one of 'after_backward', 'in_backward'"),
-}
 EXACT = {
     "clip_grad_value": {"clip_grad_value": 0.01},
     "loss_fn": {"loss_fn": flat_loss, "compute_loss": None},
@@ -286,13 +184,9 @@ EXACT = {
 TESTED_ELSEWHERE = {"blocks", "max_tokens", "pack"}  # the last two below
 
 
-def test_in_backward_each_option_is_exact_or_refused_by_name_when_the_step_is_built():
+def test_in_backward_each_option_is_in_a_table_of_exact_ones_or_of_refused_ones():
     options = set(inspect.signature(TrainStep).parameters) - {"model", "optimizer"}
     assert {*options, "update", "weight returned"} == {*REFUSED, *EXACT, *TESTED_ELSEWHERE}
-    for name, (value, words) in REFUSED.items():
-        with pytest.raises(ValueError) as raised:
-            build(network(), **{name: value})
-        assert words in str(raised.value)
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from gradaccum.torch import TrainStep
 from gradaccum.torch.measure.fake_memory import LiveBytes
 from tests.reference import FLOAT64, relative_error
 from tests.torch.layers import problems
@@ -66,34 +65,6 @@ def test_an_error_in_a_block_leaves_it_at_home(grad):
     assert step(*batches()[0]).isfinite()
 
 
-def tied(model):
-    model.layers[0].norm.weight = model.norm.weight
-
-
-def hooked(model):
-    model.layers[1].inner.weight.register_hook(lambda gradient: gradient)
-
-
-HOMELESS = {  # what is done to the network; what is said of it
-    "a weight of a layer outside": (tied, {}, "layers.0.norm.weight is a weight of a module outside the blocks"),
-    "an LSTM": (
-        lambda model: model.layers[1].add_module("rnn", nn.LSTM(2, 2)), {},
-        "'layers.1' has a LSTM, which keeps references",
-    ),
-    "meta": (lambda model: model.to("meta"), {}, r"blocks on the CPU. Received: layers.0.norm.weight on meta"),
-    "a folder": (lambda model: None, {"on": "/tmp"}, "`on` must be 'cpu' or None. Received: on='/tmp'"),
-    "a hook": (hooked, {}, r"layers.1.inner.weight has a hook on its gradient"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "options", "words"), HOMELESS.values(), ids=HOMELESS)
-def test_blocks_that_cannot_live_in_host_memory_are_refused_by_name(change, options, words):
-    model = network()
-    change(model)
-    with pytest.raises(ValueError, match=words):
-        build(model, **options)(*batches()[0])
-
-
 def test_offloaded_activations_make_the_same_update_and_leave_no_files(tmp_path):
     seen, model = [], network()
     model.layers[2].register_forward_hook(lambda *_: seen.append(len(os.listdir(tmp_path))))
@@ -114,18 +85,3 @@ def test_what_waits_in_files_takes_no_memory(tmp_path):
             step(torch.randn(64, 4), torch.randn(64, 2))
         peaks.append(live.peak)
     assert peaks[0] < 0.4 * peaks[1]
-
-
-WRONG = [
-    ({"blocks": "auto", "offload": "/no/such/folder"}, ValueError, "a folder that exists"),
-    ({"blocks": "auto", "offload": 3}, TypeError, "Received: offload=3"),
-    ({"offload": "/tmp"}, ValueError, "or `blocks`"),
-    ({"offload": "/tmp", "batch_norm": "exact"}, TypeError, "must be True or False"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "words"), WRONG)
-def test_offload_that_cannot_be(options, error, words):
-    model = network()
-    with pytest.raises(error, match=words):
-        TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=problems.loss_of, **options)
