@@ -23,6 +23,31 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Held:
+    """How many bytes graphs hold, now and at most, of tensors other than these."""
+
+    def __init__(self, *known: torch.Tensor):
+        self.now = self.most = 0
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+
+    def saved(self) -> torch.autograd.graph.saved_tensors_hooks:
+        held = self
+
+        class Saved:
+            def __init__(self, tensor: torch.Tensor):
+                self.tensor = tensor.detach()
+                held.now += tensor.nbytes
+                held.most = max(held.most, held.now)
+
+            def __del__(self) -> None:
+                held.now -= self.tensor.nbytes
+
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor if tensor.untyped_storage().data_ptr() in self.known else Saved(tensor),
+            lambda saved: saved.tensor if isinstance(saved, Saved) else saved,
+        )
+
+
 class Does(nn.Module):
     """`run(self, ...)`, with these modules, parameters, buffers and attributes."""
 

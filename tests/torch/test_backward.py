@@ -15,24 +15,16 @@ def start(request, monkeypatch):
     return run_backward
 
 
-def test_gradients_add_up_from_several_tensors(start):
+def test_gradients_add_up_from_several_tensors_whose_graphs_are_freed(start):
     weight = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     weight.grad = torch.tensor([10.0, 10.0], dtype=torch.float64)
-    start([weight**2, weight.sum()], [torch.tensor([1.0, 0.5], dtype=torch.float64), torch.tensor(3.0).double()])
+    roots = [weight**2, weight.sum()], [torch.tensor([1.0, 0.5], dtype=torch.float64), torch.tensor(3.0).double()]
+    start(*roots)
     assert weight.grad.tolist() == [15.0, 15.0]
-
-
-def test_a_tensor_without_a_graph_is_torchs_own_error(start):
+    with pytest.raises(RuntimeError, match="second time"):
+        start(*roots)
     with pytest.raises(RuntimeError, match="does not require grad"):
         start([torch.ones(())], [torch.ones(())])
-
-
-def test_the_graph_is_freed(start):
-    weight = torch.ones((), requires_grad=True)
-    loss = weight**2
-    start([loss], [torch.ones(())])
-    with pytest.raises(RuntimeError, match="second time"):
-        start([loss], [torch.ones(())])
 
 
 def test_subclasses_have_their_own_way(start):

@@ -29,7 +29,7 @@ from tests.torch.chunking.problems import (
     loss_of,
     seeded,
 )
-from tests.torch.problems import Does
+from tests.torch.problems import Does, Held
 
 ROWS, SIZES = 23, [4, 4, 4, 4, 4, 3]
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -495,25 +495,10 @@ def test_a_chunked_model_saved_by_version_0_1_loads_and_works():
 
 
 def live_bytes(module, x):
-    """The most bytes that graphs hold at once between forward and backward, but for parameters and inputs."""
-    held = {"now": 0, "most": 0}
-
-    class Held:
-        def __init__(self, tensor):
-            self.tensor = tensor
-            held["now"] += tensor.nbytes
-            held["most"] = max(held["most"], held["now"])
-
-        def __del__(self):
-            held["now"] -= self.tensor.nbytes
-
-    known = {t.untyped_storage().data_ptr() for t in (x, *module.parameters())}
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: t if t.untyped_storage().data_ptr() in known else Held(t),
-        lambda t: t.tensor if isinstance(t, Held) else t,
-    ):
+    held = Held(x, *module.parameters())
+    with held.saved():
         module(x).std().backward()
-    return held["most"]
+    return held.most
 
 
 def test_activation_memory_does_not_grow_with_the_batch():

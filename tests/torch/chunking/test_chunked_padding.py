@@ -162,14 +162,12 @@ def test_padding_that_comes_later_is_proven_where_it_comes_first_in_a_call_for_g
     assert small._left == "number"
 
 
-def across_rows(m, x, mask):
-    return (y := mean(m, x, mask)) - y.mean(0)
-
-
 CUTTING = "Cutting off columns of nothing but padding"
 REFUSED = {  # pooling, rows, the longest text, the error
     "padding counts": (lambda m, x, mask: m.head(x.mean(1)), 4, COLUMNS, rf"(?s){CUTTING}.*output   relative"),
-    "rows depend on each other": (across_rows, 4, COLUMNS, r"Encoder is not per-row.*\n.*"),
+    "rows depend on each other": (
+        lambda m, x, mask: (y := mean(m, x, mask)) - y.mean(0), 4, COLUMNS, r"Encoder is not per-row.*\n.*",
+    ),
     "outputs for each token": (
         lambda m, x, mask: m.head(x), 1, COLUMNS, r"pool over tokens in the chunked module.*\(12, 4\) and \(9, 4\)",
     ),

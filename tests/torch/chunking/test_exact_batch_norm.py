@@ -17,26 +17,19 @@ ROWS = 22
 EXACT = 1e-11
 
 
-class Block(nn.Module):
+def block(inward, outward, stride):
     """The basic block of a residual network, with its in-place operations."""
 
-    def __init__(self, inward, outward, stride):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inward, outward, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outward)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(outward, outward, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outward)
-        self.downsample = None
-        if stride != 1 or inward != outward:
-            self.downsample = nn.Sequential(nn.Conv2d(inward, outward, 1, stride, bias=False), nn.BatchNorm2d(outward))
+    def run(m, x):
+        out = m.body(x)
+        out += m.shortcut(x)
+        return torch.relu_(out)
 
-    def forward(self, x):
-        identity = x if self.downsample is None else self.downsample(x)
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        out += identity
-        return self.relu(out)
+    first = nn.Conv2d(inward, outward, 3, stride, 1, bias=False), nn.BatchNorm2d(outward), nn.ReLU(inplace=True)
+    second = nn.Conv2d(outward, outward, 3, 1, 1, bias=False), nn.BatchNorm2d(outward)
+    projection = nn.Conv2d(inward, outward, 1, stride, bias=False), nn.BatchNorm2d(outward)
+    shortcut = nn.Sequential(*projection) if (inward, stride) != (outward, 1) else nn.Sequential()
+    return Does(run, body=nn.Sequential(*first, *second), shortcut=shortcut)
 
 
 def residual_network():
@@ -45,8 +38,7 @@ def residual_network():
     stem = [nn.Conv2d(3, 3, 7, 2, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
     widths, blocks = [3, 3, 6, 12, 24], []
     for stage in range(4):
-        blocks += [Block(widths[stage], widths[stage + 1], 1 if stage == 0 else 2)]
-        blocks += [Block(widths[stage + 1], widths[stage + 1], 1)]
+        blocks += [block(*widths[stage : stage + 2], min(stage + 1, 2)), block(widths[stage + 1], widths[stage + 1], 1)]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d((1, 1)), nn.Flatten(), nn.Linear(24, 5))
 
 

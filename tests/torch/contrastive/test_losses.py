@@ -6,15 +6,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
-from gradaccum.torch import chunked
 from gradaccum.torch.losses import info_nce, sigmoid_loss
 from tests.reference import FLOAT32, FLOAT64, relative_error
 from tests.torch.contrastive.problems import Largest, plain_info_nce, plain_sigmoid, rows_of, same
-from tests.torch.problems import Does
 
 ROWS, COLUMNS = 23, 31
 OF_A, OF_B = torch.arange(ROWS) % 7, torch.arange(COLUMNS) % 9  # some have several positives, ids 7 and 8 none
@@ -175,20 +172,6 @@ def test_memory_is_linear_in_the_rows():
     with Largest() as largest:
         info_nce(a, b, tile=32, positives=ids, ignore=torch.arange(400)).backward()
     assert largest.numbers == max(500 * 4, 32 * 32)
-
-
-def test_chunked_towers_and_a_loss_in_tiles_train_as_the_large_batch(float64):
-    def towers(wrap):
-        torch.manual_seed(0)
-        a, b = (nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in "ab")
-        run = lambda m, x, t: (F.normalize(m.a(x)), F.normalize(m.b(t)), (-m.scale).exp())  # noqa: E731
-        return Does(run, a=wrap(a), b=wrap(b), scale=nn.Parameter(torch.tensor(1.0)))
-
-    large, small, x, t = towers(lambda m: m), towers(lambda m: chunked(m, 8)), *torch.randn(2, 37, 5)
-    plain_info_nce(*large(x, t)).backward()
-    a, b, temperature = small(x, t)
-    info_nce(a, b, temperature=temperature, tile=10).backward()
-    assert relative_error([p.grad for p in small.parameters()], [p.grad for p in large.parameters()]) <= FLOAT64
 
 
 # torch's own look at tensors between two graphs, which it hides where warnings aren't errors.

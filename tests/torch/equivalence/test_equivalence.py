@@ -95,10 +95,6 @@ def gradient_penalty(model, x, y):
     return F.cross_entropy(outputs, y) + gradient.square().sum(1).mean()
 
 
-def regularised(model, x, y):
-    return token_mean(model, x, y) + 0.1 * sum(p.square().sum() for p in model.parameters())
-
-
 def next_token(model, tokens, labels):
     return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
@@ -153,7 +149,9 @@ EXACT = {
     "gradient penalty": (middle(nn.Tanh()), XY, own(gradient_penalty)),
     "class weights and ignored targets": (net, XI, nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)),
     "a sum": (net, XY, nn.CrossEntropyLoss(reduction="sum")),
-    "a regulariser beside a mean": (net, XY, own(regularised)),
+    "a regulariser beside a mean": (
+        net, XY, own(lambda m, x, y: token_mean(m, x, y) + 0.1 * sum(p.square().sum() for p in m.parameters())),
+    ),
     "the right weight": (net, XI, own(token_mean, weight=counted)),
     "the right weight of shifted labels": (tied, SHIFTED, own(next_token, weight=lambda _, y: counted(_, y[:, 1:]))),
     "loss and weight": (net, XI, own(lambda m, x, y: (token_mean(m, x, y), counted(x, y)))),
@@ -234,10 +232,6 @@ def nested_norm():
     return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Dropout(0.1), nn.BatchNorm1d(8)), nn.Linear(8, 4))
 
 
-def mean_of_steps():
-    return nn.Sequential(Apply(lambda x: x.mean(0)), nn.Linear(6, 4))
-
-
 TOKEN_MEAN, WEIGHT, INPUT = own(token_mean), ("weight", "loss"), ("input", "batch[0]")
 UNCLEAR, SIX = ((X[:6], torch.rand(6, 6)), Y[:6]), ((X, torch.rand(6, 6)), Y)
 COUNT = "weight=lambda x, y: (y != -100).sum()"
@@ -275,7 +269,10 @@ DIFFERENT = {
     "a shared input with as many entries as rows": (
         Graph, UNCLEAR, CE, "input", "batch[0][1]", "not per-row", "batch_dims=((0, None), 0)",
     ),
-    "rows in the second dimension": (mean_of_steps, (torch.randn(5, 16, 6), Y), CE, *INPUT, "batch_dims=(1, 0)"),
+    "rows in the second dimension": (
+        lambda: nn.Sequential(Apply(lambda x: x.mean(0)), nn.Linear(6, 4)), (torch.randn(5, 16, 6), Y), CE, *INPUT,
+        "batch_dims=(1, 0)",
+    ),
     "rows in the second dimension of as many steps as rows": (
         steps_first, SECOND, CE, *INPUT, "not per-row", "has its rows in dimension 1", "batch_dims=(1, 0)",
     ),

@@ -8,6 +8,7 @@ from gradaccum.on_torch.adapter.arrays import NEARBY, bits_flipped
 from gradaccum.on_torch.state import evaluated
 from gradaccum.torch import TrainStep
 from gradaccum.torch.buffers import ModuleState
+from tests.torch.problems import Does
 
 
 class Quantised(torch.Tensor):
@@ -36,29 +37,21 @@ class Quantised(torch.Tensor):
         raise NotImplementedError(f"Quantised has no {function}.")
 
 
-class Adapted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        weight = Quantised(torch.randint(-9, 9, (3, 4), dtype=torch.int8), torch.rand(()))
-        self.base = nn.Parameter(weight, requires_grad=False)
-        self.adapter = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.base) + self.adapter(x)
+def adapted():
+    """A base of such weights, and an adapter beside it."""
+    torch.manual_seed(0)
+    weight = Quantised(torch.randint(-9, 9, (3, 4), dtype=torch.int8), torch.rand(()))
+    run = lambda m, x: nn.functional.linear(x, m.base) + m.adapter(x)  # noqa: E731
+    return Does(run, base=nn.Parameter(weight, requires_grad=False), adapter=nn.Linear(4, 3))
 
 
-def test_weights_of_a_class_that_can_be_neither_compared_nor_copied_are_held_by_what_is_inside():
-    model = Adapted()
+def test_weights_of_a_class_that_can_be_neither_compared_nor_copied_are_held_by_what_is_inside(caplog):
+    model, plain, x, y = adapted(), adapted(), torch.randn(7, 4), torch.randn(7, 3)
     state, before = ModuleState({"": model}), model.base.weight.clone()
     model.base.weight.add_(1)
     state.put_back()
     assert torch.equal(model.base.weight, before)
     assert {"base.weight", "base.scale"} <= state.tensors().keys()
-
-
-def test_an_adapter_on_such_weights_is_proven_and_exact(caplog):
-    model, plain, x, y = Adapted(), Adapted(), torch.randn(7, 4), torch.randn(7, 3)
     nn.functional.mse_loss(plain(x), y).backward()
     optimizer = torch.optim.SGD(model.adapter.parameters(), lr=0.1)
     TrainStep(model, optimizer, loss_fn=nn.MSELoss(), micro_batch_size=3).backward(x, y)

@@ -13,6 +13,13 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adam": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
 }
+WAYS = {
+    "after backward": {},
+    "without a proof": {"verify": False},
+    "in backward": {"update": "in_backward"},
+    "on the CPU": {"on": "cpu"},
+    "in backward on the CPU": {"update": "in_backward", "on": "cpu", "offload": True},
+}
 
 
 class Layer(nn.Module):

@@ -1,7 +1,6 @@
 """Blocks updated in the backward pass: the large batch's update, by the user's own optimizer."""
 
 import copy
-import inspect
 import weakref
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 
 from gradaccum.errors import WindowError
-from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error
 from tests.torch.layers import problems
 from tests.torch.layers.problems import (
@@ -18,9 +16,7 @@ from tests.torch.layers.problems import (
     batches,
     loss_of,
     network,
-    trained,
 )
-from tests.torch.layers.test_refused import OPTIONS as REFUSED
 
 IN_BACKWARD = {"update": "in_backward"}
 RATES = {"Adafactor": {"lr": 0.1}, "ASGD": {"lr": 0.1}, "Rprop": {"lr": 0.01}}
@@ -71,15 +67,6 @@ def test_in_backward_several_optimizers_make_the_large_batchs_update():
             optimizer.step()
             optimizer.zero_grad()
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-
-
-def test_in_backward_wide_sums_of_narrow_gradients():
-    updates = ("after_backward", "in_backward")
-    models = [network().bfloat16() for _ in updates]
-    options = {"accumulate_dtype": torch.float32, "verify": False}
-    updated = [trained(model, update=update, **options) for model, update in zip(models, updates, strict=True)]
-    assert relative_error(*updated) == 0.0
-    assert all(p.grad is None or p.grad.dtype == torch.bfloat16 for model in models for p in model.parameters())
 
 
 def test_in_backward_schedulers_hooks_and_counters_see_one_update():
@@ -149,66 +136,3 @@ def test_in_backward_an_error_in_the_middle_says_what_has_been_updated(error):
         assert (found > 0) == changed, layer
     assert step.updates == 0
     assert all(p.grad is None for p in model.parameters())
-
-
-def token_mean(model, ids, labels):
-    return nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=0)
-
-
-def counted(ids, labels):
-    return (labels != 0).sum()
-
-
-def flat_loss(outputs, labels):
-    return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
-
-
-EXACT = {
-    "clip_grad_value": {"clip_grad_value": 0.01},
-    "loss_fn": {"loss_fn": flat_loss, "compute_loss": None},
-    "compute_loss": {"compute_loss": lambda *batch: dict.fromkeys("ab", (loss_of(*batch), len(batch[1])))},
-    "weight": {"compute_loss": token_mean, "weight": counted},
-    "weight returned": {"compute_loss": lambda *batch: (token_mean(*batch), counted(*batch[1:]))},
-    "reduction": {"compute_loss": lambda *batch: token_mean(*batch) * counted(*batch[1:]), "reduction": "sum"},
-    "batch_dims": {"compute_loss": lambda model, ids, y: loss_of(model, ids, y.T), "batch_dims": (0, 1)},
-    "groups": {"groups": 2},
-    "head": {"head": "head"},
-    "autocast": {"autocast": torch.bfloat16},
-    "accumulate_dtype": {"accumulate_dtype": torch.float64},
-    "batch_norm": {"batch_norm": "pooled"},
-    "offload": {"offload": True},
-    "memory_limit": {"memory_limit": "64GiB"},
-    "verify": {"verify": True},
-    "sync": {"sync": "micro_batch"},
-}
-TESTED_ELSEWHERE = {"blocks", "max_tokens", "pack"}  # the last two below
-
-
-def test_in_backward_each_option_is_in_a_table_of_exact_ones_or_of_refused_ones():
-    options = set(inspect.signature(TrainStep).parameters) - {"model", "optimizer"}
-    assert {*options, "update", "weight returned"} == {*REFUSED, *EXACT, *TESTED_ELSEWHERE}
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_in_backward_the_update_with_an_option_is_the_one_after_backward(name):
-    data = [(ids, y.T if name == "batch_dims" else y) for ids, y in batches(rows=8, count=2)]
-    keywords = {"micro_batch_size": 4, "verify": False, **EXACT[name]}
-    after, inside = (
-        trained(network(), data, update=update, **keywords) for update in ("after_backward", "in_backward")
-    )
-    assert relative_error(inside, after) <= FLOAT64
-
-
-@pytest.mark.slow
-def test_in_backward_rows_by_tokens_and_packed_ones():
-    pytest.importorskip("transformers")
-    from gradaccum.torch.packing import causal_lm
-    from tests.torch.train_step.test_padding import data, next_token_mean, shifted, tiny
-
-    for pack in (None, causal_lm):
-        updated = []
-        for update in ("after_backward", "in_backward"):
-            keywords = {"weight": shifted, "max_tokens": 24, "pack": pack, "micro_batch_size": "auto", "update": update}
-            options = {"compute_loss": next_token_mean, "blocks": "model.layers", "verify": False, **keywords}
-            updated.append(trained(tiny("llama"), data("right", 1), **options))
-        assert relative_error(*updated) <= FLOAT64

@@ -8,8 +8,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from tests.torch.layers.problems import Layer, assert_same_updates, batches, build, network
-from tests.torch.layers.test_blocks import Held
-from tests.torch.problems import Does
+from tests.torch.problems import Does, Held
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,39 +1,21 @@
 """Activations that wait elsewhere, and blocks that live in host memory: here that is the CPU, each comes as a copy."""
 
 import os
+import resource
+import shutil
+import signal
 
 import pytest
 import torch
 from torch import nn
 
 from gradaccum.torch.measure.fake_memory import LiveBytes
-from tests.reference import FLOAT64, relative_error
 from tests.torch.layers import problems
-from tests.torch.layers.problems import OPTIMIZERS, Layer, assert_same_updates, batches, network, trained, unchanged
+from tests.torch.layers.problems import OPTIMIZERS, Layer, assert_same_updates, batches, network, unchanged
 
 
 def build(model, **options):
     return problems.build(model, **{"blocks": "layers", "on": "cpu", **options})
-
-
-class Normed(Layer):
-    def __init__(self, size, dropout=0.0):
-        super().__init__(size, dropout)
-        self.batch_norm = nn.BatchNorm1d(size)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x, shared, *, scale=1.0):
-        self.calls = self.calls + 1
-        return super().forward(self.batch_norm(x.transpose(1, 2)).transpose(1, 2), shared, scale=scale)
-
-
-def test_wide_sums_and_moving_buffers_are_those_of_accumulation():
-    left, given = [], {"batch_norm": "micro", "verify": False, "data": batches(rows=6, count=2)}
-    for options in ({}, {"on": "cpu"}, {"on": "cpu", "update": "in_backward", "accumulate_dtype": torch.float64}):
-        left.append(trained(network(layer=Normed), **given, **options))
-    assert max(relative_error(found, left[0]) for found in left[1:]) <= FLOAT64
-    half = {"data": batches()[:1], "accumulate_dtype": torch.float32, "verify": False}
-    assert relative_error(*(trained(network().bfloat16(), on=on, **half) for on in (None, "cpu"))) == 0.0
 
 
 def test_a_block_comes_once_per_forward_pass_and_once_in_backward_and_its_own_parameters_stay_where_they_are():
@@ -85,3 +67,23 @@ def test_what_waits_in_files_takes_no_memory(tmp_path):
             step(torch.randn(64, 4), torch.randn(64, 2))
         peaks.append(live.peak)
     assert peaks[0] < 0.4 * peaks[1]
+
+
+def test_a_folder_without_room_is_an_error_that_names_it_and_nothing_is_updated(tmp_path):
+    model = network()
+    step = build(model, on=None, update="in_backward", offload=tmp_path, verify=False)
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+        full = rf"could not be written to the folder of\s+offload='{tmp_path}'"
+        with unchanged(model), pytest.raises(OSError, match=full):
+            step(*batches()[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    shutil.rmtree(tmp_path)
+    with unchanged(model), pytest.raises(OSError, match="it is gone"):
+        step(*batches()[0])
+    tmp_path.mkdir()
+    torch.manual_seed(0)
+    assert step(*batches()[0]).isfinite()

@@ -85,10 +85,6 @@ def leaves_a_loss(layer, x):
     layer.penalty = x.square().mean()
 
 
-def penalised(model, *batch):
-    return loss_of(model, *batch) + model.layers[1].penalty
-
-
 def leaves_a_condition(model, x):
     for layer in model.layers:
         layer.condition = x[..., :1].cos()
@@ -103,7 +99,8 @@ AGAIN = r"the block 'layers\.{}' failed there.*If it reads what the model"
 KEPT = {
     "a mean over rows": (lambda: doing(remembers, places=[1]), {}, r"the block 'layers\.1' \(mean\)"),
     "a loss that a block leaves in an attribute": (
-        lambda: doing(as_it_is, leaves_a_loss, places=[1]), {"compute_loss": penalised},
+        lambda: doing(as_it_is, leaves_a_loss, places=[1]),
+        {"compute_loss": lambda model, *batch: loss_of(model, *batch) + model.layers[1].penalty},
         r"the block 'layers\.1' \(penalty\)",
     ),
 }  # fmt: skip
@@ -141,10 +138,6 @@ def counts_in_its_groups(optimizer):
         group["k"] = group.get("k", 0) + 1
 
 
-def counts_in_itself(optimizer):
-    optimizer.count += 1
-
-
 def averaging(model):
     """Moves an average of the model's weights, which stands outside of its groups."""
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -162,15 +155,11 @@ STEPS = {
     "normalises by the norm of all": (by_a_joint_norm(lambda p: True, 1), ACROSS),
     "normalises large ones by their norm": (by_a_joint_norm(lambda p: p.dim() > 1 and p.numel() > 9, 2), ACROSS),
     "counts in its groups": (stepping(counts_in_its_groups), ACROSS),
-    "counts in itself": (stepping(counts_in_itself), ACROSS),
+    "counts in itself": (stepping(lambda optimizer: setattr(optimizer, "count", optimizer.count + 1)), ACROSS),
     "moves an average": (averaging, r"Stepping.step\(\) does more than update its parameters: it calls aten"),
     "evaluates a closure": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS evaluates a closure"),
     "has hooks": (hooked, "SGD has hooks of register_step_pre_hook"),
 }
-
-
-def tied(model):
-    model.layers[0].norm.weight = model.norm.weight
 
 
 BLOCKS = {  # what is given for blocks of a network
@@ -232,7 +221,8 @@ REFUSED = {  # the model, options, the error
         lambda: torch.compile(network(), backend="eager"), AUTO, ValueError, "Compile each block instead",
     ),
     "a weight of a layer outside on the CPU": (
-        changed(tied), ON_CPU, ValueError, "layers.0.norm.weight is a weight of a module outside the blocks",
+        changed(lambda model: setattr(model.layers[0].norm, "weight", model.norm.weight)), ON_CPU, ValueError,
+        "layers.0.norm.weight is a weight of a module outside the blocks",
     ),
     "an LSTM on the CPU": (
         changed(lambda model: model.layers[1].add_module("rnn", nn.LSTM(2, 2))), ON_CPU, ValueError,
