@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,6 +63,24 @@ class Does(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(self, *args, **kwargs)
+
+
+MIXING: dict[str, Any] = {  # what looks across rows
+    "centred": lambda h: h - h.mean(0),
+    "no gradient of the others": lambda h: h - h.detach().mean(0),
+    "a gradient across rows": lambda h: h + (h.mean(0) - h.detach().mean(0)),
+    "softmax over rows": lambda h: h.softmax(0),
+    "sorted": lambda h: h.sort(0).values,
+    "summed up": lambda h: h.cumsum(0),
+    "rolled": lambda h: h + h.roll(1, 0),
+    "the first row": lambda h: h + h[0],
+    "similarities": lambda h: h + (h @ h.T).softmax(1) @ h,
+    "the largest": lambda h: h / h.abs().amax(),
+    "the largest kept": lambda h: h * (h >= h.topk(2, dim=0).values[-1]),
+    "normalised over rows": lambda h: F.normalize(h, dim=0),
+    "the number of rows": lambda h: h / h.shape[0],
+    "normalised by a function": lambda h: F.batch_norm(h, None, None, training=True),
+}
 
 
 def network(seed: int = 0, dtype: torch.dtype | None = None) -> nn.Sequential:

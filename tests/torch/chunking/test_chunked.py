@@ -412,64 +412,63 @@ def test_backward_twice_and_freed_memory(options):
 # It is its module in every respect but forward.
 
 
-def test_parameters_and_state_dict_keys_are_the_modules_own():
-    module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+class Named(nn.Sequential):
+    width = 3
+
+
+LOOKS = {
+    "names": lambda m: [name for name, _ in m.named_parameters()],
+    "parameters": lambda m: [*map(id, m.parameters())],
+    "keys": lambda m: [*m.state_dict()],
+    "keys in a parent": lambda m: [*nn.ModuleDict({"tower": m, "head": nn.Linear(3, 1)}).state_dict()],
+    "attributes": lambda m: (m.width, setattr(m, "width", 5), m.width, delattr(m, "width"), m.width),
+    "submodules": lambda m: (m.get_submodule("0"), m[0], [*m], len(m), m[1] in m),
+    "modes": lambda m: [(m.train(mode).training, m[1].training) for mode in (False, True)],
+    "modes in a parent": lambda m: [
+        (nn.Sequential(m).train(mode)[0].training, m[1].training) for mode in (False, True)
+    ],
+    "conversion": lambda m: (m.float()[0].weight.dtype, copy.deepcopy(m).half()[0].weight.dtype, m[0].weight.dtype),
+    "truth": lambda m: (bool(m), bool(Named())),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_it_is_its_module_in_every_respect_but_forward(look):
+    module = Named(nn.Linear(5, 3), nn.BatchNorm1d(3))
     small = chunked(module, 4)
-    for (name, one), (own, other) in zip(small.named_parameters(), module.named_parameters(), strict=True):
-        assert (name, one) == (own, other) and one is other  # noqa: PT018
-    assert list(small.state_dict()) == list(module.state_dict())
-    parent = nn.ModuleDict({"tower": small, "head": nn.Linear(3, 1)})
-    plain = nn.ModuleDict({"tower": copy.deepcopy(module), "head": nn.Linear(3, 1)})
-    assert list(parent.state_dict()) == list(plain.state_dict())
-    parent.load_state_dict(plain.state_dict())
-    small.load_state_dict(plain["tower"].state_dict())
-    assert relative_error(parent.parameters(), plain.parameters()) == 0
-    with pytest.raises(RuntimeError, match="Missing key"):
-        parent.load_state_dict({})
+    assert (look(small), small.training) == (look(module), module.training)
 
 
-def test_modes_attributes_conversion_copying_and_pickling():
-    class Named(nn.Sequential):
-        width = 3
-
-    small = chunked(Named(nn.Linear(5, 3), nn.Dropout(0.5)), 4)
-    assert small.width == 3
-    assert isinstance(small.get_submodule("0"), nn.Linear)
+def test_attributes_of_its_own_and_those_that_its_module_lacks():
+    small, plain = chunked(nn.Sequential(nn.Linear(5, 3)), 4), chunked(nn.Linear(4, 3), 2)
+    small.micro_batch_size, names = 3, nn.ModuleDict({"first": nn.Linear(4, 3)})
+    assert (small.micro_batch_size, hasattr(small.module, "micro_batch_size"), bool(plain)) == (3, False, True)
+    assert [*chunked(names, 2)] == ["first"]
+    assert chunked(names, 2)["first"] is names["first"]
     with pytest.raises(AttributeError, match="nothing"):
         small.nothing  # noqa: B018
-    small.width, small.micro_batch_size = 5, 3
-    assert (small.module.width, small.micro_batch_size, hasattr(small.module, "micro_batch_size")) == (5, 3, False)
-    del small.width
-    assert small.width == 3
-    small.eval()
-    assert (small.training, small.module.training, small.module[1].training) == (False, False, False)
-    assert nn.Sequential(small).train()[0].module[1].training
-    small.float()
-    assert small.module[0].weight.dtype == torch.float32
-    other = copy.deepcopy(small).double()
-    assert small.module[0].weight.dtype == torch.float32
-    assert next(other.module.parameters()) is next(other.parameters())
-    stored = io.BytesIO()
-    torch.save(chunked(encoder(), 4), stored)
+    for look, message in ((lambda m: m[0], "not subscriptable"), (list, "not iterable"), (len, r"has no len")):
+        with pytest.raises(TypeError, match=f"'Linear'.*{message}"):
+            look(plain)
+
+
+def test_copies_pickles_and_state_dicts_are_those_of_a_module():
+    stored, original = io.BytesIO(), chunked(encoder(), 4)
+    torch.save(original, stored)
     stored.seek(0)
-    loaded = torch.load(stored, weights_only=False)
+    loaded, other = torch.load(stored, weights_only=False), copy.deepcopy(original)
     assert "micro_batch_size=4" in repr(loaded)
     for one in (other, loaded):
         one(torch.randn(9, 5)).sum().backward()
         assert one.module[0].weight.grad is not None
-
-
-def test_it_is_indexed_counted_and_iterated_as_its_module():
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
-    small, names = chunked(model, 2), nn.ModuleDict({"first": nn.Linear(4, 3)})
-    assert (small[0], len(small), list(small), model[1] in small) == (model[0], 2, list(model), True)
-    assert list(chunked(names, 2)) == ["first"]
-    assert chunked(names, 2)["first"] is names["first"]
-    plain = chunked(nn.Linear(4, 3), 2)
-    assert plain  # nothing that is empty
-    for look, message in ((lambda m: m[0], "not subscriptable"), (list, "not iterable"), (len, r"has no len")):
-        with pytest.raises(TypeError, match=f"'Linear'.*{message}"):
-            look(plain)
+        assert next(one.module.parameters()) is next(one.parameters()) is not next(original.parameters())
+    parent, plain = nn.ModuleDict({"tower": original}), nn.ModuleDict({"tower": encoder()})
+    parent.load_state_dict(plain.state_dict())
+    assert relative_error(parent.parameters(), plain.parameters()) == 0
+    original.load_state_dict(other.state_dict())
+    assert relative_error(original.parameters(), other.parameters()) == 0
+    with pytest.raises(RuntimeError, match="Missing key"):
+        parent.load_state_dict({})
 
 
 SAVED_BY_0_1 = Path(__file__).parents[1] / "data" / "chunked_0_1.pt"

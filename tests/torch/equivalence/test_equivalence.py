@@ -13,7 +13,10 @@ from torch import nn
 from torch.utils import checkpoint
 
 import gradaccum
+from gradaccum.on_torch.adapter.arrays import NEARBY, bits_flipped
+from gradaccum.on_torch.state import evaluated
 from gradaccum.torch import TrainStep, check_equivalence
+from gradaccum.torch.buffers import ModuleState
 from tests.torch.equivalence.problems import CE, Apply, Codebook, counted, net, token_mean
 from tests.torch.problems import Does
 
@@ -506,3 +509,77 @@ def test_random_numbers_that_all_rows_share_are_compared_and_hide_no_wrong_loss(
     centred = noisy(draw, own, lambda outputs, y: (outputs - outputs.mean(0)).square().mean())
     with pytest.raises(gradaccum.NotEquivalentError, match="looks across the batch"):
         trained(net(), XY, compute_loss=centred)
+
+
+# What a proof leaves as it was.
+
+
+class Quantised(torch.Tensor):
+    """Eight bits and a scale, as torchao has them: nothing is defined on it but what a linear layer needs."""
+
+    def __new__(cls, weight, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=scale.dtype)
+
+    def __init__(self, weight, scale):
+        self.weight, self.scale = weight, scale
+
+    def __tensor_flatten__(self):
+        return ["weight", "scale"], None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            x, weight = args[:2]
+            return x @ (weight.weight.to(x) * weight.scale).T
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(args[0].weight, args[0].scale)
+        raise NotImplementedError(f"Quantised has no {function}.")
+
+
+def adapted():
+    """A base of such weights, and an adapter beside it."""
+    torch.manual_seed(0)
+    weight = Quantised(torch.randint(-9, 9, (3, 4), dtype=torch.int8), torch.rand(()))
+    run = lambda m, x: nn.functional.linear(x, m.base) + m.adapter(x)  # noqa: E731
+    return Does(run, base=nn.Parameter(weight, requires_grad=False), adapter=nn.Linear(4, 3))
+
+
+def test_weights_of_a_class_that_can_be_neither_compared_nor_copied_are_held_by_what_is_inside(caplog):
+    model, plain, x, y = adapted(), adapted(), torch.randn(7, 4), torch.randn(7, 3)
+    state, before = ModuleState({"": model}), model.base.weight.clone()
+    model.base.weight.add_(1)
+    state.put_back()
+    assert torch.equal(model.base.weight, before)
+    assert {"base.weight", "base.scale"} <= state.tensors().keys()
+    nn.functional.mse_loss(plain(x), y).backward()
+    optimizer = torch.optim.SGD(model.adapter.parameters(), lr=0.1)
+    TrainStep(model, optimizer, loss_fn=nn.MSELoss(), micro_batch_size=3).backward(x, y)
+    assert not caplog.messages  # nothing "could not be proven"
+    torch.testing.assert_close(model.adapter.weight.grad, plain.adapter.weight.grad)
+
+
+def test_layers_that_pack_their_weights_for_good_in_evaluation_stay_in_training():
+    packing = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})(2, 2)
+    model = nn.Sequential(packing, nn.Dropout())
+    with evaluated(list(model.modules()), torch.device("cpu")):
+        assert [module.training for module in model.modules()] == [False, True, False]
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_changing_the_last_bits_of_parameters_turns_a_sign_that_rounding_decides_and_is_undone(dtype):
+    torch.manual_seed(0)
+    parameter = torch.randn(1000, dtype=dtype)
+    before, total = parameter.clone(), parameter.sum()
+    signs = []
+    for seed in range(NEARBY):
+        with bits_flipped([parameter, parameter], seed):
+            assert 500 < (parameter != before).sum() < 1000
+            signs.append((parameter - before).sum().real > 0)
+    assert torch.equal(parameter, before)
+    assert parameter.sum() == total
+    assert 2 <= sum(signs) <= NEARBY - 2

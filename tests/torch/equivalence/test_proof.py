@@ -15,7 +15,7 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.torch import TrainStep, check_equivalence
 from tests.torch.equivalence import problems
 from tests.torch.equivalence.problems import CE, Apply, Codebook, counted, token_mean
-from tests.torch.problems import Does
+from tests.torch.problems import MIXING, Does
 
 ROWS = 24
 
@@ -136,20 +136,6 @@ def normed():
     return net(nn.GroupNorm(2, 8), Apply(MIXING["normalised by a function"]))
 
 
-MIXING = {
-    "centred": lambda h: h - h.mean(0),
-    "softmax over rows": lambda h: h.softmax(0),
-    "sorted": lambda h: h.sort(0).values,
-    "summed up": lambda h: h.cumsum(0),
-    "rolled": lambda h: h.roll(1, 0),
-    "the first row": lambda h: h + h[0],
-    "row by row": lambda h: h @ h.T @ h / 8,
-    "the largest": lambda h: h - h.amax(0),
-    "the largest kept": lambda h: h * (h >= h.topk(2, dim=0).values[-1]),
-    "normalised over rows": lambda h: F.normalize(h, dim=0),
-    "divided by the number of rows": lambda h: h / h.shape[0],
-    "normalised by a function": lambda h: F.batch_norm(h, None, None, training=True),
-}
 OFTEN = ("centred", "summed up", "the largest kept", "normalised by a function")
 XT, XI, EXACT, OF_TOKENS = (X, TARGETS), (X, IGNORED), {"batch_norm": "exact"}, {"compute_loss": token_mean}
 NUMBERED, HALF = torch.arange(ROWS), {"compute_loss": token_mean, "autocast": torch.bfloat16}
