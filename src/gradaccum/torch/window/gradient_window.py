@@ -160,6 +160,8 @@ class GradientWindow(Listener):
                 if window.micro_batches and factor != 1.0:
                     with self.monitor.resyncing():
                         self.buffer.scale_(factor)
+        if arriving != 1.0:
+            self.passes.ordinary = False
         self._scale_arrivals(arriving)
 
     def _scale_arrivals(self, factor: float) -> None:
@@ -302,12 +304,16 @@ class GradientWindow(Listener):
         mixed = one.factor != 1.0 and passes.arrivals != one.weighed
         if mixed or scaled or self.special or self.monitor.looking or not passes.arrivals:
             return self._count_and_look(scaled)
-        self.loss_scale.scaled, self.saved = False, False
-        passes.ordinary = True
+        self.begin_ordinary()
         if window.closes_next:
             self.check_sum()
         passes.arrivals = 0
         return window.add()
+
+    def begin_ordinary(self) -> None:
+        """A micro-batch came without a GradScaler, and those that follow need no look, either."""
+        self.loss_scale.scaled, self.saved = False, False
+        self.passes.ordinary = self.passes.open = True
 
     def _count_and_look(self, scaled: Sequence[Any]) -> bool:
         """`count`, where there is more to do than to add."""
@@ -383,9 +389,10 @@ class GradientWindow(Listener):
 
     def _settle(self) -> None:
         """Whether there is more in this window than gradients that autograd adds up."""
-        moved = self.buffer.restored is not None or self.loss_scale.in_use
-        self.special = self._always_special or moved or self.by_name or self._failure is not None
-        self.passes.ordinary = False
+        more = self.buffer.restored is not None or self.loss_scale.in_use or self.by_name or self._failure is not None
+        self.special = self._always_special or more
+        looks = self.screened is not None or self.noise is not None or self.ranks.sharded or self.monitor.looking
+        self.passes.ordinary = self.passes.open = self.window.is_open and not (more or looks)
 
     def _measure(self, noise: NoiseMeter) -> None:
         """Show the meter the sum so far: unscaled and over the weight, it is the mean of the micro-batches so far."""
@@ -502,6 +509,8 @@ class GradientWindow(Listener):
         return factor
 
     def forward_starts(self, loss_scale: float) -> None:
+        if self.window.is_open:
+            self.check_sum()  # the backward pass adds to it, and reduces it
         self.loss_scale.adopt(loss_scale)
 
     def backward_starts(self) -> None:
@@ -522,9 +531,14 @@ class GradientWindow(Listener):
             self._restart()
         self.monitor.close()
         self.begin()
+        self.passes.ordinary, self.passes.open = not (self.special or self.monitor.looking), False
 
     def empty(self) -> None:
         """Clear the gradients, too, in the way of the loop's own `zero_grad`."""
+        if self.passes.ordinary and not self.passes.arrivals and self.window.micro_batch.weight is None:
+            self.monitor.forget_update()  # all else is as `close` has left it
+            self.buffer.clear(self.set_to_none)
+            return
         self.loss_scale.scaled, self.saved = None, False
         self.window.micro_batch.restart()
         self.monitor.restart()
