@@ -147,7 +147,7 @@ def test_the_same_array_as_parameter_and_batch_is_cut_as_batch_only(spec):
     mesh = mesh_of("Explicit")
     x = placed(jnp.arange(8.0), mesh, spec)
     with jax.set_mesh(mesh):
-        loss, gradient = in_micro_batches(lambda w, x: (w.sum() * x).mean(), 4)(x, x)
+        loss, gradient = gradaccum.jax.value_and_grad(lambda w, x: (w.sum() * x).mean(), micro_batch_size=4)(x, x)
     assert (float(loss), gradient.tolist()) == (98.0, [3.5] * 8)
 
 
