@@ -35,12 +35,18 @@ class Case(NamedTuple):
     aux: bool = False
     state: bool = False
     noise: bool = False
+    last: bool = True  # an aux of the last micro-batch, which no device has alone
+
+    @property
+    def without(self) -> set[str]:
+        """Aux that there is none of."""
+        return {name for name, none in (("pooled", self.over == "both"), ("size", not self.last)) if none}
 
     @property
     def options(self) -> dict[str, Any]:
         return {
             "argnums": (0, 1) if self.of_rows else 0, "batch_argnums": (1, 2), "in_axes": (int(self.columns), 0),
-            "has_aux": self.aux, "aux": {name: HOWS[name] for name in HOWS if name != "pooled" or self.over != "both"},
+            "has_aux": self.aux, "aux": {name: how for name, how in HOWS.items() if name not in self.without},
             "rng_argnum": 3 if self.key else None, "state_argnum": 4 if self.state else None,
             "weight": (lambda x, more: more["mask"].sum()) if self.over == "tokens" else None,
             "reduction": "sum" if self.over == "sum" else "mean", "noise_scale": self.noise,

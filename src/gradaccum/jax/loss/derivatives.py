@@ -38,15 +38,19 @@ def check_derivative(e: Equation, inputs: list[Value], outputs: list[Value]) -> 
         walk.is_derivative = False
     for n, output in zip(given, found):
         outputs[n] = output
-    for n, gradient in zip(wanted, found[len(given) :]):  # each has every row's factor `terms` once, and mixes nothing
-        if gradient.flaw is not None and gradient.flaw.kind == "unknown":
-            raise unknown(f"its derivative: {gradient.flaw.why or gradient.flaw.source.primitive}")
-        place = inputs[n].place
-        fits = gradient.terms <= (terms if place is not None else terms | SHARED)
-        if gradient.flaw is not None or not fits or (gradient.terms and gradient.place != place):
-            raise mixes(source=source)
+    for n, gradient in zip(wanted, found[len(given) :]):
+        _check(gradient, inputs[n].place, terms, source)
         if not gradient.terms <= terms:
             walk.added.append(source)
+
+
+def _check(gradient: Value, place: Any, terms: Any, source: Any) -> None:
+    """Of an input whose rows lie there: it has each row's factor `terms` once, and mixes nothing."""
+    if gradient.flaw is not None and gradient.flaw.kind == "unknown":
+        raise unknown(f"its derivative: {gradient.flaw.why or gradient.flaw.source.primitive}")
+    fits = gradient.terms <= (terms if place is not None else terms | SHARED)
+    if gradient.flaw is not None or not fits or (gradient.terms and gradient.place != place):
+        raise mixes(source=source)
 
 
 def _is_of_jax(params: dict[str, Any]) -> bool:

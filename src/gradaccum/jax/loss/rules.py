@@ -73,7 +73,7 @@ def _multiplied(e: Equation, inputs: list[Value]) -> Value:
 
 
 def _converted(e: Equation, inputs: list[Value]) -> Value:
-    old, new = e.traced[-1].invars[0].aval.dtype, e.dtypes[0]
+    old, new = (variables[0].aval.dtype for variables in (e.traced[-1].invars, e.traced[-1].outvars))
     if not walks.is_integral(new):
         return inputs[0]
     wide = new.itemsize >= 4 and np.can_cast(old, np.int64) and new.kind == "i"  # that they fit is taken for true
@@ -408,8 +408,8 @@ def _scattered(e: Equation, inputs: list[Value]) -> Value:
     if place is not None and place.axis in numbers.operand_batching_dims:  # its own, in the axes that are named for it
         other = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(place.axis)]
         of_scatter = [axis for axis in range(len(e.shapes[2])) if axis not in numbers.update_window_dims]
-        own = ((indices, place._replace(axis=other)), (updates, place._replace(axis=of_scatter[other])))
-        if any(value.place not in (None, where) for value, where in own):
+        moved = indices.place not in (None, place._replace(axis=other))
+        if moved or updates.place not in (None, place._replace(axis=of_scatter[other])):
             raise unknown(e.name)
     elif others is not None:
         inputs = [operand, updates, *others]
@@ -571,10 +571,7 @@ def _on_devices(e: Equation, inputs: list[Value]) -> list[Value]:
     finally:
         walk.rows, walk.split = rows, frozenset()
     for value, spec in zip(found, e.params["out_specs"]) if count > 1 else ():
-        # It has the devices' rows behind each other, or none and the same on all devices.
-        elsewhere = value.place is not None and _mesh_axes(spec, value.axis) != split
-        if value.flaw is None and (elsewhere or value.roots & walks.LOCAL):
-            raise mixes(walks.FREE)
+        _check_joined(value, spec, split)
     return found
 
 
@@ -582,6 +579,13 @@ def _mesh_axes(spec: Any, axis: int) -> frozenset[str]:
     """The axes of the devices over which this axis of an array is split."""
     part = spec[axis] if 0 <= axis < len(spec) else None
     return frozenset(part if isinstance(part, tuple) else () if part is None else (part,))
+
+
+def _check_joined(value: Value, spec: Any, split: frozenset[str]) -> None:
+    """An output has the devices' rows behind each other, or none and the same on all devices."""
+    elsewhere = value.place is not None and _mesh_axes(spec, value.axis) != split
+    if value.flaw is None and (elsewhere or value.roots & walks.LOCAL):
+        raise mixes(walks.FREE)
 
 
 def _solves(e: Equation, inputs: list[Value]) -> list[Value]:

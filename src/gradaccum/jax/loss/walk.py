@@ -360,22 +360,24 @@ class Equation:
 
     def absorbed(self, values: Sequence[Value]) -> Flaw | None:
         """The flaw of what follows from these: the gravest that they have, if it can't be taken back here."""
-        if not (flaws := [value.flaw for value in values if value.flaw is not None]):
+        if not (flaws := _flaws_of(values)):
             return None
-        if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
-            flaws = [flaw for flaw in flaws if flaw.kind != "position"] or flaws
         shifts = [flaw for flaw in flaws if flaw.soft == SHIFT]
         if shifts and self.name in ("add", "add_any", "sub") and len({flaw.source for flaw in flaws}) == 1:
             return shifts[0]
-        order = ("random", "mixed", "position", "count", "unknown")
-        flaw = min(flaws, key=lambda flaw: (not flaw.certain, order.index(flaw.kind), flaw.source.number))
-        if flaw.source.info is None:  # of a constant: it shows where it is used
-            flaw = flaw._replace(source=self.source._replace(number=flaw.source.number))
+        flaw = self._gravest(flaws)
         if flaw.kind == "mixed" and self._asks(_STEPS):
             return flaw._replace(soft=FREE)
         if {each.kind for each in flaws} == {"position"} and self.grown_axes() > 1:
             return flaw._replace(soft=PAIRS)
         return flaw._replace(soft=self._settled(values, {each.soft for each in flaws})) if flaw.soft else flaw
+
+    def _gravest(self, flaws: list[Flaw]) -> Flaw:
+        order = ("random", "mixed", "position", "count", "unknown")
+        flaw = min(flaws, key=lambda flaw: (not flaw.certain, order.index(flaw.kind), flaw.source.number))
+        if flaw.source.info is None:  # of a constant: it shows where it is used
+            flaw = flaw._replace(source=self.source._replace(number=flaw.source.number))
+        return flaw
 
     def _asks(self, names: Collection[str]) -> bool:
         """Whether it gives a number for all rows that may be the same for all micro-batches, whatever is mixed."""
@@ -538,9 +540,8 @@ class Walk:
         found = Value(SHARED, self.place_of(shapes), None, number, integral=is_integral(getattr(last, "dtype", None)))
         if is_traced or not is_number(last) or (np.size(last) != 1 and all(each is last for each in given)):
             return found
-        if all(np.size(each) == 1 or (np.asarray(each) == np.ravel(each)[:1]).all() for each in given):
-            curve = [np.ravel(each)[0].item() for each in given for _ in POINTS[True]]
-            return self.curved(curve, kind=str(getattr(last, "dtype", type(last).__name__))).but(place=found.place)
+        if all(map(_is_one_number, given)):
+            return self._known(given).but(place=found.place)
         same = len(set(shapes)) == 1
         if same and all(np.array_equal(each, last) for each in given):
             return found
@@ -549,12 +550,16 @@ class Walk:
         flaw = Flaw("count" if same else "position", Source("constant", number=number))
         return found.but(terms=frozenset(), place=None, flaw=flaw)
 
+    def _known(self, given: Sequence[Any]) -> Value:
+        """A number that each trace knows."""
+        curve = [np.ravel(each)[0].item() for each in given for _ in POINTS[True]]
+        return self.curved(curve, kind=str(getattr(given[-1], "dtype", type(given[-1]).__name__)))
+
     def curved(self, curve: Sequence[Any], of: Symbol = None, e: Equation | None = None, kind: str = "") -> Value:
         """What is known of a number that is known, or known as a function of one sum over the batch."""
         number = self.number("value", tuple(map(repr, curve))) if of is None or e is None else e.number
-        integral = all(not isinstance(each, float) or each.is_integer() for each in curve)
-        found = Value(SHARED, None, None, number, 0, True, integral, of, tuple(curve))
-        if of is None and (len({*curve}) == 1 or any(each != each for each in curve)):  # NaN
+        found = Value(SHARED, None, None, number, 0, True, _are_integral(curve), of, tuple(curve))
+        if of is None and _is_constant(curve):
             return found if curve[-1] else found.but(terms=frozenset())
         degrees = self._degrees(curve, of, e, kind)
         if degrees is None and of is None:
@@ -574,8 +579,7 @@ class Walk:
         rows = [rows for rows in self.rows for _ in POINTS[True]]
         if not all(curve):
             return None
-        is_double = (kind if e is None else str(e.dtypes[0])) == "float64"
-        rounding = 4.1e-12 if is_double else 4.1e-8 if 0.25 in points else 1.1e-6
+        rounding = _rounding(kind if e is None else str(e.dtypes[0]), points)
         for by_sum, by_rows in itertools.product((0, 1, -1, 2, -2) if of is not None else (0,), (0, 1, -1, 2, -2)):
             parts = [y / (x**by_sum * n**by_rows) for x, y, n in zip(points, curve, rows)]
             off = [abs(part / parts[-1] - 1) for part in parts]
@@ -645,6 +649,32 @@ def _frames(info: Any) -> list[Any]:
     """The calls that led to an operation, the innermost first, without JAX' own."""
     frames = getattr(getattr(info, "traceback", None), "frames", None) or []
     return [frame for frame in frames if not is_ours(frame.file_name)]
+
+
+def _flaws_of(values: Sequence[Value]) -> list[Flaw]:
+    flaws = [value.flaw for value in values if value.flaw is not None]
+    if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
+        return [flaw for flaw in flaws if flaw.kind != "position"] or flaws
+    return flaws
+
+
+def _rounding(kind: str, points: Sequence[Any]) -> float:
+    if kind == "float64":
+        return 4.1e-12
+    return 4.1e-8 if 0.25 in points else 1.1e-6
+
+
+def _is_constant(curve: Sequence[Any]) -> bool:
+    return len({*curve}) == 1 or any(each != each for each in curve)  # NaN
+
+
+def _are_integral(curve: Sequence[Any]) -> bool:
+    return all(not isinstance(each, float) or each.is_integer() for each in curve)
+
+
+def _is_one_number(array: Any) -> bool:
+    """Whether all of its entries are the same."""
+    return np.size(array) == 1 or bool((np.asarray(array) == np.ravel(array)[:1]).all())
 
 
 def _called_from(info: Any, callers: list[tuple[str, Any]]) -> Any:
