@@ -25,7 +25,7 @@ from tests.torch.distributed.problems import (
     whole,
 )
 from tests.torch.distributed.processes import on_ranks
-from tests.torch.layers.test_blocks import in_blocks
+from tests.torch.layers.problems import in_blocks
 
 
 class Block(nn.Module):
