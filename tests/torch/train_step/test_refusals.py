@@ -217,6 +217,14 @@ ALONE = {
         lambda m, x: {"a": (m(x).mean(), m(x).exp().sum())}, "'a': A weight must not require a gradient"
     ),
     "a single one": (lambda m, x: (m(x).mean(), m(x).exp().sum()), "A weight must not require a gradient"),
+    "in the first micro-batch only": (
+        lambda m, x: (m(x).mean(), 4) if len(x) == 4 else m(x).mean(),
+        "must return .loss, weight. always or never",
+    ),
+    "in the last micro-batch only": (
+        lambda m, x: (m(x).mean(), 3) if len(x) == 3 else m(x).mean(),
+        "must return .loss, weight. always or never",
+    ),
     "no tensor": (lambda m, x: {"a": (1.0, 3)}, "loss term 'a' must be a tensor"),
     "no scalar": (lambda m, x: {"a": (m(x), 3)}, "loss term 'a' must be a scalar"),
     "pairs in a tuple": (lambda m, x: ((m(x).mean(), 1), (m(x).mean(), 1)), "a tuple of 2 pairs"),
