@@ -117,17 +117,10 @@ class Windows:
         """`count`, in a window whose micro-batches so far had nothing to look at."""
         window, passes, one = self.window, self.passes, self.one
         mixed = one.factor != 1.0 and passes.arrivals != one.weighed
-        if mixed or one.in_batches is not one.announced or (RUNNING and not one.in_batches):
-            self.count()
-            return
-        if not passes.open:
-            if window.steps != self.schedule.constant or not self.parameter_monitor.same_lists():
-                self.count()
-                return
-            self.current.begin_ordinary()
-            self.in_epoch, self.updated = True, False
         closes = window.micro_batches + 1 >= window.steps or one.last
-        if closes and self.ranks.is_distributed:
+        elsewhere = one.in_batches is not one.announced or (RUNNING and not one.in_batches)
+        reduces = closes and self.ranks.is_distributed
+        if mixed or elsewhere or reduces or not (passes.open or self._begins_ordinary()):
             self.count()
             return
         if closes and (passes.unfinished or not self.current.monitor.untouched):
@@ -137,6 +130,14 @@ class Windows:
             self.updated = self._update()
         elif self.ranks.is_distributed and window.closes_next:
             self.expect_next()
+
+    def _begins_ordinary(self) -> bool:
+        """Whether this micro-batch begins a window, and may be counted without a look."""
+        if self.window.steps != self.schedule.constant or not self.parameter_monitor.same_lists():
+            return False
+        self.current.begin_ordinary()
+        self.in_epoch, self.updated = True, False
+        return True
 
     def count(self, scaled: Sequence[Any] = ()) -> None:
         current, window, one = self.current, self.window, self.one
