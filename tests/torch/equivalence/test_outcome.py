@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradaccum.on_torch.adapter.arrays import NEARBY, bits_flipped
+from gradaccum.core.proof import NEARBY
+from gradaccum.on_torch.adapter.arrays import bits_flipped
 from gradaccum.on_torch.state import evaluated
 from gradaccum.torch import TrainStep
 from gradaccum.torch.buffers import ModuleState
