@@ -293,12 +293,7 @@ def _gaps(runner: Runner, actual: Outcome, expected: Outcome) -> dict[Key, Gap]:
     Losses and buffers that either lacks are infinitely far. A gradient that is zero but for rounding is measured by the
     largest one.
     """
-    theirs, ours = actual.parts(), expected.parts()
-    skipped: tuple[str, ...] = ("gradient", "buffer") if actual.buffers is None else ("gradient",)
-    absent = [key for key in ours if key not in theirs and key[0] not in skipped]
-    absent += [key for key in theirs if key not in ours and key[0] == "loss"]
-    pairs = {key: (theirs.get(key), array) for key, array in ours.items() if key in theirs or key[0] == "gradient"}
-    pairs = {key: pair for key, pair in pairs.items() if pair[0] is not None or pair[1] is not None}
+    pairs, absent = _pairs(actual, expected)
     measured = dict(zip(pairs, runner.measure(list(pairs.values())), strict=True))
     measured |= dict.fromkeys(absent, Measured(math.inf, 1.0, 1))
     largest = max((one.scale for (part, _), one in measured.items() if part == "gradient"), default=0.0)
@@ -309,6 +304,16 @@ def _gaps(runner: Runner, actual: Outcome, expected: Outcome) -> dict[Key, Gap]:
         floor = max(expected.floors.get(name, 0.0), SMALL * largest if part == "gradient" else 0.0)
         found[part, name] = Gap(one.error(floor), one.distance, one.entries if part != "loss" else 1)
     return found
+
+
+def _pairs(actual: Outcome, expected: Outcome) -> tuple[dict[Key, tuple[Array, Array]], list[Key]]:
+    """What there is to compare, and losses and buffers that one of both lacks."""
+    theirs, ours = actual.parts(), expected.parts()
+    needed = ("loss",) if actual.buffers is None else ("loss", "buffer")
+    absent = [key for key in ours if key not in theirs and key[0] in needed]
+    absent += [key for key in theirs if key not in ours and key[0] == "loss"]
+    pairs = {key: (theirs.get(key), array) for key, array in ours.items() if key in theirs or key[0] == "gradient"}
+    return {key: (a, b) for key, (a, b) in pairs.items() if a is not None or b is not None}, absent
 
 
 def differences_between(runner: Runner, actual: Outcome, expected: Outcome) -> list[Difference]:

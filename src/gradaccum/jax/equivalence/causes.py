@@ -33,19 +33,13 @@ def find_causes(trial: Trial, ways: Sequence[Way], differences: Sequence[Differe
             f"The state {moved[0]!r} moves once per micro-batch, each time from where the last one left it and with "
             "the statistics of fewer rows. Loss and gradient are the large batch's.",
         )
-    split = {position: path for position, (path, axis, _) in enumerate(trial.leaves()) if axis is not None}
-    others = [(position, functools.partial(trial.sharing, position)) for position in split if len(split) > 1]
-    if (shared := shared_input(others, ways, trial.tolerance)) is not None:
+    if (path := _shared_input(trial, ways)) is not None:
         what = "is split into micro-batches, but every row needs all of it. Pass in_axes with None for it."
-        return Cause("input", split[shared], f"{split[shared]} {what}")
-    parts = halves([[row] for row in range(trial.rows)], [max(1, (3 * trial.rows) // 8)] * 3)
-    cause = loss_cause([LossSplit(rows, trial.vector) for rows in parts], _facts(trial))
-    if cause is not None and cause.kind == "loss":  # nothing that is known of it says more
-        cause = None
-    seen = verdict.kind if verdict.certain else ""
-    if seen and seen != "batch_norm" and (cause is None or cause.kind != seen):
+        return Cause("input", path, f"{path} {what}")
+    told, seen = _told_by_splits(trial), verdict.kind if verdict.certain and verdict.kind != "batch_norm" else ""
+    if seen and (told is None or told.kind != seen):
         return Cause(seen, "loss", verdict.message)  # type: ignore[arg-type]  # its kinds are causes' kinds
-    if cause is None and moved:
+    if told is None and moved:
         return Cause(
             "batch_norm",
             moved[0],
@@ -53,13 +47,26 @@ def find_causes(trial: Trial, ways: Sequence[Way], differences: Sequence[Differe
             "as BatchNorm's statistics do in training mode. Freeze it (use its running averages), or take GroupNorm or "
             "LayerNorm.",
         )
-    return cause or coupling_cause(_ACROSS_ROWS)
+    return told or coupling_cause(_ACROSS_ROWS)
 
 
 _ACROSS_ROWS = (
     "a layer does (BatchNorm in training mode). For the former use gradaccum.jax.chunked around the model, which gives "
     "the large batch's gradient for any loss."
 )
+
+
+def _shared_input(trial: Trial, ways: Sequence[Way]) -> str | None:
+    split = {path: position for position, (path, axis, _) in enumerate(trial.leaves()) if axis is not None}
+    others = [(path, functools.partial(trial.sharing, position)) for path, position in split.items() if len(split) > 1]
+    return shared_input(others, ways, trial.tolerance)
+
+
+def _told_by_splits(trial: Trial) -> Cause | None:
+    """What is wrong with the loss, if it doesn't just look across rows, of which what is seen in it says more."""
+    parts = halves([[row] for row in range(trial.rows)], [max(1, (3 * trial.rows) // 8)] * 3)
+    cause = loss_cause([LossSplit(rows, trial.vector) for rows in parts], _facts(trial))
+    return None if cause is None or cause.kind == "loss" else cause
 
 
 def _facts(trial: Trial) -> LossFacts:

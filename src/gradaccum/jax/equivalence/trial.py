@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -75,15 +75,7 @@ class Trial(ArrayRunner):
 
     def run(self, way: Way | None) -> Outcome:
         rows, sizes = way or (range(self.rows), [self.rows])
-        key = max(sizes), self._shared
-        if key not in self._compiled:
-            options = self.options | {"micro_batch_size": max(sizes), "aux": "last", "verify": False}
-            if self._shared is not None:
-                axes = [None if position == self._shared else axis for position, axis in enumerate(self.batch.axes)]
-                in_axes = jax.tree.unflatten(self.batch.structure, axes)
-                options["in_axes"] = in_axes if isinstance(options["batch_argnums"], tuple | list) else in_axes[0]
-            self._compiled[key] = jax.jit(value_and_grad(self.loss_fn, **options))
-        value, gradients = self._compiled[key](*self.taken(rows))
+        value, gradients = self._function(max(sizes))(*self.taken(rows))
         state: Any = {}
         if self.options["has_aux"] or self.state_argnum is not None:
             value, more = value
@@ -102,6 +94,18 @@ class Trial(ArrayRunner):
         scale = SMALL * max(map(largest, gradients.values()), default=0.0)
         moved = {name: array for name, array in _flat(state).items() if np.issubdtype(array.dtype, np.number)}
         return Outcome(_flat(losses), gradients, moved, dict.fromkeys(gradients.keys() - moved.keys(), scale))
+
+    def _function(self, size: int) -> Callable[..., Any]:
+        """Value and gradients by micro-batches of this size, compiled once."""
+        key = size, self._shared
+        if key not in self._compiled:
+            options = self.options | {"micro_batch_size": size, "aux": "last", "verify": False}
+            if self._shared is not None:
+                axes = [None if position == self._shared else axis for position, axis in enumerate(self.batch.axes)]
+                in_axes = jax.tree.unflatten(self.batch.structure, axes)
+                options["in_axes"] = in_axes if isinstance(options["batch_argnums"], tuple | list) else in_axes[0]
+            self._compiled[key] = jax.jit(value_and_grad(self.loss_fn, **options))
+        return self._compiled[key]
 
     def vector(self, rows: Sequence[int] | None) -> tuple[list[np.ndarray], None]:
         """Loss and gradients of these rows at once, in one; None: of all."""

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -192,13 +192,17 @@ class _Runner(TorchRunner):
                     self._backward([*outputs.values()])
             left = {n: value for n, value in attributes_of(self.module).items() if value is not before.get(n)}
             with_graph = {n for n, value in left.items() if any(t.grad_fn is not None for t in tensors_of(value))}
-            inside = {name + path: (name, leaf) for name, value in left.items() for path, leaf in leaves(value)}
-            self._attributes |= {path: name for path, (name, _) in inside.items()}
-            buffers = self._buffers() | {p: torch.as_tensor(leaf).detach().clone() for p, (_, leaf) in inside.items()}
-            del left, inside
+            buffers = self._buffers() | self._copies(left)
+            del left
         outputs = {name: tensor.detach().clone() for name, tensor in outputs.items()}
         gradients = {name: None if leaf.grad is None else leaf.grad.to_dense() for name, leaf in wanted.items()}
         return Outcome(outputs, gradients, buffers), [*map(TensorWeakRef, outside)], with_graph
+
+    def _copies(self, attributes: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Of what is in attributes that a pass has assigned."""
+        found = [(name + path, name, leaf) for name, value in attributes.items() for path, leaf in leaves(value)]
+        self._attributes |= {path: name for path, name, _ in found}
+        return {path: torch.as_tensor(leaf).detach().clone() for path, _, leaf in found}
 
     @contextlib.contextmanager
     def _passes(self, neutral: bool) -> Iterator[None]:

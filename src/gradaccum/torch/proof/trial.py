@@ -197,11 +197,11 @@ class Trial(BatchRunner):
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         if not trained:
             raise ValueError("No parameter of the model requires a gradient: there is nothing to compare.")
-        self.by_train_step = accumulate is not None and batch_norm in ("exact", "pooled")
-        """Whether TrainStep adds up, so that what it says about the model is what there is to know."""
         gradients: Gradients = in_micro_batches
-        if self.by_train_step:
-            gradients = functools.partial(accumulate, batch_norm=batch_norm)  # type: ignore[arg-type]  # there is one
+        if accumulate is not None and batch_norm in ("exact", "pooled"):
+            gradients = functools.partial(accumulate, batch_norm=batch_norm)
+        self.by_train_step = gradients is not in_micro_batches
+        """Whether TrainStep adds up, so that what it says about the model is what there is to know."""
         super().__init__(
             copied, batch.map(converted), gradients, trained, ModuleState(copied.modules), neutral=self.by_train_step
         )
