@@ -156,6 +156,7 @@ class Batch:
             self.rows = rows
         elif _is_flat(tree, batch_dims):  # found out all at once, as each update asks
             self.flat, self.leaves = True, list(zip(_PATHS, tree, _IN_FRONT))
+            self.signature = [(leaf.shape, leaf.dtype) for leaf in tree]
             lengths = [leaf.shape[0] for leaf in tree]
             if lengths and lengths.count(lengths[0]) == len(lengths):
                 self.rows = lengths[0]
@@ -172,7 +173,7 @@ class Batch:
 
     @functools.cached_property
     def signature(self) -> list[Any]:
-        """What batches of the same kind have in common: paths, shapes and dtypes of what has rows."""
+        """What batches of the same kind have in common: paths, shapes and dtypes of what has rows, or these alone."""
         return [(path, leaf.shape, leaf.dtype, dim) for path, leaf, dim in self.leaves]
 
     @functools.cached_property

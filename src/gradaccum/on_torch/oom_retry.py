@@ -30,25 +30,35 @@ class OneRow(ValueError):
     """The model can't take a micro-batch of one row, as BatchNorm can't."""
 
 
-class OomRetry:
-    """Runs the micro-batches of a window, and says what is to come after one that did not fit.
+class Passes:
+    """The forward and the backward pass of micro-batches: `forward(piece)` returns what `backward(piece, forwarded)`
+    needs, which counts it."""
 
-    Of the `passes` of a micro-batch, `forward(piece)` returns what `backward(piece, forwarded)` needs, which counts it.
-    """
+    def forward(self, piece: Slice) -> Any:
+        raise NotImplementedError
+
+    def backward(self, piece: Slice, forwarded: Any) -> None:
+        raise NotImplementedError
+
+    def both(self, piece: Slice) -> None:
+        self.backward(piece, self.forward(piece))
+
+
+class OomRetry:
+    """Runs the micro-batches of a window, and says what is to come after one that did not fit."""
 
     def __init__(self, meter: MemoryMeter, around: Callable[[], AbstractContextManager[None]] | None = None) -> None:
         self.meter = meter
         self.around = nullcontext if around is None else around
         """A context for forward passes."""
 
-    def run(self, pieces: Iterable[Slice], plan: Plan, passes: Any) -> None:
+    def run(self, pieces: Iterable[Slice], plan: Plan, passes: Passes) -> None:
         piece: Slice | None = None
-        forward, backward = passes.forward, passes.backward
         plain = not plan.measuring and self.around is nullcontext
         try:
             for piece in pieces:
                 if plain:
-                    backward(piece, forward(piece))
+                    passes.both(piece)
                 else:
                     self.once(piece, plan, passes)
             return

@@ -130,7 +130,9 @@ class Snapshot:
     @property
     def outdated(self) -> bool:
         """Whether there are buffers since that were None or not there, or names are gone."""
-        return sum(map(len, self._dicts)) != self._count or any(m._buffers.get(n) is not None for m, n in self._empty)
+        if sum(map(len, self._dicts)) != self._count:
+            return True
+        return bool(self._empty) and any(m._buffers.get(n) is not None for m, n in self._empty)
 
     def made(self) -> list[BufferSnapshot]:
         """What passes have made since: buffers that were None, or not there."""

@@ -69,6 +69,9 @@ class LossAccumulator:
     _rescaled = 1.0
     _arriving: Weight = 0.0
     _start: tuple[Weight, Tensor] = 0.0, torch.empty(0)
+    _factor: Weight | None = None
+    """What every loss is multiplied by that is given to `run`; where rows are counted, those of `_factor_of` rows."""
+    _factor_of: int | None = None
 
     def __init__(
         self,
@@ -92,6 +95,10 @@ class LossAccumulator:
         self._same: Weight | None = None
         if not named and (self._adds or self.total is None):
             self._same = 1.0 if self.total is None else ratio(1.0, self.total)  # type: ignore[arg-type]  # no dict
+        # Where micro-batches divide by what is known without a look at them: by nothing of theirs, or by their rows.
+        self._by_rows = not named and self._same is None and objective.divides_by_rows
+        if objective.weight is None:
+            self._factor = self._same
         self._begin()
 
     def restart(self) -> None:
@@ -216,6 +223,33 @@ class LossAccumulator:
 
     # A micro-batch.
 
+    def run(self, micro_batch: Batch) -> WeightedLoss | None:
+        """Both passes of a micro-batch, where its factor is known as mostly; else the forward pass: its loss, weighed.
+
+        For a device on its own, without a GradScaler.
+        """
+        if self._factor is None and not self._by_rows:
+            return self.forward(micro_batch)
+        loss, weight = self.objective.evaluate(micro_batch, self._summed)
+        if weight is not None:
+            return self._weighed_by_forward(loss, weight)
+        if self._by_rows and micro_batch.rows != self._factor_of:
+            self._factor, self._factor_of = ratio(float(micro_batch.rows), self.total), micro_batch.rows
+        factor = self._factor
+        assert factor is not None
+        run_backward((loss,), (self._start_of(loss, factor),), self.retain_graph)
+        self._losses.setdefault(None, []).append((loss.detach(), factor))
+        return None
+
+    def _start_of(self, loss: Tensor, factor: Weight) -> Tensor:
+        """Where this backward pass begins; the same tensor as long as factors are the same."""
+        before, start = self._start
+        # A hook of the user's may have written to it.
+        if before is not factor or start.dtype is not loss.dtype or start.device != loss.device or start._version:
+            start = self.objective.start(loss, factor)
+            self._start = factor, start
+        return start
+
     def forward(self, micro_batch: Batch, share: bool = False) -> WeightedLoss:
         """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `backward` does."""
         objective, known = self.objective, None
@@ -290,11 +324,7 @@ class LossAccumulator:
                 self._unit = _unit(weight)  # what arrives of this pass is a multiple of it, should the rest fail
             self._arriving = 1.0 if weight is None or self._unit is None else self._unit
             end = loss if scaled is None else scaled(loss)
-            before, start = self._start
-            # A hook of the user's may have written to it.
-            if before is not factor or start.dtype is not end.dtype or start.device != end.device or start._version:
-                self._start = factor, start = factor, self.objective.start(end, factor)
-            run_backward((end,), (start,), self.retain_graph)
+            run_backward((end,), (self._start_of(end, factor),), self.retain_graph)
             self.ran = self._has_gradient = True
         elif weightless is not None:
             self.ran = True

@@ -143,6 +143,11 @@ class Objective:
         one = isinstance(self.batch_dims, dict) and len(arguments) == 1
         return Batch(arguments, (self.batch_dims,) if one else self.batch_dims)
 
+    @property
+    def divides_by_rows(self) -> bool:
+        """Whether every loss is a mean over rows, unless its forward pass says otherwise."""
+        return self.weight is None and self.reduction == "mean" and not self._by_targets
+
     def by_targets(self, batch: Batch) -> bool:
         """Whether the loss divides by a number that its targets say, so that sums of it are what adds up."""
         if not self._by_targets:
@@ -207,8 +212,10 @@ class Objective:
             return plain_weight(weight) if totals is None else totals
         if self.reduction == "sum":
             return None
-        targets = self._targets(batch) if self._by_targets else None
-        if not self._by_targets or (targets is not None and targets.is_floating_point()):
+        if self.divides_by_rows:
+            return float(batch.rows)
+        targets = self._targets(batch)
+        if targets is not None and targets.is_floating_point():
             return float(batch.rows)
         return None if targets is None else divisor(self.loss_fn, targets, batch)
 

@@ -355,7 +355,8 @@ class Optimizer(OptimizerProxy):
         Raises:
             WindowError: A gradient has reached the open window's sum since the last `step()`.
         """
-        if self._passes.arrivals or not self._passes.ordinary:
+        passes = self._passes
+        if passes.arrivals or not (passes.ordinary and passes.open):
             self._windows.zero_grad(set_to_none)
 
     def flush(self) -> bool:

@@ -17,7 +17,7 @@ from gradaccum.core.sizes import Plan, Rows, Slice
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.on_torch.oom_retry import OneRow, OomRetry, RestartWindow, nothing_fits
+from gradaccum.on_torch.oom_retry import OneRow, OomRetry, Passes, RestartWindow, nothing_fits
 from gradaccum.on_torch.random_state import all_generators, held_generators
 from gradaccum.on_torch.stages import WindowTotal, gradient_stages, run_stages
 from gradaccum.on_torch.state import Snapshot, WindowState, as_found
@@ -255,7 +255,7 @@ class WindowRunner:
                 plan = plan if restart.plan is None else restart.plan
 
 
-class TrainPasses:
+class TrainPasses(Passes):
     """The forward and the backward pass of each micro-batch of one batch."""
 
     def __init__(self, runner: WindowRunner, window: Window, batch: Batch) -> None:
@@ -266,15 +266,28 @@ class TrainPasses:
         self._moves = not runner.state.idle  # while a window runs, that stays so
         self._plain = self._layers is None and self._noise is None and self._norm.idle
         window.skips = not self._moves and self._norm.idle
+        self._quick = self._plain and not self._moves and self._scale is None and not runner.ranks.is_distributed
 
     def take(self, piece: Slice) -> Batch:
         return self._runner.batcher.take(self._batch, piece)
 
-    def forward(self, piece: Slice) -> WeightedLoss:
+    def both(self, piece: Slice) -> None:
+        if not self._quick:
+            self.backward(piece, self.forward(piece))
+            return
         rows = piece.rows
-        micro_batch = self._batch.take(rows) if type(rows) is slice else self.take(piece)
         try:
-            if self._plain:  # as mostly
+            weighted = self.window.run(self._batch.take(rows) if type(rows) is slice else self.take(piece))
+        except ValueError as error:
+            self._check_one_row(piece, error)
+            raise
+        if weighted is not None:
+            self.backward(piece, weighted)
+
+    def forward(self, piece: Slice) -> WeightedLoss:
+        micro_batch = self.take(piece)
+        try:
+            if self._plain:
                 return self.window.forward(micro_batch)
             layers: Any = _NO_CONTEXT
             if self._layers is not None:
@@ -283,9 +296,12 @@ class TrainPasses:
             with self._norm.micro_batch(), layers:
                 return self.window.forward(micro_batch, self._noise is not None and self._noise.waiting)
         except ValueError as error:
-            if piece.size == 1 and "more than 1 value per channel" in str(error):  # torch.nn.functional's
-                raise OneRow(_ONE_ROW.format(error=error)) from error
+            self._check_one_row(piece, error)
             raise
+
+    def _check_one_row(self, piece: Slice, error: ValueError) -> None:
+        if piece.size == 1 and "more than 1 value per channel" in str(error):  # torch.nn.functional's
+            raise OneRow(_ONE_ROW.format(error=error)) from error
 
     def backward(self, piece: Slice, weighted: WeightedLoss) -> None:
         if weighted.loss is None:
@@ -341,7 +357,7 @@ class TrainPasses:
             engine.scale(1.0)
 
 
-class CountingPasses:
+class CountingPasses(Passes):
     """Forward passes that find out what the terms of a loss weigh, before the passes that count.
 
     Without gradients, unless the loss needs some of its own, as a gradient penalty does.

@@ -38,7 +38,7 @@ _COMPARED = 4
 class Passes:
     """What the hooks of one optimizer share: the gradients that arrived, and the passes that brought them."""
 
-    __slots__ = ("_all_ended", "arrivals", "began", "on_end", "ordinary", "unfinished")
+    __slots__ = ("_all_ended", "arrivals", "began", "on_end", "open", "ordinary", "unfinished")
 
     def __init__(self) -> None:
         self.arrivals = 0  # since the last micro-batch was counted
@@ -46,7 +46,8 @@ class Passes:
         self._all_ended = self.unfinished.clear
         self.began: list[int] = []  # operations recorded when the micro-batch began, and when each of its passes did
         self.on_end: Callable[[], None] | None = None  # called when a pass is over, in windows that look
-        self.ordinary = False  # the window is open, and a micro-batch that comes now is counted without a look
+        self.ordinary = False  # a micro-batch that comes now is counted without a look
+        self.open = False  # ... and is not its window's first
 
     def begin(self) -> None:
         """The first gradient of a backward pass has arrived."""
@@ -174,6 +175,10 @@ class GradientMonitor:
 
     def remove(self) -> None:
         self._watch([])
+
+    def forget_update(self) -> None:
+        """The gradients of the last update have been cleared, and nothing has arrived since."""
+        self._watched.left = None
 
     # A window, from its first backward pass to its update.
 

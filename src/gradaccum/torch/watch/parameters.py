@@ -28,7 +28,7 @@ class ParameterMonitor:
     def window_begins(self, looking: bool) -> bool:
         """The window's first micro-batch is in. Returns whether other parameters are there than before."""
         self._looking = looking
-        if not looking and self._same_lists():
+        if not looking and self.same_lists():
             return False
         before = self._parameters
         self.note_parameters()
@@ -43,7 +43,7 @@ class ParameterMonitor:
         self._versions = [parameter._version for parameter in self._parameters]
         self._values = self._values_now() if self._looking else None
 
-    def _same_lists(self) -> bool:
+    def same_lists(self) -> bool:
         """Whether no parameter has come or gone; what replaces one, or stands elsewhere, shows at the window's end."""
         groups = self._inner.param_groups
         if len(groups) != len(self._lists):
@@ -54,7 +54,7 @@ class ParameterMonitor:
         return True
 
     def check_lists(self) -> None:
-        if not self._same_lists():
+        if not self.same_lists():
             raise self._changed_error()
 
     def written(self) -> bool:

@@ -302,12 +302,16 @@ class GradientWindow(Listener):
         mixed = one.factor != 1.0 and passes.arrivals != one.weighed
         if mixed or scaled or self.special or self.monitor.looking or not passes.arrivals:
             return self._count_and_look(scaled)
-        self.loss_scale.scaled, self.saved = False, False
-        passes.ordinary = True
+        self.begin_ordinary()
         if window.closes_next:
             self.check_sum()
         passes.arrivals = 0
         return window.add()
+
+    def begin_ordinary(self) -> None:
+        """A micro-batch came without a GradScaler, and those that follow need no look, either."""
+        self.loss_scale.scaled, self.saved = False, False
+        self.passes.ordinary = self.passes.open = True
 
     def _count_and_look(self, scaled: Sequence[Any]) -> bool:
         """`count`, where there is more to do than to add."""
@@ -522,9 +526,14 @@ class GradientWindow(Listener):
             self._restart()
         self.monitor.close()
         self.begin()
+        self.passes.ordinary, self.passes.open = not (self.special or self.monitor.looking), False
 
     def empty(self) -> None:
         """Clear the gradients, too, in the way of the loop's own `zero_grad`."""
+        if self.passes.ordinary and not self.passes.arrivals and self.window.micro_batch.weight is None:
+            self.monitor.forget_update()  # all else is as `close` has left it
+            self.buffer.clear(self.set_to_none)
+            return
         self.loss_scale.scaled, self.saved = None, False
         self.window.micro_batch.restart()
         self.monitor.restart()

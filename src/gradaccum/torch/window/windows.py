@@ -114,12 +114,18 @@ class Windows:
     # Micro-batches.
 
     def count_ordinary(self) -> None:
-        """`count`, in an open window whose micro-batches so far had nothing to look at."""
+        """`count`, in a window whose micro-batches so far had nothing to look at."""
         window, passes, one = self.window, self.passes, self.one
         mixed = one.factor != 1.0 and passes.arrivals != one.weighed
         if mixed or one.in_batches is not one.announced or (RUNNING and not one.in_batches):
             self.count()
             return
+        if not passes.open:
+            if window.steps != self.schedule.constant or not self.parameter_monitor.same_lists():
+                self.count()
+                return
+            self.current.begin_ordinary()
+            self.in_epoch, self.updated = True, False
         closes = window.micro_batches + 1 >= window.steps or one.last
         if closes and (passes.unfinished or not self.current.monitor.untouched):
             self.current.check_sum()
@@ -272,6 +278,7 @@ class Windows:
 
     def _set_source(self, source: Any, phase: _Phase = _Phase.PLAIN) -> None:
         self.source, self._phase, self._expected = source, phase if source is None else _Phase.LOOP, None
+        self.passes.ordinary = False
         number = id(self.window)
         if source is None:
             RUNNING.pop(number, None)
