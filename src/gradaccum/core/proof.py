@@ -23,7 +23,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from random import Random
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from gradaccum.core.equivalence import Cause, Difference, Equivalence, Part, limits_of
 from gradaccum.core.rounding import last_place, rounding
@@ -128,6 +128,8 @@ class Runner:
 
 # Comparing.
 
+SomeRunner = TypeVar("SomeRunner", bound=Runner)
+
 
 class Gap(NamedTuple):
     """How far an array is from the large batch's."""
@@ -149,7 +151,7 @@ class Compared(NamedTuple):
         return math.inf if self.failed else max((gap.error for gap in self.gaps.values()), default=0.0)
 
 
-class Comparison:
+class Comparison(Generic[SomeRunner]):
     """The same rows at once and in micro-batches, cut in one or several ways.
 
     `failed` says what becomes of a way that raises: `"skip"` leaves it out where others run, since the loss may have
@@ -157,9 +159,10 @@ class Comparison:
     """
 
     def __init__(
-        self, runner: Runner, ways: Sequence[Way], failed: Literal["skip", "differs", "raise"] = "skip"
+        self, runner: SomeRunner, ways: Sequence[Way], failed: Literal["skip", "differs", "raise"] = "skip"
     ) -> None:
         self.runner, self.ways, self.failed = runner, ways, failed
+        self.found: list[Difference] | None = None  # the largest difference of each array; None without any
         self.compared: list[Compared] = []  # the ways that have run
         self.error: Exception | None = None  # of the last way that could not
 
@@ -185,22 +188,21 @@ class Comparison:
         if finite is None:
             return None
         self.compared = [*self._all_ways()] if finite else []
-        found = worst(self.compared)
-        overflown = not finite or any(d.part == "gradient" and math.isinf(d.error) for d in found)
+        self.found = worst(self.compared) or None
+        overflown = not finite or any(d.part == "gradient" and math.isinf(d.error) for d in self.found or ())
         if (overflown and self.runner.lower_scale()) or (finite and self.runner.replace_noise()):
             self.restart()
             return self.differences()
         if finite and not self.compared:
             assert self.error is not None
             raise self.error
-        return found or None
+        return self.found
 
     def judged(self) -> list[Difference] | None:
         """The same; of what rounding makes at these parameters, the error is that at others nearby."""
         if self.differences() is None:
             return None
-        gaps, excused = _largest(self.compared), dict[Key, float]()
-        wrong = {key for key, gap in gaps.items() if not gap.error <= self.runner.tolerance}
+        wrong, excused = {(one.part, one.name) for one in self.wrong}, dict[Key, float]()
         for seed in range(ELSEWHERE if wrong else 0):
             with contextlib.suppress(Exception), self.runner.moved(seed, far=True) as there:
                 excused |= Comparison(there, self.ways, self.failed)._of_rounding(wrong - excused.keys())
@@ -208,7 +210,13 @@ class Comparison:
             one._replace(gaps={k: g._replace(error=excused.get(k, g.error)) for k, g in one.gaps.items()})
             for one in self.compared
         ]
-        return worst(self.compared)
+        self.found = worst(self.compared)
+        return self.found
+
+    @property
+    def wrong(self) -> list[Difference]:
+        """What is found to differ by more than rounding."""
+        return [difference for difference in self.found or () if not difference.error <= self.runner.tolerance]
 
     def failing(self, tolerance: float) -> list[Way]:
         """The ways that differ by more, the worst first."""

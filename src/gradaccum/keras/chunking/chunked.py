@@ -299,19 +299,19 @@ class _Trial(StepRunner):
         before = self._attributes()
         _ = comparison.large
         between, moved = self._attributes(), self._moved
-        differences = comparison.differences() or []
+        comparison.differences()
         in_parts, left = self._moved, []
         for key, (_, tensors) in self._attributes().items():
             if [*map(id, tensors)] != [*map(id, between.get(key, ("", []))[1])]:
                 left.append(f"{key[1]}.{key[2]}")
         for layer in self._layers:
             vars(layer).update({name: value for (key, _, name), (value, _) in before.items() if key == id(layer)})
-        if any(not difference.error <= self.tolerance for difference in differences):
+        if comparison.wrong:
             if any(not difference.error <= self.tolerance for difference in comparison.unrepeatable()):
                 return "it draws random numbers that don't come from keras.random, or changes with every call"
-            error = max(difference.error for difference in comparison.judged() or [])
-            if not error <= self.tolerance:
-                self._raise(sizes, error)
+            comparison.judged()
+            if wrong := comparison.wrong:
+                self._raise(sizes, max(difference.error for difference in wrong))
         far = [n for n, v in moved.items() if relative_error(in_parts.get(n, v), v) > 100 * self.tolerance]
         self._warn(far, left)
         return ""

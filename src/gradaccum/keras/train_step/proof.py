@@ -109,13 +109,14 @@ class Proof:
         loss = comparison.large.losses["loss"]
         if not np.isfinite(loss).all():
             raise FloatingPointError(f"the loss of {few} rows at once is {loss}")
-        if all(difference.error <= allowed for difference in comparison.differences() or []):
+        comparison.differences()
+        if not comparison.wrong:
             return ""
         again = [d for d in comparison.unrepeatable() if d.part != "buffer"]
         if runner.draws.raw or any(not difference.error <= allowed for difference in again):
             return "the model draws random numbers that can't be made the same for each row"
-        wrong = [difference for difference in comparison.judged() or [] if not difference.error <= allowed]
-        if wrong:
+        comparison.judged()
+        if wrong := comparison.wrong:
             cuts = np.split(np.arange(few), np.cumsum(sizes)[:-1])
             values = self.step.state() if state is None else state
             causes = find_causes(

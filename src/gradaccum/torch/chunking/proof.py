@@ -16,7 +16,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from gradaccum.core.equivalence import Difference
 from gradaccum.core.proof import Comparison, Outcome, Way, with_fewer_rows
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.adapter.arrays import TorchRunner
@@ -75,7 +74,7 @@ def prove(
     if rows < 2:
         raise ValueError(f"Comparing micro-batches with all rows at once needs at least two rows. Received: {rows}.")
 
-    def attempt(count: int) -> tuple[_Runner, list[Difference]]:
+    def attempt(count: int) -> Comparison[_Runner]:
         picked = torch.linspace(0, rows - 1, count).round().long()
         with torch.no_grad():
             few = map_leaves(_leaf_like, take(inputs, picked, batch_dims), inputs)
@@ -85,9 +84,9 @@ def prove(
             )
             # Single rows are cut as much as any micro-batch cuts them; 5 and 3 are in step with no period.
             sizes = [1] * count if trims or count == 2 else [count // 2 + 1, count - count // 2 - 1]
-            differences = Comparison(runner, [(range(count), sizes)], "raise").judged() or []
-            found = [difference for difference in differences if not difference.error <= runner.tolerance]
-            if wrong := [difference for difference in found if difference.part != "buffer"]:
+            comparison = Comparison(runner, [(range(count), sizes)], "raise")
+            comparison.judged()
+            if wrong := [difference for difference in comparison.wrong if difference.part != "buffer"]:
                 runner.rng.check(name)
                 listing = "\n".join(
                     f"  {'gradient of ' * (d.part == 'gradient')}{d.name}   relative error {d.error:.3g}   "
@@ -98,10 +97,10 @@ def prove(
                     f"{name} is not per-row: {count} rows at once differ from the same rows in micro-batches of "
                     f"{' and '.join(map(str, dict.fromkeys(sizes)))}.\n{listing}\n{runner.culprit(sizes)}"
                 )
-        return runner, found
+        return comparison
 
-    runner, found = with_fewer_rows(attempt, min(rows, ROWS), 2, is_out_of_memory)
-    runner.judge_what_is_left([difference.name for difference in found])
+    proven = with_fewer_rows(attempt, min(rows, ROWS), 2, is_out_of_memory)
+    proven.runner.judge_what_is_left([difference.name for difference in proven.wrong])
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,16 +57,6 @@ logger = logging.getLogger("gradaccum")
 
 NEARLY = 20
 """Times the tolerance: up to there a difference that isn't there in float64 is one of rounding."""
-
-
-class _Found(NamedTuple):
-    runner: BatchRunner
-    ways: Sequence[Way]
-    differences: list[Difference] | None  # None where there is nothing to compare
-
-    @property
-    def wrong(self) -> list[Difference]:
-        return [one for one in self.differences or [] if not one.error <= self.runner.tolerance]
 
 
 class Proof:
@@ -133,7 +123,7 @@ class Proof:
             self._generators = held_generators(*objective.modules.values(), objective.evaluate)
         tried: list[Batch] = []
 
-        def attempt(most: int) -> _Found:
+        def attempt(most: int) -> Comparison[BatchRunner]:
             tried.append(batch.take(torch.tensor(rows_to_prove(batch, most))))
             with (
                 contextlib.nullcontext() if self.exact else in_eval_mode(objective.model),
@@ -148,7 +138,7 @@ class Proof:
         except Exception as error:
             self._could_not(tried[-1].rows if tried else 0, error)
             return False
-        if found.differences is None:
+        if found.found is None:
             self.schedule.postpone()
             return False
         runner, wrong = found.runner, found.wrong
@@ -156,17 +146,17 @@ class Proof:
             self._warn_of_moves([difference.name for difference in wrong], runner.state.made)
         elif wrong and (causes := self._causes(runner.batch, wrong, runner.tolerance)):
             sizes = tuple(tuple(sizes) for _, sizes in found.ways)
-            self._refuse(Equivalence((*found.differences,), runner.tolerance, tuple(causes), runner.rows, sizes))
+            self._refuse(Equivalence((*found.found,), runner.tolerance, tuple(causes), runner.rows, sizes))
         self._proven()
         return True
 
     def _compared(
         self, objective: Objective, few: Batch, way: int, parameters: dict[str, Tensor], state: ModuleState
-    ) -> _Found:
+    ) -> Comparison[BatchRunner]:
         """The rows at once and in micro-batches: in one way, quickly where the last proof drew nothing; then in all."""
         ways, casts = interleaved_ways([unit.tolist() for unit in few.units()]), objective.autocast is not None
 
-        def run(ways: Sequence[Way], idle: torch.dtype | None, *, closely: bool = False) -> _Found:
+        def run(ways: Sequence[Way], idle: torch.dtype | None, *, closely: bool = False) -> Comparison[BatchRunner]:
             self.scale.power = 0
             runner = BatchRunner(
                 objective,
@@ -179,14 +169,15 @@ class Proof:
                 idle=idle,
             )
             comparison = Comparison(runner, ways)
-            return _Found(runner, ways, comparison.judged() if closely else comparison.differences())
+            _ = comparison.judged() if closely else comparison.differences()
+            return comparison
 
         one, idle = [ways[way % len(ways)]], self._unused.get(casts)
         self.quick = idle is not None
         # What goes wrong quickly, whatever it is, is looked at once more.
         with contextlib.suppress(Exception) if self.quick else contextlib.nullcontext():
             found = run(one, idle)
-            if not found.wrong and (found.differences is not None or not self.quick):
+            if not found.wrong and (found.found is not None or not self.quick):
                 if not (self.quick or found.runner.rng.used):
                     self._unused[casts] = found.runner.rng.precision
                 return found
