@@ -14,8 +14,6 @@ from tests.fuzz.scenario import Scenario
 from tests.fuzz.wrapper_runs import apart, autocast, buffers_of
 from tests.reference import relative_error
 
-__all__ = ["run_chunked"]
-
 
 class _Encoder(nn.Module):
     """Outputs in a nested structure; with `columns`, its rows are in the last dimension."""

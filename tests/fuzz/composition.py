@@ -9,10 +9,14 @@ from typing import Any
 from tests.fuzz.loaders import FRESH
 from tests.fuzz.scenario import MicroBatch, Scenario
 
-__all__ = ["random_scenario", "sensible"]
-
 ON_ALL_RANKS = ("save", "forward error")
 """Events that happen on every rank at once: nobody loads a checkpoint alone."""
+
+
+OF_WRAPPER = [
+    *("save", "save", "skip", "flush", "step error", "loader error", "zero_grad", "freeze"),
+    *("break", "discard", "by hand", "by hand", "reload"),
+]
 
 
 class _Chance:
@@ -48,7 +52,7 @@ def random_scenario(seed: int, kind: str | None = None, engine: str = "") -> Sce
         "unused": heads_vary and chance.rarely([True], False),
         "frozen": chance.rarely(["trunk", "head"], "", 0.1) if alone else "",
         "schedule": chance.rarely(["exponential", "cycle"], ""),
-        "clip": chance.rarely([0.05], None),
+        "clip": chance.rarely([0.05, float("inf")], None),
         "chunk": chance.rarely([1, 2, 5], 0, 0.15),
         "sync": chance.rarely(["micro_batch"], "window", 0.4) if not alone else "window",
         "checkpoint": chance.rarely(["early", "reentrant"] if alone else ["early"], "", 0.1),
@@ -67,7 +71,8 @@ def random_scenario(seed: int, kind: str | None = None, engine: str = "") -> Sce
 
 
 def _of_wrapper(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
-    way = chance.choice(["plain", "closure", "backward", "backward", "batches", "batches", "batches backward"])
+    ways = ["plain", "closure", "backward", "backward", "batches", "batches", "batches backward"]
+    way = chance.choice([*ways, *(["names"] if alone else [])])
     two = alone and way in ("plain", "batches") and chance.rarely([True], False)
     loader = chance.rarely([*FRESH] if alone else ["generator", "iterator", "stream", "stateful"], "list", 0.4)
     return {
@@ -75,9 +80,9 @@ def _of_wrapper(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
         "steps": chance.choice([1, 2, 3, 4]),
         "lengths": chance.rarely(["epoch", "update"], "") if alone else "",
         "optimizers": 2 if two else 1,
-        "loss": chance.rarely(["sum", "penalty"] if alone and dtype != "autocast" else ["sum"], "rows", 0.15),
-        "losses": chance.rarely([2], 1) if way != "closure" else 1,
-        "loader": chance.rarely(["refilled", "array refilled", "dict refilled"], loader, 0.1 if alone else 0.0),
+        "loss": chance.rarely(["sum", "penalty"] if alone and dtype != "autocast" else ["sum"], "rows", 0.3),
+        "losses": chance.rarely([2], 1, 0.8 if way == "names" else 0.2) if way != "closure" else 1,
+        "loader": loader,
         "norm": chance.rarely(["warn"], "", 0.1) if alone else "",
     }
 
@@ -136,7 +141,7 @@ def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
     weighed = kind == "wrapper" and chance.rarely([True], False, 0.4)
     errors = ["forward error", "backward error", "oom", "backward oom", "eval"]
     events = {
-        "wrapper": [*errors, "save", "save", "skip", "flush", "step error", "loader error", "zero_grad", "freeze"],
+        "wrapper": [*errors, *OF_WRAPPER],
         "TrainStep": [*errors, "save", "step error", "oom", "freeze"],
         "chunked": [*errors, "eval"],
     }[kind]
@@ -149,12 +154,14 @@ def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
         events = ["save"]
     leaves_traces = scenario.loss == "tokens" or (kind == "TrainStep" and scenario.norm)
     if (scenario.scaler or scenario.nonfinite != "propagate") and not leaves_traces:
-        events += ["inf"] * 3
+        events += ["inf"] * (8 if kind == "wrapper" else 3)
     often = chance.choice([0.1, 0.1, 0.3])
     fewest = 2 if scenario.norm else 1
+    ordinary = kind == "wrapper" and not engine  # many windows, most of whose micro-batches have as many rows
+    alike = chance.rarely([2, 3], 0, 0.5) if ordinary else 0
 
     def micro_batch() -> MicroBatch:
-        rows = chance.choice([fewest, 2, 3, 4, 7])
+        rows = alike or chance.choice([fewest, 2, 3, 4, 7])
         if kind != "wrapper":
             rows = chance.choice([5, 8, 11, 19] if scenario.norm else [2, 3, 5, 8, 11, 19])
         weight = chance.choice([None, None, 0.0, 0.5, 3.0]) if weighed else None
@@ -163,7 +170,7 @@ def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
     count = chance.choice([1, 1, 2]) if scenario.optimizer != "lbfgs" else 1
 
     def epochs() -> tuple[tuple[MicroBatch, ...], ...]:
-        longest = chance.choice([3, 6, 9]) if scenario.optimizer != "lbfgs" else 2
+        longest = chance.choice([6, 12, 24] if ordinary else [3, 6, 9]) if scenario.optimizer != "lbfgs" else 2
         return tuple(tuple(micro_batch() for _ in range(chance.randint(1, longest))) for _ in range(count))
 
     own = epochs()
@@ -211,6 +218,13 @@ def sensible(scenario: Scenario) -> bool:
         "save" in events and events & {"freeze", "loader error"},
         "step error" in events and (scenario.scaler or scenario.optimizers > 1),
         scenario.way == "closure" and scenario.kind == "wrapper" and (scenario.scaler or scenario.losses > 1),
+        # Gradients by hand come of no other pass, and not through recomputation.
+        "by hand" in events and (scenario.way in ("closure", "names") or scenario.checkpoint or scenario.chunk),
+        # Who loads a checkpoint in a loop's body leaves the loop's end to chance.
+        "reload" in events
+        and scenario.way.startswith("batches")
+        and (len(scenario.epochs) > 1 or events - {"", "reload", "eval", "inf", "by hand"}),
+        scenario.way == "names" and (scenario.nonfinite == "skip_micro_batch" or scenario.noise),
         scenario.optimizers > 1 and scenario.kind == "wrapper" and scenario.way not in ("plain", "batches"),
         # Micro-batches of unknown sizes, which draw or normalise by themselves.
         _by_micro_batch(scenario) and (events & {"oom", "backward oom"} or scenario.memory or not scenario.micro),

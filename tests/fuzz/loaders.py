@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
-
-__all__ = ["FRESH", "loader_of", "parts_of_batch"]
 
 FRESH = ("list", "generator", "iterator", "DataLoader", "workers", "stream", "stateful")
 """Loaders whose batches stay as they are once handed out."""
@@ -31,12 +28,8 @@ def loader_of(
         return (batch for batch in batches)
     if kind == "iterator":
         return iter(batches)
-    if kind == "refilled":
-        return _refilled(batches)
-    if kind == "array refilled":
-        return _array_refilled(batches)
-    if kind == "dict refilled":
-        return _dict_refilled(batches)
+    if kind.endswith("refilled"):
+        return _refilled(batches, by_array=kind.startswith("array"))
     if kind == "stateful":
         return _Stateful(batches)
     if kind == "stream":
@@ -45,12 +38,6 @@ def loader_of(
         workers = 1 if kind == "workers" and len(batches) > 1 else 0
         return torch.utils.data.DataLoader(batches, batch_size=None, num_workers=workers)  # type: ignore[arg-type]
     return batches
-
-
-def parts_of_batch(batch: Any) -> tuple[Any, Any, int]:
-    """Its rows, their targets, and its number."""
-    x, y, number = batch.values() if isinstance(batch, dict) else batch
-    return x, y, int(number)
 
 
 class _Interrupted:
@@ -100,29 +87,11 @@ class _Stateful:
         self.next = state["next"]
 
 
-def _refilled(batches: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """One buffer, refilled in place."""
+def _refilled(batches: list[tuple[Any, ...]], by_array: bool) -> Iterator[tuple[Any, ...]]:
+    """One buffer, refilled in place; through NumPy, PyTorch cannot see it."""
     most = max(len(batch[0]) for batch in batches)
     x, y = torch.empty(most, 5, dtype=batches[0][0].dtype), torch.empty(most, dtype=torch.long)
     for own_x, own_y, *rest in batches:
-        x[: len(own_x)] = own_x
-        y[: len(own_y)] = own_y
+        for buffer, own in ((x, own_x), (y, own_y)):
+            (buffer.numpy() if by_array else buffer)[: len(own)] = own
         yield (x[: len(own_x)], y[: len(own_y)], *rest)
-
-
-def _array_refilled(batches: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """The same by NumPy, which PyTorch cannot see."""
-    most = max(len(batch[0]) for batch in batches)
-    x, y = np.empty((most, 5), batches[0][0].numpy().dtype), np.empty(most, np.int64)
-    for own_x, own_y, *rest in batches:
-        x[: len(own_x)] = own_x.numpy()
-        y[: len(own_y)] = own_y.numpy()
-        yield (torch.from_numpy(x)[: len(own_x)], torch.from_numpy(y)[: len(own_y)], *rest)
-
-
-def _dict_refilled(batches: list[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """One dict, whose tensors are replaced."""
-    whole: dict[str, Any] = {}
-    for x, y, number in batches:
-        whole.update(x=x, y=y, number=number)
-        yield whole

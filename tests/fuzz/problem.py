@@ -13,21 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from gradaccum.torch import chunked
 from tests.fuzz.scenario import MicroBatch, Scenario
 
-__all__ = [
-    "OPTIMIZERS",
-    "SCHEDULES",
-    "Faulty",
-    "Gone",
-    "Injected",
-    "Model",
-    "halve",
-    "loss_of",
-    "parts_of",
-    "rows_of",
-    "split_sizes",
-    "weight_of",
-]
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
@@ -208,12 +193,9 @@ def _clamp(gradient: Tensor) -> Tensor:
     return gradient.clamp(-0.02, 0.02)
 
 
-def halve(optimizer: Any, *_: Any) -> None:
+def limit(optimizer: Any, *_: Any) -> None:
     """A user's hook on the finished gradient."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
+    nn.utils.clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], 0.02)
 
 
 def parts_of(scenario: Scenario, model: nn.Module) -> list[list[nn.Parameter]]:

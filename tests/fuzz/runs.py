@@ -24,8 +24,6 @@ from tests.fuzz.train_step_runs import run_train_step
 from tests.fuzz.wrapper_runs import run_wrapper
 from tests.reference import FLOAT32, FLOAT64
 
-__all__ = ["LIMIT", "on_rank", "outcome"]
-
 HOME = str(Path(gradaccum.__file__).parent)
 LIMIT = 60
 """Seconds after which a run counts as hung."""

@@ -6,26 +6,23 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["MicroBatch", "Scenario", "shrunk"]
-
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """Rows that arrive together: a micro-batch of a wrapped optimizer, a batch of TrainStep or of a chunked module."""
+    """Rows that arrive together: a micro-batch of a wrapped optimizer, a batch of TrainStep or of a chunked module.
+
+    Its event is what happens with it. save: state is saved after it, and a new run resumes. skip: no pass. flush. inf:
+    its loss is infinite, or NaN. forward error, backward error, step error (in the inner optimizer), loader error
+    (before it is there): raised once. oom, backward oom: no memory for many of its rows. zero_grad: `model.zero_grad()`
+    after it. eval: an evaluation before it; of a chunked module, its mode changes between the passes. freeze: the
+    trunk's `requires_grad` is switched. gone: an error ends this rank's loop. break: the epoch ends with it. discard:
+    after it. by hand: its gradients are added. reload: the optimizer's own state is loaded before it.
+    """
 
     rows: int = 2
-    weight: float | None = None
-    """None: its rows."""
+    weight: float | None = None  # None: its rows
     head: int = 0
     event: str = ""
-    """What happens with it.
-
-    save: state is saved after it, and a new run resumes. skip: no pass. flush. inf: its loss is infinite. forward
-    error, backward error, step error (in the inner optimizer), loader error (before it is there): raised once.
-    oom, backward oom: no memory for many of its rows. zero_grad: `model.zero_grad()` after it. eval: an evaluation
-    before it; of a chunked module, its mode changes between the passes. freeze: the trunk's `requires_grad` is
-    switched. gone: an error ends this rank's loop.
-    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,62 +30,41 @@ class Scenario:
     """A training run."""
 
     seed: int = 0
-    kind: str = "wrapper"
-    """wrapper, TrainStep, or chunked."""
+    kind: str = "wrapper"  # wrapper, TrainStep, or chunked
     epochs: tuple[tuple[MicroBatch, ...], ...] = ((MicroBatch(),),)
-    others: tuple[tuple[MicroBatch, ...], ...] = ()
-    """The epochs of a second rank."""
-    engine: str = ""
-    """ddp, ddp unused, fsdp2, or nested fsdp2."""
+    others: tuple[tuple[MicroBatch, ...], ...] = ()  # the epochs of a second rank
+    engine: str = ""  # ddp, ddp unused, fsdp2, or nested fsdp2
     sync: str = "window"
-    way: str = "backward"
-    """plain, closure, backward, batches, or batches backward."""
+    way: str = "backward"  # plain, closure, backward, names (losses by name), batches, or batches backward
     steps: int = 2
-    lengths: str = ""
-    """What windows' lengths depend on: nothing, epoch, or update."""
-    micro: int = 3
-    """Rows of a micro-batch; 0: as many as fit, found by trying."""
-    memory: int = 0
-    """Rows that fit into memory; 0: all."""
+    lengths: str = ""  # what windows' lengths depend on: nothing, epoch, or update
+    micro: int = 3  # rows of a micro-batch; 0: as many as fit, found by trying
+    memory: int = 0  # rows that fit into memory; 0: all
     optimizer: str = "sgd"
-    optimizers: int = 1
-    """2: one for the trunk, one for the rest."""
-    schedule: str = ""
-    """The learning rate's: exponential, or cycle."""
+    optimizers: int = 1  # 2: one for the trunk, one for the rest
+    schedule: str = ""  # the learning rate's: exponential, or cycle
     loss: str = "rows"
     """rows, ignored, classes, told, sum, terms, penalty, across (its rows, which no micro-batches can), tokens."""
-    blocks: str = ""
-    """Of TrainStep: layer by layer, with these updates: after_backward, or in_backward."""
-    blocks_on: str = ""
-    """Where the blocks live: where they compute, or on another device: cpu."""
-    batch: str = "tuple"
-    """Of TrainStep: tuple, dict, columns (rows in the last dimension), or shared (a tensor without rows in it)."""
+    blocks: str = ""  # of TrainStep: layer by layer, with these updates: after_backward, or in_backward
+    blocks_on: str = ""  # where the blocks live: where they compute, or on another device: cpu
+    batch: str = "tuple"  # of TrainStep: tuple, dict, columns (rows in the last dimension), shared (has no rows)
     clip: float | None = None
     nonfinite: str = "propagate"
-    scaler: int = 0
-    """Growth interval of a GradScaler; 0 without one."""
+    scaler: int = 0  # growth interval of a GradScaler; 0 without one
     hook: str = ""
     """step: on the finished gradient; parameter, clamp: on a parameter's; module: on outputs and their gradients."""
     losses: int = 1
     unused: bool = False
-    frozen: str = ""
-    """A layer that is not trained: trunk, or head."""
-    chunk: int = 0
-    """The trunk is chunked, into so many rows."""
-    checkpoint: str = ""
-    """The trunk is checkpointed: reentrant, or early (which stops its recomputation by an exception)."""
-    norm: str = ""
-    """A BatchNorm in the trunk, and what is done about it."""
+    frozen: str = ""  # a layer that is not trained: trunk, or head
+    chunk: int = 0  # the trunk is chunked, into so many rows
+    checkpoint: str = ""  # the trunk is checkpointed: reentrant, or early (stops its recomputation by an exception)
+    norm: str = ""  # a BatchNorm in the trunk, and what is done about it
     dropout: bool = False
     keep: int = 0
-    dtype: str = "float64"
-    """float64, float32, or autocast (bfloat16)."""
-    wide: bool = False
-    """Gradients are summed in float64."""
-    noise: bool = False
-    """The noise scale is measured."""
-    loader: str = "list"
-    """list, generator, iterator, DataLoader, workers, stream, stateful, refilled, array refilled, dict refilled."""
+    dtype: str = "float64"  # float64, float32, or autocast (bfloat16)
+    wide: bool = False  # gradients are summed in float64
+    noise: bool = False  # the noise scale is measured
+    loader: str = "list"  # list, generator, iterator, DataLoader, workers, stream, stateful, refilled, array refilled
 
     def __str__(self) -> str:
         return f"Scenario({', '.join(_changed(self))})"

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.torch import Blocks, TrainStep
-from tests.fuzz.loaders import loader_of, parts_of_batch
+from tests.fuzz.loaders import loader_of
 from tests.fuzz.problem import (
     OPTIMIZERS,
     SCHEDULES,
     Gone,
     Injected,
     Model,
-    halve,
+    limit,
     loss_of,
     parts_of,
     rows_of,
@@ -28,8 +28,6 @@ from tests.fuzz.problem import (
 from tests.fuzz.scenario import MicroBatch, Scenario
 from tests.fuzz.wrapper_runs import RANKS_SEED, apart, autocast, buffers_of, freeze, saved, several, state_of, whole
 from tests.reference import relative_error
-
-__all__ = ["run_train_step"]
 
 LOSS_FNS: dict[str, dict[str, Any]] = {
     "rows": {},
@@ -75,7 +73,7 @@ class _Split:
             self.fails_to_step = False
             raise Injected
         if self.scenario.hook == "step":
-            halve(optimizer)
+            limit(optimizer)
 
     def _loss(self) -> dict[str, Any]:
         scenario = self.scenario
@@ -185,7 +183,7 @@ class _Ordinary:
             return losses[0]
         closure()
         if self.scenario.hook == "step":
-            self._every(halve)
+            self._every(limit)
         self._every(lambda optimizer: optimizer.step())
         for schedule in self.schedules:
             schedule.step()
@@ -224,7 +222,7 @@ def run_train_step(scenario: Scenario, rank: int, flipped: tuple[int, ...] = ())
     ]
     for number, handed in enumerate(loader_of(scenario.loader, data[rank])):
         batches, ones = [own[number] for own in data], [own[number] for own in batches_of]
-        one, (given, targets, _) = ones[rank], parts_of_batch(handed)
+        one, (given, targets, _) = ones[rank], handed
         if one.event == "eval":
             run.used.eval()
             run.model.fault.calm()

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.torch.optim import Optimizer
-from tests.fuzz.loaders import loader_of, parts_of_batch
-from tests.fuzz.problem import OPTIMIZERS, SCHEDULES, Gone, Injected, Model, halve, loss_of, parts_of, rows_of
+from tests.fuzz.loaders import loader_of
+from tests.fuzz.problem import OPTIMIZERS, SCHEDULES, Gone, Injected, Model, limit, loss_of, parts_of, rows_of
 from tests.fuzz.scenario import MicroBatch, Scenario
 from tests.reference import relative_error
-
-__all__ = ["apart", "autocast", "buffers_of", "freeze", "run_wrapper", "saved", "several", "state_of", "whole"]
 
 RANKS_SEED = 500
 Epoch = tuple[MicroBatch, ...]
@@ -57,7 +55,7 @@ def saved(states: Any) -> Any:
     file = io.BytesIO()
     torch.save(states, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=True)
 
 
 def autocast(scenario: Scenario) -> Any:
@@ -74,6 +72,16 @@ def weight_in_window(scenario: Scenario, one: MicroBatch) -> float:
     if scenario.way in ("plain", "closure"):
         return 1.0
     return one.rows if one.weight is None else one.weight
+
+
+def weights_of_terms(scenario: Scenario, one: MicroBatch) -> list[float]:
+    """What each loss by name is a mean over: they differ."""
+    return [weight_in_window(scenario, one), *(one.rows + 1.0 for _ in range(1, scenario.losses))]
+
+
+def overflows(scenario: Scenario, one: MicroBatch) -> int:
+    """Which of the losses is infinite."""
+    return one.rows % scenario.losses
 
 
 def seed_of(rank: int, number: int, i: int) -> int:
@@ -104,8 +112,12 @@ class _Wrapped:
             optimizer.register_step_pre_hook(self._before_update)
             self.optimizers.append(optimizer)
         self.fails_to_step = False
+        self.finished: list[list[Any]] = [[] for _ in self.optimizers]  # of each update: loss, and norm before clipping
+        self.trace: list[tuple[bool, int, int, bool]] = []
+        """Of each step: whether it closes its window; updates, micro-batches in the open window, `updated` after it."""
         kind = scenario.schedule
-        self.schedules = [SCHEDULES[kind](optimizer) for optimizer in self.optimizers if kind]
+        around = [optimizer.inner if scenario.seed % 2 else optimizer for optimizer in self.optimizers]
+        self.schedules = [SCHEDULES[kind](optimizer) for optimizer in around if kind]
         # The loop's body does not see an update that a skipped last batch, or another rank, makes after it.
         last = {epoch[-1].event for epoch in scenario.epochs}
         self.in_hook = bool(scenario.engine or (scenario.way.startswith("batches") and last - {"", "save", "eval"}))
@@ -127,8 +139,11 @@ class _Wrapped:
         if self.fails_to_step:
             self.fails_to_step = False
             raise Injected
+        if not self.scenario.engine:
+            loss, norm = optimizer.loss, optimizer.grad_norm
+            self.finished[self.optimizers.index(optimizer)].append((loss, norm))
         if self.scenario.hook == "step":
-            halve(optimizer)
+            limit(optimizer)
 
     def resumed(self) -> _Wrapped:
         """A new run that goes on from this one's files."""
@@ -136,6 +151,7 @@ class _Wrapped:
         parts = [self.model, *self.optimizers, *self.schedules, self.scaler]
         states = save([part.state_dict() for part in parts])
         new = _Wrapped(self.scenario)
+        new.finished, new.trace = self.finished, self.trace
         for part, state in zip([new.model, *new.optimizers, *new.schedules, new.scaler], states, strict=True):
             part.load_state_dict(state)
         return new
@@ -147,6 +163,8 @@ class _Wrapped:
         if one.event == "skip":
             return
         for optimizer in self.optimizers:
+            if one.event == "reload":
+                optimizer.load_state_dict(saved(optimizer.state_dict()))
             optimizer.zero_grad()
         if one.event == "eval":
             self.used.eval()
@@ -167,6 +185,7 @@ class _Wrapped:
         finally:
             self.model.fault.calm()
         self.fails_to_step = one.event == "step error"
+        closes = [optimizer.closes_next for optimizer in self.optimizers] if self.scenario.way != "closure" else []
         for optimizer in self.optimizers:
             if self.scenario.way != "closure":
                 with contextlib.suppress(Injected):
@@ -174,9 +193,12 @@ class _Wrapped:
             if self.schedules and optimizer.updated and not self.in_hook:
                 self.schedules[self.optimizers.index(optimizer)].step()
         self.fails_to_step = False
+        self.trace += [(c, o.updates, o.micro_batches, o.updated) for c, o in zip(closes, self.optimizers)]
         self.scaler.update()
         if one.event == "zero_grad":
             self.model.zero_grad()
+        for optimizer in self.optimizers if one.event == "discard" else []:
+            optimizer.discard()
 
     def flush(self) -> None:
         """Close all windows."""
@@ -190,19 +212,35 @@ class _Wrapped:
             self.fails_to_step = one.event == "step error"
             optimizer.step(lambda: self._loss(one, x, y, backward=True))
             return
+        weight = weight_in_window(scenario, one) if scenario.way == "backward" else None
+        if one.event == "by hand":
+            self._by_hand(one, x, y, weight)
+            return
+        if scenario.way == "names":
+            losses = [self.scaler.scale(self._loss(one, x, y, part)) for part in range(scenario.losses)]
+            optimizer.backward(dict(enumerate(zip(losses, weights_of_terms(scenario, one), strict=True))))
+            return
         for part in range(scenario.losses):
             loss = self.scaler.scale(self._loss(one, x, y, part))
-            if scenario.way == "backward":
-                optimizer.backward(loss, weight=weight_in_window(scenario, one))
-            elif scenario.way == "batches backward":
-                optimizer.backward(loss)
+            if scenario.way.endswith("backward"):
+                optimizer.backward(loss, weight)
             else:
                 loss.backward()
+
+    def _by_hand(self, one: MicroBatch, x: Tensor, y: Tensor, weight: float | None) -> None:
+        losses = [self.scaler.scale(self._loss(one, x, y, part)) for part in range(self.scenario.losses)]
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        found = dict(zip(trained, torch.autograd.grad(sum(losses), trained, allow_unused=True), strict=True))  # type: ignore[arg-type]
+        for optimizer in self.optimizers:
+            own = [p for group in optimizer.param_groups for p in group["params"]]
+            by_parameter = {p: found[p] for p in own if found.get(p) is not None}
+            optimizer.add_gradients([found.get(p) for p in own] if self.scenario.seed % 2 else by_parameter, weight)
 
     def _loss(self, one: MicroBatch, x: Tensor, y: Tensor, part: int = 0, backward: bool = False) -> Tensor:
         with autocast(self.scenario):
             loss = loss_of(self.scenario, self.used, x, y, one.head, part)
-        loss = loss * float("inf") if one.event == "inf" else loss
+        if one.event == "inf" and part == overflows(self.scenario, one):
+            loss = loss * float("inf" if self.scenario.seed % 2 else "nan")
         if backward:
             loss.backward()
         return loss
@@ -223,52 +261,79 @@ class ByHand:
         self.parts = parts_of(scenario, self.model)
         self.plain = [OPTIMIZERS[scenario.optimizer](part) for part in self.parts]
         self.schedules = [SCHEDULES[scenario.schedule](optimizer) for optimizer in self.plain if scenario.schedule]
-        self.windows: list[list[tuple[float, float, list[Tensor | None]]]] = [[] for _ in self.plain]
-        """Of each optimizer: weight, loss and gradients of each micro-batch; an infinite loss left out."""
+        self.windows: list[list[list[tuple[float, float, list[Tensor | None]]]]] = [[] for _ in self.plain]
+        """Of each optimizer, of each micro-batch, of each loss by name: weight, loss and gradients."""
         self.epochs, self.in_epoch = 0, False
         self.number = 0
         """Of the epoch that runs, whether or not it has a pass."""
         self.updates = [0 for _ in self.plain]
-        self.losses: list[float | None] = [None for _ in self.plain]
+        self.finished: list[list[tuple[float, Any]]] = [[] for _ in self.plain]
+        """Of each update: the window's mean loss, NaN where it isn't known, and the gradient's norm."""
+        self.trace: list[tuple[bool, int, int, bool]] = []
+        self.halvings = 0
 
-    def micro_batch(self, one: MicroBatch, x: Tensor, y: Tensor, seed: int) -> None:
-        """Its passes."""
+    def micro_batch(self, one: MicroBatch, x: Tensor, y: Tensor, seed: int) -> bool:
+        """Its passes. Returns whether they are counted."""
         if one.event == "skip":
-            return
+            return False
         scenario = self.scenario
         if one.event == "freeze":
             freeze(self.model)
         torch.manual_seed(seed)
-        loss: Any = 0.0
+        named = scenario.way == "names"
+        losses: list[Any] = []
         for part in range(scenario.losses):
             if one.event in ("forward error", "oom"):
                 with torch.no_grad():
                     self.model(x, one.head)
-                return  # up to the fault, the trunk moves its buffers
+                return False  # up to the fault, the trunk moves its buffers
             with autocast(scenario):
-                loss = loss + loss_of(scenario, self.model, x, y, one.head, part)
+                losses.append(loss_of(scenario, self.model, x, y, one.head, part))
             if one.event in ("backward error", "backward oom"):
-                self.windows = [[] for _ in self.plain]
-                return
-        weight = weight_in_window(scenario, one)
-        left_out = one.event == "inf" and bool(weight) and scenario.nonfinite == "skip_micro_batch"
-        if one.event == "inf" and weight:
-            weight = 0.0 if left_out else float("inf")
+                self.discard()
+                return False
+        weights = weights_of_terms(scenario, one)
+        if not named:
+            losses, weights = [sum(losses)], weights[:1]
         self.in_epoch = True
+        infinite = one.event == "inf" and weights[overflows(scenario, one) if named else 0] > 0
+        left_out = infinite and scenario.nonfinite == "skip_micro_batch"
+        if infinite:
+            weights = [0.0 if left_out else float("inf") for _ in weights]
+            unseen = [all(weight < float("inf") for terms in window for weight, *_ in terms) for window in self.windows]
+            self.halvings += left_out or any(unseen)
+        for window in self.windows:
+            window.append([])
+        for loss, weight in zip(losses, weights, strict=True):
+            self.model.zero_grad()
+            loss.backward()
+            for part, window in zip(self.parts, self.windows, strict=True):
+                by_hand = one.event == "by hand"
+                nothing = left_out or (by_hand and not weight)  # as without its rows
+                gradients = [None if nothing else p.grad for p in part]
+                known = float("nan") if by_hand else loss.item()
+                window[-1].append((weight, known, gradients))
         self.model.zero_grad()
-        loss.backward()
-        for part, window in zip(self.parts, self.windows, strict=True):
-            window.append((weight, loss.item(), [None if left_out else p.grad for p in part]))  # as without its rows
-        self.model.zero_grad()
+        return True
 
-    def close_full(self, one: MicroBatch, with_batches: bool, is_last: bool) -> None:
+    def discard(self) -> None:
+        self.windows = [[] for _ in self.plain]
+
+    def close_full(self, one: MicroBatch, counted: bool, with_batches: bool, is_last: bool) -> None:
         """After a micro-batch: the windows that are full, or that it ends."""
         for number, window in enumerate(self.windows):
-            steps = steps_of(self.scenario, number, self.epochs, self.updates[number])
-            if window and (len(window) >= steps or (is_last and with_batches)):
+            before = self.updates[number]
+            steps = steps_of(self.scenario, number, self.epochs, before)
+            closes = bool(window) and (len(window) >= steps or (is_last and with_batches))
+            if closes:
                 self.close(number, fails=one.event == "step error")
+            if counted and self.scenario.way != "closure":
+                now = self.updates[number]
+                self.trace.append((closes, now, len(self.windows[number]), now > before))
         if one.event == "flush":
             self.flush(ends_epoch=not with_batches)
+        if one.event == "discard" or (one.event == "break" and with_batches):
+            self.discard()
 
     def flush(self, ends_epoch: bool) -> None:
         for number, _ in enumerate(self.windows):
@@ -281,21 +346,26 @@ class ByHand:
         """Make the update of a window."""
         scenario, window = self.scenario, self.windows[number]
         self.windows[number] = []
-        total = sum(weight for weight, _, _ in window)
-        if not 0 < total < float("inf") or fails:
+        if fails or not 0 < sum(weight for terms in window for weight, *_ in terms) < float("inf"):
             return
-        divisor = total
-        if scenario.loss == "sum":
-            divisor = total if self.is_weighed else 1.0
-            window = [(float(weight > 0), loss, gradients) for weight, loss, gradients in window]
-        self.losses[number] = sum(weight * loss for weight, loss, _ in window) / divisor
-        for i, parameter in enumerate(self.parts[number]):
-            terms = [(weight, gradients[i]) for weight, _, gradients in window if gradients[i] is not None]
-            parameter.grad = sum(weight / divisor * gradient for weight, gradient in terms) if terms else None
+        mean, gradients = 0.0, [[] for _ in self.parts[number]]  # type: ignore[var-annotated]
+        for terms in zip(*window, strict=True):
+            divisor = sum(weight for weight, *_ in terms) or 1.0
+            if scenario.loss == "sum":
+                divisor = divisor if self.is_weighed else 1.0
+                terms = tuple((float(weight > 0), *found) for weight, *found in terms)  # type: ignore[misc]
+            mean += sum(weight * loss for weight, loss, _ in terms) / divisor
+            for weight, _, found in terms:
+                for own, gradient in zip(gradients, found, strict=True):
+                    own.extend([] if gradient is None else [weight / divisor * gradient])
+        for parameter, own in zip(self.parts[number], gradients, strict=True):
+            parameter.grad = sum(own) if own else None
+        norm = None
         if scenario.clip is not None:
-            nn.utils.clip_grad_norm_(self.parts[number], scenario.clip)
+            norm = nn.utils.clip_grad_norm_(self.parts[number], scenario.clip)
+        self.finished[number].append((mean, norm))
         if scenario.hook == "step":
-            halve(self.plain[number])
+            limit(self.plain[number])
         self.plain[number].step()
         if self.schedules:
             self.schedules[number].step()
@@ -308,7 +378,7 @@ class ByHand:
             return False
         ranks = self.scenario.epochs, self.scenario.others
         ones = [one for epochs in ranks for epoch in epochs[self.number : self.number + 1] for one in epoch]
-        return self.scenario.way == "backward" or any(one.weight is not None for one in ones)
+        return self.scenario.way in ("backward", "names") or any(one.weight is not None for one in ones)
 
 
 def _expected(scenario: Scenario, data: list[list[list[Any]]]) -> ByHand:
@@ -321,8 +391,10 @@ def _expected(scenario: Scenario, data: list[list[list[Any]]]) -> ByHand:
         oracle.number = number
         if len(own) == 1:
             for i, one in enumerate(own[0]):
-                oracle.micro_batch(one, *data[0][number][i][:2], seed_of(0, number, i))
-                oracle.close_full(one, with_batches, is_last=i + 1 == len(own[0]))
+                counted = oracle.micro_batch(one, *data[0][number][i][:2], seed_of(0, number, i))
+                oracle.close_full(one, counted, with_batches, is_last=i + 1 == len(own[0]))
+                if one.event == "break":
+                    break
             oracle.flush(ends_epoch=True)
             continue
         for window in _windows_of_ranks(scenario, own):
@@ -366,9 +438,16 @@ def run_wrapper(scenario: Scenario, rank: int) -> dict[str, float]:
     found["updates"] = float(sum(abs(o.updates - n) for o, n in zip(run.optimizers, oracle.updates, strict=True)))
     if scenario.engine:
         return found
-    loss = run.optimizers[0].loss
-    if loss is not None and run.optimizers[0].updated and oracle.losses[0] is not None:
-        found["loss"] = abs(loss.item() / oracle.losses[0] - 1)
+    found["trace"] = float(run.trace != oracle.trace)
+    for seen, right in zip(run.finished, oracle.finished, strict=True):
+        for (loss, norm), (mean, whole_norm) in zip(seen, right):
+            if scenario.way.endswith("backward") or scenario.way == "names":
+                error = abs(loss.item() / mean - 1) if mean == mean else 0.0
+                found["loss"] = max(error, found.get("loss", 0.0))
+            if scenario.dtype == "float64":
+                found["norm"] = max(apart([norm], [whole_norm]), found.get("norm", 0.0))
+    if scenario.scaler == 1000:  # it doesn't grow
+        found["scale"] = abs(run.scaler.get_scale() * 2**oracle.halvings / 256 - 1)
     for optimizer, plain in zip(run.optimizers, oracle.plain, strict=True):
         if scenario.dtype == "float64":  # in narrower ones the promise is about parameters
             found["state"] = max(apart(state_of(optimizer), state_of(plain)), found.get("state", 0.0))
@@ -392,7 +471,7 @@ def _epoch(run: _Wrapped, scenario: Scenario, epoch: Epoch, data: list[Any], ran
     with_batches = scenario.way.startswith("batches")
     weight: Any = None
     if any(one.weight is not None for one in epoch):
-        weight = lambda batch: weight_in_window(scenario, epoch[parts_of_batch(batch)[2]])  # noqa: E731
+        weight = lambda batch: weight_in_window(scenario, epoch[int(batch[2])])  # noqa: E731
     faults = [i for i, one in enumerate(epoch) if one.event == "loader error"]
     first, state = 0, None
     loader = loader_of(scenario.loader, data, faults, Injected())
@@ -405,15 +484,18 @@ def _epoch(run: _Wrapped, scenario: Scenario, epoch: Epoch, data: list[Any], ran
         first = len(epoch)
         try:
             for batch in batches:
-                x, y, i = parts_of_batch(batch)
+                x, y, i = batch[0], batch[1], int(batch[2])
                 run.micro_batch(epoch[i], x, y, seed_of(rank, number, i))
                 if epoch[i].event == "flush":
                     run.flush()
                 if epoch[i].event == "save" and i + 1 < len(epoch):
-                    state = batches.state_dict() if with_batches and not faults else None
+                    has_place = with_batches and not faults and (scenario.lengths or scenario.seed % 2)
+                    state = batches.state_dict() if has_place else None
                     run, first = run.resumed(), i + 1
                     if not faults:
                         loader = loader_of(scenario.loader, data if state is not None else data[first:])
+                    break
+                if epoch[i].event == "break":
                     break
         except Injected:  # the loader's: it goes on
             first, state = 0, None

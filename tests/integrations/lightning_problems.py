@@ -14,7 +14,7 @@ with warnings.catch_warnings():
 
     from gradaccum.integrations.lightning import GradientAccumulation
 
-__all__ = ["MARKS", "GradientAccumulation", "Scaled", "lightning", "quiet_trainer"]
+__all__ = ["MARKS", "GradientAccumulation", "SaveAt", "Scaled", "lightning", "quiet_trainer"]
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -36,6 +36,17 @@ class Scaled(MixedPrecision):
 
     def autocast_context_manager(self):
         return contextlib.nullcontext()
+
+
+class SaveAt(lightning.Callback):
+    """Saves in the second epoch, after this batch."""
+
+    def __init__(self, index, path):
+        self.index, self.path = index, path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if index == self.index and trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
 
 
 def quiet_trainer(**keywords):

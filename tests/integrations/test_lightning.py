@@ -13,7 +13,7 @@ from gradaccum import WindowError
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.documents import ROOT
-from tests.integrations.lightning_problems import MARKS, GradientAccumulation, Scaled, lightning, quiet_trainer
+from tests.integrations.lightning_problems import MARKS, GradientAccumulation, SaveAt, Scaled, lightning, quiet_trainer
 from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
 from tests.torch.problems import adam, classes, mse, network, regression, sgd
 
@@ -28,8 +28,6 @@ with warnings.catch_warnings():
         TQDMProgressBar,
         WeightAveraging,
     )
-
-    from tests.integrations.distributed.lightning_cases import SaveAt
 
 pytestmark = MARKS
 

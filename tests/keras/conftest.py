@@ -35,15 +35,6 @@ if BACKEND == "tensorflow":
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 
 
-# Warnings of the frameworks' own making, about each other; all others are errors.
-IGNORED = ["ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"]
-
-
-def pytest_configure(config):
-    for line in IGNORED:
-        config.addinivalue_line("filterwarnings", line)
-
-
 @pytest.fixture(scope="session")
 def fresh_process():
     """Runs a page or a script in a process that has imported Keras and done nothing else: see `forked`."""
@@ -86,6 +77,15 @@ def float64():
 @pytest.fixture
 def bound(float64):
     """The relative error that is allowed, in double precision."""
+    return 1e-12
+
+
+@pytest.fixture
+def exact(float64, monkeypatch):
+    """Lets Keras compute in float64 on JAX and PyTorch, too. Yields the error that is then allowed."""
+    from keras.src.backend.common import dtypes
+
+    monkeypatch.setitem(dtypes.BIT64_TO_BIT32_DTYPE, "float64", "float64")
     return 1e-12
 
 

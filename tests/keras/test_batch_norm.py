@@ -1,4 +1,4 @@
-"""What BatchNormalization does in micro-batches."""
+"""BatchNormalization in micro-batches: it is named, and does what `batch_norm` says; `"exact"` is the large batch's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 from keras import layers
 
-from gradaccum.keras.micro_batched import micro_batched
-from tests.keras.problems import compiled_on, slow, slow_where_compiled
-from tests.keras.train_step.test_micro_batched import BACKEND, ROWS, TAGS, TOKENS, X, crossentropy, run
+from gradaccum import NotEquivalentError
+from gradaccum.keras import chunked, micro_batched
+from gradaccum.keras.callbacks import GradientAccumulation
+from gradaccum.keras.optimizers import BatchOptimizer, Optimizer
+from tests.keras.marks import BACKEND, compiled_on, slow, slow_where_compiled
+from tests.keras.problems import ACTIVITY, sgd
+from tests.keras.train_step.cases import crossentropy, mse, run
+from tests.keras.train_step.data import BATCH, MICRO, ROWS, TAGS, TOKENS, X
 from tests.reference import relative_error
+
+random = np.random.default_rng(0)
+SHIFTED = X * np.arange(1, 6) + np.arange(ROWS)[:, None]  # micro-batches differ in their means
 
 
 @pytest.fixture
@@ -22,7 +30,8 @@ def bound(float64):
 
 
 def normalised(**kwargs):
-    # The first layer: what it sees doesn't depend on the weights, so plain `fit` tells its statistics.
+    # The first layer: what it sees doesn't depend on the weights.
+    keras.utils.set_random_seed(0)
     return keras.Sequential(
         [layers.Input((5,)), layers.BatchNormalization(name="bn", momentum=0.9, **kwargs), layers.Dense(3)]
     )
@@ -33,34 +42,59 @@ def moving(model):
     return [keras.ops.convert_to_numpy(v) for v in (bn.moving_mean, bn.moving_variance)]
 
 
-def mse():
-    return {"loss": "mse"}
+def wrapped(model, callbacks=()):
+    model.compile(optimizer=Optimizer(sgd(), 2), loss="mse", jit_compile=False)
+    model.fit(X, X[:, :3], batch_size=11, verbose=0, callbacks=list(callbacks))
 
 
-def test_batch_norm_is_named_in_a_warning_unless_it_is_chosen_or_frozen():
-    with pytest.warns(UserWarning, match="'bn'.*batch_norm="):
-        micro_batched(normalised(), 4)
-    for choice in ("micro", "pooled", "frozen"):
-        micro_batched(normalised(), 4, batch_norm=choice)
+NAMING = {
+    "a wrapped optimizer": wrapped,
+    "a wrapped optimizer with the callback": lambda model: wrapped(model, [GradientAccumulation()]),
+    "BatchOptimizer": lambda model: BatchOptimizer(sgd(), 4, 8, 16, model),
+    "micro_batched": lambda model: micro_batched(model, 4),
+    "chunked": lambda model: chunked(model, 4),
+}
+
+
+@slow_where_compiled
+@pytest.mark.parametrize("use", NAMING)
+def test_batch_norm_is_named_in_one_warning_unless_it_is_frozen(use):
+    model = normalised()
+    with pytest.warns(UserWarning, match="BatchNormalization normalises each micro-batch by itself.*: 'bn'") as seen:
+        NAMING[use](model)
+    assert len([one for one in seen if "BatchNormalization" in str(one.message)]) == 1
     model = normalised()
     model.get_layer("bn").trainable = False
-    micro_batched(model, 4)
+    NAMING[use](model)
 
 
-def test_micro_moves_the_statistics_with_every_micro_batch():
-    model, _ = run(normalised, mse, X, X[:, :3], 4, batch_norm="micro", epochs=1, batch_size=8, steps_per_epoch=1)
-    mean = np.zeros(5)
-    for rows in (X[:4], X[4:8]):
-        mean = 0.9 * mean + 0.1 * rows.mean(0)
-    assert relative_error(moving(model)[:1], [mean]) < 1e-6
+WORDS = {
+    # (rows of a micro-batch; pieces of each batch by whose statistics plain Keras' move in the same way)
+    "pooled": (MICRO, [BATCH]),
+    "pooled over micro-batches of 2": (2, [BATCH]),
+    "pooled over one": (100, [BATCH]),
+    "micro": (MICRO, [4, 4, 3]),
+    "frozen": (MICRO, []),
+}
+SHELLS = [(shell, word) for shell in ("micro_batched", "chunked") for word in WORDS]
+OFTEN = {
+    "jax": [("micro_batched", word) for word in ("pooled", "micro", "frozen")],
+    "tensorflow": [("micro_batched", "micro"), *(("chunked", word) for word in ("pooled", "micro", "frozen"))],
+}.get(BACKEND, SHELLS)
 
 
-@compiled_on("jax")
-@pytest.mark.parametrize("size", [slow(2), 4, slow(100)])
-def test_pooled_statistics_are_the_full_batchs(bound, size):
-    shifted = X * np.arange(1, 6) + np.arange(ROWS)[:, None]  # micro-batches differ in their means
-    ours, _ = run(normalised, mse, shifted, X[:, :3], size, batch_norm="pooled")
-    plain, _ = run(normalised, mse, shifted, X[:, :3])
+@pytest.mark.parametrize(("shell", "word"), [pair if pair in OFTEN else slow(*pair) for pair in SHELLS])
+def test_moving_statistics_go_by_the_word(shell, word, bound):
+    (size, pieces), choice = WORDS[word], word.partition(" ")[0]
+    ours, plain = normalised(), normalised()
+    if shell == "chunked":
+        chunked(ours, size, batch_norm=choice, verify=False)
+    else:
+        micro_batched(ours, size, batch_norm=choice, verify=False).compile(optimizer=sgd(), loss="mse")
+    for batch in (SHIFTED[:BATCH], SHIFTED[BATCH:]):
+        ours(batch, training=True) if shell == "chunked" else ours.train_on_batch(batch, batch[:, :3])
+        for piece in np.split(batch, np.cumsum(pieces)[:-1]) if pieces else ():
+            plain(piece, training=True)
     assert relative_error(moving(ours), moving(plain)) <= bound
     assert ours.get_layer("bn").momentum == 0.9, "the layer is left as it was"
     assert "call" not in vars(ours.get_layer("bn"))
@@ -85,19 +119,20 @@ def test_pooled_statistics_heed_masks(bound):
 
 
 @compiled_on("jax")
-def test_frozen_normalises_by_the_moving_statistics_and_leaves_them(bound):
-    ours, _ = run(normalised, mse, X, X[:, :3], 4, batch_norm="frozen", epochs=1)
-    assert relative_error(moving(ours), [np.zeros(5), np.ones(5)]) == 0
-
+def test_frozen_normalises_by_the_moving_statistics(bound):
     class Inference(layers.BatchNormalization):
         def call(self, inputs, training=None, mask=None):
             return super().call(inputs, training=False, mask=mask)
 
     def inference():
+        keras.utils.set_random_seed(0)
         return keras.Sequential([layers.Input((5,)), Inference(name="bn", momentum=0.9), layers.Dense(3)])
 
+    ours, _ = run(normalised, mse, X, X[:, :3], 4, batch_norm="frozen", epochs=1)
     plain, _ = run(inference, mse, X, X[:, :3], epochs=1)
     assert relative_error(ours.get_weights(), plain.get_weights()) <= bound
+    parts, whole = chunked(normalised(), 4, batch_norm="frozen", verify=False), normalised()
+    assert relative_error([parts(X, training=True)], [whole(X, training=False)]) <= bound
 
 
 @compiled_on("jax")
@@ -113,3 +148,134 @@ def test_pooling_what_cannot_be_pooled_is_refused():
         return  # Keras before 3.14
     with pytest.raises(ValueError, match="renorm=True.*'bn'"):
         run(lambda: normalised(renorm=True), mse, X, X[:, :3], 4, batch_norm="pooled")
+
+
+# `batch_norm="exact"`: the large batch's updates, with BatchNormalization over all of its rows.
+
+PICTURES = random.normal(size=(ROWS, 4, 4, 2)) + np.arange(ROWS)[:, None, None, None] / ROWS
+Y = random.normal(size=(ROWS, 3))
+
+
+def norm(x, **options):
+    return layers.BatchNormalization(momentum=0.8, beta_initializer="ones", **options)(x)
+
+
+def small():
+    first = [layers.Input((4, 4, 2)), layers.Flatten(), layers.Dense(4, use_bias=False)]
+    return keras.Sequential([*first, layers.BatchNormalization(name="bn"), layers.Dense(3)])
+
+
+def masked():
+    inputs, mask = layers.Input((4, 2)), layers.Input((4,), dtype="bool")
+    h = layers.BatchNormalization(momentum=0.8)(inputs, mask=mask)
+    return keras.Model([inputs, mask], layers.GRU(3)(layers.Dense(3, activation="tanh")(h)))
+
+
+SHOWN = random.random((ROWS, 4)) < 0.7
+SHOWN[:, 0] = True
+EXACT = {
+    "a small model": (small, PICTURES, {}),
+    "a small model, compiled by XLA": (small, PICTURES, {"jit_compile": BACKEND != "torch"}),
+    "a mask that is an argument": (masked, [random.normal(size=(ROWS, 4, 2)), SHOWN], {}),
+}
+
+
+@compiled_on("tensorflow")
+@pytest.mark.parametrize("case", [case if case == "a small model" else slow(case) for case in EXACT])
+def test_updates_and_moving_statistics_are_the_large_batchs(exact, case):
+    make, x, how = EXACT[case]
+    found = []
+    for model, options in (
+        (make, {"run_eagerly": BACKEND == "tensorflow"}),
+        (lambda: micro_batched(make(), MICRO, batch_norm="exact"), {"jit_compile": BACKEND == "jax", **how}),
+    ):
+        keras.utils.set_random_seed(0)
+        model = model()
+        model.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.9), loss="mse", **options)
+        history = model.fit(x, Y, batch_size=BATCH, shuffle=False, verbose=0)
+        found.append([*model.get_weights(), np.array(history.history["loss"])])
+    assert relative_error(*found[::-1]) <= exact
+
+
+@compiled_on("tensorflow")
+def test_dropout_is_replayed_in_its_segment(exact):
+    keras.utils.set_random_seed(0)
+    drop = layers.Dropout(0.5, seed=1)
+    model = keras.Sequential([layers.Input((5,)), layers.BatchNormalization(scale=False, center=False), drop])
+    chunked(model, MICRO, batch_norm="exact", verify=False)
+    x = keras.ops.convert_to_tensor(np.ones((8, 5)) * np.arange(8)[:, None])
+    outputs = keras.ops.convert_to_numpy(model(x, training=True))
+    kept = outputs != 0
+    assert 0.2 < kept.mean() < 0.8
+    assert not np.array_equal(kept[:4], kept[4:])
+    expected = (x - 3.5) / np.sqrt(5.25 + 1e-3) * 2
+    assert relative_error([outputs], [np.where(kept, expected, 0)]) <= exact
+
+
+@slow_where_compiled
+def test_evaluation_runs_in_micro_batches_by_the_moving_statistics_and_words_can_be_changed_again():
+    x, plain = PICTURES.astype("float32"), small()
+    model = micro_batched(small(), MICRO, batch_norm="pooled")
+    model.set_weights(plain.get_weights())
+    micro_batched(model, MICRO, batch_norm="exact")
+    assert "train_step" not in vars(model)
+    assert relative_error([model(x, training=False)], [plain(x, training=False)]) < 1e-6
+    micro_batched(model, MICRO, batch_norm="pooled")
+    assert "call" not in vars(model)
+
+
+class Own(layers.Layer):
+    def __init__(self):
+        super().__init__(name="own")
+        self.norm = layers.BatchNormalization(name="hidden")
+
+    def call(self, x):
+        return self.norm(x)
+
+
+class Subclassed(keras.Model):
+    def call(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: Subclassed(name="mine"), {}, "needs a functional or sequential model.*Subclassed 'mine'"),
+        (lambda: keras.Sequential([layers.Input((3,)), Own()]), {}, "can't cut Own 'own' at 'hidden' inside of it"),
+        (small, {"keep": 1}, "keep=1"),
+    ],
+    ids=["subclassed", "own layer", "keep"],
+)
+def test_what_cannot_be_cut_is_refused_by_name(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        chunked(make(), MICRO, batch_norm="exact", **options)
+
+
+@pytest.mark.skipif(ACTIVITY is None, reason="sums over rows before Keras 3.14")
+@slow_where_compiled
+def test_losses_of_layers_are_refused():
+    inside = [layers.Dense(2, activity_regularizer="l2"), layers.BatchNormalization()]
+    with pytest.raises(ValueError, match="adds losses in its forward pass"):
+        chunked(keras.Sequential([layers.Input((5,)), *inside]), MICRO, batch_norm="exact")(X, training=True)
+
+
+class Centred(layers.Layer):
+    """Takes the mean over its rows away: no micro-batch has the large batch's."""
+
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0, keepdims=True)
+
+
+@slow_where_compiled
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_in_bfloat16_a_bias_before_it_is_rounding_and_what_mixes_rows_is_still_refused(seed):
+    keras.utils.set_random_seed(seed)
+    inside = [layers.Dense(6), layers.BatchNormalization(), layers.Activation("tanh"), layers.Dense(3)]
+    inside = [type(layer).from_config({**layer.get_config(), "dtype": "mixed_bfloat16"}) for layer in inside]
+    x = PICTURES.reshape(ROWS, -1)[:8].astype("float32")
+    exact = chunked(keras.Sequential([layers.Input((32,)), *inside]), 3, batch_norm="exact")
+    assert exact(x, training=True).shape == (8, 3)
+    mixing = [*inside[:2], Centred(name="attend", dtype="mixed_bfloat16"), inside[3]]
+    with pytest.raises(NotEquivalentError, match="(?s)(5%|0.05) allowed.*'attend' .Centred. mixes rows"):
+        chunked(keras.Sequential([layers.Input((32,)), *mixing]), 3, batch_norm="exact")(x, training=True)

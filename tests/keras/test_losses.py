@@ -9,7 +9,7 @@ from keras import layers, ops
 
 from gradaccum.keras import chunked
 from gradaccum.keras.losses import info_nce
-from tests.keras.problems import BACKEND, compiled_on, slow, slow_where_compiled
+from tests.keras.marks import BACKEND, compiled_on, slow, slow_where_compiled
 from tests.reference import relative_error
 
 ROWS, COLUMNS = 23, 31
@@ -38,35 +38,24 @@ class Loss(layers.Layer):
 
     def __init__(self, loss):
         super().__init__()
-        self.loss = loss
-        shapes = {"a": A, "b": B, "scale": np.array(0.7)}
-        for name, value in shapes.items():
-            setattr(self, name, self.add_weight(shape=value.shape, name=name))
-            getattr(self, name).assign(value)
+        self.loss, values = loss, (A, B, np.array(0.7))
+        self.parts = [self.add_weight(shape=value.shape, name=name) for value, name in zip(values, "abt")]
+        for part, value in zip(self.parts, values):
+            part.assign(value)
 
     def call(self, inputs):
-        loss = self.loss(ops.convert_to_tensor(self.a), ops.convert_to_tensor(self.b), ops.exp(-self.scale))
-        return inputs + loss
+        a, b, scale = map(ops.convert_to_tensor, self.parts)
+        return inputs + self.loss(a, b, ops.exp(-scale))
 
 
 def gradients(loss, **how):
-    """By an update of SGD at rate 1: what the weights have moved by, and the loss."""
-    inputs = layers.Input((1,))
-    layer = Loss(loss)
+    """By an update of SGD at rate 1: what the weights have moved by."""
+    inputs, layer = layers.Input((1,)), Loss(loss)
     model = keras.Model(inputs, layer(inputs))
     model.compile(keras.optimizers.SGD(1.0), loss=lambda y, outputs: ops.mean(outputs, axis=-1), **how)
     before = model.get_weights()
     model.fit(np.zeros((1, 1)), np.zeros((1, 1)), verbose=0)
-    return [*(a - b for a, b in zip(before, model.get_weights()))]
-
-
-@pytest.fixture
-def exact(float64, monkeypatch):
-    """Lets Keras compute in float64 on JAX and PyTorch, too. Yields the error that is then allowed."""
-    from keras.src.backend.common import dtypes
-
-    monkeypatch.setitem(dtypes.BIT64_TO_BIT32_DTYPE, "float64", "float64")
-    return 1e-12
+    return [a - b for a, b in zip(before, model.get_weights())]
 
 
 CASES = [
@@ -127,6 +116,12 @@ def test_half_precision_is_summed_in_single(exact):
     assert abs(float(value) - float(expected)) < 1e-6
 
 
+FLOAT_IDS = (
+    "ids, which are integers. Received: float64 of shape (3,). Keras casts an integer `y` to float before a loss of "
+    'compile() sees it: use ops.cast(y, "int32").'
+)
+
+
 @slow_where_compiled
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
@@ -141,12 +136,7 @@ def test_half_precision_is_summed_in_single(exact):
         ({"temperature": np.ones(2)}, ValueError, "shape (2,)"),
         ({"tile": 0}, ValueError, "tile=0"),
         ({"positives": lambda i, j: i == j}, TypeError, "a tuple of two"),
-        (
-            {"positives": np.zeros(3)},
-            TypeError,
-            "ids, which are integers. Received: float64 of shape (3,). Keras casts an integer `y` to float before a "
-            'loss of compile() sees it: use ops.cast(y, "int32").',
-        ),
+        ({"positives": np.zeros(3)}, TypeError, FLOAT_IDS),
         ({"positives": np.zeros(4, "int32")}, ValueError, "(3,). Received: (4,)"),
         ({"positives": (None, np.zeros(3, "int32"))}, TypeError, "a tuple of two"),
     ],

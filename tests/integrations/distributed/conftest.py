@@ -1,9 +1,5 @@
 """Processes that are started once for all tests of several ranks."""
 
-from tests.torch.distributed.conftest import ranks, whole_ranks
-from tests.torch.distributed.processes import import_before
+from tests.torch.distributed.conftest import ranks, started
 
-import_before(*(f"tests.integrations.distributed.{name}_cases" for name in ("accelerate", "trainer")))
-import_before("tests.integrations.distributed.sentence_transformers_cases")
-
-__all__ = ["ranks", "whole_ranks"]
+__all__ = ["ranks", "started"]

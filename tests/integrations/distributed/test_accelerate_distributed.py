@@ -1,117 +1,279 @@
 """Accelerate on two real processes: a window's update is that of all ranks' rows."""
 
+import shutil
+
 import pytest
+import torch
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from tests.integrations.distributed import accelerate_cases as cases
-from tests.reference import FLOAT64
+from gradaccum.integrations.accelerate import prepare_optimizer
+from gradaccum.torch.optim import Optimizer
+from tests.integrations.distributed.problems import batches, of_two
+from tests.reference import FLOAT64, relative_error
+from tests.torch.distributed.problems import error_of, slowly, whole
+from tests.torch.distributed.processes import on_ranks
+from tests.torch.problems import mse, network, sgd
 
-SLOW = pytest.mark.slow
+
+def reset(rank):
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(autouse=True)
-def reset(ranks):
+def leave_no_state(ranks):
     """An Accelerator's state is its process's."""
     yield
     if ranks.alive:
-        ranks.run(cases.reset)
+        ranks.run(reset)
 
 
-@pytest.mark.parametrize(
-    ("what", "steps"),
-    [("norm", 2), ("value hook", 1), *(pytest.param(w, 3, marks=SLOW) for w in ("norm hook", "value"))],
-)
-def test_what_the_loops_body_asks_for_is_done_on_ranks_whose_loop_is_over(ranks, what, steps):
-    """Clipping, and schedules in a hook."""
-    for found in ranks.run(cases.train_counts, what, steps):
-        for error, rate in found:
-            assert error <= FLOAT64
-            assert rate <= FLOAT64
+def accelerator(rank, fsdp=0):
+    """`fsdp`: as one with that FSDP plugin is on GPUs: on CPUs Accelerate takes DistributedDataParallel instead."""
+    reset(rank)
+    GradientState._reset_state()
+    of_two(rank)
+    one = Accelerator(cpu=True)
+    if fsdp:
+        use_fsdp(fsdp)
+    return one
+
+
+def use_fsdp(version):
+    reshards = version == 2 or "full_shard"
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version, reshard_after_forward=reshards, cpu_ram_efficient_loading=False
+    )
+    for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+
+
+def prepared(rank, steps, sharded=False):
+    one, model = accelerator(rank, 2 * sharded), network(dtype=torch.float64)
+    inner = sgd(model.parameters())
+    model, inner = one.prepare(model, inner) if sharded else (one.prepare(model), inner)
+    optimizer = prepare_optimizer(one, inner, steps)
+    assert one.num_processes == 2
+    assert one._optimizers[-1:] == [optimizer]
+    return one, model, optimizer
+
+
+def train(one, model, optimizer, rows, clip=None, value=None):
+    for batch in rows:
+        one.backward(mse(model, *batch))
+        if clip is not None:
+            one.clip_grad_norm_(model.parameters(), clip)
+        if value is not None:
+            one.clip_grad_value_(model.parameters(), clip_value=torch.tensor(value, dtype=torch.float64))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+QUICK = [((4, 2), 2, "norm"), ((3, 2), 2, "norm"), ((4, 3), 2, "norm"), ((5, 5), 2, "norm"), ((5, 5), 2, "norm shards")]
+QUICK += [(counts, 1, "value hook") for counts in ((4, 2), (3, 2), (4, 3))]
+SLOWLY = [((5, 5), steps, what) for steps in (1, 2, 3) for what in ("", "norm") if (steps, what) != (2, "norm")]
+SLOWLY += [((5, 5), 2, "shards"), *((c, 3, what) for c in ((4, 2), (3, 2), (4, 3)) for what in ("norm hook", "value"))]
+
+
+@pytest.mark.parametrize(("counts", "steps", "what"), slowly(QUICK, SLOWLY))
+@on_ranks()
+def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(rank, counts, steps, what):
+    """What the loop's body asks for, clipping, and schedules in a hook, is done on ranks whose loop is over, too."""
+    one, model, optimizer = prepared(rank, steps, "shards" in what)
+    of_ranks = [batches(r)[:count] for r, count in enumerate(counts)]
+    clip, value = 0.05 if "norm" in what else None, 0.01 if "value" in what else None
+    if "hook" in what:
+        schedule = one.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8))
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+    for _ in range(2):
+        train(one, model, optimizer, optimizer.batches(of_ranks[rank]), clip, value)
+    plain = network(dtype=torch.float64)
+    inner = sgd(plain.parameters())
+    rates = torch.optim.lr_scheduler.StepLR(inner, 1, 0.8)
+    for start in [*range(0, max(counts), steps)] * 2:
+        window = [batch for mine in of_ranks for batch in mine[start : start + steps]]
+        inner.zero_grad()
+        mse(plain, *(torch.cat(parts) for parts in zip(*window, strict=True))).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        if value:
+            torch.nn.utils.clip_grad_value_(plain.parameters(), value)
+        inner.step()
+        for _ in range(2 if "hook" in what else 0):  # as many times as there are processes
+            rates.step()
+    assert relative_error(whole(model), plain.parameters()) <= FLOAT64
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(inner.param_groups[0]["lr"], rel=FLOAT64)
+    assert optimizer.updates == 2 * -(-max(counts) // steps)
+
+
+CLIPS = "different ways: [('clip_grad_norm_', [0, 1, 2, 3], [0.1], {})] on rank 0"
+DIFFERENT = "Ranks have different hyperparameters: lr is"
 
 
 @pytest.mark.parametrize(
     ("what", "message", "updates"),
     [
-        (
-            "clip",
-            "Ranks clip the gradient in different ways: [('clip_grad_norm_', [0, 1, 2, 3], [0.1], {})] on rank 0",
-            0,
-        ),
-        ("no batch", "different ways: [('clip_grad_norm_', [0, 1, 2, 3], [0.1], {})] on rank 0, none on rank 1", 0),
-        ("schedule", "Ranks have different hyperparameters: lr is 0.0125 on rank 0, 0.025 on rank 1", 3),
-        (
-            "prepared schedule",
-            "Ranks have different hyperparameters: lr is 0.0015625 on rank 0, 0.00625 on rank 1",
-            3,
-        ),
+        ("clip", f"Ranks clip the gradient in {CLIPS}", 0),
+        ("no batch", f"{CLIPS}, none on rank 1", 0),
+        ("schedule", f"{DIFFERENT} 0.0125 on rank 0, 0.025 on rank 1", 3),
+        ("prepared schedule", f"{DIFFERENT} 0.0015625 on rank 0, 0.00625 on rank 1", 3),
         ("empty", "The loader yielded no batch. Received: loader of type list", 0),
     ],
 )
-def test_ranks_whose_loops_ask_for_different_things_are_refused_by_name(ranks, what, message, updates):
-    for said in ranks.run(cases.apart, what):
-        assert message in said
-        assert said.endswith(f" {updates}")
+@on_ranks()
+def test_ranks_whose_loops_ask_for_different_things_are_refused_by_name(rank, what, message, updates):
+    one, model, optimizer = prepared(rank, 1)
+    if "schedule" in what:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        schedule = one.prepare(schedule) if "prepared" in what else schedule
+    clip, count = 0.1 + rank if what in ("clip", "no batch") else None, {"empty": 0, "no batch": 3 * (rank == 0)}
+
+    def run():
+        for _ in range(2):
+            for batch in optimizer.batches(batches(rank)[: count.get(what, 3 - rank)]):
+                train(one, model, optimizer, [batch], clip)
+                if "schedule" in what and optimizer.updated:
+                    schedule.step()
+
+    said = error_of(run)
+    assert said.startswith(("ValueError", "WindowError"))
+    assert message in said
+    assert optimizer.updates == updates
 
 
-def test_in_batches_each_row_is_gathered_once_and_a_plain_loop_closes_its_last_window(ranks):
-    for gathered, rows, updates, batches, opened in ranks.run(cases.gather):
-        assert gathered == [*range(rows)]
-        assert (updates, opened) == (-(-batches // 4), 0)
-        assert rows % 6
-        assert batches % 4
+@on_ranks()
+def test_in_batches_each_row_is_gathered_once_and_a_plain_loop_closes_its_last_window(rank):
+    x, y = (torch.cat(parts) for parts in zip(*batches(0)))
+    data, gathered = torch.utils.data.TensorDataset(torch.arange(len(x)), x, y), []
+    one, model, optimizer = prepared(rank, 2)
+    for rows, *batch in optimizer.batches(one.prepare(torch.utils.data.DataLoader(data, batch_size=3))):
+        optimizer.backward(0 * mse(model, *batch))
+        gathered += one.gather_for_metrics(rows).tolist()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sorted(gathered) == [*range(len(x))]
+    one, model, optimizer = prepared(rank, 4)
+    loader = one.prepare(torch.utils.data.DataLoader(data, batch_size=3))
+    train(one, model, optimizer, (batch for _, *batch in loader))
+    assert (optimizer.updates, optimizer.micro_batches) == (-(-len(loader) // 4), 0)
+    assert len(x) % 6
+    assert len(loader) % 4
 
 
-def test_a_window_that_the_main_process_alone_has_saved_is_refused_on_all(ranks, tmp_path):
-    """Missing, or of another micro-batch of the same window."""
-    for folder, after, again, why in (("one", 2, None, "missing"), ("two", 4, 5, "from another save")):
-        on = (0,) if again is None else (0, 1)
-        for said in ranks.run(cases.save, str(tmp_path / folder), after, False, on, again):
-            assert f"a process's part of it can't be used: {tmp_path}" in said
-            assert f"optimizer_0_window_1.bin is {why}. Call accelerator.save_state() on all processes" in said
+def two_epochs(rank, optimizer_of, folder, saves):
+    """Train on, and save after so many micro-batches, on these ranks."""
+    one, model, optimizer = optimizer_of
+    for index, batch in enumerate([*batches(rank), *batches(rank)], start=1):
+        train(one, model, optimizer, [batch])
+        if rank in saves.get(index, ()):
+            one.save_state(folder)
 
 
-def test_parts_that_are_cut_off_or_another_optimizers_or_another_runs_are_refused_on_all(ranks, tmp_path):
-    why = {
-        "cut off": "optimizer_1_window_1.bin is incomplete (",
-        "exchanged": "optimizer_0_window_1.bin is from another save.",
-        "of another run": "optimizer_1_window_1.bin is from another save.",
-    }
-    for said in ranks.run(cases.load_other_parts, str(tmp_path)):
-        assert said["as saved"] == [1, 1]
-        assert all(expected in said[how] for how, expected in why.items())
-
-
-@pytest.mark.parametrize(
-    ("steps", "clip", "sharded"),
-    [
-        (2, 0.05, False),
-        (2, 0.05, True),
-        *(pytest.param(steps, clip, False, marks=SLOW) for steps in (1, 2, 3) for clip in (None, 0.05)),
-        pytest.param(2, None, True, marks=SLOW),
-    ],
-)
-def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(ranks, steps, clip, sharded):
-    for error, updates in ranks.run(cases.train, steps, clip, sharded):
-        assert error <= FLOAT64
-        assert updates == 2 * -(-5 // steps)
+def emptied(rank, sharded=False):
+    """Others, with other parameters, and no momentum."""
+    one, model, optimizer = prepared(rank, 3, sharded)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    return one, model, optimizer
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("after", [4, *(pytest.param(n, marks=SLOW) for n in (1, 2, 3, 8))])
-def test_files_hold_each_ranks_part_of_the_open_window_and_go_on_there(ranks, tmp_path, after, sharded):
+@pytest.mark.parametrize("after", slowly([4], [1, 2, 3, 8]))
+@on_ranks()
+def test_files_hold_each_ranks_part_of_the_open_window_and_go_on_there(rank, tmp_path, after, sharded):
     """Bit for bit, if each rank saves its own."""
-    for difference, opened in ranks.run(cases.save, str(tmp_path / "state"), after, sharded):
-        assert difference <= (FLOAT64 if sharded else 0)
-        assert opened == [after % 3, after % 3]
+    folder, first = str(tmp_path / "state"), prepared(rank, 3, sharded)
+    two_epochs(rank, first, folder, {after: (0, 1)})
+    torch.distributed.barrier()
+    one, model, optimizer = emptied(rank, sharded)
+    one.load_state(folder)
+    assert optimizer.micro_batches == after % 3
+    train(one, model, optimizer, [*batches(rank), *batches(rank)][after:])
+    for ending in (first[2], optimizer):
+        ending.flush()
+    assert relative_error(whole(model), whole(first[1])) <= (FLOAT64 if sharded else 0)
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("saves", "why"), [({2: (0,)}, "missing"), ({4: (0, 1), 5: (0,)}, "from another save")], ids=["missing", "other"]
+)
+@on_ranks()
+def test_a_window_that_the_main_process_alone_has_saved_is_refused_on_all(rank, tmp_path, saves, why):
+    """Missing, or of another micro-batch of the same window."""
+    two_epochs(rank, prepared(rank, 3), str(tmp_path / "state"), saves)
+    torch.distributed.barrier()
+    one, *_ = emptied(rank)
+    said = error_of(lambda: one.load_state(str(tmp_path / "state")))
+    assert said.startswith("WindowError")
+    assert f"a process's part of it can't be used: {tmp_path}" in said
+    assert f"optimizer_0_window_1.bin is {why}. Call accelerator.save_state() on all processes" in said
+
+
+def two_prepared(rank):
+    one = accelerator(rank)
+    models = [one.prepare(network(dtype=torch.float64)) for _ in range(2)]
+    return one, models, [prepare_optimizer(one, sgd(model.parameters()), 3) for model in models]
+
+
+@on_ranks()
+def test_parts_that_are_cut_off_or_another_optimizers_or_another_runs_are_refused_on_all(rank, tmp_path):
+    """Two optimizers in open windows, saved in each of two runs; the second rank's parts are changed."""
+    part = "optimizer_{}_window_1.bin".format
+    for run in ("one", "two"):
+        one, models, optimizers = two_prepared(rank)
+        for model, optimizer in zip(models, optimizers):
+            one.backward(mse(model, *batches(rank)[0]))
+            optimizer.step()
+        one.save_state(str(tmp_path / run))
+    torch.distributed.barrier()
+    for how, says in {
+        "cut off": "optimizer_1_window_1.bin is incomplete (",
+        "exchanged": "optimizer_0_window_1.bin is from another save.",
+        "of another run": "optimizer_1_window_1.bin is from another save.",
+        "as saved": "",
+    }.items():
+        files = tmp_path / how
+        if rank == 0:
+            shutil.copytree(tmp_path / "one", files)
+            if how == "cut off":
+                (files / part(1)).write_bytes((files / part(1)).read_bytes()[:-100])
+            elif how == "exchanged":
+                for mine, other in ((0, 1), (1, 0)):
+                    shutil.copy(tmp_path / "one" / part(mine), files / part(other))
+            elif how == "of another run":
+                shutil.copy(tmp_path / "two" / part(1), files)
+        torch.distributed.barrier()
+        one, models, optimizers = two_prepared(rank)
+        said = error_of(lambda one=one, files=files: one.load_state(str(files)))
+        assert says in said
+        assert bool(says) == said.startswith("WindowError")
+        assert says or (said, [optimizer.micro_batches for optimizer in optimizers]) == ("", [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("how", "fsdp", "message"),
     [
-        ("too early", "in no model that this Accelerator has prepared. Prepare the model first"),
-        ("wrapped", "belong to a sharded model (fully_shard) that the optimizer does not know"),
-        ("alone", "in no model that this Accelerator has sharded. FSDP2 replaces parameters, so prepare both"),
-        ("FSDP1", "Use FSDP2: FullyShardedDataParallelPlugin(fsdp_version=2)"),
+        ("too early", 0, "in no model that this Accelerator has prepared. Prepare the model first"),
+        ("wrapped", 2, "belong to a sharded model (fully_shard) that the optimizer does not know"),
+        ("alone", 2, "in no model that this Accelerator has sharded. FSDP2 replaces parameters, so prepare both"),
+        ("FSDP1", 1, "Use FSDP2: FullyShardedDataParallelPlugin(fsdp_version=2)"),
     ],
 )
-def test_other_ways_are_refused_by_name(ranks, how, message):
-    assert all(message in said for said in ranks.run(cases.refused, how))
+@on_ranks()
+def test_other_ways_are_refused_by_name(rank, how, fsdp, message):
+    one, model, other = accelerator(rank, fsdp), network(dtype=torch.float64), network(dtype=torch.float64)
+    inner = sgd(model.parameters())
+
+    def run():
+        if how == "wrapped":
+            train(one, *one.prepare(model, Optimizer(inner, 2)), batches(rank)[:2])
+        elif how == "alone":
+            one.prepare(model, inner)
+            prepare_optimizer(one, sgd(other.parameters()), 2)
+        else:
+            prepare_optimizer(one, inner, 2)
+
+    said = error_of(run)
+    assert said.startswith("ValueError")
+    assert message in said

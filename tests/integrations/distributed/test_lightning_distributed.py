@@ -1,58 +1,171 @@
 """Lightning's Trainer on two real processes: a window's update is that of all ranks' rows."""
 
+import os
+import warnings
+
 import pytest
+import torch
 
-from tests.integrations.distributed import lightning_cases as cases
-from tests.reference import FLOAT64
-
-
-@pytest.mark.parametrize("steps", [2, 3, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (1, 5))])
-def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(ranks, steps):
-    for error, updates in ranks.run(cases.train, steps):
-        assert error <= FLOAT64
-        assert updates == 2 * -(-5 // steps)
-
-
-def test_gradient_clip_val_clips_the_gradient_of_all_ranks_rows(ranks):
-    assert all(error <= FLOAT64 for error, _ in ranks.run(cases.train, 2, gradient_clip_val=0.05))
+from gradaccum import WindowError
+from gradaccum.torch import TrainStep
+from gradaccum.torch.optim import Optimizer
+from tests.integrations.distributed.problems import batches, check, of_two, windows
+from tests.integrations.lightning_problems import GradientAccumulation, SaveAt, lightning, quiet_trainer
+from tests.torch.distributed.problems import error_of, slowly
+from tests.torch.distributed.processes import on_ranks
+from tests.torch.problems import mse, network, sgd
 
 
-@pytest.mark.parametrize("ddp", [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
-def test_ddps_own_options_change_nothing(ranks, ddp):
-    assert all(error <= FLOAT64 for error, _ in ranks.run(cases.train, 2, ddp=ddp))
+class Rows:
+    """A loader that begins its first epoch in the middle."""
+
+    def __init__(self, found, start=0):
+        self.found, self.start = found, start
+
+    def __len__(self):
+        return len(self.found)
+
+    def __iter__(self):
+        found, self.start = self.found[self.start :], 0
+        yield from found
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = network(dtype=torch.float64)
+
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+    def training_step(self, batch, index):
+        return mse(self.network, *batch)
+
+
+class StopAt(lightning.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        trainer.should_stop = index == 3
+
+
+def fit(rank, steps, module=None, rows=None, callbacks=(), checkpoint=None, weight=None, ddp=None, **keywords):
+    """Train on two ranks. Returns the module."""
+    of_two(rank)
+    os.environ["TORCHELASTIC_RUN_ID"] = "1"
+    strategy = lightning.strategies.DDPStrategy(**(ddp or {}))
+    several = {"devices": 2, "strategy": strategy, "use_distributed_sampler": False, "max_epochs": 2}
+    return fit_with(several | keywords, rank, steps, module, rows, callbacks, checkpoint, weight)
+
+
+def fit_with(keywords, rank, steps, module=None, rows=None, callbacks=(), checkpoint=None, weight=None):
+    windowed = [GradientAccumulation(steps, weight=weight)] if steps else []
+    module, validation = module or Module(), keywords.pop("validation", None)
+    trainer = quiet_trainer(callbacks=[*callbacks, *windowed], **keywords)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = Rows(batches(rank)) if rows is None else rows
+        trainer.fit(module, rows, validation, ckpt_path=checkpoint, weights_only=False)
+    module.updates = trainer.global_step
+    return module
+
+
+@pytest.mark.parametrize("steps", slowly([2, 3], [1, 5]))
+@on_ranks()
+def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(rank, steps):
+    module = fit(rank, steps)
+    check(module, [*windows(steps)] * 2)
+    assert module.updates == 2 * -(-5 // steps)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_clip_val": 0.05},
+        {"ddp": {"gradient_as_bucket_view": True}},
+        {"ddp": {"find_unused_parameters": True}},
+    ],
+    ids=str,
+)
+@on_ranks()
+def test_the_gradient_of_all_ranks_rows_is_clipped_and_ddps_own_options_change_nothing(rank, options):
+    check(fit(rank, 2, **options), [*windows(2)] * 2, clip_grad_norm=options.get("gradient_clip_val"))
 
 
 @pytest.mark.parametrize(
     "silent",  # (rank, micro-batch)
-    [
-        *([(0, 1), (1, 2)], [(1, 4)], [(0, 0), (1, 0)]),
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ([(0, 0)], [(0, 4)])),
-    ],
+    slowly([[(0, 1), (1, 2)], [(1, 4)], [(0, 0), (1, 0)]], [[(0, 0)], [(0, 4)]]),
     ids=str,
 )
-def test_a_batch_of_weight_zero_on_one_rank_is_left_out(ranks, silent):
-    assert all(error <= FLOAT64 for error in ranks.run(cases.weigh_nothing, 2, silent))
+@on_ranks()
+def test_a_batch_of_weight_zero_on_one_rank_is_left_out(rank, silent):
+    """Its loss is NaN."""
+    rows = [(x, y * float("nan")) if (rank, index) in silent else (x, y) for index, (x, y) in enumerate(batches(rank))]
+    module = fit(
+        rank, 2, rows=Rows(rows), weight=lambda batch: 0 if batch[1].isnan().any() else len(batch[0]), max_epochs=1
+    )
+    check(module, [*windows(2, left_out=silent)])
 
 
-def test_training_that_is_stopped_inside_a_window_makes_its_update(ranks):
-    for error, updates in ranks.run(cases.stop, 3):
-        assert error <= FLOAT64
-        assert updates == 2
+@on_ranks()
+def test_training_that_is_stopped_inside_a_window_makes_its_update(rank):
+    module = fit(rank, 3, callbacks=[StopAt()])
+    check(module, [*windows(3, 4)])
+    assert module.updates == 2
 
 
 @pytest.mark.parametrize("index", [1, 2])
-def test_resumed_inside_a_window_training_is_the_same(ranks, tmp_path, index):
-    for error, updates in ranks.run(cases.resume, 3, index, str(tmp_path)):
-        assert error <= FLOAT64
-        assert updates == 6
+@on_ranks()
+def test_resumed_inside_a_window_training_is_the_same(rank, tmp_path, index):
+    path = str(tmp_path / "middle.ckpt")
+    fit(rank, 3, callbacks=[SaveAt(index, path)])
+    module = fit(rank, 3, rows=Rows(batches(rank), index + 1), checkpoint=path, max_epochs=3)
+    check(module, [*windows(3)] * 3)
+    assert module.updates == 6
+
+
+def save(rank, index, path):
+    fit(rank, 3, callbacks=[SaveAt(index, path)])
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_what_two_ranks_have_saved_inside_a_window_goes_on_exactly_on_one(ranks, tmp_path, index):
-    ranks.run(cases.save, 3, index, path := str(tmp_path / "middle.ckpt"))
-    error, updates = cases.resume_alone(3, index, path)
-    assert error <= FLOAT64
-    assert updates == 6
+    """Which has the rows of both."""
+    ranks.run(save, index, path := str(tmp_path / "middle.ckpt"))
+    rows = [tuple(map(torch.cat, zip(*both, strict=True))) for both in zip(batches(0), batches(1), strict=True)]
+    module = fit_with({"max_epochs": 3}, 0, 3, rows=Rows(rows, index + 1), checkpoint=path)
+    check(module, [*windows(3)] * 3)
+    assert module.updates == 6
+
+
+class Apart(Module):
+    """Rank 1 stops its epoch alone, fails alone, or has a schedule of its own."""
+
+    def __init__(self, rank, how):
+        super().__init__()
+        self.other, self.how = rank == 1, how
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        if self.how != "schedule":
+            return optimizer
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "rank"}}
+
+    def on_train_batch_start(self, batch, index):
+        return -1 if self.other and self.how == "-1" and index == 3 else None
+
+    def training_step(self, batch, index):
+        self.log("rank", float(self.current_epoch if self.other else -self.current_epoch), on_epoch=True)
+        if self.other and self.how == "error" and index == 3:
+            raise ArithmeticError("rank 1 failed")
+        return super().training_step(batch, index)
+
+
+class Unsized(torch.utils.data.IterableDataset):
+    def __init__(self, found):
+        self.found = found
+
+    def __iter__(self):
+        yield from self.found
 
 
 @pytest.mark.parametrize(
@@ -63,32 +176,90 @@ def test_what_two_ranks_have_saved_inside_a_window_goes_on_exactly_on_one(ranks,
         ("unsized", "have different numbers of batches: further batches on rank 0, the last batch on rank 1"),
         ("-1", "at a window's last batch on rank 0, closing a window that is short on rank 1"),
         ("schedule", "Ranks have different hyperparameters: lr is 0.1 on rank 0, 0.05 on rank 1"),
+        ("error", "Rank 1 stopped with an error, while other ranks continued"),
     ],
 )
-def test_ranks_that_are_not_in_the_same_place_are_an_error_on_all_at_once(ranks, how, message):
-    assert all(message in said for said in ranks.run(cases.apart, how, limit=25))
+@on_ranks()
+def test_ranks_that_are_not_in_the_same_place_are_an_error_on_all_at_once(rank, how, message):
+    """Before a window's reduction, where they would wait for each other."""
+    rows = batches(rank)[: 5 - 2 * rank if how in ("loader", "unsized", "limit") else 4]
+    loader = torch.utils.data.DataLoader(Unsized(rows), batch_size=None) if how == "unsized" else Rows(rows)
+    limit = {"limit_train_batches": 4} if how == "limit" else {}
+    said = error_of(lambda: fit(rank, 2, Apart(rank, how), loader, max_epochs=3, **limit))
+    if how == "error" and rank == 1:
+        assert said == "ArithmeticError: rank 1 failed"
+    else:
+        assert said.startswith("WindowError")
+        assert message in said
 
 
-def test_a_rank_that_fails_before_a_windows_reduction_is_an_error_on_the_others_at_once(ranks):
-    first, second = ranks.run(cases.apart, "error", limit=25)
-    assert "Rank 1 stopped with an error, while other ranks continued" in first
-    assert second == "rank 1 failed"
+class StopsAlone(Module):
+    """Rank 1 alone stops training, which validates and saves then, and has the others wait for it there."""
+
+    def __init__(self, rank, index):
+        super().__init__()
+        self.other, self.index = rank == 1, index
+
+    def training_step(self, batch, index):
+        self.trainer.should_stop = self.other and index == self.index
+        return super().training_step(batch, index)
+
+    def validation_step(self, batch, index):
+        self.log("loss", mse(self.network, *batch), sync_dist=True)
 
 
 @pytest.mark.parametrize(("steps", "index"), [(2, 1), (2, 2), (1, 1)])
-def test_a_rank_that_stops_alone_is_an_error_on_all_at_once(ranks, tmp_path, steps, index):
+@on_ranks()
+def test_a_rank_that_stops_alone_is_an_error_on_all_at_once(rank, tmp_path, steps, index):
     """It validates and saves first, where it waited for the others, and they for it, until the group's timeout."""
-    for said in ranks.run(cases.stop_alone, steps, index, str(tmp_path), limit=25):
-        assert "The ranks are at different places: before a batch on rank 0, stopping on rank 1" in said
+    saves = {"enable_checkpointing": True, "default_root_dir": str(tmp_path), "num_sanity_val_steps": 0}
+    validation = Rows(batches(rank)[:1])
+    with pytest.raises(WindowError, match="different places: before a batch on rank 0, stopping on rank 1"):
+        fit(rank, steps, StopsAlone(rank, index), validation=validation, max_epochs=3, **saves)
+
+
+class Manual(Module):
+    """Manual optimization: two wrapped optimizers on parts of the module, or TrainStep."""
+
+    automatic_optimization = False
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def configure_optimizers(self):
+        if self.how == "TrainStep":
+            return sgd(self.network.parameters())
+        halves = [*self.network.parameters()]
+        parts = [halves] if self.how == "one" else [halves[:2], halves[2:]]
+        return [Optimizer(sgd(part), 2) for part in parts]
+
+    def on_fit_start(self):
+        if self.how == "TrainStep":
+            loss_fn = torch.nn.MSELoss()
+            self.train_step = TrainStep(self.network, self.optimizers(), loss_fn=loss_fn, micro_batch_size=2)
+
+    def training_step(self, batch, index):
+        if self.how == "TrainStep":
+            self.train_step(*batch)
+            return
+        optimizers = self.optimizers(use_pl_optimizer=False)
+        self.manual_backward(mse(self.network, *batch))
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("how", ["one", "two"])
-def test_wrapped_optimizers_under_manual_optimization_are_refused_with_advice_that_can_be_followed(ranks, how):
+@on_ranks()
+def test_wrapped_optimizers_under_manual_optimization_are_refused_with_advice_that_can_be_followed(rank, how):
     """Lightning makes the data-parallel model after the optimizers: `model=ddp` can't be passed there."""
-    for said in ranks.run(cases.manual, how, limit=25):
-        assert "DistributedDataParallel" in said
-        assert "GradientAccumulation; or a loop with Fabric, where model = fabric.setup(model) comes first" in said
+    said = error_of(lambda: fit(rank, None, Manual(how)))
+    assert said.startswith("ValueError")
+    assert "DistributedDataParallel" in said
+    assert "GradientAccumulation; or a loop with Fabric, where model = fabric.setup(model) comes first" in said
 
 
-def test_train_step_under_manual_optimization_makes_the_update_of_all_ranks_rows(ranks):
-    assert all(error <= FLOAT64 for error in ranks.run(cases.manual, "TrainStep", limit=25))
+@on_ranks()
+def test_train_step_under_manual_optimization_makes_the_update_of_all_ranks_rows(rank):
+    check(fit(rank, None, Manual("TrainStep")), [*windows(1)] * 2)

@@ -1,15 +1,30 @@
-"""`chunked`: any loss on all outputs gets the large batch's gradient."""
+"""`chunked`: any loss on all outputs gets the large batch's gradient; what can't be exact is refused when traced."""
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from gradaccum.jax import chunked
-from tests.jax.problems import at_once, network, outputs, rows, tree_error
+from tests.jax.problems import (
+    BATCH,
+    PARAMS,
+    assert_refused,
+    assert_same,
+    at_once,
+    mesh_of,
+    network,
+    outputs,
+    placed,
+    rows,
+)
 from tests.reference import FLOAT32, FLOAT64
+
+X = rows(7)[0]
 
 
 @functools.cache
@@ -24,12 +39,18 @@ def contrastive(encode):
     return loss
 
 
-def towers(dtype=jnp.float64):
-    return {"a": network(0, dtype=dtype), "b": network(1, dtype=dtype), "temperature": jnp.asarray(0.3, dtype)}
+def spread(encode):
+    """A loss of all rows' outputs, whatever else is given."""
+    return lambda *args: jnp.std(encode(*args))
 
 
-def value_and_gradients(loss, *args, argnums=0):
-    return at_once(loss, argnums=argnums)(*args)
+TOWERS = {"a": network(0), "b": network(1), "temperature": jnp.asarray(0.3)}
+
+
+def assert_exact(loss, small, plain, *args, argnums=0, within=FLOAT64):
+    """`loss(encode)` has the same value and gradients with both."""
+    found, expected = (at_once(loss(encode), argnums=argnums)(*args) for encode in (small, plain))
+    assert_same(found, expected, within)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +62,51 @@ def value_and_gradients(loss, *args, argnums=0):
 )
 def test_a_contrastive_loss_has_the_large_batchs_gradient(count, size, keep):
     x, y = rows(count)[0], rows(count, seed=2)[0]
-    expected = value_and_gradients(contrastive(outputs), towers(), x, y, argnums=(0, 1))
-    actual = value_and_gradients(contrastive(chunked(outputs, size, keep=keep)), towers(), x, y, argnums=(0, 1))
-    assert tree_error(actual, expected) <= FLOAT64
+    assert_exact(contrastive, chunked(outputs, size, keep=keep), outputs, TOWERS, x, y, argnums=(0, 1))
+
+
+def any_pytree(params, batch, scale):
+    h = outputs(params, batch["x"]) * scale
+    return {"h": (h, batch["ids"] * 2, None), "unused": h**2, "mean": h.mean(-1)}
+
+
+def of_any_pytree(encode):
+    def of(params, x, scale):
+        out = encode(params, {"x": x, "ids": jnp.arange(7)}, scale=scale)
+        h, ids, none = out["h"]
+        assert none is None
+        return jnp.std(h * ids[:, None]) + jax.nn.logsumexp(out["mean"])
+
+    return of
+
+
+def in_columns(params, columns, extra):
+    return (outputs(params, columns.T) + extra["bias"]) * extra["weight"][:, None]
+
+
+def penalty(encode):
+    def of(params):
+        gradients = jax.grad(contrastive(encode))(params, X, rows(7, seed=2)[0])
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradients))
+
+    return of
+
+
+COLUMNS = PARAMS, X.T, {"weight": jnp.arange(7.0), "bias": jnp.ones(3)}
+AXES = {"batch_argnums": (1, 2), "in_axes": (1, {"weight": 0, "bias": None})}
+
+
+@pytest.mark.parametrize(
+    ("loss", "encode", "args", "argnums", "options"),
+    [
+        (of_any_pytree, any_pytree, (PARAMS, X, jnp.asarray(1.5)), (0, 1, 2), {}),
+        (spread, in_columns, COLUMNS, (0, 1, 2), AXES),
+        (penalty, outputs, (TOWERS,), 0, {}),
+    ],
+    ids=["outputs of any pytree, and keywords", "rows in other axes and leaves that all share", "second derivatives"],
+)
+def test_gradients_are_exact_with(loss, encode, args, argnums, options):
+    assert_exact(loss, chunked(encode, 3, **options), encode, *args, argnums=argnums)
 
 
 def test_in_single_precision():
@@ -51,69 +114,27 @@ def test_in_single_precision():
         return lambda params, x: jax.nn.logsumexp(encode(params, x) @ encode(params, x).T)
 
     x, params = rows(11, dtype=jnp.float32)[0], network(dtype=jnp.float32)
-    expected = value_and_gradients(loss(outputs), params, x)
-    assert tree_error(value_and_gradients(loss(chunked(outputs, 4)), params, x), expected) <= FLOAT32
+    assert_exact(loss, chunked(outputs, 4), outputs, params, x, within=FLOAT32)
 
 
 @pytest.mark.parametrize("keep", [0, 99])
 def test_half_precision_is_summed_in_single(keep):
-    x = jnp.full((256, 1), 1.0, jnp.bfloat16).at[0].set(256)
-
-    def gradient(encode):
-        return jax.jit(jax.grad(lambda w: encode(w, x).astype(jnp.float32).sum()))(jnp.ones((1, 1), jnp.bfloat16))
-
-    found = gradient(chunked(lambda w, x: x @ w, 1, keep=keep))
-    assert found.dtype == jnp.bfloat16
-    assert float(found[0, 0]) == 512  # in bfloat16 256 + 1 is 256
-
-
-def test_a_step_on_all_outputs_of_any_pytree():
-    def encode(params, batch, *, scale):
-        h = outputs(params, batch["x"]) * scale
-        return {"h": (h, batch["ids"] * 2, None), "unused": h**2, "mean": h.mean(-1)}
-
-    def loss(encode):
-        def of(params, x, scale):
-            out = encode(params, {"x": x, "ids": jnp.arange(7)}, scale=scale)
-            h, ids, none = out["h"]
-            assert none is None
-            return jnp.std(h * ids[:, None]) + jax.nn.logsumexp(out["mean"])
-
-        return of
-
-    args = network(), rows(7)[0], jnp.asarray(1.5)
-    expected = value_and_gradients(loss(encode), *args, argnums=(0, 1, 2))
-    actual = value_and_gradients(loss(chunked(encode, 3)), *args, argnums=(0, 1, 2))
-    assert tree_error(actual, expected) <= FLOAT64
-
-
-def test_rows_in_other_axes_and_leaves_that_all_share():
-    def encode(params, columns, extra):
-        h = outputs(params, columns.T) + extra["bias"]
-        return h * extra["weight"][:, None]
-
-    def loss(encode):
-        return lambda params, columns, extra: jnp.std(encode(params, columns, extra))
-
-    args = network(), rows(7)[0].T, {"weight": jnp.arange(7.0), "bias": jnp.ones(3)}
-    small = chunked(encode, 3, batch_argnums=(1, 2), in_axes=(1, {"weight": 0, "bias": None}))
-    expected = value_and_gradients(loss(encode), *args, argnums=(0, 1, 2))
-    assert tree_error(value_and_gradients(loss(small), *args, argnums=(0, 1, 2)), expected) <= FLOAT64
+    x, encode = jnp.full((256, 1), 1.0, jnp.bfloat16).at[0].set(256), chunked(lambda w, x: x @ w, 1, keep=keep)
+    gradient = jax.jit(jax.grad(lambda w: encode(w, x).astype(jnp.float32).sum()))(jnp.ones((1, 1), jnp.bfloat16))
+    assert gradient.dtype == jnp.bfloat16
+    assert float(gradient[0, 0]) == 512  # in bfloat16 256 + 1 is 256
 
 
 @pytest.mark.parametrize("keep", [0, 1])
 def test_what_the_function_closes_over_gets_its_gradient(keep):
-    x, table = rows(7)[0], jnp.arange(3)
-
     def loss(wrap):
         def of(params):
-            encode = wrap(lambda _, x: outputs(params, x) * table)
-            return jnp.std(encode(None, x)) * params["out"]["bias"].sum()
+            encode = wrap(lambda _, x: outputs(params, x) * jnp.arange(3))
+            return jnp.std(encode(None, X)) * params["out"]["bias"].sum()
 
         return of
 
-    expected = value_and_gradients(loss(lambda fn: fn), network())
-    assert tree_error(value_and_gradients(loss(lambda fn: chunked(fn, 3, keep=keep)), network()), expected) <= FLOAT64
+    assert_exact(loss, lambda fn: chunked(fn, 3, keep=keep), lambda fn: fn, PARAMS)
 
 
 def dropout(params, x, key):
@@ -125,144 +146,92 @@ def dropout(params, x, key):
     ("make", "keep"),
     [
         (jax.random.key, 0),
-        pytest.param(jax.random.PRNGKey, 1, marks=pytest.mark.slow),
-        pytest.param(jax.random.key, 1, marks=pytest.mark.slow),
-        pytest.param(jax.random.PRNGKey, 0, marks=pytest.mark.slow),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+            (jax.random.PRNGKey, 1), (jax.random.key, 1), (jax.random.PRNGKey, 0)
+        )),
     ],
-)
+)  # fmt: skip
 def test_dropout_is_that_of_a_key_split_per_micro_batch(make, keep):
-    x, key = rows(8)[0], make(3)
-
     def naive(params, x, key):
-        keys = jax.random.split(key, 3)
-        return jnp.concatenate([dropout(params, x[part], k) for part, k in zip(PARTS, keys)])
+        parts = zip((slice(0, 3), slice(3, 6), slice(6, 8)), jax.random.split(key, 3))
+        return jnp.concatenate([dropout(params, x[part], k) for part, k in parts])
 
-    def loss(encode):
-        return lambda params, x, key: jnp.std(encode(params, x, key)) ** 2
-
-    args = network(), x, key
-    small = chunked(dropout, 3, rng_argnum=2, keep=keep)
-    expected = value_and_gradients(loss(naive), *args)
-    assert tree_error(value_and_gradients(loss(small), *args), expected) <= FLOAT64
+    args, small = (PARAMS, rows(8)[0], make(3)), chunked(dropout, 3, rng_argnum=2, keep=keep)
+    assert_exact(spread, small, naive, *args)
     assert np.array_equal(jax.jit(small)(*args), jax.jit(small)(*args))
-
-
-PARTS = [slice(0, 3), slice(3, 6), slice(6, 8)]
 
 
 def test_a_key_for_each_row_draws_the_same_at_any_size():
     def encode(params, batch):
-        x, keys = batch
-        return jax.vmap(lambda x, key: dropout(params, x[None], key)[0])(x, keys)
+        return jax.vmap(lambda x, key: dropout(params, x[None], key)[0])(*batch)
 
-    batch = rows(8)[0], jax.random.split(jax.random.key(0), 8)
-    whole = jax.jit(encode)(network(), batch)
-    assert tree_error(jax.jit(chunked(encode, 3))(network(), batch), whole) <= FLOAT64
-
-
-def test_second_derivatives_are_exact():
-    x, y = rows(7)[0], rows(7, seed=2)[0]
-
-    def penalty(encode):
-        def of(params):
-            gradients = jax.grad(contrastive(encode))(params, x, y)
-            return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradients))
-
-        return of
-
-    expected = value_and_gradients(penalty(outputs), towers())
-    assert tree_error(value_and_gradients(penalty(chunked(outputs, 3)), towers()), expected) <= FLOAT64
+    args = PARAMS, (rows(8)[0], jax.random.split(jax.random.key(0), 8))
+    assert_same(jax.jit(chunked(encode, 3))(*args), jax.jit(encode)(*args))
 
 
 def test_forward_mode_is_jaxs_own_error():
-    x = rows(7)[0]
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda x: chunked(outputs, 3)(network(), x), (x,), (x,))
+        jax.jvp(lambda x: chunked(outputs, 3)(PARAMS, x), (X,), (X,))
 
 
 def test_under_vmap_and_inside_another():
-    x = jnp.stack([rows(7, seed=seed)[0] for seed in range(2)])
-    loss = lambda encode: lambda params, x: jnp.std(encode(params, x))  # noqa: E731
-    expected = jax.jit(jax.vmap(jax.grad(loss(outputs)), (None, 0)))(network(), x)
-    nested = chunked(chunked(outputs, 2), 4)
-    assert tree_error(jax.jit(jax.vmap(jax.grad(loss(nested)), (None, 0)))(network(), x), expected) <= FLOAT64
+    x, nested = jnp.stack([X, rows(7, seed=2)[0]]), chunked(chunked(outputs, 2), 4)
+    found, expected = (jax.jit(jax.vmap(jax.grad(spread(of)), (None, 0)))(PARAMS, x) for of in (nested, outputs))
+    assert_same(found, expected)
 
 
 def test_frozen_inputs_are_not_differentiated():
     asked = []
-
-    @jax.custom_vjp
-    def watched(w):
-        return w
-
+    watched = jax.custom_vjp(lambda w: w)
     watched.defvjp(lambda w: (w, None), lambda _, g: asked.append(1) or (g,))
 
     def encode(params, x):
         return outputs({"hidden": params["hidden"], "out": jax.tree.map(watched, params["out"])}, x)
 
-    x = rows(7)[0]
-
     def loss(hidden, out):
-        return jnp.std(chunked(encode, 3)({"hidden": hidden, "out": out}, x))
+        return jnp.std(chunked(encode, 3)({"hidden": hidden, "out": out}, X))
 
-    jax.grad(loss)(network()["hidden"], network()["out"])
+    jax.grad(loss)(PARAMS["hidden"], PARAMS["out"])
     assert not asked
-    jax.grad(loss, 1)(network()["hidden"], network()["out"])
+    jax.grad(loss, 1)(PARAMS["hidden"], PARAMS["out"])
     assert asked
 
 
 def test_an_equinox_model_is_an_argument_as_it_is():
-    eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0), dtype=jnp.float64)
-    encode = lambda model, x: jax.vmap(model)(x)  # noqa: E731
-    x = rows(7)[0]
 
-    def gradients(encode):
-        return eqx.filter_jit(eqx.filter_grad(lambda model: jnp.std(encode(model, x))))(model)
+    def encode(model, x):
+        return jax.vmap(model)(x)
 
-    found = [jax.tree.leaves(gradients(each)) for each in (chunked(encode, 3), encode)]
-    assert tree_error(*found) <= FLOAT64
-
-
-MESH = {"axis_shapes": (4,), "axis_names": ("data",)}
+    found, expected = (
+        eqx.filter_jit(eqx.filter_grad(lambda model, of=of: spread(of)(model, X)))(model)
+        for of in (chunked(encode, 3), encode)
+    )
+    assert_same(jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_rows_over_four_devices(kind):
-    mesh = jax.make_mesh(**MESH, axis_types=(jax.sharding.AxisType[kind],))
-    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    x = rows(16)[0]
-    loss = lambda encode: lambda params, x: jnp.std(encode(params, x))  # noqa: E731
-    expected = value_and_gradients(loss(outputs), network(), x)
+    mesh, x = mesh_of(kind), rows(16)[0]
     with jax.set_mesh(mesh):
-        args = jax.device_put(network(), whole), jax.device_put(x, spread)
-        actual = value_and_gradients(loss(chunked(outputs, 8)), *args)
-    assert tree_error(jax.device_get(actual), jax.device_get(expected)) <= FLOAT64
+        actual = at_once(spread(chunked(outputs, 8)))(placed(PARAMS, mesh, P()), placed(x, mesh))
+    assert_same(jax.device_get(actual), jax.device_get(at_once(spread(outputs))(PARAMS, x)))
 
 
 def test_inside_shard_map():
-    mesh = jax.make_mesh(**MESH, axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-    x = rows(24)[0]
-
-    def loss(encode):
-        def of(params, x):
+    def over_devices(encode):
+        def loss(params, x):
             h = jax.lax.all_gather(encode(params, x), "data", tiled=True)
             return jax.lax.pmean(jnp.std(h @ h.T), "data")
 
-        return of
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        return jax.jit(jax.shard_map(jax.value_and_grad(loss), mesh=mesh_of("Auto"), **specs))(PARAMS, rows(24)[0])
 
-    def over_devices(encode):
-        grad = jax.value_and_grad(loss(encode))
-        return jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec()))
-
-    expected = over_devices(outputs)(network(), x)
-    assert tree_error(over_devices(chunked(outputs, 4))(network(), x), expected) <= FLOAT64
+    assert_same(over_devices(chunked(outputs, 4)), over_devices(outputs))
 
 
-def temporary_bytes(loss, *args):
-    return jax.jit(jax.value_and_grad(loss)).lower(*args).compile().memory_analysis().temp_size_in_bytes
+def temporary_bytes(encode, *args):
+    return at_once(spread(encode)).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 def wide(params, x):
@@ -272,15 +241,74 @@ def wide(params, x):
 
 
 def test_activations_are_those_of_one_micro_batch():
-    params, x = jnp.eye(128), jnp.ones((1024, 128))
-    layer = 1024 * 128 * 8
-    bytes_of = lambda encode: temporary_bytes(lambda p, x: jnp.std(encode(p, x)), params, x)  # noqa: E731
-    assert bytes_of(wide) > 5 * layer
-    assert bytes_of(chunked(wide, 64)) < layer
+    args, layer = (jnp.eye(128), jnp.ones((1024, 128))), 1024 * 128 * 8
+    assert temporary_bytes(wide, *args) > 5 * layer
+    assert temporary_bytes(chunked(wide, 64), *args) < layer
 
 
 def test_kept_micro_batches_keep_activations_and_no_parameters():
     params, x = jnp.eye(256), jnp.ones((16, 256))
     activations = 16 * 256 * 8 * 2 * 6  # of each tanh its value and its slope
-    kept = temporary_bytes(lambda p, x: jnp.std(chunked(wide, 2, keep=8)(p, x)), params, x)
+    kept = temporary_bytes(chunked(wide, 2, keep=8), params, x)
     assert kept < activations + 8 * params.nbytes  # once per micro-batch would be 8 more
+
+
+# What it refuses.
+
+SIZE = "`micro_batch_size` must be an int >= 1"
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        *(((outputs, size), {}, SIZE) for size in (0, -1, 2.5, True, "4", None)),
+        ((PARAMS, 4), {}, "`fn` must be a function"),
+        ((outputs, 4), {"keep": -1}, "`keep` must be an int >= 0"),
+        ((outputs, 4), {"batch_argnums": "x"}, "`batch_argnums` must be an int >= 0"),
+        ((outputs, 4), {"batch_argnums": (1, 2), "rng_argnum": 2}, "can't be in both `batch_argnums` and `rng_argnum`"),
+    ],
+)
+def test_a_wrong_option_is_named(args, options, message):
+    assert_refused(lambda: chunked(*args, **options), (TypeError, ValueError), message)
+
+
+def test_rows_that_are_missing_or_disagree_are_listed_with_their_paths():
+    small = chunked(lambda params, batch: batch["x"], 4)
+    with pytest.raises(TypeError, match="`batch_argnums` names argument 1, but there are 1 positional ones"):
+        small(X)
+    with pytest.raises(ValueError, match=r"(?s)batch\['x'\]: 7 rows.*batch\['y'\]: 3 rows"):
+        jax.jit(small)(PARAMS, {"x": X, "y": X[:3]})
+
+
+@pytest.mark.parametrize("count", [8, 7, 4])  # 4: a single micro-batch
+@pytest.mark.parametrize(
+    ("of", "named"),
+    [
+        (lambda h: {"h": h, "mean": h.mean()}, r"outputs\['mean'\]: \(\)"),
+        (lambda h: (h, h.mean(0)), r"outputs\[1\]: \(3,\)"),
+        (lambda h: {"pairs": h @ h.T}, r"outputs\['pairs'\] looks across the rows"),
+    ],
+)
+def test_outputs_without_rows(of, named, count):
+    with pytest.raises(ValueError, match=rf"(?s){named}.*reduce over the rows outside"):
+        jax.jit(chunked(lambda params, x: of(outputs(params, x)), 4))(PARAMS, rows(count)[0])
+
+
+def test_an_output_that_has_as_many_entries_as_rows_by_chance():
+    small = chunked(lambda params, x: (outputs(params, x), x.mean(0)), 5)  # 5 inputs
+    with pytest.raises(ValueError, match=r"outputs\[1\]: \(5,\)"):
+        jax.jit(small)(PARAMS, rows(10)[0])
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_key_that_all_micro_batches_share(make):
+    with pytest.raises(ValueError, match="from a key that all micro-batches share.*rng_argnum="):
+        jax.jit(chunked(dropout, 4))(PARAMS, BATCH[0], make(0))
+
+
+def test_a_draw_that_all_rows_share_is_none_of_a_row():
+    def masked_features(params, x, key):
+        return x * jax.random.bernoulli(key, 0.5, x.shape[1:])
+
+    args = PARAMS, X, jax.random.key(0)
+    assert jnp.array_equal(jax.jit(chunked(masked_features, 3))(*args), masked_features(*args))

@@ -6,41 +6,53 @@ import pytest
 from jax.experimental import checkify
 
 import gradaccum.jax
-from tests.jax.problems import at_once, in_micro_batches, network, outputs, rows, squared_error, tree_error
-from tests.reference import FLOAT64
+from tests.jax.problems import (
+    assert_same,
+    at_once,
+    counted,
+    in_micro_batches,
+    masked_error,
+    network,
+    rows,
+    squared_error,
+    stacked,
+)
 
 
-def test_under_vmap_each_of_several_models_is_trained():
+def over_models(value_and_grad):
     """Weights that are 0 for one of them and not for the other, too."""
-    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), network(0), network(1))
     batch = (*rows(11), jnp.stack([jnp.arange(11) % 3 == 0, jnp.arange(11) > 7]))
-
-    def loss_fn(params, batch):
-        x, y, mask = batch
-        return (((outputs(params, x) - y) ** 2).sum(-1) * mask).sum() / mask.sum()
-
-    grad_fn = gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=4, weight=lambda batch: batch[2].sum())
-    axes = (0, (None, None, 0))
-    expected = jax.jit(jax.vmap(jax.value_and_grad(loss_fn), axes))(params, batch)
-    assert tree_error(jax.jit(jax.vmap(grad_fn, axes))(params, batch), expected) <= FLOAT64
+    return jax.vmap(value_and_grad, (0, (None, None, 0)))(stacked(network(0), network(1)), batch)
 
 
-def test_inside_a_scan_over_updates_with_checkpointed_layers():
-    batches = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(rows(7, seed) for seed in range(3)))
+def over_updates(value_and_grad):
+    def update(params, batch):
+        loss, grads = value_and_grad(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
-    def loss_fn(params, batch):
-        x, y = batch
-        return ((jax.checkpoint(outputs)(params, x) - y) ** 2).mean()
+    return jax.lax.scan(update, network(), stacked(*(rows(7, seed) for seed in range(3))))
 
-    def train(value_and_grad):
-        def update(params, batch):
-            loss, grads = value_and_grad(params, batch)
-            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
-        return jax.jit(lambda params: jax.lax.scan(update, params, batches))(network())
+def second_derivative(value_and_grad):
+    def squared(params):
+        return sum((leaf**2).sum() for leaf in jax.tree.leaves(value_and_grad(params, rows(7))[1]))
 
-    split = train(gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=3))
-    assert tree_error(split, train(jax.value_and_grad(loss_fn))) <= FLOAT64
+    return jax.grad(squared)(network())
+
+
+@pytest.mark.parametrize(
+    ("program", "loss_fn", "options"),
+    [
+        (over_models, masked_error, {"weight": counted}),
+        (over_updates, squared_error, {}),
+        (second_derivative, squared_error, {}),
+    ],
+    ids=["vmap over models", "scan over updates", "second derivative"],
+)
+def test_transformed_it_is_what_plain_jax_is(program, loss_fn, options):
+    split = gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=4, **options)
+    found, expected = (jax.jit(lambda of=of: program(of))() for of in (split, jax.value_and_grad(loss_fn)))
+    assert_same(found, expected)
 
 
 def test_checkify_sees_an_error_in_a_micro_batch():
@@ -65,18 +77,7 @@ def test_debug_nans_sees_a_nan_of_the_loss_and_no_other():
             step(-1.0, jnp.arange(1.0, 6.0))
 
 
-def test_a_second_derivative_is_that_of_the_large_batch():
-    params, batch = network(), rows(7)
-
-    def norm(value_and_grad):
-        def squared(params):
-            _, grads = value_and_grad(params, batch)
-            return sum((leaf**2).sum() for leaf in jax.tree.leaves(grads))
-
-        return jax.jit(jax.grad(squared))(params)
-
-    split = norm(gradaccum.jax.value_and_grad(squared_error, micro_batch_size=3))
-    assert tree_error(split, norm(jax.value_and_grad(squared_error))) <= FLOAT64
+# Memory.
 
 
 def deep(params, batch):
@@ -87,22 +88,16 @@ def deep(params, batch):
     return (x**2).mean()
 
 
-def bytes_of(function, count):
-    kinds = {"in": jax.ShapeDtypeStruct((8, 128), jnp.float64), "mid": jax.ShapeDtypeStruct((128, 128), jnp.float64)}
+DEEP = {"in": jax.ShapeDtypeStruct((8, 128), jnp.float64), "mid": jax.ShapeDtypeStruct((128, 128), jnp.float64)}
+
+
+def analysis(function, count):
+    """What XLA states of the memory of `deep`."""
     batch = jax.ShapeDtypeStruct((count, 8), jnp.float64)
-    return function.lower(kinds, batch).compile().memory_analysis().temp_size_in_bytes
+    return function.lower(DEEP, batch).compile().memory_analysis()
 
 
-def test_the_memory_is_that_of_one_micro_batch_however_many_there_are():
-    of_one = bytes_of(at_once(deep), 16)
-    sizes = [bytes_of(in_micro_batches(deep, 16), count) for count in (64, 1024)]
-    gradients = 8 * (8 * 128 + 128 * 128)
-    assert sizes[1] == sizes[0], "temporaries grow with the number of micro-batches"
-    assert sizes[1] <= of_one + 2 * gradients, "more than a micro-batch, its gradients and their sum"
-    assert bytes_of(at_once(deep), 1024) > 5 * sizes[1]
-
-
-def test_the_memory_of_a_hand_written_scan_is_not_exceeded():
+def test_the_memory_is_that_of_one_micro_batch_however_many_there_are_and_that_of_a_scan_by_hand():
     def by_hand(params, batch):
         def body(sums, rows):
             return jax.tree.map(jnp.add, sums, jax.value_and_grad(deep)(params, rows)), None
@@ -111,7 +106,12 @@ def test_the_memory_of_a_hand_written_scan_is_not_exceeded():
         sums, _ = jax.lax.scan(body, zeros, batch.reshape(-1, 16, 8))
         return jax.tree.map(lambda leaf: leaf / (len(batch) // 16), sums)
 
-    assert bytes_of(in_micro_batches(deep, 16), 256) <= 1.001 * bytes_of(jax.jit(by_hand), 256)
+    few, many = (analysis(in_micro_batches(deep, 16), count).temp_size_in_bytes for count in (64, 1024))
+    gradients = 8 * (8 * 128 + 128 * 128)
+    assert many == few, "temporaries grow with the number of micro-batches"
+    assert many <= analysis(at_once(deep), 16).temp_size_in_bytes + 2 * gradients
+    assert many <= 1.001 * analysis(jax.jit(by_hand), 1024).temp_size_in_bytes
+    assert analysis(at_once(deep), 1024).temp_size_in_bytes > 5 * many
 
 
 def test_there_are_two_bodies_at_most():
@@ -121,8 +121,7 @@ def test_there_are_two_bodies_at_most():
         traced.append(x.shape)
         return (w * x).mean()
 
-    step = in_micro_batches(loss_fn, 4, verify=False)
-    text = step.lower(1.0, jnp.ones(50)).as_text()  # 11 micro-batches of 4, 2 of 3
+    text = in_micro_batches(loss_fn, 4, verify=False).lower(1.0, jnp.ones(50)).as_text()  # 11 of 4 rows, 2 of 3
     assert set(traced) == {(4,), (3,)}
     assert text.count("stablehlo.while") == 2
     assert in_micro_batches(loss_fn, 4).lower(1.0, jnp.ones(48)).as_text().count("stablehlo.while") == 1

@@ -7,17 +7,14 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-NORMS = ["norm", "norm of steps", "shared norm", "norm and branch", "nested", "twice"]
-"""Of graphs.py, those with BatchNormalization over the batch."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
     """A training run."""
 
     seed: int = 0
-    kind: str = "wrapper"  # micro_batched, chunked, or exact (chunked with exact BatchNormalization)
-    batches: tuple[int, ...] = (4, 4)  # rows of each: micro-batches of the wrapper, batches of micro_batched
+    kind: str = "wrapper"  # micro_batched, chunked, or exact (with exact BatchNormalization)
+    batches: tuple[int, ...] = (4, 4)  # rows of each: micro-batches of the wrapper, else batches
     epochs: int = 1
     optimizer: str = "sgd"  # adam, ema, schedule, clipped, decayed
     eager: bool = False
@@ -31,25 +28,42 @@ class Scenario:
     scaled: str = ""  # where a LossScaleOptimizer is: inside, or outside
     sized: bool = False  # whether it is a BatchOptimizer
 
-    # micro_batched.
+    # The others; of layers and losses the words in runs.py.
     micro: int = 3
     tokens: bool = False
+    masked: bool = False
     layers: tuple[str, ...] = ()
     losses: tuple[str, ...] = ("mse",)  # one for each output
     reduction: str = "sum_over_batch_size"
     weights: str = ""  # of samples: ones, random, zeros, signed, late (uneven in the last batch only)
     missing: str = ""  # marks for missing targets: early, or late (in the last batch only)
     metrics: bool = False
-    norm: str = ""  # a BatchNormalization: frozen, or micro
-
-    # chunked; `micro`, `tokens`, `layers` and `losses` as well, of these the words in graphs.py.
     keep: int = 0
     whole: bool = True  # whether all of the model is chunked, or a tower inside of it
-    masked: bool = False
+
+    @property
+    def layered(self) -> bool:
+        """Whether layers are chunked."""
+        return self.kind in ("chunked", "exact")
+
+    @property
+    def per_step(self) -> bool:
+        """Whether each token has a target, and its mask comes to the loss."""
+        return self.kind == "micro_batched" and self.tokens
 
     def __str__(self) -> str:
         changed = {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
         return f"Scenario({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+
+ROWS = ["dense", "layer norm", "conv", "gru", "attention", "group norm", "residual", "distributed", "frozen norm"]
+WORDS = {
+    "micro_batched": [*ROWS, "nested", *["dense", "active", "adds mean"] * 2],
+    "chunked": [*ROWS, "own", "nested"],
+    "exact": [*ROWS, *["norm", "norm of steps", "shared norm", "norm and branch", "nested", "twice"] * 2],
+}
+MIXING = {"micro_batched": ["softmax", "adds sum", "norm"]}
+ACROSS = ["dice", "masked mean", "over weights", "variance"]
 
 
 def random_scenario(seed: int, kind: str | None = None) -> Scenario:
@@ -61,14 +75,13 @@ def random_scenario(seed: int, kind: str | None = None) -> Scenario:
 
     kind = kind or chance.choice(["wrapper", "micro_batched", "chunked", "exact"])
     sizes = [1, 2, 3, 4, 7] if kind == "wrapper" else [2, 3, 5, 8, 12, 20]
-    even = chance.random() < 0.4
-    count, size = chance.randint(2, 6), chance.choice(sizes)
-    batches = tuple(size if even else chance.choice(sizes) for _ in range(count))
+    count, even = chance.randint(2, 6), chance.random() < 0.4
+    size = chance.choice(sizes)
     common = {
         "seed": seed,
         "kind": kind,
-        "batches": batches,
-        "epochs": chance.choice([1, 1, 2, 3]) if kind == "wrapper" else chance.choice([1, 2]),
+        "batches": tuple(size if even else chance.choice(sizes) for _ in range(count)),
+        "epochs": chance.choice([1, 1, 2, 3] if kind == "wrapper" else [1, 2]),
         "optimizer": chance.choice(["sgd", "sgd", "adam", "ema", "schedule", "clipped", "decayed"]),
         "eager": chance.random() < 0.3,
         "per_execution": rarely([2, 3], 1),
@@ -83,49 +96,40 @@ def random_scenario(seed: int, kind: str | None = None) -> Scenario:
             scaled=rarely(["inside", "outside"], ""),
             sized=chance.random() < 0.2,
         )
-    if kind in ("chunked", "exact"):
-        rows = ["dense", "layer norm", "conv", "gru", "attention", "group norm", "residual"]
-        rows += ["distributed", "frozen norm"]
-        words = [*rows, "own", "nested"] if kind == "chunked" else [*rows, *NORMS * 2]
-        mixes = chance.choice(["softmax", "own mean", "own norm"]) if chance.random() < 0.12 else ""
-        names = [chance.choice(words) for _ in range(chance.randint(1, 5))] + [mixes] * bool(mixes)
+    mixes = rarely(MIXING.get(kind, ["softmax", "own mean", "own norm"]), "", 0.12)
+    words = [chance.choice(WORDS[kind]) for _ in range(chance.randint(kind != "micro_batched", 4))]
+    common |= {
+        "micro": chance.choice([1, 2, 3, 4, 7, *[100] * (kind == "micro_batched")]),
+        "tokens": chance.random() < 0.3,
+        "masked": chance.random() < 0.5,
+        "layers": tuple(chance.sample(found := [*words, *[mixes] * bool(mixes)], len(found))),
+    }
+    if kind != "micro_batched":
+        chosen = {"optimizer": chance.choice(["sgd", "ema", "clipped"]), "epochs": 1, "per_execution": 1}
         return Scenario(
-            **common | {"optimizer": chance.choice(["sgd", "ema", "clipped"]), "epochs": 1},
-            micro=chance.choice([1, 2, 3, 4, 7]),
-            tokens=chance.random() < 0.3,
-            masked=chance.random() < 0.4,
-            layers=tuple(chance.sample(names, len(names))),
+            **common | chosen,
             losses=(chance.choice(["across", "mse"]),),
             weights=rarely(["random"], ""),
             keep=0 if kind == "exact" else rarely([1, 2, 9], 0),
             whole=chance.random() < 0.6,
         )
-    tokens = chance.random() < 0.3
-    rows = ["mse", "mae", "huber", "own", "scalar", "sparse", "binary"]
-    across = ["dice", "masked mean", "over weights", "variance"]
-    layers = ["dense", "layer norm", "regularised", "active", "adds mean"]
+    of_rows = ["mse", "mae", "huber", "own", "scalar", "sparse", "binary"]
     return Scenario(
         **common,
         event=rarely(["save", "recompile", "train_on_batch"], ""),
-        micro=chance.choice([1, 2, 3, 4, 7, 100]),
-        tokens=tokens,
-        layers=tuple(chance.choice(layers) for _ in range(chance.choice([0, 1, 2])))
-        + ((chance.choice(["softmax", "adds sum"]),) if chance.random() < 0.1 else ()),
-        losses=tuple(rarely(across, chance.choice(rows), 0.15) for _ in range(chance.choice([1, 1, 2]))),
+        losses=tuple(rarely(ACROSS, chance.choice(of_rows), 0.15) for _ in range(chance.choice([1, 1, 2]))),
         reduction=rarely(["sum", "mean_with_sample_weight"], "sum_over_batch_size", 0.4),
         weights=rarely(["ones", "random", "zeros", "signed", "late"], "", 0.5),
         missing=rarely(["early", "late"], "", 0.3),
         metrics=chance.random() < 0.3,
-        norm=rarely(["frozen", "micro"], "", 0.15),
     )
 
 
-def sensible(scenario: Scenario) -> bool:
+def sensible(s: Scenario) -> bool:
     """Whether the oracle can say what is right."""
-    s = scenario
-    if not s.batches or not 1 <= s.at < max(2, len(s.batches)):
+    if not s.batches or not 1 <= s.at < max(2 - (s.event == "save"), len(s.batches)):
         return False
-    if s.kind in ("chunked", "exact"):
+    if s.layered:
         return not (s.weights and "across" in s.losses) and len(s.losses) == 1
     if s.kind == "micro_batched":
         return True

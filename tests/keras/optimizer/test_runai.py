@@ -1,76 +1,58 @@
-"""`runai.ga.keras`, as Run:AI's readme and the guide print it."""
+"""`runai.ga.keras`, as Run:AI's readme and the guide print it; signatures of optimizers that are wrapped by name."""
+
+import inspect
 
 import keras
 import pytest
 
 import gradaccum
 import runai.ga.keras
-from tests.keras.problems import adam, compiled_on, error, network, plain, regression, split, variables_like
+from scripts.stubs import path_of, stub
+from tests.keras.loops import error
+from tests.keras.marks import BACKEND, compiled_on
+from tests.keras.problems import adam, network, regression, split, variables_like
+from tests.reference import relative_error
 
-
-def test_the_guides_lines(capsys, fit_bound):
-    optimizer = keras.optimizers.Adam(0.01)
-    optimizer = runai.ga.keras.optimizers.Optimizer(optimizer, steps=4)
-    assert capsys.readouterr().out == "Wrapping 'Adam' Keras optimizer with GA of 4 steps\n"
-    x, y = regression(32)
-    model = network()
-    model.compile(optimizer=optimizer, loss="mse")
-    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    assert error(model, plain(network(), adam(), split((x, y), [4] * 8), 4, 1)) <= fit_bound
-
-
-def test_the_guides_line_with_tf_keras(capsys):
-    if keras.backend.backend() != "tensorflow":
-        pytest.skip("tf.keras is Keras on TensorFlow")
-    import tensorflow as tf
-
-    runai.ga.keras.optimizers.Optimizer(tf.keras.optimizers.Adam(), steps=4)
-    assert capsys.readouterr().out == "Wrapping 'Adam' Keras optimizer with GA of 4 steps\n"
+LINE = "Wrapping 'Adam' Keras optimizer with GA of 4 steps\n"
+ours = runai.ga.keras.optimizers
 
 
 def test_named_optimizers_with_steps_positional_or_not(capsys):
-    for make in (
-        lambda: runai.ga.keras.optimizers.Adam(steps=4),
-        lambda: runai.ga.keras.optimizers.Adam(4),
-        lambda: runai.ga.keras.optimizers.Optimizer(keras.optimizers.Adam(), 4),
-    ):
+    makes = [lambda: ours.Adam(steps=4), lambda: ours.Adam(4), lambda: ours.Optimizer(keras.optimizers.Adam(), 4)]
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        makes.append(lambda: ours.Optimizer(tf.keras.optimizers.Adam(), steps=4))  # tf.keras is Keras on TensorFlow
+    for make in makes:
         optimizer = make()
-        assert capsys.readouterr().out == "Wrapping 'Adam' Keras optimizer with GA of 4 steps\n"
-        assert isinstance(optimizer, runai.ga.keras.optimizers.Optimizer)
+        assert capsys.readouterr().out == LINE
+        assert isinstance(optimizer, ours.Optimizer)
         assert (optimizer.runai.steps, optimizer.runai.step) == (4, 0)
         assert type(optimizer.optimizer).__name__ == "Adam"
-    assert {"Adam", "SGD", "RMSprop"} <= set(dir(runai.ga.keras.optimizers))
+    assert {"Adam", "SGD", "RMSprop"} <= set(dir(ours))
 
 
 @pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adagrad", "Adadelta", "Adam", "Adamax", "Nadam"])
 def test_a_window_is_a_step_with_the_mean_as_in_run_ais_own_tests(name):
     """And a named optimizer is of a class of that name."""
-    ops = keras.ops
     gradients = [[keras.random.normal(shape, seed=s) for shape in ((2, 3), (4,))] for s in range(3)]
-    ends = []
-    ga, plain = runai.ga.keras.optimizers, getattr(keras.optimizers, name)
-    for optimizer in (plain(), ga.Optimizer(plain(), steps=3), getattr(ga, name)(steps=3)):
+    plain, named = getattr(keras.optimizers, name), getattr(ours, name)(steps=3)
+    assert (type(named).__name__, type(named.optimizer).__name__) == (name, name)
+    expected = variables_like([(2, 3), (4,)])
+    plain().apply([sum(each) / 3 for each in zip(*gradients)], expected)
+    for optimizer in (named, ours.Optimizer(plain(), 3)):
         variables = variables_like([(2, 3), (4,)])
-        if isinstance(optimizer, ga.Optimizer):
-            assert type(optimizer.optimizer).__name__ == name
-            for each in gradients:
-                optimizer.apply(each, variables)
-        else:
-            optimizer.apply([sum(each) / 3 for each in zip(*gradients)], variables)
-        ends.append([ops.convert_to_numpy(variable) for variable in variables])
-    assert (type(optimizer).__name__, type(ga.Optimizer(plain(), 3)).__name__) == (name, "Optimizer")
-    for expected, *found in zip(*ends):
-        for one in found:
-            assert abs(one - expected).max() <= 1e-6
+        for each in gradients:
+            optimizer.apply(each, variables)
+        assert relative_error(variables, expected) <= 1e-6
 
 
 @compiled_on("jax")
 def test_a_model_is_saved_in_the_middle_of_a_window(tmp_path, capsys):
-    x, y = regression(12)
     model = network()
-    model.compile(optimizer=runai.ga.keras.optimizers.SGD(2, 0.1), loss="mse")
-    for start in (0, 4, 8):
-        model.train_on_batch(x[start : start + 4], y[start : start + 4])
+    model.compile(optimizer=ours.SGD(2, 0.1), loss="mse")
+    for batch in split(regression(12), [4] * 3):
+        model.train_on_batch(*batch)
     assert model.optimizer.runai.step == 1
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -93,9 +75,9 @@ class ReadsTheWindow(keras.optimizers.SGD):
 
 
 def test_a_custom_inner_optimizer_finds_the_window_in_itself(capsys):
-    optimizer = runai.ga.keras.optimizers.Optimizer(ReadsTheWindow(0.1), steps=2)
-    optimizer.apply([keras.ops.ones((2,))], variables := variables_like([(2,)]))
-    optimizer.apply([keras.ops.ones((2,))], variables)
+    optimizer, variables = ours.Optimizer(ReadsTheWindow(0.1), steps=2), variables_like([(2,)])
+    for _ in range(2):
+        optimizer.apply([keras.ops.ones((2,))], variables)
     assert optimizer.optimizer.seen == 2
     with pytest.raises(gradaccum.WindowError, match=r"in the open window, 0\. Received: step=1\."):
         optimizer.runai.step = 1
@@ -104,4 +86,22 @@ def test_a_custom_inner_optimizer_finds_the_window_in_itself(capsys):
 
 def test_a_loss_scale_inside_is_refused():
     with pytest.raises(ValueError, match="goes around"):
-        runai.ga.keras.optimizers.Optimizer(keras.optimizers.LossScaleOptimizer(adam()), 4)
+        ours.Optimizer(keras.optimizers.LossScaleOptimizer(adam()), 4)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_a_signature_shows_the_inner_optimizers_arguments_and_steps(name):
+    found = inspect.signature(getattr(gradaccum.keras.optimizers, name)).parameters
+    inner = inspect.signature(getattr(keras.optimizers, name)).parameters
+    assert set(found) == {*inner, "steps"}
+    assert found["learning_rate"].default == inner["learning_rate"].default
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="once is enough")
+def test_the_stubs_are_what_keras_own_signatures_make():
+    """Otherwise: `python -m scripts.stubs`."""
+    face = "gradaccum.keras.optimizers"
+    written = path_of(face).read_text(encoding="utf-8")
+    if f"keras {keras.__version__}:" not in written:
+        pytest.skip("made from another version")
+    assert written == stub(face)

@@ -1,8 +1,9 @@
-"""The proof of the first update: what mixes rows is refused by name before anything is trained, and nothing else is."""
+"""The proof of updates, and `check_equivalence`: what mixes rows is refused by name, and nothing else is."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,12 +11,16 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from keras import layers, losses, ops
 
+from gradaccum.cli import commands
 from gradaccum.errors import NotEquivalentError
-from gradaccum.keras.micro_batched import micro_batched
+from gradaccum.keras import check_equivalence, micro_batched
 from gradaccum.keras.train_step.proof import Proof, few_rows, ragged_size
-from tests.keras.problems import ACTIVITY, BACKEND, Batches, compiled_on, slow_where_compiled
+from tests.keras.marks import BACKEND, compiled_on, slow_where_compiled
+from tests.keras.problems import ACTIVITY, Batches, sgd
+from tests.keras.train_step.cases import TWO, OverWeights, classifier, crossentropy, linear, squares
 from tests.reference import relative_error
 
 ROWS = 24
@@ -23,14 +28,11 @@ random = np.random.default_rng(7)
 X = random.normal(size=(ROWS, 5)).astype("float32")
 Y = random.uniform(0.2, 2.5, size=(ROWS, 3)).astype("float32")
 CLASSES, ONES = random.integers(0, 3, ROWS), np.ones(ROWS)
+ONE_HOT = np.eye(3, dtype="float32")[CLASSES]
 
 
 def missing(mark):
     return np.where(np.isin(np.arange(ROWS), [3, 11])[:, None], np.float32(mark), Y)
-
-
-def squares(t, p):
-    return ops.mean(ops.square(p - t), axis=-1)
 
 
 def of_the_known(mark):
@@ -40,12 +42,6 @@ def of_the_known(mark):
         return ops.sum(known * ops.square(p - t)) / ops.sum(known)
 
     return masked
-
-
-class OverWeights(losses.Loss):
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        y_true = ops.cast(y_true, y_pred.dtype)
-        return ops.sum(ops.square(y_pred - y_true)) / ops.sum(ops.abs(y_true))
 
 
 class Halves(losses.Loss):
@@ -66,60 +62,8 @@ def balanced(t, p):
     return -ops.sum(t * ops.log_softmax(p, axis=-1) / (ops.sum(t, axis=0) + 1.0))
 
 
-def normalised_labels(t, p):
-    t = one_hot(t, p)
-    return squares(t / (ops.sum(t, axis=0, keepdims=True) + 1.0), p)
-
-
 def of_large_labels(t, p):
     return squares(t, p) / (1 + ops.sum(ops.cast(t > 1.5, p.dtype)))
-
-
-ACROSS_ROWS = {
-    "a mean over labels that aren't -1": (of_the_known(-1.0), missing(-1.0)),
-    "a mean over labels that aren't NaN": (of_the_known(np.nan), missing(np.nan)),
-    "an overridden __call__": (OverWeights(), Y),
-    "divided by a count": (of_large_labels, Y),
-    "divided by the largest label": (lambda t, p: squares(t, p) / ops.max(t), Y),
-    "halves": (Halves(), Y),
-    "the hardest rows": (lambda t, p: ops.mean(ops.top_k(squares(t, p), 3)[0]), Y),
-    "divided by its own mean": (lambda t, p: squares(t, p) / ops.stop_gradient(ops.mean(squares(t, p))), Y),
-    "one-hot labels, normalised": (normalised_labels, CLASSES),
-    "balanced classes": (balanced, CLASSES),
-    "a small variance": (lambda t, p: squares(t, p) + 3e-4 * ops.var(p, axis=0)[0], Y),
-    "dice": (losses.Dice(), np.eye(3, dtype="float32")[CLASSES]),
-}
-REPRESENTATIVES = {"divided by its own mean"}
-if BACKEND == "torch":
-    REPRESENTATIVES |= {"a mean over labels that aren't -1", "halves"}
-
-
-def some_slow(table, representatives):
-    return [pytest.param(name, marks=[] if name in representatives else pytest.mark.slow) for name in table]
-
-
-def linear():
-    return keras.Sequential([layers.Input((5,)), layers.Dense(3, name="dense")])
-
-
-def refused(model, x, y, match, **compiled):
-    """Training this is refused by name, with everything as it was."""
-    model = micro_batched(model, 8)
-    model.compile(**{"optimizer": keras.optimizers.Adam(0.1), **compiled})
-    model(x[:2])
-    before = model.get_weights()
-    with pytest.raises(NotEquivalentError, match=rf"(?s){match}.*verify=False"):
-        model.fit(x, y, batch_size=ROWS, verbose=0)
-    assert relative_error(model.get_weights(), before) == 0
-    assert int(model.optimizer.iterations) == 0
-
-
-@compiled_on("tensorflow")
-@pytest.mark.parametrize("name", some_slow(ACROSS_ROWS, REPRESENTATIVES))
-def test_a_loss_that_looks_across_rows_is_refused_by_name(name):
-    loss, y = ACROSS_ROWS[name]
-    said = getattr(loss, "name", getattr(loss, "__name__", "")).strip("<>")
-    refused(linear(), X, y, f"The loss '[^']*{said}[^']*' of '[^']*' looks across the rows", loss=loss)
 
 
 class Mixed(layers.Layer):
@@ -158,6 +102,11 @@ class Summed(keras.Model):
         return ops.sum(ops.square(y_pred - y))
 
 
+def own_loss():
+    inputs = layers.Input((5,))
+    return Summed(inputs, layers.Dense(3)(inputs))
+
+
 class AddsSum(layers.Layer):
     def call(self, inputs):
         self.add_loss(ops.sum(ops.square(inputs)))
@@ -175,30 +124,94 @@ class Counting(layers.Layer):
         return inputs
 
 
-def own_loss():
-    inputs = layers.Input((5,))
-    return Summed(inputs, layers.Dense(3)(inputs))
+def unit():
+    return keras.Sequential([layers.Input((5,)), layers.Dense(3), layers.UnitNormalization()])
 
 
-MIXING = {
-    "softmax over rows": (lambda: with_layer(layers.Softmax(axis=0, name="mix")), "'mix' .Softmax.* mixes rows"),
-    "the batch's mean": (lambda: with_layer(Mixed(lambda h: h - ops.mean(h, axis=0), name="mix")), "'mix' .Mixed"),
-    "sorted": (lambda: with_layer(Mixed(lambda h: ops.sort(h, axis=0), name="mix")), "'mix' .Mixed.* mixes rows"),
-    "an operation of a functional model": (with_operation, "'[a-z_0-9.]*mean[a-z_0-9]*' .Mean. mixes rows"),
-    "the model's own call": (Inside, "`call` of Inside itself mixes rows"),
-    "compute_loss": (own_loss, "`compute_loss` of Summed is no mean over rows"),
-    "add_loss": (lambda: with_layer(AddsSum()), r"model.losses\[0\] is no mean over rows"),
-    "a variable that moves": (lambda: with_layer(Counting(name="counting")), "'counting.count' moves with every"),
+def sigmoid():
+    return keras.Sequential([layers.Input((4, 5)), layers.Dense(3, activation="sigmoid")])
+
+
+ACROSS = {
+    "divided by the largest label": (lambda t, p: squares(t, p) / ops.max(t), Y),
+    "halves": (Halves(), Y),
+    "the hardest rows": (lambda t, p: ops.mean(ops.top_k(squares(t, p), 3)[0]), Y),
+    "divided by its own mean": (lambda t, p: squares(t, p) / ops.stop_gradient(ops.mean(squares(t, p))), Y),
+    "balanced classes": (balanced, CLASSES),
+    "a small variance": (lambda t, p: squares(t, p) + 3e-4 * ops.var(p, axis=0)[0], Y),
 }
+PICTURES, SEGMENTS = random.normal(size=(ROWS, 4, 5)), random.integers(0, 2, (ROWS, 4, 3)).astype("float32")
+
+
+def across(loss, y):
+    said = getattr(loss, "name", getattr(loss, "__name__", "")).strip("<>")
+    return linear, X, y, loss, f"The loss '[^']*{said}[^']*' of '[^']*' looks across the rows"
+
+
+def over_axes(kind, axis):
+    loss = kind(axis=axis)
+    return sigmoid, PICTURES, SEGMENTS, loss, f"'{loss.name}'.*looks across the rows.*with an `axis` that leaves out"
+
+
+def mixing(make, said):
+    return make, X, Y, "mse", said
+
+
+REFUSED = {
+    # (model, x, y, loss, what the error says)
+    **{name: across(*case) for name, case in ACROSS.items()},
+    **{f"{kind.__name__} over {axis}": over_axes(kind, axis)
+       for kind in (losses.Dice, losses.Tversky) for axis in [None, 0, -3, (0, 1), (0, 2), (0, 1, 2)]},
+    **{f"circle, {settings}": (unit, X, CLASSES, losses.Circle(**settings),
+                               "'circle'.*looks across the rows.*Let it return one value per row")
+       for settings in ({}, {"remove_diagonal": False}, {"gamma": 1.0})},
+    "softmax over rows": mixing(lambda: with_layer(layers.Softmax(axis=0, name="mix")), "'mix' .Softmax.* mixes rows"),
+    "the batch's mean": mixing(
+        lambda: with_layer(Mixed(lambda h: h - ops.mean(h, axis=0), name="mix")), "'mix' .Mixed"),
+    "an operation of a functional model": mixing(with_operation, "'[a-z_0-9.]*mean[a-z_0-9]*' .Mean. mixes rows"),
+    "the model's own call": mixing(Inside, "`call` of Inside itself mixes rows"),
+    "compute_loss": mixing(own_loss, "`compute_loss` of Summed is no mean over rows"),
+    "add_loss": mixing(lambda: with_layer(AddsSum()), r"model.losses\[0\] is no mean over rows"),
+    "a variable that moves": mixing(
+        lambda: with_layer(Counting(name="counting")), "'counting.count' moves with every"),
+}  # fmt: skip
+OFTEN = {"divided by its own mean", "softmax over rows"}
+if BACKEND == "torch":
+    OFTEN |= {"halves", "add_loss", "Tversky over (0, 2)"}
+    OFTEN |= {name for name in REFUSED if name.startswith("circle")}
+
+
+def some_slow(table, often):
+    return [pytest.param(name, marks=[] if name in often else pytest.mark.slow) for name in table]
 
 
 @compiled_on("tensorflow")
-@pytest.mark.parametrize(
-    "name", some_slow(MIXING, {"softmax over rows", *(["add_loss"] if BACKEND == "torch" else [])})
-)
-def test_what_mixes_rows_is_refused_by_name(name):
-    make, said = MIXING[name]
-    refused(make(), X, Y, said, loss="mse")
+@pytest.mark.parametrize("name", some_slow(REFUSED, OFTEN))
+def test_what_mixes_rows_is_refused_by_name_before_anything_is_trained(name):
+    make, x, y, loss, said = REFUSED[name]
+    model = micro_batched(make(), 8)
+    model.compile(optimizer=keras.optimizers.Adam(0.1), loss=loss)
+    model(x[:2])
+    before = model.get_weights()
+    with pytest.raises(NotEquivalentError, match=rf"(?s){said}.*verify=False"):
+        model.fit(x, y, batch_size=ROWS, verbose=0)
+    assert relative_error(model.get_weights(), before) == 0
+    assert int(model.optimizer.iterations) == 0
+
+
+@slow_where_compiled
+def test_after_a_refused_loss_the_model_trains_with_another():
+    model = micro_batched(keras.Sequential([layers.Input((5,)), layers.Dense(3, activation="sigmoid")]), 8)
+    model.compile(optimizer=keras.optimizers.SGD(0.1, use_ema=True), loss=losses.Dice())
+    before = model.get_weights()
+    with pytest.raises(NotEquivalentError, match=r"(?s)'dice.*across the rows.*gradaccum\.keras\.chunked\(model, "):
+        model.fit(X, ONE_HOT, batch_size=ROWS, verbose=0)
+    assert relative_error(model.get_weights(), before) == 0
+    model.compile(optimizer=sgd(), loss="mse")
+    model.fit(X, ONE_HOT, batch_size=ROWS, verbose=0)
+
+
+# What is no difference.
 
 
 class Sampling(layers.Layer):
@@ -241,120 +254,6 @@ def test_randomness_masks_and_regularisers_are_no_difference_and_nothing_is_touc
         weights.append([*model.get_weights(), *[ops.convert_to_numpy(v) for v in model.optimizer.variables]])
         weights[-1] += [np.asarray(logs[name]) for name in sorted(logs)]
     assert all(np.array_equal(a, b) for a, b in zip(*weights))
-
-
-def test_rows_are_mixed_at_the_next_fit_once_a_variable_that_the_loss_reads_has_changed():
-    class Coupled(losses.Loss):
-        def __init__(self):
-            super().__init__(name="coupled")
-            self.strength = keras.Variable(0.0, trainable=False)
-
-        def call(self, t, p):
-            return squares(t, p) + self.strength * ops.var(p)
-
-    if BACKEND == "jax":
-        pytest.skip("On JAX, such a variable is a constant of the compiled step")
-    loss = Coupled()
-    model = micro_batched(linear(), 8)
-    model.compile(optimizer="sgd", loss=loss)
-    model.fit(X, Y, batch_size=ROWS, verbose=0)
-    model.fit(X, Y, batch_size=ROWS, verbose=0)
-    loss.strength.assign(1.0)
-    with pytest.raises(NotEquivalentError, match="'coupled'"):
-        model.fit(X, Y, batch_size=ROWS, verbose=0)
-
-
-class OverSampleWeights(losses.Loss):
-    def __call__(self, y_true, y_pred, sample_weight=None):
-        weights = ops.reshape(ops.cast(sample_weight, y_pred.dtype), (-1,))
-        return ops.sum(weights * squares(ops.cast(y_true, y_pred.dtype), y_pred)) / ops.sum(weights)
-
-
-def of_one_class(t, p):
-    t = ops.reshape(t, (-1,))
-    values = squares(ops.one_hot(ops.cast(t, "int32"), 3, dtype=p.dtype), p)
-    return values * ops.where(t == 1, 2.0 / (1.0 + ops.sum(ops.cast(t == 1, p.dtype))), 1.0)
-
-
-def of_many_rows(t, p):
-    return squares(t, p) + (0.0 if p.shape[0] is None or p.shape[0] <= 4 else ops.var(p))
-
-
-LATER_DATA = {
-    "a mark": (of_the_known(-1.0), (X, Y), (X, missing(-1.0))),
-    "NaN": (of_the_known(np.nan), (X, Y), (X, missing(np.nan))),
-    "uneven weights": (OverSampleWeights(), (X, Y, ONES), (X, Y, np.where(np.arange(ROWS) == 3, 5.0, 1.0))),
-    "more rows": (of_many_rows, (X[:4], Y[:4]), (X, Y)),
-    "a new class": (of_one_class, (X, np.where(CLASSES == 1, 2, CLASSES)), (X, CLASSES)),
-    "larger labels": (of_large_labels, (X, Y * 0.5), (X, Y)),
-}
-
-
-@compiled_on("tensorflow")
-@pytest.mark.parametrize("name", LATER_DATA if BACKEND == "torch" else some_slow(LATER_DATA, {"a mark"}))
-def test_rows_of_a_new_sort_are_proved_at_updates_1_2_4_8_before_they_are_trained_on(name):
-    loss, first, then = LATER_DATA[name]
-    model = micro_batched(linear(), 8)
-    model.compile(optimizer=keras.optimizers.Adam(0.01), loss=loss)
-    with pytest.raises(NotEquivalentError, match="looks across the rows"):  # in the middle of a fit
-        model.fit(Batches([first, first, first, then]), shuffle=False, verbose=0)
-    assert int(model.optimizer.iterations) == 3
-    before = model.get_weights()
-    with pytest.raises(NotEquivalentError, match="looks across the rows"):
-        model.fit(Batches([then]), shuffle=False, verbose=0)
-    assert relative_error(model.get_weights(), before) == 0
-    model.train_on_batch(*first)
-
-
-@compiled_on("jax")
-def test_updates_1_2_4_8_and_each_fits_first_one_are_proved_and_no_other(monkeypatch):
-    judged = []
-    own = Proof._compare
-    monkeypatch.setattr(
-        Proof, "_compare", lambda self, *args: [judged.append(self.schedule.batches), own(self, *args)][1]
-    )
-    model = micro_batched(linear(), 8)
-    model.compile(optimizer="sgd", loss="mse")
-    model.fit(X, Y, batch_size=ROWS, epochs=6, verbose=0)
-    for _ in range(3):
-        model.train_on_batch(X, Y)
-    assert judged == [1, 2, 4, 8]
-    model.fit(X, Y, batch_size=ROWS, epochs=2, verbose=0)
-    assert judged == [1, 2, 4, 8, 10]
-    model.train_on_batch(X, Y, ONES)  # a batch of another kind
-    assert judged == [1, 2, 4, 8, 10, 12]
-    model.compile(optimizer="sgd", loss="mae")
-    model.train_on_batch(X, Y)
-    assert judged == [1, 2, 4, 8, 10, 12, 1]
-
-
-@slow_where_compiled
-def test_an_ordinary_update_makes_no_call_of_the_proofs(monkeypatch):
-    """After the proofs an update is what it is with `verify=False`: the same function, and the same calls of ours."""
-
-    def calls(verify):
-        model = micro_batched(linear(), 8, verify=verify)
-        model.compile(optimizer="sgd", loss="mse", run_eagerly=BACKEND == "tensorflow")
-        seen = Counter()
-
-        def profile(frame, event, argument):
-            if event == "call" and "gradaccum" in frame.f_code.co_filename:
-                seen[f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"] += 1
-
-        class Counts(keras.callbacks.Callback):
-            def on_train_batch_begin(self, batch, logs=None):
-                sys.setprofile(profile if batch in (8, 9, 10) else None)
-
-            def on_train_batch_end(self, batch, logs=None):
-                sys.setprofile(None)
-
-        model.fit(Batches([(X, Y)] * 12), shuffle=False, verbose=0, callbacks=[Counts()])
-        return seen
-
-    with_proofs, without = calls(True), calls(False)
-    more = with_proofs - without
-    assert not without - with_proofs
-    assert set(more) <= {"proof.is_due"}, more
 
 
 @compiled_on("jax")
@@ -400,6 +299,112 @@ def test_trains_with(name):
     model.train_on_batch(X, Y)
 
 
+# When an update is proved, and with which rows.
+
+
+def test_rows_are_mixed_at_the_next_fit_once_a_variable_that_the_loss_reads_has_changed():
+    class Coupled(losses.Loss):
+        def __init__(self):
+            super().__init__(name="coupled")
+            self.strength = keras.Variable(0.0, trainable=False)
+
+        def call(self, t, p):
+            return squares(t, p) + self.strength * ops.var(p)
+
+    if BACKEND == "jax":
+        pytest.skip("On JAX, such a variable is a constant of the compiled step")
+    loss, model = Coupled(), micro_batched(linear(), 8)
+    model.compile(optimizer="sgd", loss=loss)
+    for _ in range(2):
+        model.fit(X, Y, batch_size=ROWS, verbose=0)
+    loss.strength.assign(1.0)
+    with pytest.raises(NotEquivalentError, match="'coupled'"):
+        model.fit(X, Y, batch_size=ROWS, verbose=0)
+
+
+def of_one_class(t, p):
+    t = ops.reshape(t, (-1,))
+    values = squares(ops.one_hot(ops.cast(t, "int32"), 3, dtype=p.dtype), p)
+    return values * ops.where(t == 1, 2.0 / (1.0 + ops.sum(ops.cast(t == 1, p.dtype))), 1.0)
+
+
+def of_many_rows(t, p):
+    return squares(t, p) + (0.0 if p.shape[0] is None or p.shape[0] <= 4 else ops.var(p))
+
+
+LATER_DATA = {
+    "a mark": (of_the_known(-1.0), (X, Y), (X, missing(-1.0))),
+    "NaN": (of_the_known(np.nan), (X, Y), (X, missing(np.nan))),
+    "uneven weights": (OverWeights(), (X, Y, ONES), (X, Y, np.where(np.arange(ROWS) == 3, 5.0, 1.0))),
+    "more rows": (of_many_rows, (X[:4], Y[:4]), (X, Y)),
+    "a new class": (of_one_class, (X, np.where(CLASSES == 1, 2, CLASSES)), (X, CLASSES)),
+    "larger labels": (of_large_labels, (X, Y * 0.5), (X, Y)),
+}
+
+
+@compiled_on("tensorflow")
+@pytest.mark.parametrize("name", LATER_DATA if BACKEND == "torch" else some_slow(LATER_DATA, {"a mark"}))
+def test_rows_of_a_new_sort_are_proved_at_updates_1_2_4_8_before_they_are_trained_on(name):
+    loss, first, then = LATER_DATA[name]
+    model = micro_batched(linear(), 8)
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss=loss)
+    with pytest.raises(NotEquivalentError, match="looks across the rows"):  # in the middle of a fit
+        model.fit(Batches([first, first, first, then]), shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 3
+    before = model.get_weights()
+    with pytest.raises(NotEquivalentError, match="looks across the rows"):
+        model.fit(Batches([then]), shuffle=False, verbose=0)
+    assert relative_error(model.get_weights(), before) == 0
+    model.train_on_batch(*first)
+
+
+@compiled_on("jax")
+def test_updates_1_2_4_8_and_each_fits_first_one_are_proved_and_no_other(monkeypatch):
+    judged, own = [], Proof._compare
+    monkeypatch.setattr(
+        Proof, "_compare", lambda self, *args: [judged.append(self.schedule.batches), own(self, *args)][1]
+    )
+    model = micro_batched(linear(), 8)
+    model.compile(optimizer="sgd", loss="mse")
+    model.fit(X, Y, batch_size=ROWS, epochs=6, verbose=0)
+    for _ in range(3):
+        model.train_on_batch(X, Y)
+    assert judged == [1, 2, 4, 8]
+    model.fit(X, Y, batch_size=ROWS, epochs=2, verbose=0)
+    assert judged == [1, 2, 4, 8, 10]
+    model.train_on_batch(X, Y, ONES)  # a batch of another kind
+    assert judged == [1, 2, 4, 8, 10, 12]
+    model.compile(optimizer="sgd", loss="mae")
+    model.train_on_batch(X, Y)
+    assert judged == [1, 2, 4, 8, 10, 12, 1]
+
+
+@slow_where_compiled
+def test_an_ordinary_update_makes_no_call_of_the_proofs():
+    """After the proofs an update is what it is with `verify=False`: the same function, and the same calls of ours."""
+
+    def calls(verify):
+        model = micro_batched(linear(), 8, verify=verify)
+        model.compile(optimizer="sgd", loss="mse", run_eagerly=BACKEND == "tensorflow")
+        seen = Counter()
+
+        def profile(frame, event, argument):
+            if event == "call" and "gradaccum" in frame.f_code.co_filename:
+                seen[f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"] += 1
+
+        counts = keras.callbacks.LambdaCallback(
+            on_train_batch_begin=lambda batch, logs: sys.setprofile(profile if batch in (8, 9, 10) else None),
+            on_train_batch_end=lambda batch, logs: sys.setprofile(None),
+        )
+        model.fit(Batches([(X, Y)] * 12), shuffle=False, verbose=0, callbacks=[counts])
+        return seen
+
+    with_proofs, without = calls(True), calls(False)
+    more = with_proofs - without
+    assert not without - with_proofs
+    assert set(more) <= {"proof.is_due"}, more
+
+
 @slow_where_compiled
 def test_what_cannot_be_compared_is_said_once():
     def of_all(t, p):
@@ -421,11 +426,139 @@ def test_what_cannot_be_compared_is_said_once():
 
 
 def test_the_rows_that_are_looked_at_are_the_extremes():
-    y = Y.copy()
-    y[17] = -1
-    x = np.zeros((ROWS, 2), "float32")
-    x[5, 1] = np.nan
+    y, x = Y.copy(), np.zeros((ROWS, 2), "float32")
+    y[17], x[5, 1] = -1, np.nan
     chosen = few_rows((x, y, None), 6).tolist()
     assert {5, 17} <= set(chosen)
     assert len(set(chosen)) == 6
     assert [ragged_size(rows) for rows in (2, 3, 5, 8, 16)] == [None, 2, 2, 3, 7]
+
+
+# `check_equivalence` on compiled models: what it says, and that it names the culprit.
+
+
+def compiled(model, **kwargs):
+    model.compile(**{"optimizer": "sgd", **crossentropy(), **kwargs})
+    return model
+
+
+@compiled_on("tensorflow")
+def test_equal_models_pass_and_stay_as_they_are(tmp_path):
+    model = compiled(classifier(kernel_regularizer="l2", activity_regularizer=ACTIVITY))
+    before = model.get_weights()
+    result = check_equivalence(model, X, CLASSES, Y[:, 0], micro_batch_size=4)
+    assert result.raise_if_different() is result
+    assert result.save(tmp_path / "result.json").exists()
+    assert result.max_error < 1e-5
+    assert relative_error(model.get_weights(), before) == 0
+    assert not [name for layer in model.layers for name in vars(layer) if name == "call"]
+    assert model.optimizer.iterations == 0
+
+
+@slow_where_compiled
+def test_masks_and_several_outputs_pass_and_the_micro_batch_size_is_that_of_micro_batched():
+    make, options, x, y = TWO
+    assert check_equivalence(compiled(make(), **options()), x, y, micro_batch_size=3).ok
+    result = check_equivalence(micro_batched(compiled(classifier()), 7), X, CLASSES)
+    assert (6, 6, 6, 6) in result.partitions
+
+
+@compiled_on("tensorflow")
+def test_dropout_is_no_difference():
+    model = keras.Sequential([layers.Dense(8), layers.Dropout(0.5), layers.Dense(3, activation="softmax")])
+    result = check_equivalence(compiled(model), X, CLASSES)
+    assert result.ok
+    assert any("dropout" in note for note in result.notes)
+
+
+CAUSES = {
+    "BatchNormalization": (lambda: layers.BatchNormalization(name="bn"), {}, CLASSES, ("batch_norm", "bn", "'.*bn'")),
+    # Behind a layer that draws numbers whether it trains or not.
+    "a layer": (
+        lambda: keras.Sequential([Sampling(keras.random.SeedGenerator(3)), layers.Softmax(axis=0, name="mixing")]),
+        {}, CLASSES, ("mixes_rows", "mixing", "mixing")),
+    "a loss": (lambda: layers.Dense(3, "sigmoid"), {"loss": losses.Dice()}, ONE_HOT, ("loss", "", "'dice'")),
+    "an added loss": (AddsSum, {}, CLASSES, ("regulariser", "losses[0]", r"losses\[0\]")),
+}  # fmt: skip
+
+
+@compiled_on("tensorflow")
+@pytest.mark.parametrize("name", CAUSES)
+def test_what_is_not_exact_is_named(name):
+    make, options, y, (kind, where, said) = CAUSES[name]
+    last = layers.Dense(3, "sigmoid" if options else "softmax")  # with softmax, Dice is a mean over rows
+    model = compiled(keras.Sequential([layers.Dense(8), make(), last]), **options)
+    result = check_equivalence(model, X, y)
+    (cause,) = result.causes
+    assert cause.kind == kind
+    assert cause.where.endswith(where)
+    with pytest.raises(NotEquivalentError, match=said):
+        result.raise_if_different()
+    if kind == "batch_norm":
+        assert check_equivalence(model, X, y, batch_norm="frozen").ok
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "model", "rows", "size"),
+    [
+        (TypeError, r"keras\.Model", lambda: print, (ROWS, ROWS), None),
+        (ValueError, "compiled", classifier, (ROWS, ROWS), None),
+        (ValueError, "at least 2 rows", lambda: compiled(classifier()), (1, 1), None),
+        (ValueError, "same number of rows", lambda: compiled(classifier()), (ROWS, ROWS - 1), None),
+        (ValueError, "micro_batch_size", lambda: compiled(classifier()), (ROWS, ROWS), 0),
+    ],
+)
+def test_bad_input_is_refused(error, said, model, rows, size):
+    with pytest.raises(error, match=said):
+        check_equivalence(model(), X[: rows[0]], CLASSES[: rows[1]], micro_batch_size=size)
+
+
+# `gradaccum check file.py:make`.
+
+FILE = """
+import keras
+import numpy as np
+
+def make(norm=keras.layers.LayerNormalization):
+    keras.utils.set_random_seed(0)
+    dense = keras.layers.Dense
+    model = keras.Sequential([keras.layers.Input((6,)), dense(8), norm(name="norm"), dense(3)])
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    random = np.random.default_rng(0)
+    return model, (random.normal(size=(12, 6)).astype("float32"), random.integers(3, size=12)), None
+
+def different():
+    return make(keras.layers.BatchNormalization)
+
+def uncompiled():
+    return keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(8)]), make()[1], None
+"""
+
+
+@pytest.fixture
+def check(tmp_path):
+    file = tmp_path / "keras_experiment.py"
+    file.write_text(FILE, encoding="utf-8")
+    return lambda name, *options: CliRunner().invoke(commands, ["check", f"{file}:{name}", *options])
+
+
+@slow_where_compiled
+def test_the_command_names_batch_normalization_with_exit_code_1_and_passes_other_models_with_0(check):
+    result = check("make", "--micro-batch-size", "4")
+    assert result.exit_code == 0, result.output
+    assert "The accumulated gradient is the large batch's" in result.stdout
+    result = check("different", "--json")
+    assert result.exit_code == 1, result.output
+    (cause,) = json.loads(result.stdout)["causes"]
+    assert (cause["kind"], cause["where"].rpartition("/")[2]) == ("batch_norm", "norm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"), [(["uncompiled"], "compile"), (["make", "--device", "cuda"], "--device is for PyTorch")]
+)
+def test_bad_input_to_the_command_is_one_clear_line(arguments, part, check):
+    result = check(*arguments)
+    assert result.exit_code == 2
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("Error: ")
+    assert part in line

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 
-from tests.torch.distributed.processes import Processes, import_before
+pytest.register_assert_rewrite("tests.torch.distributed.problems")
 
-import_before("tests.torch.distributed.sharded_cases")
+from tests.torch.distributed.processes import Processes  # noqa: E402  # nor may it be imported by anything before
 
-
-def shared(ranks: int) -> Callable[..., Iterator[Processes]]:
-    @pytest.fixture(scope="session")
-    def processes() -> Iterator[Processes]:
-        started = Processes(ranks)
-        yield started
-        started.close()
-
-    return processes
+COUNTS = {"ranks": 2, "new_ranks": 2, "three_ranks": 3, "four_ranks": 4}
 
 
-whole_ranks, new_ranks, three_ranks, four_ranks = shared(2), shared(2), shared(3), shared(4)
+@pytest.fixture(scope="session")
+def started():
+    """By the name of the fixture that has them."""
+    found: dict[str, Processes] = {}
+    yield found
+    for processes in found.values():
+        processes.kill()
+
+
+def _ranks(request, started):
+    """Ranks; new ones where the test before left them in pieces."""
+    name = request.fixturename
+    if name not in started:
+        started[name] = Processes(COUNTS[name])
+    return started[name].whole()
+
+
+ranks, new_ranks, three_ranks, four_ranks = (pytest.fixture(_ranks, name=name) for name in COUNTS)
 
 
 @pytest.fixture
-def ranks(whole_ranks: Processes) -> Processes:
-    """Two ranks; new ones where the test before left them in pieces."""
-    if not whole_ranks.alive:
-        whole_ranks.regroup(30.0)
-    return whole_ranks
+def fragile_ranks(new_ranks):
+    """Ranks whose process group may go to pieces."""
+    yield new_ranks
+    new_ranks.regroup()

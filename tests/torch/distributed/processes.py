@@ -1,13 +1,15 @@
-"""Real processes that form a process group over gloo, started once for many cases."""
+"""Real processes that form a process group over gloo, started once for many tests, which run on each rank."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import time
 import traceback
@@ -15,30 +17,24 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker, util
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.documents import PYTORCH, leave_pytest
 
-LIMIT = 60.0
-"""Seconds after which a case counts as hung."""
+LIMIT = 150.0
+"""Seconds after which a case counts as hung, on a machine that is busy."""
+
+TIMEOUT = 600.0
+"""Seconds after which a collective gives up. No case is over within the limit that waits for that."""
 
 START = 300.0
-"""Seconds that processes may take to start, on a machine that is busy."""
+"""Seconds that processes may take to start and to meet."""
 
 # Ranks are forks of one process that has imported what takes long to import, and has done nothing with it.
 _START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-_imported = ["torch._dynamo", "torch.distributed.fsdp", *PYTORCH.split()]
-
-
-def import_before(*modules: str) -> None:
-    """Import these modules too in the process that ranks are forks of; to be called before there are any."""
-    _imported.extend(modules)
-    multiprocessing.set_forkserver_preload(_imported)
-
-
-import_before()
+multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", *PYTORCH.split()])
 
 
 def start_server() -> None:
@@ -86,6 +82,27 @@ def fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
     return process
 
 
+def on_ranks(processes: str = "ranks") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test whose body runs on each rank of this fixture's at the same time, and asserts there."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            __tracebackhide__ = True
+            arguments.pop(processes).run(_run_body, body.__module__, body.__name__, **arguments)
+
+        names = [processes, *list(inspect.signature(body).parameters)[1:]]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_body(rank: int, module: str, name: str, **arguments: Any) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(rank, **arguments)
+
+
 class Processes:
     """Ranks of one process group, which run functions `case(rank, *arguments)` at the same time.
 
@@ -94,14 +111,13 @@ class Processes:
         timeout: Seconds after which a collective gives up.
     """
 
-    def __init__(self, ranks: int = 2, timeout: float = 30.0) -> None:
+    def __init__(self, ranks: int = 2, timeout: float = TIMEOUT) -> None:
         self._ranks, self._timeout = ranks, timeout
-        self._stores: list[Any] = []
         self._start()
 
     def _start(self) -> None:
         context = multiprocessing.get_context(_START)
-        port = self._new_store()
+        port = new_port()
         self._pipes, self._processes = [], []
         for rank in range(self._ranks):
             here, there = context.Pipe()
@@ -112,21 +128,20 @@ class Processes:
             self._processes.append(process)
         self._started = False
 
-    def _new_store(self) -> int:
-        """Where ranks meet: in this process, at a port that nobody else can have taken by then. Old ones stay."""
-        import torch.distributed as dist
-
-        self._stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-        return self._stores[-1].port
-
-    def regroup(self, timeout: float) -> None:
+    def regroup(self, timeout: float = TIMEOUT) -> None:
         """A new process group, after what may have left the old one in pieces; new processes only where one is gone."""
         self._timeout = timeout
         if not self.alive or any(
-            isinstance(result, Raised) for result in self.try_run(_join_group, self._ranks, self._new_store(), timeout)
+            isinstance(result, Raised) for result in self.try_run(_join_group, self._ranks, new_port(), timeout)
         ):
             self.kill()
             self._start()
+
+    def whole(self) -> Processes:
+        """These; new ones where the test before left them in pieces."""
+        if not self.alive:
+            self.regroup(self._timeout)
+        return self
 
     def _wait_for_start(self) -> None:
         """A limit is for what the ranks do, not for their imports."""
@@ -139,6 +154,7 @@ class Processes:
 
     def run(self, case: Callable[..., Any], *arguments: Any, limit: float = LIMIT, **keywords: Any) -> list[Any]:
         """What `case(rank, *arguments)` returns on each rank; an error on any rank is an AssertionError here."""
+        __tracebackhide__ = True
         results = self.try_run(case, *arguments, limit=limit, **keywords)
         if any(isinstance(result, Raised) for result in results):
             self.kill()  # what is left of the group would be the next test's error, too
@@ -169,7 +185,7 @@ class Processes:
 
     def refuse(self, case: Callable[..., Any], *arguments: Any, kind: str, says: str, **keywords: Any) -> None:
         """Every rank raises an error of this kind that says this, and none hangs."""
-        for result in self.try_run(case, *arguments, **{"limit": 25.0, **keywords}):
+        for result in self.try_run(case, *arguments, **keywords):
             assert isinstance(result, Raised)
             assert (result.kind, says in result.message) == (kind, True), result.trace
 
@@ -185,21 +201,32 @@ class Processes:
         for process in self._processes:
             process.join()
 
-    def close(self) -> None:
-        self.kill()
 
-
-class Raised:
+class Raised(NamedTuple):
     """An error on one rank."""
 
-    def __init__(self, message: str, kind: str, trace: str) -> None:
-        self.message, self.kind, self.trace = message, kind, trace
+    message: str
+    kind: str
+    trace: str
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+_stores: list[Any] = []
+
+
+def new_port() -> int:
+    """Where ranks meet: a store in this process, at a port that nobody else can have taken by then. Old ones stay."""
+    import torch.distributed as dist
+
+    _stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    return _stores[-1].port
+
+
+def wait_no_longer_than(seconds: float) -> None:
+    """From here on, where all ranks are, their process group waits no longer."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
 
 def _serve(pipe: Any, rank: int, ranks: int, port: int, timeout: float) -> None:
@@ -226,4 +253,5 @@ def _join_group(rank: int, ranks: int, port: int, timeout: float) -> None:
         dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=START))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))

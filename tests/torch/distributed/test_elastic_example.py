@@ -6,17 +6,16 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tests.reference import FLOAT64, relative_error
-from tests.torch.distributed.processes import free_port, fresh_process
+from tests.torch.distributed.processes import LIMIT, fresh_process, new_port
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "torch" / "elastic.py"
 
 
-def run(said: Path, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
+def run(said, environment, arguments):
     """The example as a program, and what it prints in a file."""
     os.environ.update(environment)
     sys.argv[:] = [str(EXAMPLE), *arguments]
@@ -24,29 +23,35 @@ def run(said: Path, environment: dict[str, str], arguments: tuple[str, ...]) -> 
         runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
-def start(rank: int, ranks: int, port: int, checkpoint: Path, *arguments: str) -> tuple[Any, Path]:
-    """What torchrun starts on each rank, as a fork of a process that has imported PyTorch."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port, "MASTER_ADDR": "localhost"}
-    said = checkpoint.with_suffix(f".{port}.{rank}")
-    environment = {name: str(value) for name, value in place.items()}
-    line = ("--checkpoint", str(checkpoint), *arguments)
-    return fresh_process(run, said, environment, line), said
+def start(checkpoint, ranks, *arguments):
+    """What torchrun starts on each rank, as forks of a process that has imported PyTorch, and what each says.
+
+    They meet in this process, as torchrun's do in its agent: at a port that nobody else can have taken.
+    """
+    port, found = str(new_port()), []
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": str(ranks)}
+    for rank in range(ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port, "MASTER_ADDR": "localhost"}
+        said = checkpoint.with_suffix(f".{port}.{rank}")
+        line = ("--checkpoint", str(checkpoint), *arguments)
+        found.append((fresh_process(run, said, {**agent, **place}, line), said))
+    return found
 
 
-def finished(process: Any, said: Path) -> tuple[int, str]:
+def finished(process, said):
     """Its exit code, and what it has said."""
-    process.join(120)
+    process.join(LIMIT)
     return process.exitcode, said.read_text()
 
 
-def test_a_run_that_is_killed_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    port = free_port()
-    killed = [start(rank, 2, port, tmp_path / "elastic.pt", "--kill-after", "3") for rank in range(2)]
-    whole = start(0, 1, free_port(), tmp_path / "whole.pt", "--maximum-batch-size", "48")
+def test_a_run_that_is_killed_goes_on_with_another_number_of_ranks(tmp_path):
+    killed = start(tmp_path / "elastic.pt", 2, "--kill-after", "3")
+    (whole,) = start(tmp_path / "whole.pt", 1, "--maximum-batch-size", "48")
     codes, said = zip(*(finished(*process) for process in killed), strict=True)
     assert any(code != 0 for code in codes)
     assert "2 ranks, 3 steps, from update 0" in said[0]
-    code, output = finished(*start(0, 1, free_port(), tmp_path / "elastic.pt"))
+    (again,) = start(tmp_path / "elastic.pt", 1)
+    code, output = finished(*again)
     assert code == 0
     assert "1 ranks, 6 steps, from update 3" in output
     assert "1 ranks, 1 steps, from update 0" in finished(*whole)[1]

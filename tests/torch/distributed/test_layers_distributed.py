@@ -1,26 +1,163 @@
 """Layer by layer on several ranks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
+from gradaccum.core.sizes import FixedSize, Rows
+from gradaccum.torch import Blocks
+from gradaccum.torch.layers.blocks import find_blocks
 from tests.reference import FLOAT32, FLOAT64, relative_error
-from tests.torch.distributed import layers_cases as cases
-from tests.torch.distributed.processes import Processes
+from tests.torch.distributed import problems
+from tests.torch.distributed.problems import (
+    SYNCS,
+    Collectives,
+    NoMemory,
+    Oracle,
+    concatenated,
+    data,
+    error_of,
+    loss_of,
+    whole,
+)
+from tests.torch.distributed.processes import on_ranks
+from tests.torch.layers.test_blocks import in_blocks
 
-LIMIT = 40.0
-IN_BACKWARD = {"update": "in_backward"}
-SYNCS = "window", "micro_batch"
-NAN = "ValueError: The loss of this batch is nan"
+
+class Block(nn.Module):
+    """What all blocks are given besides: a scale that is learned, outside of them."""
+
+    def __init__(self, inner=8, dropout=0.0):
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(6, inner), nn.Linear(inner, 6), nn.Dropout(dropout)
+        self.place = NoMemory()
+
+    def forward(self, x, scale):
+        return x + scale * self.dropout(self.down(torch.tanh(self.up(self.place(x)))))
 
 
-STAYS, MICRO_BATCH = {"shard": {"reshard_after_forward": False}}, {"sync": "micro_batch"}
+class Network(nn.Module):
+    """A stem, blocks with something in between, and a head."""
+
+    def __init__(self, dropout=0.0, blocks=3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.norm = nn.Linear(5, 6), nn.LayerNorm(6)
+        self.layers = nn.ModuleList(Block(dropout=dropout) for _ in range(blocks))
+        self.scale, self.head = nn.Linear(5, 1), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x):
+        scale = self.scale(x)
+        x = self.stem(x)
+        for layer in self.layers:
+            x = self.between(layer(x, scale))
+        return self.head(x)
+
+    def between(self, x):
+        return self.norm(x)
+
+
+class Chain(Network):
+    """Each parameter is used once, so that gradients in bfloat16 are added up between micro-batches only."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x, x.new_ones(()))
+        return self.head(self.norm(x)) + self.scale(x.detach()[:, :5])
+
+
+class Borrowing(Network):
+    """Between the blocks, it uses the weights of a later one."""
+
+    def between(self, x):
+        return self.norm(x) + self.layers[-1].down.bias
+
+
+class SpareBlock(Block):
+    """Has a parameter that no row uses, and one that only some do."""
+
+    def __init__(self):
+        super().__init__()
+        self.some, self.nobody = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x, scale):
+        x = super().forward(x, scale)
+        return x * self.some if len(x) == 2 else x
+
+
+def spare():
+    model = Network()
+    model.layers[1] = SpareBlock().double()
+    return model
+
+
+def dropping_out():
+    return Network(dropout=0.5)
+
+
+def tied():
+    """Two blocks share a weight."""
+    model = Network()
+    model.layers[2].down.weight = model.layers[0].down.weight
+    return model
+
+
+def frozen():
+    """The first block, and the bias of the last one, stay as they are."""
+    model = Network()
+    model.layers[0].requires_grad_(False)
+    model.layers[2].down.bias.requires_grad_(False)
+    return model
+
+
+def synchronised():
+    model = Network()
+    model.layers[1].dropout = nn.SyncBatchNorm(6, dtype=torch.float64)
+    return model
+
+
+def shard(model, **options):
+    return problems.shard(model, *model.layers, **options)
+
+
+def shard_together(model, *parts):
+    """Some parts are sharded together; the other blocks by themselves."""
+    chosen = [model.get_submodule(part) for part in parts]
+    fully_shard(chosen)
+    for layer in model.layers:
+        if layer not in chosen:
+            fully_shard(layer.up)  # a part of a block by itself
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+def step_of(model, optimizer="sgd", **options):
+    return problems.step_of(model, optimizer, **in_blocks({"micro_batch_size": 3, "blocks": "layers", **options}))
+
+
+def weighed(model, x, y):
+    """A mean over some rows, which is told with the loss."""
+    weights = (x[:, 0] > 0).double()
+    losses = cross_entropy(model(x), y, reduction="none")
+    return (losses * weights).sum() / weights.sum().clamp(min=1), weights.sum()
+
+
+TOLD = {"compute_loss": weighed, "loss": lambda m, rows: weighed(m, *rows)[0], "micro_batch_size": 1}
+"""Some micro-batches weigh nothing."""
+WEIGHED = {**TOLD, "compute_loss": lambda m, x, y: weighed(m, x, y)[0], "weight": lambda x, y: (x[:, 0] > 0).sum()}
+SIZES, HYBRID = [[8, 9], [5, 0]], [[8, 3], [5, 7], [0, 1], [4, 9]]
+IN_BACKWARD, MICRO_BATCH, CLIPPED = {"update": "in_backward"}, {"sync": "micro_batch"}, {"clip_grad_norm": 0.05}
+STAYS = {"shard": {"reshard_after_forward": False}}
+REPLICAS = {"shard": {"shape": (2, 1)}}
 ONCE = 3 + 2 + 1  # blocks forward, all but the last backward, all else
 EACH = 1 + 2 * 3 + 1 + 2  # on the rank with most, three micro-batches; the last block runs forward once
-SENT: dict[str, tuple[dict[str, Any], int | None, int | None]] = {
+SENT = {
     # Options, and what each update gathers and reduces, also where rank 1 has no rows; None: not counted.
     "one pass": ({"micro_batch_size": 8}, ONCE, 3 + 1),
     "micro-batches": ({"micro_batch_size": 2}, ONCE, 3 + 1),
@@ -29,122 +166,204 @@ SENT: dict[str, tuple[dict[str, Any], int | None, int | None]] = {
     "one block at a time, reshard_after_forward=False": ({**MICRO_BATCH, **STAYS}, EACH, None),
     "one block at a time, updated in backward": ({**MICRO_BATCH, **IN_BACKWARD}, EACH, None),
     "one block at a time, frozen and offloaded": (
-        {**MICRO_BATCH, "offload": True, "build": cases.frozen, "clip_grad_norm": 0.05},
+        {**MICRO_BATCH, "offload": True, "build": frozen, **CLIPPED},
         EACH,
         None,
     ),
     "updated in backward": ({**IN_BACKWARD, "optimizer": "sgd"}, None, 4),
-    "updated in backward, frozen, stay gathered": ({**IN_BACKWARD, **STAYS, "build": cases.frozen}, None, None),
-    "replicated by fully_shard, updated in backward": ({"shard": {"shape": (2, 1)}, **IN_BACKWARD}, 0, 0),
+    "updated in backward, frozen, stay gathered": ({**IN_BACKWARD, **STAYS, "build": frozen}, None, None),
+    "replicated by fully_shard, updated in backward": ({**REPLICAS, **IN_BACKWARD}, 0, 0),
     "under DDP": ({"shard": "ddp", "blocks": "auto"}, None, None),
-    "clipped and offloaded": ({"clip_grad_norm": 0.05, "offload": True}, None, None),
-    "frozen": ({"build": cases.frozen}, None, None),
+    "clipped and offloaded": ({**CLIPPED, "offload": True}, None, None),
+    "frozen": ({"build": frozen}, None, None),
     "auto": ({"micro_batch_size": "auto", "memory_limit": "1GiB"}, None, None),
-    "tied blocks, sharded together": ({"build": cases.tied, "parts": ("layers.0", "layers.2")}, None, None),
+    "tied blocks, sharded together": ({"build": tied, "parts": ("layers.0", "layers.2")}, None, None),
     "a block and the head, sharded together": ({"parts": ("layers.1", "head")}, None, None),
-    "weights with the loss, some zero": (cases.TOLD, None, None),
-    "weights from the batch, some zero": (cases.WEIGHED, None, None),
-    "weights with the loss, updated in backward": ({**cases.TOLD, **IN_BACKWARD}, None, None),
+    "weights with the loss, some zero": (TOLD, None, None),
+    "weights from the batch, some zero": (WEIGHED, None, None),
+    "weights with the loss, updated in backward": ({**TOLD, **IN_BACKWARD}, None, None),
 }
 
 
-@pytest.mark.parametrize(("options", "gathers", "scatters"), SENT.values(), ids=SENT)
-def test_blocks_make_the_large_batchs_update_and_are_gathered_once_per_pass_and_reduced_once(
-    ranks: Processes, options: dict[str, Any], gathers: int | None, scatters: int | None
-) -> None:
-    for error, loss_error, sent in ranks.run(cases.against_the_large_batch, limit=LIMIT, **options):
-        assert max(error, loss_error) <= FLOAT64
-        for counts in sent:
-            assert gathers in (None, counts["all_gather"])
-            assert scatters in (None, counts["reduce_scatter"])
+def train(rank, build=Network, optimizer="adam", sizes=SIZES, loss=loss_of, **options):
+    """The large batch's updates. Returns what was sent in each.
+
+    `shard`: options of `fully_shard`, or "ddp"; `parts` are sharded together.
+    """
+    how, parts = options.pop("shard", {}), options.pop("parts", ())
+    model, oracle, ranks, sent = build(), Oracle(build(), optimizer, options.get("clip_grad_norm")), data(sizes), []
+    if how == "ddp":
+        used = DistributedDataParallel(model)
+    else:
+        used = shard_together(model, *parts) if parts else shard(model, **how)
+    step = step_of(used, optimizer, **options)
+    for i in range(len(sizes[0])):
+        with Collectives() as collectives:
+            problems.check_steps(rank, step, oracle, [own[i : i + 1] for own in ranks], loss)
+        sent.append(collectives)
+    return sent
 
 
-@pytest.mark.parametrize(("sync", "most"), [("window", 5), ("micro_batch", 2)])
-def test_all_sharded_blocks_are_whole_in_forward_passes_or_one_and_the_last(
-    ranks: Processes, sync: str, most: int
-) -> None:
-    assert ranks.run(cases.whole_at_once, sync, limit=LIMIT) == [most, most]
+@pytest.mark.parametrize("how", SENT)
+@on_ranks()
+def test_blocks_make_the_large_batchs_update_and_are_gathered_once_per_pass_and_reduced_once(rank, how):
+    options, gathers, scatters = SENT[how]
+    for counts in train(rank, **options):
+        assert gathers in (None, counts["all_gather"])
+        assert scatters in (None, counts["reduce_scatter"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}, {"build": cases.frozen}])
-def test_hybrid_sharded_blocks_make_the_large_batchs_update(four_ranks: Processes, options: dict[str, Any]) -> None:
-    sizes = [[8, 3], [5, 7], [0, 1], [4, 9]]
-    for error, loss_error, _ in four_ranks.run(cases.against_the_large_batch, sizes=sizes, limit=LIMIT, **options):
-        assert max(error, loss_error) <= FLOAT64
+@pytest.mark.parametrize("options", [{}, CLIPPED, {"build": frozen}], ids=["", "clipped", "frozen"])
+@on_ranks("four_ranks")
+def test_hybrid_sharded_blocks_make_the_large_batchs_update(rank, options):
+    train(rank, sizes=HYBRID, **options)
 
 
-def test_under_a_scaler_an_overflow_on_one_rank_costs_all_of_them_one_update(ranks: Processes) -> None:
-    for error, scales in ranks.run(cases.with_a_scaler, limit=LIMIT):
-        assert error <= FLOAT64
-        assert scales == [1024.0, 512.0, 512.0]
+@pytest.mark.parametrize(("sync", "most"), [("window", 5), ("micro_batch", 2)])
+@on_ranks()
+def test_all_sharded_blocks_are_whole_in_forward_passes_or_one_and_the_last(rank, sync, most):
+    model, found = shard(Network(blocks=5)), []
+    for layer in model.layers:
+        layer.place.register_forward_pre_hook(
+            lambda *_: found.append(sum(not isinstance(each.up.weight, DTensor) for each in model.layers))
+        )
+    step = step_of(model, sync=sync)
+    for rows in data(SIZES)[rank]:
+        step(*rows)
+    assert max(found) == most
 
 
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
-def test_a_rank_that_runs_out_of_memory_in_a_block_has_all_begin_again_exactly(ranks: Processes, sync: str) -> None:
-    for outcomes in ranks.run(cases.out_of_memory, [(0, False), (1, True)], limit=LIMIT, sync=sync):
-        for error, size in outcomes:
-            assert error <= FLOAT64
-            assert size == 2
+@on_ranks()
+def test_under_a_scaler_an_overflow_on_one_rank_costs_all_of_them_one_update(rank):
+    oracle, model, ranks = Oracle(Network()), shard(Network()), data([[8, 3, 9], [5, 7, 0]])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    step, scales = step_of(model, scaler=scaler), []
+    for i, batches in enumerate(zip(*ranks, strict=True)):
+        if i == 1:
+            batches[1][0][3, 0] = float("inf")
+        else:
+            oracle.update(concatenated(batches))
+        step(*batches[rank])
+        scales.append(scaler.get_scale())
+    oracle.check(model)
+    assert scales == [1024.0, 512.0, 512.0]
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@on_ranks()
+def test_a_rank_that_runs_out_of_memory_in_a_block_has_all_begin_again_exactly(rank, sync):
+    for place, backward in ((0, False), (1, True)):
+        oracle, model = Oracle(Network(), "adam"), shard(Network())
+        if rank == 1:
+            model.layers[place].place.rows, model.layers[place].place.backward = 2, backward
+        step = step_of(model, "adam", micro_batch_size=4, sync=sync)
+        problems.check_steps(rank, step, oracle, data([[8, 6], [7, 9]]))
+        assert step.micro_batch_size == 2
 
 
 @pytest.mark.parametrize("options", [{}, IN_BACKWARD], ids=["after backward", "in backward"])
-def test_a_parameter_of_a_sharded_block_that_no_rank_uses_is_left_alone(
-    ranks: Processes, options: dict[str, Any]
-) -> None:
-    assert max(ranks.run(cases.unused, limit=LIMIT, **options)) <= FLOAT64
-    policy = {"param_dtype": torch.float32, "reduce_dtype": torch.float64}
-    assert max(ranks.run(cases.unused, policy, limit=LIMIT, **options)) <= FLOAT32
+@pytest.mark.parametrize("dtypes", [1, 2])
+@on_ranks()
+def test_a_parameter_of_a_sharded_block_that_no_rank_uses_is_left_alone(rank, options, dtypes):
+    """Adam with weight decay moves parameters whose gradient is zero, and none without a gradient."""
+    optimizer, policy = "adamw", {}
+    if dtypes == 2:
+        optimizer = "sgd"
+        policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)}
+    oracle, model, ranks = Oracle(spare(), optimizer), shard(spare(), **policy), data([[2, 3], [4, 5]])
+    step = step_of(model, optimizer, micro_batch_size=2, **options)
+
+    def in_pieces(m, batches):
+        """As the step cuts them."""
+        rows = sum(len(y) for _, y in batches)
+        pieces = [(x[p.rows], y[p.rows]) for x, y in batches for p in Rows(FixedSize(2), len(y))]
+        return sum(loss_of(m, piece) * (len(piece[1]) / rows) for piece in pieces)
+
+    for batches in zip(*ranks, strict=True):
+        oracle.update(batches, in_pieces)
+        step(*batches[rank])
+    oracle.check(model, FLOAT64 if dtypes == 1 else FLOAT32)
 
 
-def test_sharded_blocks_draw_the_dropout_masks_that_accumulation_draws(ranks: Processes) -> None:
-    assert (
-        max(error for error, _ in ranks.run(cases.with_blocks_and_without, cases.dropping_out, limit=LIMIT)) <= FLOAT64
-    )
+EVEN = [[6, 9], [6, 9]]
+"""Without blocks, all ranks cut their rows into as many micro-batches."""
+MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-def test_in_mixed_precision_sharded_blocks_make_the_update_that_is_made_without_blocks(ranks: Processes) -> None:
-    policy, expected = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, cases.in_float64()
-    for error, found in ranks.run(cases.with_blocks_and_without, cases.Chain, policy, limit=LIMIT):
-        assert error <= FLOAT32
-        assert 1e-4 < relative_error(found, expected) < 0.1
+@pytest.mark.parametrize(("build", "mixed"), [(dropping_out, False), (Chain, True)])
+@on_ranks()
+def test_sharded_blocks_draw_the_dropout_masks_and_round_as_accumulation_without_blocks(rank, build, mixed):
+    found, expected = [], Oracle(build())
+    expected.see(data(EVEN), 1)
+    for blocks in ("layers", None):
+        model = shard(build().float(), mp_policy=MixedPrecisionPolicy(**MIXED)) if mixed else shard(build())
+        step = step_of(model, blocks=blocks)
+        torch.manual_seed(rank)
+        for x, y in data(EVEN)[rank]:
+            step(x.float() if mixed else x, y)
+        found.append([p.clone() for p in whole(model)])
+    assert relative_error(*found) <= (FLOAT32 if mixed else FLOAT64)
+    assert not mixed or 1e-4 < relative_error(found[0], expected.model.parameters()) < 0.1
+
+
+OWN, STOPPED, NAN = (
+    "ArithmeticError: one rank's own",
+    "WindowError: Rank 1 stopped",
+    "ValueError: The loss of this batch is nan",
+)
 
 
 @pytest.mark.parametrize(
     ("what", "options", "own", "others"),
     [
-        *(
-            ("forward", {"sync": sync}, "ArithmeticError: one rank's own", "WindowError: Rank 1 stopped")
-            for sync in SYNCS
-        ),
-        ("backward", {}, "ArithmeticError: one rank's own", "WindowError: Rank 1 stopped"),
+        ("forward", {"sync": "window"}, OWN, STOPPED),
+        ("forward", MICRO_BATCH, OWN, STOPPED),
+        ("backward", {}, OWN, STOPPED),
         ("nan", IN_BACKWARD, NAN, NAN),
+        ("memory", IN_BACKWARD, "WindowError", "WindowError"),
     ],
 )
-def test_an_error_of_one_rank_in_a_block_is_one_on_all_and_the_next_batch_is_exact(
-    ranks: Processes, what: str, options: dict[str, Any], own: str, others: str
-) -> None:
-    (first, *others_errors), (second, *errors) = ranks.run(cases.fails, what, limit=LIMIT, **options)
-    assert first.startswith(others)
-    assert second.startswith(own)
-    for moved, error in (others_errors, errors):
-        assert moved == 0.0
-        assert error <= FLOAT64
-
-
-def test_an_error_halfway_through_sharded_updates_says_on_every_rank_what_has_been_updated(ranks: Processes) -> None:
-    for said, moved, _ in ranks.run(cases.fails, "memory", limit=LIMIT, **IN_BACKWARD):
-        assert said.startswith("WindowError")
+@on_ranks()
+def test_an_error_of_one_rank_in_a_block_is_one_on_all_and_the_next_batch_is_exact(rank, what, options, own, others):
+    """Halfway through updates in the backward pass, it says on every rank what has been updated."""
+    oracle, model, ranks = Oracle(Network()), shard(Network()), data([[6, 5], [7, 4]])
+    step, before, (x, y) = step_of(model, **options), [p.clone() for p in whole(model)], ranks[rank][0]
+    place = model.layers[0 if what == "memory" else 1].place
+    if rank == 1 and what == "nan":
+        x[0, 0] = float("nan")
+    elif rank == 1:
+        place.rows, place.backward = 0, what != "forward"
+        place.error = place.error if what == "memory" else ArithmeticError("one rank's own")
+    said = error_of(lambda: step(x, y))
+    assert said.startswith(own if rank == 1 else others)
+    if what == "memory":
         assert "those of the blocks 'layers.1', 'layers.2'" in said
         assert "This cannot be undone" in said
-        assert moved > 1e-6
+        assert relative_error(whole(model), before) > 1e-6
+        return
+    assert relative_error(whole(model), before) == 0.0
+    place.rows = 999
+    problems.check_steps(rank, step, oracle, [own[1:] for own in ranks])
 
 
-def test_what_does_not_go_with_blocks_on_several_ranks_is_refused_by_name(ranks: Processes) -> None:
-    for said in ranks.run(cases.refused, limit=LIMIT):
-        assert "each rank has only a part of a sharded model" in said["on"]
-        assert "'layers.1.dropout' is a SyncBatchNorm, which waits for the other ranks" in said["batch_norm"]
-        assert "FSDP1), whose parameters `blocks` can't gather" in said["fsdp1"]
-        assert "ranks that replicate a model reduce all gradients together" in said["ddp"]
-        assert "shared with a parameter already managed by another FSDP group" in said["tied apart"]
-        assert "The block 'layers.2' got a gradient after its turn" in said["borrowed"]
+REFUSED = {
+    "each rank has only a part of a sharded model": lambda rows: step_of(shard(Network()), on="cpu"),
+    "'layers.1.dropout' is a SyncBatchNorm, which waits for the other ranks": lambda rows: step_of(
+        shard(synchronised()), batch_norm="micro"
+    ),
+    "FSDP1), whose parameters `blocks` can't gather": lambda rows: find_blocks(
+        FullyShardedDataParallel(Network(), device_id=torch.device("cpu")), "auto"
+    ),
+    "ranks that replicate a model reduce all gradients together": lambda rows: step_of(
+        DistributedDataParallel(Network()), blocks=Blocks("auto", update="in_backward")
+    ),
+    "shared with a parameter already managed by another FSDP group": lambda rows: step_of(shard(tied()))(*rows),
+    "The block 'layers.2' got a gradient after its turn": lambda rows: step_of(shard(Borrowing()))(*rows),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+@on_ranks()
+def test_what_does_not_go_with_blocks_on_several_ranks_is_refused_by_name(rank, says):
+    assert says in error_of(lambda: REFUSED[says](data(SIZES)[rank][0]))

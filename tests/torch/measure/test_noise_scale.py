@@ -1,13 +1,19 @@
-"""The noise scale, measured while training on a problem whose noise scale is known in closed form."""
+"""The noise scale, measured while training on a problem whose noise scale is known, and windows that follow it."""
 
+import copy
+import functools
+import io
+import logging
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from gradaccum import NoiseSchedule, WindowError
 from gradaccum.torch import TrainStep
-from gradaccum.torch.optim import Optimizer
+from gradaccum.torch.optim import Adam, Optimizer
+from tests.reference import FLOAT64, relative_error
 from tests.torch.optimizer.loops import step
 
 GRADIENT = torch.tensor([1.0, -0.5, 0.25, 0.0, 0.5], dtype=torch.float64)
@@ -17,6 +23,7 @@ TRUE = float(NOISE.sum() / GRADIENT.square().sum())
 UPDATES = 400
 FEW = 30
 """Updates of the same rows that are measured in another way: what they find is the same number."""
+SIZES = 3, 2, 4, 1
 
 
 class Linear(nn.Module):
@@ -31,13 +38,11 @@ class Linear(nn.Module):
         return x[:, :3] @ self.head + x[:, 3:] @ self.tail
 
 
-def rows(count, generator):
-    return GRADIENT + torch.randn(count, 5, dtype=torch.float64, generator=generator) * NOISE.sqrt()
-
-
-def windows(sizes, updates=UPDATES, seed=0):
+def rows(sizes, seed=0, noise=1.0):
+    """Micro-batches of so many rows each, whose noise is that multiple."""
     generator = torch.Generator().manual_seed(seed)
-    return [[rows(size, generator) for size in sizes] for _ in range(updates)]
+    draws = [torch.randn(size, 5, dtype=torch.float64, generator=generator) for size in sizes]
+    return [GRADIENT + own * (NOISE * noise).sqrt() for own in draws]
 
 
 def assert_measured(scale, updates=UPDATES, factor=1.0):
@@ -54,106 +59,90 @@ def same(scale, expected):
     return found == pytest.approx(wanted, rel=1e-9)
 
 
-def trained_by_optimizer(model, sizes, *, weighed, in_batches=False, scaler=None, updates=UPDATES, **options):
+def by_optimizer(updates, sizes=SIZES, *, weighed=True, in_batches=False, scaler=None, dtype=torch.float64, **options):
+    model, is_sum = Linear(dtype), options.get("reduction") == "sum"
     optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), len(sizes), noise_scale=True, **options)
-    is_sum = options.get("reduction") == "sum"
-    micro_batches = [x for window in windows(sizes, updates) for x in window]
+    micro_batches = rows(sizes * updates)
     for x in optimizer.batches(micro_batches) if in_batches else micro_batches:
         optimizer.zero_grad()
         loss = model(x).sum() if is_sum else model(x).mean()
         loss = loss if scaler is None else scaler.scale(loss)
-        if weighed:
-            optimizer.backward(loss, weight=len(x))
-        else:
-            loss.backward()
+        optimizer.backward(loss, weight=len(x)) if weighed else loss.backward()
         step(optimizer, scaler)
-    return optimizer
-
-
-def test_the_optimizer_measures_it_on_ragged_weighted_windows():
-    assert_measured(trained_by_optimizer(Linear(), (3, 2, 4, 1), weighed=True).noise_scale)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"reduction": "sum"}, {"clip_grad_norm": 0.1}, {"nonfinite": "skip_micro_batch"}, {"nonfinite": "skip_window"}],
-    ids=str,
-)
-def test_the_optimizers_options_leave_what_it_measures(options):
-    plain, other = (
-        trained_by_optimizer(Linear(), (3, 2, 4, 1), weighed=True, updates=FEW, **how).noise_scale
-        for how in ({}, options)
-    )
-    assert same(other, plain)
-
-
-def test_under_batches_the_optimizer_knows_the_rows():
-    scale = trained_by_optimizer(Linear(), (3, 2, 4, 1), weighed=False, in_batches=True).noise_scale
-    assert_measured(scale)
-    assert (scale.unit, scale.batch_size) == ("rows", 10.0)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_without_rows_it_counts_in_micro_batches_and_says_so(reduction):
-    scale = trained_by_optimizer(Linear(), (3, 3, 3, 3), weighed=False, reduction=reduction).noise_scale
-    assert_measured(scale, factor=3.0)
-    assert scale.unit == "micro-batches"
-    assert "To measure it in rows" in scale.advice()
-
-
-@pytest.mark.parametrize("weighed", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_loss_scale_that_grows_inside_windows_does_not_bend_it(weighed):
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=50)
-    scale = trained_by_optimizer(Linear(torch.float32), (3, 3, 3), weighed=weighed, scaler=scaler).noise_scale
-    assert scaler.get_scale() > 2.0**10
-    assert_measured(scale, factor=1.0 if weighed else 3.0)
+    return optimizer.noise_scale
 
 
 def mean(model, x):
     return model(x).mean()
 
 
-def trained_by_step(updates, **keywords):
-    model = Linear()
+def total(model, x):
+    return model(x).sum()
+
+
+def by_step(updates, compute_loss=mean, scaler=None, **keywords):
+    model, scaler = Linear(), scaler and torch.amp.GradScaler("cpu", init_scale=scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    train_step = TrainStep(model, optimizer, micro_batch_size=3, noise_scale=True, **keywords)
-    for (x,) in windows((10,), updates):
+    keywords = {"compute_loss": compute_loss, "scaler": scaler, "micro_batch_size": 3, "noise_scale": True, **keywords}
+    train_step = TrainStep(model, optimizer, **keywords)
+    for x in rows([10] * updates):
         train_step(x)
     return train_step.noise_scale
 
 
-def test_the_train_step_measures_it_in_rows():
-    scale = trained_by_step(UPDATES, compute_loss=mean)
-    assert_measured(scale)
-    assert scale.batch_size == 10
+UNWEIGHED = {"weighed": False, "sizes": (3, 3, 3, 3)}
 
 
 @pytest.mark.parametrize(
-    "keywords",
+    ("way", "keywords", "factor"),
     [
-        {"compute_loss": mean, "clip_grad_norm": 0.1},
-        {"compute_loss": lambda model, x: model(x).sum(), "reduction": "sum"},
-        {"compute_loss": lambda model, x: model(x).sum(), "reduction": "sum", "weight": len},
-        {"compute_loss": lambda model, x: (model(x).sum(), len(x)), "reduction": "sum"},
-        {"compute_loss": lambda model, x: (model(x).mean(), len(x))},
-        {"compute_loss": mean, "weight": lambda x: 7.0 * len(x)},
-        {"compute_loss": mean, "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10)},
+        (by_optimizer, {}, 1.0),
+        (by_optimizer, {"weighed": False, "in_batches": True}, 1.0),
+        (by_optimizer, UNWEIGHED, 3.0),
+        (by_optimizer, {**UNWEIGHED, "reduction": "sum"}, 3.0),
+        (by_step, {}, 1.0),
     ],
-    ids=["clipped", "sum", "weighed sum", "sum and weight", "mean and weight", "weighed", "scaled"],
+    ids=["weighed", "under batches()", "in micro-batches", "sums in micro-batches", "TrainStep"],
 )
-def test_the_train_step_measures_it_in_rows_whatever_the_loss_is(keywords):
-    assert same(trained_by_step(FEW, **keywords), trained_by_step(FEW, compute_loss=mean))
+def test_it_is_measured_in_rows_or_in_micro_batches_which_it_says(way, keywords, factor):
+    scale = way(UPDATES, **keywords)
+    assert_measured(scale, factor=factor)
+    assert (scale.unit, scale.batch_size) == (("rows", 10.0) if factor == 1.0 else ("micro-batches", 4.0))
+    assert ("To measure it in rows" in scale.advice()) == (factor != 1.0)
+
+
+@pytest.mark.parametrize("weighed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_loss_scale_that_grows_inside_windows_does_not_bend_it(weighed):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=50)
+    scale = by_optimizer(UPDATES, (3, 3, 3), weighed=weighed, scaler=scaler, dtype=torch.float32)
+    assert scaler.get_scale() > 2.0**10
+    assert_measured(scale, factor=1.0 if weighed else 3.0)
+
+
+ALIKE = {
+    "sum": (by_optimizer, {"reduction": "sum"}),
+    "clipped": (by_optimizer, {"clip_grad_norm": 0.1}),
+    "skip_micro_batch": (by_optimizer, {"nonfinite": "skip_micro_batch"}),
+    "skip_window": (by_optimizer, {"nonfinite": "skip_window"}),
+    "TrainStep, clipped": (by_step, {"clip_grad_norm": 0.1}),
+    "TrainStep, sum": (by_step, {"compute_loss": total, "reduction": "sum"}),
+    "TrainStep, weighed sum": (by_step, {"compute_loss": total, "reduction": "sum", "weight": len}),
+    "TrainStep, sum and weight": (by_step, {"compute_loss": lambda m, x: (total(m, x), len(x)), "reduction": "sum"}),
+    "TrainStep, mean and weight": (by_step, {"compute_loss": lambda m, x: (mean(m, x), len(x))}),
+    "TrainStep, weighed": (by_step, {"weight": lambda x: 7.0 * len(x)}),
+    "TrainStep, scaled": (by_step, {"scaler": 2.0**10}),
+}
+
+
+@pytest.mark.parametrize(("way", "keywords"), ALIKE.values(), ids=ALIKE)
+def test_what_the_loss_is_and_options_leave_what_is_measured(way, keywords):
+    assert same(way(FEW, **keywords), way(FEW))
 
 
 def test_the_train_step_leaves_out_rows_that_weigh_nothing():
     model = nn.Linear(5, 2).double()
-    train_step = TrainStep(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        loss_fn=nn.CrossEntropyLoss(),
-        micro_batch_size=2,
-        noise_scale=True,
-    )
+    sgd, loss_fn = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+    train_step = TrainStep(model, sgd, loss_fn=loss_fn, micro_batch_size=2, noise_scale=True)
     x, y = torch.randn(8, 5, dtype=torch.float64), torch.tensor([-100, -100, 0, 1, 1, 0, -100, 1])
     for _ in range(5):
         train_step(x, y)
@@ -164,14 +153,13 @@ def test_the_train_step_leaves_out_rows_that_weigh_nothing():
 def test_it_is_measured_only_where_asked():
     model = Linear()
     optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), 2)
-    with pytest.raises(ValueError, match="noise_scale=True"):
-        _ = optimizer.noise_scale
-    with pytest.raises(ValueError, match="noise_scale=True"):
-        _ = TrainStep(model, optimizer.inner, compute_loss=mean).noise_scale
+    for source in (optimizer, TrainStep(model, optimizer.inner, compute_loss=mean)):
+        with pytest.raises(ValueError, match="noise_scale=True"):
+            _ = source.noise_scale
 
 
 def test_windows_of_one_micro_batch_tell_nothing():
-    scale = trained_by_optimizer(Linear(), (5,), weighed=True, updates=5).noise_scale
+    scale = by_optimizer(5, (5,))
     assert scale.updates == 0
     assert "Not measured yet" in scale.advice()
 
@@ -179,7 +167,7 @@ def test_windows_of_one_micro_batch_tell_nothing():
 def test_a_discarded_window_leaves_nothing_behind():
     model = Linear()
     optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), 2, noise_scale=True)
-    for x in (torch.full((2, 5), 1e6, dtype=torch.float64), *(x for w in windows((2, 2), 50) for x in w)):
+    for x in (torch.full((2, 5), 1e6, dtype=torch.float64), *rows([2] * 100)):
         optimizer.zero_grad()
         optimizer.backward(model(x).mean(), weight=2)
         optimizer.step()
@@ -198,7 +186,149 @@ def test_measuring_changes_no_update():
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-        return list(model.parameters())
+        return model.parameters()
 
-    for a, b in zip(parameters(True), parameters(False), strict=True):
-        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(parameters(True), parameters(False), strict=True))
+
+
+# Windows that follow the noise scale.
+
+batches = functools.partial(rows, noise=40.0)
+FOUR = [4]
+
+
+def scheduled(schedule, lr=0.0, make=torch.optim.SGD, **keywords):
+    model = Linear()
+    return model, Optimizer(make(model.parameters(), lr=lr, **keywords), schedule)
+
+
+def trained(model, optimizer, data):
+    """The length of every window."""
+    lengths, count = [], 0
+    for x in data:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        count += 1
+        if optimizer.updated:
+            lengths.append(count)
+            count = 0
+    return lengths
+
+
+def test_windows_grow_where_the_gradient_is_noise_alone(caplog):
+    schedule = NoiseSchedule(2, 8, every=30)
+    model, optimizer = scheduled(schedule)
+    with caplog.at_level(logging.INFO, logger="gradaccum"):
+        lengths = trained(model, optimizer, optimizer.batches(batches(FOUR * 600)))
+    assert lengths[0] == 2
+    assert 8 in lengths
+    assert sorted(lengths[:-1]) == lengths[:-1]  # the last window is the epoch's rest
+    assert "Windows of 4 micro-batches instead of 2 from here on: noise scale" in caplog.text
+    assert optimizer.steps == schedule.steps == 8
+    assert repr(optimizer).startswith("Optimizer(NoiseSchedule(2, 8, every=30) steps, SGD")
+    model, optimizer = scheduled(NoiseSchedule(2, 16, every=30))
+    assert set(trained(model, optimizer, optimizer.batches(rows(FOUR * 100, noise=1e-3)))) == {2}  # a row says it all
+
+
+def test_the_update_is_the_plain_one_at_the_scaled_hyperparameters():
+    model, reference = Linear(), Linear()
+    steps = NoiseSchedule(2, 8, every=30, scale_learning_rate="sqrt")
+    optimizer = Adam(model.parameters(), lr=0.01, betas=(0.8, 0.9), steps=steps)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    data = batches(FOUR * 200)
+    lengths = trained(model, optimizer, optimizer.batches(data))
+    assert len(set(lengths)) > 1
+    inner, rate, start = torch.optim.Adam(reference.parameters()), 0.01, 0
+    for index, length in enumerate(lengths):
+        planned = length if index < len(lengths) - 1 else optimizer.steps
+        inner.param_groups[0].update(lr=rate * (planned / 2) ** 0.5, betas=(0.8 ** (planned / 2), 0.9 ** (planned / 2)))
+        inner.zero_grad()
+        reference(torch.cat(data[start : start + length])).mean().backward()
+        inner.step()
+        start, rate = start + length, rate * 0.99
+    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)  # the smallest window's, as scheduled
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_of_the_inner_optimizer_see_its_own_learning_rate(before, tensor):
+    """A warm-up before the step, or a scheduler that goes on from what it finds behind it: neither finds it scaled."""
+    schedule, seen = NoiseSchedule(2, 8, scale_learning_rate="linear"), []
+    schedule.load_state_dict({"steps": 4, "updates": 0})
+    model, optimizer = scheduled(schedule, torch.tensor(0.01) if tensor else 0.01)
+    inner, reference = optimizer.inner, Linear()
+
+    def warm_up(optimizer, *_):
+        (group,) = optimizer.param_groups
+        seen.append(float(group["lr"]))
+        if tensor:
+            group["lr"].mul_(1.5)
+        else:
+            group["lr"] *= 1.5
+
+    (inner.register_step_pre_hook if before else inner.register_step_post_hook)(warm_up)
+    data = batches(FOUR * 12)
+    trained(model, optimizer, optimizer.batches(data))
+    plain = torch.optim.SGD(reference.parameters(), lr=0.01)
+    for update in range(3):
+        plain.param_groups[0]["lr"] = 2 * 0.01 * 1.5 ** (update + before)
+        plain.zero_grad()
+        reference(torch.cat(data[4 * update : 4 * update + 4])).mean().backward()
+        plain.step()
+    assert relative_error(model.parameters(), reference.parameters()) <= (1e-6 if tensor else FLOAT64)
+    assert seen == pytest.approx([0.01, 0.015, 0.0225])
+    assert float(inner.param_groups[0]["lr"]) == pytest.approx(0.01 * 1.5**3)
+
+
+@pytest.mark.parametrize("stop", [40, 101, 163])
+def test_training_goes_on_bit_for_bit_from_a_checkpoint(stop):
+    """Between decisions, in open windows, too."""
+
+    def make():
+        return scheduled(NoiseSchedule(2, 16, every=30, scale_learning_rate="linear"), lr=0.01, momentum=0.9)
+
+    data, one, other = batches(FOUR * 400), make(), make()
+    trained(*one, data[:stop])
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in one], file)
+    trained(*one, data[stop:])
+    file.seek(0)
+    for part, state in zip(other, torch.load(file, weights_only=True)):
+        part.load_state_dict(state)
+    trained(*other, data[stop:])
+    assert (other[1].updates, other[1].steps) == (one[1].updates, one[1].steps)
+    assert other[1].steps > 2
+    assert all(torch.equal(a, b) for a, b in zip(other[0].parameters(), one[0].parameters(), strict=True))
+
+
+def test_a_copy_of_the_optimizer_follows_its_own_schedule():
+    model, optimizer = scheduled(NoiseSchedule(2, 8, every=30))
+    copied = copy.deepcopy((model, optimizer))
+    trained(*copied, copied[1].batches(batches(FOUR * 400)))
+    assert copied[1].steps > 2
+    assert optimizer.steps == 2
+
+
+def test_other_steps_end_it():
+    model, optimizer = scheduled(NoiseSchedule(2, 8, every=30, scale_learning_rate="linear"), lr=1.0)
+    trained(model, optimizer, optimizer.batches(batches(FOUR * 100)))
+    assert optimizer.steps > 2
+    optimizer.steps = 2
+    before, data = [p.detach().clone() for p in model.parameters()], batches(FOUR * 2, seed=3)
+    trained(model, optimizer, optimizer.batches(data))
+    mean, moved = torch.cat(data).mean(0), [b - p for b, p in zip(before, model.parameters(), strict=True)]
+    assert relative_error(moved, [mean[:3], mean[3:]]) <= FLOAT64
+
+
+def test_a_window_of_another_length_is_refused_without_its_schedule():
+    schedule = NoiseSchedule(2, 8)
+    schedule.steps = 8
+    model, optimizer = scheduled(schedule)
+    trained(model, optimizer, batches(FOUR))
+    plain = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), 2, noise_scale=True)
+    with pytest.raises(WindowError, match="taken inside a window of 8 steps"):
+        plain.load_state_dict(optimizer.state_dict())

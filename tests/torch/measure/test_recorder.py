@@ -1,7 +1,6 @@
 """The Recorder: one complete line per update, and a report at any time."""
 
 import json
-import logging
 import subprocess
 import sys
 import time
@@ -31,8 +30,7 @@ def lines(path):
 
 
 def test_a_line_per_update_with_what_is_known(tmp_path):
-    path, step = tmp_path / "new" / "run.jsonl", train_step(clip_grad_norm=1.0, noise_scale=True)
-    losses = []
+    path, step, losses = tmp_path / "new" / "run.jsonl", train_step(clip_grad_norm=1.0, noise_scale=True), []
     with Recorder(path, step) as recorder:
         for _ in range(25):
             losses.append(step(*batch()))
@@ -53,10 +51,9 @@ def test_a_line_per_update_with_what_is_known(tmp_path):
 
 
 def test_with_a_wrapped_optimizer_it_may_be_called_after_every_micro_batch(tmp_path):
-    model = nn.Linear(3, 1)
+    model, written = nn.Linear(3, 1), []
     optimizer = SGD(model.parameters(), lr=0.1, steps=2)
     with Recorder(tmp_path / "run.jsonl", optimizer) as recorder:
-        written = []
         for x, y in optimizer.batches([batch(4) for _ in range(5)]):
             optimizer.zero_grad()
             optimizer.backward(nn.functional.mse_loss(model(x), y))
@@ -93,8 +90,7 @@ def run_for_ever(path):
 
 def test_a_run_that_is_killed_still_becomes_a_report(tmp_path):
     path = tmp_path / "run.jsonl"
-    process = fresh_process(run_for_ever, path)
-    deadline = time.monotonic() + 60
+    process, deadline = fresh_process(run_for_ever, path), time.monotonic() + 60
     while time.monotonic() < deadline and not (path.exists() and path.stat().st_size > 5000):
         time.sleep(0.05)
     process.kill()
@@ -104,7 +100,7 @@ def test_a_run_that_is_killed_still_becomes_a_report(tmp_path):
     assert run.report().save(tmp_path / "run.html").stat().st_size > 10_000
 
 
-def test_values_that_are_no_numbers_are_told(tmp_path):
+def test_what_cannot_be_recorded_is_told(tmp_path):
     step = train_step()
     with Recorder(tmp_path / "run.jsonl", step) as recorder:
         loss = step(*batch())
@@ -119,26 +115,20 @@ def test_values_that_are_no_numbers_are_told(tmp_path):
 def test_without_tensorboard_a_line_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     step = train_step()
-    with (
-        caplog.at_level(logging.WARNING, "gradaccum"),
-        Recorder(tmp_path / "r.jsonl", step, tensorboard=tmp_path / "b") as r,
-    ):
-        assert r.record(step(*batch()))
+    with Recorder(tmp_path / "run.jsonl", step, tensorboard=tmp_path / "board") as recorder:
+        assert recorder.record(step(*batch()))
     assert "TensorBoard is not installed" in caplog.text
-    assert not (tmp_path / "b").exists()
+    assert not (tmp_path / "board").exists()
 
 
 @pytest.mark.slow
 def test_tensorboard_gets_every_number(tmp_path):
     pytest.importorskip("tensorboard")
     code = f"""
-import torch, gradaccum.torch
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-step = gradaccum.torch.TrainStep(model, optimizer, loss_fn=torch.nn.MSELoss(), micro_batch_size=4)
-path, board = {str(tmp_path / "run.jsonl")!r}, {str(tmp_path / "board")!r}
-with gradaccum.torch.Recorder(path, step, tensorboard=board) as recorder:
-    recorder.record(step(torch.randn(8, 3), torch.randn(8, 1)))
+from tests.torch.measure.test_recorder import Recorder, batch, train_step
+step = train_step()
+with Recorder({str(tmp_path / "run.jsonl")!r}, step, tensorboard={str(tmp_path / "board")!r}) as recorder:
+    recorder.record(step(*batch()))
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 events = EventAccumulator({str(tmp_path / "board")!r})
 events.Reload()

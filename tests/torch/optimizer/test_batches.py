@@ -1,25 +1,30 @@
-"""Epochs: the last micro-batch closes its window, and nothing leaks into the next. Loaders as people have them."""
+"""Epochs: the last micro-batch closes its window, and nothing leaks into the next. Loaders as people have them.
 
+The random programs (tests/fuzz) loop over lists, generators, iterators, DataLoaders, streams and loaders with a state
+or an error, leave loops, skip, flush and load checkpoints in them, and share them among optimizers.
+"""
+
+import copy
 import dataclasses
 import itertools
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-import gradaccum.torch
 import gradaccum.torch.optimizer.batches as batches_module
 from gradaccum import WindowError
+from tests.fuzz.loaders import loader_of
 from tests.reference import FLOAT64, relative_error, windows_of
-from tests.torch.optimizer.loops import assert_same, large, train, wrapped
+from tests.torch.optimizer.loops import assert_same, large, parts, train, values, wrapped
 from tests.torch.problems import mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-PAIRS = split(tuple(t.double() for t in regression(10)), [2] * 5)
+PAIRS = parts([2] * 5)
+SIX = parts([2] * 6)
 
 
 def test_batches_are_yielded_unchanged_and_in_order():
@@ -33,17 +38,16 @@ def test_batches_are_yielded_unchanged_and_in_order():
 def test_an_update_after_the_loop_is_told_to_who_steps_a_schedule_in_it(how, caplog):
     model, optimizer = wrapped(steps=3)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    rate = optimizer.param_groups[0]["lr"]
-    if how == "in a hook":
+    rate, missed = optimizer.param_groups[0]["lr"], how == "in the loop"
+    if not missed:
         optimizer.register_step_post_hook(lambda *_: schedule.step())
-    for number, batch in enumerate(optimizer.batches(split(regression(5), [1] * 5))):
+    for number, batch in enumerate(optimizer.batches(PAIRS)):
         if number == 4:
             continue  # the fourth closes its window after the loop
         train(model, optimizer, [batch])
-        if how == "in the loop" and optimizer.updated:
+        if missed and optimizer.updated:
             schedule.step()
     assert optimizer.updates == 2
-    missed = how == "in the loop"
     assert optimizer.param_groups[0]["lr"] == rate * (0.5 if missed else 0.25)
     assert ("An update was made after the loop" in caplog.text) == missed
 
@@ -61,93 +65,27 @@ def test_flush_closes_the_short_window_of_a_plain_loop_and_leaves_no_gradient(ze
                 optimizer.zero_grad()
         assert (optimizer.flush(), optimizer.updated) == (True, True)
         assert (optimizer.flush(), optimizer.updated) == (False, False)
+        assert all(p.grad is None for p in model.parameters())
     assert optimizer.epoch == 2
     assert_same(model, large(windows_of(PAIRS, 4) * 2))
 
 
-def test_closes_next_and_micro_batches_tell_where_the_window_stands():
-    model, optimizer = wrapped(steps=2)
-    seen = []
-    for batch in optimizer.batches(split(regression(5), [1] * 5)):
-        seen.append((optimizer.micro_batches, optimizer.closes_next))
+# Loops that are left.
+
+
+@pytest.mark.parametrize("how", ["break", "islice", "flush, then break"])
+def test_leaving_the_loop_discards_the_open_window_with_a_line_unless_it_is_flushed(how, caplog):
+    (model, optimizer), kept = wrapped(steps=2), how.startswith("flush")
+    loop = itertools.islice(optimizer.batches(PAIRS), 3) if how == "islice" else optimizer.batches(PAIRS)
+    for index, batch in enumerate(loop):
         train(model, optimizer, [batch])
-        seen[-1] += (optimizer.updated, optimizer.updates)
-    first, second = [(0, False, False, 0), (1, True, True, 1)], [(0, False, False, 1), (1, True, True, 2)]
-    assert seen == [*first, *second, (0, True, True, 3)]
-
-
-@pytest.mark.parametrize("how", ["break", "islice"])
-def test_breaking_out_discards_the_open_window_with_a_line(how, caplog):
-    model, optimizer = wrapped(steps=2)
-    if how == "islice":
-        train(model, optimizer, itertools.islice(optimizer.batches(PAIRS), 3))
-    else:
-        for index, batch in enumerate(optimizer.batches(PAIRS)):
-            train(model, optimizer, [batch])
-            if index == 2:
-                break
-    assert "Discarding an open window of 1 of 2 micro-batches" in caplog.text
+        if index == 2 and how != "islice":
+            assert not kept or optimizer.flush()
+            break
+    assert ("Discarding an open window of 1 of 2 micro-batches" in caplog.text) == (not kept)
     assert (optimizer.micro_batches, optimizer.epoch) == (0, 1)
     train(model, optimizer, optimizer.batches(PAIRS))
-    assert_same(model, large([PAIRS[:2], *windows_of(PAIRS, 2)]))
-
-
-def test_flush_before_the_break_keeps_the_open_window():
-    model, optimizer = wrapped(steps=2)
-    for batch in optimizer.batches(PAIRS):
-        train(model, optimizer, [batch])
-        assert optimizer.flush()
-        break
-    assert (optimizer.updates, optimizer.epoch) == (1, 1)
-    assert_same(model, large([PAIRS[:1]]))
-
-
-def test_an_empty_loader_is_refused():
-    _, optimizer = wrapped(steps=2)
-    with pytest.raises(ValueError, match="yielded no batch"):
-        list(optimizer.batches([]))
-    with pytest.raises(TypeError, match="iterable"):
-        optimizer.batches(3)
-
-
-class Flaky:
-    """A loader that raises once, before its fourth batch; it starts over, or goes on, as iterators do."""
-
-    def __init__(self):
-        self.position, self.raised = 0, False
-
-    def __iter__(self):
-        for index in range(len(PAIRS)):
-            if index == 3 and not self.raised:
-                self.raised = True
-                raise OSError("disk on fire")
-            yield PAIRS[index]
-
-
-class FlakyIterator(Flaky):
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.position == 3 and not self.raised:
-            self.raised = True
-            raise OSError("disk on fire")
-        if self.position == len(PAIRS):
-            raise StopIteration
-        self.position += 1
-        return PAIRS[self.position - 1]
-
-
-@pytest.mark.parametrize("make", [FlakyIterator, Flaky])
-def test_a_loader_that_raises_midway_can_be_gone_on_with_or_started_over(make):
-    loader = make()
-    model, optimizer = wrapped(steps=4)
-    with pytest.raises(OSError, match="disk on fire"):
-        train(model, optimizer, optimizer.batches(loader))
-    assert (optimizer.micro_batches, optimizer.updates) == (3, 0)
-    train(model, optimizer, optimizer.batches(loader))
-    assert optimizer.epoch == 1
-    assert_same(model, large(windows_of(PAIRS, 4)))
+    assert_same(model, large([PAIRS[:2], *([PAIRS[2:3]] if kept else []), *windows_of(PAIRS, 2)]))
 
 
 def test_an_exception_in_the_loop_discards_the_window_when_the_next_loop_begins():
@@ -172,267 +110,214 @@ def test_what_a_plain_loop_leaves_open_is_flushed_before_batches_begin():
     assert_same(model, large([PAIRS[:2], PAIRS[:3]]))
 
 
-def test_rows_that_disagree_or_are_not_there_ask_for_a_weight():
+def test_a_loader_that_raises_midway_can_be_started_over():
+    class Flaky(list):
+        """Raises once, before its fourth batch."""
+
+        raised = False
+
+        def __iter__(self):
+            yield from self[:3]
+            if not self.raised:
+                self.raised = True
+                raise OSError("disk on fire")
+            yield from self[3:]
+
+    loader, (model, optimizer) = Flaky(PAIRS), wrapped(steps=4)
+    with pytest.raises(OSError, match="disk on fire"):
+        train(model, optimizer, optimizer.batches(loader))
+    assert (optimizer.micro_batches, optimizer.updates) == (3, 0)
+    train(model, optimizer, optimizer.batches(loader))
+    assert optimizer.epoch == 1
+    assert_same(model, large(windows_of(PAIRS, 4)))
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_breaking_off_and_going_on_with_the_same_iterator_loses_no_batch(after):
+    _, optimizer = wrapped(steps=1)
+    stream, seen = iter(range(6)), []
+    for stop in (after, None):
+        for index in itertools.islice(optimizer.batches(stream, weight=lambda item: 1), stop):
+            optimizer.step()
+            seen.append(index)
+    assert seen == list(range(6))
+    assert [*optimizer.batches(iter(PAIRS[:2]))] == PAIRS[:2], "another iterator has its own"
+
+
+@pytest.mark.parametrize("kind", ["stateful", "list", "DataLoader"])
+@pytest.mark.parametrize("after", [1, 4, 6])
+def test_batches_resume_behind_the_last_one_that_was_handed_out_and_the_next_epoch_is_a_whole_one(kind, after):
     _, optimizer = wrapped(steps=2)
-    boxes = ([torch.zeros(3, 8, 8), torch.zeros(3, 8, 8)], {"boxes": torch.zeros(5, 4)})
-    with pytest.raises(ValueError, match=r"batch\[1\]\['boxes'\]  shape \(5, 4\)(.|\n)*Pass weight="):
-        next(iter(optimizer.batches([boxes])))
-    assert next(iter(optimizer.batches([boxes], weight=lambda batch: len(batch[0])))) is boxes
-    with pytest.raises(ValueError, match="Pass weight="):
-        next(iter(optimizer.batches([["a sentence", "another"]])))
-
-
-def test_a_backward_pass_without_a_step_is_named():
-    model, optimizer = wrapped(steps=2)
-    with pytest.raises(WindowError, match=r"Call step\(\) after"):
-        for index, (x, y) in enumerate(optimizer.batches(PAIRS)):
-            mse(model, x, y).backward()
-            if index % 2:  # the hand-written loop's if-statement, left in place
-                optimizer.step()
-
-
-class TestTwoOptimizersInOneLoop:
-    """A GAN's: windows of different lengths, one loader, each parameter in exactly one optimizer."""
-
-    def run(self, nested):
-        torch.manual_seed(0)
-        g, d = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-        opt_g = gradaccum.torch.optim.Adam(g.parameters(), lr=0.01, steps=3)
-        opt_d = gradaccum.torch.optim.SGD(d.parameters(), lr=0.1, momentum=0.9, steps=2)
-        data = split(regression(10), [2, 3, 1, 2, 2])
-        trace = []
-        for index, (x, _) in enumerate(opt_g.batches(opt_d.batches(data)) if nested else data):
-            opt_d.zero_grad()
-            d_loss = (d(x[:, :3]) - 1).square().mean() + d(g(x[:, :3].tanh()).detach()).square().mean()
-            opt_d.backward(d_loss, weight=len(x))
-            opt_d.step()
-            if not nested and index == len(data) - 1:
-                opt_d.flush()
-            d.requires_grad_(False)
-            opt_g.zero_grad()
-            opt_g.backward((d(g(x[:, :3].tanh())) - 1).square().mean(), weight=len(x))
-            opt_g.step()
-            d.requires_grad_(True)
-            trace.append((opt_d.updated, opt_g.updated))
-        opt_g.flush()
-        return [*g.parameters(), *d.parameters()], trace
-
-    def test_each_closes_its_own_windows_on_the_shared_last_batch(self):
-        trained, trace = self.run(nested=True)
-        assert trace == [(False, False), (True, False), (False, True), (True, False), (True, True)]
-        assert relative_error(trained, self.run(nested=False)[0]) <= FLOAT64
-
-    @pytest.mark.parametrize(("sizes", "said"), [([2, 3, 1, 2], 1), ([2, 2, 2, 2], 0), ([2, 2, 3, 3], 0)])
-    @pytest.mark.parametrize("weighed", [False, True])
-    def test_one_outside_of_batches_is_told_where_its_micro_batches_are_not_alike(self, sizes, said, weighed):
-        left = [wrapped(steps=2)[1] for _ in range(8)]
-        stopped = [iter(optimizer.batches(PAIRS[:2])) for optimizer in left]
-        for loop in stopped:  # loops that nobody goes on with
-            next(loop)
-        first, inside = wrapped(steps=2)
-        second, outside = wrapped(steps=2)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                for x, y in inside.batches(split(regression(sum(sizes)), sizes)):
-                    for model, optimizer in ((first, inside), (second, outside)):
-                        optimizer.zero_grad()
-                        if weighed:
-                            optimizer.backward(mse(model, x, y), weight=len(x))
-                        else:
-                            mse(model, x, y).backward()
-                        optimizer.step()
-        told = [warning for warning in caught if "a.batches(b.batches(loader))" in str(warning.message)]
-        assert len(told) == (0 if weighed else said)
-        assert all(warning.filename == __file__ for warning in told)
-        exact = relative_error(first.parameters(), second.parameters()) <= FLOAT64
-        assert exact == (weighed or not said)
-
-    def test_the_same_optimizer_twice_is_refused(self):
-        _, optimizer = wrapped(steps=2)
-        with pytest.raises(ValueError, match="already"):
-            optimizer.batches(optimizer.batches([]))
-
-    def test_a_loss_that_reaches_the_other_ones_parameters_is_named(self):
-        model, optimizer = wrapped(steps=2)
-        model(torch.ones(2, 5)).mean().backward()
+    batches = optimizer.batches(loader_of(kind, SIX))
+    for _ in itertools.islice(batches, after):
         optimizer.step()
-        model(torch.ones(2, 5)).square().mean().backward()  # the generator's loss, the discriminator not frozen
-        with pytest.raises(WindowError, match=r"requires_grad_\(False\)"):
-            optimizer.zero_grad()
+        saved, window = batches.state_dict(), optimizer.state_dict()
+    assert saved["batches"] == after
+    _, resumed = wrapped(steps=2)
+    again = resumed.batches(loader_of(kind, SIX))
+    again.load_state_dict(saved)
+    resumed.load_state_dict(window)
+    rest = [(batch, resumed.step())[0] for batch in again]
+    assert len(rest) == 6 - after
+    assert all(all(map(torch.equal, got, expected)) for got, expected in zip(rest, SIX[after:], strict=True))
+    assert (resumed.epoch, resumed.steps, resumed.updates) == (1, 2, 3)
+    assert len([resumed.step() for _ in again]) == 6
+    assert (resumed.epoch, resumed.updates) == (2, 6)
 
 
-# Loaders as people have them: reused buffers, iterators that go on, loaders with a state, batches of odd shapes.
+@pytest.mark.parametrize("at", range(5))
+def test_a_checkpoint_that_is_loaded_in_the_loops_body_leaves_the_batch_its_weight_and_its_place(at):
+    (model, optimizer), ragged = wrapped(steps=3), parts([3, 1, 4, 2, 2])
+    for number, batch in enumerate(optimizer.batches(ragged)):
+        if number == at:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, optimizer, [batch])
+    assert_same(model, large(windows_of(ragged, 3)))
 
 
-PARTS = split(tuple(t.double() for t in regression(12)), [2] * 6)
+# Loops and loaders that are refused.
+
+
+def ahead(batches):
+    """As a prefetcher does: the next batch is fetched before one is handed on."""
+    batches = iter(batches)
+    held = next(batches)
+    for batch in batches:
+        yield held
+        held = batch
+    yield held
+
+
+def fetched_ahead(model, optimizer):
+    train(model, optimizer, ahead(optimizer.batches(PAIRS)))
+
+
+def listed(model, optimizer):
+    train(model, optimizer, list(optimizer.batches(PAIRS)))
+
+
+def inside_another_loop(model, optimizer):
+    for _ in optimizer.batches(PAIRS):
+        for _ in optimizer.batches(PAIRS):
+            pass
+        train(model, optimizer, PAIRS[:1])
+
+
+def split_again(model, optimizer):
+    for x, y in optimizer.batches(PAIRS):
+        train(model, optimizer, [(x[:1], y[:1]), (x[1:], y[1:])])
+
+
+def left_if(model, optimizer):
+    for index, (x, y) in enumerate(optimizer.batches(PAIRS)):
+        mse(model, x, y).backward()
+        if index % 2:  # the hand-written loop's if-statement, left in place
+            optimizer.step()
+
+
+BOXES = ([torch.zeros(3, 8, 8), torch.zeros(3, 8, 8)], {"boxes": torch.zeros(5, 4)})
+IMAGES = [torch.randn(3, 8, 9), torch.randn(3, 7, 5)]
+
+
+def over(*batches, **options):
+    return lambda model, optimizer: [*optimizer.batches(list(batches), **options)]
+
+
+@pytest.mark.parametrize(
+    ("run", "error", "says"),
+    [
+        (fetched_ahead, WindowError, r"fetches ahead.*optimizer\.batches\(prefetched\(loader\)\)"),
+        (listed, WindowError, r"fetches ahead.*optimizer\.batches\(prefetched\(loader\)\)"),
+        (inside_another_loop, WindowError, r"another loop over the same optimizer's batches\(\)"),
+        (split_again, WindowError, r"step\(\) was called twice for one batch"),
+        (left_if, WindowError, r"Call step\(\) after"),
+        (lambda _, optimizer: optimizer.batches(optimizer.batches([])), ValueError, "already"),
+        (lambda _, optimizer: optimizer.batches(3), TypeError, "iterable"),
+        (over(), ValueError, "yielded no batch"),
+        (over(BOXES), ValueError, r"batch\[1\]\['boxes'\]  shape \(5, 4\)(.|\n)*Pass weight="),
+        (over(["a sentence", "another"]), ValueError, "Pass weight="),
+        (over(IMAGES, IMAGES), ValueError, r"images of different sizes.*\nPass weight= to batches\(\)"),
+        (over((IMAGES, torch.zeros(3))), ValueError, r"images of different sizes.*\nPass weight= to batches\(\)"),
+    ],
+)
+def test_a_loop_is_refused_and_what_to_do_is_said(run, error, says):
+    model, optimizer = wrapped(steps=3)
+    with pytest.raises(error, match=says):
+        run(model, optimizer)
+    optimizer.discard()
+    train(model, optimizer, optimizer.batches(ahead(PAIRS)))
+    for odd in (BOXES, IMAGES):
+        assert next(iter(optimizer.batches([odd], weight=lambda batch: 2))) is odd
+
+
+def test_states_of_batches_are_named_where_they_are_none_and_batches_are_not_copied():
+    batches = wrapped(steps=3)[1].batches([regression(2)])
+    for state in ({}, None, {"batches": 1}):
+        with pytest.raises(ValueError, match=r"This is no state of batches\(\): 'batches' and 'loader' must"):
+            batches.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"has no load_state_dict\(\). Received: loader of type list"):
+        batches.load_state_dict({"batches": 1, "loader": {"place": 3}})
+    for copied in (copy.deepcopy, lambda b: b.__reduce_ex__(4)):
+        with pytest.raises(TypeError, match=r"can't be copied or pickled. Save their state_dict\(\)"):
+            copied(batches)
+    assert len(list(batches)) == 1
 
 
 # The next batch is fetched while one is in use.
 
 
-def one_buffer():
-    x, y = (t.clone() for t in PARTS[0])
-    for new_x, new_y in PARTS:
-        x.copy_(new_x)
-        y.copy_(new_y)
-        yield x, y
+def refilled(kind):
+    """A loader that hands out one buffer again and again; None: two in turn, which is fine."""
+    buffers = [tuple(t.clone() for t in SIX[0]) for _ in range(1 if kind else 2)]
+    arrays, held, batch = [t.numpy() for t in buffers[0]], [None, None], {}
+    for index, (x, y) in enumerate(SIX):
+        if kind == "a dict":
+            batch.update(x=x, y=y)
+            yield batch
+        elif kind == "a list":
+            held[:] = x, y
+            yield held
+        elif kind in ("NumPy's memory", "NumPy's arrays"):
+            arrays[0][:], arrays[1][:] = x.numpy(), y.numpy()
+            yield tuple(map(torch.from_numpy, arrays)) if kind == "NumPy's memory" else arrays[0]
+        else:
+            for buffer, new in zip(buffers[index % len(buffers)], (x, y), strict=True):
+                buffer.copy_(new)
+            yield buffers[index % len(buffers)]
 
 
-def one_array():
-    x, y = (t.clone().numpy() for t in PARTS[0])
-    for new_x, new_y in PARTS:
-        x[:], y[:] = new_x.numpy(), new_y.numpy()
-        yield torch.from_numpy(x), torch.from_numpy(y)
-
-
-def one_list():
-    batch = [None, None]
-    for x, y in PARTS:
-        batch[:] = x, y
-        yield batch
-
-
-def one_of_numpys_arrays():
-    batch = np.zeros((2, 5))
-    for x, _ in PARTS:
-        batch[:] = x.numpy()
-        yield batch
-
-
-def one_dict():
-    batch = {}
-    for x, y in PARTS:
-        batch["x"], batch["y"] = x, y
-        yield batch
-
-
-@pytest.mark.parametrize("loader", [one_dict, one_buffer, one_array, one_list, one_of_numpys_arrays])
-def test_a_loader_that_refills_what_is_in_use_is_named_before_anything_is_trained_on(loader):
+@pytest.mark.parametrize("kind", ["tensors", "a dict", "a list", "NumPy's memory", "NumPy's arrays"])
+def test_a_loader_that_refills_what_is_in_use_is_named_before_anything_is_trained_on(kind):
     model, optimizer = wrapped(steps=3)
-    before = [p.detach().clone() for p in model.parameters()]
+    before = values(model)
     with pytest.raises(ValueError, match="Fetching the next batch changed the one in use"):
-        for batch in optimizer.batches(loader()):
-            train(model, optimizer, [batch])
+        train(model, optimizer, optimizer.batches(refilled(kind)))
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_batches_that_share_memory_and_stay_as_they_are_are_fine():
+def test_two_buffers_in_turn_and_batches_that_share_memory_and_stay_as_they_are_are_fine():
+    model, optimizer = wrapped(steps=3)
+    train(model, optimizer, optimizer.batches(refilled(None)))
+    assert_same(model, large([SIX[:3], SIX[3:]]))
     x, y = regression(12)
-    shared = torch.ones(2, 3)
-    interleaved = [(x[i::6], y[i::6], shared) for i in range(6)]
-    for loader in [[PARTS[0]] * 4, interleaved, torch.utils.data.DataLoader(x, 4), torch.arange(24.0).split(6)]:
+    interleaved = [(x[i::6], y[i::6], torch.ones(2, 3)) for i in range(6)]
+    for loader in [[SIX[0]] * 4, interleaved, torch.utils.data.DataLoader(x, 4), torch.arange(24.0).split(6)]:
         _, optimizer = wrapped(steps=2)
         assert len([optimizer.step() for _ in optimizer.batches(loader)]) == len(loader)
 
 
-def test_two_buffers_in_turn_are_fine():
-    buffers = [tuple(t.clone() for t in PARTS[0]) for _ in range(2)]
-
-    def in_turn():
-        for index, (new_x, new_y) in enumerate(PARTS):
-            x, y = buffers[index % 2]
-            x.copy_(new_x)
-            y.copy_(new_y)
-            yield x, y
-
-    model, optimizer = wrapped(steps=3)
-    train(model, optimizer, optimizer.batches(in_turn()))
-    assert_same(model, large([PARTS[:3], PARTS[3:]]))
+def test_a_loader_is_compared_with_its_copies_ever_less_often_over_all_its_epochs(monkeypatch):
+    found = []
+    original = batches_module._contents_changed
+    monkeypatch.setattr(batches_module, "_contents_changed", lambda *both: found.append(1) or original(*both))
+    loader, (_, optimizer) = torch.utils.data.DataLoader(torch.arange(20.0).view(10, 2)), wrapped(steps=2)
+    for _ in range(3):
+        for _ in optimizer.batches(loader):
+            optimizer.step()
+    assert len(found) == 5  # fetches 1, 2, 4, 8 of the first epoch, and 16
 
 
-# Loops that are left and taken up again.
-
-
-@pytest.mark.parametrize("after", [1, 2, 3, 4])
-def test_breaking_off_and_going_on_with_the_same_iterator_loses_no_batch(after):
-    model, optimizer = wrapped(steps=1)
-    stream, seen = iter(enumerate(PARTS)), []
-    for index, batch in optimizer.batches(stream, weight=lambda item: 1):
-        train(model, optimizer, [batch])
-        seen.append(index)
-        if len(seen) == after:
-            break
-    for index, batch in optimizer.batches(stream, weight=lambda item: 1):
-        train(model, optimizer, [batch])
-        seen.append(index)
-    assert seen == list(range(6))
-
-
-def test_another_iterator_does_not_get_what_was_fetched_from_the_first():
-    _, optimizer = wrapped(steps=1)
-    for _ in optimizer.batches(iter(PARTS)):
-        optimizer.step()
-        break
-    assert len([optimizer.step() for _ in optimizer.batches(iter(PARTS[:2]))]) == 2
-
-
-class Stateful:
-    """A loader with a state of its own, which counts what it has yielded."""
-
-    def __init__(self):
-        self.yielded = 0
-
-    def __iter__(self):
-        while self.yielded < len(PARTS):
-            self.yielded += 1
-            yield PARTS[self.yielded - 1]
-        self.yielded = 0
-
-    def state_dict(self):
-        return {"yielded": self.yielded}
-
-    def load_state_dict(self, state):
-        self.yielded = state["yielded"]
-
-
-@pytest.mark.parametrize("make_loader", [Stateful, lambda: PARTS, lambda: torch.utils.data.DataLoader(range(6), 1)])
-@pytest.mark.parametrize("after", [1, 2, 3, 4, 5])
-def test_batches_resume_behind_the_last_one_that_was_handed_out(make_loader, after):
-    whole = list(make_loader())
-    _, optimizer = wrapped(steps=2)
-    batches = optimizer.batches(make_loader(), weight=lambda batch: 1)
-    for number, _ in enumerate(batches, 1):
-        optimizer.step()
-        if number == after:
-            saved = batches.state_dict()
-            window = optimizer.state_dict()
-            break
-    assert saved["batches"] == after
-    _, resumed = wrapped(steps=2)
-    again = resumed.batches(make_loader(), weight=lambda batch: 1)
-    again.load_state_dict(saved)
-    resumed.load_state_dict(window)
-    rest = []
-    for batch in again:
-        rest.append(batch)
-        resumed.step()
-    assert len(rest) == 6 - after
-    for got, expected in zip(rest, whole[after:], strict=True):
-        assert all(map(torch.equal, got, expected))
-    assert resumed.epoch == 1
-    assert resumed.steps == 2
-    assert len([resumed.step() for _ in again]) == 6, "the next epoch is a whole one"
-
-
-# Rows that cannot be told from the first dimension.
-
-
-def test_images_of_different_sizes_are_not_counted_by_their_channels():
-    for batch in [
-        [torch.randn(3, 8, 9), torch.randn(3, 7, 5)],
-        ([torch.randn(3, 8, 9), torch.randn(3, 7, 5)], torch.zeros(3)),
-    ]:
-        _, optimizer = wrapped(steps=3)
-        with pytest.raises(ValueError, match=r"images of different sizes.*\nPass weight= to batches\(\)"):
-            next(iter(optimizer.batches([batch, batch])))
-        assert next(iter(optimizer.batches([batch, batch], weight=lambda batch: 2))) is batch
-
-
-def test_sequences_in_front_and_a_short_last_batch_are_counted_by_their_rows():
-    batches = [[torch.randn(rows, 8, 9), torch.randn(rows, 7, 9)] for rows in (5, 5, 3)]
-    _, optimizer = wrapped(steps=3)
-    assert len([optimizer.step() for _ in optimizer.batches(batches)]) == 3
+# What counts as a batch's rows.
 
 
 @dataclasses.dataclass
@@ -441,66 +326,108 @@ class Pair:
     y: torch.Tensor
 
 
-def test_a_batch_that_is_no_container_of_python_s_is_counted_by_its_rows():
+def packed(lengths):
+    generator = torch.Generator().manual_seed(len(lengths))
+    rows = [torch.randn(length, 5, generator=generator, dtype=torch.float64) for length in lengths]
+    return pack_sequence(rows, enforce_sorted=False), torch.ones(len(lengths), 3, dtype=torch.float64)
+
+
+def jagged(lengths):
+    generator = torch.Generator().manual_seed(len(lengths))
+    rows = [torch.randn(length, 5, generator=generator, dtype=torch.float64) for length in lengths]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged), torch.ones(len(lengths), 3, dtype=torch.float64)
+
+
+def last_of(x):
+    return nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0].sum(1)
+
+
+KINDS = {
+    "dataclasses": ([Pair(*part) for part in parts([4, 1, 3])], lambda m, b: mse(m, b.x, b.y), lambda b: len(b.x)),
+    "packed sequences": (
+        [packed(lengths) for lengths in ([3, 1], [1, 2, 2], [4])],
+        lambda m, b: mse(m, last_of(b[0]), b[1]),
+        lambda b: len(b[1]),
+    ),
+    "jagged tensors": (
+        [jagged(lengths)[0] for lengths in ([2, 3], [1, 4, 2], [3])],
+        lambda m, b: torch.stack([m(row).square().mean() for row in b.unbind()]).mean(),
+        lambda b: len(b.unbind()),
+    ),
+}
+
+
+@pytest.mark.parametrize(("batches", "loss", "rows"), KINDS.values(), ids=KINDS)
+def test_batches_are_counted_by_their_rows_also_where_they_are(batches, loss, rows):
+    (model, optimizer), alone = wrapped(steps=3), network()
+    for batch in optimizer.batches(batches):
+        loss(model, batch).backward()
+        optimizer.step()
+    (sum(loss(alone, batch) * rows(batch) for batch in batches) / sum(map(rows, batches))).backward()
+    sgd(alone.parameters()).step()
+    assert optimizer.updates == 1
+    assert_same(model, alone)
+
+
+def test_sequences_in_front_and_a_short_last_batch_are_counted_by_their_rows():
+    batches = [[torch.randn(rows, 8, 9), torch.randn(rows, 7, 9)] for rows in (5, 5, 3)]
+    _, optimizer = wrapped(steps=3)
+    assert len([optimizer.step() for _ in optimizer.batches(batches)]) == 3
+
+
+# Several optimizers in one loop, each parameter in exactly one.
+
+
+def two_optimizers():
+    model = network()
+    return model, *(wrapped(model=layer, steps=3)[1] for layer in (model[0], model[2]))
+
+
+@pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize("batches", [False, True])
+def test_weights_that_reach_another_optimizers_window_are_named(batches, names):
+    model, one, two = two_optimizers()
+    loader = parts([3, 1, 4, 2, 2])
+
+    def train():
+        for x, y in one.batches(two.batches(loader)) if batches else loader:
+            one.zero_grad(), two.zero_grad()
+            loss, weight = mse(model, x, y), len(x) ** 2
+            one.backward({"loss": (loss, weight)}) if names else one.backward(loss, weight=weight)
+            one.step(), two.step()
+
+    with pytest.warns(UserWarning, match=r"also reached parameters of another wrapped one.*weight=count") as caught:
+        train()
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(("sizes", "said"), [([2, 3, 1, 2], 1), ([2, 2, 2, 2], 0), ([2, 2, 3, 3], 0)])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_one_outside_of_batches_is_told_where_its_micro_batches_are_not_alike(sizes, said, weighed):
+    stopped = [iter(wrapped(steps=2)[1].batches(PAIRS[:2])) for _ in range(8)]
+    for loop in stopped:  # loops that nobody goes on with
+        next(loop)
+    first, inside = wrapped(steps=2)
+    second, outside = wrapped(steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for x, y in inside.batches(split(regression(sum(sizes)), sizes)):
+                for model, optimizer in ((first, inside), (second, outside)):
+                    optimizer.zero_grad()
+                    loss = mse(model, x, y)
+                    optimizer.backward(loss, weight=len(x)) if weighed else loss.backward()
+                    optimizer.step()
+    told = [warning for warning in caught if "a.batches(b.batches(loader))" in str(warning.message)]
+    assert len(told) == (0 if weighed else said)
+    assert all(warning.filename == __file__ for warning in told)
+    exact = relative_error(first.parameters(), second.parameters()) <= FLOAT64
+    assert exact == (weighed or not said)
+
+
+def test_a_loss_that_reaches_the_other_ones_parameters_is_named():
     model, optimizer = wrapped(steps=2)
-    parts = split(tuple(t.double() for t in regression(10)), [4, 1, 3, 2])
-    for pair in optimizer.batches([Pair(*parts[0]), parts[1], Pair(*parts[2]), Pair(*parts[3])]):
-        train(model, optimizer, [(pair.x, pair.y) if isinstance(pair, Pair) else pair])
-    assert_same(model, large(windows_of(parts, 2)))
-
-
-def test_a_packed_batch_is_counted_by_its_sequences():
-    def packed(lengths):
-        return pack_sequence([torch.randn(length, 5) for length in lengths], enforce_sorted=False)
-
-    torch.manual_seed(0)
-    lengths = [[3, 1], [1, 2, 2], [4]]
-    parts = [(packed(each), torch.randn(len(each), 3)) for each in lengths]
-    (model, optimizer), alone = wrapped(steps=3), network()
-
-    def loss(model, x, y):
-        last = nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0].sum(1)
-        return nn.functional.mse_loss(model(last), y)
-
-    for x, y in optimizer.batches(parts):
-        loss(model, x, y).backward()
-        optimizer.step()
-    inner = sgd(alone.parameters())
-    (sum(loss(alone, x, y) * len(y) for x, y in parts) / 6).backward()
-    inner.step()
-    assert_same(model, alone)
-    assert next(iter(optimizer.batches([parts[0][0]] * 2))) is parts[0][0]
-
-
-def test_a_jagged_batch_is_counted_by_its_rows():
-    torch.manual_seed(0)
-    parts = [
-        torch.nested.nested_tensor([torch.randn(n, 5) for n in lengths], layout=torch.jagged)
-        for lengths in ([2, 3], [1, 4, 2], [3])
-    ]
-    (model, optimizer), alone = wrapped(steps=3), network()
-
-    def loss(model, x):
-        return torch.stack([model(row).mean() for row in x.unbind()]).mean()
-
-    for x in optimizer.batches(parts):
-        loss(model, x).backward()
-        optimizer.step()
-    inner = sgd(alone.parameters())
-    torch.stack([alone(row).mean() for x in parts for row in x.unbind()]).mean().backward()
-    inner.step()
-    assert_same(model, alone)
-
-
-def test_a_loader_is_compared_with_its_copies_ever_less_often_over_all_its_epochs(monkeypatch):
-    found = []
-    original = batches_module._contents_changed
-    monkeypatch.setattr(batches_module, "_contents_changed", lambda *both: found.append(1) or original(*both))
-    loader = torch.utils.data.DataLoader(torch.arange(20.0).view(10, 2))
-    optimizer = gradaccum.torch.optim.Optimizer(torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1), steps=2)
-    for _ in range(3):
-        for x in optimizer.batches(loader):
-            optimizer.zero_grad()
-            (optimizer.param_groups[0]["params"][0] * x).sum().backward()
-            optimizer.step()
-    assert len(found) == 5  # fetches 1, 2, 4, 8 of the first epoch, and 16
+    train(model, optimizer, PAIRS[:1])
+    model(torch.ones(2, 5)).square().mean().backward()  # the generator's loss, the discriminator not frozen
+    with pytest.raises(WindowError, match=r"requires_grad_\(False\)"):
+        optimizer.zero_grad()

@@ -1,6 +1,11 @@
-"""Checkpoints: in the middle of a window, in a fresh process, bit for bit; a plain optimizer's, and another's."""
+"""Checkpoints: in the middle of a window, in a fresh process, bit for bit; a plain optimizer's, and another's.
+
+The random programs (tests/fuzz) save anywhere in an epoch and resume, with and without `batches().state_dict()`.
+"""
 
 import copy
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,134 +14,102 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import gradaccum.torch
 from gradaccum import WindowError
-from tests.reference import relative_error, torch_updates
+from tests.reference import torch_updates
 from tests.torch.distributed.processes import fresh_process
-from tests.torch.optimizer.loops import assert_same
+from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, resumed, scaler_of, train, wrapped
 from tests.torch.problems import adam, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-SIZES = [2, 3, 1, 4, 2, 3]
+PARTS = parts([2, 3, 1, 4, 2, 3])
 
 
-def start(make=adam, steps=4, **options):
-    model = network()
-    return model, gradaccum.torch.optim.Optimizer(make(model.parameters()), steps=steps, **options)
-
-
-def train(model, optimizer, batches):
-    for x, y in batches:
-        optimizer.zero_grad()
-        optimizer.backward(mse(model, x, y), weight=len(x))
-        optimizer.step()
+def start(make=adam, steps=4, done=0, **options):
+    """A wrapped optimizer that has trained on so many micro-batches."""
+    model, optimizer = wrapped(make, steps=steps, **options)
+    train(model, optimizer, PARTS[:done], weigh=by_rows)
+    return model, optimizer
 
 
 def resume(middle, end):
     """In a fresh process, with other parameters to begin with."""
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    model = network(seed=99)
-    optimizer = gradaccum.torch.optim.Optimizer(adam(model.parameters()), steps=4)
+    model, optimizer = wrapped(adam, network(seed=99), steps=4)
     saved = torch.load(middle, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     assert optimizer.micro_batches == 2, optimizer.micro_batches
-    train(model, optimizer, optimizer.batches(split(regression(15), SIZES)[2:]))
+    train(model, optimizer, optimizer.batches(PARTS[2:]), weigh=by_rows)
     torch.save([optimizer.updates, optimizer.epoch, optimizer.loss, *model.state_dict().values()], end)
 
 
-def test_a_window_resumes_in_a_fresh_process_bit_for_bit(tmp_path):
+@pytest.fixture
+def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    micro_batches = split(regression(15), SIZES)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_window_resumes_in_a_fresh_process_bit_for_bit(tmp_path):
     model, optimizer = start()
 
     def saving():
-        for index, batch in enumerate(micro_batches):
+        for index, batch in enumerate(PARTS):
             if index == 3:  # one batch is fetched ahead: two are done
                 torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "middle.pt")
             yield batch
 
-    train(model, optimizer, optimizer.batches(saving()))
-    torch.set_num_threads(threads)
+    train(model, optimizer, optimizer.batches(saving()), weigh=by_rows)
     process = fresh_process(resume, tmp_path / "middle.pt", tmp_path / "end.pt")
     process.join(100)
     assert process.exitcode == 0
-    updates, epoch, loss, *resumed = torch.load(tmp_path / "end.pt", weights_only=True)
+    updates, epoch, loss, *values = torch.load(tmp_path / "end.pt", weights_only=True)
     assert (updates, epoch) == (2, 1)
     assert torch.equal(loss, optimizer.loss)
-    assert all(torch.equal(a, b) for a, b in zip(resumed, model.state_dict().values(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(values, model.state_dict().values(), strict=True))
 
 
-def test_batches_go_on_with_a_restored_window_and_its_epoch():
-    micro_batches = split(regression(15), SIZES)
-    model, optimizer = start(steps={0: 2, 1: 4})
-    for _ in optimizer.batches(micro_batches):
-        pass
-    train(model, optimizer, optimizer.batches(micro_batches))
-    train(model, optimizer, micro_batches[:1])
-    state, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
-    assert (optimizer.epoch, optimizer.steps) == (1, 4)
-    other_model, other = start(steps={0: 2, 1: 4})
-    other_model.load_state_dict(weights)
-    other.load_state_dict(state)
-    train(other_model, other, other.batches(micro_batches[1:]))
-    assert other.epoch == 2
-    train(model, optimizer, micro_batches[1:])
-    optimizer.flush()
-    assert_same(other_model, model)
+def test_a_snapshot_in_memory_does_not_move_with_the_window_nor_with_the_one_that_loads_it():
+    def gradients(state):
+        return list(state["gradaccum"]["gradients"].values())
 
-
-def test_a_snapshot_in_memory_does_not_move_with_the_window():
-    micro_batches = split(regression(15), SIZES)
-    model, optimizer = start()
-    train(model, optimizer, micro_batches[:1])
+    model, optimizer = start(done=5)
     snapshot = optimizer.state_dict()
     before = copy.deepcopy(snapshot)
-    train(model, optimizer, micro_batches[1:2])
-    for index, gradient in snapshot["gradaccum"]["gradients"].items():
-        assert torch.equal(gradient, before["gradaccum"]["gradients"][index])
-    other_model, other = start()
-    other.load_state_dict(snapshot)
-    train(other_model, other, micro_batches[1:2])
-    assert torch.equal(snapshot["gradaccum"]["gradients"][0], before["gradaccum"]["gradients"][0])
+    train(model, optimizer, PARTS[1:3], weigh=by_rows)
+    assert all(map(torch.equal, gradients(snapshot), gradients(before)))
+    given = copy.deepcopy(before)
+    again, other = start()
+    other.load_state_dict(given)
+    train(again, other, PARTS[1:4], weigh=by_rows)
+    assert other.updates == 2
+    assert all(map(torch.equal, gradients(given), gradients(before)))
+    assert all(torch.equal(given["state"][i]["exp_avg"], s["exp_avg"]) for i, s in before["state"].items())
 
 
-def test_the_usual_keys_hold_the_inner_optimizers_state():
-    micro_batches = split(regression(15), SIZES)
-    model, optimizer = start()
-    train(model, optimizer, micro_batches)
-    state = optimizer.state_dict()
+def test_the_usual_keys_are_a_plain_optimizers_and_its_state_dict_loads():
+    model, optimizer = start(steps=3, done=3)
     plain_model = network()
+    plain = adam(plain_model.parameters())
     plain_model.load_state_dict(model.state_dict())
-    plain = adam(plain_model.parameters())
-    plain.load_state_dict(state)
-    assert state["param_groups"] == plain.state_dict()["param_groups"]
-    assert (
-        relative_error([s["exp_avg"] for s in plain.state.values()], [s["exp_avg"] for s in optimizer.state.values()])
-        == 0
-    )
-
-
-def test_a_plain_optimizers_state_dict_loads():
-    data = regression(15)
-    plain_model = network()
-    plain = adam(plain_model.parameters())
-    torch_updates(plain_model, plain, [data], mse)
-    model, optimizer = start(steps=3)
-    model.load_state_dict(plain_model.state_dict())
-    optimizer.load_state_dict(plain.state_dict())
-    train(model, optimizer, split(data, SIZES)[:3])
-    assert optimizer.updated
-    torch_updates(plain_model, plain, [tuple(t[:6] for t in data)], mse)
-    assert_same(model, plain_model)
+    plain.load_state_dict(optimizer.state_dict())
+    assert optimizer.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
+    again, other = start(steps=3)
+    again.load_state_dict(plain_model.state_dict())
+    other.load_state_dict(plain.state_dict())
+    train(again, other, PARTS[3:], weigh=by_rows)
+    assert other.updated
+    torch_updates(plain_model, plain, [tuple(map(torch.cat, zip(*PARTS[3:])))], mse)
+    assert_same(again, plain_model)
 
 
 def test_loading_replaces_an_open_window():
-    micro_batches = split(regression(15), SIZES)
     model, optimizer = start(sgd, steps=2)
     closed = optimizer.state_dict()
-    train(model, optimizer, micro_batches[:1])
+    train(model, optimizer, PARTS[:1])
     optimizer.load_state_dict(closed)
     assert optimizer.micro_batches == 0
     assert all(p.grad is None for p in model.parameters())
@@ -155,59 +128,196 @@ def test_the_hooks_of_state_dicts_run():
     assert seen == ["pre", "loaded"]
 
 
-class TestBadStates:
-    @staticmethod
-    def untouched(model, optimizer, state, error, match):
-        before = copy.deepcopy([optimizer.state_dict(), model.state_dict()])
-        with pytest.raises(error, match=match):
-            optimizer.load_state_dict(state)
-        after = [optimizer.state_dict(), model.state_dict()]
-        assert str(before) == str(after)
-
-    def test_another_steps_inside_an_open_window(self):
-        model, optimizer = start(steps=4)
-        train(model, optimizer, split(regression(15), SIZES)[:2])
-        state = optimizer.state_dict()
-        other_model, other = start(steps=2)
-        train(other_model, other, split(regression(15), SIZES)[:3])
-        self.untouched(other_model, other, state, WindowError, r"window of 4 steps \(2 of them done\).*steps=2")
-
-    def test_another_steps_between_windows_is_fine(self):
-        model, optimizer = start(steps=2)
-        train(model, optimizer, split(regression(15), SIZES)[:2])
-        _, other = start(steps=3)
-        other.load_state_dict(optimizer.state_dict())
-        assert (other.steps, other.updates) == (3, 1)
-
-    def test_another_number_of_parameters(self):
-        model, optimizer = start()
-        other = gradaccum.torch.optim.Optimizer(adam(nn.Linear(5, 3).parameters()), steps=4)
-        self.untouched(model, optimizer, other.state_dict(), ValueError, "another model.*2.*4")
-
-    @pytest.mark.parametrize("middle", [True, False])
-    def test_other_shapes(self, middle):
-        torch.manual_seed(0)
-        narrow = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
-        other = gradaccum.torch.optim.Optimizer(adam(narrow.parameters()), steps=4)
-        train(narrow, other, split(regression(15), SIZES)[: 3 if middle else 4])
-        model, optimizer = start()
-        self.untouched(model, optimizer, other.state_dict(), ValueError, r"another model.*\(6, 5\).*\(7, 5\)")
-
-    def test_no_state_dict_at_all(self):
-        model, optimizer = start()
-        self.untouched(model, optimizer, model.state_dict(), ValueError, "no optimizer's state dict")
-
-
 @pytest.mark.parametrize("make", [adam, sgd])
 def test_get_state_dict_and_set_state_dict_take_the_wrapper_for_an_optimizer(make):
-    micro_batches = split(regression(15), SIZES)
-    model, optimizer = start(make, steps=3)
-    train(model, optimizer, micro_batches[:3])
+    model, optimizer = start(make, steps=3, done=3)
     model_state, optimizer_state = copy.deepcopy(get_state_dict(model, optimizer))
-    train(model, optimizer, micro_batches[3:])
+    train(model, optimizer, PARTS[3:])
     again, other = start(make, steps=3)
     get_state_dict(again, other)  # as torch.distributed.checkpoint wants it: makes the inner optimizer's state
     assert other.micro_batches == other.updates == 0
     set_state_dict(again, other, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    train(again, other, micro_batches[3:])
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    train(again, other, PARTS[3:])
+    assert_same(again, model, 0)
+
+
+# Lightning calls zero_grad() on the model when it has restored, and on the optimizer.
+
+CLEARED = {
+    "model.zero_grad()": lambda model, optimizer: model.zero_grad(),
+    "optimizer.zero_grad()": lambda model, optimizer: optimizer.zero_grad(),
+    "by hand": lambda model, optimizer: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
+}
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("clear", CLEARED.values(), ids=CLEARED)
+def test_a_restored_window_survives_what_frameworks_clear_before_they_go_on(clear, scaled, nonfinite):
+    def scaler():
+        return scaler_of(8.0) if scaled else None
+
+    model, optimizer = start(nonfinite=nonfinite)
+    train(model, optimizer, PARTS[:2], weigh=by_rows, scaler=scaler())
+    state = optimizer.state_dict()
+    model, optimizer = resumed(model, optimizer, adam, steps=4, nonfinite=nonfinite)
+    clear(model, optimizer)
+    assert optimizer.micro_batches == 2
+    again = optimizer.state_dict()["gradaccum"]["gradients"]
+    assert all(torch.equal(again[i], state["gradaccum"]["gradients"][i]) for i in again)
+    train(model, optimizer, PARTS[2:4], weigh=by_rows, scaler=scaler())
+    assert optimizer.updates == 1
+    assert_same(model, large([PARTS[:4]], adam))
+
+
+def test_a_restored_window_can_be_flushed_at_once():
+    model, optimizer = resumed(*start(done=3), adam, steps=4)
+    assert optimizer.flush()
+    assert_same(model, large([PARTS[:3]], adam))
+
+
+# States that don't fit: nothing is loaded. A signal handler saves whenever it is called.
+
+
+def narrow(done):
+    torch.manual_seed(0)
+    model, optimizer = wrapped(adam, nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), steps=4)
+    train(model, optimizer, PARTS[:done])
+    return optimizer.state_dict()
+
+
+def opened(**changes):
+    """The state of a window of 4 with 2 micro-batches in it, with other entries; None takes an entry away."""
+    state = start(done=2)[1].state_dict()
+    own = {name: value for name, value in (state["gradaccum"] | changes).items() if value is not None}
+    return {**state, "gradaccum": own}
+
+
+BAD = {
+    "another number of parameters": (
+        lambda: wrapped(adam, nn.Linear(5, 3), steps=4)[1].state_dict(),
+        (ValueError, "another model.*2.*4"),
+    ),
+    "other shapes": (lambda: narrow(4), (ValueError, r"another model.*\(6, 5\).*\(7, 5\)")),
+    "other shapes in a window": (lambda: narrow(3), (ValueError, r"another model.*\(6, 5\).*\(7, 5\)")),
+    "a model's": (lambda: network().state_dict(), (ValueError, "no optimizer's state dict")),
+    "None": (lambda: None, (TypeError, r"must be a dict, as state_dict\(\) returns it")),
+    "a group without parameters": (lambda: {**opened(), "param_groups": [{}]}, (ValueError, "a group has no 'params'")),
+    "no window": (lambda: opened(window=None), (ValueError, "window is missing")),
+    "no gradients": (lambda: opened(gradients=None), (ValueError, "gradients is")),
+    "no steps": (
+        lambda: opened(window={"micro_batches": 0}),
+        (ValueError, r"window\['steps'\] is missing under 'grad"),
+    ),
+    "a number": (
+        lambda: {**opened(), "gradaccum": 1},
+        (ValueError, "incomplete: epoch, updates, in_epoch, window is missing"),
+    ),
+    "a window of other steps": (opened, (WindowError, r"window of 4 steps \(2 of them done\).*steps=2")),
+    "means, not sums": (opened, (WindowError, 'reduction="mean", and this optimizer has reduction="sum"')),
+}
+
+
+@pytest.mark.parametrize(("state", "error"), BAD.values(), ids=BAD)
+def test_a_state_that_does_not_fit_is_named_and_nothing_loaded(state, error, request):
+    options = {"a window of other steps": {"steps": 2}, "means, not sums": {"reduction": "sum"}}
+    model, optimizer = start(done=3, **options.get(request.node.callspec.id, {}))
+    before = str([optimizer.state_dict(), model.state_dict()])
+    with pytest.raises(error[0], match=error[1]):
+        optimizer.load_state_dict(state())
+    assert str([optimizer.state_dict(), model.state_dict()]) == before
+
+
+def test_another_steps_between_windows_is_fine():
+    _, optimizer = resumed(*start(steps=2, done=2), adam, steps=3)
+    assert (optimizer.steps, optimizer.updates) == (3, 1)
+
+
+@pytest.mark.parametrize("save", [lambda o: o.state_dict(), copy.deepcopy], ids=["state_dict", "deepcopy"])
+@pytest.mark.parametrize("how", ["loss.backward()", "optimizer.backward()"])
+def test_a_checkpoint_between_backward_and_step_is_refused_in_an_open_window(save, how):
+    model, optimizer = wrapped(steps=4)
+    weigh = None if how == "loss.backward()" else by_rows
+    refused = pytest.raises(
+        WindowError, match=r"state_dict\(\) was called between the backward pass.*Call it after step"
+    )
+    train(model, optimizer, PARTS[:1], weigh=weigh)
+    with refused:
+        train(model, optimizer, PARTS[1:2], weigh=weigh, before_step=lambda: save(optimizer))
+
+
+@pytest.mark.parametrize("when", ["before backward", "after backward", "after optimizer.backward()"])
+def test_a_checkpoint_inside_a_weightless_batch_holds_the_window(when):
+    model, optimizer = start(sgd, steps=5)
+    given = [*PARTS[:2], regression(2, seed=7), *PARTS[2:4]]
+    numbers, saved = iter([2, 3, 0, 1, 4]), []
+    for index, (x, y) in enumerate(optimizer.batches(given, weight=lambda part: next(numbers))):
+        optimizer.zero_grad()
+        for now in ("before backward", when):
+            if now == "after optimizer.backward()":
+                optimizer.backward(mse(model, x, y))
+            elif now == "after backward":
+                mse(model, x, y).backward()
+            if index == 2 and now == when:
+                saved = resumed(model, optimizer, steps=5)
+        if index == 2:
+            break
+        if when == "before backward":
+            mse(model, x, y).backward()
+        optimizer.step()
+    model, optimizer = saved
+    assert optimizer.micro_batches == 2
+    train(model, optimizer, given[3:], weigh=by_rows)
+    optimizer.flush()
+    assert_same(model, large([PARTS[:4]]))
+
+
+@pytest.mark.parametrize("save", [lambda o: o.state_dict(), pickle.dumps, copy.deepcopy])
+@pytest.mark.parametrize("end", ["gone", "discard"])
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_window_that_was_saved_is_not_called_lost_but_what_came_after_is(save, end, more, caplog):
+    model, optimizer = start(sgd, steps=3, done=1)
+    saved = save(optimizer)
+    train(model, optimizer, PARTS[1 : 1 + more], weigh=by_rows)
+    if end == "discard":
+        optimizer.discard()
+    del optimizer
+    assert ("open window" in caplog.text) == bool(more)
+    assert not more or "2 of 3 micro-batches" in caplog.text
+    del saved
+
+
+# Files that version 0.1 wrote in the middle of a window.
+
+FILES = Path(__file__).parent.parent / "data" / "v0_1"
+OPTIMIZERS = {
+    "plain": lambda p: gradaccum.torch.optim.Optimizer(adam(p), steps=4),
+    "named": lambda p: gradaccum.torch.optim.SGD(p, lr=0.1, momentum=0.9, steps={0: 4, 1: 2}),
+    "screened": lambda p: gradaccum.torch.optim.Optimizer(
+        sgd(p), steps=4, nonfinite="skip_micro_batch", clip_grad_norm=0.5
+    ),
+    "scaled": lambda p: gradaccum.torch.optim.Optimizer(adam(p), steps=4, reduction="sum"),
+}
+"""What made the files: each trained on the first two of six micro-batches, then on the others."""
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("form", ["state dict", "pickle"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_file_of_0_1_goes_on_exactly(name, form):
+    saved = torch.load(FILES / f"{name}.pt", weights_only=True)
+    if form == "pickle":
+        model, optimizer = pickle.loads((FILES / f"{name}.pickle").read_bytes())
+    else:
+        model = network(seed=99)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    scaled = name == "scaled"
+    assert optimizer.micro_batches == 2
+    loss = (lambda model, x, y: mse(model, x, y) * len(x)) if scaled else mse
+    rest = split(regression(15), [2, 3, 1, 4, 2, 3])[2:]
+    train(model, optimizer, rest, loss=loss, weigh=by_rows, scaler=scaler_of(2.0**10) if scaled else None)
+    optimizer.flush()
+    assert optimizer.updates == 2
+    torch.testing.assert_close([*model.parameters()], saved["end"], rtol=1e-12, atol=0)

@@ -1,6 +1,7 @@
 """An epoch of windows makes the updates of the large batches: every optimizer, every kind of window."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from torch import nn
 
 import gradaccum.torch
 from scripts.stubs import path_of, stub
-from tests.reference import FLOAT32, FLOAT64, WINDOWS, relative_error, torch_updates, windows_of
-from tests.torch.optimizer.loops import assert_same, wrapped
-from tests.torch.problems import adam, join, mse, network, regression, sgd, split
+from tests.reference import FLOAT32, FLOAT64, WINDOWS, windows_of
+from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, train, wrapped
+from tests.torch.problems import adam, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -24,20 +25,6 @@ INNER = {
 }
 
 
-def accumulate(model, optimizer, micro_batches, epochs=2, loss=mse):
-    for _ in range(epochs):
-        for batch in optimizer.batches(micro_batches):
-            optimizer.zero_grad()
-            loss(model, *batch).backward()
-            optimizer.step()
-
-
-def large(model, optimizer, micro_batches, steps, epochs=2, loss=mse):
-    batches = [join(window) for window in windows_of(micro_batches, steps)] * epochs
-    torch_updates(model, optimizer, batches, loss)
-    return len(batches)
-
-
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, FLOAT64), (torch.float32, FLOAT32)])
 @pytest.mark.parametrize("make", INNER.values(), ids=INNER)
 @pytest.mark.parametrize("window", WINDOWS)
@@ -45,13 +32,12 @@ def test_an_epoch_of_windows_matches_the_large_batches(window, make, dtype, boun
     torch.set_default_dtype(dtype)
     sizes, steps = WINDOWS[window]
     micro_batches = split(regression(sum(sizes)), sizes)
-    accumulated, expected = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(make(accumulated.parameters()), steps=steps)
-    accumulate(accumulated, optimizer, micro_batches)
-    updates = large(expected, make(expected.parameters()), micro_batches, steps)
-    assert optimizer.updates == updates
-    assert optimizer.epoch == 2
-    assert relative_error(accumulated.parameters(), expected.parameters()) <= bound
+    model, optimizer = wrapped(make, steps=steps)
+    for _ in range(2):
+        train(model, optimizer, optimizer.batches(micro_batches))
+    windows = windows_of(micro_batches, steps) * 2
+    assert (optimizer.updates, optimizer.epoch) == (len(windows), 2)
+    assert_same(model, large(windows, make), bound)
 
 
 TORCH_OPTIMIZERS = sorted(
@@ -63,21 +49,20 @@ TORCH_OPTIMIZERS = sorted(
 
 @pytest.mark.parametrize("steps_first", [True, False])
 @pytest.mark.parametrize("name", sorted({*TORCH_OPTIMIZERS} - {"LBFGS", "SparseAdam"}))
-def test_every_torch_optimizer_by_name_matches_the_large_batches(name, steps_first, float64):
-    sizes = [3, 1, 4, 2]
-    micro_batches = split(regression(sum(sizes)), sizes)
-    accumulated, expected = network(), network()
-    if name == "Muon":  # takes matrices only
-        accumulated, expected = (nn.Sequential(nn.Linear(5, 3, bias=False)) for _ in "ab")
-        expected.load_state_dict(accumulated.state_dict())
-    wrapped = getattr(gradaccum.torch.optim, name)
+def test_every_torch_optimizer_by_name_matches_the_large_batches(name, steps_first):
+    def model():
+        torch.manual_seed(0)
+        matrix = nn.Linear(5, 3, bias=False)  # Muon takes nothing else
+        return matrix if name == "Muon" else nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    plain, by_name, accumulated = getattr(torch.optim, name), getattr(gradaccum.torch.optim, name), model()
     parameters = accumulated.parameters()
-    optimizer = wrapped(3, parameters, lr=0.01) if steps_first else wrapped(parameters, lr=0.01, steps=3)
+    optimizer = by_name(3, parameters, lr=0.01) if steps_first else by_name(parameters, lr=0.01, steps=3)
     assert isinstance(optimizer, torch.optim.Optimizer)
-    assert isinstance(optimizer.inner, getattr(torch.optim, name))
-    accumulate(accumulated, optimizer, micro_batches)
-    large(expected, getattr(torch.optim, name)(expected.parameters(), lr=0.01), micro_batches, 3)
-    assert_same(accumulated, expected)
+    assert isinstance(optimizer.inner, plain)
+    micro_batches = parts([3, 1, 4, 2])
+    train(accumulated, optimizer, itertools.chain(*(optimizer.batches(micro_batches) for _ in range(2))))
+    assert_same(accumulated, large(windows_of(micro_batches, 3) * 2, lambda p: plain(p, lr=0.01), model=model()))
 
 
 def test_every_torch_optimizer_is_there():
@@ -88,24 +73,26 @@ def test_every_torch_optimizer_is_there():
         gradaccum.torch.optim.NotThere  # noqa: B018
 
 
-def test_a_custom_optimizer_can_be_wrapped(float64):
-    class Signed(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {"lr": 0.01})
+class Signed(torch.optim.Optimizer):
+    """A user's own."""
 
-        @torch.no_grad()
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    count = self.state[p].setdefault("count", 0)
-                    p -= group["lr"] * p.grad.tanh() / (1 + count)
-                    self.state[p]["count"] = count + 1
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
 
-    micro_batches = split(regression(7), [2, 4, 1])
-    accumulated, expected = network(), network()
-    accumulate(accumulated, gradaccum.torch.optim.Optimizer(Signed(accumulated.parameters()), 2), micro_batches)
-    large(expected, Signed(expected.parameters()), micro_batches, 2)
-    assert_same(accumulated, expected)
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                count = self.state[p].setdefault("count", 0)
+                p -= group["lr"] * p.grad.tanh() / (1 + count)
+                self.state[p]["count"] = count + 1
+
+
+def test_a_custom_optimizer_can_be_wrapped():
+    micro_batches = parts([2, 4, 1])
+    model, optimizer = wrapped(Signed, steps=2)
+    train(model, optimizer, optimizer.batches(micro_batches))
+    assert_same(model, large(windows_of(micro_batches, 2), Signed))
 
 
 @settings(max_examples=30, deadline=None)
@@ -117,35 +104,27 @@ def test_a_custom_optimizer_can_be_wrapped(float64):
 )
 def test_any_split_into_any_windows_equals_the_large_batches(sizes, table, first, explicit):
     torch.set_default_dtype(torch.float64)
-    schedule = {0: first} | table
-    micro_batches = split(regression(sum(sizes)), sizes)
-    accumulated, expected = network(), network()
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(accumulated.parameters()), steps=schedule)
-    inner = sgd(expected.parameters())
+    schedule, micro_batches = {0: first} | table, parts(sizes)
+    model, optimizer = wrapped(steps=schedule)
+    windows = []
     for epoch in range(4):
-        for x, y in micro_batches if explicit else optimizer.batches(micro_batches):
-            optimizer.zero_grad()
-            if explicit:
-                optimizer.backward(mse(accumulated, x, y), weight=len(x))
-            else:
-                mse(accumulated, x, y).backward()
-            optimizer.step()
+        train(
+            model,
+            optimizer,
+            micro_batches if explicit else optimizer.batches(micro_batches),
+            weigh=by_rows if explicit else None,
+        )
         if explicit:
             optimizer.flush()
-        steps = schedule[max(start for start in schedule if start <= epoch)]
-        large(expected, inner, micro_batches, steps, epochs=1)
-    assert_same(accumulated, expected)
+        windows += windows_of(micro_batches, schedule[max(start for start in schedule if start <= epoch)])
+    assert_same(model, large(windows))
 
 
-def test_a_callable_schedule_is_asked_with_epoch_and_update(float64):
+def test_a_callable_schedule_is_asked_with_epoch_and_update():
     asked = []
-
-    def steps(epoch, update):
-        asked.append((epoch, update))
-        return 1 + update
-
-    model, optimizer = wrapped(steps=steps)
-    accumulate(model, optimizer, split(regression(12), [2] * 6))
+    model, optimizer = wrapped(steps=lambda epoch, update: asked.append((epoch, update)) or 1 + update)
+    for _ in range(2):
+        train(model, optimizer, optimizer.batches(parts([2] * 6)))
     # windows of 1, 2 and 3 in the first epoch; then 4, and the 2 that are left of a window of 5
     assert optimizer.updates == 5
     assert list(dict.fromkeys(asked)) == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4)]
@@ -158,8 +137,7 @@ def test_a_callable_schedule_is_asked_with_epoch_and_update(float64):
 def test_a_signature_shows_the_inner_optimizers_arguments_then_the_wrappers(name):
     found = inspect.signature(getattr(gradaccum.torch.optim, name)).parameters
     inner = inspect.signature(getattr(torch.optim, name)).parameters
-    assert list(found)[: len(inner)] == list(inner)
-    assert list(found)[len(inner)] == "steps"
+    assert list(found)[: len(inner) + 1] == [*inner, "steps"]
     assert {"reduction", "clip_grad_norm", "accumulate_dtype"} <= found.keys()
     assert all(found[name].default == inner[name].default for name in inner)
 

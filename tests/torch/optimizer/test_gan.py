@@ -24,32 +24,23 @@ def trained(*loops):
     return [*names["generator"].parameters(), *names["discriminator"].parameters()]
 
 
-def discriminators_loss(discriminator, real, fake):
-    targets = torch.cat([torch.ones(len(real), 1), torch.zeros(len(fake), 1)])
-    return JUDGE(discriminator(torch.cat([real, fake])), targets)
-
-
 def large_batches(*loops):
     torch.manual_seed(3)
     generator, discriminator = torch.nn.Linear(4, 2), torch.nn.Linear(2, 1)
-    of_generator = torch.optim.Adam(generator.parameters(), lr=1e-3)
-    of_discriminator = torch.optim.Adam(discriminator.parameters(), lr=1e-3)
+    networks = generator, discriminator
+    of_generator, of_discriminator = (torch.optim.Adam(each.parameters(), lr=1e-3) for each in networks)
     real, noise = torch.randn(2, 64, 2), torch.randn(2, 64, 4)
-    for loop in loops:
-        for x, z in zip(real, noise):
-            fake = generator(z)
-            losses = JUDGE(discriminator(fake), torch.ones(64, 1)), discriminators_loss(discriminator, x, fake.detach())
-            if loop is AT_ONCE:
-                gradients = torch.autograd.grad(losses[0], [*generator.parameters()])
-            of_discriminator.zero_grad()
-            losses[1].backward()
-            of_discriminator.step()
-            if loop is IN_TURNS:
-                after = JUDGE(discriminator(generator(z)), torch.ones(64, 1))
-                gradients = torch.autograd.grad(after, [*generator.parameters()])
-            for parameter, gradient in zip(generator.parameters(), gradients):
-                parameter.grad = gradient
-            of_generator.step()
+    for loop, x, z in ((loop, x, z) for loop in loops for x, z in zip(real, noise)):
+        fake, ones = generator(z), torch.ones(64, 1)
+        at_once = torch.autograd.grad(JUDGE(discriminator(fake), ones), [*generator.parameters()])
+        of_discriminator.zero_grad()
+        judged = discriminator(torch.cat([x, fake.detach()]))
+        JUDGE(judged, torch.cat([ones, torch.zeros(64, 1)])).backward()
+        of_discriminator.step()
+        in_turns = torch.autograd.grad(JUDGE(discriminator(generator(z)), ones), [*generator.parameters()])
+        for parameter, gradient in zip(generator.parameters(), at_once if loop is AT_ONCE else in_turns):
+            parameter.grad = gradient
+        of_generator.step()
     return [*generator.parameters(), *discriminator.parameters()]
 
 
@@ -60,11 +51,8 @@ def test_both_networks_of_a_gan_get_the_large_batchs_updates(loops):
 
 def test_the_order_of_steps_in_the_page_matters():
     """The generator's step before the discriminator's backward pass: the case that the page warns of."""
-    step = "for_discriminator.step()"
+    step, trains = "for_discriminator.step()", "    discriminator.requires_grad_(True)\n"
     lines = AT_ONCE.replace(f"    for_generator.step(), {step}", f"    {step}")
-    early = lines.replace(
-        "    discriminator.requires_grad_(True)\n",
-        "    discriminator.requires_grad_(True)\n    for_generator.step()\n    fake = generator(z)\n",
-    )
+    early = lines.replace(trains, f"{trains}    for_generator.step()\n    fake = generator(z)\n")
     assert early.count("for_generator.step()") == 1
     assert relative_error(trained(IN_TURNS, early), large_batches(IN_TURNS, AT_ONCE)) > 1e-9

@@ -7,41 +7,48 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, spectral_norm
 
 from gradaccum.torch import TrainStep, chunked, combine_buffers
 from gradaccum.torch.buffers import rules_of
-from tests.reference import FLOAT64, relative_error
-from tests.torch.train_step.test_memory import OUT, Backward
-from tests.torch.train_step.test_train_step import assert_same_updates, batches, by_hand, step_of
+from tests.torch.train_step.problems import OUT, Backward, batches
+from tests.torch.train_step.steps import assert_same_state, assert_same_updates, by_hand, left_as_it_was, step_of
 
 
-class Codebook(nn.Module):
-    """A codebook as in VQ-VAE: counts and sums over rows in moving averages, and codes that are their quotient."""
+def zeros(*shape):
+    return torch.zeros(*shape, dtype=torch.float64)
 
-    decay = 0.9
 
-    def __init__(self, how="in place"):
+class Moving(nn.Module):
+    """Has buffers, which a function reads and moves."""
+
+    def __init__(self, function, rules=None, **buffers):
         super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.register_buffer("codes", torch.randn(4, 6, dtype=torch.float64, generator=generator))
-        self.register_buffer("total", self.codes.clone())
-        self.register_buffer("count", torch.ones(4, dtype=torch.float64))
-        self.how = how
+        self.function = function
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+        combine_buffers(self, **(rules or {}))
 
-    def move(self, name, value):
-        if self.how == "assigned":
-            setattr(self, name, value)
-        else:
-            (getattr(self, name).data if self.how == "data" else getattr(self, name)).copy_(value)
+    def forward(self, *args):
+        return self.function(self, *args)
 
-    def forward(self, x):
-        nearest = nn.functional.one_hot(torch.cdist(x, self.codes).argmin(1), 4).double()
-        quantised = nearest @ self.codes
-        with torch.no_grad():
-            self.move("count", self.decay * self.count + (1 - self.decay) * nearest.sum(0))
-            self.move("total", self.decay * self.total + (1 - self.decay) * nearest.T @ x)
-            self.move("codes", self.total / self.count[:, None])
-        return x + (quantised - x).detach() + 0.1 * (x - quantised.detach()).square()
+
+def quantised(module, x):
+    """As in VQ-VAE: counts and sums over rows in moving averages, and codes that are their quotient."""
+    nearest = F.one_hot(torch.cdist(x, module.codes).argmin(1), 4).double()
+    found = nearest @ module.codes
+    with torch.no_grad():
+        module.count.copy_(0.9 * module.count + 0.1 * nearest.sum(0))
+        module.total.copy_(0.9 * module.total + 0.1 * nearest.T @ x)
+        module.codes.copy_(module.total / module.count[:, None])
+    return x + (found - x).detach() + 0.1 * (x - found.detach()).square()
+
+
+class Codebook(Moving):
+    def __init__(self):
+        codes = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        super().__init__(quantised, codes=codes, total=codes.clone(), count=zeros(4) + 1)
 
 
 class SumsExactly(Codebook):
@@ -49,7 +56,7 @@ class SumsExactly(Codebook):
 
 
 def sum_of_moving_averages(module, start, ends):
-    return torch.stack(ends).sum(0) - (len(ends) - 1) * module.decay * start
+    return torch.stack(ends).sum(0) - (len(ends) - 1) * 0.9 * start
 
 
 combine_buffers(
@@ -60,67 +67,31 @@ combine_buffers(
 )
 
 
-class Largest(nn.Module):
-    """Scales by the largest values of the passes before, as FP8 does; counts rows and passes; averages rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("history", torch.ones(3, dtype=torch.float64))
-        self.register_buffer("rows", torch.zeros((), dtype=torch.long))
-        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
-        self.register_buffer("average", torch.zeros(6, dtype=torch.float64))
-
-    def forward(self, x):
-        with torch.no_grad():
-            scale = self.history.max()
-            self.history.copy_(self.history.roll(1))
-            self.history[0] = x.abs().max()
-            self.rows += len(x)
-            self.passes += 1
-            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
-        return x / scale
-
-
-combine_buffers(Largest, history="max", rows="sum", passes="once", average="mean")
-
-
-def network(middle):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), middle(), nn.Linear(6, 3)).double()
-
-
-BUFFERS = {"loss_fn": nn.CrossEntropyLoss(), "buffers": True}
-
-
-# Buffers that the forward pass makes, resizes, deletes or shares.
+def scales_by_the_largest(module, x):
+    """Of the passes before, as FP8 does; counts rows and passes; averages rows."""
+    scale = module.history.max()
+    with torch.no_grad():
+        module.history.copy_(module.history.roll(1))
+        module.history[0] = x.abs().max()
+        module.rows += len(x)
+        module.passes += 1
+        module.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return x / scale
 
 
 def scaled(x, by):
     return x * (1 + 0.1 * by.double().sum().cos())
 
 
-class Moving(nn.Module):
-    """Scales by its buffers, which a function moves."""
-
-    def __init__(self, forward, **buffers):
-        super().__init__()
-        self.function = forward
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer)
-
-    def forward(self, x):
-        return self.function(self, x)
-
-
 def counts_in_what_was_none(module, x):
-    module.passes = torch.zeros(()).double() if module.passes is None else module.passes
+    module.passes = zeros(()) if module.passes is None else module.passes
     module.passes = module.passes + 1
     return scaled(x, module.passes)
 
 
 def counts_in_what_was_not_there(module, x):
     if not hasattr(module, "passes"):
-        module.register_buffer("passes", torch.zeros(()).double())
+        module.register_buffer("passes", zeros(()))
     module.passes += 1
     return scaled(x, module.passes)
 
@@ -143,11 +114,16 @@ def deletes_what_it_starts_from(module, x):
     return outputs
 
 
-def moves_through_numpy(module, x):
-    """Which no version tells of."""
-    outputs = scaled(x, module.passes)
-    module.passes.numpy()[...] += 1
-    return outputs
+def moves_by(how):
+    def function(module, x):
+        outputs = scaled(x, module.passes)
+        if how == "assigned":
+            module.passes = module.passes + 1
+        else:  # which no version tells of
+            (module.passes.data if how == "data" else module.passes.numpy())[...] += 1
+        return outputs
+
+    return lambda: Moving(function, passes=zeros(2))
 
 
 def keeps_the_largest_in_float8(module, x):
@@ -157,59 +133,64 @@ def keeps_the_largest_in_float8(module, x):
     return outputs
 
 
-class Shared(nn.Module):
+def shared(views):
     """One tensor is the buffer of two modules, or two buffers are views of one."""
 
-    def __init__(self, views):
-        super().__init__()
-        memory = torch.zeros(6).double()
-        self.one, self.two = nn.Module(), nn.Module()
-        self.one.register_buffer("passes", memory[:4] if views else memory)
-        self.two.register_buffer("passes", memory[2:] if views else memory)
-
-    def forward(self, x):
-        outputs = scaled(x, self.one.passes)
-        self.one.passes.add_(1)
-        self.two.passes.mul_(0.5)
+    def function(module, x):
+        outputs = scaled(x, module.one.passes)
+        module.one.passes.add_(1)
+        module.two.passes.mul_(0.5)
         return outputs
 
+    def make():
+        module, memory = Moving(function), zeros(6)
+        module.one = Moving(None, passes=memory[:4] if views else memory)
+        module.two = Moving(None, passes=memory[2:] if views else memory)
+        return module
 
-class Narrow(Moving):
-    """Whose rule is known."""
+    return make
 
 
-combine_buffers(Narrow, largest="max")
+def instance_norm():
+    return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten())
+
+
+def largest_values():
+    words, counts = {"history": "max", "rows": "sum", "passes": "once", "average": "mean"}, torch.zeros((2,)).long()
+    buffers = {"history": zeros(3) + 1, "rows": counts[0].clone(), "passes": counts[1].clone(), "average": zeros(6)}
+    return Moving(scales_by_the_largest, words, **buffers)
+
+
+def float8():
+    return Moving(keeps_the_largest_in_float8, {"largest": "max"}, largest=torch.ones(6).to(torch.float8_e4m3fn))
+
 
 MIDDLES = {
-    "spectral norm (parametrization)": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
-    "spectral norm (hook)": lambda: nn.utils.spectral_norm(nn.Linear(6, 6)),
-    "largest values": Largest,
+    "spectral norm (parametrization)": lambda: parametrizations.spectral_norm(nn.Linear(6, 6)),
+    "spectral norm (hook)": lambda: spectral_norm(nn.Linear(6, 6)),
+    "largest values": largest_values,
     "codebook": SumsExactly,
-    "codebook through .data": lambda: SumsExactly("data"),
-    "codebook, assigned": lambda: SumsExactly("assigned"),
-    "instance norm": lambda: nn.Sequential(
-        nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
-    ),
+    "instance norm": instance_norm,
     "made": lambda: Moving(counts_in_what_was_none, passes=None),
     "registered": lambda: Moving(counts_in_what_was_not_there),
-    "assigned in another size": lambda: Moving(appends_a_mean_by_assigning, means=torch.zeros(0).double()),
-    "resized in place": lambda: Moving(appends_a_mean_in_place, means=torch.zeros(0).double()),
-    "deleted": lambda: Moving(deletes_what_it_starts_from, once=torch.ones(6).double()),
-    "one tensor twice": lambda: Shared(False),
-    "views of one tensor": lambda: Shared(True),
-    "through NumPy": lambda: Moving(moves_through_numpy, passes=torch.zeros(2).double()),
-    "float8": lambda: Narrow(keeps_the_largest_in_float8, largest=torch.ones(6).to(torch.float8_e4m3fn)),
+    "assigned in another size": lambda: Moving(appends_a_mean_by_assigning, means=zeros(0)),
+    "resized in place": lambda: Moving(appends_a_mean_in_place, means=zeros(0)),
+    "deleted": lambda: Moving(deletes_what_it_starts_from, once=zeros(6) + 1),
+    "one tensor twice": shared(False),
+    "views of one tensor": shared(True),
+    "assigned": moves_by("assigned"),
+    "through .data": moves_by("data"),
+    "through NumPy": moves_by("numpy"),
+    "float8": float8,
 }
 
 
-def assert_same_state(model, reference):
-    expected = dict(reference.named_buffers(remove_duplicate=False))
-    found = dict(model.named_buffers(remove_duplicate=False))
-    assert found.keys() == expected.keys()
-    for name, buffer in expected.items():
-        assert (found[name].shape, found[name].dtype) == (buffer.shape, buffer.dtype)
-        assert relative_error([found[name].double()], [buffer.double()]) <= FLOAT64, name
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+def network(middle):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), middle(), nn.Linear(6, 3)).double()
+
+
+LOSS = {"loss_fn": nn.CrossEntropyLoss()}
 
 
 @pytest.mark.parametrize(
@@ -218,8 +199,6 @@ def assert_same_state(model, reference):
 @pytest.mark.parametrize("name", MIDDLES)
 def test_buffers_move_once_and_to_where_the_large_batch_moves_them(name, way):
     reference, model, passes = network(MIDDLES[name]), network(MIDDLES[name]), []
-    kind = "adam" if way == "adam" else "sgd"
-    by_hand(reference, batches(count=3), make=kind)
 
     def limited(module, args, outputs):
         passes.append(len(outputs))
@@ -229,24 +208,228 @@ def test_buffers_move_once_and_to_where_the_large_batch_moves_them(name, way):
         return Backward.apply(outputs, 0 if way == "out of memory in backward" and fails else 99)
 
     if way == "chunked":
-        by_hand(chunked(model, 5, verify=False), batches(count=3))
-    else:
-        handle = model.register_forward_hook(limited) if "memory" in way else None
-        size = {"adam": 13, "auto": "auto"}.get(way, 5)
-        step = step_of(model, kind, micro_batch_size=size, verify=way == "proven")
-        for batch in batches(count=3):
-            step(*batch)
-        assert handle is None or len(passes) > 9
-    assert_same_state(model, reference)
+        for one in (chunked(model, 5, verify=False), reference):
+            by_hand(one, batches())
+        assert_same_state(model, reference)
+        return
+    handle = model.register_forward_hook(limited) if "memory" in way else None
+    size, make = {"adam": 13, "auto": "auto"}.get(way, 5), "adam" if way == "adam" else "sgd"
+    keywords = {"reference": reference, "micro_batch_size": size, "verify": way == "proven", **LOSS}
+    assert_same_updates(model, make=make, **keywords)
+    assert handle is None or len(passes) > 9
 
 
 def test_each_evaluation_of_a_closure_is_a_window():
     model, reference = (network(MIDDLES["spectral norm (hook)"]) for _ in range(2))
+    lbfgs = lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)  # noqa: E731
+    assert_same_updates(model, batches(count=2), make=lbfgs, reference=reference, **LOSS)
 
-    def lbfgs(parameters):
-        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
 
-    assert_same_updates(model, batches(count=2), make=lbfgs, reference=reference, micro_batch_size=5, **BUFFERS)
+@pytest.mark.parametrize("place", ["before", "inside", "behind"])
+@pytest.mark.parametrize("name", ["spectral norm (hook)", "codebook", "made", "registered"])
+def test_layer_by_layer_buffers_move_once_too(name, place):
+    def layered():
+        torch.manual_seed(0)
+        moving, block = MIDDLES[name](), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        blocks = nn.Sequential(nn.Sequential(block, moving) if place == "inside" else block, nn.Tanh())
+        parts = [moving, blocks] if place == "before" else [blocks, moving] if place == "behind" else [blocks]
+        return nn.Sequential(nn.Linear(5, 6), *parts, nn.Linear(6, 3)).double()
+
+    assert_same_updates(layered(), reference=layered(), blocks="2" if place == "before" else "1", **LOSS)
+
+
+# Rows that weigh nothing.
+
+
+def centred(module, *args):
+    """Subtracts a moving average of the rows' mean; from outputs of which it returns the loss, if there are targets."""
+    x = args[0]
+    outputs = x - module.mean.clone()
+    with torch.no_grad():
+        module.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return F.cross_entropy(outputs, args[1]) if len(args) > 1 else outputs
+
+
+def counts(x, y):
+    return (x[:, 0] > 0).double()
+
+
+def of_counted_rows(m, x, y):
+    each = F.cross_entropy(m(x), y, reduction="none")
+    return (each * counts(x, y)).sum() / counts(x, y).sum().clamp(min=1e-9)
+
+
+def weight(x, y):
+    return counts(x, y).sum()
+
+
+HOW = {
+    "weight": {"compute_loss": of_counted_rows, "weight": weight},
+    "weights by name": {
+        "compute_loss": lambda *batch: {"a": of_counted_rows(*batch)}, "weight": lambda *batch: {"a": weight(*batch)}
+    },
+    "returned": {"compute_loss": lambda m, *batch: (of_counted_rows(m, *batch), weight(*batch))},
+    "blocks": {"compute_loss": of_counted_rows, "weight": weight},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_batch(how):
+    """Their gradient is left out; their forward pass isn't."""
+    torch.manual_seed(0)
+    spectral = parametrizations.spectral_norm(nn.Linear(4, 6, dtype=torch.float64))
+    middle = [nn.Sequential(nn.Linear(6, 6), Moving(centred, mean=zeros(6))) for _ in range(2)]
+    model = nn.Sequential(spectral, nn.Tanh(), *middle, MIDDLES["made"](), nn.Linear(6, 3)).double()
+    data = [(torch.rand(12, 4, dtype=torch.float64), torch.randint(3, (12,))) for _ in range(4)]
+    for x, _ in data:
+        x[:6, 0] = -1.0
+    keywords = {"micro_batch_size": 2, "blocks": [model[2], model[3]] if how == "blocks" else None, **HOW[how]}
+    by_name = {"terms": lambda m, *batch: {"a": (of_counted_rows(m, *batch), 1)}} if how == "weights by name" else {}
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731
+    assert_same_updates(model, data, of_counted_rows, sgd, **by_name, **keywords)
+
+
+# Between updates.
+
+
+def late(module, x):
+    """Multiplies by a buffer, which it makes where there is none and is told to."""
+    factor = module._buffers.get("factor")
+    if factor is None and module.makes:
+        module.register_buffer("factor", factor := zeros(6) + 2)
+    if factor is None:
+        return x
+    module.factor = factor * 0.9 if module.moves else factor
+    return x * factor
+
+
+def change(module, factor="as it is", makes=False, moves=True):
+    module.makes, module.moves = module.makes or makes, module.moves and moves
+    if factor == "gone":
+        module._buffers.pop("factor", None)
+    elif factor != "as it is":
+        module.factor = factor if factor is None else zeros(6) + factor
+
+
+GIVEN, MADE, STAYS = {"factor": 3}, {"makes": True}, {"factor": 3, "moves": False}
+EMPTY, GONE = {"makes": True, "factor": None}, {"makes": True, "factor": "gone"}
+CHANGES = {
+    "given": [GIVEN],
+    "given, and stays": [STAYS],
+    "made": [MADE],
+    "made, then emptied": [MADE, EMPTY],
+    "given, then deleted": [GIVEN, GONE],
+    "given, and stays, then emptied": [STAYS, EMPTY],
+}
+
+
+@pytest.mark.parametrize(("at", "blocks"), [*((at, False) for at in range(6)), (1, True), (2, True)])
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_buffers_that_come_and_go_between_updates(changes, at, blocks):
+    """Made by the user or by a pass, emptied and deleted, in updates that look at every buffer and in others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), Moving(late, factor=None), nn.Linear(6, 3)).double()
+    model[1].makes, model[1].moves = False, True
+    large = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, large))
+    step = TrainStep(model, ours, micro_batch_size=3, blocks=[model[0], model[1]] if blocks else None, **LOSS)
+    after = dict(zip(range(at, 9, 2), changes))
+    for number, batch in enumerate(batches(10, count=9)):
+        for m in (model, large) if number in after else ():
+            change(m[1], **after[number])
+        step(*batch)
+        by_hand(large, [batch], make=lambda _: theirs)
+        assert_same_state(model, large)
+
+
+def test_a_failed_update_leaves_nothing_that_a_pass_has_made():
+    model, batch = network(MIDDLES["made"]), batches()[0]
+
+    def fails(module, args, outputs):
+        raise RuntimeError("an error of the user's own")
+
+    model[3].register_forward_hook(fails)
+    with left_as_it_was(model, RuntimeError, "user's own"):
+        step_of(model, micro_batch_size=5, verify=True)(*batch)
+    assert model[2].passes is None
+
+
+@pytest.mark.parametrize("where", ["closure", "list", "helper", "object"])
+def test_modules_that_compute_loss_refers_to_move_once_too(where):
+    ours, theirs = (Moving(centred, mean=zeros(3)) for _ in range(2))
+
+    def helper(outputs, y):
+        return ours(outputs, y)
+
+    class Computes:
+        def __init__(self):
+            self.criterion = ours
+
+        def __call__(self, model, x, y):
+            return self.criterion(model(x), y)
+
+    held = [ours]
+    compute_loss = {
+        "closure": lambda model, x, y: ours(model(x), y),
+        "list": lambda model, x, y: held[0](model(x), y),
+        "helper": lambda model, x, y: helper(model(x), y),
+        "object": Computes(),
+    }[where]
+    assert_same_updates(network(nn.Tanh), None, lambda m, x, y: theirs(m(x), y), compute_loss=compute_loss)
+    assert_same_state(ours, theirs)
+
+
+# What is said of buffers.
+
+
+def counted(module, x):
+    outputs = scaled(x, module.rows) + 0.1 * module.largest
+    with torch.no_grad():
+        module.rows += len(x)
+        module.largest.copy_(torch.maximum(module.largest, x.abs().amax(0)))
+        module.seen |= (x > 0.5).any(0)
+    return outputs
+
+
+class Counts(Moving):
+    """Rows and largest values, of which nothing is said; averages of sums, which no rule fits."""
+
+    def __init__(self):
+        rows, seen = torch.zeros((), dtype=torch.long), torch.zeros(6, dtype=torch.bool)
+        super().__init__(counted, rows=rows, largest=zeros(6), seen=seen)
+
+
+@pytest.mark.parametrize(("kind", "names"), [(Codebook, ("codes", "total", "count")), (Counts, ("rows", "largest"))])
+def test_what_is_no_mean_is_named_once_no_rule_is_guessed_and_the_update_is_exact(kind, names, caplog):
+    model, (first, *others) = network(kind), batches(count=5)
+    with caplog.at_level(logging.WARNING, "gradaccum"):
+        step = assert_same_updates(model, [first], buffers=False, **LOSS)
+        for batch in others:
+            step(*batch)
+    (record,) = caplog.records
+    assert ", ".join(f"{name!r} of '2' ({kind.__name__})" for name in names) in record.message
+    assert f"combine_buffers({kind.__name__}, " in record.message
+    assert rules_of(model[2]) == {}
+
+
+def test_what_is_said_of_a_module_goes_with_its_copies_and_files():
+    module, file = Counts(), io.BytesIO()
+    combine_buffers(module, rows="sum", largest=lambda module, start, ends: torch.stack(ends).amax(0))
+    torch.save(copy.deepcopy(module), file)
+    file.seek(0)
+    assert rules_of(torch.load(file, weights_only=False)) == {"rows": "sum"}
+    assert list(rules_of(module)) == ["rows", "largest"]
+    combine_buffers(module, largest="max")
+    assert rules_of(module) == {"rows": "sum", "largest": "max"}
+
+
+def test_a_rule_of_a_module_holds_inside_of_a_chunked_one():
+    reference, model = network(Counts), network(Counts)
+    combine_buffers(model[2], rows="sum", largest="max", seen="max")
+    model[2] = chunked(model[2], 2)
+    assert_same_updates(model, batches(count=1), reference=reference, micro_batch_size=5, buffers=False, **LOSS)
+    for name, buffer in reference[2].named_buffers():
+        assert torch.equal(getattr(model[2], name), buffer), name
 
 
 @pytest.mark.parametrize(
@@ -264,261 +447,6 @@ def test_what_is_no_rule_is_refused(module, rules, error, message):
         combine_buffers(module, **rules)
 
 
-@pytest.mark.parametrize("place", ["before", "inside", "behind"])
-@pytest.mark.parametrize("name", ["spectral norm (hook)", "codebook"])
-def test_layer_by_layer_buffers_move_once_too(name, place):
-    def layered():
-        torch.manual_seed(0)
-        moving = MIDDLES[name]()
-        block = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-        first, blocks = nn.Linear(5, 6), [nn.Sequential(block, moving) if place == "inside" else block, nn.Tanh()]
-        around = {"before": ([moving], []), "behind": ([], [moving])}.get(place, ([], []))
-        return nn.Sequential(first, *around[0], nn.Sequential(*blocks), *around[1], nn.Linear(6, 3)).double()
-
-    keywords = {"micro_batch_size": 4, "blocks": "2" if place == "before" else "1", **BUFFERS}
-    assert_same_updates(layered(), batches(count=3), reference=layered(), **keywords)
-
-
-class CountsPasses(nn.Linear):
-    """A layer that counts its forward passes, and reads the count."""
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes, dtype=torch.float64)
-        self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x):
-        self.passes += 1
-        return super().forward(x) * (1 + 1 / self.passes)
-
-
-class Centre(nn.Module):
-    """Subtracts a moving average of the rows' mean."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
-
-    def forward(self, x):
-        centred = x - self.mean.clone()
-        with torch.no_grad():
-            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
-        return centred
-
-
-@pytest.mark.parametrize("how", ["weight", "weights by name", "returned", "blocks"])
-def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_batch(how):
-    """Their gradient is left out; their forward pass isn't."""
-    torch.manual_seed(0)
-    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6, dtype=torch.float64))
-    middle = nn.ModuleList(nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), Centre(6)) for _ in range(2))
-    model = nn.Sequential(spectral, nn.Tanh(), *middle, CountsPasses(6, 3))
-
-    def counts(x, y):
-        return (x[:, 0] > 0).double()
-
-    def loss(m, x, y):
-        each = nn.functional.cross_entropy(m(x), y, reduction="none")
-        return (each * counts(x, y)).sum() / counts(x, y).sum().clamp(min=1e-9)
-
-    def weight(x, y):
-        return {"a": counts(x, y).sum()} if how == "weights by name" else counts(x, y).sum()
-
-    def compute_loss(m, x, y):
-        found = loss(m, x, y)
-        return {"a": found} if how == "weights by name" else (found, weight(x, y)) if how == "returned" else found
-
-    data = [(torch.rand(12, 4, dtype=torch.float64), torch.randint(3, (12,))) for _ in range(4)]
-    for x, _ in data:
-        x[:6, 0] = -1.0
-    keywords = {"compute_loss": compute_loss, "micro_batch_size": 2, "buffers": True}
-    keywords["weight"] = None if how == "returned" else weight
-    keywords["blocks"] = [model[2], model[3]] if how == "blocks" else None
-    assert_same_updates(model, data, loss, lambda parameters: torch.optim.SGD(parameters, lr=0.5), **keywords)
-
-
-class Late(nn.Module):
-    """Multiplies by a buffer, which it makes where there is none and is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("factor", None)
-        self.makes, self.moves = False, True
-
-    def forward(self, x):
-        factor = self._buffers.get("factor")
-        if factor is None and self.makes:
-            self.register_buffer("factor", factor := torch.full((6,), 2.0, dtype=torch.float64))
-        if factor is None:
-            return x
-        self.factor = factor * 0.9 if self.moves else factor
-        return x * factor
-
-
-def gives(module):
-    module.factor = torch.full((6,), 3.0, dtype=torch.float64)
-
-
-def gives_what_stays(module):
-    gives(module)
-    module.moves = False
-
-
-def has_it_made(module):
-    module.makes = True
-
-
-def empties(module):
-    module.makes, module.factor = True, None
-
-
-def deletes(module):
-    module.makes = True
-    module._buffers.pop("factor", None)
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("at", range(6))
-@pytest.mark.parametrize(
-    "changes",
-    [[gives], [gives_what_stays], [has_it_made], [has_it_made, empties], [gives, deletes], [gives_what_stays, empties]],
-)
-def test_buffers_that_come_and_go_between_updates(changes, at, blocks):
-    """Made by the user or by a pass, emptied and deleted, in updates that look at every buffer and in others."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), Late(), nn.Linear(6, 3)).double()
-    large, losses = copy.deepcopy(model), nn.CrossEntropyLoss()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, large)]
-    step = TrainStep(
-        model, optimizers[0], loss_fn=losses, micro_batch_size=3, blocks=[model[0], model[1]] if blocks else None
-    )
-    after = dict(zip(range(at, 9, 2), changes))
-    for number in range(9):
-        x, y = torch.randn(10, 4).double(), torch.randint(3, (10,))
-        for m in (model, large) if number in after else ():
-            after[number](m[1])
-        step(x, y)
-        optimizers[1].zero_grad()
-        losses(large(x), y).backward()
-        optimizers[1].step()
-        assert dict(model.named_buffers()).keys() == dict(large.named_buffers()).keys()
-        assert relative_error([*model.state_dict().values()], [*large.state_dict().values()]) <= FLOAT64
-
-
-def test_a_failed_update_leaves_nothing_that_a_pass_has_made():
-    model = network(MIDDLES["made"])
-
-    def fails(module, args, outputs):
-        raise RuntimeError("an error of the user's own")
-
-    model[3].register_forward_hook(fails)
-    with pytest.raises(RuntimeError, match="user's own"):
-        step_of(model, micro_batch_size=5, verify=True)(*batches(count=1)[0])
-    assert model[2].passes is None
-
-
-class Centred(nn.Module):
-    """A loss with a moving centre, and one with a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(3).double())
-
-    def forward(self, outputs, y):
-        loss = nn.functional.cross_entropy(outputs - self.centre, y)
-        self.centre.mul_(0.9).add_(0.1 * outputs.detach().mean(0))
-        return loss
-
-
-@pytest.mark.parametrize("where", ["closure", "list", "helper", "object"])
-def test_modules_that_compute_loss_refers_to_move_once_too(where):
-    ours, theirs = Centred(), Centred()
-
-    def helper(outputs, y):
-        return ours(outputs, y)
-
-    class Computes:
-        criterion = ours
-
-        def __init__(self):
-            self.criterion = ours
-
-        def __call__(self, model, x, y):
-            return self.criterion(model(x), y)
-
-    held = [ours]
-    compute_loss = {
-        "closure": lambda model, x, y: ours(model(x), y),
-        "list": lambda model, x, y: held[0](model(x), y),
-        "helper": lambda model, x, y: helper(model(x), y),
-        "object": Computes(),
-    }[where]
-    keywords = {"compute_loss": compute_loss, "micro_batch_size": 4}
-    assert_same_updates(network(nn.Tanh), batches(), lambda model, x, y: theirs(model(x), y), **keywords)
-    assert_same_state(ours, theirs)
-
-
-class Counts(nn.Module):
-    """Rows and largest values, of which nothing is said; averages of sums, which no rule fits."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("rows", torch.zeros((), dtype=torch.long))
-        self.register_buffer("largest", torch.zeros(6).double())
-        self.register_buffer("seen", torch.zeros(6, dtype=torch.bool))
-
-    def forward(self, x):
-        outputs = scaled(x, self.rows) + 0.1 * self.largest
-        with torch.no_grad():
-            self.rows += len(x)
-            self.largest.copy_(torch.maximum(self.largest, x.abs().amax(0)))
-            self.seen |= (x > 0.5).any(0)
-        return outputs
-
-
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [
-        (Codebook, "'codes' of '2' (Codebook), 'total' of '2' (Codebook), 'count' of '2' (Codebook)"),
-        (Counts, "'rows' of '2' (Counts), 'largest' of '2' (Counts)"),
-    ],
-)
-def test_what_is_no_mean_is_named_once_no_rule_is_guessed_and_the_update_is_exact(kind, named, caplog):
-    reference, model = network(kind), network(kind)
-    first, *others = batches(count=5)
-    by_hand(reference, [first])
-    step = step_of(model, micro_batch_size=4, verify=True)
-    with caplog.at_level(logging.WARNING, "gradaccum"):
-        step(*first)
-        assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-        for batch in others:
-            step(*batch)
-    (record,) = caplog.records
-    assert named in record.message
-    assert f"combine_buffers({kind.__name__}, " in record.message
-    assert rules_of(model[2]) == {}
-
-
-def test_what_is_said_of_a_module_goes_with_its_copies_and_files():
-    module = Counts()
-    combine_buffers(module, rows="sum", largest=lambda module, start, ends: torch.stack(ends).amax(0))
-    file = io.BytesIO()
-    torch.save(copy.deepcopy(module), file)
-    file.seek(0)
-    assert rules_of(torch.load(file, weights_only=False)) == {"rows": "sum"}
-    assert list(rules_of(module)) == ["rows", "largest"]
-    combine_buffers(module, largest="max")
-    assert rules_of(module) == {"rows": "sum", "largest": "max"}
-
-
-def test_a_rule_of_a_module_holds_inside_of_a_chunked_one():
-    reference, model = network(Counts), network(Counts)
-    combine_buffers(model[2], rows="sum", largest="max", seen="max")
-    model[2] = chunked(model[2], 2)
-    step_of(model, micro_batch_size=5, verify=True)(*batches(count=1)[0])
-    by_hand(reference, batches(count=1))
-    assert_same_state(model, reference)
-
-
 @pytest.mark.parametrize(
     ("rule", "error", "message"),
     [
@@ -528,8 +456,7 @@ def test_a_rule_of_a_module_holds_inside_of_a_chunked_one():
     ],
 )
 def test_what_a_rule_returns_is_checked(rule, error, message):
-    model = network(Counts)
+    model, batch = network(Counts), batches()[0]
     combine_buffers(model[2], rows=rule)
-    with pytest.raises(error, match=f"The rule for 'rows' of Counts .*{message}"):
-        step_of(model, micro_batch_size=5)(*batches(count=1)[0])
-    assert model[2].rows == 0
+    with left_as_it_was(model, error, f"The rule for 'rows' of Counts .*{message}"):
+        step_of(model, micro_batch_size=5)(*batch)

@@ -1,8 +1,7 @@
-"""Padded rows, packed by tokens, make the update of the padded large batch."""
+"""Padded rows, packed by tokens or laid one behind the other, make the update of the padded large batch."""
 
-import copy
 import functools
-import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,30 +10,22 @@ from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch.packing import causal_lm
-from tests.reference import FLOAT32, FLOAT64, relative_error
-from tests.torch.train_step.test_train_step import OPTIMIZERS, assert_same_updates, by_hand, left_as_it_was, step_of
+from tests.reference import FLOAT32, FLOAT64
+from tests.torch.train_step.problems import OUT
+from tests.torch.train_step.steps import assert_same_updates, left_as_it_was, step_of
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 COLUMNS = 12
 LENGTHS = [3, 12, 1, 7, 2, 2, 5, 9, 4, 1, 6]
 
 
-def text(side, seed=0):
+def text(side, seed=0, lengths=LENGTHS, columns=COLUMNS):
+    """Rows that are padded on a side, or full: with no padding at all."""
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.zeros(len(LENGTHS), COLUMNS, dtype=torch.long)
-    for row, length in enumerate(LENGTHS):
-        mask[row, :length] = 1
-    if side == "left":
-        mask = mask.flip(1)
+    mask = (torch.arange(columns) < torch.tensor(lengths)[:, None]).long()
+    mask = {"left": mask.flip(1), "right": mask, "full": torch.ones_like(mask)}[side]
     tokens = torch.randint(1, 20, mask.shape, generator=generator) * mask
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100), "name": "text"}
-
-
-def full(seed=0):
-    """Rows without any padding."""
-    batch = text("right", seed)
-    batch["attention_mask"].fill_(1)
-    return {**batch, "labels": batch["input_ids"].clone()}
 
 
 class Attention(nn.Module):
@@ -55,6 +46,32 @@ class Attention(nn.Module):
         return self.head(x)
 
 
+class Limited(Attention):
+    """Which runs out of memory above so many tokens."""
+
+    def __init__(self, limit=15):
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, input_ids, attention_mask):
+        if input_ids.numel() > self.limit:
+            raise torch.OutOfMemoryError(OUT)
+        return super().forward(input_ids, attention_mask)
+
+
+class OfDicts(Attention):
+    def forward(self, batch):
+        return super().forward(batch["input_ids"], batch["attention_mask"]).transpose(1, 2)
+
+
+class Numbered(Attention):
+    """Knows the column of each token, and takes no `position_ids`."""
+
+    def forward(self, input_ids, attention_mask):
+        outputs = super().forward(input_ids, attention_mask)
+        return outputs * torch.arange(1.0, 1.0 + input_ids.shape[1], dtype=torch.float64)[:, None]
+
+
 def token_mean(model, batch):
     outputs = model(batch["input_ids"], batch["attention_mask"])
     return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
@@ -64,118 +81,146 @@ def valid(batch):
     return (batch["labels"] != -100).sum()
 
 
-PADDED = {"weight": valid, "max_tokens": 24}
+def terms(model, batch):
+    outputs = model(batch["input_ids"], batch["attention_mask"])
+    found = (batch["attention_mask"] * outputs.logsumexp(-1).square()).sum(1).mean()
+    return {"tokens": (token_mean(model, batch), valid(batch)), "z": (1e-2 * found, len(outputs))}
 
 
-def padded_step(model, compute_loss=token_mean, **options):
-    return step_of(model, **{"compute_loss": compute_loss, "verify": True, **PADDED, **options})
+def labelled_outside_the_mask():
+    batch = text("right")
+    batch["labels"][2, 9] = 5
+    return (batch,)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("optimizer", ["sgd", *(SLOW(name) for name in OPTIMIZERS if name != "sgd")])
-def test_packed_rows_make_the_padded_batchs_update(side, optimizer):
-    model, data = Attention(), [(text(side, seed),) for seed in range(3)]
-    assert_same_updates(model, data, token_mean, optimizer, **PADDED, verify=False)
-    assert max(model.tokens) <= 24
-    assert sum(model.tokens) < 0.6 * 3 * len(LENGTHS) * COLUMNS
+def texts(side, updates=2):
+    return [(text(side, seed),) for seed in range(updates)]
 
 
-def test_batches_may_be_dicts_beside_other_arguments():
-    class Model(Attention):
-        def forward(self, batch):
-            return super().forward(batch["input_ids"], batch["attention_mask"]).transpose(1, 2)
+def pairs(model, batch):
+    """The mean of the tokens' scores is compared."""
+    scores = model(batch["input_ids"], batch["attention_mask"]).logsumexp(-1)
+    score = (scores * batch["attention_mask"]).sum(1) / batch["attention_mask"].sum(1)
+    return -F.logsigmoid(score[0::2] - score[1::2]).mean()
 
-    data = [(batch := text("right", seed), batch["labels"]) for seed in range(2)]
-    loss_fn = nn.CrossEntropyLoss()
-    assert_same_updates(Model(), data, lambda model, x, y: loss_fn(model(x), y), loss_fn=loss_fn, max_tokens=24)
+
+PAIRS = [(text("right", seed, [*LENGTHS, 3]),) for seed in range(2)]
+OF_GROUPS = {"loss": pairs, "groups": 2, "max_tokens": 40}
+PADDED = {"compute_loss": token_mean, "weight": valid, "max_tokens": 24}
+OF_PAIRS = {"loss": lambda m, x, y: F.cross_entropy(m(x), y), "loss_fn": nn.CrossEntropyLoss(), "max_tokens": 24}
+PROGRAMS = {  # name: (model, data, keywords, most tokens of a micro-batch, and of all: 132 with all padding)
+    "padding on the right": (Attention, texts("right"), PADDED, 24, 79),
+    "padding on the left": (Attention, texts("left"), PADDED, 24, 79),
+    "a dict beside targets": (OfDicts, [(batch, batch["labels"]) for (batch,) in texts("right")], OF_PAIRS, 24, 79),
+    "terms, counted and proven before": (Attention, texts("right"), {"terms": terms, "max_tokens": 24}, 24, 3 * 132),
+    "labels outside the mask": (Attention, [labelled_outside_the_mask()] * 2, {**PADDED, "verify": False}, 24, 79),
+    "a row longer than the budget": (Attention, texts("right"), {**PADDED, "max_tokens": 4}, COLUMNS, 79),
+    "columns that are numbered by the model": (Numbered, texts("left"), PADDED, 24, 132),
+    "memory that runs out": (Limited, texts("right"), {**PADDED, "max_tokens": 36, "reference": Attention()}, 15, 79),
+    "groups": (Attention, PAIRS, OF_GROUPS, 40, 105),
+    "groups, where memory runs out": (lambda: Limited(30), PAIRS, {**OF_GROUPS, "reference": Attention()}, 30, 105),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "data", "keywords", "most", "all_"), PROGRAMS.values(), ids=PROGRAMS)
+def test_packed_rows_make_the_padded_batchs_update_with(make, data, keywords, most, all_):
+    model = make()
+    step = assert_same_updates(model, data, **{"loss": token_mean, **keywords})
+    model.tokens.clear()
+    step(*data[0])
+    assert max(model.tokens) <= most
+    assert sum(model.tokens) <= all_
+
+
+# Models of transformers.
 
 
 def tiny(kind):
-    transformers = pytest.importorskip("transformers")
+    t = pytest.importorskip("transformers")
+    config, model = {
+        "gpt2": (t.GPT2Config, t.GPT2LMHeadModel),
+        "llama": (t.LlamaConfig, t.LlamaForCausalLM),
+        "bert": (t.BertConfig, t.BertForMaskedLM),
+    }[kind]
+    sizes = dict.fromkeys(["hidden_size", "intermediate_size"], 8) | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    ends = {"vocab_size": 20, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 1}
+    dropout = ["resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"]
     torch.manual_seed(0)
-    common = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    if kind == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=20, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )  # fmt: skip
-        return transformers.GPT2LMHeadModel(config).double()
-    if kind == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, intermediate_size=8)).double()
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(**common, **dropout, intermediate_size=8, max_position_embeddings=16)
-    return transformers.BertForMaskedLM(config).double()
+    return model(config(**sizes, **ends, **dict.fromkeys(dropout, 0.0))).double()
 
 
 def shifted(batch):
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-def assert_same_for_transformers(model, data, tolerance=FLOAT32, loss=None, **keywords):
-    """As `assert_same_updates`, for models whose attention has keys with a bias, the true gradient of which is 0 (so
-    all parameters are compared as one vector), and whose loss is computed in float32."""
-    reference = copy.deepcopy(model)
-    by_hand(reference, data, loss or keywords["compute_loss"])
-    step = step_of(model, **{"verify": True, **keywords})
-    for batch in data:
-        step(*batch)
-    flat = [nn.utils.parameters_to_vector(m.parameters()) for m in (model, reference)]
-    assert relative_error(flat[:1], flat[1:]) <= tolerance
-    return step
-
-
 def output_loss(model, batch):
     return model(**{name: value for name, value in batch.items() if name != "name"}).loss
 
 
+def assert_same_for_transformers(model, data, loss=output_loss, tolerance=FLOAT32, **keywords):
+    """The attention's keys have a bias, whose true gradient is 0; the model's own loss is computed in float32."""
+    keywords = {"compute_loss": loss, "weight": shifted, "max_tokens": 24, **keywords}
+    return assert_same_updates(model, data, loss, tolerance=tolerance, as_one=True, **keywords)
+
+
+def packed(kind, data, *, loss=output_loss, **keywords):
+    model, weight = tiny(kind), valid if kind == "bert" else shifted
+    return model, assert_same_for_transformers(model, data, loss, **{"weight": weight, **keywords})
+
+
+def way(model, step, batch):
+    """What another update does about padding on the left: cut it off, cut it off and number the columns, or keep it."""
+    calls = []
+    model.register_forward_pre_hook(lambda _, args, keywords: calls.append(keywords), with_kwargs=True)
+    step(*batch)
+    if any(call.get("position_ids") is not None for call in calls):
+        return "number"
+    return "cut" if any(call["input_ids"].shape[1] < COLUMNS for call in calls) else "keep"
+
+
+ALL = range(len(LENGTHS))
+
+
+def first_labels(batch, rows=ALL, name="labels", ignored=-100):
+    """The batch with the labels of these rows' first tokens ignored."""
+    rows = torch.tensor([*rows], dtype=torch.long)
+    batch[name][rows, batch["attention_mask"].argmax(1)[rows]] = ignored
+    return batch
+
+
+LATE = "full", "right", "left", "left"
+
+
 @pytest.mark.parametrize(
-    ("kind", "side", "first"),
+    ("kind", "sides", "first", "expected"),  # whether labels of first tokens count; what is done about the last batch
     [
-        *(("bert", "left", True), ("gpt2", "left", False), ("llama", "right", False)),
-        *(SLOW("gpt2", "left", True), SLOW("llama", "left", True), SLOW("bert", "left", False)),
-        *(SLOW("llama", "left", False), SLOW("llama", "right", True)),
-        *(SLOW(kind, "right", first) for kind in ("bert", "gpt2") for first in (True, False)),
+        ("llama", ("right",) * 2, False, "cut"),
+        ("bert", ("left",) * 2, True, "number"),  # it numbers the columns, as GPT-2 does
+        ("gpt2", ("left",) * 2, False, "number"),
+        # A causal model predicts the first token from padding, and what it makes of that depends on all of it.
+        ("gpt2", LATE, True, "keep"),
+        *(SLOW(kind, LATE, True, expected) for kind, expected in (("bert", "number"), ("llama", "keep"))),
+        *(SLOW("gpt2", ("left",) * 2, True, "keep"), SLOW("llama", ("left",) * 2, True, "keep")),
+        *(SLOW("bert", ("left",) * 2, False, "number"), SLOW("llama", ("left",) * 2, False, "cut")),
+        *(SLOW(kind, ("right",) * 2, first, "cut") for kind in ("bert", "gpt2", "llama") for first in (True, False)),
     ],
 )
-def test_models_of_transformers_take_packed_batches(kind, side, first):
-    data = [(text(side, seed),) for seed in range(2)]
-    if not first:
-        for (batch,) in data:
-            rows = torch.arange(len(LENGTHS))
-            batch["labels"][rows, batch["attention_mask"].argmax(1)] = -100
-    count = valid if kind == "bert" else shifted
-    step = assert_same_for_transformers(tiny(kind), data, compute_loss=output_loss, weight=count, max_tokens=24)
-    if side == "left" and kind in ("bert", "gpt2"):  # they number the columns
-        # A causal model predicts the first token from padding, and what it makes of that depends on all of it.
-        assert step.batcher.packing.left == ("keep" if first and kind == "gpt2" else "number")
-
-
-@pytest.mark.parametrize("kind", ["gpt2", SLOW("bert"), SLOW("llama")])
-def test_padding_on_the_left_is_judged_where_it_comes_first(kind):
-    data = [(text(side, seed),) for seed, side in enumerate(["right", "right", "left", "left"])]
-    for batch, *_ in data[:1]:  # full rows
-        batch["attention_mask"].fill_(1)
-    count = valid if kind == "bert" else shifted
-    step = assert_same_for_transformers(tiny(kind), data, compute_loss=output_loss, weight=count, max_tokens=24)
-    assert step.batcher.packing.left == {"bert": "number", "gpt2": "keep", "llama": "keep"}[kind]
+def test_models_of_transformers_take_packed_batches(kind, sides, first, expected):
+    data = [text(side, seed) for seed, side in enumerate(sides)]
+    data = [(batch if first else first_labels(batch),) for batch in data]
+    model, step = packed(kind, data)
+    assert way(model, step, data[-1]) == expected
 
 
 @pytest.mark.parametrize("rows", [[3], [0, 7]], ids=["one row", "others"])
 @pytest.mark.parametrize("kind", ["gpt2", SLOW("llama")])
 def test_a_first_label_that_counts_in_a_later_batch_alone_is_noticed(kind, rows, caplog):
-    data = [(text("left", seed),) for seed in range(4)]
+    data = texts("left", 4)
     for index, (batch,) in enumerate(data):
-        first = batch["attention_mask"].argmax(1)
-        kept = {row: int(batch["labels"][row, first[row]]) for row in rows if index == 2}
-        batch["labels"][torch.arange(len(LENGTHS)), first] = -100
-        for row, label in kept.items():
-            batch["labels"][row, first[row]] = label
+        first_labels(batch, [row for row in ALL if index != 2 or row not in rows])
     caplog.set_level("INFO", "gradaccum")
-    step = assert_same_for_transformers(
-        tiny(kind), data, compute_loss=output_loss, weight=shifted, max_tokens=24, micro_batch_size=2
-    )
-    assert step.batcher.packing is not None
-    assert step.batcher.packing.left == ("number" if kind == "gpt2" else "cut")  # of the last batch
+    model, step = packed(kind, data, micro_batch_size=2)
+    assert way(model, step, data[-1]) == ("number" if kind == "gpt2" else "cut")
     assert "A first label of -100 predicts nothing from padding" in caplog.text
     assert "batch[0]['labels']" in caplog.text
 
@@ -189,149 +234,145 @@ def test_a_loss_mask_of_the_users_own_is_noticed_as_labels_are():
         counts = batch["counts"][:, 1:].flatten()
         return (each * counts).sum() / counts.sum()
 
-    data = [(text("left", seed),) for seed in range(3)]
+    data = texts("left", 3)
     for index, (batch,) in enumerate(data):
         batch["counts"] = batch["attention_mask"].double()
-        if index < 2:
-            batch["counts"][torch.arange(len(LENGTHS)), batch["attention_mask"].argmax(1)] = 0
+        first_labels(batch, ALL if index < 2 else (), "counts", 0)
     counted = lambda batch: batch["counts"][:, 1:].sum()  # noqa: E731
-    step = assert_same_for_transformers(tiny("llama"), data, compute_loss=loss, weight=counted, max_tokens=24)
-    assert step.batcher.packing is not None
-    assert step.batcher.packing.left == "keep"
-
-
-def test_padded_labels_that_count_in_a_later_batch_alone_are_refused():
-    data = [text("right", seed) for seed in range(3)]
-    data[2]["labels"] = data[2]["labels"].masked_fill(data[2]["attention_mask"] == 0, 0)  # 0 is a token here
-    step = padded_step(Attention())
-    for batch in (full(9), *data[:2]):
-        step(batch)
-    with pytest.raises(NotEquivalentError, match="mark them with -100 in the labels.*Leave out `max_tokens`"):
-        step(data[2])
-
-
-def test_an_error_where_padding_was_cut_off_names_max_tokens():
-    def mean_of_means(model, batch):
-        outputs = model(batch["input_ids"], batch["attention_mask"])
-        each = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
-        return (each.sum(1) / (batch["labels"] != -100).sum(1)).mean()
-
-    with pytest.raises(NotEquivalentError, match="`max_tokens` has cut off padding there. Taken for text"):
-        padded_step(Attention(), mean_of_means)(text("left"))
-
-
-def test_padding_that_stays_on_the_left_counts_in_the_budget():
-    class Numbered(Attention):
-        """Knows the column of each token, and takes no `position_ids`."""
-
-        def forward(self, input_ids, attention_mask):
-            outputs = super().forward(input_ids, attention_mask)
-            return outputs * torch.arange(1.0, 1.0 + input_ids.shape[1], dtype=torch.float64)[:, None]
-
-    model = Numbered()
-    data = [(text("left", seed),) for seed in range(2)]
-    step = assert_same_updates(model, data, token_mean, compute_loss=token_mean, weight=valid, max_tokens=2 * COLUMNS)
-    assert step.batcher.packing.left == "keep"
-    model.tokens.clear()
-    step(*data[0])
-    assert max(model.tokens) <= 2 * COLUMNS
+    model, step = packed("llama", data, loss=loss, weight=counted)
+    assert way(model, step, data[-1]) == "keep"
 
 
 def test_batch_encodings_are_split_and_packed():
     transformers = pytest.importorskip("transformers")
     batch = transformers.BatchEncoding({k: v for k, v in text("right").items() if k != "name"})
-    for how in ({"max_tokens": 24}, {"micro_batch_size": 3}):
-        assert_same_for_transformers(tiny("bert"), [(batch,)], compute_loss=output_loss, weight=valid, **how)
+    for how in ({}, {"micro_batch_size": 3, "max_tokens": None}):
+        packed("bert", [(batch,)], **how)
 
 
-def test_a_row_longer_than_the_budget_goes_alone():
-    model = Attention()
-    assert_same_updates(model, [(text("right"),)], token_mean, weight=valid, max_tokens=4, verify=False)
-    assert max(model.tokens) == COLUMNS
+# What is as wide as the text.
 
 
-def test_labels_that_count_are_never_cut_off():
-    batch = text("right")
-    batch["labels"][2, 9] = 5  # outside the mask
-    assert_same_updates(Attention(), [(batch,)], token_mean, **PADDED, verify=False)
+class NoMask(Attention):
+    def forward(self, input_ids, attention_mask):
+        return super().forward(input_ids, torch.ones_like(attention_mask))
 
 
-def test_a_loss_that_counts_padding_is_refused():
-    def padded_mean(model, batch):
-        outputs = model(batch["input_ids"], batch["attention_mask"])
-        return F.cross_entropy(outputs.flatten(0, 1), batch["input_ids"].flatten())
-
-    with pytest.raises(NotEquivalentError, match="padded positions count"):
-        padded_step(Attention(), padded_mean, weight=None)(text("right"))
+def ratings_loss(model, batch):
+    mask = batch["attention_mask"]
+    scores = (model(batch["input_ids"], mask).mean(-1) * mask).sum(1) / mask.sum(1)
+    scores = scores * (batch["features"] @ torch.ones(14).double()) if "features" in batch else scores
+    return (scores - batch["ratings"].flatten(1).mean(1)).square().mean()
 
 
-def test_out_of_memory_splits_a_pack_and_lowers_the_budget():
-    class Limited(Attention):
-        def forward(self, input_ids, attention_mask):
-            if input_ids.numel() > 15:
-                raise torch.OutOfMemoryError("simulated")
-            return super().forward(input_ids, attention_mask)
-
-    data = [(text("right", seed),) for seed in range(2)]
-    assert_same_updates(Limited(), data, token_mean, reference=Attention(), weight=valid, max_tokens=36)
+def rated(columns, ratings=(14,), side="right"):
+    """Text with ratings of each row, of this shape."""
+    generator = torch.Generator().manual_seed(columns)
+    lengths = torch.randint(2, columns + 1, (20,), generator=generator).tolist()
+    batch = text(side, columns, lengths, columns)
+    made = torch.rand(20, *ratings, generator=generator, dtype=torch.float64)
+    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "ratings": made}
 
 
-def test_a_batch_without_a_mask_is_refused():
-    batch = text("right")
-    del batch["attention_mask"]
-    with pytest.raises(ValueError, match="attention_mask"):
-        padded_step(Attention(), verify=False)(batch)
+RATED = {"compute_loss": ratings_loss, "weight": None, "max_tokens": 40}
+
+
+@pytest.mark.parametrize(
+    ("columns", "ratings"),
+    [((10, 14), (14,)), ((10, 14), (14, 4)), ((10, 11, 14, 12, 14), (14,)), ((10, 11, 14), (14, 4)), ((14,), (1, 14))],
+    ids=str,
+)
+def test_what_is_as_wide_as_the_text_by_chance_or_has_another_dimension_between_is_left_alone(columns, ratings):
+    assert_same_updates(Attention(), [(rated(n, ratings),) for n in columns], ratings_loss, **RATED)
+
+
+def test_padding_stays_where_a_leaf_is_taken_for_text_by_its_shape_and_that_is_named(caplog):
+    batch, model = rated(14, (3,)) | {"features": torch.ones(20, 14).double()}, Attention()
+    assert_same_updates(model, [(batch,)], ratings_loss, reference=Attention(), **RATED)
+    assert all(tokens % 14 == 0 for tokens in model.tokens[-10:])  # of the update itself
+    for named in ("padding is not cut off, because the loss can't be", "['features']", "tensor[:, None]"):
+        assert named in caplog.text
+
+
+# What is refused.
+
+
+def test_a_group_of_more_tokens_than_the_budget_is_refused():
+    step = step_of(Attention(), compute_loss=pairs, max_tokens=20, groups=2)
+    with pytest.raises(ValueError, match=r"group 0 \(2 rows\) of up to 12 columns, 24 padded tokens, in max_tokens=20"):
+        step(*PAIRS[0])
+
+
+def padded_mean(model, batch):
+    outputs = model(batch["input_ids"], batch["attention_mask"])
+    return F.cross_entropy(outputs.flatten(0, 1), batch["input_ids"].flatten())
+
+
+def mean_of_means(model, batch):
+    outputs = model(batch["input_ids"], batch["attention_mask"])
+    each = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
+    return (each.sum(1) / valid_of_rows(batch)).mean()
+
+
+def valid_of_rows(batch):
+    return (batch["labels"] != -100).sum(1)
+
+
+def padded_labels(seed):
+    batch = text("right", seed)
+    return batch | {"labels": batch["labels"].masked_fill(batch["attention_mask"] == 0, 0)}  # 0 is a token here
 
 
 class States(Attention):
-    """Reads what is padded, as a recurrence does."""
+    """A recurrence from the right, which comes to the padding there first."""
 
     def __init__(self):
         super().__init__()
-        self.recurrent = nn.GRU(8, 8, batch_first=True, bidirectional=False, dtype=torch.float64)
+        self.recurrent = nn.GRU(8, 8, batch_first=True, dtype=torch.float64)
 
     def forward(self, input_ids, attention_mask):
         return self.head(self.recurrent(self.embedding(input_ids).flip(1))[0].flip(1))
 
 
-@pytest.mark.parametrize("before", [[], ["full"], ["left"], ["full", "left"]])
-def test_padding_on_the_right_that_counts_is_refused_where_it_first_comes(before):
-    """A recurrence from the right, which comes to the padding there first."""
-    step = padded_step(States())
-    for kind in before:
-        step(full() if kind == "full" else text("left"))
-    with pytest.raises(NotEquivalentError, match="Cutting off columns of nothing but padding changes the loss"):
-        step(text("right"))
+TAKEN = r"batch\[0\]\['ratings'\].*tensor\[:, None\]"
+CUT = "Cutting off columns of nothing but padding changes the loss"
+REFUSED = {  # name: (model, batches, of which the last is refused, keywords, message)
+    "padding that counts": (
+        Attention, [text("right")], {"compute_loss": padded_mean, "weight": None}, "padded positions count"
+    ),
+    "padded labels that count in a later batch alone": (
+        Attention, [text("full", 9), text("right"), text("right", 1), padded_labels(2)], {},
+        "mark them with -100 in the labels.*Leave out `max_tokens`",
+    ),
+    "a mean of means, of cut rows": (
+        Attention, [text("left")], {"compute_loss": mean_of_means},
+        "`max_tokens` has cut off padding there. Taken for text",
+    ),
+    **{
+        f"a recurrence, after {before or 'nothing'}": (States, [*map(text, before), text("right")], {}, CUT)
+        for before in ([], ["full"], ["left"], ["full", "left"])
+    },
+    "a model without a mask, padded late": (NoMask, [rated(6, side="full"), rated(7)], RATED, "Cutting off columns"),
+    "ratings as wide as the first text": (Attention, [rated(14)], RATED, TAKEN),
+    **{
+        f"ratings as wide as the text in batch {at} alone":
+            (Attention, [rated(9 + n, (9 + n,) if n == at else (1,)) for n in range(1, at + 1)], RATED, TAKEN)
+        for at in (2, 3, 4)
+    },
+}  # fmt: skip
 
 
-def test_padding_stays_where_it_cannot_be_tried_out(caplog):
-    class Wide(Attention):
-        def forward(self, input_ids, attention_mask):
-            if not self.training and input_ids.shape[1] < COLUMNS:
-                raise ValueError("all columns are needed")
-            return super().forward(input_ids, attention_mask)
-
-    model = Wide()
-    step = padded_step(model)
-    with caplog.at_level("WARNING", "gradaccum"):
-        step(text("right"))
-    assert "padding is not cut off, because the loss can't be evaluated without it (all columns are" in caplog.text
-    assert all(tokens % COLUMNS == 0 for tokens in model.tokens)
+@pytest.mark.parametrize(("make", "batches", "keywords", "message"), REFUSED.values(), ids=REFUSED)
+def test_max_tokens_is_refused_where_it_would_change_the_update(make, batches, keywords, message):
+    model = make()
+    step = step_of(model, verify=True, **{**PADDED, **keywords})
+    for batch in batches[:-1]:
+        step(batch)
+    with left_as_it_was(model, NotEquivalentError, message):
+        step(batches[-1])
 
 
-# Rows laid one behind the other, without padding, make the update of the padded large batch.
-
-
-def of_width(batch):
-    """Without what is no tensor: transformers' models would not know it."""
-    return {name: value for name, value in batch.items() if name != "name"}
-
-
-def left(batch):
-    """Padding on the left; the first label of such rows counts no more."""
-    mask = batch["attention_mask"]
-    first = (mask.cumsum(1) == 1) & (mask == 1) & (mask[:, :1] == 0)
-    return batch | {"labels": batch["labels"].masked_fill(first, -100)}
+# Rows laid one behind the other, without padding.
 
 
 def next_token_mean(model, batch):
@@ -340,20 +381,14 @@ def next_token_mean(model, batch):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
-def packed_step(model, **keywords):
-    return step_of(model, **{"verify": True, **PACKED, **keywords})
+def data(side, updates=3):
+    """Without what is no tensor, which transformers' models don't know; first labels after padding count no more."""
+    made = [{name: value for name, value in batch.items() if name != "name"} for (batch,) in texts(side, updates)]
+    padded = [(batch["attention_mask"][:, 0] == 0).nonzero()[:, 0].tolist() for batch in made]
+    return [(first_labels(batch, rows),) for batch, rows in zip(made, padded)]
 
 
 PACKED = {"compute_loss": next_token_mean, "weight": shifted, "max_tokens": 24, "pack": causal_lm}
-
-
-def assert_same(model, batches, tolerance=FLOAT64, **keywords):
-    assert_same_for_transformers(model, batches, tolerance, loss=next_token_mean, **{**PACKED, **keywords})
-
-
-def data(side, updates=3):
-    made = [of_width(text(side, seed)) for seed in range(updates)]
-    return [(left(batch) if side == "left" else batch,) for batch in made]
 
 
 def computed(model):
@@ -368,98 +403,46 @@ def computed(model):
     return found
 
 
+def limited(model, batch):
+    if batch["input_ids"].numel() > 12:
+        raise torch.OutOfMemoryError(OUT)
+    return next_token_mean(model, batch)
+
+
+def in_one(batch, rows):
+    """All rows of a micro-batch in one, as attention of variable lengths takes them."""
+    return causal_lm(batch, [[row for pack in rows for row in pack]])
+
+
+IN_ONE, LIMITED = {"pack": in_one, "verify": False}, {"compute_loss": limited, "max_tokens": 48, "verify": False}
+
+
 @pytest.mark.parametrize(
-    ("kind", "side", "attention"),
+    ("kind", "side", "attention", "keywords", "most", "padding"),
     [
-        ("llama", "right", "sdpa"),
-        SLOW("llama", "left", "sdpa"),
-        SLOW("gpt2", "right", "eager"),
-        ("gpt2", "left", "sdpa"),
+        ("llama", "right", "sdpa", {}, 24, 8),
+        SLOW("llama", "left", "sdpa", {}, 24, 8),
+        SLOW("gpt2", "right", "eager", {}, 24, 8),
+        ("gpt2", "left", "sdpa", {}, 24, 8),
+        ("llama", "right", "sdpa", IN_ONE, 24, 0),
+        ("llama", "right", "sdpa", LIMITED, 12, 12),
     ],
+    ids=["llama", "llama, left", "gpt2, eager", "gpt2, left", "in one row", "running out of memory"],
 )
-def test_rows_laid_one_behind_the_other_make_the_padded_batchs_update(kind, side, attention):
-    model = tiny(kind)
+def test_rows_laid_one_behind_the_other_make_the_padded_batchs_update(
+    kind, side, attention, keywords, most, padding, caplog
+):
+    caplog.set_level("INFO", "gradaccum")
+    model, batches = tiny(kind), data(side, 2)
     model.set_attn_implementation(attention)
-    assert_same(model, data(side))
-
-
-def test_hardly_any_padding_is_computed_and_a_line_says_so_once(caplog):
-    model = tiny("llama")
-    tokens = computed(model)
-    step = packed_step(model, verify=False)
-    with caplog.at_level(logging.INFO, logger="gradaccum"):
-        for batch in data("right", 2):
-            step(*batch)
-    assert max(tokens) <= 24
-    assert sum(LENGTHS) <= sum(tokens) / 2 <= sum(LENGTHS) + 8 < 0.5 * len(LENGTHS) * COLUMNS
+    own = {"reference": tiny(kind), "compute_loss": next_token_mean, "pack": causal_lm, **keywords}
+    step, tokens = assert_same_for_transformers(model, batches, next_token_mean, FLOAT64, **own), computed(model)
+    step(*batches[0])
+    assert max(tokens) <= most
+    assert 0 <= sum(tokens) - sum(LENGTHS) <= padding
     (line,) = [record.message for record in caplog.records if record.message.startswith("pack:")]
-    assert f"{100 * (1 - sum(LENGTHS) / (sum(tokens) / 2)):.1f} % of the tokens computed are padding" in line
-    assert f"as it came {100 * (1 - sum(LENGTHS) / (len(LENGTHS) * COLUMNS)):.1f} %" in line
-
-
-class Mixing(nn.Module):
-    """Adds to each token the mean of all tokens before it, whatever their rows."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(20, 8, dtype=torch.float64)
-        self.before = Before()
-        self.head = nn.Linear(8, 20, dtype=torch.float64)
-
-    def forward(self, input_ids, **_):
-        class Outputs:
-            logits = self.head(self.before(torch.tanh(self.embedding(input_ids))))
-
-        return Outputs
-
-
-class Before(nn.Module):
-    def forward(self, x):
-        return x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
-
-
-@pytest.mark.parametrize("rows", [len(LENGTHS), 2])
-def test_a_model_that_mixes_packed_rows_is_refused_by_name(rows):
-    model = Mixing()
-    batch = {name: value[:rows] for name, value in data("right", 1)[0][0].items()}
-    message = r"'before' \(Before\) gives a row's tokens other outputs"
-    with left_as_it_was(model, NotEquivalentError, message):
-        packed_step(model)(batch)
-
-
-def test_transformers_with_a_cache_mixes_packed_rows_and_is_refused_by_name():
-    def cached(batch, rows):
-        return {**causal_lm(batch, rows), "use_cache": True}
-
-    with pytest.raises(NotEquivalentError, match=r"'model.layers.0.self_attn' \(LlamaAttention\) gives a row's tokens"):
-        packed_step(tiny("llama"), pack=cached)(*data("right", 1)[0])
-
-
-def test_all_rows_of_a_micro_batch_may_lie_in_one_without_any_padding():
-    """What attention of variable lengths takes."""
-    model = tiny("llama")
-
-    def flat(batch, rows):
-        return causal_lm(batch, [[row for pack in rows for row in pack]])
-
-    tokens = computed(model)
-    assert_same(model, data("right", 1), pack=flat, verify=False)
-    assert sum(tokens) == sum(LENGTHS)
-
-
-def test_running_out_of_memory_goes_on_in_fewer_tokens():
-    model = tiny("llama")
-    tokens = computed(model)
-
-    def limited(model, batch):
-        if batch["input_ids"].numel() > 12:
-            raise torch.OutOfMemoryError("injected")
-        return next_token_mean(model, batch)
-
-    assert_same(model, data("right", 1), compute_loss=limited, max_tokens=48, verify=False)
-    assert max(tokens) <= 12
-    assert len(tokens) > 1
+    share = 100 * (1 - sum(LENGTHS) / sum(tokens))
+    assert keywords or f"{share:.1f} % of the tokens computed are padding; in the batch as it came 60.6 %" in line
 
 
 def test_a_pack_of_ones_own_takes_what_follows_the_model():
@@ -477,9 +460,43 @@ def test_a_pack_of_ones_own_takes_what_follows_the_model():
         return {"input_ids": take[0]}, take[1]
 
     model = Words(nn.Embedding(20, 8, dtype=torch.float64), nn.Linear(8, 20, dtype=torch.float64))
-    batches = [(of_width(text("right", seed)), text("right", seed)["input_ids"]) for seed in range(2)]
+    batches = [(batch, batch["input_ids"]) for (batch,) in data("right", 2)]
     keywords = {"loss_fn": loss_fn, "max_tokens": 24, "pack": pack}
     assert_same_updates(model, batches, lambda model, x, y: loss_fn(model(x), y), **keywords)
+
+
+class Before(nn.Module):
+    """Adds to each token the mean of all tokens before it, whatever their rows."""
+
+    def forward(self, x):
+        return x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+
+
+class Mixing(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Embedding(20, 8).double(), Before(), nn.Linear(8, 20).double())
+
+    def forward(self, input_ids, **_):
+        return SimpleNamespace(logits=super().forward(input_ids))
+
+
+def with_a_cache(batch, rows):
+    return {**causal_lm(batch, rows), "use_cache": True}
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "pack", "named"),
+    [
+        *((Mixing, rows, causal_lm, r"'1' \(Before\)") for rows in (len(LENGTHS), 2)),
+        (functools.partial(tiny, "llama"), 11, with_a_cache, r"'model.layers.0.self_attn' \(LlamaAttention\)"),
+    ],
+    ids=["many rows", "two rows", "transformers with a cache"],
+)
+def test_a_model_that_mixes_packed_rows_is_refused_by_name(make, rows, pack, named):
+    model, batch = make(), {name: value[:rows] for name, value in data("right", 1)[0][0].items()}
+    with left_as_it_was(model, NotEquivalentError, rf"{named} gives a row's tokens other outputs"):
+        step_of(model, verify=True, **{**PACKED, "pack": pack})(batch)
 
 
 IDS = torch.tensor([[5, 6, 0], [7, 0, 0]])
@@ -506,26 +523,3 @@ def test_rows_begin_anew_whatever_side_they_are_padded_on():
     mask = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 1], [0, 1, 1, 1]])
     positions = causal_lm({"attention_mask": mask, "input_ids": mask}, [[0, 1, 2]])["position_ids"]
     assert positions.tolist() == [[3, 1, 2, 3, 0, 1, 2]]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"max_tokens": None}, ValueError, "up to `max_tokens` tokens"),
-        ({"pack": 3}, TypeError, "Received: 3 of type int"),
-        ({"groups": 1, "verify": False}, ValueError, "`groups` keeps rows together"),
-    ],
-)
-def test_bad_options_are_refused(options, error, message):
-    batch = data("right", 1)[0]
-    with pytest.raises(error, match=message):
-        packed_step(Mixing(), **options)(*batch)
-
-
-def test_what_a_pack_returns_is_checked():
-    def first(model, x, y):
-        return next_token_mean(model, x)
-
-    step = packed_step(Mixing(), compute_loss=first, weight=None, pack=lambda *_: None, verify=False)
-    with pytest.raises(TypeError, match="a tuple of 2, as it receives them. Received: None"):
-        step(*data("right", 1)[0], torch.ones(len(LENGTHS)))

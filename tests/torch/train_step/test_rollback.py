@@ -1,17 +1,15 @@
 """An optimizer whose step fails halfway leaves everything as it was, or says that it may not be so."""
 
-import contextlib
 import copy
 import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradaccum.torch import TrainStep
-from tests.torch.train_step.test_memory import OUT, Fragile
-from tests.torch.train_step.test_train_step import batches, network, step_of
+from tests.torch.train_step.problems import OUT, Fragile, batches, network, plain_loss
+from tests.torch.train_step.steps import everything, left_as_it_was, same, step_of
 
 
 class FailsAt(TorchDispatchMode):
@@ -69,29 +67,10 @@ KINDS = {
 }
 
 
-def model_and_step(kind, **keywords):
+def model_and_step(kind):
     model = Fragile(dropout=0.5)
     optimizer = KINDS[kind]([{"params": model.first.parameters()}, {"params": model.last.parameters(), "lr": 0.05}])
-    keywords = {"loss_fn": nn.CrossEntropyLoss(), "micro_batch_size": 4, "batch_norm": "micro", **keywords}
-    return model, optimizer, TrainStep(model, optimizer, verify=False, **keywords)
-
-
-def everything(model, *optimizers):
-    """Parameters, buffers, optimizer state, groups and random state, as copies."""
-    values = [*model.state_dict().values(), torch.get_rng_state()]
-    for optimizer in optimizers:
-        values += [[dict(state) for state in optimizer.state.values()], list(optimizer.state), optimizer.param_groups]
-    return copy.deepcopy(values)
-
-
-def same(one, other):
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    return model, optimizer, step_of(model, optimizer, micro_batch_size=4, batch_norm="micro")
 
 
 def operations(optimizer):
@@ -104,27 +83,23 @@ def operations(optimizer):
     return int(1e9 - trial.mode.left)
 
 
-@contextlib.contextmanager
-def unchanged(model, *optimizers, error=torch.OutOfMemoryError, match=None):
-    """What is raised inside leaves everything as it was."""
-    before = everything(model, *optimizers)
-    with pytest.raises(error, match=match):
-        yield
-    assert same(everything(model, *optimizers), before)
+def failed(step, batch, model, optimizer, number, *others, error=torch.OutOfMemoryError, match=None):
+    """A call in which this operation of the optimizer fails, and changes nothing."""
+    optimizer.mode = FailsAt(number) if error is torch.OutOfMemoryError else FailsAt(number, error)
+    with left_as_it_was(model, error, match, optimizer, *others):
+        step(*batch)
+    optimizer.mode = FailsAt(math.inf)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_out_of_memory_at_any_operation_of_the_first_update_and_of_any_after_it_changes_nothing(kind):
-    data = batches(count=3)
+    data = batches()
     model, optimizer, step = model_and_step(kind)
     for batch in data:
         count = operations(optimizer)
         assert count > 1
         for number in range(count) if batch is data[0] or kind == "foreach adam" else (0, count - 1):
-            optimizer.mode = FailsAt(number)
-            with unchanged(model, optimizer, match=r"\.step\(\)(.|\n)*are as they were\."):
-                step(*batch)
-        optimizer.mode = FailsAt(math.inf)
+            failed(step, batch, model, optimizer, number, match=r"\.step\(\)(.|\n)*are as they were\.")
         step(*batch)
     assert step.updates == 3
 
@@ -134,30 +109,26 @@ def test_what_cannot_be_taken_back_is_told_and_from_then_on_it_can(kind):
     data = batches(count=2)
     model, optimizer, step = model_and_step(kind)
     step(*data[0])
-    before, generator = everything(model, optimizer), torch.get_rng_state()
-    optimizer.mode = FailsAt(operations(optimizer) - 1)
+    before, generator, last = everything(model, optimizer), torch.get_rng_state(), operations(optimizer) - 1
+    optimizer.mode = FailsAt(last)
     with pytest.raises(torch.OutOfMemoryError, match="may already have changed: continue from a checkpoint"):
         step(*data[1])
     assert not same(everything(model, optimizer), before)
     assert torch.equal(torch.get_rng_state(), generator)
-    with unchanged(model, optimizer, match="are as they were"):
-        step(*data[1])
+    failed(step, data[1], model, optimizer, 0, match="are as they were")
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, lambda: ValueError("the user's own")])
-def test_any_other_error_of_an_optimizer_changes_nothing_in_the_first_update_and_is_told_later(failure, caplog):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_any_other_error_of_an_optimizer_changes_nothing_in_the_first_update_and_is_told_later(error, caplog):
     model, optimizer, step = model_and_step("foreach adam")
-    data, kind = batches(count=2), type(failure())
-    optimizer.mode = FailsAt(5, failure)
-    with unchanged(model, optimizer, error=kind):
-        step(*data[0])
+    data = batches(count=2)
+    failed(step, data[0], model, optimizer, 5, error=error)
     assert not caplog.text
-    optimizer.mode = FailsAt(math.inf)
     step(*data[0])
-    optimizer.mode = FailsAt(5, failure)
-    with pytest.raises(kind):
+    optimizer.mode = FailsAt(5, error)
+    with pytest.raises(error):
         step(*data[1])
-    assert f"{kind.__name__}. Parameters and optimizer state may already have changed" in caplog.text
+    assert f"{error.__name__}. Parameters and optimizer state may already have changed" in caplog.text
 
 
 @pytest.mark.parametrize("choice", ["pooled", "exact", "frozen"])
@@ -166,10 +137,7 @@ def test_batch_norms_buffers_are_as_they_were(choice):
     optimizer = fragile(torch.optim.Adam)(model.parameters(), lr=0.1)
     step = step_of(model, optimizer, micro_batch_size=4, batch_norm=choice, verify=True)
     for batch in batches(count=2):
-        optimizer.mode = FailsAt(0)
-        with unchanged(model, optimizer):
-            step(*batch)
-        optimizer.mode = FailsAt(math.inf)
+        failed(step, batch, model, optimizer, 0)
         step(*batch)
 
 
@@ -178,52 +146,53 @@ def test_of_several_optimizers_all_are_taken_back():
     first = torch.optim.Adam(model[0].parameters(), lr=0.1)
     second = fragile(torch.optim.SGD)(model[2].parameters(), lr=0.1, momentum=0.9)
     step = step_of(model, [first, second], micro_batch_size=4, verify=True)
-    batch = batches()[0]
-    second.mode = FailsAt(3)
-    with unchanged(model, first, second):
-        step(*batch)
+    failed(step, batches()[0], model, second, 3, first)
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_a_scaler_forgets_the_failed_update(clip):
-    outcomes = []
+    outcomes, data = [], batches(dtype=torch.float32)
     for fails in (False, True):
         model = network(torch.float32)
         optimizer = fragile(torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         step = step_of(model, optimizer, micro_batch_size=4, scaler=scaler, clip_grad_norm=clip, verify=True)
-        for number, batch in enumerate(batches(count=3, dtype=torch.float32)):
-            if fails and number == 0:
-                optimizer.mode = FailsAt(3)
-                with pytest.raises(torch.OutOfMemoryError):
-                    step(*batch)
-                optimizer.mode = FailsAt(math.inf)
+        if fails:
+            failed(step, data[0], model, optimizer, 3)
+        for batch in data:
             step(*batch)
         outcomes.append([*everything(model, optimizer), scaler.state_dict()])
     assert same(*outcomes)
 
 
-@pytest.mark.parametrize("evaluation", [1, 2, 5])
+# Closures, which run windows inside of the optimizer's step.
+
+
+class Fails:
+    """A loss that can be evaluated so often, and then raises."""
+
+    def __init__(self, error=torch.OutOfMemoryError):
+        self.left, self.error = math.inf, error
+
+    def __call__(self, model, x, y):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error(OUT)
+        return plain_loss(model, x, y)
+
+
+@pytest.mark.parametrize("evaluations", [0, 1, 4])
 @pytest.mark.parametrize("failure", [torch.OutOfMemoryError, ZeroDivisionError])
-def test_an_error_in_a_closures_window_leaves_everything_as_before_the_call(evaluation, failure):
-    model = Fragile(dropout=0.1)
+def test_an_error_in_a_closures_window_leaves_everything_as_before_the_call(evaluations, failure):
+    model, loss = Fragile(dropout=0.1), Fails(failure)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=6)
-    evaluations = 99
-
-    def loss_fn(outputs, y):
-        nonlocal evaluations
-        evaluations -= 1
-        if evaluations <= 0:
-            raise failure
-        return nn.functional.cross_entropy(outputs, y)
-
-    step = step_of(model, optimizer, loss_fn=loss_fn, micro_batch_size=13, batch_norm="micro")
+    step = step_of(model, optimizer, compute_loss=loss, micro_batch_size=13, batch_norm="micro")
     first, second = batches(count=2)
     step(*first)
-    evaluations = evaluation
-    with unchanged(model, optimizer, error=failure, match="one row" if failure is torch.OutOfMemoryError else None):
+    loss.left = evaluations
+    with left_as_it_was(model, failure, "one row" if failure is torch.OutOfMemoryError else None, optimizer):
         step(*second)
-    evaluations = 99
+    loss.left = math.inf
     step(*second)
     assert step.updates == 2
 
@@ -246,28 +215,21 @@ class Sharp(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_memory_that_runs_out_where_a_closure_is_optional_changes_nothing_or_says_so(first: int) -> None:
-    left = math.inf
-
-    def loss_fn(outputs: Tensor, y: Tensor):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise torch.OutOfMemoryError(OUT)
-        return nn.functional.cross_entropy(outputs, y)
-
-    model = network()
+def test_memory_that_runs_out_where_a_closure_is_optional_changes_nothing_or_says_so(first):
+    model, loss = network(), Fails()
     optimizer = Sharp(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.first = first
-    step = TrainStep(model, optimizer, loss_fn=loss_fn, micro_batch_size=99, verify=False)
-    for number, batch in enumerate(batches(count=4)):
-        before = everything(model, optimizer)
-        if number == 2:
-            left = 1
-            with pytest.raises(torch.OutOfMemoryError, match="continue from a checkpoint" if first else "as they were"):
-                step(*batch)
-            left = math.inf
-            if first:  # the first time that this one evaluates twice
-                break
-            assert same(everything(model, optimizer), before)
+    step = step_of(model, optimizer, compute_loss=loss, micro_batch_size=99)
+    *data, failing, last = batches(count=4)
+    for batch in data:
         step(*batch)
+    loss.left = 1
+    if first:  # the first time that this one evaluates twice
+        with pytest.raises(torch.OutOfMemoryError, match="continue from a checkpoint"):
+            step(*failing)
+        return
+    with left_as_it_was(model, torch.OutOfMemoryError, "as they were", optimizer):
+        step(*failing)
+    loss.left = math.inf
+    step(*failing)
+    step(*last)

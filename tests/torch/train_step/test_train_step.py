@@ -1,130 +1,36 @@
 """One call of TrainStep makes the update of one ordinary step on the whole batch."""
 
-import contextlib
 import copy
 import dataclasses
+import functools
+import pickle
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from gradaccum.torch import TrainStep
-from tests.reference import FLOAT32, FLOAT64, relative_error
+from gradaccum import NotEquivalentError, WindowError
+from gradaccum.torch import TrainStep, check_equivalence, chunked
+from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+from tests.torch.problems import classes, sgd
+from tests.torch.train_step.problems import OPTIMIZERS, batches, network, plain_loss
+from tests.torch.train_step.steps import assert_same_updates, left_as_it_was, same, step_of
 
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
-}
-
-
-def network(dtype=torch.float64):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+LOSS = nn.CrossEntropyLoss()
 
 
-def batches(rows=13, count=3, dtype=torch.float64):
-    torch.manual_seed(1)
-    return [(torch.randn(rows, 5, dtype=dtype), torch.randint(0, 3, (rows,))) for _ in range(count)]
-
-
-def plain_loss(model, x, y):
-    return nn.functional.cross_entropy(model(x), y)
-
-
-def by_hand(model, data, loss=plain_loss, make="sgd", evaluated=False):
-    """Ordinary steps on whole batches, by closures, as any optimizer takes them, `evaluated` before; the losses."""
-    optimizer, losses = OPTIMIZERS.get(make, make)(model.parameters()), []
-    for batch in data:
-
-        def closure(batch=batch):
-            optimizer.zero_grad()
-            value = loss(model, *batch)
-            value.backward()
-            return value
-
-        if evaluated:
-            closure()
-        losses.append(optimizer.step(closure).detach())
-    return losses
-
-
-def step_of(model, optimizer="sgd", *, verify=False, **keywords):
-    """A TrainStep with an optimizer of all parameters, or one by name, and cross entropy where no loss is given."""
-    inner = OPTIMIZERS[optimizer](model.parameters()) if isinstance(optimizer, str) else optimizer
-    loss = {} if "compute_loss" in keywords else {"loss_fn": nn.CrossEntropyLoss()}
-    return TrainStep(model, inner, **{**loss, **keywords}, verify=verify)
-
-
-@contextlib.contextmanager
-def left_as_it_was(model, error, match=None):
-    """What is raised inside leaves parameters, buffers and random numbers as they were."""
-    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    with pytest.raises(error, match=match) as raised:
-        yield raised
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
-    assert torch.equal(generator, torch.get_rng_state())
-
-
-def assert_same_updates(
-    model, data, loss=plain_loss, make="sgd", tolerance=FLOAT64, reference=None, buffers=False, **keywords
-):
-    """Train a copy by ordinary steps and the model by TrainStep: the same parameters and losses, maybe buffers."""
-    reference = copy.deepcopy(model) if reference is None else reference
-    expected = by_hand(reference, data, loss, make)
-    own = {} if "loss_fn" in keywords else {"compute_loss": loss}
-    step = TrainStep(model, OPTIMIZERS.get(make, make)(model.parameters()), **{**own, **keywords})
-    losses = [step(*batch) for batch in data]
-    assert not any(value.requires_grad or value.dim() for value in losses)
-    assert relative_error(model.parameters(), reference.parameters()) <= tolerance
-    assert relative_error([torch.stack(losses).double()], [torch.stack(expected).double()]) <= tolerance
-    assert not buffers or relative_error(model.buffers(), reference.buffers()) <= tolerance
-    assert step.updates == len(data)
-    return step
-
-
-def test_one_call_makes_the_large_batchs_update():
-    for make in OPTIMIZERS:
-        for size in (1, 2, 4, 5, 13, 64, "auto"):
-            keywords = {"loss_fn": nn.CrossEntropyLoss(), "micro_batch_size": size}
-            step = assert_same_updates(network(), batches(), make=make, **keywords)
-            assert size == "auto" or step.micro_batch_size == size, make
-
-
-def test_float32_is_exact_to_its_rounding():
-    keywords = {"loss_fn": nn.CrossEntropyLoss(), "micro_batch_size": 3}
-    data = batches(32, dtype=torch.float32)
-    assert_same_updates(network(torch.float32), data, tolerance=FLOAT32, **keywords)
-
-
-def test_at_the_prompt_a_step_says_what_it_is_and_shows_what_is_public():
-    step = step_of(network(), micro_batch_size=16)
-    assert repr(step) == "TrainStep(Sequential, SGD, micro_batch_size=16, updates=0)"
-    assert [name for name in dir(step) if not name.startswith("_")] == [
-        "backward", "grad_norm", "load_state_dict", "losses", "micro_batch_size", "model", "noise_scale", "state_dict",
-        "updates",
-    ]  # fmt: skip
-
-
-def test_a_loss_without_its_keyword_and_a_batch_without_targets_are_told():
-    model = network()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with pytest.raises(TypeError, match=r"by keyword: loss_fn=... .* Received: CrossEntropyLoss\(\) as the third"):
-        TrainStep(model, optimizer, nn.CrossEntropyLoss())
-    x, y = batches()[0]
-    step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4)
-    with pytest.raises(
-        TypeError, match=r"The batch has no targets, .*'target'. Call step\(x, y\), or give compute_loss"
-    ):
-        step(x)
-    with pytest.raises(ValueError, match="takes batches of \\(x, y\\). Received: 3 arguments"):
-        step(x, y, y)
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 13, 64, "auto"])
+def test_micro_batches_of_any_size_make_the_large_batchs_update(size, make):
+    step = assert_same_updates(network(), make=make, loss_fn=LOSS, micro_batch_size=size)
+    assert size == "auto" or step.micro_batch_size == size
 
 
 # Batches as users have them are split by rows; what every micro-batch shares is left alone.
-
-ROWS = 11
 
 
 class Pair(NamedTuple):
@@ -140,106 +46,360 @@ class Sample:
     extra: Any = None
 
 
-def data():
-    torch.manual_seed(1)
-    return torch.randn(ROWS, 5, dtype=torch.float64), torch.randint(0, 3, (ROWS,))
+def columns(model, x, y, options):
+    return plain_loss(model, x.T + options["shift"].mean(0), y)
 
 
-def of(x, y):
-    return lambda model, batch: plain_loss(model, x(batch), y(batch))
+SHIFT = {"shift": torch.linspace(-1, 1, 10, dtype=torch.float64).reshape(2, 5)}
+BATCHES = {
+    "a tuple": (lambda x, y: (x, y), plain_loss),
+    "a named tuple": (lambda x, y: (Pair(x, y),), lambda m, pair: plain_loss(m, pair.x, pair.y)),
+    "a dataclass": (lambda x, y: (Sample(x, y, "train"),), lambda m, sample: plain_loss(m, sample.x, sample.y)),
+    "a dict and a list": (lambda x, y: ({"x": x, "y": [y, 3]},), lambda m, one: plain_loss(m, one["x"], one["y"][0])),
+    "no tensors beside": (lambda x, y: ([x, None, "name", y],), lambda m, one: plain_loss(m, one[0], one[3])),
+    "a nested tuple": (lambda x, y: ((x, (y,)),), lambda m, batch: plain_loss(m, batch[0], batch[1][0])),
+    "an array": (lambda x, y: (x.numpy(), y), lambda m, x, y: plain_loss(m, torch.as_tensor(np.asarray(x)), y)),
+    "rows in columns": (lambda x, y: (x.T.contiguous(), y, SHIFT), columns, (1, 0, None)),
+    "rows in columns, by path": (lambda x, y: (x.T.contiguous(), y, SHIFT), columns, (1, 0, {"shift": None})),
+}  # fmt: skip
 
 
-def of_array(model, x, y):
-    return plain_loss(model, torch.as_tensor(np.asarray(x)), y)
+@pytest.mark.parametrize(("make", "loss", "dims"), [(*case, 0)[:3] for case in BATCHES.values()], ids=BATCHES)
+def test_batches_of_any_kind_are_split_by_rows_and_left_as_they_were(make, loss, dims):
+    data = [make(*batch) for batch in batches()]
+    before, copies = leaves(data), leaves(copy.deepcopy(data))
+    assert_same_updates(network(), data, loss, batch_dims=dims)
+    for leaf, own, value in zip(leaves(data), before, copies, strict=True):
+        assert leaf is own
+        assert np.array_equal(leaf, value)
 
 
-NESTED = {
-    "tuple": (lambda x, y: (x, y), plain_loss),
-    "named tuple": (lambda x, y: (Pair(x, y),), of(lambda pair: pair.x, lambda pair: pair.y)),
-    "dataclass": (lambda x, y: (Sample(x, y, "train"),), of(lambda sample: sample.x, lambda sample: sample.y)),
-    "dict and list": (
-        lambda x, y: ({"x": x, "more": [y, None, "name", 3]},),
-        of(lambda batch: batch["x"], lambda batch: batch["more"][0]),
-    ),
-    "nested tuple": (lambda x, y: ((x, (y,)),), of(lambda batch: batch[0], lambda batch: batch[1][0])),
-    "array": (lambda x, y: (x.numpy(), y), of_array),
-}
+def leaves(tree):
+    if dataclasses.is_dataclass(tree):
+        tree = vars(tree)
+    if isinstance(tree, (list, tuple, dict)):
+        parts = tree.values() if isinstance(tree, dict) else tree
+        return [len(tree), *(leaf for part in parts for leaf in leaves(part))]
+    return [tree]
 
 
-@pytest.mark.parametrize("name", NESTED)
-def test_nested_batches_are_split(name):
-    make, loss = NESTED[name]
-    assert_same_updates(network(), [make(*data())], loss, micro_batch_size=3)
+# What surrounds a training step works as in the three lines that it replaces.
 
 
-def test_loss_fn_takes_the_pair_as_one_argument_too():
-    step = step_of(network(), micro_batch_size=3, verify=True)
-    for batch in (data(), list(data())):
-        assert step(batch).isfinite()
+class Experts(nn.Module):
+    """Each row goes through one of the first two; the last two are never used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(5, 3, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x):
+        chosen = (x[:, 0] > 0).long()
+        outputs = x.new_zeros(len(x), 3)
+        for index in chosen.unique().tolist():
+            outputs[chosen == index] = self.experts[index](x[chosen == index])
+        return outputs
 
 
-@pytest.mark.parametrize("dims", [(1, 0, None), (1, 0, {"shift": None})])
-def test_batch_dims_say_where_the_rows_are(dims):
-    def loss(model, x, y, options):
-        return plain_loss(model, x.T + options["shift"].mean(0), y)
-
-    x, y = data()
-    batch = x.T.contiguous(), y, {"shift": torch.randn(2, 5, dtype=torch.float64)}
-    assert_same_updates(network(), [batch], loss, batch_dims=dims, micro_batch_size=3)
+def penalised(model, x, y):
+    x = x.detach().requires_grad_()
+    outputs = model(x)
+    (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+    return F.cross_entropy(outputs, y) + (slope.norm(dim=1) - 1).square().mean()
 
 
-def test_rows_that_do_not_match_are_listed_with_paths_and_shapes():
-    x, y = data()
-    with pytest.raises(ValueError, match="same number of rows") as raised:
-        step_of(network(), compute_loss=plain_loss, micro_batch_size=3)({"x": x, "y": y[:4]}, [torch.zeros(7)])
-    for told in ("batch[0]['x']", "(11, 5)", "batch[0]['y']", "(4,)", "batch[1][0]", "(7,)", "batch_dims"):
-        assert told in str(raised.value)
+class Twice(torch.optim.SGD):
+    """Moves by the gradient that it finds one step ahead."""
+
+    def step(self, closure):
+        loss = closure()
+        with torch.no_grad():
+            before = [p.clone() for p in self.param_groups[0]["params"]]
+            super().step()
+        closure()
+        with torch.no_grad():
+            for p, old in zip(self.param_groups[0]["params"], before, strict=True):
+                p.copy_(old - 0.1 * p.grad)
+        return loss
 
 
-def test_batches_are_left_as_they_were():
-    x, y = data()
-    batch = {"x": x, "y": y}
-    before = {name: value.clone() for name, value in batch.items()}
-    step = step_of(network(), compute_loss=lambda model, b: plain_loss(model, **b), micro_batch_size=3, verify=True)
-    step(batch)
-    assert list(batch) == list(before)
-    assert batch["x"] is x
-    assert all(torch.equal(batch[name], before[name]) for name in batch)
+class TwiceIfItCan(Twice):
+    def step(self, closure=None):
+        return torch.optim.SGD.step(self) if closure is None else super().step(closure)
 
 
-def test_a_packed_sequence_is_refused_by_name():
-    packed = nn.utils.rnn.pack_sequence([torch.randn(3, 5), torch.randn(2, 5)])
-    step = TrainStep(nn.Linear(5, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), compute_loss=len)
-    for batch in ((packed,), (packed, torch.zeros(2)), ({"x": packed, "y": torch.zeros(2)},)):
-        with pytest.raises(ValueError, match="PackedSequence cannot be cut into rows.*pack them in the model"):
-            step(*batch)
+class SharpnessAware(torch.optim.SGD):
+    """Moves before it evaluates: the gradients that are there say whereto."""
+
+    def step(self, closure=None):
+        parameters = self.param_groups[0]["params"]
+        before = [p.detach().clone() for p in parameters]
+        for p in parameters:
+            p.data.add_(p.grad.sign(), alpha=0.1)
+        loss = closure()
+        for p, old in zip(parameters, before, strict=True):
+            p.data.copy_(old)
+        super().step()
+        return loss
 
 
-def test_an_empty_batch_is_refused():
-    with pytest.raises(ValueError, match="0 rows"):
-        step_of(network())(torch.zeros(0, 5, dtype=torch.float64), torch.zeros(0, dtype=torch.long))
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(context, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient.mul_(0.5)
 
 
-def test_what_no_loss_can_take_is_refused_at_the_first_batch():
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"the class CrossEntropyLoss. Call it: loss_fn=CrossEntropyLoss\(\)"):
-        TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss, micro_batch_size=2)
-    step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
-    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
-    for batch in ((x.numpy(), y.numpy()), (x, y.numpy()), (x, y), (x.numpy(), y), (x, y.numpy())):  # later ones, too
-        if all(isinstance(part, torch.Tensor) for part in batch):
-            assert step(batch).isfinite()
-        else:
-            with pytest.raises(TypeError, match=r"Received: a NumPy array.*Pass torch.from_numpy\(x\)"):
-                step(*batch)
-    in_a_dict = TrainStep(model, optimizer, compute_loss=lambda model, batch: model(batch["x"].float()).sum())
-    with pytest.raises(TypeError, match=r"Received: a NumPy array.*no attribute 'float'"):
-        in_a_dict({"x": x.numpy()})
+def halved_by_a_hook(loss):
+    loss = loss * 1.0
+    loss.register_hook(lambda gradient: gradient.mul_(0.5) and None)
+    return loss
 
 
-def test_an_optimizer_with_none_of_the_models_parameters_is_refused():
-    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    step = TrainStep(model, torch.optim.SGD(other.parameters(), lr=0.1), loss_fn=nn.CrossEntropyLoss())
-    with pytest.raises(ValueError, match="None of the parameters of SGD is one of the model's"):
-        step(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
+def edited(halved, reduction, verify):
+    """A gradient that is edited where it begins is no other pass's."""
+
+    def loss(model, x, y):
+        return halved(F.cross_entropy(model(x), y, reduction=reduction))
+
+    return {"loss": loss, "reduction": reduction, "verify": verify}
+
+
+def lbfgs(search):  # whose iterations amplify the rounding
+    make = functools.partial(torch.optim.LBFGS, lr=0.5, max_iter=5, line_search_fn=search)
+    return {"make": make, "loss_fn": LOSS, "tolerance": 1e-9}
+
+
+def evaluating(kind):
+    return {"make": functools.partial(kind, lr=0.1), "evaluated": True, "loss_fn": LOSS}
+
+
+PROGRAMS = {
+    "float32": lambda: {
+        "model": network(torch.float32), "data": batches(32, dtype=torch.float32), "tolerance": FLOAT32, "loss_fn": LOSS
+    },
+    "parameters that some rows or none use": lambda: {"model": Experts(), "loss_fn": LOSS, "micro_batch_size": 1},
+    "a loss with gradients of its own": lambda: {"loss": penalised},
+    "clipping": lambda: {"clip_grad_norm": 0.1},
+    "clipping, whole": lambda: {"clip_grad_norm": 0.1, "micro_batch_size": 13},
+    "a scaler": lambda: {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)},
+    "LBFGS": lambda: lbfgs(None),
+    "LBFGS, line search": lambda: lbfgs("strong_wolfe"),
+    "a closure, twice": lambda: evaluating(Twice),
+    "an optional closure, twice": lambda: evaluating(TwiceIfItCan),
+    "a closure after a move": lambda: evaluating(SharpnessAware),
+    **{
+        f"a gradient edited by {name}, {reduction}, verify={verify}": functools.partial(edited, how, reduction, verify)
+        for name, how in (("a function", Halved.apply), ("a hook", halved_by_a_hook))
+        for reduction in ("mean", "sum") for verify in (True, False)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_it_makes_the_large_batchs_update_with(program):
+    assert_same_updates(**{"model": network(), **program()})
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_an_overflow_halves_the_scale_and_makes_no_update(clip):
+    model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    step = assert_same_updates(model, scaler=scaler, **({} if clip is None else {"clip_grad_norm": clip}))
+    before, (x, y) = copy.deepcopy(model.state_dict()), batches()[0]
+    step(x * float("inf"), y)
+    assert (step.updates, scaler.get_scale()) == (3, 512.0)
+    assert same(before, model.state_dict())
+
+
+def test_an_optimizer_that_evaluates_its_closure_once_costs_no_second_window():
+    class Once(torch.optim.SGD):
+        def step(self, closure=None):
+            loss = closure() if closure is not None else None
+            super().step()
+            return loss
+
+    model, passes = network(), []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    step = step_of(model, Once(model.parameters(), lr=0.1), micro_batch_size=5)
+    for batch in batches(count=2):
+        step(*batch)
+    assert len(passes) == 2 * 3
+
+
+def test_autocast_runs_the_forward_pass_in_its_dtype():
+    seen, model = [], network(torch.float32)
+    model[2].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
+    step = step_of(model, autocast=torch.bfloat16, micro_batch_size=4)
+    loss = step(*batches(dtype=torch.float32)[0])
+    assert set(seen) == {torch.bfloat16}
+    assert {loss.dtype, *(p.grad.dtype for p in model.parameters())} == {torch.float32}
+
+
+def test_half_precision_gradients_may_be_summed_in_float32():
+    torch.manual_seed(0)
+    x, y = torch.randn(256, 8), 3.0 + torch.randn(256, 1)  # gradients of one sign, whose sum dwarfs each
+    errors = []
+    for dtype in (None, torch.float32):
+        model = nn.Linear(8, 1, dtype=torch.bfloat16)
+        nn.init.constant_(model.weight, 0.1)
+        nn.init.zeros_(model.bias)
+        exact = copy.deepcopy(model).float()
+        F.mse_loss(exact(x), y).backward()
+        keywords = {"loss_fn": nn.MSELoss(), "micro_batch_size": 1, "accumulate_dtype": dtype}
+        step_of(model, torch.optim.SGD(model.parameters(), lr=0.0), **keywords)(x.bfloat16(), y.bfloat16())
+        assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+        errors.append(relative_error([p.grad for p in model.parameters()], [p.grad for p in exact.parameters()]))
+    assert errors[1] < 0.01
+    assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")  # torch, of that Python alone
+def test_a_compiled_model_is_compiled_at_most_twice():
+    compiled = 0
+
+    def backend(graph, inputs):
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = torch.compile(network(), backend=backend, dynamic=False)
+    assert_same_updates(model, reference=network(), loss_fn=LOSS)
+    assert compiled == 2
+
+
+def test_exact_statistics_behind_a_checkpoint_are_no_warning(caplog):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+        def forward(self, x):
+            return checkpoint(self.inside, x, use_reentrant=False)
+
+    model = Block()
+    step_of(model, micro_batch_size=3, batch_norm="exact", verify=True)(*batches()[0])
+    assert model.inside[1].num_batches_tracked == 1
+    assert not caplog.records
+
+
+def test_an_embedding_that_counts_indices_is_refused_whatever_the_rows():
+    class Counting(nn.Module):
+        def __init__(self, entries):
+            super().__init__()
+            self.embedding, self.out = nn.Embedding(entries, 6, scale_grad_by_freq=True), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.out(self.embedding(x).mean(1))
+
+    x, y, model = torch.randint(50_000, (64, 4)), torch.randint(3, (64,)), Counting(50_000)
+    step = step_of(model, micro_batch_size=16, verify=True)
+    for run in (lambda: step(x, y), lambda: chunked(model, 16)(x)):
+        with pytest.raises(NotEquivalentError, match="'embedding' .*scale_grad_by_freq=True"):
+            run()
+    found = check_equivalence(Counting(5), (x % 5, y), loss_fn=F.cross_entropy)
+    assert [cause.where for cause in found.causes] == ["embedding"]
+    model.embedding.requires_grad_(False)
+    step(x, y)
+
+
+# The step itself.
+
+
+def test_at_the_prompt_a_step_says_what_it_is_and_shows_what_is_public():
+    step = step_of(network(), micro_batch_size=16)
+    assert repr(step) == "TrainStep(Sequential, SGD, micro_batch_size=16, updates=0)"
+    assert [name for name in dir(step) if not name.startswith("_")] == [
+        "backward", "grad_norm", "load_state_dict", "losses", "micro_batch_size", "model", "noise_scale", "state_dict",
+        "updates",
+    ]  # fmt: skip
+
+
+def test_its_state_is_its_counter_and_the_sizes_it_found(tmp_path):
+    step, again = (step_of(network(), verify=True) for _ in range(2))
+    for batch in batches(32, count=3):
+        step(*batch)
+    torch.save(step.state_dict(), tmp_path / "step.pt")
+    again.load_state_dict(torch.load(tmp_path / "step.pt", weights_only=True))
+    for updates in (3, 4):
+        assert (again.updates, again.micro_batch_size) == (updates, step.micro_batch_size)
+        again(*batches(32)[0])
+
+
+def test_it_is_copied_with_its_model_and_pickled_by_its_state_alone():
+    model = network()
+    step, batch = step_of(model, micro_batch_size=4), batches()[0]
+    twin = copy.deepcopy(step)
+    assert step(*batch) == twin(*batch)
+    assert same(model.state_dict(), twin.model.state_dict())
+    with pytest.raises(TypeError, match=r"can't be pickled: it holds .* Save the state_dict\(\)"):
+        pickle.dumps(step)
+    for state in ({}, None, {"updates": 1}):
+        with pytest.raises(ValueError, match="This is no state of a TrainStep: 'updates' and 'sizes' must be in it"):
+            step.load_state_dict(state)
+    assert step.updates == 1
+
+
+# `TrainStep.backward`: the finished gradient for a loop that clips, logs and steps by itself.
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("size", [1, 4, 64, "auto"])
+def test_a_loop_of_ones_own_clips_and_steps_on_the_finished_gradient(size, scaled):
+    model, (x, y), scaler = network(), classes(13), torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    x, expected, optimizer = x.double(), copy.deepcopy(model), sgd(model.parameters())
+    step = TrainStep(model, optimizer, loss_fn=LOSS, micro_batch_size=size, **({"scaler": scaler} if scaled else {}))
+    for _ in range(3):
+        plain = copy.deepcopy(model)
+        optimizer.zero_grad()
+        plain.zero_grad()
+        loss = step.backward(x, y)
+        plain_loss(plain, x, y).backward()
+        scale = scaler.get_scale()  # 1 where it isn't enabled
+        gradients = [[factor * p.grad for p in m.parameters()] for m, factor in ((model, 1.0), (plain, scale))]
+        assert relative_error(*gradients) <= FLOAT64
+        assert relative_error([loss], [plain_loss(model, x, y)]) <= FLOAT64
+        assert not loss.requires_grad
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    torch_updates(expected, sgd(expected.parameters()), [(x, y)] * 3, plain_loss, clip_grad_norm=0.1)
+    assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
+    assert step.updates == 0
+
+
+def test_gradients_that_are_there_are_refused_and_nothing_is_left_where_nothing_weighs_anything_or_rows_are_mixed():
+    model, (x, y) = network(), batches()[0]
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    step = step_of(model, optimizer, micro_batch_size=4, verify=True)
+    step.backward(x, y)
+    with pytest.raises(WindowError, match=r"optimizer.zero_grad\(\)"):
+        step.backward(x, y)
+    optimizer.zero_grad(set_to_none=False)
+    step.backward(x, y)
+    optimizer.zero_grad()
+    assert step.backward(x, torch.full_like(y, -100)).isnan()
+    assert all(p.grad is None for p in model.parameters())
+    mixed = step_of(model, optimizer, compute_loss=lambda model, x, y: model(x).std(), micro_batch_size=4, verify=True)
+    with left_as_it_was(model, NotEquivalentError, None, optimizer):
+        mixed.backward(x, y)
+    assert all(p.grad is None for p in model.parameters())
+    assert not mixed.proving
+
+
+def test_a_loss_can_tell_passes_that_only_prove_something():
+    seen = []
+
+    def loss(model, x, y):
+        seen.append((step.proving, len(x)))
+        return plain_loss(model, x, y)
+
+    step = step_of(network(), compute_loss=loss, micro_batch_size=5, verify=True)
+    step.backward(*batches()[0])
+    assert [size for proving, size in seen if not proving] == [5, 4, 4]
+    assert any(proving for proving, _ in seen)

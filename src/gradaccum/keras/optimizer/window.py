@@ -245,7 +245,7 @@ class Window:
         self.in_fit = False
         if not is_open:
             self.empty()
-        if counts is not None and (is_open or np.array_equal(store[SETTINGS], self._settings)):
+        if counts is not None and (is_open or _in_effect(store[SETTINGS]) == _in_effect(self._settings)):
             self.write(counts)
         if is_open:
             self._load_open(counts, store)
@@ -264,7 +264,7 @@ class Window:
             )
 
     def _check_file(self, counts: Any, store: Any) -> None:
-        saved, own = np.asarray(store[SETTINGS]).tolist(), self._settings.tolist()
+        saved, own = _in_effect(store[SETTINGS]), _in_effect(self._settings)
         if saved != own:
             raise WindowError(
                 f"The file holds an open window of {counts.micro_batches} of {counts.steps} micro-batches, saved by an "
@@ -350,6 +350,12 @@ def where(condition: Any, then: Any, otherwise: Any) -> Any:
     if isinstance(condition, bool):
         return then if condition else otherwise
     return ops.where(condition, then, otherwise)
+
+
+def _in_effect(settings: Any) -> list[list[int]]:
+    """What `rule.settings()` says, without the epochs of a schedule at which it stays as it is."""
+    found = np.asarray(settings).tolist()
+    return [entry for before, entry in zip([[], *found], found) if entry[1:] != before[1:]]
 
 
 def _words(settings: Any) -> str:

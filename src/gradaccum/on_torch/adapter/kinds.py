@@ -13,7 +13,7 @@ from torch import Tensor
 from gradaccum.core.proof import ENOUGH, informative_rows, informative_units
 from gradaccum.on_torch.batch import Batch, read_later
 
-SMALL = 1 << 16
+SMALL = 1 << 12
 """Numbers in a tensor up to which a look at each of them takes no time beside an update."""
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MISSING, _IGNORED, _ZERO = "missing", "ignored", "zero"

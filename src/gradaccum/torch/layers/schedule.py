@@ -317,9 +317,10 @@ class _Window:
         if place in self._moving:
             yield
             return
-        buffers = Snapshot.of(modules).buffers
+        start = Snapshot.of(modules)
         yield
-        self._moving[place] = [buffer for buffer in buffers if buffer.moved]
+        moved = [buffer for buffer in start.buffers if buffer.tensor is not None and buffer.moved]
+        self._moving[place] = [*moved, *start.made()]
 
     @contextlib.contextmanager
     def second_pass(self, place: int, contents: Contents) -> Iterator[None]:
@@ -327,8 +328,10 @@ class _Window:
         try:
             for buffer in self._moving.get(place, ()):
                 start, now = buffer.copy, buffer.owner.get(buffer.name)
-                assert start is not None
-                buffer.owner[buffer.name] = start.to(start.device if now is None else now.device, copy=True)
+                if start is not None:
+                    buffer.owner[buffer.name] = start.to(start.device if now is None else now.device, copy=True)
+                elif buffer.name in buffer.owner:  # the pass has made it
+                    buffer.reset()
             yield
         finally:
             contents.put_back()

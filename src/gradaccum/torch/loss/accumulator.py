@@ -32,6 +32,8 @@ from gradaccum.torch.loss.objective import Objective, one_weight
 ROUNDING = 1e-6
 """Relative difference of two sums of the same weights, in other orders."""
 
+_BOTH = "`compute_loss` must return (loss, weight) always or never. Received: both in one batch."
+
 
 class WeightedLoss(NamedTuple):
     """One micro-batch's share of the large batch's loss: `factor * loss`."""
@@ -226,9 +228,9 @@ class LossAccumulator:
     def run(self, micro_batch: Batch) -> WeightedLoss | None:
         """Both passes of a micro-batch, where its factor is known as mostly; else the forward pass: its loss, weighed.
 
-        For a device on its own, without a GradScaler.
+        Not for a sharded model, or with a GradScaler.
         """
-        if self._factor is None and not self._by_rows:
+        if self.divisor is not None or (self._factor is None and not self._by_rows):
             return self.forward(micro_batch)
         loss, weight = self.objective.evaluate(micro_batch, self._summed)
         if weight is not None:
@@ -238,6 +240,7 @@ class LossAccumulator:
         factor = self._factor
         assert factor is not None
         run_backward((loss,), (self._start_of(loss, factor),), self.retain_graph)
+        self.ran = True
         self._losses.setdefault(None, []).append((loss.detach(), factor))
         return None
 
@@ -263,7 +266,7 @@ class LossAccumulator:
         if weight is not None:
             return self._weighed_by_forward(loss, weight)
         if self.divisor is not None:
-            raise ValueError("`compute_loss` must return (loss, weight) always or never. Received: both in one batch.")
+            raise ValueError(_BOTH)
         if known is None or self.total is None:
             return WeightedLoss(loss, 1.0 if self._same is None else self._same)
         part = ratio(known, self.total)
@@ -281,6 +284,8 @@ class LossAccumulator:
             if self._losses:
                 raise ValueError(MIXED_TERMS)
             raise RestartWindow  # as now is known
+        if self._losses and self.divisor is None:
+            raise ValueError(_BOTH)
         self._by_passes.append(read_early(weight))
         if is_zero(weight):
             return WeightedLoss(None, weight=weight, weightless=loss)

@@ -266,7 +266,7 @@ class TrainPasses(Passes):
         self._moves = not runner.state.idle  # while a window runs, that stays so
         self._plain = self._layers is None and self._noise is None and self._norm.idle
         window.skips = not self._moves and self._norm.idle
-        self._quick = self._plain and not self._moves and self._scale is None and not runner.ranks.is_distributed
+        self._quick = self._plain and not self._moves and self._scale is None and not runner.ranks.sharded
 
     def take(self, piece: Slice) -> Batch:
         return self._runner.batcher.take(self._batch, piece)

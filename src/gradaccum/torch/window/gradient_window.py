@@ -160,6 +160,8 @@ class GradientWindow(Listener):
                 if window.micro_batches and factor != 1.0:
                     with self.monitor.resyncing():
                         self.buffer.scale_(factor)
+        if arriving != 1.0:
+            self.passes.ordinary = False
         self._scale_arrivals(arriving)
 
     def _scale_arrivals(self, factor: float) -> None:
@@ -387,9 +389,10 @@ class GradientWindow(Listener):
 
     def _settle(self) -> None:
         """Whether there is more in this window than gradients that autograd adds up."""
-        moved = self.buffer.restored is not None or self.loss_scale.in_use
-        self.special = self._always_special or moved or self.by_name or self._failure is not None
-        self.passes.ordinary = False
+        more = self.buffer.restored is not None or self.loss_scale.in_use or self.by_name or self._failure is not None
+        self.special = self._always_special or more
+        looks = self.screened is not None or self.noise is not None or self.ranks.sharded or self.monitor.looking
+        self.passes.ordinary = self.passes.open = self.window.is_open and not (more or looks)
 
     def _measure(self, noise: NoiseMeter) -> None:
         """Show the meter the sum so far: unscaled and over the weight, it is the mean of the micro-batches so far."""
@@ -506,6 +509,8 @@ class GradientWindow(Listener):
         return factor
 
     def forward_starts(self, loss_scale: float) -> None:
+        if self.window.is_open:
+            self.check_sum()  # the backward pass adds to it, and reduces it
         self.loss_scale.adopt(loss_scale)
 
     def backward_starts(self) -> None:

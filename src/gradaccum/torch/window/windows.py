@@ -117,21 +117,27 @@ class Windows:
         """`count`, in a window whose micro-batches so far had nothing to look at."""
         window, passes, one = self.window, self.passes, self.one
         mixed = one.factor != 1.0 and passes.arrivals != one.weighed
-        if mixed or one.in_batches is not one.announced or (RUNNING and not one.in_batches):
+        closes = window.micro_batches + 1 >= window.steps or one.last
+        elsewhere = one.in_batches is not one.announced or (RUNNING and not one.in_batches)
+        reduces = closes and self.ranks.is_distributed
+        if mixed or elsewhere or reduces or not (passes.open or self._begins_ordinary()):
             self.count()
             return
-        if not passes.open:
-            if window.steps != self.schedule.constant or not self.parameter_monitor.same_lists():
-                self.count()
-                return
-            self.current.begin_ordinary()
-            self.in_epoch, self.updated = True, False
-        closes = window.micro_batches + 1 >= window.steps or one.last
         if closes and (passes.unfinished or not self.current.monitor.untouched):
             self.current.check_sum()
         passes.arrivals = 0
         if window.add():
             self.updated = self._update()
+        elif self.ranks.is_distributed and window.closes_next:
+            self.expect_next()
+
+    def _begins_ordinary(self) -> bool:
+        """Whether this micro-batch begins a window, and may be counted without a look."""
+        if self.window.steps != self.schedule.constant or not self.parameter_monitor.same_lists():
+            return False
+        self.current.begin_ordinary()
+        self.in_epoch, self.updated = True, False
+        return True
 
     def count(self, scaled: Sequence[Any] = ()) -> None:
         current, window, one = self.current, self.window, self.one
@@ -286,7 +292,9 @@ class Windows:
             RUNNING[number] = weakref.ref(self.window, lambda _: RUNNING.pop(number, None))
 
     def expect_batch(self, weight: float, given: bool, last: bool) -> None:
-        if weight == self._expected and weight and not self.current.special:  # nearly always
+        window = self.window
+        other = self.ranks.is_distributed and (last or window.closes_next or weight != window.unit)
+        if weight == self._expected and weight and self.passes.ordinary and not other:  # nearly always
             self.one.announced, self.one.last = True, last
             return
         self._expected = weight

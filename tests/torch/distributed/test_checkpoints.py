@@ -1,0 +1,246 @@
+"""Checkpoints of open windows over several ranks, which go on in new processes, and on other numbers of ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from gradaccum.errors import WindowError
+from tests.reference import FLOAT64, relative_error
+from tests.torch.distributed.problems import (
+    SIX,
+    SYNCS,
+    Oracle,
+    concatenated,
+    data,
+    lines_of,
+    network,
+    slowly,
+    train_on,
+    whole,
+    wrap,
+)
+from tests.torch.distributed.processes import on_ranks
+
+
+def load(model, optimizer, states, **options):
+    model_state, state, given = *states, StateDictOptions(**options)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state, options=given)
+
+
+UNEVEN, EVEN = [[4, 3, 5, 1, 2], [2, 5, 1, 4]], [[4, 3, 5, 1, 2], [2, 5, 1, 4, 2]]
+UNFINISHED = [[4, 3, 5, 1, 2, 6], [2, 5, 1, 4, 3, 2]]
+"""Rows of two ranks: a window of three micro-batches, and another one."""
+SHARDS, NAMED = {"engine": "fsdp2", "steps": 3}, {"engine": "ddp", "steps": 2, "optimizer": "adamw"}
+RESUMED = {
+    # Rows, the model and the optimizer, micro-batches before it is saved, and how they are weighed.
+    "views": (UNEVEN, {"engine": "ddp", "steps": 3, "how": {"gradient_as_bucket_view": True}}, 2, "weighed"),
+    "find_unused_parameters": (
+        UNEVEN,
+        {"engine": "ddp", "steps": 3, "how": {"find_unused_parameters": True}},
+        2,
+        "weighed",
+    ),
+    "shards": (EVEN, SHARDS, 2, "weighed"),
+    "shards, micro_batch": (EVEN, {**SHARDS, "sync": "micro_batch"}, 2, "weighed"),
+    "shards under a GradScaler, saved unscaled": (UNFINISHED, SHARDS, 2, "scaled"),
+    **{f"losses by name, after {first} of 2 and 2": (SIX, NAMED, first, "named") for first in (2, 3, 4)},
+}
+
+
+@pytest.mark.parametrize("how", RESUMED)
+@on_ranks()
+def test_every_rank_resumes_its_part_of_an_open_window(rank, how):
+    """A new model and optimizer go on from there; where ranks have as many batches, the old ones, too."""
+    sizes, options, first, way = RESUMED[how]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale) if way == "scaled" else None for scale in (1024.0, 256.0)]
+    ranks, oracle = data(sizes), Oracle(network(), options.get("optimizer", "sgd"))
+    oracle.see(ranks, options["steps"])
+    used, optimizer = wrap(model=network(), **options)
+    train_on(used, optimizer, ranks[rank][:first], way, scalers[0])
+    state, again = copy.deepcopy(optimizer.state_dict()), network()
+    for parameter, value in zip(again.parameters(), whole(used), strict=True):
+        parameter.data.copy_(value)
+    if way == "weighed" and sizes is EVEN:
+        train_on(used, optimizer, ranks[rank][first:], way)
+        optimizer.flush()
+        oracle.check(used)
+    used, optimizer = wrap(model=again, **options)
+    optimizer.load_state_dict(state)
+    later = ranks[rank][first:]
+    train_on(used, optimizer, later if way == "named" else optimizer.batches(iter(later)), way, scalers[1])
+    oracle.check(used)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+@on_ranks()
+def test_a_distributed_checkpoint_of_replicas_that_loses_an_open_window_says_so(rank, tmp_path, micro_batches):
+    """torch.distributed.checkpoint keeps nothing of it."""
+    ranks, oracle, ends = data(EVEN), Oracle(network(), "adam"), micro_batches - micro_batches % 2
+    oracle.see([[*own[:ends], *own[micro_batches:]] for own in ranks], 2)
+    replica, optimizer = wrap("ddp", network(), optimizer="adam")
+    other, new = wrap("ddp", network(), optimizer="adam")
+    train_on(replica, optimizer, ranks[rank][:micro_batches], "weighed")
+    dcp.save(dict(both_states(replica, optimizer)), checkpoint_id=str(tmp_path))
+    states = dict(both_states(other, new))
+    dcp.load(states, checkpoint_id=str(tmp_path))
+    warnings = lines_of(lambda: load(other, new, states.values()))
+    train_on(other, new, ranks[rank][micro_batches:], "weighed")
+    new.flush()
+    oracle.check(other)
+    assert any("1 of 2 micro-batches are lost" in warning for warning in warnings) == (micro_batches == 3)
+
+
+def both_states(model, optimizer, **options):
+    return zip(("model", "optimizer"), get_state_dict(model, optimizer, options=StateDictOptions(**options)))
+
+
+def saved_inside(rank, folder, first, sync, optimizer, way):
+    """Save after so many micro-batches, and train on. Returns the parameters."""
+    model, wrapped = wrap("fsdp2", network(), 3, optimizer=optimizer, sync=sync)
+    ranks = data(UNFINISHED * (dist.get_world_size() // 2))
+    train_on(model, wrapped, ranks[rank][:first], "weighed")
+    if way == "full":  # as rank 0 would save it
+        states = get_state_dict(model, wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if rank == 0:
+            torch.save(states, folder / "full.pt")
+    else:
+        dcp.save(states_of(model, wrapped, way), checkpoint_id=str(folder))
+    train_on(model, wrapped, ranks[rank][first:], "weighed")
+    oracle = Oracle(network(), optimizer)
+    oracle.see(ranks, 3)
+    oracle.check(model)
+    return [parameter.tolist() for parameter in whole(model)]
+
+
+def states_of(model, wrapped, way):
+    if way == "state_dict":
+        return {"model": model.state_dict(), "optimizer": wrapped.state_dict()}
+    return dict(both_states(model, wrapped, flatten_optimizer_state_dict=way == "flat"))
+
+
+def loaded_inside(rank, folder, first, sync, optimizer, way):
+    """Go on from there in a new process. Returns the parameters."""
+    model, wrapped = wrap("fsdp2", network(), 3, optimizer=optimizer, sync=sync)
+    if way == "full":  # of which the ranks take their shards
+        received = [torch.load(folder / "full.pt", weights_only=False) if rank == 0 else None]
+        dist.broadcast_object_list(received)
+        load(model, wrapped, received[0], full_state_dict=True)
+    else:
+        states = states_of(model, wrapped, way)
+        dcp.load(states, checkpoint_id=str(folder))
+        if way == "state_dict":
+            wrapped.load_state_dict(states["optimizer"])
+        else:
+            load(model, wrapped, states.values(), flatten_optimizer_state_dict=way == "flat")
+    assert wrapped.micro_batches == first % 3
+    train_on(model, wrapped, data(UNFINISHED * (dist.get_world_size() // 2))[rank][first:], "weighed")
+    return [parameter.tolist() for parameter in whole(model)]
+
+
+CHECKPOINTS = [
+    ("window", "adam", "get_state_dict"),
+    ("window", "sgd", "flat"),
+    ("window", "adam", "state_dict"),
+    ("micro_batch", "sgd", "get_state_dict"),
+    ("micro_batch", "adam", "flat"),
+]
+IN_THE_FIRST_WINDOW, CLOSED, IN_THE_SECOND_WINDOW = 2, 3, 4
+QUICK = [  # each of their values, and each place
+    (IN_THE_FIRST_WINDOW, *CHECKPOINTS[2]),
+    (IN_THE_SECOND_WINDOW, *CHECKPOINTS[3]),
+    (CLOSED, *CHECKPOINTS[4]),
+    (IN_THE_SECOND_WINDOW, "window", "adam", "full"),
+]
+ALL = [(first, *one) for first in (IN_THE_FIRST_WINDOW, CLOSED, IN_THE_SECOND_WINDOW) for one in CHECKPOINTS]
+
+
+@pytest.mark.parametrize(("first", "sync", "optimizer", "way"), slowly(QUICK, [one for one in ALL if one not in QUICK]))
+def test_a_distributed_checkpoint_of_an_open_window_goes_on_in_new_processes_bit_for_bit(
+    ranks, new_ranks, tmp_path, first, sync, optimizer, way
+):
+    saved = ranks.run(saved_inside, tmp_path, first, sync, optimizer, way)
+    assert new_ranks.run(loaded_inside, tmp_path, first, sync, optimizer, way) == saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_checkpoint_of_a_hybrid_sharded_model_goes_on_bit_for_bit(four_ranks, sync, tmp_path):
+    saved = four_ranks.run(saved_inside, tmp_path, 2, sync, "adam", "get_state_dict")
+    assert four_ranks.run(loaded_inside, tmp_path, 2, sync, "adam", "get_state_dict") == saved
+
+
+def loaded_elsewhere(rank, folder, steps, optimizer):
+    """The first window of two ranks, two micro-batches of three each, goes on over other ranks with other rows."""
+    oracle, (model, wrapped) = Oracle(network(), optimizer), wrap("fsdp2", network(), steps, optimizer=optimizer)
+    states = states_of(model, wrapped, "get_state_dict")
+    dcp.load(states, checkpoint_id=str(folder))
+    load(model, wrapped, states.values())
+    there = data(UNFINISHED)
+    here = data([[3, 4, 2, 7], [5, 1, 4, 2], [2, 2, 6, 3]][: dist.get_world_size()], epoch=1)
+    oracle.update(concatenated([rows for own in there for rows in own[:2]] + [own[0] for own in here]))
+    oracle.update(concatenated([rows for own in here for rows in own[1:]]))
+    train_on(model, wrapped, here[rank], "weighed")
+    assert wrapped.updates == 2
+    oracle.check(model)
+
+
+@pytest.fixture
+def one_rank():
+    """This process is the only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("optimizer", "steps"), [("sgd", 3), ("adam", 3), ("sgd", 2)])
+def test_an_open_window_goes_on_on_one_rank_and_keeps_its_length(ranks, one_rank, tmp_path, optimizer, steps):
+    ranks.run(saved_inside, tmp_path, 2, "window", optimizer, "get_state_dict")
+    if steps == 3:
+        loaded_elsewhere(0, tmp_path, steps, optimizer)
+    else:
+        with pytest.raises(WindowError, match="when `updated` is True"):
+            loaded_elsewhere(0, tmp_path, steps, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_an_open_window_goes_on_over_more_ranks(ranks, three_ranks, tmp_path, optimizer):
+    ranks.run(saved_inside, tmp_path, 2, "window", optimizer, "get_state_dict")
+    three_ranks.run(loaded_elsewhere, tmp_path, 3, optimizer)
+
+
+@on_ranks()
+def test_a_state_dict_before_the_first_update_changes_nothing(rank):
+    """It is no update, though torch makes the optimizer's state for it by a step."""
+    (model, optimizer), (plain, other) = (wrap("fsdp2", network(), 3, optimizer="adam") for _ in "ab")
+    rows = data(UNFINISHED)[rank]
+    get_state_dict(model, optimizer)
+    train_on(model, optimizer, rows[:1], "weighed")
+    get_state_dict(model, optimizer)
+    train_on(model, optimizer, rows[1:], "weighed")
+    train_on(plain, other, rows, "weighed")
+    assert relative_error(whole(model), whole(plain)) <= FLOAT64
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@on_ranks()
+def test_a_restored_window_may_be_flushed_before_any_forward_pass(rank, sync):
+    ranks, oracle = data([[4, 2], [3, 5]]), Oracle(network(), "adam")
+    model, optimizer = wrap("fsdp2", network(), 3, optimizer="adam", sync=sync)
+    train_on(model, optimizer, ranks[rank], "weighed")
+    states = get_state_dict(model, optimizer)
+    optimizer.discard()
+    model, optimizer = wrap("fsdp2", network(), 3, optimizer="adam", sync=sync)
+    load(model, optimizer, states)
+    assert optimizer.flush()
+    train_on(model, optimizer, ranks[rank], "weighed")
+    optimizer.flush()
+    for _ in range(2):
+        oracle.see(ranks, 2)
+    oracle.check(model)

@@ -1,0 +1,495 @@
+"""What goes wrong on one rank is a clear error on every rank; nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from gradaccum.errors import WindowError
+from gradaccum.torch import Blocks, TrainStep
+from gradaccum.torch.optim import Optimizer
+from tests.torch.distributed.problems import (
+    SYNCS,
+    Heads,
+    data,
+    lines_of,
+    loss_of,
+    network,
+    sgd,
+    shard,
+    spread,
+    step_of,
+    train_on,
+    wrap,
+)
+from tests.torch.distributed.processes import Raised, on_ranks, wait_no_longer_than
+from tests.torch.distributed.test_windows import UNEVEN, train
+from tests.torch.distributed.test_wrapped import train_two
+
+FOUR = [[4] * 4] * 2
+Refused = tuple[Callable[..., Any], tuple[Any, ...], str, str]
+"""What each rank does, with which arguments; which error that is, and what it says."""
+
+
+def wrapped(model, inner=None, steps=2, **keywords):
+    return Optimizer(sgd(model) if inner is None else inner, steps=steps, model=model, **keywords)
+
+
+def ddp():
+    return DistributedDataParallel(network())
+
+
+def local_sgd(model):
+    state = post_localSGD_hook.PostLocalSGDState(None, None, 100)
+    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    return model
+
+
+def post_local(inner):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit.script
+        from torch.distributed.optim import PostLocalSGDOptimizer
+    return PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2, warmup_steps=0))
+
+
+def wrapped_later():
+    model = network()
+    optimizer = wrapped(model)
+    train_on(DistributedDataParallel(model), optimizer, data(FOUR)[dist.get_rank()])
+
+
+def sharded_later():
+    inner = sgd(model := network())
+    wrapped(shard(model), inner)
+
+
+def parameters_outside():
+    replica = ddp()
+    wrapped(replica, torch.optim.SGD([*replica.parameters(), *nn.Linear(2, 2).parameters()], 0.1))
+
+
+def parameters_not_sharded():
+    model = network()
+    fully_shard(model[0])
+    wrapped(model)
+
+
+def joined():
+    replica, optimizer = wrap("ddp", network())
+    with replica.join():
+        train_on(replica, optimizer, data([[4] * 4, [4] * 2])[dist.get_rank()])
+
+
+def lbfgs(model, splits):
+    inner = torch.optim.LBFGS(model.parameters())
+    if splits:
+        TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
+    else:
+        wrapped(model, inner, 1)
+
+
+EVALUATES = "LBFGS evaluates its closure several times in an update, and each time 2 ranks"
+MADE = {
+    "wrapped twice": (lambda: wrapped(replica := ddp(), wrapped(replica)), ""),
+    "wrapped later": (wrapped_later, "after the optimizer was built"),
+    "sharded later": (sharded_later, "Shard the model first"),
+    "parameters outside": (parameters_outside, "in none of `model`'s"),
+    "parameters not sharded": (parameters_not_sharded, "are not sharded"),
+    "LBFGS": (lambda: lbfgs(ddp(), False), EVALUATES),
+    "LBFGS, TrainStep": (lambda: lbfgs(ddp(), True), EVALUATES),
+    "LBFGS, shards": (lambda: lbfgs(shard(network()), False), EVALUATES),
+    "LBFGS, shards, TrainStep": (lambda: lbfgs(shard(network()), True), EVALUATES),
+    "local SGD by a hook": (lambda: wrapped(local_sgd(ddp())), "post_localSGD_hook"),
+    "local SGD by an optimizer": (
+        lambda: wrapped(replica := ddp(), post_local(sgd(replica))),
+        "PostLocalSGDOptimizer(Optimizer(",
+    ),
+    "a sparse table": (
+        lambda: wrap("ddp", nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 3))),
+        "Use sparse=False",
+    ),
+    "join()": (joined, "Leave it out"),
+}
+
+
+def made(rank, what):
+    MADE[what][0]()
+
+
+def unknown(rank, engine, steps):
+    """A data-parallel model, and no model=."""
+    used = spread(engine, network())
+    train_on(used, Optimizer(sgd(used), steps=steps), data(FOUR)[rank])
+
+
+def different_options(rank, way, option, values):
+    """Each rank has its own value of an option."""
+    if way == "wrapped":
+        wrapped(ddp(), **{option: values[rank]})
+        return
+    adds = values[rank] if option == "reduction" else "mean"
+    step_of(ddp(), compute_loss=lambda m, x, y: cross_entropy(m(x), y, reduction=adds), **{option: values[rank]})
+
+
+def differing_option(way, name, first, second):
+    shown = [value and "given" if name == "weight" else value for value in (first, second)]
+    values = "" if name == "noise_scale" else f". Received: {shown[0]!r} on rank 0, {shown[1]!r} on rank 1"
+    says = f"`{name}` must be the same on every rank{values}"
+    return different_options, (way, name, (first, second)), "ValueError", says
+
+
+def different_hyperparameters(rank, name, values, way):
+    model = shard(network()) if way == "layers" else ddp()
+    inner = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=torch.tensor(0.1), foreach=False)
+    inner.param_groups[2][name] = values[rank]
+    if way == "wrapped":
+        train_on(model, wrapped(model, inner), data(FOUR)[rank])
+        return
+    blocks = {"blocks": Blocks([model[0]], update="in_backward")} if way == "layers" else {}
+    step = TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2, **blocks)
+    step(*data(FOUR)[rank][0])
+
+
+def differing_hyperparameter(name, first, second, way):
+    a, b = ([*value] if isinstance(value, tuple) else float(value) for value in (first, second))
+    says = f"{name} of group 2 is {a} on rank 0, {b} on rank 1. Nothing was updated"
+    return different_hyperparameters, (name, (first, second), way), "WindowError", says
+
+
+def schedule_stepped_in_the_body(rank):
+    """Rank 1's loop is over when two updates are to come, and an average's hook hides the line that says it."""
+    model, optimizer = wrap("ddp", network(), 1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for rows in optimizer.batches(data([[4] * 3, [4] * 1])[rank]):
+        train_on(model, optimizer, [rows])
+        if optimizer.updated:
+            schedule.step()
+
+
+def different_steps(rank, schedule):
+    replica, optimizer = wrap("ddp", network(), (lambda *_: 2 + 2 * rank) if schedule else 2 + 2 * rank)
+    train_on(replica, optimizer, data(FOUR)[rank])
+
+
+def different_ways(rank, first, second, name_later=False):
+    """How ranks weigh their micro-batches, or how all of them do at first and later."""
+    replica, optimizer = wrap("ddp", network(), 1 if name_later else 2)
+    for i, rows in enumerate(data(FOUR)[rank]):
+        train_on(replica, optimizer, [rows], (first, second)[min(i, 1) if name_later else rank])
+
+
+def different_parts(rank, way, sync):
+    heads = [[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1, 0]]
+    train(rank, [[4] * 6] * 2, 2, way, engine="fsdp2 nested", build=Heads, heads=heads, sync=sync)
+
+
+def edited(rank, engine, steps):
+    """Clipping what an open window has added up, on every micro-batch, as a plain loop does."""
+    model, optimizer = wrap(engine, network(), steps)
+    for rows in data([[4, 2, 5, 3]] * 2)[rank]:
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+
+def uneven(rank, way, sync):
+    """Rank 1 has fewer batches in its second epoch, which end within a window or between two."""
+    model, optimizer = wrap("fsdp2", network(), sync=sync)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if way == "scaler" else None
+    for sizes in ([[4] * 3] * 2, [[4] * 5, [4] * (4 if way == "between" else 3)]):
+        train_on(model, optimizer, optimizer.batches(data(sizes)[rank]), "plain" if scaler else "weighed", scaler)
+
+
+def penalty_later(rank, of, together):
+    """The backward pass of a penalty, for the first time when the third window closes, on some ranks.
+
+    `together`: both forward passes come before both backward passes.
+    """
+    replica, optimizer = wrap("ddp", network())
+    for i, rows in enumerate(optimizer.batches(data([[4, 3] * 5, [2, 5] * 5])[rank])):
+        optimizer.zero_grad()
+        losses = [lambda rows=rows: loss_of(replica, rows)]
+        if i == 5 and rank in of:
+            losses.append(lambda rows=rows: replica(rows[0] * 0.5).square().sum(1).mean())
+        for loss in [found() for found in losses] if together else losses:
+            (loss if isinstance(loss, torch.Tensor) else loss()).backward()
+        optimizer.step()
+
+
+SLOWLY = (1,), (2,), (3,)
+FEWER = "Whether this batch is the last: False on rank 0"
+REFUSED = {
+    "what is made": [(made, (what,), "ValueError", says) for what, (_, says) in MADE.items()],
+    "a data-parallel model that the optimizer doesn't know": [
+        (unknown, ("ddp", 2), "ValueError", "Pass model=ddp"),
+        (unknown, ("fsdp2", 2), "ValueError", "Pass model=, the sharded model"),
+    ],
+    "options that differ": [
+        differing_option("wrapped", "clip_grad_norm", None, 0.05),
+        differing_option("wrapped", "reduction", "mean", "sum"),
+        differing_option("wrapped", "nonfinite", "propagate", "skip_window"),
+        differing_option("wrapped", "accumulate_dtype", None, torch.float64),
+        differing_option("wrapped", "noise_scale", True, False),
+        differing_option("wrapped", "sync", "window", "micro_batch"),
+        differing_option("TrainStep", "clip_grad_norm", 1.0, 0.05),
+        differing_option("TrainStep", "reduction", "mean", "sum"),
+        differing_option("TrainStep", "accumulate_dtype", None, torch.float64),
+        differing_option("TrainStep", "weight", len, None),
+        differing_option("TrainStep", "batch_norm", "pooled", "frozen"),
+    ],
+    "hyperparameters that differ, before the update": [
+        differing_hyperparameter("betas", (0.9, 0.99), (0.9, 0.95), "wrapped"),
+        differing_hyperparameter("lr", torch.tensor(0.5), torch.tensor(0.25), "wrapped"),
+        differing_hyperparameter("weight_decay", 0.1, 0.2, "TrainStep"),
+        differing_hyperparameter("weight_decay", 0.1, 0.2, "layers"),
+        (
+            *(schedule_stepped_in_the_body, (), "WindowError"),
+            "Ranks have different hyperparameters: lr is 0.025 on rank 0, 0.05 on rank 1",
+        ),
+    ],
+    "steps that differ, at the start or at the window": [
+        (different_steps, (False,), "ValueError", "2 on rank 0, 4 on rank 1"),
+        (different_steps, (True,), "WindowError", "2 on rank 0, 4 on rank 1"),
+    ],
+    "weights on some ranks": [
+        (different_ways, ("weighed", "plain"), "WindowError", "weighed on rank 0, without a weight on rank 1")
+    ],
+    "names that come later than the first window": [
+        (different_ways, ("weighed", "named", True), "WindowError", "Use names from the first window on")
+    ],
+    "parts sharded by themselves that ranks choose differently, in the first window": [
+        (different_parts, (way, sync), "WindowError", "different parts")
+        for way, sync in (("batches", "window"), ("batches", "micro_batch"), ("backward", "window"))
+    ],
+    "clipping inside of a window, or of replicas that are not reduced yet": [
+        (edited, one, "WindowError", "The gradients were edited") for one in (("fsdp2", 3), ("ddp", 3), ("ddp", 1))
+    ],
+    "a wrapped sharded model with different numbers of micro-batches": [
+        (uneven, (way, sync), "WindowError", f"needs the same number of batches on every rank. {FEWER}")
+        for way in ("within", "between", "scaler")
+        for sync in SYNCS
+    ],
+    "two optimizers that share batches, of which ranks have different numbers": [
+        (train_two, (sizes, steps), "WindowError", "reached the end of an epoch while other ranks continued")
+        for sizes in (UNEVEN, [[], [4, 2, 3]])
+        for steps in (1, 2)
+    ],
+    "a second backward pass that comes for the first time behind a reduction": [
+        (penalty_later, ((0, 1), together), "WindowError", "was changed after a backward pass had reduced it")
+        for together in (False, True)
+    ],
+}
+
+
+def rows_of(table):
+    """Parameters of a test; those that fail in a batch in the middle run slowly."""
+    return [
+        pytest.param(*one, id=f"{claim}-{i}", marks=[pytest.mark.slow] * (one[1][3:] in SLOWLY))
+        for claim, several in table.items()
+        for i, one in enumerate(several)
+    ]
+
+
+@pytest.mark.parametrize(("case", "arguments", "kind", "says"), rows_of(REFUSED))
+def test_what_cannot_be_right_is_named_on_every_rank(ranks, case, arguments, kind, says):
+    ranks.refuse(case, *arguments, kind=kind, says=says)
+
+
+@pytest.mark.parametrize(("engine", "says"), [("ddp", "Pass model=ddp"), ("fsdp2", "Pass model=, the sharded")])
+@on_ranks()
+def test_a_model_that_the_optimizer_is_not_told_of_is_a_warning_where_it_can_work(rank, engine, says):
+    assert len([line for line in lines_of(lambda: unknown(rank, engine, 1)) if says in line]) == 1
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@on_ranks()
+def test_a_rank_whose_constructor_raises_is_an_error_on_the_others_at_once(rank, splits):
+    """It is then built again on both ranks."""
+    replica = ddp()
+    with pytest.raises(ValueError if rank else WindowError, match="" if rank else "Rank 1 raised .* while it built"):
+        step_of(replica, micro_batch_size=4 - 4 * rank) if splits else wrapped(replica, steps=2 - 2 * rank)
+    train_on(replica, wrapped(replica), data(FOUR)[rank])
+
+
+@on_ranks()
+def test_optimizers_on_parts_of_one_sharded_model_are_refused(rank):
+    """The first one's turn comes again when the other is gone."""
+    model = shard(network())
+    Optimizer(sgd(model[2]), steps=2, model=model)
+    optimizer = Optimizer(sgd(model[0]), steps=2, model=model)
+    with pytest.raises(ValueError, match="Another wrapped optimizer has other parameters of this sharded model"):
+        Optimizer(sgd(model[2]), steps=2, model=model)
+    train_on(model, optimizer, data([[4] * 2] * 2)[rank])
+    assert optimizer.updates == 1
+
+
+@on_ranks()
+def test_one_rank_s_open_window_is_not_another_s(rank):
+    """Every rank loads what rank 0 saved inside a window."""
+    replica, optimizer = wrap("ddp", network(), 4)
+    train_on(replica, optimizer, data([[4] * 2] * 2)[rank])
+    state = optimizer.state_dict()
+    state["gradaccum"]["rank"] = [0, 2]
+    optimizer.discard()
+    if rank == 0:
+        optimizer.load_state_dict(state)
+    else:
+        with pytest.raises(WindowError, match="on rank 0 of 2"):
+            optimizer.load_state_dict(state)
+
+
+@on_ranks()
+def test_an_older_torch_is_named(rank):
+    model, kept = shard(network()), torch.__version__
+    torch.__version__ = type(kept)("2.12.1")
+    try:
+        with pytest.raises(RuntimeError, match="^A model under fully_shard needs torch 2.13 .*, and this is 2.12.1"):
+            wrapped(model)
+    finally:
+        torch.__version__ = kept
+
+
+KEPT = []
+
+
+def fails(rank, engine, way, what, at=2, given_up=None):
+    """Something happens on rank 1 in a micro-batch, inside a window; errors are handled, and the process lives on.
+
+    Where the others learn it by waiting, they do so for a second and a half, until they have `given_up`.
+    """
+    if given_up is not None:
+        wait_no_longer_than(1.5)
+    model, optimizer = wrap(engine, network(), 4)
+
+    def failure(*_):
+        raise ArithmeticError("rank 1 failed")
+
+    def loader():
+        for i, (x, y) in enumerate(data([[4] * 8] * 2)[rank][: at if what == "fewer" and rank == 1 else None]):
+            here = (rank, i) == (1, at)
+            if here and what == "loader":
+                failure()
+            yield (x, y[:1]) if here and what == "rows" else (x, y)
+
+    for i, rows in enumerate(optimizer.batches(loader()) if way == "batches" else loader()):
+        here = what if (rank, i) == (1, at) else ""
+        if here == "break":
+            break
+        if here == "dies":
+            os._exit(1)
+        while here == "is late" and given_up is not None and not given_up.exists():
+            time.sleep(0.01)
+        optimizer.zero_grad()
+        if here == "forward":
+            failure()
+        if here == "closure":
+            KEPT.append(optimizer)  # which would say it, too, if it went
+            optimizer.step(failure)
+        loss = loss_of(model, rows)
+        if here == "backward":
+            loss.register_hook(failure)
+        try:
+            optimizer.backward(loss, weight=4)
+            optimizer.step()
+        finally:
+            if rank == 0 and optimizer.updates == 0 and i == 3 and given_up is not None:
+                given_up.touch()
+    if what == "fewer":
+        optimizer.flush()
+
+
+def step_fails(rank, what):
+    """TrainStep fails on rank 1: its labels are too few, or it has no memory, or no rows for a loss that needs some."""
+
+    def loss(m, x, y):
+        if rank == 1 and what == "memory":
+            raise torch.OutOfMemoryError("no memory")
+        return cross_entropy(m(x).view(len(x), -1) if what == "no rows" else m(x), y)
+
+    step = step_of(ddp() if what == "labels" else shard(network()), compute_loss=loss, verify=True)
+    x, y = data([[8], [0 if what == "no rows" else 8]])[rank][0]
+    step(x, y[: 8 - rank] if what == "labels" else y)
+
+
+LEFT = "Rank 1 stopped in the middle"
+ONE_RANK = {
+    # What the others say, and which error that rank itself has.
+    "raises inside a window": [
+        (fails, ("ddp", way, where), "ArithmeticError", LEFT)
+        for where, way in (
+            *(("forward", "batches"), ("forward", "plain"), ("backward", "batches"), ("backward", "plain")),
+            ("closure", "plain"),
+        )
+    ],
+    "has a second backward pass behind a reduction": [
+        (penalty_later, ((1,), together), "WindowError", LEFT) for together in (False, True)
+    ],
+    "breaks off alone": [(fails, ("ddp", "batches", "break"), "", LEFT)],
+    "raises in TrainStep": [(step_fails, ("labels",), "ValueError", "Rank 1 stopped")],
+    "has no rows for a sharded model that needs some": [
+        (step_fails, ("no rows",), "ValueError: This rank has no rows for a pass", "")
+    ],
+    "runs out of memory before the first pass": [(step_fails, ("memory",), "OutOfMemoryError", "on rank 1")],
+    "has a batch that cannot be used": [
+        (fails, (engine, "batches", why, at), kind, LEFT)
+        for at in range(5)
+        for why, kind in (("rows", "ValueError"), ("loader", "ArithmeticError"))
+        for engine in ("ddp", "fsdp2")
+    ],
+}
+
+
+@pytest.mark.parametrize(("case", "arguments", "own", "says"), rows_of(ONE_RANK))
+def test_one_rank_that_fails_is_an_error_on_the_others_at_once(ranks, case, arguments, own, says):
+    first, second = ranks.try_run(case, *arguments)
+    assert isinstance(first, Raised)
+    assert first.kind == ("OutOfMemoryError" if own == "OutOfMemoryError" else "WindowError")
+    assert says in first.message
+    kind, _, message = own.partition(": ")
+    assert not own or (isinstance(second, Raised) and second.kind == kind and message in second.message)
+
+
+def never_built(rank):
+    """Rank 1 builds no Optimizer."""
+    wait_no_longer_than(1.5)
+    replica = ddp()
+    if rank == 0:
+        wrapped(replica)
+    raise ArithmeticError("rank 1 failed")
+
+
+def test_a_rank_that_builds_nothing_is_an_error_after_the_process_group_s_timeout(fragile_ranks):
+    first, _ = fragile_ranks.try_run(never_built)
+    assert isinstance(first, Raised)
+    assert first.kind == "WindowError"
+    assert "waited for the other ranks to build their Optimizer or TrainStep" in first.message
+
+
+@pytest.mark.parametrize(
+    ("engine", "what"), [("ddp", "dies"), ("ddp", "is late"), ("fsdp2", "fewer"), ("fsdp2", "forward")]
+)
+def test_ranks_that_wait_for_one_that_is_gone_wait_no_longer_than_the_process_group(
+    fragile_ranks, tmp_path, engine, what
+):
+    at = 3 if what == "is late" else 2
+    first, second = fragile_ranks.try_run(fails, engine, "plain", what, at, tmp_path / "given up")
+    assert isinstance(first, Raised)
+    assert isinstance(second, Raised)
+    assert engine != "ddp" or first.kind == "WindowError"
+    assert what != "dies" or "is gone" in first.message
+    assert what != "forward" or second.kind == "ArithmeticError"

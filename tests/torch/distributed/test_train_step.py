@@ -1,0 +1,515 @@
+"""TrainStep over several ranks: each brings its own large batch; the update and the loss are those of all rows.
+
+Sharded models may not fit, and all ranks run their passes together, whatever happens on one.
+"""
+
+import contextlib
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from gradaccum.torch import head
+from gradaccum.torch.measure.fake_memory import LiveBytes
+from tests.reference import FLOAT64, relative_error
+from tests.torch.distributed.problems import (
+    LENGTHS,
+    SIX,
+    SYNCS,
+    TAGGED,
+    Collectives,
+    Count,
+    Fragile,
+    Heads,
+    NoMemory,
+    Oracle,
+    Tagger,
+    check_steps,
+    concatenated,
+    data,
+    error_of,
+    network,
+    shard,
+    slowly,
+    spread,
+    step_of,
+    tagged,
+    text,
+    whole,
+)
+from tests.torch.distributed.processes import on_ranks
+
+CLASSES = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64), ignore_index=1)
+
+
+def first_half(x, y):
+    """What rows weigh: nothing, if they are of the first class."""
+    return (y > 0).double()
+
+
+def of_half(m, x, y):
+    each = cross_entropy(m(x), y, reduction="none") * first_half(x, y)
+    return each.sum() / first_half(x, y).sum()
+
+
+def summed_loss(m, x, y):
+    return cross_entropy(m(x), y, reduction="sum") / 10
+
+
+def terms(m, x, y):
+    """Several losses, with a denominator each; of the third, ranks and micro-batches have nothing now and then."""
+    outputs = m(x)
+    found = {
+        "ce": (cross_entropy(outputs, y, ignore_index=1), (y != 1).sum()),
+        "rows": (outputs.square().mean(), len(x)),
+        "rare": (outputs[y == 2].sum() / (y == 2).sum(), (y == 2).sum()),
+    }
+    return {name: term for name, term in found.items() if term[1] > 0}
+
+
+def each_term(m, x, y):
+    return {name: loss for name, (loss, _) in terms(m, x, y).items()}
+
+
+def counts_of_terms(x, y):
+    return {"ce": (y != 1).sum(), "rows": len(x), "rare": (y == 2).sum()}
+
+
+def of_rows(m, x, y):
+    return cross_entropy(m(x), y)
+
+
+def all_terms(m, x, y):
+    return sum(each_term(m, x, y).values())
+
+
+KINDS = {
+    # TrainStep's arguments, and the loss of the large batch.
+    "rows": ({}, of_rows),
+    "classes": ({"loss_fn": CLASSES}, lambda m, x, y: CLASSES(m(x), y)),
+    "told": ({"compute_loss": lambda m, x, y: (of_half(m, x, y), first_half(x, y).sum())}, of_half),
+    "weight": ({"compute_loss": of_half, "weight": lambda x, y: first_half(x, y).sum()}, of_half),
+    "sum": ({"compute_loss": summed_loss, "reduction": "sum"}, summed_loss),
+    "scaler": ({}, of_rows),
+    "terms": ({"compute_loss": terms}, all_terms),
+    "terms, counted": ({"compute_loss": each_term, "weight": counts_of_terms}, all_terms),
+}
+SIZES, FEWER, FIRST = [[9, 8, 4], [3, 7, 12]], [[9, 8, 0], [3, 7, 5]], [[0, 4], [3, 12]]
+SHARDED = [[8, 3, 8], [6, 9, 0]]
+QUICK = [
+    *(("ddp", SIZES, kind, "sgd", "window") for kind in ("rows", "told", "sum")),
+    ("ddp", SIZES, "classes", "adam", "window"),
+    ("ddp", [[4, 0, 3], [5, 6, 0]], "rows", "sgd", "window"),  # a rank without rows
+    ("ddp", [[0, 4, 3], [5, 6, 0]], "scaler", "sgd", "window"),  # which is its first update
+    *(("ddp", sizes, kind, "adam", "window") for sizes in (FEWER, FIRST) for kind in ("terms", "terms, counted")),
+    ("fsdp2", SHARDED, "weight", "sgd", "window"),
+    ("fsdp2", SHARDED, "told", "sgd", "micro_batch"),
+]
+SLOWLY = [
+    *(("ddp", SIZES, kind, "adam", "window") for kind in ("rows", "told", "sum")),
+    *(("fsdp2", SHARDED, k, "sgd", sync) for k in ("rows", "classes", "told", "weight", "scaler") for sync in SYNCS),
+]
+
+
+@pytest.mark.parametrize(("engine", "sizes", "kind", "optimizer", "sync"), slowly(QUICK, SLOWLY))
+@on_ranks()
+def test_the_update_and_the_loss_are_those_of_all_ranks_rows(rank, engine, sizes, kind, optimizer, sync):
+    """Each of several losses is divided by its weight on all ranks."""
+    oracle, used, (keywords, plain) = Oracle(network(), optimizer), spread(engine, network()), KINDS[kind]
+    count = Count(used) if engine == "ddp" else None
+    if kind == "scaler":
+        keywords = {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)}
+    micro = 3 if engine == "fsdp2" else 4 - rank if sizes in (SIZES, FEWER, FIRST) else 2
+    step = step_of(used, optimizer, micro_batch_size=micro, sync=sync, verify=True, **keywords)
+    messages, send = [0], step.ranks.channel.send
+
+    def counting(*numbers):
+        messages[-1] += 1
+        return send(*numbers)
+
+    step.ranks.channel.send = counting
+    for own in zip(*data(sizes), strict=True):
+        if "terms" in kind:  # rank 1 never has the rare one
+            own = own[0], (own[1][0], torch.where(own[1][1] == 2, 0, own[1][1]))
+        x, y = concatenated(own)
+        named = each_term(oracle.model, x, y) if "terms" in kind else {}
+        expected = {
+            "": oracle.update((x, y), lambda m, rows: plain(m, *rows)),
+            **{n: v.item() for n, v in named.items()},
+        }
+        messages.append(0)
+        with Collectives() as others:
+            loss = step(*own[rank])
+        found = {"": loss.item(), **{name: loss.item() for name, loss in step.losses.items() if not loss.isnan()}}
+        assert found == pytest.approx(expected, rel=FLOAT64)
+    oracle.check(used)
+    if sizes == SIZES:
+        assert count is not None
+        assert count.buckets == 3
+        assert messages[-1] + others["all_reduce"] == 2  # who takes part, with which weight and loss; the reduction
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2 at once"])
+@on_ranks()
+def test_parameters_that_no_rank_uses_are_left_alone(rank, engine):
+    """A head without a turn, and one that rank 1 alone uses: none of DDP's flags says so."""
+    oracle, used, ranks = Oracle(Heads(), "adamw"), spread(engine, Heads()), data([[4, 6, 5], [3, 5, 2]])
+
+    def loss(m, x, y, head=rank):
+        return cross_entropy(m(x, head), y)
+
+    step = step_of(used, "adamw", compute_loss=loss, micro_batch_size=2)
+
+    def loss_of_ranks(m, own):
+        return sum(loss(m, *rows, r) * len(rows[0]) for r, rows in enumerate(own)) / sum(len(x) for x, _ in own)
+
+    for own in zip(*ranks):
+        oracle.update(own, loss_of_ranks)
+        step(*own[rank])
+    oracle.check(used)
+
+
+@pytest.mark.parametrize(
+    ("engine", "weight", "adds"),
+    [("ddp", 131072.0, "mean"), ("ddp", 131072.0, "sum"), ("fsdp2", 1e-6, "mean"), ("fsdp2", 131072.0, "sum")],
+)
+@on_ranks()
+def test_what_is_reduced_in_float16_is_of_the_gradients_size_whatever_the_weights_are(rank, engine, weight, adds):
+    """As many tokens as large batches have, or next to none."""
+    oracle, model, factor = Oracle(network(torch.float32)), network(torch.float32), weight if adds == "sum" else 1.0
+    if engine == "ddp":
+        used = spread(engine, model)
+        used.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    else:
+        used = spread(engine, model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+
+    def loss(m, x, y):
+        return cross_entropy(m(x), y, reduction=adds) * factor, weight * len(x)
+
+    step = step_of(used, compute_loss=loss, micro_batch_size=2, reduction=adds, verify=True)
+    check_steps(rank, step, oracle, data(SIX, dtype=torch.float32), bound=2**-9)
+
+
+# Where micro-batches may not fit.
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@on_ranks()
+def test_replicas_run_out_of_memory_each_for_itself(rank, backward):
+    oracle, ranks = Oracle(network()), data([[8, 6], [7, 9]])
+    model = network().insert(1, NoMemory(2 if rank == 1 else 999, backward))
+    check_steps(rank, step_of(DistributedDataParallel(model)), oracle, ranks)
+
+
+def shard_layers(model):
+    return shard(model, *model.layers)
+
+
+@pytest.mark.parametrize(("on", "backward"), slowly([(1, True)], [(0, False), (1, False), (0, True)]))
+@on_ranks()
+def test_a_rank_that_runs_out_of_memory_has_all_begin_again_exactly(rank, on, backward):
+    for place in (1, 3) if backward else (0, 1, 3):
+        oracle, model = Oracle(Fragile(), "adam"), shard_layers(Fragile())
+        if rank == on:
+            model.places[place].rows, model.places[place].backward = 2, backward
+        step = step_of(model, "adam")
+        check_steps(rank, step, oracle, data([[8, 6], [7, 9]]))
+        assert sum(p.failures for p in model.places) == (rank == on)
+        assert step.micro_batch_size == 2
+
+
+@on_ranks()
+def test_after_a_restart_random_numbers_and_buffers_are_as_if_the_larger_size_had_never_been_tried(rank):
+    found = []
+    for fails in (True, False):
+        model = shard_layers(Fragile(dropout=0.5))
+        if fails and rank == 1:
+            model.places[3].rows, model.places[3].backward = 2, True
+        step = step_of(model, micro_batch_size=4 if fails else 2)
+        torch.manual_seed(rank)
+        for rows in data([[4, 3], [4, 4]])[rank]:
+            step(*rows)
+        found.append((whole(model), torch.get_rng_state(), model.calls.item()))
+    (one, numbers, calls), (other, expected, _) = found
+    assert relative_error(one, other) == 0.0
+    assert torch.equal(numbers, expected)
+    assert calls == 2
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward", "everywhere", "nothing fits", "reduction"])
+@on_ranks()
+def test_an_error_that_smaller_micro_batches_do_not_help_is_one_on_every_rank_and_the_next_batch_is_exact(rank, kind):
+    """On rank 1, which the others name, or on all ranks, in a later micro-batch: nothing of the batch is left."""
+    oracle, model, ranks = Oracle(Fragile()), shard_layers(Fragile()), data([[6, 3], [5, 4]])
+    place, scatter, fails = model.places[1], torch.distributed.reduce_scatter_single, [False, kind == "everywhere"]
+    if rank == 1 and kind == "reduction":
+        layer = model.layers[1]._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
+        layer.allocate = no_memory
+    elif rank == 1 and kind != "everywhere":
+        place.rows, place.backward = 0, kind == "backward"
+        place.error = place.error if kind == "nothing fits" else ArithmeticError("one rank's own")
+
+    def loss(m, x, y):
+        if fails and fails.pop(0):
+            raise ArithmeticError("one rank's own")
+        return cross_entropy(m(x), y)
+
+    step = step_of(model, compute_loss=loss)
+    said = error_of(lambda: step(*ranks[rank][0]))
+    if kind in ("forward", "backward", "everywhere"):
+        alone = rank == 1 or kind == "everywhere"
+        assert said.startswith("ArithmeticError: one rank's own" if alone else "WindowError: Rank 1 stopped")
+    else:
+        assert said.startswith("OutOfMemoryError")
+        assert ("no memory" if rank == 1 else "on rank 1") in said
+    if rank == 1 and kind == "reduction":
+        del layer.allocate
+    fails.clear()
+    place.rows = 999
+    assert scatter is torch.distributed.reduce_scatter_single
+    check_steps(rank, step, oracle, [own[1:] for own in ranks])
+
+
+def no_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("no memory for it")
+
+
+@on_ranks()
+def test_code_that_goes_on_after_any_error_keeps_no_rank_waiting(rank):
+    """And ends its pass by another one."""
+    oracle, model = Oracle(Fragile()), shard_layers(Fragile())
+    model.places[1].rows = 2 if rank == 1 else 999
+
+    def stubborn(m, x, y):
+        with contextlib.suppress(Exception) if rank == 0 else contextlib.nullcontext():
+            return cross_entropy(m(x), y)
+        return cross_entropy(m(x), y)
+
+    step, ranks = step_of(model, compute_loss=stubborn), data([[6, 3], [5, 4]])
+    oracle.see(ranks, 1)
+    for rows in ranks[rank]:
+        step(*rows)
+    oracle.check(model)
+
+
+def at_random(rank, seed):
+    draw, count = random.Random(seed), dist.get_world_size()
+    sync, clip = draw.choice(SYNCS), draw.choice([None, 0.05])
+    oracle, model = Oracle(Fragile(), "adam", clip), shard_layers(Fragile())
+    step = step_of(model, "adam", sync=sync, micro_batch_size=draw.randint(2, 9), clip_grad_norm=clip)
+    sizes = [[draw.choice([0, 1, 2, 5, 9, 13]) for _ in range(4)] for _ in range(count)]
+    sizes[0] = [max(size, 1) for size in sizes[0]]
+    ranks = data(sizes, epoch=seed)
+    oracle.see(ranks, 1)
+    for rows in ranks[rank]:
+        for r in range(count):
+            place, fit, backward = draw.randrange(4), draw.randint(1, 12), draw.random() < 0.5
+            if r == rank:
+                for p in model.places:
+                    p.rows = 999
+                model.places[place].rows, model.places[place].backward = fit, backward
+        step(*rows)
+    oracle.check(model)
+
+
+@pytest.mark.parametrize("seed", slowly([39], range(39)))
+@on_ranks()
+def test_memory_that_runs_out_anywhere_keeps_the_update_exact(rank, seed):
+    """On any rank, at any time."""
+    at_random(rank, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@on_ranks("four_ranks")
+def test_memory_that_runs_out_anywhere_keeps_hybrid_sharding_exact(rank, seed):
+    at_random(rank, seed)
+
+
+@pytest.mark.parametrize("sync", slowly(["micro_batch"], ["window"]))
+@on_ranks()
+def test_auto_is_predicted_by_each_rank_and_all_run_as_many_passes(rank, sync):
+    """Ranks have different memory, and draw no random numbers for it."""
+    torch.manual_seed(0)
+    model, limit = nn.Sequential(nn.Linear(5, 4000), nn.Tanh(), nn.Linear(4000, 3)).double(), 3 * 2**20
+    oracle, used, seen = Oracle(model), shard(model), []
+    step = step_of(used, micro_batch_size="auto", memory_limit=limit if rank == 1 else 2**30, sync=sync)
+    step.update._meter.live = lambda: 0  # the tests' own process does not count
+    used.register_forward_pre_hook(lambda m, inputs: seen.append(len(inputs[0]) * (type(inputs[0]) is Tensor)))
+    ranks, numbers = data([[64, 64], [64, 20]]), torch.get_rng_state()
+    oracle.see(ranks, 1)
+    seen.clear()
+    step(*ranks[rank][0])
+    assert torch.equal(numbers, torch.get_rng_state())
+    with LiveBytes() as live:
+        step(*ranks[rank][1])
+    oracle.check(used)
+    passes, size = [rows for rows in seen if rows], step.micro_batch_size or 0
+    assert set(gathered(len(passes))) == {len(passes)}  # in both updates
+    if rank == 0:
+        assert size == 64  # where nothing is short
+    else:
+        assert 4 < size < 40
+        assert max(passes) <= size
+        assert 0.3 * limit < live.peak <= limit
+
+
+def gathered(mine):
+    """What each rank has."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+@on_ranks()
+def test_auto_on_a_loss_that_fake_tensors_cannot_run_is_an_error_on_every_rank(rank):
+    """It asks rank 1's rows for a value."""
+
+    def loss(m, x, y):
+        return cross_entropy(m(x), y) * (1.0 if rank == 0 or x.sum().item() > 1 else 2.0)
+
+    step = step_of(shard(network()), compute_loss=loss, micro_batch_size="auto", memory_limit="1GiB", verify=True)
+    said = error_of(lambda: step(*data([[8]] * 2)[rank][0]))
+    predicts = "ValueError: With a sharded model, micro_batch_size='auto' predicts memory"
+    assert said.startswith(predicts if rank == 1 else "WindowError: Rank 1 stopped")
+
+
+# Ragged rows of tokens, `head` and `pack`.
+
+
+def spread_tagger(model, engine):
+    """Replicated, or sharded in the parts that `engine` names."""
+    if engine == "DDP":
+        return DistributedDataParallel(model)
+    parts = {
+        "at once": [],
+        "the head with the rest": [model.embedding, model.middle],
+        "the head by itself": [model.embedding, model.middle, model.head],
+        "outputs cast": [model.head],
+    }
+    policy = MixedPrecisionPolicy(output_dtype=torch.float64 if engine == "outputs cast" else None)
+    for part in parts[engine]:
+        fully_shard(part, mp_policy=policy)
+    return fully_shard(model, reshard_after_forward=True, mp_policy=policy)
+
+
+def laid(batch, rows):
+    """Rows one behind the other."""
+    found = {}
+    for name, filler in (("input_ids", 0), ("labels", -100)):
+        lines = [torch.cat([batch[name][row][batch["attention_mask"][row] != 0] for row in pack]) for pack in rows]
+        found[name] = nn.utils.rnn.pad_sequence(lines, batch_first=True, padding_value=filler)
+    return found
+
+
+def train_tagger(rank, engine, updates, own_loss=True, clip=None, **keywords):
+    """Updates of a language model on rows of these lengths. Returns tiles, and tokens of the last one's passes."""
+    model, seen = Tagger(own_loss), []
+    oracle = Oracle(model, "adam", clip)
+    model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]["input_ids"].numel()))
+    if (fits := keywords.pop("fits", None)) is not None and rank == fits[0]:
+        model.place.rows = fits[1]
+    used = spread_tagger(model, engine)
+    step = step_of(used, "adam", **TAGGED, clip_grad_norm=clip, **keywords)
+    with counted_tiles() as tiles:
+        for update, lengths in enumerate(updates):
+            seen.clear()
+            check_steps(rank, step, oracle, [[text(own, 10 * update + r)] for r, own in enumerate(lengths)], tagged)
+    if fits is not None and engine == "DDP":
+        assert fits[1] > 20 or (model.place.failures > 0) == (
+            rank == fits[0]
+        )  # how far "auto" climbs depends on the clock
+    return len(tiles), seen
+
+
+@contextlib.contextmanager
+def counted_tiles():
+    """Tiles of few rows, which were computed in forward passes."""
+    original, numbers, found = head.cross_entropies, head.NUMBERS, []
+
+    def counting(*arguments):
+        *others, losses = arguments
+
+        def counted(tile, target):
+            found.append(len(tile))
+            return losses(tile, target)
+
+        return original(*others, counted)
+
+    head.cross_entropies, head.NUMBERS = counting, 5 * 20
+    yield found
+    head.cross_entropies, head.NUMBERS = original, numbers
+
+
+LONG_AND_SHORT = [LENGTHS, LENGTHS[::-1]]
+"""Long rows on one rank and short ones on the other, in turns."""
+
+
+@pytest.mark.parametrize(("fits", "groups"), slowly([(20, None), (999, 2)], [(999, None)]))
+@on_ranks()
+def test_max_tokens_has_as_many_passes_of_about_the_same_cost_on_each_rank(rank, fits, groups):
+    """Rank 1 has memory for so many tokens only."""
+    options = {"max_tokens": 48, "verify": True, "groups": groups}
+    _, tokens = train_tagger(rank, "the head by itself", LONG_AND_SHORT, fits=(1, fits), **options)
+    assert max(tokens) <= 48
+    if fits == 999:
+        assert set(gathered(len(tokens))) == {len(tokens)}
+        assert rank == 1 or max(tokens) <= 12  # 17 tokens in as many passes as 96 take elsewhere, not in one
+
+
+@pytest.mark.parametrize(("fits", "max_tokens"), [((1, 60), None), ((0, 20), 48)], ids=["auto", "max_tokens"])
+@on_ranks()
+def test_ranks_of_a_replicated_model_search_pack_and_run_out_of_memory_each_for_itself(rank, fits, max_tokens):
+    train_tagger(rank, "DDP", LONG_AND_SHORT, fits=fits, micro_batch_size="auto", max_tokens=max_tokens)
+
+
+ENGINES = "DDP", "at once", "the head with the rest", "the head by itself"
+TILED = [("DDP", True), ("at once", False), ("the head by itself", True)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "own_loss"), slowly(TILED, [(e, own) for e in ENGINES for own in (True, False) if (e, own) not in TILED])
+)
+@on_ranks()
+def test_a_head_in_tiles_makes_the_clipped_update_of_all_ranks_rows(rank, engine, own_loss):
+    tiles, _ = train_tagger(rank, engine, [LENGTHS] * 3, own_loss, 0.05, head="head", max_tokens=24)
+    assert tiles > 20
+
+
+@on_ranks()
+def test_a_rank_that_runs_passes_for_the_others_sake_runs_them_in_tiles_too(rank):
+    updates = [[LENGTHS[0], [9]]] * 3
+    tiles, seen = train_tagger(rank, "the head by itself", updates, head="head", micro_batch_size=2)
+    assert len(seen) == 4
+    assert tiles > 4 * 2
+
+
+@on_ranks()
+def test_where_sharded_modules_cast_their_outputs_logits_are_computed_whole(rank):
+    tiles, _ = train_tagger(rank, "outputs cast", [LENGTHS] * 3, head="head", micro_batch_size=3)
+    assert tiles == 0
+
+
+PACKED = [("DDP", None), ("at once", "head")]
+
+
+@pytest.mark.parametrize(
+    ("engine", "head"),
+    slowly(
+        PACKED,
+        [(e, h) for e in ("DDP", "at once", "the head by itself") for h in (None, "head") if (e, h) not in PACKED],
+    ),
+)
+@on_ranks()
+def test_packed_rows_make_the_update_of_all_ranks_rows(rank, engine, head):
+    tiles, seen = train_tagger(rank, engine, [LENGTHS] * 3, clip=0.05, head=head, pack=laid, max_tokens=24)
+    if rank == 0:
+        assert (tiles > 0) == (head is not None)
+        assert sum(seen) <= 1.1 * sum(LENGTHS[0])
+    assert engine == "DDP" or set(gathered(len(seen))) == {len(seen)}

@@ -1,0 +1,446 @@
+"""One window over all ranks: the update of one process that sees all rows, with one reduction per window."""
+
+import copy  # no postponed annotations here: DDP reads those of its hooks
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from gradaccum.torch.optim import Optimizer
+from tests.reference import FLOAT32, FLOAT64, relative_error
+from tests.torch.distributed.problems import (
+    OPTIMIZERS,
+    RAGGED,
+    SIX,
+    SYNCS,
+    Collectives,
+    Count,
+    Heads,
+    Oracle,
+    concatenated,
+    data,
+    loss_of,
+    network,
+    slowly,
+    spread,
+    train_on,
+    windows,
+    wrap,
+)
+from tests.torch.distributed.processes import on_ranks
+
+LAYERS = 2
+"""What is sharded together."""
+
+
+def train(
+    rank,
+    sizes,
+    steps,
+    way="batches",
+    *,
+    engine="ddp",
+    loss=loss_of,
+    build=network,
+    ddp=None,
+    weights=None,
+    heads=None,
+    bad=(),
+    hook="",
+    compiles="",
+    skips=((), ()),
+    optimizer="sgd",
+    clip=None,
+    epochs=1,
+    dtype=torch.float64,
+    bound=FLOAT64,
+    **keywords,
+):
+    """The user's loop makes the oracle's updates, with one reduction for each, or of each micro-batch if asked to.
+
+    `way`: in batches(), or in a plain loop that is flushed; with the wrapper's backward() or the losses' own. `loss`:
+    one, or several, which go backward one by one. What micro-batches weigh in place of their rows, which head they use,
+    whose loss is infinite (`bad`) and which are passed over (`skips`), by rank; weight 0 has a loss of NaN.
+    """
+    model = build() if dtype is torch.float64 else build(dtype)
+    oracle = Oracle(model, optimizer, clip)
+    if compiles == "inside":
+        model.compile(backend="eager")
+    used = spread(engine, model, **(ddp or {}))
+    count = Count(used) if engine == "ddp" and not hook else None
+    if hook == "powerSGD_hook":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2)
+        used.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif hook:
+        used.register_comm_hook(None, getattr(default_hooks, hook))
+    used = torch.compile(used, backend="eager") if compiles == "outside" else used
+    inner = OPTIMIZERS[optimizer](model.parameters())
+    wrapped = Optimizer(inner, steps=steps, model=used, clip_grad_norm=clip, **keywords)
+    sums, by_names, closed = keywords.get("reduction") == "sum", loss is by_name, 0
+
+    def losses(m, rows, place):
+        found = loss(m, rows) if heads is None else loss(lambda x: m(x, heads[place[0]][place[1]]), rows)
+        return found if isinstance(found, list) else [found]
+
+    def named_losses(m, rows):
+        return sum(part for part, weight in loss(m, rows).values() if weight)
+
+    def weight(place, rows):
+        return len(rows[0]) if weights is None else weights[place[0]][place[1]]
+
+    with Collectives() as collectives:
+        for epoch in range(epochs):
+            ranks = data(sizes, epoch, dtype)
+            kept = [[((r, i), x) for i, x in enumerate(own) if i not in skips[r % 2]] for r, own in enumerate(ranks)]
+            for window in windows(kept, steps):
+                closed += 1
+                seen = [(weight(p, rows), p, rows) for p, rows in window if p not in bad and len(rows[0])]
+                total = 1 if sums and weights is None else sum(w for w, *_ in seen)
+                skipped = keywords.get("nonfinite") == "skip_window" and any(p in bad for p, _ in window)
+
+                def whole_loss(m, _, seen=seen, total=total):
+                    return sum(sum(losses(m, rows, p)) * ((1 if sums else w) / total) for w, p, rows in seen)
+
+                if by_names:
+                    oracle.update(concatenated([rows for _, rows in window]), named_losses)
+                elif total and not skipped:
+                    oracle.update(None, whole_loss)
+            loader = list(enumerate(ranks[rank]))
+            if "batches" in way:
+                given = None if weights is None else lambda one: weight((rank, one[0]), one[1])
+                loader = wrapped.batches(loader, weight=given)
+            for i, rows in loader:
+                if i in skips[rank % 2]:
+                    continue
+                wrapped.zero_grad()
+                factor = float("inf") if (rank, i) in bad else 1.0 if weight((rank, i), rows) else float("nan")
+                for part in losses(used, rows, (rank, i)):
+                    if by_names:
+                        wrapped.backward(part)
+                    elif "backward" in way:
+                        wrapped.backward(part * factor, weight=None if "batches" in way else weight((rank, i), rows))
+                    else:
+                        (part * factor).backward()
+                wrapped.step()
+            if "batches" not in way:
+                wrapped.flush()
+    oracle.check(model, bound)
+    assert wrapped.updates == oracle.updates
+    if engine in ("fsdp2", "fsdp2 parts"):
+        reduced = len(sizes[0]) * epochs if keywords.get("sync") == "micro_batch" else closed
+        assert collectives["reduce_scatter"] == LAYERS * reduced
+        assert dist.get_world_size() == 2 or collectives["all_reduce"] == LAYERS * closed
+    elif count is not None and count.elements:  # in several buckets, perhaps
+        assert count.elements == sum(p.numel() for p in model.parameters()) * closed
+    elif engine == "ddp" and not hook:
+        assert collectives["all_reduce"] == closed
+
+
+def total_loss(m, rows):
+    return cross_entropy(m(rows[0]), rows[1], reduction="sum") * 0.1
+
+
+def second(m, rows):
+    return m(rows[0] * 0.5).square().sum(1).mean()
+
+
+def both_passes(m, rows):
+    return loss_of(m, rows) + second(m, rows)
+
+
+def separate_passes(m, rows):
+    return [loss_of(m, rows), second(m, rows)]
+
+
+def unreached_penalty(m, rows):
+    """A penalty on weights, which no output of the model leads to."""
+    return [loss_of(m, rows), sum(p.square().sum() for p in m.parameters())]
+
+
+def through_grad(m, rows):
+    """A look, by torch.autograd.grad, at what the input matters."""
+    x = rows[0].clone().requires_grad_()
+    torch.autograd.grad(m(x).sum(), x)
+    return loss_of(m, rows)
+
+
+def gradient_penalty(m, rows):
+    x = rows[0].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+    return loss_of(m, rows) + gradient.square().sum(1).mean()
+
+
+def by_name(m, rows):
+    """Two losses with denominators of their own: one over rows, one over those whose first entry is positive."""
+    outputs, kept = m(rows[0]), rows[0][:, 0] > 0
+    second = outputs[kept].square().mean() if kept.any() else outputs.sum() * 0.0
+    return {"rows": (cross_entropy(outputs, rows[1]), len(rows[0])), "kept": (second, int(kept.sum()))}
+
+
+class Checkpointed(nn.Module):
+    """A layer, or all of them, run again in the backward pass."""
+
+    def __init__(self, all_of_it, reentrant):
+        super().__init__()
+        self.layers, self.all_of_it, self.reentrant = network(), all_of_it, reentrant
+
+    def forward(self, x):
+        if self.all_of_it:
+            return checkpoint(self.layers, x.requires_grad_(), use_reentrant=self.reentrant)
+        return checkpoint(self.layers[2], torch.tanh(self.layers[0](x)), use_reentrant=self.reentrant)
+
+
+EVEN, UNEVEN = [[4] * 6] * 2, [[4, 4, 4, 4, 4, 4, 4, 4, 3], [4, 4, 4, 2]]
+SHORT, UNSUMMED = [[4, 3, 2, 5, 4], [2, 5, 1, 2, 2]], [[4, 3, 5], [2, 5, 1, 4, 2]]
+ONES, SOME = [[1] * 6] * 2, [[4, 0, 3, 2, 4, 4], [2, 5, 0, 4, 4, 0]]
+CLOSED_BY_NOTHING = [[4, 0, 3, 2, 4, 0], [2, 0, 0, 4, 4, 5]]
+SAME, DIFFERENT = [[0, 1, 0, 1, 1, 0]] * 2, [[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1, 0]]
+WEIGHTS = [[3, 0, 5, 2, 0, 0, 4, 0], [0, 7, 1, 0, 0, 0, 0, 0]]
+SHARDED_WEIGHTS = [WEIGHTS[0], [0, 7, 1, 0, 2, 0, 0, 0]]
+FLUSHED, BUCKETS, VIEWS = {"way": "backward"}, {"bucket_cap_mb": 1e-4}, {"gradient_as_bucket_view": True}
+SUMS = {"loss": total_loss, "reduction": "sum"}
+MICRO_BATCH, UNUSED, FSDP2 = {"sync": "micro_batch"}, {"find_unused_parameters": True}, {"engine": "fsdp2"}
+WAYS = [{"way": way} for way in ("batches", "batches backward", "backward")]
+LOOPS = {
+    # Rows of each rank's micro-batches, steps, the rest.
+    "even, twice": (EVEN, 4, {"epochs": 2}),
+    **{f"ragged, {way['way']}": (RAGGED, 4, way) for way in WAYS},
+    **{f"uneven, {way['way']}": (UNEVEN, 4, way) for way in WAYS},
+    "plain DDP": (RAGGED, 1, {}),
+    "Adam": (UNEVEN, 4, {"optimizer": "adam"}),
+    "clipped": (UNEVEN, 4, {"clip": 0.1}),
+    "gradients are views of buckets": (UNEVEN, 4, {"ddp": VIEWS}),
+    "find_unused_parameters": (UNEVEN, 4, {"ddp": UNUSED}),
+    "static_graph": (UNEVEN, 4, {"ddp": {"static_graph": True}}),
+    "static_graph and views": (UNEVEN, 4, {"ddp": {"static_graph": True, **VIEWS}, **FLUSHED}),
+    "several buckets, each reduced once": (UNEVEN, 4, {"ddp": BUCKETS}),
+    "sync='micro_batch' is for sharded models": (RAGGED, 4, {"epochs": 2, **MICRO_BATCH}),
+    "an empty last batch on one rank counts nothing": ([[4, 3, 2, 0], [2, 2, 5, 4]], 2, {}),
+    "micro-batches that a rank passes over": (RAGGED, 2, {"skips": [[1, 5], [0, 3, 4]]}),
+    "several models share a window": (UNSUMMED, 2, {"engine": "ddp parts"}),
+    "sums": (UNSUMMED, 2, SUMS),
+    "sums over weights": (UNSUMMED, 2, {**SUMS, **FLUSHED, "weights": [[8, 6, 10], [4, 10, 2, 8, 4]]}),
+    **{
+        f"losses by name, {steps} steps, {name}": (sizes, steps, {"loss": by_name, "epochs": 2, **FLUSHED})
+        for name, sizes, steps in (
+            *(("even", EVEN, 4), ("ragged", RAGGED, 2), ("ragged", RAGGED, 1)),
+            ("uneven", [[4, 4, 4, 4, 3], [4, 2]], 2),
+        )
+    },
+    "two forward passes": (RAGGED, 2, {"loss": both_passes}),
+    "two backward passes": (RAGGED, 2, {"loss": separate_passes}),
+    "a penalty on weights": (RAGGED, 2, {"loss": unreached_penalty}),
+    "torch.autograd.grad through DDP": (RAGGED, 2, {"loss": through_grad, **FLUSHED}),
+    "a gradient penalty": (RAGGED, 2, {"loss": gradient_penalty, **FLUSHED}),
+    **{
+        f"{how} checkpointed, {static=}": (
+            SHORT,
+            2,
+            {"build": partial(Checkpointed, *of), "ddp": {"static_graph": static}},
+        )
+        for how, of in {"partly": (False, True), "all": (True, True), "without reentry,": (False, False)}.items()
+        for static in (True, False)
+    },
+    "compiled": (EVEN, 3, {"compiles": "outside"}),
+    # Sharded models: when to reduce is a trade of memory against communication.
+    **{f"shards, {way['way']}": (RAGGED, 4, {**FSDP2, **way}) for way in WAYS},
+    "shards, micro_batch": (RAGGED, 4, {**FSDP2, **MICRO_BATCH, **FLUSHED}),
+    "shards, micro_batch, clipped, with Adam": (RAGGED, 4, {"optimizer": "adam", "clip": 0.05, **FSDP2, **MICRO_BATCH}),
+    "shards, clipped": (RAGGED, 4, {"clip": 0.05, **FSDP2}),
+    "a list of sharded parts": (RAGGED, 2, {"engine": "fsdp2 parts", "way": "batches backward"}),
+    "a list of sharded parts, plain": (RAGGED, 2, {"engine": "fsdp2 parts"}),
+    "shards, compiled": (RAGGED, 2, {"compiles": "outside", **FSDP2, **MICRO_BATCH}),
+    # Communication hooks see every reduction. The last window is reduced by hand, since `flush` closes it.
+    **{
+        hook: (SHORT, 2, {"hook": hook, "bound": bound, **FLUSHED})
+        for hook, bound in (("allreduce_hook", FLOAT64), ("fp16_compress_hook", 2**-10), ("powerSGD_hook", 2**-10))
+    },
+}
+LOOPS_SLOWLY = {
+    "compiled inside": (EVEN, 3, {"compiles": "inside"}),
+    "shards, batches, micro_batch": (RAGGED, 4, {**FSDP2, **MICRO_BATCH}),
+    "shards, clipped, with Adam": (RAGGED, 4, {"optimizer": "adam", "clip": 0.05, **FSDP2}),
+    "shards, compiled, window": (RAGGED, 2, {"compiles": "outside", **FSDP2}),
+    **{f"shards, compiled inside, {s}": (RAGGED, 2, {"compiles": "inside", "sync": s, **FSDP2}) for s in SYNCS},
+}
+
+
+@pytest.mark.parametrize("loop", slowly(LOOPS, LOOPS_SLOWLY))
+@on_ranks()
+def test_a_loop_makes_the_update_of_all_ranks_rows_with_one_reduction_per_window(rank, loop):
+    sizes, steps, options = {**LOOPS, **LOOPS_SLOWLY}[loop]
+    train(rank, sizes, steps, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", SYNCS)
+@on_ranks("four_ranks")
+def test_hybrid_sharding_reduces_across_replicas_once_per_window(rank, sync):
+    train(rank, [*RAGGED, *RAGGED], 4, engine="fsdp2", sync=sync)
+
+
+HEADS = {"build": Heads, "ddp": UNUSED}
+AT_ONCE, NESTED = {"build": Heads, "engine": "fsdp2 at once"}, {"build": Heads, "engine": "fsdp2 nested"}
+POLICY = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+TWO_DTYPES = {**AT_ONCE, "ddp": {"mp_policy": POLICY}, "heads": DIFFERENT, "bound": FLOAT32}
+ADAM, ADAMW = {"optimizer": "adam"}, {"optimizer": "adamw"}
+PARTS = {
+    # What micro-batches weigh, and what else. Heads: one of them never has a turn.
+    "token weights, batches": (WEIGHTS, {}),
+    "token weights, backward": (WEIGHTS, FLUSHED),
+    "token weights, shards, batches": (SHARDED_WEIGHTS, FSDP2),
+    "token weights, shards, backward": (SHARDED_WEIGHTS, {**FSDP2, **FLUSHED}),
+    "heads": (SOME, {**HEADS, "heads": SAME}),
+    "heads, flushed": (SOME, {**HEADS, "heads": SAME, **FLUSHED}),
+    "different heads": (SOME, {**HEADS, "heads": DIFFERENT, "way": "batches backward"}),
+    "different heads, flushed, AdamW": (SOME, {**HEADS, "heads": DIFFERENT, **ADAMW, **FLUSHED}),
+    "heads, closed by nothing, AdamW": (CLOSED_BY_NOTHING, {**HEADS, "heads": SAME, **ADAMW}),
+    "heads, closed by nothing": (CLOSED_BY_NOTHING, {**HEADS, "heads": SAME, "way": "batches backward"}),
+    "heads, static_graph": (ONES, {"build": Heads, "ddp": {"static_graph": True}, "heads": SAME, **ADAMW}),
+    "heads of shards": (ONES, {**AT_ONCE, "heads": DIFFERENT, **ADAM}),
+    "heads of shards, AdamW": (SOME, {**AT_ONCE, "heads": DIFFERENT, **ADAMW}),
+    "heads of shards, closed by nothing": (CLOSED_BY_NOTHING, {**AT_ONCE, "heads": SAME, **ADAM, **MICRO_BATCH}),
+    "sums in a dtype of their own": (ONES, {**TWO_DTYPES, **FLUSHED}),
+    "the same, reduced at once": (ONES, {**TWO_DTYPES, **MICRO_BATCH}),
+    "parts sharded by themselves": (ONES, {**NESTED, "heads": SAME}),
+    "the same, reduced each time": (ONES, {**NESTED, "heads": SAME, **MICRO_BATCH}),
+}
+PARTS_SLOWLY = {
+    f"{weights} {heads} {how.get('engine', 'ddp')} {more} {optimizer}": (
+        weights,
+        {**how, "heads": heads, **more, **optimizer},
+    )
+    for weights, heads in ((SOME, SAME), (SOME, DIFFERENT), (CLOSED_BY_NOTHING, SAME))
+    for how, others in ((HEADS, FLUSHED), (AT_ONCE, MICRO_BATCH))
+    for more in ({}, others)
+    for optimizer in ({}, ADAM)
+}
+
+
+@pytest.mark.parametrize("used", slowly(PARTS, PARTS_SLOWLY))
+@on_ranks()
+def test_ranks_that_use_different_parts_or_weigh_nothing_make_the_update_of_all_rows(rank, used):
+    """Nobody hangs, and weight 0 leaves out a loss that is NaN."""
+    weights, options = {**PARTS, **PARTS_SLOWLY}[used]
+    train(rank, [[4] * len(own) for own in weights], 2, weights=weights, **options)
+
+
+@pytest.mark.parametrize(
+    ("engine", "mode"), [("ddp", "skip_micro_batch"), ("ddp", "skip_window"), ("fsdp2", "skip_window")]
+)
+@on_ranks()
+def test_one_rank_that_skips_what_is_not_finite_keeps_the_others_exact(rank, engine, mode):
+    train(rank, [[4, 3, 2] * 3, [2, 2, 5] * 3], 3, engine=engine, bad={(1, 1), (0, 5)}, nonfinite=mode)
+
+
+HALF_SHARDS = {"engine": "fsdp2", "ddp": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}}
+HALF = {"hook": "fp16_compress_hook"}
+HALVES = [(131072.0, {**HALF, **FLUSHED}), (1e-6, HALF), (1e-6, {**HALF_SHARDS, **FLUSHED}), (131072.0, HALF_SHARDS)]
+HALVES = [*HALVES, (131072.0, {**HALF_SHARDS, **MICRO_BATCH, **FLUSHED})]
+
+
+@pytest.mark.parametrize(("weight", "how"), HALVES, ids=str)
+@on_ranks()
+def test_what_is_reduced_in_float16_is_of_the_gradients_size_whatever_the_weights_are(rank, weight, how):
+    """As many tokens as large batches have, or next to none. TrainStep: see its tests."""
+    weights = [[weight * size for size in own] for own in SIX]
+    train(rank, SIX, 2, weights=weights, dtype=torch.float32, bound=2**-9, **how)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@on_ranks()
+def test_bfloat16_gradients_are_summed_and_reduced_in_float32(rank, engine):
+    """As good as the gradients' own rounding."""
+    replicated = engine == "ddp"
+    model = network(torch.bfloat16 if replicated else torch.float32)
+    reference, ranks = copy.deepcopy(model).bfloat16(), data([[4] * 6] * 2, dtype=torch.float32)
+    sums = [torch.zeros_like(p, dtype=torch.float64) for p in reference.parameters()]
+    for x, y in [rows for own in ranks for rows in own]:
+        for total, gradient in zip(
+            sums, torch.autograd.grad(loss_of(reference, (x.bfloat16(), y)), [*reference.parameters()])
+        ):
+            total += gradient.double() / 12
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    used = spread(engine, model, **({} if replicated else {"mp_policy": policy}))
+    wide = {"accumulate_dtype": torch.float32} if replicated else {}
+    optimizer = Optimizer(torch.optim.SGD(used.parameters(), lr=0.1), steps=6, model=used, **wide)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad for p in used.parameters()))
+    own = [(x.bfloat16() if replicated else x, y) for x, y in ranks[rank]]
+    train_on(used, optimizer, optimizer.batches(own))
+    assert replicated or {gradient.dtype for gradient in seen} == {torch.float32}
+    found = [gradient if replicated else gradient.full_tensor() for gradient in seen]
+    assert relative_error(found, [total.bfloat16() for total in sums] if replicated else sums) <= 2**-8
+
+
+SCALED = [
+    # Where a loss overflows, by rank and micro-batch; after how many the scale grows.
+    *(("ddp", at, 1000, "window") for at in (None, (1, 4), (0, 5), (1, 3))),
+    ("ddp", None, 4, "window"),
+    ("ddp", (1, 4), 4, "window"),
+    ("fsdp2", (0, 5), 1000, "window"),
+    ("fsdp2", (1, 4), 1000, "micro_batch"),
+    *(("fsdp2", None, 2, sync) for sync in SYNCS),
+]
+SCALED_SLOWLY = [("fsdp2", at, 1000, sync) for at in (None, (1, 3)) for sync in SYNCS]
+
+
+def scaled(rank, engine, overflow_at, interval, sync):
+    """An epoch of windows of three under a GradScaler, whose update() comes with every micro-batch."""
+    model = network()
+    oracle, (used, optimizer) = Oracle(model), wrap(engine, model, 3, sync=sync)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
+    ranks = data([[4, 3, 2] * 4, [2, 2, 5] * 4] * (dist.get_world_size() // 2))
+    for w, window in enumerate(windows(ranks, 3)):
+        if overflow_at is None or overflow_at[1] // 3 != w:
+            oracle.update(concatenated(window))
+    scales = []
+    for i, (x, y) in enumerate(optimizer.batches(ranks[rank])):
+        infinite = (rank, i) == overflow_at
+        train_on((lambda x: used(x) * float("inf")) if infinite else used, optimizer, [(x, y)], scaler=scaler)
+        if i % 3 == 2:
+            scales.append(scaler.get_scale())
+    oracle.check(model)
+    assert optimizer.updates == (4 if overflow_at is None else 3)
+    if interval == 1000:
+        assert scales == [1024.0, *([512.0 if overflow_at else 1024.0] * 3)]
+    if interval == 2:
+        assert scales == [2048.0, 8192.0, 16384.0, 65536.0]
+
+
+@pytest.mark.parametrize(("engine", "overflow_at", "interval", "sync"), slowly(SCALED, SCALED_SLOWLY))
+@on_ranks()
+def test_an_overflow_on_one_rank_costs_all_ranks_one_window_and_one_halving(rank, engine, overflow_at, interval, sync):
+    """Scales that grow at different times are brought together; one that grows in a window keeps its sum exact."""
+    scaled(rank, engine, overflow_at, interval, sync)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", SYNCS)
+@on_ranks("four_ranks")
+def test_hybrid_sharding_with_a_grad_scaler(rank, sync):
+    scaled(rank, "fsdp2", (1, 4), 1000, sync)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@on_ranks()
+def test_an_overflow_in_a_window_that_is_flushed_makes_no_update(rank, sync):
+    """No GradScaler has looked at its sum."""
+    model = network()
+    oracle, (used, optimizer) = Oracle(model), wrap("fsdp2", model, 3, sync=sync)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ranks = data([[4, 3, 2, 5], [2, 2, 5, 1]])
+    oracle.update(concatenated([own[i] for own in ranks for i in (2, 3)]))
+    for i, rows in enumerate(ranks[rank]):
+        infinite = (rank, i) == (1, 0)
+        train_on((lambda x: used(x) * float("inf")) if infinite else used, optimizer, [rows], "weighed", scaler)
+        if i % 2:
+            assert optimizer.flush() == (i == 3)
+    oracle.check(used)
+    assert optimizer.updates == 1

@@ -1,0 +1,466 @@
+"""Wrapped optimizers over several ranks, beside their updates: messages, hooks, buffers, freezing, noise."""
+
+import copy  # no postponed annotations here: DDP reads those of its hooks
+import gc
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from gradaccum import WindowError
+from gradaccum.core.noise import NoiseSchedule
+from gradaccum.torch.distributed.channel import Channel
+from gradaccum.torch.optim import Optimizer
+from tests.reference import FLOAT64, relative_error
+from tests.torch.distributed.problems import (
+    RAGGED,
+    SIX,
+    SYNCS,
+    Collectives,
+    Fragile,
+    Oracle,
+    concatenated,
+    data,
+    lines_of,
+    loss_of,
+    network,
+    sgd,
+    shard,
+    slowly,
+    spread,
+    step_of,
+    train_on,
+    whole,
+    wrap,
+)
+from tests.torch.distributed.processes import on_ranks
+from tests.torch.distributed.test_windows import LAYERS, SHORT, train
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@on_ranks()
+def test_two_optimizers_that_share_batches_close_their_windows_in_turns(rank, steps):
+    train_two(rank, RAGGED, steps)
+
+
+def train_two(rank, sizes, steps):
+    models, ranks = [network(), network()], data(sizes)
+    oracles = [Oracle(model) for model in models]
+    replicas, optimizers = zip(*(wrap("ddp", model, steps) for model in models), strict=True)
+    for _ in range(2):
+        for rows in optimizers[1].batches(optimizers[0].batches(ranks[rank])):
+            for replica, optimizer in zip(replicas, optimizers, strict=True):
+                train_on(replica, optimizer, [rows])
+        for oracle in oracles:
+            oracle.see(ranks, steps)
+    for oracle, model, optimizer in zip(oracles, models, optimizers, strict=True):
+        oracle.check(model)
+        assert optimizer.updates == 2 * -(-6 // steps)
+
+
+class Parts(nn.Module):
+    """Two networks in one, of which a forward pass runs one or both."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = network(), network()
+
+    def forward(self, x, which):
+        return self.a(x) + self.b(x) if which == "ab" else getattr(self, which)(x)
+
+
+@pytest.mark.parametrize(
+    ("steps", "which", "unused"),
+    [((1, 1), "a b", True), ((2, 3), "a b", False), ((2, 3), "ab ab", True), ((2, 2), "ab ab", False)],
+)
+@on_ranks()
+def test_two_optimizers_on_parts_of_one_model_close_their_windows_in_turns_as_a_gans(rank, steps, which, unused):
+    model = Parts()
+    plain, replica = copy.deepcopy(model), DistributedDataParallel(model, find_unused_parameters=unused)
+    parts, others = [replica.module.a, replica.module.b], [plain.a, plain.b]
+    optimizers = [Optimizer(sgd(m), n, model=replica) for m, n in zip(parts, steps)]
+    expected, weights, ranks = [*map(sgd, others)], [0, 0], data(SIX)
+    for i, own in enumerate(ranks[rank]):
+        for k, (optimizer, name) in enumerate(zip(optimizers, which.split())):
+            optimizer.zero_grad()
+            parts[1 - k].requires_grad_(False)
+            optimizer.backward(cross_entropy(replica(own[0], name), own[1]), weight=len(own[0]))
+            optimizer.step()
+            parts[1 - k].requires_grad_(True)
+            x, y = concatenated([both[i] for both in ranks])  # with the other part as it is now
+            cross_entropy(plain(x, name), y, reduction="sum").backward(inputs=[*others[k].parameters()])
+            weights[k] += len(x)
+            if optimizer.updated:
+                for parameter in others[k].parameters():
+                    parameter.grad /= weights[k]
+                expected[k].step()
+                expected[k].zero_grad()
+                weights[k] = 0
+    assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
+
+
+class InForward(nn.Module):
+    """Runs the loop's body in its forward pass, as a DistributedDataParallel's that Lightning calls does."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = network()
+
+    def forward(self, body):
+        body(self.model)
+
+
+@pytest.mark.parametrize(("steps", "part"), [(1, True), (2, False), (3, True), (3, False)])
+@on_ranks()
+def test_a_loop_may_run_in_the_models_forward_pass_as_lightnings_does(rank, steps, part):
+    """Manual optimization: forward, backward and step() within the forward pass of the DDP module."""
+    model, ranks = InForward(), data(SIX)
+    oracle, replica = Oracle(model.model), DistributedDataParallel(model)
+    optimizer = Optimizer(sgd(replica), steps, model=model.model if part else replica)
+    oracle.see(ranks, steps)
+
+    def body(rows):
+        def run(m):
+            optimizer.zero_grad()
+            loss = loss_of(m, rows)
+            if replica.require_backward_grad_sync:  # what Lightning does before each backward pass
+                replica.reducer._rebuild_buckets()
+                replica.reducer.prepare_for_backward([])
+            optimizer.backward(loss, weight=len(rows[0]))
+            optimizer.step()
+            replica.require_backward_grad_sync = False
+
+        return run
+
+    for rows in ranks[rank]:
+        replica(body(rows))
+        replica.require_backward_grad_sync = True
+    assert optimizer.updates == 6 // steps
+    oracle.check(model.model)
+
+
+@pytest.mark.parametrize("way", ["plain", "batches", "backward", "batches backward", "TrainStep", "GradScaler"])
+@on_ranks()
+def test_a_window_makes_one_reduction_and_sends_one_message_that_travels_during_the_backward_pass(rank, way):
+    """A GradScaler finds overflows after the pass, so a second message says it."""
+    model, events, found, split = network(), [], [], way == "TrainStep"
+    replica = DistributedDataParallel(model)
+    optimizer = step_of(replica, micro_batch_size=2) if split else Optimizer(sgd(replica), steps=2, model=replica)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if way == "GradScaler" else None
+    channel = (optimizer.ranks if split else optimizer._windows.ranks).channel
+    for name in ("send", "receive"):
+        setattr(channel, name, _noted(events, name, getattr(channel, name)))
+    model[-1].weight.register_hook(lambda _: events.append("first gradient"))
+    replica.register_comm_hook(events, _noting)
+    begun, rows = channel.line.begun, data([[4] * 40, [3] * 40])[rank]
+    with Collectives() as reductions:
+        for i, one in enumerate(optimizer.batches(rows) if "batches" in way else rows):
+            if split:
+                optimizer(*one)
+            else:
+                train_on(replica, optimizer, [one], "weighed" if "backward" in way else "plain", scaler)
+            if split or i % 2:
+                found.append(channel.line.begun - begun + reductions["all_reduce"])
+                begun, reductions["all_reduce"], last = channel.line.begun, 0, events.copy()
+                events.clear()
+    first = 4 if split else 2 + ("batches" in way)  # what losses are and weigh; that an epoch begins
+    assert found == [first, *([2 + (way == "GradScaler")] * (39 if split else 19))]
+    if not split and scaler is None:
+        assert last == ["first gradient", "send", "first gradient", "receive", "reduction"]
+
+
+@on_ranks()
+def test_layers_are_reduced_while_the_backward_pass_goes_on(rank):
+    """DDP makes its buckets by the order of the first reduction, which is the wrapper's own."""
+    model, events = network(), []
+    replica, optimizer = wrap("ddp", model, 1, {"bucket_cap_mb": 1e-4})
+    model[0].weight.register_hook(lambda _: events.append("first layer"))
+    replica.register_comm_hook(events, _noting)
+    for rows in data([[4] * 5] * 2)[rank]:
+        events.clear()
+        train_on(replica, optimizer, [rows])
+    assert events.index("reduction") < events.index("first layer")
+
+
+def _noted(events, name, function):
+    def call(*arguments):
+        events.append(name)
+        return function(*arguments)
+
+    return call
+
+
+def _noting(events, bucket):
+    events.append("reduction")
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@on_ranks()
+def test_parameters_stay_gathered_in_a_window_that_reduces_once(rank, sync):
+    used, optimizer = wrap("fsdp2", network(), 4, {"reshard_after_forward": False}, sync=sync)
+    rows = data([[4] * 8] * 2)[rank]
+    train_on(used, optimizer, rows[:4], "weighed")
+    with Collectives() as counts:
+        train_on(used, optimizer, rows[4:], "weighed")
+    if sync == "window":
+        assert counts["all_gather"] <= LAYERS + 1  # FSDP prefetches one layer for a forward pass that is over
+    else:
+        assert counts["all_gather"] >= 4 * LAYERS
+
+
+@on_ranks()
+def test_static_graph_is_named_in_one_line(rank):
+    lines = lines_of(lambda: wrap("ddp", network(), 2, {"static_graph": True}))
+    assert len([line for line in lines if "step() reduces" in line]) == 1
+
+
+@on_ranks()
+def test_all_ranks_may_break_off_at_once(rank):
+    """They leave their loops at the same update, flushed or not, and start another epoch."""
+    model, ranks = network(), data(SHORT)
+    oracle, (replica, optimizer) = Oracle(model), wrap("ddp", model)
+    for flush in (True, False):
+        oracle.see([own[: 3 if flush else 2] for own in ranks], 2)
+        for i, rows in enumerate(optimizer.batches(ranks[rank])):
+            train_on(replica, optimizer, [rows])
+            if i == 2:
+                if flush:
+                    optimizer.flush()
+                break
+    oracle.see(ranks, 2)
+    train_on(replica, optimizer, optimizer.batches(ranks[rank]))
+    oracle.check(model)
+    assert optimizer.updates == 2 + 1 + 3
+
+
+@on_ranks()
+def test_a_discarded_window_of_shards_leaves_nothing_behind(rank):
+    """What it has added up inside FSDP goes with it."""
+    model, ranks = network(), data([[4] * 3] * 2)
+    oracle, (used, optimizer) = Oracle(model), wrap("fsdp2", model)
+    oracle.update(concatenated([own[i] for own in ranks for i in (1, 2)]))
+    train_on(used, optimizer, ranks[rank][:1], "weighed")
+    optimizer.discard()
+    train_on(used, optimizer, ranks[rank][1:], "weighed")
+    oracle.check(used)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@on_ranks()
+def test_a_model_is_as_it_was_found_when_its_wrapper_is_gone(rank, engine):
+    """No hook is left, and a plain loop reduces again."""
+    model = network()
+    used, rows = spread(engine, model), data([[4] * 2] * 2)[rank]
+
+    def hooks():
+        on_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in used.modules())
+        return on_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in used.parameters())
+
+    before = hooks()
+    for _ in range(3):
+        optimizer = Optimizer(sgd(used), steps=2, model=used)
+        train_on(used, optimizer, rows)
+    del optimizer
+    gc.collect()
+    loss_of(used, rows[0]).backward()
+    gradients = [p.grad for p in model.parameters()]
+    gradient = torch.cat([(g.full_tensor() if engine == "fsdp2" else g).reshape(-1) for g in gradients])
+    others = [torch.empty_like(gradient) for _ in range(2)]
+    dist.all_gather(others, gradient)
+    assert hooks() == before
+    assert torch.equal(*others)
+
+
+@on_ranks()
+def test_optimizers_that_come_one_after_the_other_use_one_process_group(rank):
+    for i in range(4):
+        with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+            train(rank, [[4, 2], [3, 3]], 2)
+        assert i == 0 or new_group.call_count == 0
+        gc.collect()
+        dist.barrier()
+
+
+@on_ranks()
+def test_a_process_group_in_which_ranks_have_not_met_is_not_used_again(rank):
+    """Rank 1's last message is heard by nobody; later ones arrive."""
+    gc.collect()
+    used = set()
+    for i in range(3):
+        channel = Channel([0, 1])
+        assert channel.line is not None
+        used.add(channel.line.name)
+        assert [numbers[:2] for numbers in channel.exchange(i, rank)] == [[i, 0], [i, 1]]
+        if rank == 1:
+            channel.post(7)
+        del channel
+        dist.barrier()
+    assert len(used) == 3
+
+
+FREEZING = {"yyyn": "", "yyny": "", "ynny": "", "nyyy": "", "nnny": "does not reduce"}
+"""What is said where the middle layer is trained when DDP wraps it, when the optimizer is built, in two epochs."""
+
+
+@pytest.mark.parametrize("trained", FREEZING)
+@pytest.mark.parametrize("way", ["weighed", "named", "TrainStep"])
+@pytest.mark.parametrize("unused", [False, True], ids=["", "find_unused_parameters"])
+@on_ranks()
+def test_what_is_frozen_or_unfrozen_after_ddp_has_wrapped_it_is_exact_or_named(rank, trained, way, unused):
+    said = "" if unused else FREEZING[trained]
+    if trained == "yyyn" and way == "weighed" and not unused:  # the second window is reduced in the backward pass
+        said = "has not reduced"
+    when_wrapped, when_built, *epochs = [letter == "y" for letter in trained]
+    model = Fragile()
+    oracle = Oracle(model)
+    model.layers[1].requires_grad_(when_wrapped)
+    replica = DistributedDataParallel(model, find_unused_parameters=unused)
+    model.layers[1].requires_grad_(when_built)
+    split = way == "TrainStep"
+    optimizer = step_of(replica, micro_batch_size=2) if split else Optimizer(sgd(replica), 2, model=replica)
+    for epoch, trains in enumerate(epochs):
+        model.layers[1].requires_grad_(trains)
+        oracle.model.layers[1].requires_grad_(trains)
+        ranks, before = data([[2, 2]] * 2, epoch), [p.detach().clone() for p in model.parameters()]
+        try:
+            if split:
+                optimizer(*concatenated(ranks[rank]))
+            else:
+                train_on(replica, optimizer, ranks[rank], way)
+        except WindowError as error:
+            assert said and said in str(error)  # noqa: PT017, PT018  # of a rank
+            assert relative_error(model.parameters(), before) == 0.0
+            return
+        oracle.update(concatenated([rows for own in ranks for rows in own]))
+    assert not said
+    oracle.check(model)
+
+
+class Drifts(nn.Module):
+    """Moves a buffer in each pass that its outputs depend on, and one that belongs to the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("phase", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x):
+        self.phase += 0.3
+        self.rows += len(x)
+        if not hasattr(self, "made"):
+            self.register_buffer("made", torch.ones((), dtype=torch.float64))
+        return x * (self.phase + self.made).cos()
+
+
+@pytest.mark.parametrize(("sizes", "passes"), [([[4] * 2, [4] * 7], [7, 14]), ([[4] * 5, [4] * 3], [5, 10])])
+@on_ranks()
+def test_buffers_are_those_of_a_rank_that_still_had_micro_batches(rank, sizes, passes):
+    model = network().insert(1, Drifts())
+    replica, optimizer = wrap("ddp", model)
+    for epoch in range(2):
+        train_on(replica, optimizer, optimizer.batches(data(sizes, epoch)[rank]))
+        assert round(model[1].phase.item() / 0.3) == passes[epoch]
+
+
+@pytest.mark.parametrize("way", ["broadcast", "each its own", "sharded"])
+@on_ranks()
+def test_a_rank_without_rows_has_the_buffers_of_one_that_has_some(rank, way):
+    model = network().insert(1, Drifts())
+    oracle, ranks = Oracle(model), data([[4, 0, 7, 3], [5, 6, 0, 2]])
+    used = shard(model) if way == "sharded" else DistributedDataParallel(model, broadcast_buffers=way == "broadcast")
+    step = step_of(used, micro_batch_size=3)
+    oracle.see(ranks, 1)
+    for rows in ranks[rank]:
+        step(*rows)
+    oracle.check(used)
+    assert model[1].phase == oracle.model[1].phase
+    assert model[1].made == oracle.model[1].made
+
+
+# The noise scale: what one process finds that sees the same windows.
+
+NOISY_STEPS = 3
+NOISY = [[4, 2, 5, 1, 3, 7, 2, 6, 4], [3, 3, 1, 6, 2, 4, 5, 5, 2]]
+EXACT = 1e-11
+"""The estimates are differences of squared norms, each as exact as a gradient: 1e-12."""
+
+
+def told(scale):
+    return scale.value, *scale.interval, scale.batch_size
+
+
+def normalised():
+    """The network behind a layer that normalises."""
+    return nn.Sequential(nn.LayerNorm(5, dtype=torch.float64), network())
+
+
+def noise_of(rank, engine, scaled, noise_scale=True):
+    """The noise scale of this rank is that of one process whose windows begin with this rank's first micro-batch."""
+    ranks, build = data(NOISY), normalised if noise_scale == "layer_norm" else network
+    model = build()
+    alone = Optimizer(sgd(model), steps=2 * NOISY_STEPS, model=model, noise_scale=noise_scale)
+    order = [rank, 1 - rank]
+    rows = [b for w in range(3) for r in order for b in ranks[r][NOISY_STEPS * w : NOISY_STEPS * (w + 1)]]
+    train_on(model, alone, alone.batches(rows))
+    model = spread(engine, build())
+    optimizer = Optimizer(sgd(model), steps=NOISY_STEPS, model=model, noise_scale=noise_scale)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=scaled)
+    train_on(model, optimizer, optimizer.batches(ranks[rank]), scaler=scaler)
+    assert told(optimizer.noise_scale) == pytest.approx(told(alone.noise_scale), rel=EXACT)
+    return told(optimizer.noise_scale)
+
+
+@pytest.mark.parametrize(
+    ("engine", "scaled"), slowly([("ddp", True), ("fsdp2", False)], [("ddp", False), ("fsdp2", True)])
+)
+def test_each_rank_finds_what_one_process_finds_whose_windows_begin_with_its_micro_batch(ranks, engine, scaled):
+    first, second = ranks.run(noise_of, engine, scaled)
+    assert first != pytest.approx(second, rel=EXACT)  # each is an estimate of its own
+
+
+@on_ranks()
+def test_normalization_layers_tell_each_rank_what_they_tell_one_process(rank):
+    noise_of(rank, "ddp", True, "layer_norm")
+
+
+@pytest.mark.parametrize("engine", slowly(["fsdp2"], ["ddp"]))
+@on_ranks()
+def test_train_step_finds_what_one_process_finds(rank, engine):
+    batches, found = data([[12, 8, 16], [10, 7, 15]]), []  # as many micro-batches on each, the first of 4 rows
+    for together in (True, False):
+        step = step_of(spread(engine, network()) if together else network(), noise_scale=True)
+        for own, other in zip(batches[rank], batches[1 - rank], strict=True):
+            step(*(own if together else concatenated([own, other])))
+        found.append(told(step.noise_scale))
+    assert found[0] == pytest.approx(found[1], rel=EXACT)
+
+
+def followed(rank, engine):
+    """The lengths of windows that follow the noise scale, and what the parameters add up to."""
+    generator, model = torch.Generator().manual_seed(rank), spread(engine, network())
+    schedule = NoiseSchedule(2, 8, every=15, scale_learning_rate="sqrt")
+    optimizer, lengths, count = Optimizer(sgd(model), schedule, model=model), [], 0
+    for _ in range(240):
+        x = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+        optimizer.zero_grad()
+        model(x).mul(torch.randn(2, 1, generator=generator, dtype=torch.float64)).mean().backward()
+        optimizer.step()
+        count += 1
+        if optimizer.updated:
+            lengths.append(count)
+            count = 0
+    return lengths, float(sum(p.sum() for p in whole(model)))
+
+
+@pytest.mark.parametrize("engine", slowly(["ddp"], ["fsdp2"]))
+def test_ranks_agree_on_the_length_of_windows_that_follow_it(ranks, engine):
+    """Each measures with its own first micro-batch; a majority decides."""
+    first, second = ranks.run(followed, engine)
+    assert first == second
+    assert max(first[0]) == 8

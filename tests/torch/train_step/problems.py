@@ -1,0 +1,79 @@
+"""What the tests of TrainStep train: models, their batches, and optimizers."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+OUT = "CUDA out of memory (simulated)"
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
+}
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+
+
+def batches(rows=13, count=3, dtype=torch.float64):
+    torch.manual_seed(1)
+    return [(torch.randn(rows, 5, dtype=dtype), torch.randint(0, 3, (rows,))) for _ in range(count)]
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def plain_loss(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+class Backward(torch.autograd.Function):
+    """Identity that runs out of memory in the backward pass above a number of rows."""
+
+    @staticmethod
+    def forward(ctx, x, limit):
+        ctx.limit = limit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if len(grad) > ctx.limit:
+            raise torch.OutOfMemoryError(OUT)
+        return grad, None
+
+
+class Statistics(nn.Module):
+    """Buffers that every pass moves, as a BatchNorm's: one in place, one by assignment."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        self.count = self.count + 1
+
+
+class Fragile(nn.Module):
+    """Layers with dropout and buffers that move, which fit up to a number of rows."""
+
+    def __init__(self, forward_limit=99, backward_limit=99, dropout=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 6, dtype=torch.float64)
+        self.statistics = Statistics()
+        self.dropout = nn.Dropout(dropout)
+        self.last = nn.Linear(6, 3, dtype=torch.float64)
+        self.forward_limit, self.backward_limit = forward_limit, backward_limit
+        self.sizes = []
+
+    def forward(self, x):
+        self.sizes.append(len(x))
+        self.statistics(x)
+        x = self.dropout(torch.tanh(self.first(x)))
+        if len(x) > self.forward_limit:
+            raise torch.OutOfMemoryError(OUT)
+        return self.last(Backward.apply(x, self.backward_limit))
