@@ -452,25 +452,22 @@ def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
     return _of_units(units, plans)
 
 
-def ragged_ways(units: Sequence[Sequence[int]], random: Any) -> list[Way]:
-    """Ways to cut rows for a check, drawn by a `random.Random`: ragged in order, ragged and shuffled, small pieces."""
+def ragged_ways(units: Sequence[Sequence[int]]) -> list[Way]:
+    """Ways to cut rows for a check: ragged in order, ragged and shuffled, small pieces."""
     count, order = len(units), list(range(len(units)))
-    shuffled = random.sample(order, count)
-    plans = [(order, _ragged(count, 2, random)), (shuffled, _ragged(count, 3, random))]
+    plans = [(order, _ragged(count, 2)), (Random(0).sample(order, count), _ragged(count, 3))]
     if count >= 8:
-        plans.append((order, _ragged(count, min(count // 2, 7), random)))
+        plans.append((order, _ragged(count, min(count // 2, 7))))
     return _of_units(units, plans)
 
 
-def _ragged(count: int, parts: int, random: Any) -> list[int]:
-    """Random sizes, each of two or more where there are enough, not all the same where that is possible."""
+def _ragged(count: int, parts: int) -> list[int]:
+    """Sizes that fall as 1 / n does, each of two or more where there are enough, so that weights of all sizes occur."""
     least = 2 if count >= 4 else 1
     parts = max(1, min(parts, count // least))
     sizes = [least] * parts
-    for _ in range(count - least * parts):  # skewed towards the first parts, so that weights of all sizes occur
-        sizes[random.choices(range(parts), [1 / (1 + part) for part in range(parts)])[0]] += 1
-    if parts > 1 and len(set(sizes)) == 1 and sizes[-1] > least:
-        sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
+    for _ in range(count - least * parts):
+        sizes[max(range(parts), key=lambda part: 1 / ((1 + part) * (1 + sizes[part] - least)))] += 1
     return sizes
 
 

@@ -79,9 +79,8 @@ def prove(
         with torch.no_grad():
             few = map_leaves(_leaf_like, take(inputs, picked, batch_dims), inputs)
         with _alone(module, few):
-            runner = _Runner(
-                module, in_micro_batches, few, count, batch_dims=batch_dims, exact=exact, neutral=neutral, trims=trims
-            )
+            how = {"exact": exact, "neutral": neutral, "trims": trims}
+            runner = _Runner(module, in_micro_batches, few, count, batch_dims, **how)
             # Single rows are cut as much as any micro-batch cuts them; 5 and 3 are in step with no period.
             sizes = [1] * count if trims or count == 2 else [count // 2 + 1, count - count // 2 - 1]
             comparison = Comparison(runner, [(range(count), sizes)], "raise")
@@ -130,22 +129,13 @@ class _Runner(TorchRunner):
     """Runs the same rows at once and in micro-batches, from the same state."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        in_micro_batches: Any,
-        few: Inputs,
-        rows: int,
-        *,
-        batch_dims: BatchDims,
-        exact: bool,
-        neutral: bool,
-        trims: bool,
+        self, module: nn.Module, in_micro_batches: Any, few: Inputs, rows: int, batch_dims: BatchDims, **how: bool
     ) -> None:
         self.module, self._in_micro_batches, self.few, self._batch_dims = module, in_micro_batches, few, batch_dims
-        self._exact, self._neutral = exact, neutral
+        self._exact, self._neutral = how["exact"], how["neutral"]
         self._place = next(iter(accelerators([*module.parameters(), *tensors_of(few)])), torch.device("cpu"))
         # Where rows are not what is cut, noise that belongs to no row is replaced by its mean at once.
-        super().__init__(RowwiseRng(rows, neutral=exact or trims), self._place, rows)
+        super().__init__(RowwiseRng(rows, neutral=how["exact"] or how["trims"]), self._place, rows)
         self.rng.holds(module, *few)
         self.state = ModuleContents(module)
         self._alive: list[tuple[Tensor, str]] = []

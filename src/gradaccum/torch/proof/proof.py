@@ -11,7 +11,6 @@ import copy
 import functools
 import itertools
 import logging
-import random
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from gradaccum.core.proof import (
     ragged_ways,
     with_fewer_rows,
     worst,
-)  # fmt: skip
+)
 from gradaccum.core.rounding import IN_FLOAT64, rounding
 from gradaccum.core.sizes import Groups, even_sizes
 from gradaccum.errors import NotEquivalentError
@@ -50,7 +49,7 @@ from gradaccum.torch.proof.causes import (
     input_cause,
     nondeterminism_cause,
     suspicion,
-)  # fmt: skip
+)
 from gradaccum.torch.proof.trial import Accumulate, BatchRunner, Gradients, LoweredScale, Trial, named_parameters
 
 logger = logging.getLogger("gradaccum")
@@ -154,22 +153,16 @@ class Proof:
         self, objective: Objective, few: Batch, way: int, parameters: dict[str, Tensor], state: ModuleState
     ) -> Comparison[BatchRunner]:
         """The rows at once and in micro-batches: in one way, quickly where the last proof drew nothing; then in all."""
+        gradients = self._in_micro_batches
         ways, casts = interleaved_ways([unit.tolist() for unit in few.units()]), objective.autocast is not None
 
         def run(ways: Sequence[Way], idle: torch.dtype | None, *, closely: bool = False) -> Comparison[BatchRunner]:
             self.scale.power = 0
             runner = BatchRunner(
-                objective,
-                few,
-                self._in_micro_batches,
-                parameters,
-                state,
-                neutral=self.exact,
-                scale=self.scale,
-                idle=idle,
+                objective, few, gradients, parameters, state, neutral=self.exact, scale=self.scale, idle=idle
             )
             comparison = Comparison(runner, ways)
-            _ = comparison.judged() if closely else comparison.differences()
+            (comparison.judged if closely else comparison.differences)()
             return comparison
 
         one, idle = [ways[way % len(ways)]], self._unused.get(casts)
@@ -412,4 +405,4 @@ def _ways(batch: Batch, size: int | None) -> list[Way]:
         else:
             parts = Groups(batch.groups.tolist()).cut(rows, size)
             given = [([row for part in parts for row in part], [len(part) for part in parts])]
-    return [*given, *ragged_ways([unit.tolist() for unit in batch.units()], random.Random(0))]
+    return [*given, *ragged_ways([unit.tolist() for unit in batch.units()])]
