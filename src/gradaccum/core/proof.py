@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from random import Random
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -202,10 +202,16 @@ class Comparison(Generic[SomeRunner]):
         """The same; of what rounding makes at these parameters, the error is that at others nearby."""
         if self.differences() is None:
             return None
-        wrong, excused = {(one.part, one.name) for one in self.wrong}, dict[Key, float]()
+        wrong = {(one.part, one.name) for one in self.wrong}
+        excused, beside = dict[Key, float](), dict.fromkeys(wrong, 0.0)
         for seed in range(ELSEWHERE if wrong else 0):
+            equal, rounded = dict[Key, float](), dict[Key, float]()
             with contextlib.suppress(Exception), self.runner.moved(seed, far=True) as there:
-                excused |= Comparison(there, self.ways, self.failed)._of_rounding(wrong - excused.keys())
+                other = Comparison(there, self.ways, self.failed)
+                equal, rounded = other._of_rounding(wrong - excused.keys(), beside.keys())
+            excused |= equal  # where it is equal once, it hangs on these parameters; large terms cancel at all of them
+            beside = rounded
+        excused = beside | excused
         self.compared = [
             one._replace(gaps={k: g._replace(error=excused.get(k, g.error)) for k, g in one.gaps.items()})
             for one in self.compared
@@ -263,21 +269,23 @@ class Comparison(Generic[SomeRunner]):
                 continue
             yield Compared(way, _gaps(self.runner, micro_batches, large))
 
-    def _of_rounding(self, keys: set[Key]) -> dict[Key, float]:
-        """Which of these don't differ here by more than rounding: their errors, beside large terms that cancel."""
+    def _of_rounding(self, keys: Set[Key], closely: Set[Key]) -> tuple[dict[Key, float], dict[Key, float]]:
+        """The errors of those that are equal here, and of those that are beside large terms that cancel each other."""
         if self.differences() is None:
-            return {}
+            return {}, {}
         gaps = {key: gap for key, gap in _largest(self.compared).items() if key in keys}
-        found = {key: gap.error for key, gap in gaps.items() if gap.error <= self.runner.tolerance}
-        precision, terms = self.runner.precision, dict.fromkeys(keys, 0.0)
+        equal = {key: gap.error for key, gap in gaps.items() if gap.error <= self.runner.tolerance}
+        left, found = (gaps.keys() & closely) - equal.keys(), dict[Key, float]()
+        precision, terms = self.runner.precision, dict.fromkeys(left, 0.0)
         unit, times = last_place(precision), TIMES if precision in ("float64", "float32") else TIMES_IN_HALF
         moves = self._terms(unit)
-        while len(found) < len(keys) and (sizes := next(moves, None)) is not None:
-            for key in gaps.keys() - found.keys():
+        while left and (sizes := next(moves, None)) is not None:
+            for key in [*left]:
                 terms[key] = max(terms[key], sizes.get(key, 0.0))
                 if gaps[key].distance <= times * unit * terms[key]:
                     found[key] = gaps[key].distance / terms[key]
-        return found
+                    left.remove(key)
+        return equal, found
 
     def _terms(self, unit: float) -> Iterator[dict[Key, float]]:
         """How large the terms of a sum must be: by what last bits change in it, and by single micro-batches."""
@@ -285,7 +293,8 @@ class Comparison(Generic[SomeRunner]):
             with self.runner.moved(seed) as there:
                 gaps = _gaps(self.runner, there.run(None), self.large)
             yield {key: gap.distance / unit for key, gap in gaps.items() if math.isfinite(gap.distance)}
-        for order, sizes in self.ways if self.failed != "raise" and not self.runner.compiles else ():
+        closely = self.failed != "raise" and not self.runner.compiles and unit < 1e-6  # in half it would allow too much
+        for order, sizes in self.ways if closely else ():
             rows = iter(order)
             for size in sizes:
                 with contextlib.suppress(Exception):  # the loss may have its own idea of which rows go together
