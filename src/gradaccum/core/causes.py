@@ -18,9 +18,11 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from gradaccum.core.equivalence import Cause
+from gradaccum.core.proof import Runner, Way, differences_between
 
 Array = Any
 Rows = Any
@@ -39,12 +41,7 @@ def innermost(
     outputs_differ: Callable[[Key], bool],
     is_inside: Callable[[Key, Key], bool],
 ) -> list[Key]:
-    """The innermost of the called modules that are given the same and return something else: there, rows mix.
-
-    Example:
-        >>> innermost(["", "a", "a.norm"], lambda key: True, lambda key: True, lambda a, b: a != b and a.startswith(b))
-        ['a.norm']
-    """
+    """The innermost of the called modules that are given the same and return something else: there, rows mix."""
     found = [key for key in calls if inputs_agree(key) and outputs_differ(key)]
     return [key for key in found if not any(is_inside(inner, key) for inner in found)]
 
@@ -80,25 +77,41 @@ def moving_cause(where: str, kind: str, names: Sequence[str], *, decides: bool) 
     )
 
 
+# Inputs.
+
+
+def shared_input(candidates: Iterable[tuple[Key, Callable[[], Runner]]], ways: Sequence[Way], tolerance: float) -> Any:
+    """The first way to treat a tensor of the batch, as whole in every micro-batch say, with which nothing differs.
+
+    Each comes with what makes the runner that treats it so. Where one micro-batch alone is as good as all of them,
+    nothing hangs on the other tensors, and it says nothing.
+    """
+    order, sizes = ways[0]
+    for candidate, make in candidates:
+        try:
+            runner = make()
+            large, *parts, alone = (runner.run(way) for way in (None, *ways[:2], (order[: sizes[0]], sizes[:1])))
+        except Exception:  # this is no way to split it, then
+            continue
+        *errors, of_one = (max(d.error for d in differences_between(runner, one, large)) for one in (*parts, alone))
+        if max(errors) <= tolerance < of_one:
+            return candidate
+    return None
+
+
 # Losses.
 
 
 class LossSplit:
-    """The loss's value and gradients for a batch and for both of its parts: lists of vectors, each scaled to 1.
+    """The loss's value and gradients for a batch and for both of its parts: lists of vectors, each scaled to 1."""
 
-    `weights` are what the user's function returned with the parts' losses.
-    """
-
-    def __init__(
-        self,
-        rows: tuple[Rows, Rows],
-        whole: Sequence[Array],
-        parts: tuple[Sequence[Array], Sequence[Array]],
-        weights: tuple[float | None, float | None] = (None, None),
-    ) -> None:
-        self.rows, self.weights = rows, weights
-        scales = [_largest(vector) or 1.0 for vector in whole]
-        self.whole, *self.parts = ([vector / scale for vector, scale in zip(one, scales)] for one in (whole, *parts))
+    def __init__(self, rows: tuple[Rows, Rows], evaluate: Callable[[Rows | None], tuple[Sequence[Array], Any]]) -> None:
+        self.rows = rows
+        evaluated = [evaluate(some) for some in (None, *rows)]
+        scales = [_largest(vector) or 1.0 for vector in evaluated[0][0]]
+        self.whole, *self.parts = ([v / scale for v, scale in zip(one, scales)] for one, _ in evaluated)
+        self.weights: list[float | None] = [weight for _, weight in evaluated[1:]]
+        """What the user's function returned with the parts' losses."""
 
     @property
     def is_finite(self) -> bool:
@@ -115,6 +128,16 @@ class LossSplit:
 
     def excess(self) -> list[Array]:
         return [x + y - w for w, x, y in zip(self.whole, *self.parts)]
+
+
+def halves(units: Sequence[Sequence[int]], cuts: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Ways to cut rows in two, with so many units in the first part."""
+    random, found = Random(1), []
+    for cut in cuts:
+        order = random.sample(range(len(units)), len(units))
+        first, second = ([row for place in sorted(part) for row in units[place]] for part in (order[:cut], order[cut:]))
+        found.append((first, second))
+    return found
 
 
 class Leaf(NamedTuple):

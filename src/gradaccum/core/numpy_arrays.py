@@ -10,16 +10,28 @@ import numpy as np
 
 from gradaccum.core.causes import Leaf
 from gradaccum.core.proof import Measured, Runner
+from gradaccum.core.rounding import last_place
 
 
 class ArrayRunner(Runner):
     """A proof's runner whose outcomes are arrays of NumPy's, or what becomes one."""
+
+    compiles = True
 
     def measure(self, pairs: Sequence[tuple[Any, Any]]) -> list[Measured]:
         return [_measured(actual, expected) for actual, expected in pairs]
 
     def is_finite(self, arrays: Sequence[Any]) -> bool:
         return all(bool(np.isfinite(array).all()) for array in arrays)
+
+    def factors(self, seed: int, *, far: bool) -> Any:
+        """A function of a shape: numbers beside 1 that move parameters by their last bits, or by half of their digits.
+
+        They are drawn with this seed, for one parameter after the other.
+        """
+        random, unit = np.random.default_rng(seed), last_place(self.precision)
+        least, most = (math.sqrt(unit) / 4, math.sqrt(unit)) if far else (unit, unit)
+        return lambda shape: 1.0 + random.choice([-1.0, 1.0], shape) * random.uniform(least, most, shape)
 
 
 def _measured(actual: Any, expected: Any) -> Measured:

@@ -2,25 +2,32 @@
 
 It is the same for every framework, and sees gradients as arrays by name. A framework's adapter is a `Runner`: it runs
 some rows at once or in micro-batches, each time from the same state, and measures how far arrays are from each other. A
-proof then goes
+proof looks at few rows and refuses, a check looks at all of them and reports. Both ask the same, in this order:
 
-    runner.run(rows, None)      what a plain loop makes of these rows
-    runner.run(rows, sizes)     what the updates make of them, in one or two ways to cut them
-    relative error of each loss, gradient and buffer    max|a - b| / max|b|
-    beyond what rounding makes?                          runner.nearby(rows): the parameters' last bits moved
-    beyond that?                                         why, and an error that names it
+    runner.run(None)            what a plain loop makes of these rows
+    runner.run((rows, sizes))   what the updates make of them, in one or several ways to cut them
+    the relative error of each loss, gradient and buffer, max|a - b| / max|b|: more than the dtype's rounding?
+    runner.moved(seed, far=True)    is it there at parameters nearby, too? Where a sign decides, as in a ReLU at 0,
+                                rounding makes any difference, but at these parameters alone.
+    runner.moved(seed)          and more than the rows at once move there with the parameters' last bits? Where large
+                                terms cancel each other, all that is left of them is rounding.
+    beyond all of that?         why, and an error or a record that names it
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from random import Random
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from gradaccum.core.equivalence import Difference, Part
+from gradaccum.core.equivalence import Cause, Difference, Equivalence, Part, limits_of
+from gradaccum.core.rounding import last_place, rounding
+from gradaccum.core.sizes import even_sizes
 
 Array = Any
 """An array of some framework. None stands for a gradient that never arrived, which is zero."""
@@ -37,6 +44,8 @@ ATTEMPTS = 8
 """Batches in a row with nothing to compare, before no more is tried."""
 SMALL = 1e-3
 """A gradient that is smaller than the largest one by this factor is measured by that one: all of it may be rounding."""
+NEARBY, ELSEWHERE = 16, 2
+"""How often parameters are moved by their last bits; and by half of their digits."""
 TIMES, TIMES_IN_HALF = 32, 2
 """A difference is rounding up to so many times what moving the last bits of the parameters makes of the result."""
 
@@ -48,14 +57,14 @@ class Outcome:
     losses: Mapping[str, Array]
     """`"loss"`; the losses by name; or a module's outputs by path."""
     gradients: Mapping[str, Array | None]
-    buffers: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    buffers: Mapping[str, Array] | None = dataclasses.field(default_factory=dict)
+    """None where they aren't to be compared."""
     floors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """The smallest scale by which an array's error is measured, where it averages what nearly cancels."""
 
-    def parts(self) -> Iterator[tuple[Key, Array | None]]:
-        for part, arrays in (("loss", self.losses), ("gradient", self.gradients), ("buffer", self.buffers)):
-            for name, array in arrays.items():
-                yield (part, name), array  # type: ignore[misc]  # one of the three
+    def parts(self) -> dict[Key, Array | None]:
+        named = {"loss": self.losses, "gradient": self.gradients, "buffer": self.buffers or {}}
+        return {(part, name): array for part, arrays in named.items() for name, array in arrays.items()}  # type: ignore[misc]  # one of the three
 
 
 class Measured(NamedTuple):
@@ -73,23 +82,30 @@ class Measured(NamedTuple):
 
 
 class Runner:
-    """What the adapter of a framework does for a proof."""
+    """What the adapter of a framework does for a proof: it runs `rows` rows."""
 
-    tolerance: float
-    """The relative error that is rounding in the narrowest dtype that was computed in so far."""
-    in_half: bool = False
-    """Whether that dtype has 16 bits or fewer."""
+    rows: int
+    precision: str
+    """The narrowest dtype that was computed in so far."""
+    device: str = "cpu"
+    compiles: bool = False
+    """Whether micro-batches of another size take long, for the first time."""
 
-    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
-        """What these rows leave in micro-batches of these sizes, as updates make them; None: at once, by a plain loop.
+    @property
+    def tolerance(self) -> float:
+        """The relative error that is rounding."""
+        return rounding(self.precision, self.device)
+
+    def run(self, way: Way | None) -> Outcome:
+        """What rows leave in these micro-batches, as updates make them; None: all rows at once, by a plain loop.
 
         It starts from the same state each time, moves nothing, and random numbers follow their rows.
         """
         raise NotImplementedError
 
-    def nearby(self, rows: Sequence[int]) -> Iterable[Outcome]:
-        """The rows at once, with parameters whose last bits are others: what rounding makes of them."""
-        return ()
+    def moved(self, seed: int, *, far: bool = False) -> contextlib.AbstractContextManager[Runner]:
+        """The same where parameters have other last bits, drawn with this seed; `far`: other latter halves."""
+        raise NotImplementedError
 
     def measure(self, pairs: Sequence[tuple[Array | None, Array | None]]) -> list[Measured]:
         """Each first array against its second one. None stands for zeros."""
@@ -112,20 +128,30 @@ class Runner:
 
 # Comparing.
 
+SomeRunner = TypeVar("SomeRunner", bound=Runner)
+
+
+class Gap(NamedTuple):
+    """How far an array is from the large batch's."""
+
+    error: float
+    distance: float
+    entries: int
+
 
 class Compared(NamedTuple):
-    """One way to cut the rows, and what it made different."""
+    """One way to cut the rows, and what it made different; nothing in particular where it raised."""
 
     way: Way
-    differences: list[Difference]
-    distances: dict[Key, float]
+    gaps: dict[Key, Gap]
+    failed: bool = False
 
     @property
     def error(self) -> float:
-        return max((difference.error for difference in self.differences), default=0.0)
+        return math.inf if self.failed else max((gap.error for gap in self.gaps.values()), default=0.0)
 
 
-class Comparison:
+class Comparison(Generic[SomeRunner]):
     """The same rows at once and in micro-batches, cut in one or several ways.
 
     `failed` says what becomes of a way that raises: `"skip"` leaves it out where others run, since the loss may have
@@ -133,13 +159,10 @@ class Comparison:
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        rows: Sequence[int],
-        ways: Sequence[Way],
-        failed: Literal["skip", "differs", "raise"] = "skip",
+        self, runner: SomeRunner, ways: Sequence[Way], failed: Literal["skip", "differs", "raise"] = "skip"
     ) -> None:
-        self.runner, self.rows, self.ways, self.failed = runner, rows, ways, failed
+        self.runner, self.ways, self.failed = runner, ways, failed
+        self.found: list[Difference] | None = None  # the largest difference of each array; None without any
         self.compared: list[Compared] = []  # the ways that have run
         self.error: Exception | None = None  # of the last way that could not
 
@@ -148,7 +171,13 @@ class Comparison:
 
     @functools.cached_property
     def large(self) -> Outcome:
-        return self.runner.run(self.rows, None)
+        return self.runner.run(None)
+
+    def check_loss(self) -> None:
+        """Raise a ValueError where the large batch's loss isn't finite."""
+        for loss in self.large.losses.values():
+            if not self.runner.is_finite([loss]):
+                raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
 
     def differences(self) -> list[Difference] | None:
         """The largest difference of each array over all ways; None without finite gradients to compare with.
@@ -159,15 +188,65 @@ class Comparison:
         if finite is None:
             return None
         self.compared = [*self._all_ways()] if finite else []
-        found = worst(difference for one in self.compared for difference in one.differences)
-        overflown = not finite or any(d.part == "gradient" and math.isinf(d.error) for d in found)
+        self.found = worst(self.compared) or None
+        overflown = not finite or any(d.part == "gradient" and math.isinf(d.error) for d in self.found or ())
         if (overflown and self.runner.lower_scale()) or (finite and self.runner.replace_noise()):
             self.restart()
             return self.differences()
-        if finite and not found:
+        if finite and not self.compared:
             assert self.error is not None
             raise self.error
-        return found or None
+        return self.found
+
+    def judged(self) -> list[Difference] | None:
+        """The same; of what rounding makes at these parameters, the error is that at others nearby."""
+        if self.differences() is None:
+            return None
+        wrong = {(one.part, one.name) for one in self.wrong}
+        excused, beside = dict[Key, float](), dict.fromkeys(wrong, 0.0)
+        for seed in range(ELSEWHERE if wrong else 0):
+            equal, rounded = dict[Key, float](), dict[Key, float]()
+            with contextlib.suppress(Exception), self.runner.moved(seed, far=True) as there:
+                other = Comparison(there, self.ways, self.failed)
+                equal, rounded = other._of_rounding(wrong - excused.keys(), beside.keys())
+            excused |= equal  # where it is equal once, it hangs on these parameters; large terms cancel at all of them
+            beside = rounded
+        excused = beside | excused
+        self.compared = [
+            one._replace(gaps={k: g._replace(error=excused.get(k, g.error)) for k, g in one.gaps.items()})
+            for one in self.compared
+        ]
+        self.found = worst(self.compared)
+        return self.found
+
+    @property
+    def wrong(self) -> list[Difference]:
+        """What is found to differ by more than rounding."""
+        return [difference for difference in self.found or () if not difference.error <= self.runner.tolerance]
+
+    def failing(self, tolerance: float) -> list[Way]:
+        """The ways that differ by more, the worst first."""
+        wrong = [one for one in self.compared if not one.error <= tolerance]
+        return [one.way for one in sorted(wrong, key=lambda one: -one.error)]
+
+    def unrepeatable(self) -> list[Difference]:
+        """How far the rows at once are from themselves when they run once more."""
+        return differences_between(self.runner, self.runner.run(None), self.large)
+
+    def record(
+        self, differences: Sequence[Difference], causes: Sequence[Cause], tolerance: float, notes: Sequence[str] = ()
+    ) -> Equivalence:
+        """What a check of all rows has found."""
+        return Equivalence(
+            tuple(differences),
+            tolerance,
+            tuple(causes),
+            rows=self.runner.rows,
+            partitions=tuple(tuple(sizes) for _, sizes in self.ways),
+            notes=(*notes, *limits_of(self.runner.rows)),
+            precision=self.runner.precision,
+            device=self.runner.device,
+        )
 
     def _is_finite(self) -> bool | None:
         """Whether the gradients of the rows at once are finite; None where there is nothing to compare with."""
@@ -178,77 +257,101 @@ class Comparison:
 
     def _all_ways(self) -> Iterator[Compared]:
         large = self.large
-        for order, sizes in self.ways:
+        for way in self.ways:
             try:
-                micro_batches = self.runner.run(order, sizes)
+                micro_batches = self.runner.run(way)
             except Exception as error:
                 if self.failed == "raise" or self.runner.is_out_of_memory(error):
                     raise
                 self.error = error
                 if self.failed == "differs":
-                    yield Compared((order, sizes), [Difference("loss", math.inf, "loss")], {})
+                    yield Compared(way, {}, failed=True)
                 continue
-            yield Compared((order, sizes), *_compared(self.runner, micro_batches, large))
+            yield Compared(way, _gaps(self.runner, micro_batches, large))
 
-    def beyond_rounding(self, differences: Iterable[Difference]) -> list[Difference]:
-        """Those that rounding doesn't make: where large terms cancel each other, it makes much of the difference."""
-        wrong = [difference for difference in differences if not difference.error <= self.runner.tolerance]
-        if not wrong:
-            return wrong
-        times, moved = TIMES_IN_HALF if self.runner.in_half else TIMES, self.moved()
-        keys = [(d.part, d.name) for d in wrong]
-        rounded = {k for k in keys if all(c.distances.get(k, 0.0) <= times * moved.get(k, 0.0) for c in self.compared)}
-        return [difference for difference, key in zip(wrong, keys) if key not in rounded]
+    def _of_rounding(self, keys: Set[Key], closely: Set[Key]) -> tuple[dict[Key, float], dict[Key, float]]:
+        """The errors of those that are equal here, and of those that are beside large terms that cancel each other."""
+        if self.differences() is None:
+            return {}, {}
+        gaps = {key: gap for key, gap in _largest(self.compared).items() if key in keys}
+        equal = {key: gap.error for key, gap in gaps.items() if gap.error <= self.runner.tolerance}
+        left, found = (gaps.keys() & closely) - equal.keys(), dict[Key, float]()
+        precision, terms = self.runner.precision, dict.fromkeys(left, 0.0)
+        unit, times = last_place(precision), TIMES if precision in ("float64", "float32") else TIMES_IN_HALF
+        moves = self._terms(unit)
+        while left and (sizes := next(moves, None)) is not None:
+            for key in [*left]:
+                terms[key] = max(terms[key], sizes.get(key, 0.0))
+                if gaps[key].distance <= times * unit * terms[key]:
+                    found[key] = gaps[key].distance / terms[key]
+                    left.remove(key)
+        return equal, found
 
-    def moved(self) -> dict[Key, float]:
-        """How far each array moves with the last bits of the parameters; what isn't finite then is left out."""
-        moved: dict[Key, float] = {}
-        for outcome in self.runner.nearby(self.rows):
-            for key, distance in _compared(self.runner, outcome, self.large)[1].items():
-                if math.isfinite(distance):
-                    moved[key] = max(moved.get(key, 0.0), distance)
-        return moved
+    def _terms(self, unit: float) -> Iterator[dict[Key, float]]:
+        """How large the terms of a sum must be: by what last bits change in it, and by single micro-batches."""
+        for seed in range(NEARBY):
+            with self.runner.moved(seed) as there:
+                gaps = _gaps(self.runner, there.run(None), self.large)
+            yield {key: gap.distance / unit for key, gap in gaps.items() if math.isfinite(gap.distance)}
+        closely = self.failed != "raise" and not self.runner.compiles and unit < 1e-6  # in half it would allow too much
+        for order, sizes in self.ways if closely else ():
+            rows = iter(order)
+            for size in sizes:
+                with contextlib.suppress(Exception):  # the loss may have its own idea of which rows go together
+                    part = self.runner.run(([*itertools.islice(rows, size)], [size])).parts()
+                    arrays = {k: array for k, array in part.items() if array is not None and k[0] != "buffer"}
+                    scales = self.runner.measure([(array, None) for array in arrays.values()])
+                    yield {k: one.distance for k, one in zip(arrays, scales) if math.isfinite(one.distance)}
 
-    def unrepeatable(self) -> list[Difference]:
-        """How far the rows at once are from themselves when they run once more."""
-        return differences_between(self.runner, self.runner.run(self.rows, None), self.large)
 
-
-def _compared(runner: Runner, actual: Outcome, expected: Outcome) -> tuple[list[Difference], dict[Key, float]]:
+def _gaps(runner: Runner, actual: Outcome, expected: Outcome) -> dict[Key, Gap]:
     """How far each array is from the expected one, as relative errors and as distances.
 
     Losses and buffers that either lacks are infinitely far. A gradient that is zero but for rounding is measured by the
     largest one.
     """
-    theirs, ours = dict(actual.parts()), dict(expected.parts())
-    absent = [key for key in ours if key not in theirs and key[0] != "gradient"]
-    absent += [key for key in theirs if key not in ours and key[0] == "loss"]
-    pairs = {key: (theirs.get(key), array) for key, array in ours.items() if key not in absent}
-    pairs = {key: pair for key, pair in pairs.items() if pair[0] is not None or pair[1] is not None}
+    pairs, absent = _pairs(actual, expected)
     measured = dict(zip(pairs, runner.measure(list(pairs.values())), strict=True))
     measured |= dict.fromkeys(absent, Measured(math.inf, 1.0, 1))
     largest = max((one.scale for (part, _), one in measured.items() if part == "gradient"), default=0.0)
-    found = []
+    found = {}
     for (part, name), one in measured.items():
         if part == "buffer" and not (one.distance or one.scale):  # a buffer of zeros, or a move that isn't one
             continue
         floor = max(expected.floors.get(name, 0.0), SMALL * largest if part == "gradient" else 0.0)
-        found.append(Difference(name, one.error(floor), part, one.entries if part != "loss" else 1))
-    return found, {key: one.distance for key, one in measured.items()}
+        found[part, name] = Gap(one.error(floor), one.distance, one.entries if part != "loss" else 1)
+    return found
+
+
+def _pairs(actual: Outcome, expected: Outcome) -> tuple[dict[Key, tuple[Array, Array]], list[Key]]:
+    """What there is to compare, and losses and buffers that one of both lacks."""
+    theirs, ours = actual.parts(), expected.parts()
+    needed = ("loss",) if actual.buffers is None else ("loss", "buffer")
+    absent = [key for key in ours if key not in theirs and key[0] in needed]
+    absent += [key for key in theirs if key not in ours and key[0] == "loss"]
+    pairs = {key: (theirs.get(key), array) for key, array in ours.items() if key in theirs or key[0] == "gradient"}
+    return {key: (a, b) for key, (a, b) in pairs.items() if a is not None or b is not None}, absent
 
 
 def differences_between(runner: Runner, actual: Outcome, expected: Outcome) -> list[Difference]:
-    return _compared(runner, actual, expected)[0]
+    gaps = _gaps(runner, actual, expected)
+    return [Difference(name, gap.error, part, gap.entries) for (part, name), gap in gaps.items()]
 
 
-def worst(differences: Iterable[Difference]) -> list[Difference]:
-    """Each array's largest difference among these."""
-    found: dict[Key, Difference] = {}
-    for difference in differences:
-        known = found.get(key := (difference.part, difference.name))
-        if known is None or not difference.error <= known.error:
-            found[key] = difference
-    return list(found.values())
+def _largest(compared: Iterable[Compared]) -> dict[Key, Gap]:
+    """Each array's largest gaps in any of these."""
+    found: dict[Key, Gap] = {}
+    for one in compared:
+        gaps: dict[Key, Gap] = {("loss", "loss"): Gap(math.inf, math.inf, 1)} if one.failed else one.gaps
+        for key, gap in gaps.items():
+            error, distance, _ = found.get(key, gap)
+            found[key] = Gap(max(error, gap.error), max(distance, gap.distance), gap.entries)
+    return found
+
+
+def worst(compared: Iterable[Compared]) -> list[Difference]:
+    """Each array's largest difference in any of these."""
+    return [Difference(name, gap.error, part, gap.entries) for (part, name), gap in _largest(compared).items()]
 
 
 def with_fewer_rows(
@@ -271,11 +374,6 @@ class ProofSchedule:
     """When a batch is to be proven, and how much of it: the first of each kind, and the 2nd, 4th, 8th, ... of all.
 
     The rows are cut in one way, into three parts, and at the next proof in the other one.
-
-    Example:
-        >>> schedule = ProofSchedule()
-        >>> [schedule.is_due(new_kind=number == 1) for number in range(1, 10)]
-        [True, True, False, True, False, False, False, True, False]
     """
 
     def __init__(self) -> None:
@@ -310,12 +408,8 @@ def informative_rows(scores: Sequence[float], columns: Iterable[Callable[[], Seq
 
     Half of them are those with the lowest `scores`, half those with the highest. A column is a function that returns a
     number for each row; of each that varies, they contain two values at least.
-
-    Example:
-        >>> informative_rows([3, 1, 2, 9, 5], [lambda: [0, 0, 1, 0, 0]], 2)
-        [1, 2]
     """
-    order = sorted(range(len(scores)), key=lambda row: scores[row])
+    order = sorted(range(len(scores)), key=scores.__getitem__)
     if len(order) <= most:
         return order
     picked = [*order[: most // 2], *order[len(order) - (most - most // 2) :]]
@@ -327,7 +421,7 @@ def informative_rows(scores: Sequence[float], columns: Iterable[Callable[[], Seq
             other = next((row for row, value in enumerate(values) if value != first), None)
             if other is not None:
                 picked[next(places)] = other
-    return sorted(picked, key=lambda row: scores[row])
+    return sorted(picked, key=scores.__getitem__)
 
 
 def informative_units(rows: Sequence[int], units: Sequence[Sequence[int]], most: int) -> list[int]:
@@ -344,15 +438,13 @@ def informative_units(rows: Sequence[int], units: Sequence[Sequence[int]], most:
     return [row for place in picked for row in units[place]]
 
 
+# Ways to cut rows. Each of the `units` has the rows that belong together.
+
+
 def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
     """The two ways to cut sorted rows: the extremes apart, and mixed; parts of unequal sizes, of two units or more.
 
-    The first way deals what follows the lowest third to two parts, so that neighbours are apart. Each of the `units`
-    has the rows that belong together.
-
-    Example:
-        >>> interleaved_ways([[0], [1], [2], [3], [4], [5], [6], [7]])
-        [([0, 1, 3, 6, 2, 4, 5, 7], [2, 2, 4]), ([0, 3, 6, 1, 4, 7, 2, 5], [4, 2, 2])]
+    The first way deals what follows the lowest third to two parts, so that neighbours are apart.
     """
     count, order = len(units), list(range(len(units)))
     first, mixed = max(2, count // 3), [*order[::3], *order[1::3], *order[2::3]]
@@ -369,25 +461,22 @@ def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
     return _of_units(units, plans)
 
 
-def ragged_ways(units: Sequence[Sequence[int]], random: Any) -> list[Way]:
-    """Ways to cut rows for a check, drawn by a `random.Random`: ragged in order, ragged and shuffled, small pieces."""
+def ragged_ways(units: Sequence[Sequence[int]]) -> list[Way]:
+    """Ways to cut rows for a check: ragged in order, ragged and shuffled, small pieces."""
     count, order = len(units), list(range(len(units)))
-    shuffled = random.sample(order, count)
-    plans = [(order, _ragged(count, 2, random)), (shuffled, _ragged(count, 3, random))]
+    plans = [(order, _ragged(count, 2)), (Random(0).sample(order, count), _ragged(count, 3))]
     if count >= 8:
-        plans.append((order, _ragged(count, min(count // 2, 7), random)))
+        plans.append((order, _ragged(count, min(count // 2, 7))))
     return _of_units(units, plans)
 
 
-def _ragged(count: int, parts: int, random: Any) -> list[int]:
-    """Random sizes, each of two or more where there are enough, not all the same where that is possible."""
+def _ragged(count: int, parts: int) -> list[int]:
+    """Sizes that fall as 1 / n does, each of two or more where there are enough, so that weights of all sizes occur."""
     least = 2 if count >= 4 else 1
     parts = max(1, min(parts, count // least))
     sizes = [least] * parts
-    for _ in range(count - least * parts):  # skewed towards the first parts, so that weights of all sizes occur
-        sizes[random.choices(range(parts), [1 / (1 + part) for part in range(parts)])[0]] += 1
-    if parts > 1 and len(set(sizes)) == 1 and sizes[-1] > least:
-        sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
+    for _ in range(count - least * parts):
+        sizes[max(range(parts), key=lambda part: 1 / ((1 + part) * (1 + sizes[part] - least)))] += 1
     return sizes
 
 
@@ -398,3 +487,16 @@ def _of_units(units: Sequence[Sequence[int]], plans: Sequence[tuple[list[int], l
         rows = [row for place in places for row in units[place]]
         ways.append((rows, [sum(itertools.islice(sizes, count)) for count in counts]))
     return ways
+
+
+def even_ways(rows: int, size: int | None = None) -> list[Way]:
+    """Ways for a check into even micro-batches, as compiled steps run them: of this size, ragged, and shuffled."""
+    sizes = even_sizes(rows, ragged_size(rows) or 1)
+    given: list[Way] = [] if size is None or size >= rows else [(range(rows), even_sizes(rows, size))]
+    return [*given, (range(rows), sizes), (Random(0).sample(range(rows), rows), sizes)]
+
+
+def ragged_size(rows: int) -> int | None:
+    """The largest micro-batch size that doesn't divide so many rows evenly; one that makes three parts, if possible."""
+    ragged = [size for size in range(rows - 1, 0, -1) if rows % -(-rows // size)]
+    return next((size for size in ragged if -(-rows // size) > 2), ragged[0] if ragged else None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +15,7 @@ from keras import ops, tree
 from gradaccum.core.causes import innermost, mixing_cause
 from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.numpy_arrays import ArrayRunner, largest
-from gradaccum.core.proof import Outcome
-from gradaccum.core.rounding import last_place
+from gradaccum.core.proof import Outcome, Way
 from gradaccum.core.sizes import even_sizes
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import has_rows, is_float
@@ -24,8 +25,6 @@ from gradaccum.keras.loss import Measured, coupled_losses, divisors_of, same_row
 _SMALL = 1e-2
 """Tensors that are smaller than the largest gradient by this factor are measured by that one: where a gradient is zero,
 as that of the bias of attention's keys, all of it is rounding."""
-NEARBY = 2
-"""How often the weights are moved by one unit in the last place, to see what rounding makes of a result."""
 
 
 def outcome_of(model: Any, loss: Any, gradients: list[Any], before: list[Any], after: list[Any]) -> Outcome:
@@ -54,36 +53,36 @@ def outcome_of(model: Any, loss: Any, gradients: list[Any], before: list[Any], a
 class StepRunner(ArrayRunner):
     """Runs a training step of Keras for a proof, by its trials, from a state or with the variables as they are."""
 
-    def __init__(self, step: Any, data: Any, batch_norm: BatchNorm, tolerance: float, state: Any = None) -> None:
-        self._step, self._data, self._batch_norm, self._state = step, data, batch_norm, state
-        self.tolerance, self.precision, self.draws = tolerance, precision_of(step.model), Draws()
-        self.in_half = self.precision in ("bfloat16", "float16")
+    def __init__(
+        self, step: Any, data: Any, rows: int, batch_norm: BatchNorm, tolerance: float | None = None, state: Any = None
+    ) -> None:
+        self._step, self._data, self.rows, self._batch_norm, self._state = step, data, rows, batch_norm, state
+        self.precision, self.device, self.draws = precision_of(step.model), device_name(), Draws()
+        self._tolerance = tolerance
 
-    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
-        assert sizes is None or list(sizes) == even_sizes(len(rows), max(sizes))
-        return self._run(rows, max(sizes or [len(rows)]), self._state)
+    @property
+    def tolerance(self) -> float:
+        return super().tolerance if self._tolerance is None else self._tolerance
 
-    def _run(self, rows: Sequence[int], size: int, state: Any) -> Outcome:
-        trial = self._step.trial(size, self._batch_norm)
-        found = trial.outcome(take_rows(self._data, np.asarray(rows)), state)
+    def run(self, way: Way | None) -> Outcome:
+        rows, sizes = way or (range(self.rows), [self.rows])
+        assert list(sizes) == even_sizes(len(rows), max(sizes))
+        trial = self._step.trial(max(sizes), self._batch_norm)
+        found: Outcome = trial.outcome(take_rows(self._data, np.asarray(rows)), self._state)
         self.draws = trial.draws
-        return found
+        # A moved variable may heed the order of rows, such as the last row's value.
+        return found if [*rows] == sorted(rows) else dataclasses.replace(found, buffers=None)
 
-    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
+    @contextlib.contextmanager
+    def moved(self, seed: int, *, far: bool = False) -> Iterator[StepRunner]:
         weights, *others = self._state or self._step.state()
-        for moved in self._nearby(weights):
-            yield self._run(rows, len(rows), (moved, *others))
+        there = copy.copy(self)
+        there._state = (self.moved_values(weights, seed, far=far), *others)
+        yield there
 
-    def _nearby(self, weights: Sequence[Any]) -> Iterator[list[Any]]:
-        """Weights that differ from these by a unit in the last place."""
-        random, unit = np.random.default_rng(0), last_place(self.precision)
-
-        def moved(value: Any) -> Any:
-            signs = random.choice([-unit, unit], tuple(value.shape))
-            return value * ops.convert_to_tensor(1.0 + signs, value.dtype) if is_float(value) else value
-
-        for _ in range(NEARBY):
-            yield [moved(value) for value in weights]
+    def moved_values(self, values: Sequence[Any], seed: int, *, far: bool) -> list[Any]:
+        factors = self.factors(seed, far=far)
+        return [v * ops.convert_to_tensor(factors(tuple(v.shape)), v.dtype) if is_float(v) else v for v in values]
 
 
 def take_rows(data: Any, rows: np.ndarray) -> Any:
@@ -107,6 +106,20 @@ def precision_of(model: Any) -> str:
         dtypes.add("float32")
     order = ["float64", "float32", "bfloat16", "float16"]
     return max((dtype for dtype in dtypes if dtype in order), key=order.index, default="float32")
+
+
+def device_name() -> str:
+    """Where Keras computes."""
+    backend = keras.backend.backend()
+    if backend == "torch":
+        return str(private.torch_device()).partition(":")[0]
+    if backend == "jax":
+        import jax
+
+        return jax.default_backend()
+    import tensorflow as tf
+
+    return "gpu" if tf.config.list_logical_devices("GPU") else "cpu"
 
 
 # Random numbers that are the same for every row, so that whole batch and micro-batches can be compared.

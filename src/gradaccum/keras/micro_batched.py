@@ -15,16 +15,14 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.core.equivalence import Cause, Difference, Equivalence, limits_of
-from gradaccum.core.proof import Comparison, Way, worst
-from gradaccum.core.rounding import rounding
-from gradaccum.core.sizes import even_sizes
+from gradaccum.core.equivalence import Cause, Equivalence
+from gradaccum.core.proof import Comparison, even_ways
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import rows_of
 from gradaccum.keras.batch_norm import BatchNorm, BatchNormOrExact
 from gradaccum.keras.chunking import chunked
-from gradaccum.keras.equivalence import StepRunner, find_causes, precision_of
-from gradaccum.keras.train_step import MicroBatchedStep, ragged_size, remove_step
+from gradaccum.keras.equivalence import StepRunner, find_causes
+from gradaccum.keras.train_step import MicroBatchedStep, remove_step
 from gradaccum.schedule import checked_count
 
 
@@ -171,63 +169,19 @@ def _checked(
     model: Any, data: Any, rows: int, batch_norm: BatchNorm, micro_batch_size: int | None, tolerance: float | None
 ) -> Equivalence:
     private.build_symbolically(model, data)
-    step, precision = MicroBatchedStep(model, rows, batch_norm, verify=False), precision_of(model)
-    allowed = rounding(precision, _device()) if tolerance is None else tolerance
-    size = ragged_size(rows) or 1
-    step.trial(micro_batch_size or size, batch_norm).check_states(rows)
-    shuffled = np.random.default_rng(0).permutation(rows).tolist()
-    sizes = [*([] if micro_batch_size is None or micro_batch_size >= rows else [micro_batch_size]), size]
-    ways: list[Way] = [(range(rows), even_sizes(rows, size)) for size in sizes]
-    ways.append((shuffled, even_sizes(rows, size)))
-    runner = StepRunner(step, data, batch_norm, allowed)
-    comparison = Comparison(runner, range(rows), ways, "raise")
-    loss = comparison.large.losses["loss"]
-    if not np.isfinite(loss).all():
-        raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
-    comparison.differences()
-    found: list[Difference] = []
-    failing, largest = ways[-1], allowed
-    for way, differences, _ in comparison.compared:
-        # A moved variable may heed the order of rows, such as the last row's value.
-        differences = [d for d in differences if d.part != "buffer" or way[0] is not shuffled]
-        error = max((difference.error for difference in differences), default=0.0)
-        failing, largest = (failing, largest) if error <= largest else (way, error)
-        found += differences
-    found, causes = worst(found), list[Cause]()
-    if not largest <= allowed:
-        parts = np.split(np.asarray(failing[0]), np.cumsum(failing[1])[:-1])
+    step, ways = MicroBatchedStep(model, rows, batch_norm, verify=False), even_ways(rows, micro_batch_size)
+    step.trial(max(ways[0][1]), batch_norm).check_states(rows)
+    runner = StepRunner(step, data, rows, batch_norm, tolerance)
+    comparison = Comparison(runner, ways, "raise")
+    comparison.check_loss()
+    found, causes = comparison.judged() or [], list[Cause]()
+    for order, sizes in comparison.failing(runner.tolerance)[:1]:
+        parts = np.split(np.asarray(order), np.cumsum(sizes)[:-1])
         trained, moving, _, metrics = step.state()
-        causes = find_causes(model, (trained, moving, metrics), data, parts, found, allowed, batch_norm)
-    return Equivalence(
-        tuple(found),
-        allowed,
-        tuple(causes),
-        rows=rows,
-        partitions=tuple(tuple(sizes) for _, sizes in ways),
-        notes=(*_notes(runner), *limits_of(rows)),
-        precision=precision,
-        device=_device(),
-    )
-
-
-def _notes(runner: StepRunner) -> list[str]:
-    """What a check did about random numbers."""
+        causes = find_causes(model, (trained, moving, metrics), data, parts, found, runner.tolerance, batch_norm)
     notes = {
         "Random numbers, such as those of dropout, were the same for each row.": runner.draws.held,
         "The model draws random numbers that can't be made the same for each row, so they differ between "
         "partitions.": runner.draws.raw,
     }
-    return [note for note, holds in notes.items() if holds]
-
-
-def _device() -> str:
-    backend = keras.backend.backend()
-    if backend == "torch":
-        return str(private.torch_device()).partition(":")[0]
-    if backend == "jax":
-        import jax
-
-        return jax.default_backend()
-    import tensorflow as tf
-
-    return "gpu" if tf.config.list_logical_devices("GPU") else "cpu"
+    return comparison.record(found, causes, runner.tolerance, [note for note, holds in notes.items() if holds])

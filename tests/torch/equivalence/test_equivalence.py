@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils import checkpoint
 
 import gradaccum
-from gradaccum.on_torch.adapter.arrays import NEARBY, bits_flipped
+from gradaccum.core.proof import NEARBY
+from gradaccum.on_torch.adapter.arrays import bits_flipped
 from gradaccum.on_torch.state import evaluated
 from gradaccum.torch import TrainStep, check_equivalence
 from gradaccum.torch.buffers import ModuleState

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum.core.causes import LossFacts, LossSplit, coupling_cause, loss_cause
+from gradaccum.core.causes import LossFacts, LossSplit, coupling_cause, halves, loss_cause, shared_input
 from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.numpy_arrays import leaf_of
-from gradaccum.core.proof import Outcome, differences_between
+from gradaccum.core.proof import Way
 from gradaccum.jax.equivalence.trial import Trial
 from gradaccum.jax.loss import Verdict
 
@@ -19,11 +20,9 @@ _FITS = 1e-4
 """What shares and sums may be off by: causes differ by far more."""
 
 
-def find_causes(
-    trial: Trial, order: np.ndarray, size: int, differences: Sequence[Difference], allowed: float, verdict: Verdict
-) -> Cause:
+def find_causes(trial: Trial, ways: Sequence[Way], differences: Sequence[Difference], verdict: Verdict) -> Cause:
     """The most certain cause."""
-    wrong = [difference for difference in differences if not difference.error <= allowed]
+    wrong = [difference for difference in differences if not difference.error <= trial.tolerance]
     moved = [difference.name for difference in wrong if difference.part == "buffer"]
     if verdict.kind == "randomness":
         return Cause("randomness", "loss", verdict.message)
@@ -34,13 +33,13 @@ def find_causes(
             f"The state {moved[0]!r} moves once per micro-batch, each time from where the last one left it and with "
             "the statistics of fewer rows. Loss and gradient are the large batch's.",
         )
-    cause = _of_an_input(trial, order, size, allowed) or loss_cause(_splits(trial, order), _facts(trial))
-    if cause is not None and cause.kind == "loss":  # nothing that is known of it says more
-        cause = None
-    seen = verdict.kind if verdict.certain else ""
-    if seen and seen != "batch_norm" and (cause is None or cause.kind not in (seen, "input")):
+    if (path := _shared_input(trial, ways)) is not None:
+        what = "is split into micro-batches, but every row needs all of it. Pass in_axes with None for it."
+        return Cause("input", path, f"{path} {what}")
+    told, seen = _told_by_splits(trial), verdict.kind if verdict.certain and verdict.kind != "batch_norm" else ""
+    if seen and (told is None or told.kind != seen):
         return Cause(seen, "loss", verdict.message)  # type: ignore[arg-type]  # its kinds are causes' kinds
-    if cause is None and moved:
+    if told is None and moved:
         return Cause(
             "batch_norm",
             moved[0],
@@ -48,7 +47,7 @@ def find_causes(
             "as BatchNorm's statistics do in training mode. Freeze it (use its running averages), or take GroupNorm or "
             "LayerNorm.",
         )
-    return cause or coupling_cause(_ACROSS_ROWS)
+    return told or coupling_cause(_ACROSS_ROWS)
 
 
 _ACROSS_ROWS = (
@@ -57,15 +56,17 @@ _ACROSS_ROWS = (
 )
 
 
-def _splits(trial: Trial, order: np.ndarray) -> list[LossSplit]:
-    """The rows in two parts, each evaluated by itself."""
-    splits, cut = [], max(1, (3 * len(order)) // 8)
-    for seed in range(3):
-        shuffled = np.random.default_rng(seed).permutation(order)
-        first, second = shuffled[:cut], shuffled[cut:]
-        parts = [trial.vector(first)], [trial.vector(second)]
-        splits.append(LossSplit((first, second), [trial.vector(shuffled)], parts))
-    return splits
+def _shared_input(trial: Trial, ways: Sequence[Way]) -> str | None:
+    split = {path: position for position, (path, axis, _) in enumerate(trial.leaves()) if axis is not None}
+    others = [(path, functools.partial(trial.sharing, position)) for path, position in split.items() if len(split) > 1]
+    return shared_input(others, ways, trial.tolerance)
+
+
+def _told_by_splits(trial: Trial) -> Cause | None:
+    """What is wrong with the loss, if it doesn't just look across rows, of which what is seen in it says more."""
+    parts = halves([[row] for row in range(trial.rows)], [max(1, (3 * trial.rows) // 8)] * 3)
+    cause = loss_cause([LossSplit(rows, trial.vector) for rows in parts], _facts(trial))
+    return None if cause is None or cause.kind == "loss" else cause
 
 
 def _facts(trial: Trial) -> LossFacts:
@@ -87,29 +88,3 @@ def _facts(trial: Trial) -> LossFacts:
         _ACROSS_ROWS,
         fits=_FITS,
     )
-
-
-def _of_an_input(trial: Trial, order: np.ndarray, size: int, allowed: float) -> Cause | None:
-    """The leaf of the batch without whose split nothing differs."""
-    split = [(position, path) for position, (path, axis, _) in enumerate(trial.leaves()) if axis is not None]
-    large: Outcome | None = None
-    for position, path in split if len(split) > 1 else ():
-        axes = list(trial.batch.axes)
-        axes[position] = None
-        in_axes = jax.tree.unflatten(trial.batch.structure, axes)
-        in_axes = in_axes if isinstance(trial.options["batch_argnums"], tuple | list) else in_axes[0]
-        try:
-            found = trial.outcome(order, size, in_axes, position)
-            part = trial.outcome(order[:size], size, in_axes, position)
-        except Exception:  # the shapes say that it is to be split
-            continue
-        large = large or trial.outcome(order, trial.rows, in_axes, position)
-        alone, right = (differences_between(trial, outcome, large) for outcome in (part, found))
-        counts_alone = all(each.error <= allowed for each in alone)  # nothing hangs on the other leaves
-        if not counts_alone and all(each.error <= allowed for each in right):
-            return Cause(
-                "input",
-                path,
-                f"{path} is split into micro-batches, but every row needs all of it. Pass in_axes with None for it.",
-            )
-    return None

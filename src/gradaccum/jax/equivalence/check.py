@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
-from gradaccum.core.equivalence import Cause, Equivalence, limits_of
-from gradaccum.core.proof import Comparison, Way, worst
-from gradaccum.core.rounding import rounding
-from gradaccum.core.sizes import even_sizes
+from gradaccum.core.equivalence import Cause, Equivalence
+from gradaccum.core.proof import Comparison, even_ways
 from gradaccum.jax.equivalence.causes import find_causes
 from gradaccum.jax.equivalence.trial import Trial
 from gradaccum.jax.train_step import known_exact
@@ -78,65 +75,39 @@ def check_equivalence(
         "reduction": reduction, "rng_argnum": rng_argnum, "state_argnum": state_argnum,
     }  # fmt: skip
     with jax.enable_x64(True):
-        trial = Trial(loss_fn, (params, batch, *more), options)
+        trial = Trial(loss_fn, (params, batch, *more), options, tolerance)
         if trial.rows < 2:
             raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {trial.rows}.")
         return _checked(trial, micro_batch_size, tolerance)
 
 
 def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None) -> Equivalence:
-    rows, precision, device = trial.rows, trial.precision(), jax.default_backend()
-    allowed = trial.tolerance = rounding(precision, device) if tolerance is None else tolerance
-    comparisons = [_compared(trial, order, ways) for order, ways in _partitions(rows, micro_batch_size)]
-    found = sorted((one for each in comparisons for one in each.compared), key=lambda one: -one.error)
-    differences = worst(d for one in found if one.distances for d in one.differences)
-    causes = [*filter(None, map(_failure, comparisons))][:1]
-    differs, verdict = not found[0].error <= allowed, trial.verdict()
-    if differs and not causes:
-        order, parts = found[0].way
-        causes = [find_causes(trial, np.asarray(order), max(parts), differences, allowed, verdict)]
-    notes = limits_of(rows)
+    comparison = Comparison(trial, even_ways(trial.rows, micro_batch_size), "differs")
+    comparison.check_loss()
+    differences, verdict, allowed = comparison.judged() or [], trial.verdict(), trial.tolerance
+    failing, causes = comparison.failing(allowed), list[Cause]()
+    if comparison.error is not None:
+        causes = [_failure(comparison)]
+    elif failing:
+        causes = [find_causes(trial, failing, differences, verdict)]
+    notes = []
     if trial.holds_keys:
-        notes.insert(0, "Random numbers, such as those of dropout, were the same for each row.")
-    if verdict.certain and verdict.kind != "exact" and not differs:
-        notes.append(
-            "This batch doesn't show the difference that others will; value_and_grad refuses the loss: "
-            f"{verdict.message}"
-        )
-    elif not differs:
-        known_exact(trial.loss_fn)
-    partitions = tuple(tuple(sizes) for each in comparisons for _, sizes in each.ways)
-    return Equivalence(
-        tuple(differences), allowed, tuple(causes), rows=rows, partitions=partitions, notes=tuple(notes),
-        precision=precision, device=device,
-    )  # fmt: skip
+        notes.append("Random numbers, such as those of dropout, were the same for each row.")
+    if not failing:
+        if verdict.certain and verdict.kind != "exact":
+            notes.append(
+                "This batch doesn't show the difference that others will; value_and_grad refuses the loss: "
+                f"{verdict.message}"
+            )
+        else:
+            known_exact(trial.loss_fn)
+    return comparison.record(differences, causes, allowed, notes)
 
 
-def _compared(trial: Trial, order: Sequence[int], ways: list[Way]) -> Comparison:
-    comparison = Comparison(trial, order, ways, "differs")
-    for loss in comparison.large.losses.values():
-        if not np.isfinite(loss).all():
-            raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
-    comparison.differences()
-    return comparison
-
-
-def _partitions(rows: int, micro_batch_size: int | None) -> list[tuple[Sequence[int], list[Way]]]:
-    """Orders of the rows, and ways to cut them: into the sizes that are asked for, and into ragged ones."""
-    # A size that gives micro-batches of different sizes, if these rows can have that.
-    ragged = next((size for size in range(rows - 1, 0, -1) if len(set(even_sizes(rows, size))) > 1), 1)
-    given = [] if micro_batch_size is None or micro_batch_size >= rows else [micro_batch_size]
-    shuffled = np.random.default_rng(0).permutation(rows).tolist()
-    some = ((range(rows), [*given, ragged]), (shuffled, [ragged]))
-    return [(order, [(order, even_sizes(rows, size)) for size in sizes]) for order, sizes in some]
-
-
-def _failure(comparison: Comparison) -> Cause | None:
+def _failure(comparison: Comparison) -> Cause:
     """What the loss raises in micro-batches, and not on the large batch."""
-    failed = [sizes for (_, sizes), _, distances in comparison.compared if not distances]
-    if not failed:
-        return None
+    sizes = next(one.way[1] for one in comparison.compared if one.failed)
     first_line = (str(comparison.error).strip().splitlines() or [""])[0]
     message = f"rows the loss raises {type(comparison.error).__name__}: {first_line} The large batch does not."
-    of = " + ".join(map(str, failed[0]))
+    of = " + ".join(map(str, sizes))
     return Cause("error", "loss", f"In micro-batches of {of} {message} Write it for any number of rows.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import numpy as np
 from jax.extend.random import define_prng_impl, threefry_prng_impl
 
 from gradaccum.core.numpy_arrays import ArrayRunner, largest
-from gradaccum.core.proof import Outcome
+from gradaccum.core.proof import Outcome, Way
 from gradaccum.jax.batch import Batch, argument_names, argument_numbers, axes_of_each, equations
 from gradaccum.jax.loss import Verdict
 from gradaccum.jax.train_step import judge_loss, value_and_grad
@@ -25,12 +27,12 @@ all of it is rounding."""
 class Trial(ArrayRunner):
     """Runs rows of a batch by `value_and_grad`, with the user's loss, arguments and keywords, in float64."""
 
-    def __init__(self, loss_fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def __init__(self, loss_fn: Any, args: tuple[Any, ...], options: dict[str, Any], tolerance: float | None) -> None:
         self.loss_fn, self.options = loss_fn, dict(options)
         self.names = argument_names(loss_fn, range(len(args)))
         self.batches = argument_numbers("batch_argnums", options["batch_argnums"])
         self.state_argnum = options["state_argnum"]
-        key = self.options.pop("rng_argnum")
+        self._key = key = self.options.pop("rng_argnum")
         # Held keys draw the same for each row, and for each micro-batch: all of them share the key.
         self.holds_keys = key is not None
         self.args = tuple(
@@ -42,24 +44,38 @@ class Trial(ArrayRunner):
         self.batch = Batch(tuple(self.args[n] for n in self.batches), axes, names)
         self.rows = self.batch.rows
         self._compiled: dict[Any, Any] = {}
-        self.tolerance = 0.0
+        self.precision, self.device, self._tolerance = self._precision(), jax.default_backend(), tolerance
+        self._shared: int | None = None
 
-    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
-        """These rows in micro-batches of these sizes, which are even; None: at once."""
-        return self.outcome(np.asarray(rows), len(rows) if sizes is None else max(sizes))
+    @property
+    def tolerance(self) -> float:
+        return super().tolerance if self._tolerance is None else self._tolerance
+
+    def sharing(self, position: int) -> Trial:
+        """The same where all micro-batches share this leaf of the batch."""
+        other = copy.copy(self)
+        other._shared = position
+        return other
+
+    @contextlib.contextmanager
+    def moved(self, seed: int, *, far: bool = False) -> Iterator[Trial]:
+        there, factors = copy.copy(self), self.factors(seed, far=far)
+
+        def moved(leaf: Any) -> Any:
+            inexact = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+            return leaf * factors(leaf.shape).astype(leaf.dtype) if inexact else leaf
+
+        given = (*self.batches, self._key)
+        there.args = tuple(arg if number in given else jax.tree.map(moved, arg) for number, arg in enumerate(self.args))
+        yield there
 
     def is_out_of_memory(self, error: Exception) -> bool:
         """Whether memory ran out."""
         return "RESOURCE_EXHAUSTED" in str(error)
 
-    def outcome(self, rows: np.ndarray, size: int, in_axes: Any = None, whole: int | None = None) -> Outcome:
-        """What micro-batches of this size make of these rows; under other `in_axes`, which share the leaf `whole`."""
-        key = size, str(in_axes)
-        if key not in self._compiled:
-            options = self.options | ({} if in_axes is None else {"in_axes": in_axes})
-            options |= {"aux": "last", "verify": False}
-            self._compiled[key] = jax.jit(value_and_grad(self.loss_fn, micro_batch_size=size, **options))
-        value, gradients = self._compiled[key](*self.taken(rows, whole))
+    def run(self, way: Way | None) -> Outcome:
+        rows, sizes = way or (range(self.rows), [self.rows])
+        value, gradients = self._function(max(sizes))(*self.taken(rows))
         state: Any = {}
         if self.options["has_aux"] or self.state_argnum is not None:
             value, more = value
@@ -79,23 +95,35 @@ class Trial(ArrayRunner):
         moved = {name: array for name, array in _flat(state).items() if np.issubdtype(array.dtype, np.number)}
         return Outcome(_flat(losses), gradients, moved, dict.fromkeys(gradients.keys() - moved.keys(), scale))
 
-    def vector(self, rows: np.ndarray) -> np.ndarray:
-        """Loss and gradients of these rows at once, in one."""
-        outcome = self.outcome(rows, len(rows))
-        parts = [*outcome.losses.values(), *outcome.gradients.values()]
-        return np.concatenate([np.ravel(part).astype(np.complex128) for part in parts])
+    def _function(self, size: int) -> Callable[..., Any]:
+        """Value and gradients by micro-batches of this size, compiled once."""
+        key = size, self._shared
+        if key not in self._compiled:
+            options = self.options | {"micro_batch_size": size, "aux": "last", "verify": False}
+            if self._shared is not None:
+                axes = [None if position == self._shared else axis for position, axis in enumerate(self.batch.axes)]
+                in_axes = jax.tree.unflatten(self.batch.structure, axes)
+                options["in_axes"] = in_axes if isinstance(options["batch_argnums"], tuple | list) else in_axes[0]
+            self._compiled[key] = jax.jit(value_and_grad(self.loss_fn, **options))
+        return self._compiled[key]
 
-    def taken(self, rows: np.ndarray, whole: int | None = None) -> tuple[Any, ...]:
-        """The arguments, with these rows of the batch; all of the leaf at the position `whole`."""
+    def vector(self, rows: Sequence[int] | None) -> tuple[list[np.ndarray], None]:
+        """Loss and gradients of these rows at once, in one; None: of all."""
+        outcome = self.run(None if rows is None else (rows, [len(rows)]))
+        parts = [*outcome.losses.values(), *outcome.gradients.values()]
+        return [np.concatenate([np.ravel(part).astype(np.complex128) for part in parts])], None
+
+    def taken(self, rows: Sequence[int]) -> tuple[Any, ...]:
+        """The arguments, with these rows of the batch."""
         leaves = [
-            leaf if axis is None or position == whole else jnp.take(leaf, rows, axis=axis)
+            leaf if axis is None or position == self._shared else jnp.take(leaf, np.asarray(rows), axis=axis)
             for position, (leaf, axis) in enumerate(zip(self.batch.leaves, self.batch.axes))
         ]
         parts = jax.tree.unflatten(self.batch.structure, leaves)
         replaced = dict(zip(self.batches, parts))
         return tuple(replaced.get(n, arg) for n, arg in enumerate(self.args))
 
-    def weight(self, rows: np.ndarray) -> float:
+    def weight(self, rows: Sequence[int]) -> float:
         """What these rows were declared to weigh."""
         if self.options["weight"] is None:
             return float(len(rows))
@@ -106,10 +134,6 @@ class Trial(ArrayRunner):
         """`(path, axis of its rows, array)` of each leaf of the batch, such as `batch['y']`."""
         return list(zip(self.batch.paths, self.batch.axes, self.batch.leaves, strict=True))
 
-    def jaxpr(self, rows: np.ndarray) -> Any:
-        """What the loss does with these rows."""
-        return jax.make_jaxpr(self.loss_fn)(*self.taken(rows)).jaxpr
-
     def verdict(self) -> Verdict:
         """What is seen of the loss without evaluating it."""
         try:
@@ -117,11 +141,11 @@ class Trial(ArrayRunner):
         except Exception:  # the comparison says what is wrong
             return Verdict("unknown")
 
-    def precision(self) -> str:
+    def _precision(self) -> str:
         """The narrowest dtype that the loss computes in, whatever it is given."""
         order = ["float64", "float32", "bfloat16", "float16"]
         found = {"float64"}
-        for equation in equations(self.jaxpr(np.arange(self.rows))):
+        for equation in equations(jax.make_jaxpr(self.loss_fn)(*self.args).jaxpr):
             for variable in equation.outvars:
                 name = str(getattr(variable.aval, "dtype", "")).replace("complex64", "float32")
                 found |= {name} & set(order)

@@ -10,10 +10,11 @@ model.fit([x, t], batch_size=1024)       # every row against 1023 others
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import keras
@@ -21,7 +22,7 @@ import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.numpy_arrays import relative_error
-from gradaccum.core.proof import Comparison, Outcome
+from gradaccum.core.proof import Comparison, Outcome, Way
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
@@ -246,8 +247,7 @@ class _Trial(StepRunner):
     """
 
     def __init__(self, body: Body, rows: int, size: int, passes: Any, batch_norm: BatchNorm, unknown: int) -> None:
-        self.precision = precision_of(body.layer)
-        self.tolerance, self.in_half = rounding(self.precision), self.precision in ("bfloat16", "float16")
+        self.precision, self._tolerance = precision_of(body.layer), rounding(precision_of(body.layer))
         self.body, self.rows, self.size, self.passes, self.batch_norm = body, rows, size, passes, batch_norm
         self._random = np.random.default_rng(0)
         self._layers = [body.layer, *private.layers_in(body.layer)]
@@ -295,21 +295,22 @@ class _Trial(StepRunner):
     def judge(self) -> str:
         """Raise what the passes make different. Returns why it isn't known, if so."""
         sizes = even_sizes(self.rows, self.size)
-        comparison = Comparison(self, range(self.rows), [(range(self.rows), sizes)], "raise")
+        comparison = Comparison(self, [(range(self.rows), sizes)], "raise")
         before = self._attributes()
         _ = comparison.large
         between, moved = self._attributes(), self._moved
-        differences = comparison.differences() or []
+        comparison.differences()
         in_parts, left = self._moved, []
         for key, (_, tensors) in self._attributes().items():
             if [*map(id, tensors)] != [*map(id, between.get(key, ("", []))[1])]:
                 left.append(f"{key[1]}.{key[2]}")
         for layer in self._layers:
             vars(layer).update({name: value for (key, _, name), (value, _) in before.items() if key == id(layer)})
-        if any(not difference.error <= self.tolerance for difference in differences):
+        if comparison.wrong:
             if any(not difference.error <= self.tolerance for difference in comparison.unrepeatable()):
                 return "it draws random numbers that don't come from keras.random, or changes with every call"
-            if wrong := comparison.beyond_rounding(differences):
+            comparison.judged()
+            if wrong := comparison.wrong:
                 self._raise(sizes, max(difference.error for difference in wrong))
         far = [n for n, v in moved.items() if relative_error(in_parts.get(n, v), v) > 100 * self.tolerance]
         self._warn(far, left)
@@ -328,14 +329,13 @@ class _Trial(StepRunner):
                     found[id(layer), layer.name, name] = value, tensors
         return found
 
-    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
-        return self._outcome(self.values, sizes is not None)
+    @contextlib.contextmanager
+    def moved(self, seed: int, *, far: bool = False) -> Iterator[_Trial]:
+        there = copy.copy(self)
+        there.values = self.moved_values(self.values, seed, far=far)
+        yield there
 
-    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
-        for weights in self._nearby(self.values):
-            yield self._outcome(weights, False)
-
-    def _outcome(self, values: list[Any], in_parts: bool) -> Outcome:
+    def run(self, way: Way | None) -> Outcome:
         """Outputs, and gradients of weights and inputs."""
         weights, backend = len(self.weights), backends.running()
 
@@ -345,7 +345,7 @@ class _Trial(StepRunner):
                 tensors[place] = value
             with keras.StatelessScope([*zip(self.weights, values), *self.given]) as scope:
                 body = self.body.again(tensors, self.shared, self.batch_norm)
-                if in_parts:
+                if way is not None:
                     outputs = self.passes(body, self.size, 0)
                 else:
                     outputs, moved_to, _ = body.run(body.tensors)
@@ -366,7 +366,7 @@ class _Trial(StepRunner):
 
         inputs = [self.tensors[place] for place in self.places]
         with held():  # the second pass, too
-            outputs, gradients, moved = backend.compiled(outcome)([*values, *inputs])
+            outputs, gradients, moved = backend.compiled(outcome)([*self.values, *inputs])
         self._moved = {name: as_array(value) for name, value in moved.items()}
         found = [None if gradient is None else as_array(gradient) for gradient in gradients]
         return Outcome(

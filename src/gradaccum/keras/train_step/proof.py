@@ -14,7 +14,7 @@ import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.equivalence import Equivalence
-from gradaccum.core.proof import ENOUGH, ROWS, Comparison, ProofSchedule
+from gradaccum.core.proof import ENOUGH, ROWS, Comparison, ProofSchedule, ragged_size
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
@@ -104,18 +104,19 @@ class Proof:
         # the mean of their means would be that of the whole.
         chosen = few_rows(data, few)
         batch = take_rows(data, np.concatenate([chosen[::2], chosen[1::2]]))
-        runner = StepRunner(self.step, batch, "frozen", allowed, state)
-        comparison = Comparison(runner, range(few), [(range(few), sizes)], "raise")
+        runner = StepRunner(self.step, batch, few, "frozen", allowed, state)
+        comparison = Comparison(runner, [(range(few), sizes)], "raise")
         loss = comparison.large.losses["loss"]
         if not np.isfinite(loss).all():
             raise FloatingPointError(f"the loss of {few} rows at once is {loss}")
-        differences = comparison.differences() or []
-        if all(difference.error <= allowed for difference in differences):
+        comparison.differences()
+        if not comparison.wrong:
             return ""
         again = [d for d in comparison.unrepeatable() if d.part != "buffer"]
         if runner.draws.raw or any(not difference.error <= allowed for difference in again):
             return "the model draws random numbers that can't be made the same for each row"
-        if wrong := comparison.beyond_rounding(differences):
+        comparison.judged()
+        if wrong := comparison.wrong:
             cuts = np.split(np.arange(few), np.cumsum(sizes)[:-1])
             values = self.step.state() if state is None else state
             causes = find_causes(
@@ -148,13 +149,6 @@ def _attempts(rows: int, micro_batch_size: Any) -> Iterator[tuple[int, int]]:
         yield few, ragged_size(few) or 1
         yield most - most % 2, most // 2
         most //= 2
-
-
-def ragged_size(rows: int) -> int | None:
-    """The largest micro-batch size that doesn't divide so many rows evenly; one that makes three parts, if possible."""
-    counts = {size: -(-rows // size) for size in range(rows - 1, 0, -1)}
-    ragged = [size for size, count in counts.items() if rows % count]
-    return next((size for size in ragged if counts[size] > 2), ragged[0] if ragged else None)
 
 
 # Which rows.

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from gradaccum.core.proof import Measured, Outcome, Runner
-from gradaccum.core.rounding import rounding
-from gradaccum.on_torch.adapter.rng import RowwiseRng, UnusedRng
+from gradaccum.core.proof import Measured, Runner
+from gradaccum.on_torch.adapter.rng import RowwiseRng
 from gradaccum.on_torch.memory import is_out_of_memory
 
 ENTRIES = 1 << 18
-"""Entries of a gradient that are compared, at most."""
+"""Entries of a gradient that are compared, at most, and of a parameter that are moved at a time."""
 
 
 @torch.no_grad()
@@ -23,10 +24,6 @@ def measure(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measur
     """How far each first tensor is from its second one: `max|a - b|`, with `max|b|`. None stands for zeros.
 
     The ends of all are read in one go. What isn't finite counts where the other one is.
-
-    Example:
-        >>> measure([(torch.tensor([1.0, 4.5]), torch.tensor([1.0, 4.0])), (None, torch.tensor([2.0]))])
-        [Measured(distance=0.5, scale=4.0, entries=2), Measured(distance=2.0, scale=2.0, entries=1)]
     """
     found = [_comparable(actual, expected) for actual, expected in pairs]
     both = [pair for pair in found if not isinstance(pair, Measured)]
@@ -41,7 +38,7 @@ def _comparable(actual: Tensor | None, expected: Tensor | None) -> Measured | tu
     if one is None or not one.numel():
         return Measured(0.0 if same_shape else math.inf, 0.0, 0)
     if not same_shape:
-        return Measured(math.inf, largest(one), one.numel())
+        return Measured(math.inf, _largest(one), one.numel())
     ours, theirs = (one.new_zeros(()).expand(one.shape) if t is None else t for t in (actual, expected))
     if ours.device != theirs.device:
         ours, theirs = ours.cpu(), theirs.cpu()
@@ -52,7 +49,7 @@ def _measured(ours: Tensor, theirs: Tensor, distance: float, scale: float) -> Me
     if not (math.isfinite(distance) and math.isfinite(scale)):
         finite = theirs.isfinite()
         same = ours.isfinite().equal(finite)
-        distance, scale = largest((ours - theirs)[finite]) if same else math.inf, largest(theirs[finite])
+        distance, scale = _largest((ours - theirs)[finite]) if same else math.inf, _largest(theirs[finite])
     return Measured(distance, scale, theirs.numel())
 
 
@@ -76,16 +73,11 @@ def _read(tensors: Sequence[Tensor]) -> list[float]:
     return [next(values[end.device]) for end in ends]
 
 
-def is_finite(tensors: Sequence[Tensor]) -> bool:
-    floating = [t.detach() for t in tensors if (t.is_floating_point() or t.is_complex()) and t.numel()]
-    return all(map(math.isfinite, _read([_wide(tensor) for tensor in floating])))
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return measure([(actual, expected)])[0].error()
 
 
-def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    return measure([(actual, expected)])[0].error(floor)
-
-
-def largest(tensor: Tensor) -> float:
+def _largest(tensor: Tensor) -> float:
     return tensor.detach().abs().max().item() if tensor.numel() else 0.0
 
 
@@ -106,61 +98,59 @@ def bits_flipped(parameters: Iterable[Tensor], seed: int, *, half: bool = False)
         whole = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         if whole.layout is torch.strided and whole.itemsize in _INTEGERS and whole.is_floating_point():
             digits = max(round(-math.log2(torch.finfo(whole.dtype).eps)) // 2, 1) if half else 3
-            numbers.append((whole.view(_INTEGERS[whole.itemsize]), digits))
+            bits = whole.view(_INTEGERS[whole.itemsize])
+            pieces = bits.view(-1).split(ENTRIES) if bits.is_contiguous() else [bits]  # a mask takes little memory
+            numbers += [(piece, digits) for piece in pieces]
 
-    def flip() -> None:
+    def masks() -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
-        for each, digits in numbers:
-            mask = torch.randint(1 << digits, each.shape, generator=generator, dtype=each.dtype, device="cpu")
-            each.bitwise_xor_(mask.to(each.device))
+        for piece, digits in numbers:
+            mask = torch.randint(1 << digits, piece.shape, generator=generator, dtype=piece.dtype, device="cpu")
+            yield piece, mask.to(piece.device)
 
-    flip()
+    flipped = 0
     try:
+        for piece, mask in masks():
+            piece.bitwise_xor_(mask)
+            flipped += 1
         yield
     finally:
-        flip()
+        for piece, mask in itertools.islice(masks(), flipped):
+            piece.bitwise_xor_(mask)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-NEARBY = 16
-"""How often the last bits of the parameters are changed, to see what rounding makes of a result. Where a sign decides,
-as in a ReLU, each time has an even chance to show it."""
-
-
 class TorchRunner(Runner):
     """Arithmetic, rounding, random numbers and memory of a proof in PyTorch."""
 
-    def __init__(self, rng: RowwiseRng | UnusedRng, device: torch.device) -> None:
-        self.rng, self.device = rng, device
+    def __init__(self, rng: RowwiseRng, device: torch.device, rows: int) -> None:
+        self.rng, self.device, self.rows = rng, str(device), rows
+
+    @property
+    def precision(self) -> str:  # type: ignore[override]  # it follows what is computed
+        return str(self.rng.precision).removeprefix("torch.")
 
     def tensors(self) -> list[Tensor]:
+        """What is moved: parameters, and inputs that have gradients."""
         raise NotImplementedError
 
-    def nearby(self, rows: Sequence[int]) -> Iterator[Outcome]:
-        for seed in range(NEARBY):
-            with bits_flipped(self.tensors(), seed):
-                outcome = self.at_once(rows)
-            yield outcome
+    def again(self) -> Runner:
+        """The same, from the values that parameters have now."""
+        return copy.copy(self)
 
-    def at_once(self, rows: Sequence[int]) -> Outcome:
-        """The rows at once, once more: nothing is noted."""
-        return self.run(rows, None)
+    @contextlib.contextmanager
+    def moved(self, seed: int, *, far: bool = False) -> Iterator[Runner]:
+        with bits_flipped(self.tensors(), seed, half=far):
+            yield self.again()
 
     def measure(self, pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measured]:
         return measure(pairs)
 
     def is_finite(self, arrays: Sequence[Tensor]) -> bool:
-        return is_finite(arrays)
-
-    @property
-    def tolerance(self) -> float:  # type: ignore[override]  # it follows what is computed
-        return rounding(str(self.rng.precision), self.device.type)
-
-    @property
-    def in_half(self) -> bool:  # type: ignore[override]
-        return self.rng.precision.itemsize <= 2
+        floating = [t.detach() for t in arrays if (t.is_floating_point() or t.is_complex()) and t.numel()]
+        return all(map(math.isfinite, _read([_wide(tensor) for tensor in floating])))
 
     def replace_noise(self) -> bool:
         return self.rng.replace_noise()

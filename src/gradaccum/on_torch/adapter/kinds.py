@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from gradaccum.on_torch.batch import Batch, read_later
 SMALL = 1 << 12
 """Numbers in a tensor up to which a look at each of them takes no time beside an update."""
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
-_MISSING, _IGNORED, _ZERO = "missing ", "ignored ", "zero "
+_MISSING, _IGNORED, _ZERO = "missing", "ignored", "zero"
 Vary = Callable[[Tensor, int], Tensor]
 
 
@@ -29,122 +29,112 @@ class BatchKinds:
     length or the side of padding, a weight. Batches of few rows say little, so that larger ones are new after them.
 
     On accelerators the rows' values are read one update later, so that no update waits for them.
-
-    Example:
-        >>> kinds = BatchKinds()
-        >>> even, uneven = Batch((torch.tensor([[1, 2], [3, -100]]),)), Batch((torch.tensor([[1, 2], [3, 4]]),))
-        >>> kinds.is_new(uneven, [True]), kinds.add(), kinds.is_new(uneven, [True]), kinds.is_new(even, [True])
-        (True, None, False, True)
     """
 
     def __init__(self) -> None:
         self._structures: dict[Any, int] = {}
         self._modes: list[bool] = []
         self._known_modes: set[tuple[bool, int, bool]] = set()
-        self._ranges: dict[str, tuple[float, float]] = {}
-        self._uneven: set[str] = set()
-        self._unseen: dict[Any, _Unseen] = {}
-        self._pending: dict[str, tuple[Tensor, torch.cuda.Event]] = {}
+        self._known: dict[Any, _Known] = {}
         self._latest: tuple[Any, int, list[bool]] = None, 0, []
-        self._new_ranges: dict[str, tuple[float, float]] = {}
-        self._newly_uneven: set[str] = set()
         self._familiar: tuple[Any, ...] | None = None
         """Signature, modes and text of the latest batch, where nothing was new in it."""
-        self._looks: list[tuple[int, tuple[float, float] | None, _Unseen]] = []
-        """What can be new in another one like it: for each tensor its place, its range, and what has not differed."""
+        self._looks: list[tuple[int, _Known]] = []
+        """Its tensors, by their places, and what is known of them."""
 
     def is_new(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
         """Whether this batch is of a new kind."""
         if self._familiar == (batch.signature, modes, text) and not any(
-            [self._shows(batch, *one) for one in self._looks]
+            [known.may_show(batch, batch.leaves[place][1]) for place, known in self._looks]
         ):
             return False  # as mostly
-        leaves, rows = batch.leaves, min(batch.rows, ENOUGH)
+        rows, leaves = min(batch.rows, ENOUGH), batch.leaves
         structure = modes[0], text, tuple([(path, leaf.dtype, leaf.ndim) for path, leaf, _ in leaves])
         first = self._structures.get(structure, 0) < rows
-        switched = modes != self._modes and not self._known_modes.issuperset(_in_the_models(modes))
-        self._latest, self._new_ranges, self._newly_uneven = (structure, rows, modes), {}, set()
-        plain = [(place, *leaf) for place, leaf in enumerate(leaves) if _is_plain(leaf[1])]
-        for _, path, leaf, dim in plain:
-            if first or leaf.is_cpu or self._was_new(path, leaf, dim):
-                self._look(batch, path, leaf, dim, first)
-        new = first or switched or bool(self._new_ranges) or bool(self._newly_uneven)
-        self._familiar, self._looks = None, []
-        if not new and all(leaf.is_cpu for _, _, leaf, _ in plain):
-            self._familiar = batch.signature, modes, text
-            self._looks = [(place, self._ranges.get(path), self._of(path, leaf)) for place, path, leaf, _ in plain]
+        new = first or (modes != self._modes and not self._known_modes.issuperset(_in_the_models(modes)))
+        self._latest, self._looks = (structure, rows, modes), []
+        for known in self._known.values():
+            known.forget()
+        for place, (path, leaf, dim) in enumerate(leaves):
+            if _is_plain(leaf):
+                known = self._known.setdefault((path, leaf.dtype, leaf.ndim), _Known(path, leaf))
+                self._looks.append((place, known))
+                if first or leaf.is_cpu or known.was_new(leaf, dim):
+                    new |= known.look(batch, leaf, dim, closely=first)
+        on_host = all(leaves[place][1].is_cpu for place, _ in self._looks)
+        self._familiar = (batch.signature, modes, text) if on_host and not new else None
         return new
-
-    def _shows(self, batch: Batch, place: int, known: tuple[float, float] | None, unseen: _Unseen) -> bool:
-        """Whether a tensor of a batch like the one before may show something new."""
-        leaf, least = batch.leaves[place][1], None
-        if not leaf.is_cpu or leaf.layout is not torch.strided:
-            return True
-        if known is not None:
-            least, most = batch.ends(leaf)
-            if not known[0] <= least <= most <= known[1]:
-                return True
-        return bool(unseen.variations) and not unseen.impossible(leaf, least)
-
-    def _look(self, batch: Batch, path: str, leaf: Tensor, dim: int, first: bool) -> None:
-        """Look at the values of a tensor now."""
-        unseen, least = self._of(path, leaf, first), None
-        if leaf.dtype in _WHOLE:  # these may be targets
-            low, high = self._ranges.get(path, (math.inf, -math.inf))
-            least, most = batch.ends(leaf)
-            if not low <= least <= most <= high:
-                self._new_ranges[path] = min(low, least), max(high, most)
-        if unseen.variations and (first or not unseen.impossible(leaf, least)):
-            self._newly_uneven.update(key for key, vary in unseen.variations if bool(_differs(vary(leaf, dim))))
-
-    def _of(self, path: str, leaf: Tensor, first: bool = False) -> _Unseen:
-        kind = path, leaf.dtype, leaf.ndim, first or leaf.numel() <= SMALL
-        if kind not in self._unseen:
-            self._unseen[kind] = _Unseen(one for one in _variations(*kind) if one[0] not in self._uneven)
-        return self._unseen[kind]
-
-    def _was_new(self, path: str, leaf: Tensor, dim: int) -> bool:
-        """Whether something was new in this tensor of an earlier batch, on a device. Asks the same of this batch."""
-        host, event = self._pending.get(path, (None, None))
-        if event is not None and not event.query():
-            return False
-        low, high = self._ranges.get(path, (math.inf, -math.inf))
-        new = [leaf.amin() < low, leaf.amax() > high] if leaf.dtype in _WHOLE else []
-        new += [_differs(vary(leaf, dim)) for _, vary in self._of(path, leaf).variations]
-        if new:
-            self._pending[path] = read_later(torch.stack(new).any())
-        return host is not None and bool(host)
 
     def add(self) -> None:
         """The latest batch's kind is known from now on."""
         structure, rows, self._modes = self._latest
         self._structures[structure] = max(rows, self._structures.get(structure, 0))
         self._known_modes.update(_in_the_models(self._modes))
-        self._ranges.update(self._new_ranges)
-        self._uneven |= self._newly_uneven
-        self._unseen = {}
+        for known in self._known.values():
+            known.learn()
 
 
-class _Unseen:
-    """What has not differed yet among the rows of a tensor."""
+class _Known:
+    """What has been seen in a tensor: the ends of its whole numbers, and what has differed among its rows."""
 
-    def __init__(self, variations: Iterable[tuple[str, Vary]]) -> None:
-        self.variations = tuple(variations)
-        keys = [key for key, _ in self.variations]
-        self._negative, self._zero = (any(key.startswith(word) for key in keys) for word in (_IGNORED, _ZERO))
-        self._by_sign = all(key.startswith((_MISSING, _IGNORED, _ZERO)) for key in keys)
+    def __init__(self, path: str, leaf: Tensor) -> None:
+        self._is_whole, self._ends = leaf.dtype in _WHOLE, (math.inf, -math.inf)
+        self._unseen = {small: dict(variations(path, leaf.dtype, leaf.ndim, small)) for small in (True, False)}
+        self._pending: tuple[Tensor | None, Any] = None, None
+        self.forget()
 
-    def impossible(self, leaf: Tensor, least: float | None) -> bool:
-        """Whether one number says that none of it differs: no entry is NaN, and none below 0, or 0, where that counts.
+    def forget(self) -> None:
+        """What was new in a batch is left to another."""
+        self._new_ends, self._differing = self._ends, set[str]()
 
-        One look in place of several, as it is taken in every update.
-        """
-        if not self._by_sign:
+    def learn(self) -> None:
+        self._ends = self._new_ends
+        self._unseen = {
+            small: {key: vary for key, vary in unseen.items() if key not in self._differing}
+            for small, unseen in self._unseen.items()
+        }
+
+    def may_show(self, batch: Batch, leaf: Tensor) -> bool:
+        """Whether something may be new in the tensor, at one look: it is taken in every update."""
+        if not leaf.is_cpu or leaf.layout is not torch.strided:
+            return True
+        least, most = batch.ends(leaf) if self._is_whole else (None, None)
+        outside = least is not None and not self._ends[0] <= least <= most <= self._ends[1]  # type: ignore[operator]  # both are there
+        return outside or self._may_differ(leaf, leaf.numel() <= SMALL, least)
+
+    def look(self, batch: Batch, leaf: Tensor, dim: int, *, closely: bool) -> bool:
+        """Whether something is new in the tensor."""
+        least, small = None, closely or leaf.numel() <= SMALL
+        if self._is_whole:  # these may be targets
+            least, most = batch.ends(leaf)
+            self._new_ends = min(self._ends[0], least), max(self._ends[1], most)
+        if closely or self._may_differ(leaf, small, least):
+            self._differing = {key for key, vary in self._unseen[small].items() if bool(_differs(vary(leaf, dim)))}
+        return self._new_ends != self._ends or bool(self._differing)
+
+    def _may_differ(self, leaf: Tensor, small: bool, least: float | None) -> bool:
+        """Whether one number leaves open that something differs: a NaN, or one below 0, or 0, where that counts."""
+        unseen = self._unseen[small]
+        if not unseen.keys() <= {_MISSING, _IGNORED, _ZERO}:
+            return True
+        if not unseen:
             return False
-        if least is None or (self._zero and least < 0 and not self._negative):
-            signed = self._negative or leaf.dtype is torch.bool
+        negative, zero = _IGNORED in unseen, _ZERO in unseen
+        if least is None or (zero and least < 0 and not negative):
+            signed = negative or leaf.dtype is torch.bool
             least = (leaf if signed else leaf.abs()).amin().item()
-        return least > 0 or (not self._zero and (least == 0 or (least < 0 and not self._negative)))
+        return not (least > 0 or (not zero and (least == 0 or (least < 0 and not negative))))
+
+    def was_new(self, leaf: Tensor, dim: int) -> bool:
+        """Whether something was new in this tensor of an earlier batch, on a device. Asks the same of this batch."""
+        host, event = self._pending
+        if event is not None and not event.query():
+            return False
+        new = [leaf.amin() < self._ends[0], leaf.amax() > self._ends[1]] if self._is_whole else []
+        new += [_differs(vary(leaf, dim)) for vary in self._unseen[leaf.numel() <= SMALL].values()]
+        if new:
+            self._pending = read_later(torch.stack(new).any())
+        return host is not None and bool(host)
 
 
 def rows_to_prove(batch: Batch, most: int) -> list[int]:
@@ -169,8 +159,8 @@ def _columns(batch: Batch) -> Iterator[Callable[[], Sequence[float]]]:
     plain = [(path, leaf, dim) for path, leaf, dim in batch.leaves if _is_plain(leaf) and not leaf.is_complex()]
     for path, leaf, dim in plain:
         nowhere = leaf.dtype.is_floating_point and leaf.abs().amin().item() > 0  # neither 0 nor NaN
-        for key, vary in _variations(path, leaf.dtype, leaf.dim(), True):
-            if not (nowhere and key.startswith((_MISSING, _ZERO))):
+        for key, vary in variations(path, leaf.dtype, leaf.dim(), True):
+            if not (nowhere and key in (_MISSING, _ZERO)):
                 yield functools.partial(_listed, vary, leaf, dim)
     for _, leaf, dim in plain:
         if leaf.dtype is not torch.bool:
@@ -192,15 +182,15 @@ def _is_plain(leaf: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _variations(path: str, dtype: torch.dtype, dims: int, small: bool) -> tuple[tuple[str, Vary], ...]:
+def variations(path: str, dtype: torch.dtype, dims: int, small: bool) -> tuple[tuple[str, Vary], ...]:
     """What may differ among the rows of this tensor: a name, and a function that returns a number for each row."""
     floating, named = dtype.is_floating_point, "mask" in path or "weight" in path
     found: dict[str, tuple[bool, Vary]] = {
-        _MISSING + path: (floating and small, lambda leaf, dim: _sums(leaf.isnan(), dim)),
-        _IGNORED + path: (dtype in _WHOLE or (floating and small), lambda leaf, dim: _sums(leaf < 0, dim)),
-        _ZERO + path: (small, functools.partial(_equal, 0)),
-        f"sum {path}": ((named and dims <= 2) or (floating and dims == 1), _sums),
-        f"left {path}": (named and dims == 2, lambda leaf, dim: leaf.detach().movedim(dim, 0)[:, 0] == 0),
+        _MISSING: (floating and small, lambda leaf, dim: _sums(leaf.isnan(), dim)),
+        _IGNORED: (dtype in _WHOLE or (floating and small), lambda leaf, dim: _sums(leaf < 0, dim)),
+        _ZERO: (small, functools.partial(_equal, 0)),
+        "sum": ((named and dims <= 2) or (floating and dims == 1), _sums),
+        "left": (named and dims == 2, lambda leaf, dim: leaf.detach().movedim(dim, 0)[:, 0] == 0),
     }
     return tuple((key, vary) for key, (there, vary) in found.items() if there)
 

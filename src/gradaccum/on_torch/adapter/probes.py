@@ -1,77 +1,57 @@
-"""Which rows a module's output depends on: fingerprints of every module's inputs and outputs, row by row."""
+"""Which rows a module's output depends on: what goes into and comes out of every module, compared row by row."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradaccum.core.causes import innermost
+from gradaccum.on_torch.adapter.arrays import measure
 from gradaccum.on_torch.adapter.rng import row_dimension, rows_in
 from gradaccum.on_torch.batch import leaves
 
 _TOLERANCE = 1e-8
-"""Relative difference between fingerprints that counts as rounding, in float64; narrower dtypes get more."""
+"""Relative difference that counts as rounding, in float64; narrower dtypes get more."""
+
+Differ = Callable[[Tensor, Tensor], "bool | None"]
+"""Whether a tensor is another one in a second pass; None where that can't be told."""
 
 
-class _Fingerprint(NamedTuple):
-    """A tensor, projected on one number per index, for each of its first dimensions."""
-
-    shape: torch.Size
-    along: tuple[Tensor, ...]
-    precision: float
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Fingerprint:
-        tensor = tensor.detach()
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            tensor = tensor.to_padded_tensor(0.0) if tensor.is_nested else tensor.to_dense()
-        precision = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
-        values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
-        # Numbers that no honest value takes, so that a NaN is a change like any other.
-        values = values.nan_to_num(nan=1234.5678, posinf=4321.8765, neginf=-4321.8765)
-        along = []
-        for dim in range(min(tensor.dim(), 3)):
-            moved = values.movedim(dim, 0).flatten(1) if values.dim() > 1 else values.unsqueeze(1)
-            direction = torch.cos(1.0 + 12.9898 * torch.arange(moved.shape[1], dtype=values.dtype)).to(values.device)
-            along.append(moved @ direction)
-        return cls(tensor.shape, tuple(along) or (values.reshape(1),), precision)
-
-
-def _fingerprints(tree: Any) -> list[_Fingerprint]:
+def _tensors(tree: Any) -> list[Tensor]:
+    """Copies in host memory of the tensors in it, which may be edited in place later."""
     found = []
     for _, leaf in leaves(tree):
         inside = [leaf]
         if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__") and not callable(leaf):
             inside = [value for _, value in leaves(dict(vars(leaf)))]  # a container of the user's own
-        found += [_Fingerprint.of(value) for value in inside if isinstance(value, Tensor) and value.numel()]
+        for value in inside:
+            if isinstance(value, Tensor) and value.numel():
+                dense = value.detach()
+                if dense.layout is not torch.strided or dense.is_nested:
+                    dense = dense.to_padded_tensor(0.0) if dense.is_nested else dense.to_dense()
+                found.append(dense.to("cpu", copy=True))
     return found
 
 
-def _differs(ours: Tensor, theirs: Tensor, precision: float) -> bool:
-    scale = max(ours.abs().max().item(), theirs.abs().max().item()) if ours.numel() else 0.0
-    return bool(((ours - theirs).abs() > max(_TOLERANCE, 1e3 * precision) * scale).any()) if scale else False
-
-
-Differ = Callable[[_Fingerprint, _Fingerprint], "bool | None"]
-"""Whether a tensor is another one in a second pass; None where that can't be told."""
+def _differs(ours: Tensor, theirs: Tensor) -> bool:
+    precision = max(torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0 for t in (ours, theirs))
+    gap, own = measure([(ours, theirs), (ours, ours)])
+    return gap.error(own.scale) > max(_TOLERANCE, 1e3 * precision)
 
 
 def part_differs(rows: int, taken: Tensor) -> Differ:
     """Whether a micro-batch's tensor is another than its rows of the large batch's."""
 
-    def differ(whole: _Fingerprint, part: _Fingerprint) -> bool | None:
-        precision = max(whole.precision, part.precision)
+    def differ(whole: Tensor, part: Tensor) -> bool | None:
         if whole.shape == part.shape:  # shared by all micro-batches
-            return _differs(whole.along[0], part.along[0], precision)
+            return _differs(whole, part)
         dim = row_dimension(whole.shape, part.shape, rows, taken)
-        if dim is None or dim >= len(whole.along):
-            return None
-        return _differs(part.along[dim], rows_in(whole.along[dim], 0, rows, taken), precision)
+        return None if dim is None else _differs(part, rows_in(whole, dim, rows, taken))
 
     return differ
 
@@ -79,26 +59,26 @@ def part_differs(rows: int, taken: Tensor) -> Differ:
 def tokens_differ(last: slice) -> Differ:
     """Whether these tokens of a packed row differ."""
 
-    def differ(alone: _Fingerprint, behind: _Fingerprint) -> bool | None:
-        if len(alone.shape) != 3 or alone.shape[0] != 1 or len(behind.shape) != 3:
+    def differ(alone: Tensor, behind: Tensor) -> bool | None:
+        if alone.dim() != 3 or len(alone) != 1 or behind.dim() != 3:
             return None
-        return _differs(alone.along[1][last], behind.along[1][last], max(alone.precision, behind.precision))
+        return _differs(alone[:, last], behind[:, last])
 
     return differ
 
 
-def any_differs(one: _Fingerprint, other: _Fingerprint) -> bool:
-    return one.shape != other.shape or _differs(one.along[0], other.along[0], max(one.precision, other.precision))
+def any_differs(one: Tensor, other: Tensor) -> bool:
+    return one.shape != other.shape or _differs(one, other)
 
 
 class Trace:
-    """Fingerprints of what goes into and comes out of every call of every module, in one forward pass."""
+    """What goes into and comes out of every call of every module, in one forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.calls: dict[tuple[str, int], tuple[list[_Fingerprint], list[_Fingerprint]]] = {}
+        self.calls: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]] = {}
         self.kinds = dict(model.named_modules())
         self.failed: tuple[str, Exception] | None = None
-        self._inputs: list[tuple[str, list[_Fingerprint]]] = []
+        self._inputs: list[tuple[str, list[Tensor]]] = []
         self._count: Counter[str] = Counter()
         self._handles: list[Any] = []
         for path, module in self.kinds.items():
@@ -107,12 +87,12 @@ class Trace:
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._inputs.append((path, _fingerprints((args, kwargs))))
+        self._inputs.append((path, _tensors((args, kwargs))))
 
     def _after(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         while self._inputs and self._inputs[-1][0] != path:  # a call inside failed, and its failure was caught
             self._inputs.pop()
-        self.calls[path, self._count[path]] = self._inputs.pop()[1], _fingerprints(output)
+        self.calls[path, self._count[path]] = self._inputs.pop()[1], _tensors(output)
         self._count[path] += 1
 
     def run(self, forward: Callable[[], Any]) -> Trace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -23,14 +22,17 @@ class RowwiseRng(TorchDispatchMode):
     A random operation draws one number from the user's generator and seeds its own noise with it. That noise always has
     the large batch's shape; a micro-batch takes its rows of it. As the generator moves by one number per operation,
     whatever the shapes, the micro-batches stay in step with the large batch, and checkpointing replays as ever.
+
+    `idle`: a proof has shown that nothing is drawn, and that this is what is computed in. Then it looks at nothing.
     """
 
-    def __init__(self, rows: int, *, neutral: bool = False) -> None:
+    def __init__(self, rows: int, *, neutral: bool = False, idle: torch.dtype | None = None) -> None:
         super().__init__()
         self.rows = rows
         self.neutral = neutral
         self.unreplayed: set[str] = set()  # operations whose random numbers could not be assigned to rows
-        self.precision = torch.float64  # the narrowest floating dtype that was computed in
+        self.precision = idle or torch.float64  # the narrowest floating dtype that was computed in
+        self._idle = idle is not None
         self.used = False  # whether anything has drawn random numbers
         self._drawn: set[str] = set()
         self._own, self._begun = RandomState(()), RandomState(())
@@ -39,9 +41,13 @@ class RowwiseRng(TorchDispatchMode):
         self._taken: Tensor | None = None
         self._generators: list[tuple[torch.Generator, Tensor]] = []
 
+    def __enter__(self) -> Any:
+        return self if self._idle else super().__enter__()
+
     def __exit__(self, *error: Any) -> None:
-        self._look()
-        super().__exit__(*error)
+        if not self._idle:
+            self._look()
+            super().__exit__(*error)
 
     def replace_noise(self) -> bool:
         """Where random numbers were not those of their rows: have them be their mean from now on. Returns whether."""
@@ -50,6 +56,8 @@ class RowwiseRng(TorchDispatchMode):
         return replaced
 
     def start(self, taken: Tensor | None) -> None:
+        if self._idle:
+            return
         self.rewind()
         self._taken = taken
         random_state.seed(0)
@@ -57,10 +65,14 @@ class RowwiseRng(TorchDispatchMode):
 
     def holds(self, *things: Any) -> None:
         """These are what runs: every pass begins with their generators of NumPy's and Python's as they are now."""
+        if self._idle:
+            return
         held = [g for g in held_generators(*things) if not isinstance(g, torch.Generator)]
         self._own.states |= RandomState(g for g in held if g not in self._own.states).states
 
     def rewind(self) -> None:
+        if self._idle:
+            return
         self._look()
         self._own.put_back()
         for generator, state in self._generators:
@@ -130,33 +142,6 @@ class RowwiseRng(TorchDispatchMode):
             return values
         assert self._taken is not None
         return rows_in(values, dim, self.rows, self._taken)
-
-
-class UnusedRng(contextlib.AbstractContextManager[None]):
-    """In place of `RowwiseRng` where a proof has shown that nothing is drawn, and in which dtype is computed."""
-
-    used = neutral = False
-
-    def __init__(self, precision: torch.dtype) -> None:
-        self.precision, self.unreplayed = precision, frozenset[str]()
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-    def holds(self, *things: Any) -> None:
-        pass
-
-    def start(self, taken: Tensor | None) -> None:
-        pass
-
-    def rewind(self) -> None:
-        pass
-
-    def check(self, name: str) -> None:
-        pass
-
-    def replace_noise(self) -> bool:
-        return False
 
 
 def row_dimension(full: torch.Size, shape: torch.Size, rows: int, taken: Tensor | None) -> int | None:
@@ -242,6 +227,13 @@ def _cauchy(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
     return (given["median"] + given["sigma"] * tangent).to(template.dtype)
 
 
+def _rrelu(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
+    low, high = given["lower"], given["upper"]
+    slopes = (low + (high - low) * rng.uniform(template, given)).to(template.dtype)
+    given["noise"].copy_(slopes.where(template <= 0, torch.ones_like(slopes)))  # which backward reads
+    return template * given["noise"]
+
+
 _SAMPLERS: dict[str, Callable[[Tensor, dict[str, Any], RowwiseRng], Any]] = {
     "bernoulli": _bernoulli,
     "dropout": _dropout,
@@ -255,6 +247,7 @@ _SAMPLERS: dict[str, Callable[[Tensor, dict[str, Any], RowwiseRng], Any]] = {
     "randperm": lambda template, given, rng: rng.uniform(template, given).argsort(),
     "exponential": lambda template, given, rng: (_arrivals(template, given, rng) / given["lambd"]).to(template.dtype),
     "cauchy": _cauchy,
+    "rrelu_with_noise": _rrelu,
 }
 
 

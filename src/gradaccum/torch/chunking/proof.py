@@ -16,8 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from gradaccum.core.equivalence import Difference
-from gradaccum.core.proof import Comparison, Outcome, with_fewer_rows
+from gradaccum.core.proof import Comparison, Outcome, Way, with_fewer_rows
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.adapter.arrays import TorchRunner
 from gradaccum.on_torch.adapter.probes import Trace, mixing, part_differs
@@ -75,18 +74,18 @@ def prove(
     if rows < 2:
         raise ValueError(f"Comparing micro-batches with all rows at once needs at least two rows. Received: {rows}.")
 
-    def attempt(count: int) -> tuple[_Runner, list[Difference]]:
+    def attempt(count: int) -> Comparison[_Runner]:
         picked = torch.linspace(0, rows - 1, count).round().long()
         with torch.no_grad():
             few = map_leaves(_leaf_like, take(inputs, picked, batch_dims), inputs)
         with _alone(module, few):
-            runner = _Runner(module, in_micro_batches, few, count, exact=exact, neutral=neutral, trims=trims)
+            how = {"exact": exact, "neutral": neutral, "trims": trims}
+            runner = _Runner(module, in_micro_batches, few, count, batch_dims, **how)
             # Single rows are cut as much as any micro-batch cuts them; 5 and 3 are in step with no period.
             sizes = [1] * count if trims or count == 2 else [count // 2 + 1, count - count // 2 - 1]
-            comparison = Comparison(runner, range(count), [(range(count), sizes)], "raise")
-            found = comparison.beyond_rounding(comparison.differences() or [])
-            wrong = [difference for difference in found if difference.part != "buffer"]
-            if wrong:
+            comparison = Comparison(runner, [(range(count), sizes)], "raise")
+            comparison.judged()
+            if wrong := [difference for difference in comparison.wrong if difference.part != "buffer"]:
                 runner.rng.check(name)
                 listing = "\n".join(
                     f"  {'gradient of ' * (d.part == 'gradient')}{d.name}   relative error {d.error:.3g}   "
@@ -95,12 +94,12 @@ def prove(
                 )
                 raise NotEquivalentError(
                     f"{name} is not per-row: {count} rows at once differ from the same rows in micro-batches of "
-                    f"{' and '.join(map(str, dict.fromkeys(sizes)))}.\n{listing}\n{runner.culprit(sizes, batch_dims)}"
+                    f"{' and '.join(map(str, dict.fromkeys(sizes)))}.\n{listing}\n{runner.culprit(sizes)}"
                 )
-        return runner, found
+        return comparison
 
-    runner, found = with_fewer_rows(attempt, min(rows, ROWS), 2, is_out_of_memory)
-    runner.judge_what_is_left([difference.name for difference in found])
+    proven = with_fewer_rows(attempt, min(rows, ROWS), 2, is_out_of_memory)
+    proven.runner.judge_what_is_left([difference.name for difference in proven.wrong])
 
 
 @contextlib.contextmanager
@@ -130,21 +129,13 @@ class _Runner(TorchRunner):
     """Runs the same rows at once and in micro-batches, from the same state."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        in_micro_batches: Any,
-        few: Inputs,
-        rows: int,
-        *,
-        exact: bool,
-        neutral: bool,
-        trims: bool,
+        self, module: nn.Module, in_micro_batches: Any, few: Inputs, rows: int, batch_dims: BatchDims, **how: bool
     ) -> None:
-        self.module, self._in_micro_batches, self.few, self.rows = module, in_micro_batches, few, rows
-        self._exact, self._neutral = exact, neutral
-        devices = accelerators([*module.parameters(), *tensors_of(few)])
+        self.module, self._in_micro_batches, self.few, self._batch_dims = module, in_micro_batches, few, batch_dims
+        self._exact, self._neutral = how["exact"], how["neutral"]
+        self._place = next(iter(accelerators([*module.parameters(), *tensors_of(few)])), torch.device("cpu"))
         # Where rows are not what is cut, noise that belongs to no row is replaced by its mean at once.
-        super().__init__(RowwiseRng(rows, neutral=exact or trims), devices[0] if devices else torch.device("cpu"))
+        super().__init__(RowwiseRng(rows, neutral=how["exact"] or how["trims"]), self._place, rows)
         self.rng.holds(module, *few)
         self.state = ModuleContents(module)
         self._alive: list[tuple[Tensor, str]] = []
@@ -157,10 +148,13 @@ class _Runner(TorchRunner):
         """Those in which the rows at once have left a tensor with a graph."""
         self._cotangents: list[Tensor] = []
 
-    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
+    def tensors(self) -> list[Tensor]:
+        return [*self.state.parameters, *filter(is_floating, tensors_of(self.few))]
+
+    def run(self, way: Way | None) -> Outcome:
         made = _Made(self.module)
-        outcome, outside, with_graph = self._result(sizes, made)
-        if sizes is None:
+        outcome, outside, with_graph = self._result(None if way is None else [*way[1]], made)
+        if way is None:
             self._with_graph = with_graph
             if made.alive() or outside:
                 gc.collect()
@@ -168,20 +162,14 @@ class _Runner(TorchRunner):
             self._outside = [leaf for reference in outside if (leaf := reference()) is not None]
         return outcome
 
-    def at_once(self, rows: Sequence[int]) -> Outcome:
-        return self._result(None, _Made(self.module))[0]
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.state.parameters, *filter(is_floating, tensors_of(self.few))]
-
-    def _result(self, sizes: Sequence[int] | None, made: _Made) -> tuple[Outcome, list[TensorWeakRef], set[str]]:
+    def _result(self, sizes: list[int] | None, made: _Made) -> tuple[Outcome, list[TensorWeakRef], set[str]]:
         """Outputs, gradients, and what is left behind. Afterwards the module is as it was."""
         leaf_of = {id(p): gradient_leaf(p) for p in self.state.parameters if p.requires_grad}
         few = made.inputs = map_leaves(_leaf_like, self.few, self.few)
         names = {id(p): name for name, p in self.module.named_parameters()}
         wanted = {names.get(key, f"a hidden parameter ({n})"): leaf for n, (key, leaf) in enumerate(leaf_of.items())}
         wanted |= {f"the input {path}": t for path, t in leaves(few) if is_floating(t) and t.requires_grad}
-        with self.state.restored(leaf_of), as_found(self.state.modules, self.device):
+        with self.state.restored(leaf_of), as_found(self.state.modules, self._place):
             before = attributes_of(self.module)
             with self._passes(self._neutral), made:
                 outputs = {f"output{path}": t for path, t in leaves(self._outputs(few, sizes)) if is_floating(t)}
@@ -201,12 +189,9 @@ class _Runner(TorchRunner):
 
     def _copies(self, attributes: Mapping[str, Any]) -> dict[str, Tensor]:
         """Of what is in attributes that a pass has assigned."""
-        found = {}
-        for name, value in attributes.items():
-            for path, leaf in leaves(value):
-                self._attributes[name + path] = name
-                found[name + path] = torch.as_tensor(leaf).detach().clone()
-        return found
+        found = [(name + path, name, leaf) for name, value in attributes.items() for path, leaf in leaves(value)]
+        self._attributes |= {path: name for path, name, _ in found}
+        return {path: torch.as_tensor(leaf).detach().clone() for path, _, leaf in found}
 
     @contextlib.contextmanager
     def _passes(self, neutral: bool) -> Iterator[None]:
@@ -226,16 +211,16 @@ class _Runner(TorchRunner):
             for name, buffer in layer.named_buffers(recurse=False)
         }
 
-    def _outputs(self, few: Inputs, sizes: Sequence[int] | None) -> Any:
+    def _outputs(self, few: Inputs, sizes: list[int] | None) -> Any:
         self.rng.start(None)
         if sizes is None:
             return self.module(*few.args, **few.kwargs)
-        order = itertools.cycle(torch.arange(self.rows).split(list(sizes)))
+        if self._exact:  # where the whole module runs in segments, there is no noise that follows rows
+            return self._in_micro_batches(few, sizes)
+        order = itertools.cycle(torch.arange(self.rows).split(sizes))
         handle = self.module.register_forward_pre_hook(lambda *_: self.rng.start(next(order)), prepend=True)
         try:
-            if self._exact:  # where the whole module runs in segments, there is no noise that follows rows
-                handle.remove()
-            return self._in_micro_batches(few, list(sizes))
+            return self._in_micro_batches(few, sizes)
         finally:
             handle.remove()
 
@@ -290,12 +275,11 @@ class _Runner(TorchRunner):
             return f"a tensor of shape {tuple(tensor.shape)} with a graph, {made}, in a hook, a container or a closure"
         return ""
 
-    def culprit(self, sizes: Sequence[int], batch_dims: BatchDims) -> str:
+    def culprit(self, sizes: Sequence[int]) -> str:
         """The first layer whose outputs differ where its inputs don't, by running the module on each micro-batch."""
-        pieces = torch.arange(self.rows).split(list(sizes))
-        whole, parts = self._trace(None, batch_dims), [self._trace(piece, batch_dims) for piece in pieces]
-        for part, piece in zip(parts, pieces):
-            for path in filter(None, mixing(whole, part, part_differs(self.rows, piece), sums=False)):
+        whole = self._trace(None)
+        for piece in torch.arange(self.rows).split(list(sizes)):
+            for path in filter(None, mixing(whole, self._trace(piece), part_differs(self.rows, piece), sums=False)):
                 layer = self.module.get_submodule(path)
                 advice = ' Use batch_norm="exact", or GroupNorm.' if isinstance(layer, _BatchNorm) else ""
                 return (
@@ -306,11 +290,11 @@ class _Runner(TorchRunner):
             "batch; use GroupNorm in place of torch.nn.functional.batch_norm."
         )
 
-    def _trace(self, piece: Tensor | None, batch_dims: BatchDims) -> Trace:
-        few = self.few if piece is None else take(self.few, piece, batch_dims)
+    def _trace(self, piece: Tensor | None) -> Trace:
+        few = self.few if piece is None else take(self.few, piece, self._batch_dims)
         attributes = Contents(self.module.modules())
         try:
-            with as_found(self.state.modules, self.device), self._passes(self._exact or self._neutral):
+            with as_found(self.state.modules, self._place), self._passes(self._exact or self._neutral):
                 self.rng.start(piece)
                 return Trace(self.module).run(lambda: self.module(*few.args, **few.kwargs))
         finally:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.core.causes import LossFacts, LossSplit, loss_cause, mixing_cause, moving_cause
+from gradaccum.core.causes import LossFacts, LossSplit, halves, loss_cause, mixing_cause, moving_cause, shared_input
 from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.numpy_arrays import leaf_of
-from gradaccum.core.proof import Outcome, Way, differences_between
+from gradaccum.core.proof import Runner, Way
 from gradaccum.on_torch.adapter.probes import Trace, mixing, part_differs
-from gradaccum.on_torch.batch import Batch, children, rebuild, with_dims
+from gradaccum.on_torch.batch import Batch, children, rebuild
 from gradaccum.torch.loss import Objective, referred
 from gradaccum.torch.proof.trial import Trial
 
@@ -30,9 +30,11 @@ def find_causes(trial: Trial, differences: Sequence[Difference], ways: Sequence[
     culprits = _module_causes(trial, large, ways)
     causes = list(culprits.values())
     if not causes or any(cause.kind == "error" for cause in causes):
-        shared = _shared_input(trial, ways, tolerance)
+        shared = shared_input(_dims_to_try(trial), ways, tolerance) if ways else None
         if shared is not None:
-            return [shared]
+            path, dim, option = shared
+            what = f"batch{path} is not per-row: split along dimension {dim} it gives another gradient. "
+            return [Cause("input", f"batch{path}", what + _say_dims(trial.batch, path, option))]
     wrong = [difference for difference in differences if not difference.error <= tolerance]
     # Where a module is wrong, the loss is given other outputs; where its value is right, the gradient is the model's.
     if not culprits and any(difference.part == "loss" for difference in wrong):
@@ -49,7 +51,7 @@ def _loss_causes(trial: Trial) -> list[Cause]:
     found = []
     for term in trial.terms() or [None]:
         try:
-            splits = [_split(trial, term, parts) for parts in _splits(trial)]
+            splits = [LossSplit(parts, functools.partial(trial.raw, term)) for parts in _halves(trial.batch)]
         except Exception:  # the loss fails on these parts: what fails is named where it fails
             continue
         if (cause := loss_cause(splits, _facts(trial, term))) is not None:
@@ -58,35 +60,18 @@ def _loss_causes(trial: Trial) -> list[Cause]:
     return found
 
 
-def _split(trial: Trial, term: Any, parts: tuple[Tensor, Tensor]) -> LossSplit:
-    def vectors(rows: Tensor | None) -> tuple[list[Tensor], float | None]:
-        blocks, weight = trial.raw(rows, term)
-        return [(block if block.is_complex() else block.double()).cpu() for block in blocks], weight
-
-    (whole, _), (a, weight_a), (b, weight_b) = (vectors(rows) for rows in (None, *parts))
-    return LossSplit(parts, whole, (a, b), (weight_a, weight_b))
-
-
-def _splits(trial: Trial) -> list[tuple[Tensor, Tensor]]:
-    """Two ways to cut the rows in two, of unequal sizes, none of them through rows that belong together."""
-    units = trial.batch.units()
-    count = len(units)
-    cuts = sorted({max(1, count // 3), max(1, count - count // 4 - 1)})
-    generator = torch.Generator().manual_seed(1)
-    splits = []
-    for cut in cuts if len(cuts) > 1 else cuts * 2:
-        order = torch.randperm(count, generator=generator).tolist()
-        first, second = (torch.cat([units[place] for place in sorted(part)]) for part in (order[:cut], order[cut:]))
-        splits.append((first, second))
-    return splits
+def _halves(batch: Batch) -> list[tuple[list[int], list[int]]]:
+    """Two ways to cut the rows in two, of unequal sizes."""
+    units = [unit.tolist() for unit in batch.units()]
+    return halves(units, [max(1, len(units) // 3), max(1, len(units) - len(units) // 4 - 1)])
 
 
 def _facts(trial: Trial, term: Any) -> LossFacts:
     """What is known of the loss, in the user's words."""
     original, arguments = trial.original, _argument_names(trial.original.compute_loss, trial.batch.tree)
 
-    def weigh(rows: Tensor) -> float:
-        weight = original.total(trial.batch.take(rows))
+    def weigh(rows: Sequence[int]) -> float:
+        weight = original.total(trial.batch.take(torch.tensor(rows)))
         weight = weight.get(term, 0.0) if isinstance(weight, dict) else weight
         return 0.0 if weight is None else float(weight)
 
@@ -247,35 +232,13 @@ def _dims_with(tree: Any, batch_dims: Any, path: str, dim: int | None, here: str
     return rebuild(tree, values)
 
 
-def _shared_input(trial: Trial, ways: Sequence[Way], tolerance: float) -> Cause | None:
-    """A tensor of the batch that makes the difference: whole for every micro-batch, or split elsewhere, it is exact."""
-    batch, large = trial.batch, trial.run(range(trial.rows), None)
+def _dims_to_try(trial: Trial) -> Iterator[tuple[tuple[str, int, int | None], Callable[[], Runner]]]:
+    """Other dimensions for the tensors of the batch, the first of them, and how to run with these."""
+    batch = trial.batch
     for path, leaf, dim in batch.leaves[:8]:
         for option in (None, *(n for n, size in enumerate(leaf.shape) if n != dim and size == trial.rows)):
             trying = _dims_with(batch.tree, batch.batch_dims, path, option)
-            try:
-                if all(entry[2] is None for entry in with_dims(batch.tree, trying)):
-                    continue
-                other = trial.on(Batch(batch.tree, trying))
-                outcomes = [other.run(order, sizes) for order, sizes in ways[:2]]
-            except Exception:  # this is no way to split it, then
-                continue
-            errors = [_error(trial, outcome, large) for outcome in outcomes]
-            if errors and max(errors) <= tolerance and _others_matter(trial, path, large, tolerance):
-                message = f"batch{path} is not per-row: split along dimension {dim} it gives another gradient. "
-                return Cause("input", f"batch{path}", message + _say_dims(batch, path, option))
-    return None
-
-
-def _others_matter(trial: Trial, path: str, large: Outcome, tolerance: float) -> bool:
-    """Whether the gradient depends on the rows of the other tensors: if not, leaving this one whole splits nothing."""
-    rest = Batch(trial.batch.tree, _dims_with(trial.batch.tree, trial.batch.batch_dims, path, None))
-    repeated = rest.take(torch.arange(trial.rows).clamp(min=1))
-    return _error(trial, trial.on(repeated).run(range(trial.rows), None), large) > tolerance
-
-
-def _error(trial: Trial, outcome: Outcome, large: Outcome) -> float:
-    return max(difference.error for difference in differences_between(trial, outcome, large))
+            yield (path, dim, option), functools.partial(lambda dims: trial.on(Batch(batch.tree, dims)), trying)
 
 
 # Buffers, and the rest. `wrong` is what differs by more than rounding.

@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import itertools
 import logging
-import math
-import random
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradaccum.core.equivalence import Cause, Difference, Equivalence, limits_of
+from gradaccum.core.equivalence import Cause, Difference, Equivalence
 from gradaccum.core.proof import (
     ATTEMPTS,
-    Compared,
     Comparison,
-    Key,
     ProofSchedule,
     Way,
     interleaved_ways,
@@ -39,7 +34,6 @@ from gradaccum.core.rounding import IN_FLOAT64, rounding
 from gradaccum.core.sizes import Groups, even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch import random_state
-from gradaccum.on_torch.adapter.arrays import bits_flipped, largest
 from gradaccum.on_torch.adapter.kinds import BatchKinds, rows_to_prove
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
@@ -62,13 +56,6 @@ logger = logging.getLogger("gradaccum")
 
 NEARLY = 20
 """Times the tolerance: up to there a difference that isn't there in float64 is one of rounding."""
-
-
-class _Found(NamedTuple):
-    runner: BatchRunner
-    comparison: Comparison
-    differences: list[Difference] | None  # None where there is nothing to compare
-    wrong: list[Difference]
 
 
 class Proof:
@@ -135,7 +122,7 @@ class Proof:
             self._generators = held_generators(*objective.modules.values(), objective.evaluate)
         tried: list[Batch] = []
 
-        def attempt(most: int) -> _Found:
+        def attempt(most: int) -> Comparison[BatchRunner]:
             tried.append(batch.take(torch.tensor(rows_to_prove(batch, most))))
             with (
                 contextlib.nullcontext() if self.exact else in_eval_mode(objective.model),
@@ -150,65 +137,47 @@ class Proof:
         except Exception as error:
             self._could_not(tried[-1].rows if tried else 0, error)
             return False
-        runner, comparison, differences, wrong = found
-        if differences is None:
+        if found.found is None:
             self.schedule.postpone()
             return False
+        runner, wrong = found.runner, found.wrong
         if wrong and all(difference.part == "buffer" for difference in wrong):
             self._warn_of_moves([difference.name for difference in wrong], runner.state.made)
         elif wrong and (causes := self._causes(runner.batch, wrong, runner.tolerance)):
-            sizes = tuple(tuple(sizes) for _, sizes in comparison.ways)
-            self._refuse(Equivalence(tuple(differences), runner.tolerance, tuple(causes), runner.rows, sizes))
+            sizes = tuple(tuple(sizes) for _, sizes in found.ways)
+            self._refuse(Equivalence((*found.found,), runner.tolerance, tuple(causes), runner.rows, sizes))
         self._proven()
         return True
 
     def _compared(
         self, objective: Objective, few: Batch, way: int, parameters: dict[str, Tensor], state: ModuleState
-    ) -> _Found:
-        """The rows at once and in micro-batches: quickly where the last proof drew nothing, closely if that differs."""
+    ) -> Comparison[BatchRunner]:
+        """The rows at once and in micro-batches: in one way, quickly where the last proof drew nothing; then in all."""
+        gradients = self._in_micro_batches
+        ways, casts = interleaved_ways([unit.tolist() for unit in few.units()]), objective.autocast is not None
 
-        def run(ways: Sequence[Way], precision: torch.dtype | None = None) -> _Found:
+        def run(ways: Sequence[Way], idle: torch.dtype | None, *, closely: bool = False) -> Comparison[BatchRunner]:
             self.scale.power = 0
             runner = BatchRunner(
-                objective,
-                few,
-                self._in_micro_batches,
-                parameters,
-                state,
-                neutral=self.exact,
-                scale=self.scale,
-                precision=precision,
+                objective, few, gradients, parameters, state, neutral=self.exact, scale=self.scale, idle=idle
             )
-            comparison = Comparison(runner, range(few.rows), ways)
-            differences = comparison.differences()
-            wrong = [one for one in differences or [] if not one.error <= runner.tolerance]
-            return _Found(runner, comparison, differences, wrong)
+            comparison = Comparison(runner, ways)
+            (comparison.judged if closely else comparison.differences)()
+            return comparison
 
-        ways, casts = interleaved_ways([unit.tolist() for unit in few.units()]), objective.autocast is not None
-        one = [ways[way % len(ways)]]
-        if casts in self._unused:
-            self.quick = True
-            with contextlib.suppress(Exception):  # whatever it is, it is looked at once more
-                found = run(one, self._unused[casts])
-                if found.differences is not None and not found.wrong:
-                    return found
-            self.quick = False
-        for chosen in (one, ways):  # all of them before anything is said
-            found = run(chosen)
-            found = found._replace(wrong=found.comparison.beyond_rounding(found.wrong))
-            if not found.wrong:
-                break
-        trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-        for seed in range(2 if found.wrong else 0):
-            # Where a sign decides, as in a ReLU at 0, rounding makes any difference, but at these parameters alone.
-            with contextlib.suppress(Exception), bits_flipped(trained, seed, half=True):
-                there = {(one.part, one.name) for one in run(ways).wrong}
-                found = found._replace(wrong=[one for one in found.wrong if (one.part, one.name) in there])
-        rng = found.runner.rng
+        one, idle = [ways[way % len(ways)]], self._unused.get(casts)
+        self.quick = idle is not None
+        # What goes wrong quickly, whatever it is, is looked at once more.
+        with contextlib.suppress(Exception) if self.quick else contextlib.nullcontext():
+            found = run(one, idle)
+            if not found.wrong and (found.found is not None or not self.quick):
+                if not (self.quick or found.runner.rng.used):
+                    self._unused[casts] = found.runner.rng.precision
+                return found
+        self.quick = False
+        found = run(ways, None, closely=True)
         if any(difference.part != "buffer" for difference in found.wrong):
-            rng.check("the model or the loss")
-        if not (found.wrong or rng.used):
-            self._unused[casts] = rng.precision
+            found.runner.rng.check("the model or the loss")
         return found
 
     def _in_micro_batches(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
@@ -334,139 +303,83 @@ def certify(
 
 class _Check:
     def __init__(self, copied: Callable[..., Trial], ways: list[Way], tolerance: float) -> None:
-        self.tolerance, self.ways = tolerance, ways
+        self.ways = ways
         try:
-            self._compare(copied(dtype=torch.float64))
+            self._begin(copied(tolerance=tolerance))
         except RuntimeError as error:
             if not any(word in str(error) for word in ("dtype", "Double", "double", "Float", "Half", "BFloat16")):
                 raise
-            self._compare(copied(dtype=None))
+            self._begin(copied(tolerance=tolerance, dtype=None))
             reason = str(error).splitlines()[0]
             self.trial.notes.append(f"Computed in the model's own dtype, as it can't in float64 ({reason}).")
-            precision = str(self.comparison.large.losses["loss"].dtype)
-            self.tolerance = max(self.tolerance, rounding(precision, self.trial.device.type))
+            self.trial.allowed = max(tolerance, rounding(self.trial.precision, self.trial.device))
 
-    def _compare(self, trial: Trial) -> None:
-        failing: Literal["raise", "differs"] = "raise" if trial.by_train_step else "differs"
-        self.trial, self.comparison = trial, Comparison(trial, range(trial.rows), self.ways, failing)
-        loss = self.comparison.large.losses["loss"]
-        if not loss.isfinite().all():
-            raise ValueError(f"The large batch's own loss is {loss.item()}: there is nothing to compare.")
+    def _begin(self, trial: Trial) -> None:
+        self.trial = trial
+        self.comparison = Comparison(trial, self.ways, "raise" if trial.by_train_step else "differs")
+        self.comparison.check_loss()
 
     def run(self) -> Equivalence:
+        trial, tolerance = self.trial, self.trial.allowed
         again = self.comparison.unrepeatable()
         nondeterminism = max(difference.error for difference in again)
-        if not nondeterminism <= self.tolerance:
-            return self._result(again, [nondeterminism_cause(self.trial, nondeterminism)])
+        if not nondeterminism <= tolerance:
+            return self._result(again, [nondeterminism_cause(trial, nondeterminism)])
         differences, failing = self._compared()
-        error, allowed = max(difference.error for difference in differences), self.trial.tolerance
-        if self.tolerance < error <= allowed:
-            precision = str(self.trial.rng.precision).removeprefix("torch.")
-            self.trial.notes.append(
-                f"A part of the model computes in {precision} whatever its parameters' dtype, so {allowed:g} is "
-                "allowed for its rounding."
+        if tolerance < max(difference.error for difference in differences) <= trial.tolerance:
+            trial.notes.append(
+                f"A part of the model computes in {trial.precision} whatever its parameters' dtype, so "
+                f"{trial.tolerance:g} is allowed for its rounding."
             )
-            self.tolerance = allowed
+            trial.allowed = trial.tolerance
         wrong = self._wrong(differences)
         if not wrong:
             return self._result(differences, [])
-        self.trial.rng.check("The model or the loss")
-        if self.trial.hooks:
-            for handle in itertools.chain(*self.trial.hooks.values()):
+        trial.rng.check("The model or the loss")
+        if trial.hooks:
+            for handle in itertools.chain(*trial.hooks.values()):
                 handle.remove()
             self.comparison.restart()
             without, failing = self._compared()
-            hooked = [name for name in wrong if name in self.trial.hooks]
+            hooked = [name for name in wrong if name in trial.hooks]
             if hooked and not self._wrong(without):
                 return self._result(differences, [hook_cause(hooked[0])])
             differences = without
-        return self._result(differences, find_causes(self.trial, differences, failing, self.tolerance))
+        return self._result(differences, find_causes(trial, differences, failing, trial.allowed))
 
     def _wrong(self, differences: Sequence[Difference]) -> list[str]:
-        return [difference.name for difference in differences if not difference.error <= self.tolerance]
+        return [difference.name for difference in differences if not difference.error <= self.trial.allowed]
 
     def _compared(self) -> tuple[list[Difference], list[Way]]:
         """Each tensor's largest error over all ways, and the ways that differ, the worst first."""
-        self.comparison.differences()
-        compared = self._relative_to_terms(self.comparison)
-        failing = [(one.error, one.way) for one in compared if not one.error <= self.tolerance]
+        first = self.comparison
+        first.judged()
         # Rows drawn with replacement, so that what ranks or counts rows is put to a second test.
         drawn = self.trial.on(_drawn(self.trial.batch))
-        again = Comparison(drawn, range(drawn.batch.rows), [_ways(drawn.batch, None)[-1]], self.comparison.failed)
+        second = Comparison(drawn, [_ways(drawn.batch, None)[-1]], first.failed)
         try:
-            found = self._relative_to_terms(again) if again.differences() is not None else []
+            second.judged()
         except Exception:  # the loss may have its own idea of which rows go together
             if self.trial.by_train_step:
                 raise
-            found = []
-        for one in found:
-            if math.isinf(one.error) and not one.distances:  # as in the exception above
-                continue
-            compared.append(one)
-            if not one.error <= self.tolerance:
-                known = drawn.batch.groups is None  # else it may cut the groups of the batch itself
-                failing.append((one.error, one.way if known else self.ways[-1]))
-        failing.sort(key=lambda entry: -entry[0])
-        return worst(d for one in compared for d in one.differences), [way for _, way in failing]
-
-    def _relative_to_terms(self, comparison: Comparison) -> list[Compared]:
-        """Where large terms cancel each other, errors are relative to the terms, not to what is left of them."""
-        if all(one.error <= self.tolerance for one in comparison.compared):
-            return [*comparison.compared]
-        trial, eps = comparison.runner, torch.finfo(comparison.large.losses["loss"].dtype).eps
-        assert isinstance(trial, Trial)
-        moved, parts = comparison.moved(), self._largest_of_parts(trial)
-        terms = {key: max(moved.get(key, 0.0) / eps, parts.get(key, 0.0)) for key in {*moved, *parts}}
-        return [one if one.error <= self.tolerance else _by_terms(one, terms) for one in comparison.compared]
-
-    def _largest_of_parts(self, trial: Trial) -> dict[Key, float]:
-        """The largest number in any micro-batch's loss and gradients: rows may cancel each other whatever rounding."""
-        found: dict[Key, float] = {}
-        cut = [] if trial.by_train_step else [torch.tensor(order).split(list(sizes)) for order, sizes in self.ways]
-        for rows in [rows for parts in cut for rows in parts]:
-            try:
-                part = trial.on(trial.batch.take(rows)).run(range(len(rows)), [len(rows)])
-            except Exception:  # the loss may have its own idea of which rows go together
-                continue
-            for key, tensor in part.parts():
-                if tensor is not None and key[0] != "buffer" and tensor.isfinite().all():
-                    found[key] = max(found.get(key, 0.0), largest(tensor))
-        return found
+        compared = [*first.compared, *(one for one in second.compared if not one.failed)]
+        failing = sorted(compared, key=lambda one: -one.error)
+        # A way that cuts other groups may cut those of the batch itself.
+        known = first.compared if drawn.batch.groups is not None else compared
+        ways = [one.way if one in known else self.ways[-1] for one in failing if not one.error <= self.trial.allowed]
+        return worst(compared), ways
 
     def _result(self, differences: Sequence[Difference], causes: Sequence[Cause]) -> Equivalence:
-        gradients: Mapping[str, Tensor | None] = self.comparison.large.gradients
-        dtype = next((g.dtype for g in gradients.values() if g is not None), torch.float64)
         notes = [*self.trial.notes]
         if not self.trial.original.model.training:
             notes.append("The model is in eval mode: dropout and BatchNorm were checked as they are there.")
-        silent = [name for name, gradient in gradients.items() if gradient is None]
+        silent = [name for name, gradient in self.comparison.large.gradients.items() if gradient is None]
         if silent:
             shown = ", ".join(silent[:3]) + (" ..." if len(silent) > 3 else "")
             notes.append(
                 f"No gradient reached {len(silent)} parameters on this batch, so they weren't compared: {shown}."
             )
-        return Equivalence(
-            tuple(differences),
-            self.tolerance,
-            tuple(causes),
-            rows=self.trial.rows,
-            partitions=tuple(tuple(sizes) for _, sizes in self.ways),
-            notes=(*notes, *limits_of(self.trial.rows)),
-            precision=str(dtype).removeprefix("torch."),
-            device=str(self.trial.device),
-        )
-
-
-def _by_terms(one: Compared, terms: Mapping[Key, float]) -> Compared:
-    found = []
-    for difference in one.differences:
-        key = difference.part, difference.name
-        distance = one.distances.get(key, math.inf)
-        scale = distance / difference.error if difference.error else math.inf
-        if terms.get(key, 0.0) > 1000 * scale and math.isfinite(distance):
-            difference = dataclasses.replace(difference, error=distance / terms[key])
-        found.append(difference)
-    return one._replace(differences=found)
+        return self.comparison.record(differences, causes, self.trial.allowed, notes)
 
 
 def _drawn(batch: Batch) -> Batch:
@@ -492,4 +405,4 @@ def _ways(batch: Batch, size: int | None) -> list[Way]:
         else:
             parts = Groups(batch.groups.tolist()).cut(rows, size)
             given = [([row for part in parts for row in part], [len(part) for part in parts])]
-    return [*given, *ragged_ways([unit.tolist() for unit in batch.units()], random.Random(0))]
+    return [*given, *ragged_ways([unit.tolist() for unit in batch.units()])]

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradaccum.core.proof import Outcome
+from gradaccum.core.proof import Outcome, Way
+from gradaccum.core.rounding import rounding
 from gradaccum.on_torch.adapter.arrays import TorchRunner, sample
 from gradaccum.on_torch.adapter.probes import Trace
-from gradaccum.on_torch.adapter.rng import RowwiseRng, UnusedRng, watched
+from gradaccum.on_torch.adapter.rng import RowwiseRng, watched
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
@@ -27,8 +28,8 @@ Gradients = Callable[[Objective, Batch, Sequence[int]], Tensor]
 """Runs the rows of a batch in micro-batches of these sizes, in order, as an update does: takes each of them by
 `batch.take(rows)` before its forward pass, leaves the finished gradients in the parameters, not clipped, and returns
 the loss. Exchanges nothing with other ranks, and learns nothing about sizes."""
-Accumulate = Callable[[Objective, Batch, Sequence[int], BatchNormChoice], Tensor]
-"""The same, with what is done about BatchNorm."""
+Accumulate = Callable[..., Tensor]
+"""The same, with what is done about BatchNorm: `batch_norm`."""
 
 
 class LoweredScale:
@@ -48,7 +49,10 @@ class LoweredScale:
 
 
 class BatchRunner(TorchRunner):
-    """Runs rows of a batch on a model and a loss, each time from the state that these have now."""
+    """Runs rows of a batch on a model and a loss, each time from the state that these have now.
+
+    `idle`: nothing draws random numbers, and this is what is computed in.
+    """
 
     def __init__(
         self,
@@ -60,16 +64,20 @@ class BatchRunner(TorchRunner):
         *,
         neutral: bool = False,
         scale: LoweredScale | None = None,
-        precision: torch.dtype | None = None,
+        idle: torch.dtype | None = None,
     ) -> None:
         self.objective, self.gradients, self._parameters, self.state = objective, gradients, parameters, state
-        self._scale, self.batch, self.rows = scale or LoweredScale(None), batch, batch.rows
-        rng = RowwiseRng(batch.rows, neutral=neutral) if precision is None else UnusedRng(precision)
-        super().__init__(rng, objective.device)
-        rng.holds(*objective.modules.values(), objective.evaluate)
+        self._scale, self.batch = scale or LoweredScale(None), batch
+        super().__init__(RowwiseRng(batch.rows, neutral=neutral, idle=idle), objective.device, batch.rows)
+        self.rng.holds(*objective.modules.values(), objective.evaluate)
 
     def tensors(self) -> list[Tensor]:
         return list(self._parameters.values())
+
+    def again(self) -> BatchRunner:
+        other = copy.copy(self)  # small frozen parameters are part of the state
+        other.state = ModuleState(self.objective.modules)
+        return other
 
     @contextlib.contextmanager
     def passes(self, rows: Tensor | None = None) -> Iterator[None]:
@@ -84,25 +92,24 @@ class BatchRunner(TorchRunner):
             self.rng.rewind()
             self.state.put_back()
 
-    def taken(self, rows: Tensor | None, batch: Batch | None = None) -> Batch:
+    def taken(self, rows: Tensor | None) -> Batch:
         """These rows (None: all) in tensors of their own: they may be edited, and their gradients are nobody's."""
-        batch = self.batch if batch is None else batch
-        return (batch if rows is None else batch.take(rows)).map(self._own)
+        return (self.batch if rows is None else self.batch.take(rows)).map(self._own)
 
     def _own(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or any(leaf is p for p in self._parameters.values()):
             return leaf
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
-    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
+    def run(self, way: Way | None) -> Outcome:
         with self.passes():
-            if sizes is None:
+            if way is None:
                 loss = self.objective.whole(self.taken(None))
                 self._scale.scale(loss).backward()
             else:
-                order = torch.tensor(rows)
+                order = torch.tensor(way[0])
                 few = watched(self.taken(order), lambda taken: self.rng.start(order[taken]))
-                loss = self.gradients(self.objective, few, sizes)
+                loss = self.gradients(self.objective, few, way[1])
             gradients: dict[str, Tensor | None] = {}
             for name, parameter in self._parameters.items():
                 if parameter.requires_grad:
@@ -115,12 +122,12 @@ class BatchRunner(TorchRunner):
         some = sample(gradient)
         return some if some is gradient else some.clone()
 
-    def lower_scale(self) -> bool:
-        return self._scale.lower()
-
     def left(self) -> dict[str, Tensor]:
         """What modules hold now, by name: tensors and numbers."""
         return {**self.state.tensors(), **self.state.numbers()}
+
+    def lower_scale(self) -> bool:
+        return self._scale.lower()
 
 
 def named_parameters(objective: Objective) -> dict[str, Tensor]:
@@ -161,9 +168,10 @@ class Trial(BatchRunner):
         *,
         device: torch.device,
         dtype: torch.dtype | None = torch.float64,
+        tolerance: float,
         batch_norm: BatchNormChoice = "warn",
     ) -> None:
-        self.original = objective
+        self.original, self.allowed = objective, tolerance
         self.notes: list[str] = []  # what the comparison had to leave out
 
         def convert(thing: Any) -> Any:
@@ -171,9 +179,9 @@ class Trial(BatchRunner):
             return thing.to(device=device, dtype=dtype if floating else None)
 
         def converted(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return convert(leaf.detach().clone()).requires_grad_(leaf.requires_grad)
+            return (
+                convert(leaf.detach().clone()).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+            )
 
         copies = _Copies(convert)
         model, loss_fn, compute_loss, weight = copies.of_all(
@@ -191,13 +199,17 @@ class Trial(BatchRunner):
             raise ValueError("No parameter of the model requires a gradient: there is nothing to compare.")
         gradients: Gradients = in_micro_batches
         if accumulate is not None and batch_norm in ("exact", "pooled"):
-            gradients = functools.partial(_with, accumulate, batch_norm)
+            gradients = functools.partial(accumulate, batch_norm=batch_norm)
         self.by_train_step = gradients is not in_micro_batches
         """Whether TrainStep adds up, so that what it says about the model is what there is to know."""
         super().__init__(
             copied, batch.map(converted), gradients, trained, ModuleState(copied.modules), neutral=self.by_train_step
         )
-        self.device, self._is_frozen = device, batch_norm == "frozen"
+        self.device, self._is_frozen = str(device), batch_norm == "frozen"
+
+    @property
+    def tolerance(self) -> float:
+        return max(self.allowed, rounding(self.precision, self.device))
 
     @contextlib.contextmanager
     def passes(self, rows: Tensor | None = None) -> Iterator[None]:
@@ -216,17 +228,17 @@ class Trial(BatchRunner):
         other.batch = batch
         return other
 
-    def run(self, rows: Sequence[int], sizes: Sequence[int] | None) -> Outcome:
+    def run(self, way: Way | None) -> Outcome:
         try:
-            outcome = super().run(rows, sizes)
+            outcome = super().run(way)
         except RuntimeError as error:
-            if sizes is None and "does not require grad" in str(error):
+            if way is None and "does not require grad" in str(error):
                 raise ValueError(
                     "The loss has no gradient: it was computed without gradients (under torch.no_grad(), or by "
                     ".item(), detach() or argmax), or doesn't depend on the model."
                 ) from error
             raise
-        if sizes is None and all(gradient is None for gradient in outcome.gradients.values()):
+        if way is None and all(gradient is None for gradient in outcome.gradients.values()):
             raise ValueError(
                 "The loss doesn't reach the parameters of `model`. compute_loss(model, *batch) must use the model that "
                 "it is given: the check runs a copy."
@@ -242,10 +254,10 @@ class Trial(BatchRunner):
             )
         return replaced
 
-    def trace(self, rows: Tensor | None, batch: Batch | None = None) -> Trace:
+    def trace(self, rows: Tensor | None) -> Trace:
         """What goes into and comes out of every module, for these rows (None: all, at once). Forward pass only."""
         with self.passes(rows):
-            taken = self.taken(rows, batch)
+            taken = self.taken(rows)
             return Trace(self.objective.model).run(lambda: self.objective.forward(taken))
 
     def terms(self) -> list[Any]:
@@ -254,24 +266,23 @@ class Trial(BatchRunner):
             terms = self.objective.evaluate(self.taken(None))[1]
         return list(terms) if isinstance(terms, dict) else []
 
-    def raw(self, rows: Tensor | None, term: Any) -> tuple[list[Tensor], float | None]:
+    def raw(self, term: Any, rows: Sequence[int] | None) -> tuple[list[Tensor], float | None]:
         """The user's loss as it is, neither weighed nor divided, on these rows: `[loss, gradient]`.
 
         The second value is the weight that `compute_loss` returns, if it does. Of several losses, `term` says which;
         None stands for their sum.
         """
-        with self.passes(rows):
-            loss, weight = self.objective.forward(self.taken(rows))
+        taken = None if rows is None else torch.tensor(rows)
+        with self.passes(taken):
+            loss, weight = self.objective.forward(self.taken(taken))
             if isinstance(weight, dict):
                 loss, weight = (loss, None) if term is None else weight[term]
             if loss.requires_grad:
                 loss.backward()
             vector = [(torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).flatten() for p in self.tensors()]
-            return [loss.detach().reshape(1), torch.cat(vector)], None if weight is None else float(weight)
-
-
-def _with(accumulate: Accumulate, choice: BatchNormChoice, objective: Any, batch: Any, sizes: Any) -> Tensor:
-    return accumulate(objective, batch, list(sizes), choice)
+        blocks = [loss.detach().reshape(1), torch.cat(vector)]
+        wide = [(block if block.is_complex() else block.double()).cpu() for block in blocks]
+        return wide, None if weight is None else float(weight)
 
 
 def _bare(model: Any) -> Any:

@@ -1,0 +1,85 @@
+"""The judgement of proofs in all shells: what rounding decides is no difference, and it hides none."""
+
+import contextlib
+import copy
+
+import numpy as np
+import pytest
+
+from gradaccum.core.numpy_arrays import ArrayRunner
+from gradaccum.core.proof import Comparison, Outcome, even_ways
+
+ROWS = 8
+X = np.random.default_rng(0).normal(size=(ROWS, 3))
+
+
+class Least(ArrayRunner):
+    """The gradient of a mean over rows, in float64, by a function of the weights and rows."""
+
+    rows, precision = ROWS, "float64"
+
+    def __init__(self, gradient):
+        self.gradient, self.weights = gradient, np.array([0.5, -1.0, 2.0])
+
+    def run(self, way):
+        rows, sizes = way or (range(ROWS), [ROWS])
+        parts = np.split(X[np.asarray(rows)], np.cumsum(sizes)[:-1])
+        total = sum(len(part) * self.gradient(self.weights, part) for part in parts) / ROWS
+        return Outcome({"loss": np.array(1.0)}, {"w": total, "other": np.ones(1)})
+
+    @contextlib.contextmanager
+    def moved(self, seed, *, far=False):
+        there = copy.copy(self)
+        there.weights = self.weights * self.factors(seed, far=far)((3,))
+        yield there
+
+
+def plain(weights, x):
+    return x.mean(0) * weights
+
+
+def noise(x):
+    """What kernels for few rows round otherwise."""
+    return 1e-15 if len(x) < 5 else -1e-15
+
+
+def kinked(weights, x):
+    """A unit whose sign is decided by rounding at these weights: one row's gradient, or none."""
+    return plain(weights, x) + (weights[0] - 0.5 + noise(x) > 0)
+
+
+def tied(weights, x):
+    """A tie that each rounding breaks otherwise, and no rows."""
+    return plain(weights, x) + np.array([weights[1] + 2 * weights[0] == 0, 0.0, 0.0])
+
+
+def cancelling(weights, x):
+    """Large terms, of which little is left beside their rounding, at any weights."""
+    return (1e9 * weights + x).mean(0) - 1e9 * weights
+
+
+def coupled(weights, x):
+    return x.std(0) * weights
+
+
+FOUND = {
+    "a mean": (plain, False),
+    "a sign at an edge": (kinked, False),
+    "a tie": (tied, False),
+    "terms that cancel": (cancelling, False),
+    "rows that look at each other": (coupled, True),
+    "such rows at an edge": (lambda w, x: kinked(w, x) + 1e-6 * coupled(w, x), True),
+    "such rows at a tie": (lambda w, x: tied(w, x) + 1e-6 * coupled(w, x), True),
+    "such rows beside terms that cancel": (lambda w, x: cancelling(w, x) + 0.1 * coupled(w, x), True),
+    "an edge between rows": (lambda w, x: plain(w, x) + (x.mean() * w[0] > 0), True),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_rounding_is_no_difference_and_hides_none(name):
+    gradient, wrong = FOUND[name]
+    runner = Least(gradient)
+    comparison = Comparison(runner, even_ways(ROWS))
+    found = [d.name for d in comparison.judged() if not d.error <= runner.tolerance]
+    assert found == (["w"] if wrong else [])
+    assert bool(comparison.failing(runner.tolerance)) == wrong
