@@ -135,8 +135,9 @@ def check(case, **options):
 @pytest.mark.parametrize("name", each(CULPRITS))
 def test_the_culprit_is_named_for(name):
     result, (_, _, kind, where, message, *_) = check(CULPRITS[name]), CULPRITS[name]
+    (cause,) = result.causes
     assert not result.ok
-    assert (result.causes[0].kind, result.causes[0].where) == (kind, where)
+    assert (cause.kind, cause.where) == (kind, where)
     assert_refused(result.raise_if_different, NotEquivalentError, message)
     if kind == "buffer":
         assert result.max_error < 1e-12

@@ -67,7 +67,7 @@ class Case(NamedTuple):
         if self.state:
             x, state = x - state["mean"], {"mean": 0.9 * state["mean"] + 0.1 * x.mean(0), "calls": calls + 1}
         if self.over == "both" and self.key and self.state:  # weights that random numbers and a state decide
-            mask = mask * jax.random.bernoulli(key, 0.8, mask.shape) * (calls < 2)
+            mask = mask * (0.5 + jax.random.bernoulli(key, 0.5, mask.shape)) * (1 + calls)
         each = errors(params, x, more["y"])
         tokens = (each * mask).sum() / mask.sum(), mask.sum()  # 0 / 0 where none counts
         losses = {
@@ -195,11 +195,11 @@ def test_a_call_is_a_plain_loop_over_its_micro_batches(name):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_call_is_a_plain_loop_over_its_micro_batches(data):
     over, key = (data.draw(st.sampled_from(of)) for of in (["rows", "tokens", "sum", "both"], ["", *KEYS]))
-    count, size = data.draw(st.integers(2, 12)), data.draw(st.integers(1, 13))
+    count, size = data.draw(st.integers(4, 12)), data.draw(st.integers(1, 13))  # some token counts among 4
     empty = data.draw(st.sampled_from([(0, 0), (0, count // 3), (count // 2, count)]))
     flags = {name: data.draw(st.booleans(), name) for name in ("columns", "aux", "state", "noise")}
     check(Case(count, size, over, empty, over in ("rows", "sum") and data.draw(st.booleans()), key=key, **flags))
