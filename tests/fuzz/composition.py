@@ -246,12 +246,25 @@ def sensible(scenario: Scenario) -> bool:
         scenario.norm and scenario.kind == "TrainStep" and "inf" in events,
         scenario.others and at_once and lengths[0] != lengths[1],
         scenario.others and not _agree(scenario),
+        # A rank that leaves between windows when the other has no more batches is one that breaks off its loop.
+        scenario.others and scenario.way.startswith("batches") and _leaves_between_windows(scenario),
     ]
     return not any(impossible)
 
 
 def _by_micro_batch(scenario: Scenario) -> bool:
     return scenario.kind != "wrapper" and (scenario.dropout or scenario.norm in ("warn", "micro", "pooled"))
+
+
+def _leaves_between_windows(scenario: Scenario) -> bool:
+    pairs = [
+        pair for one, two in zip(scenario.epochs, scenario.others, strict=True) for pair in ((one, two), (two, one))
+    ]
+    return any(
+        one.event == "gone" and i >= len(other) and i % scenario.steps == 0
+        for own, other in pairs
+        for i, one in enumerate(own)
+    )
 
 
 def _agree(scenario: Scenario) -> bool:

@@ -86,13 +86,13 @@ class Faulty(nn.Module):
             raise torch.OutOfMemoryError("no memory")
 
 
-class _Checkpointed(nn.Module):
+class Checkpointed(nn.Module):
     def __init__(self, module: nn.Module, reentrant: bool) -> None:
         super().__init__()
         self.module, self.reentrant = module, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.reentrant and torch.is_grad_enabled():
+        if self.reentrant and torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # a reentrant checkpoint needs one
         return checkpoint(self.module, x, use_reentrant=self.reentrant)
 
@@ -144,7 +144,7 @@ class Model(nn.Module):
             trunk[1].train = lambda mode=True: trunk[1]  # type: ignore[index, method-assign, assignment]
             trunk[1].training = False  # type: ignore[index]
         if scenario.checkpoint:
-            trunk = _Checkpointed(trunk, scenario.checkpoint == "reentrant")
+            trunk = Checkpointed(trunk, scenario.checkpoint == "reentrant")
         if scenario.chunk and not scenario.norm:
             trunk = _ByHand(trunk, scenario.chunk) if alone else chunked(trunk, scenario.chunk)
         self.trunk = trunk

@@ -249,23 +249,18 @@ def test_a_checkpoint_between_backward_and_step_is_refused_in_an_open_window(sav
 @pytest.mark.parametrize("when", ["before backward", "after backward", "after optimizer.backward()"])
 def test_a_checkpoint_inside_a_weightless_batch_holds_the_window(when):
     model, optimizer = start(sgd, steps=5)
-    given = [*PARTS[:2], regression(2, seed=7), *PARTS[2:4]]
-    numbers, saved = iter([2, 3, 0, 1, 4]), []
-    for index, (x, y) in enumerate(optimizer.batches(given, weight=lambda part: next(numbers))):
+    given, numbers = [*PARTS[:2], regression(2, seed=7), *PARTS[2:4]], iter([2, 3, 0, 1])
+    for index, batch in enumerate(optimizer.batches(given, weight=lambda part: next(numbers))):
         optimizer.zero_grad()
-        for now in ("before backward", when):
-            if now == "after optimizer.backward()":
-                optimizer.backward(mse(model, x, y))
-            elif now == "after backward":
-                mse(model, x, y).backward()
-            if index == 2 and now == when:
-                saved = resumed(model, optimizer, steps=5)
+        loss = mse(model, *batch)
+        if index < 2 or when == "after backward":
+            loss.backward()
+        elif when == "after optimizer.backward()":
+            optimizer.backward(loss)
         if index == 2:
+            model, optimizer = resumed(model, optimizer, steps=5)
             break
-        if when == "before backward":
-            mse(model, x, y).backward()
         optimizer.step()
-    model, optimizer = saved
     assert optimizer.micro_batches == 2
     train(model, optimizer, given[3:], weigh=by_rows)
     optimizer.flush()

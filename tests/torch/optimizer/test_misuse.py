@@ -6,10 +6,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import gradaccum.torch
 from gradaccum import WindowError
+from tests.fuzz.problem import Checkpointed, Faulty
 from tests.reference import torch_updates
 from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, scaler_of, train, values, wrapped
 from tests.torch.problems import adam, join, mse, network, regression, sgd
@@ -306,44 +306,19 @@ def test_a_group_that_joins_the_inner_optimizer_between_windows_follows_the_loss
 # Backward passes that fail halfway: the layers that had their gradient must not have it twice.
 
 
-class Fault(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, model):
-        ctx.model = model
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.model.fails:
-            ctx.model.fails = False
-            raise torch.OutOfMemoryError("no room")
-        return gradient, None
-
-
-class Fragile(nn.Module):
-    """Fails behind its last layers, once."""
-
-    def __init__(self, layers=6, reentrant=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(layers))
-        self.head = nn.Linear(5, 3)
-        self.fails, self.reentrant = False, reentrant
-
-    def forward(self, x):
-        for index, layer in enumerate(self.layers):
-            x = Fault.apply(x, self) if index == len(self.layers) - 1 else x
-            x = layer(x).tanh() if self.reentrant is None else self.checkpointed(layer, x)
-        return self.head(x)
-
-    def checkpointed(self, layer, x):
-        return checkpoint(lambda x: layer(x).tanh(), x.requires_grad_(), use_reentrant=self.reentrant)
+def fragile(reentrant=None):
+    """Fails behind its last layers, when `fail` says so."""
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+    last = layer if reentrant is None else Checkpointed(layer, reentrant)
+    return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), Faulty(), last, nn.Linear(5, 3))
 
 
 def fail(model, run):
-    model.fails = True
+    model[2].prepare("backward oom", 3)
     with pytest.raises(torch.OutOfMemoryError):
         run(mse(model, *regression(4)))
+    model[2].calm()
 
 
 @pytest.mark.parametrize("through", ["loss.backward()", "optimizer.backward()"])
@@ -351,7 +326,7 @@ def fail(model, run):
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_backward_pass_that_failed_and_is_tried_again_is_named(reentrant, window, index, through):
-    model = Fragile(reentrant=reentrant)
+    model = fragile(reentrant)
     _, optimizer = wrapped(model=model, steps=3)
     train(model, optimizer, [regression(2)] * (3 * (window - 1) + index))
     before = values(model)
@@ -380,16 +355,16 @@ def test_a_backward_pass_that_failed_and_is_tried_again_is_named(reentrant, wind
 
 @pytest.mark.parametrize("drop", ["discard", "zero_grad"])
 def test_what_a_failed_pass_left_is_gone_after_discard_or_zero_grad_of_an_empty_window(drop):
-    model, micro_batches = Fragile(), parts([2, 3, 4])
+    model, micro_batches = fragile(), parts([2, 3, 4])
     _, optimizer = wrapped(model=model, steps=2)
     fail(model, torch.Tensor.backward)
     getattr(optimizer, drop)()
     train(model, optimizer, optimizer.batches(micro_batches))
-    assert_same(model, large([micro_batches[:2], micro_batches[2:]], model=Fragile()))
+    assert_same(model, large([micro_batches[:2], micro_batches[2:]], model=fragile()))
 
 
 def test_passing_over_a_micro_batch_whose_pass_failed_is_named_where_it_left_a_part():
-    model = Fragile()
+    model = fragile()
     _, optimizer = wrapped(model=model, steps=3)
     with pytest.raises(WindowError, match="A backward pass of this window failed"):
         for index, batch in enumerate(optimizer.batches(RAGGED)):
@@ -402,13 +377,13 @@ def test_passing_over_a_micro_batch_whose_pass_failed_is_named_where_it_left_a_p
 
 
 def test_a_step_in_the_middle_of_a_backward_pass_is_no_failure():
-    model, alike = Fragile(), parts([4, 4])
+    model, alike = fragile(), parts([4, 4])
     optimizers = {p: gradaccum.torch.optim.Optimizer(sgd([p]), steps=2) for p in model.parameters()}
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
     for part in alike:
         mse(model, *part).backward()
-    assert_same(model, large([alike], model=Fragile()))
+    assert_same(model, large([alike], model=fragile()))
 
 
 # Whole loops that are compiled.

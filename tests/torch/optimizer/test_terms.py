@@ -4,6 +4,8 @@ Windows that go on from checkpoints, under a GradScaler whose scale moves or fin
 clipped ones are the random programs' (tests/fuzz: `way="names"`).
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -156,39 +158,31 @@ def test_detached_losses_are_averaged_beside_others(first):
 # What is refused, or named.
 
 
-@pytest.mark.parametrize("first", ["terms", "single", "plain"])
-@pytest.mark.parametrize("second", ["terms", "single", "plain"])
+WAYS = {
+    "terms": lambda model, optimizer: optimizer.backward(losses(model, *DATA[0])),
+    "single": lambda model, optimizer: optimizer.backward(losses(model, *DATA[0])["rows"][0], weight=4),
+    "plain": lambda model, optimizer: losses(model, *DATA[0])["rows"][0].backward(),
+}
+
+
 @pytest.mark.parametrize("stepped", [False, True])
-def test_single_losses_and_losses_by_name_in_one_window_are_refused(first, second, stepped):
+@pytest.mark.parametrize(("first", "second"), [("terms", "single"), ("terms", "plain"), ("terms", "terms")])
+@pytest.mark.parametrize("turned", [False, True])
+def test_single_losses_and_losses_by_name_in_one_window_are_refused(first, second, turned, stepped):
     model, optimizer, _ = with_heads()
-
-    def run(way):
-        found = losses(model, *DATA[0])
-        if way == "terms":
-            optimizer.backward(found)
-        elif way == "single":
-            optimizer.backward(found["rows"][0], weight=4)
-        else:
-            found["rows"][0].backward()
-
-    def both():
-        run(first)
+    first, second = (WAYS[second], WAYS[first]) if turned else (WAYS[first], WAYS[second])
+    refused = pytest.raises(WindowError, match="others as a single loss")
+    if first is second:
+        refused = nullcontext() if stepped else pytest.raises(ValueError, match="came twice in one micro-batch")
+    with refused:
+        first(model, optimizer)
         if stepped:
             optimizer.step()
-        run(second)
+        second(model, optimizer)
         optimizer.step()
-
-    if first == second == "terms" and not stepped:
-        with pytest.raises(ValueError, match="came twice in one micro-batch"):
-            both()
-    elif (first == "terms") != (second == "terms"):
-        with pytest.raises(WindowError, match="others as a single loss"):
-            both()
-        optimizer.discard()
-        run(second)
-        optimizer.step()
-    elif first == second:
-        both()
+    optimizer.discard()
+    second(model, optimizer)
+    optimizer.step()
 
 
 def unscaled(optimizer, found):
