@@ -15,15 +15,7 @@ from gradaccum.errors import WindowError
 from gradaccum.torch.measure.fake_memory import LiveBytes
 from tests.reference import relative_error
 from tests.torch.layers import problems
-from tests.torch.layers.problems import (
-    OPTIMIZERS,
-    Layer,
-    assert_same_updates,
-    batches,
-    loss_of,
-    network,
-    unchanged,
-)
+from tests.torch.layers.problems import OPTIMIZERS, Layer, assert_same_updates, batches, loss_of, network, unchanged
 
 IN_BACKWARD = {"update": "in_backward"}
 RATES = {"Adafactor": {"lr": 0.1}, "ASGD": {"lr": 0.1}, "Rprop": {"lr": 0.01}}
