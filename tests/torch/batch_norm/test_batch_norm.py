@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gradaccum.torch import TrainStep, chunked, optim
 from gradaccum.torch.batch_norm import BatchNormPolicy
-from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.reference import FLOAT64, relative_error
 from tests.torch.problems import Does
+from tests.torch.train_step.steps import assert_same_updates
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -109,13 +110,9 @@ EXACT = [{}, {"offload": True}, {"head": "4"}, {"head": "4", "verify": False}]
 
 @pytest.mark.parametrize("options", EXACT, ids=str)
 def test_exact_updates_are_the_large_batchs(options, caplog):
-    model = network()
-    step, whole = step_of(model, "exact", **options), copy.deepcopy(model)
     batches = [batch(n, seed=n) for n in (14, 14, 9, 3)]
-    expected = torch_updates(whole, sgd(whole), batches, cross_entropy)
-    assert [step(*b).item() for b in batches] == pytest.approx(expected, rel=1e-11)
-    assert relative_error(model.parameters(), whole.parameters()) <= 1e-11
-    assert relative_error(model.buffers(), whole.buffers()) <= 1e-11
+    given = {"loss_fn": nn.CrossEntropyLoss(), "micro_batch_size": 5, "batch_norm": "exact", **options}
+    assert_same_updates(network(), batches, cross_entropy, tolerance=1e-11, **given)
     assert "could not be proven" not in caplog.text
 
 
@@ -180,10 +177,7 @@ def test_it_warns_once_names_the_modules_and_moves_statistics_as_it_does_without
 @pytest.mark.parametrize("choice", ["warn", "micro", "pooled", "frozen", "exact"])
 def test_models_without_batch_norm_are_exact_whatever_the_word(choice):
     model = nn.Sequential(nn.Flatten(), nn.Linear(50, 4))
-    whole = copy.deepcopy(model)
-    torch_updates(whole, sgd(whole), [batch()], cross_entropy)
-    is_silent(lambda: step_of(model, choice)(*batch()))
-    assert relative_error(model.parameters(), whole.parameters()) <= FLOAT64
+    is_silent(lambda: assert_same_updates(model, [batch()], cross_entropy, micro_batch_size=5, batch_norm=choice))
 
 
 def running_out(most, backward):

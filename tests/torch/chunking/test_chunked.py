@@ -20,15 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradaccum.torch import chunked
 from tests.reference import FLOAT32, FLOAT64, relative_error
-from tests.torch.chunking.problems import (
-    assert_exact,
-    contrastive,
-    encoder,
-    frozen,
-    gradients,
-    loss_of,
-    seeded,
-)
+from tests.torch.chunking.problems import assert_exact, contrastive, encoder, frozen, gradients, loss_of, seeded
 from tests.torch.problems import Does, Held
 
 ROWS, SIZES = 23, [4, 4, 4, 4, 4, 3]

@@ -22,6 +22,12 @@ def net(*middle):
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), *middle, nn.Linear(8, 4))
 
 
+def with_gradient_hook(hook):
+    model = net()
+    model[0].weight.register_hook(hook)
+    return model
+
+
 def token_mean(model, x, y):
     return F.cross_entropy(model(x), y)
 

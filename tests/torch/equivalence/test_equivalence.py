@@ -18,7 +18,7 @@ from gradaccum.on_torch.adapter.arrays import bits_flipped
 from gradaccum.on_torch.state import evaluated
 from gradaccum.torch import TrainStep, check_equivalence
 from gradaccum.torch.buffers import ModuleState
-from tests.torch.equivalence.problems import CE, Apply, Codebook, counted, net, token_mean
+from tests.torch.equivalence.problems import CE, Apply, Codebook, counted, net, token_mean, with_gradient_hook
 from tests.torch.problems import Does
 
 
@@ -162,6 +162,7 @@ EXACT = {
     "a model's own loss": (own_loss, {"x": X, "y": Y}, own(of_dict)),
     "a shared input, said": (Graph, ((X[:6], torch.rand(6, 6)), Y[:6]), {"loss_fn": CE, "batch_dims": ((0, None), 0)}),
     "rows in the second dimension, said": (steps_first, SECOND, {"loss_fn": CE, "batch_dims": (1, 0)}),
+    "a hook that halves": (lambda: with_gradient_hook(lambda g: g * 0.5), XY, CE),
     "two rows": (net, (X[:2], Y[:2]), CE),
 }  # fmt: skip
 
@@ -280,6 +281,7 @@ DIFFERENT = {
     "rows in the second dimension of as many steps as rows": (
         steps_first, SECOND, CE, *INPUT, "not per-row", "has its rows in dimension 1", "batch_dims=(1, 0)",
     ),
+    "a hook that clamps": (lambda: with_gradient_hook(lambda g: g.clamp(-1e-3, 1e-3)), XY, CE, "hook", "0.weight"),
     "a codebook that moves": (lambda: net(Codebook()), XY, CE, "buffer", "2", "code"),
     "running statistics of InstanceNorm": (instance_norm, XY, CE, "buffer", "1", "running_mean"),
     "a backward pass that mixes": (

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from gradaccum.torch import Blocks, TrainStep
-from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.reference import relative_error
+from tests.torch.train_step import steps
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -146,13 +147,5 @@ def unchanged(model):
 
 def assert_same_updates(model, data, loss=loss_of, make=OPTIMIZERS["sgd"], size=2, **options):
     """Train a copy by ordinary steps and the model layer by layer: the same parameters, the same losses."""
-    reference = copy.deepcopy(model)
-    trained = [p for p in reference.parameters() if p.requires_grad]
-    expected = torch_updates(reference, make(trained), data, loss, clip_grad_norm=options.get("clip_grad_norm"))
-    optimizer = make([p for p in model.parameters() if p.requires_grad])
-    step = build(model, optimizer, **{"compute_loss": loss, "micro_batch_size": size, **options})
-    losses = [step(*batch).item() for batch in data]
-    assert relative_error([torch.tensor(losses)], [torch.tensor(expected)]) <= FLOAT64
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert step.updates == len(data)
-    return step
+    options = in_blocks({"blocks": "auto", "micro_batch_size": size, **options})
+    return steps.assert_same_updates(model, data, loss, make, **options)

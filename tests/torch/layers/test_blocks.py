@@ -8,7 +8,6 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.layers.problems import (
     OPTIMIZERS,
     WAYS,
@@ -21,7 +20,6 @@ from tests.torch.layers.problems import (
     late,
     loss_of,
     network,
-    trained,
 )
 from tests.torch.problems import Does, Held
 
@@ -269,16 +267,15 @@ def several(model, ids, labels):
     return {"words": (loss, labels.numel()), "size": (outputs.square().mean(), len(ids))}
 
 
-@pytest.mark.parametrize("compute", [token_mean, lambda *batch: token_mean(*batch)["tokens"], several])
-def test_means_over_tokens_terms_and_groups_compose(compute):
-    def plain(model, *batch):
-        found = compute(model, *batch)
-        return sum(loss for loss, _ in found.values()) if isinstance(found, dict) else found[0]
+@pytest.mark.parametrize("terms", [token_mean, several])
+def test_means_over_tokens_terms_and_groups_compose(terms):
+    assert_same_updates(network(), batches(8), terms=terms, size=4, groups=2, blocks="layers")
 
-    model, reference = network(), network()
-    expected = torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), batches(8), plain)
-    found = trained(model, batches(8), compute_loss=compute, micro_batch_size=4, groups=2, blocks=model.layers)
-    assert relative_error(found, [*reference.parameters(), *torch.tensor(expected, dtype=torch.float64)]) <= FLOAT64
+
+def test_a_mean_over_tokens_is_weighed_by_them():
+    mean = lambda *batch: token_mean(*batch)["tokens"][0]  # noqa: E731
+    pair = lambda *batch: token_mean(*batch)["tokens"]  # noqa: E731
+    assert_same_updates(network(), batches(8), mean, size=4, compute_loss=pair)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -291,21 +288,10 @@ def test_the_last_block_runs_once_where_backward_does(way):
 
 
 def test_a_closure_evaluates_the_window_again():
-    def lbfgs(model):
-        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    def lbfgs(parameters):
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
 
-    model, reference, (batch,) = network(), network(), batches(count=1)
-    optimizer = lbfgs(reference)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(reference, *batch)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    build(model, lbfgs(model))(*batch)
-    assert relative_error(model.parameters(), reference.parameters()) <= 1e-9  # three steps amplify rounding
+    assert_same_updates(network(), batches(count=1), make=lbfgs, tolerance=1e-9)  # three steps amplify rounding
 
 
 def test_logits_are_those_of_one_micro_batch_and_the_blocks_keep_no_activations():
@@ -332,13 +318,10 @@ def test_a_block_that_runs_out_of_memory_in_backward_goes_on_in_smaller_micro_ba
             raise torch.OutOfMemoryError("no room")
         return plain(x)
 
-    expected = torch_updates(reference, OPTIMIZERS["adam"](reference.parameters()), batches(), loss_of)
-    step = build(model, OPTIMIZERS["adam"](model.parameters()), micro_batch_size=7, verify=False)
     model.layers[place].inner.forward = limited
-    losses = [step(*batch).item() for batch in batches()]
+    make, data = OPTIMIZERS["adam"], batches()
+    step = assert_same_updates(model, data, make=make, size=7, reference=reference, verify=False)
     assert step.micro_batch_size == 2
-    assert losses == pytest.approx(expected, rel=FLOAT64)
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
 
 
 class OfTheUser(Exception):

@@ -13,17 +13,9 @@ from torch import nn
 
 from gradaccum.errors import WindowError
 from gradaccum.torch.measure.fake_memory import LiveBytes
-from tests.reference import FLOAT64, relative_error
+from tests.reference import relative_error
 from tests.torch.layers import problems
-from tests.torch.layers.problems import (
-    OPTIMIZERS,
-    Layer,
-    assert_same_updates,
-    batches,
-    loss_of,
-    network,
-    unchanged,
-)
+from tests.torch.layers.problems import OPTIMIZERS, Layer, assert_same_updates, batches, loss_of, network, unchanged
 
 IN_BACKWARD = {"update": "in_backward"}
 RATES = {"Adafactor": {"lr": 0.1}, "ASGD": {"lr": 0.1}, "Rprop": {"lr": 0.01}}
@@ -50,30 +42,22 @@ def fused(parameters):
     return torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
 
+def several(parameters):
+    listed = list(parameters)
+    return [torch.optim.SGD(listed[::2], lr=0.1), torch.optim.Adam(listed[1::2], lr=0.01)]
+
+
 MAKE = {f"{name}, foreach={n % 2 == 0}": of_torch(name, n % 2 == 0) for n, name in enumerate(NAMES)}
 MAKE |= {f"{name}, foreach={each}": of_torch(name, each) for name in ("Adam", "SGD") for each in (False, True)}
 
 
-@pytest.mark.parametrize("name", [*MAKE, "fused, of two groups"])
+MAKE |= {"fused, of two groups": fused, "several": several}
+
+
+@pytest.mark.parametrize("name", MAKE)
 def test_in_backward_each_optimizer_of_torch_makes_the_large_batchs_update(name):
-    make, verify = MAKE.get(name, fused), "fused" in name
-    assert_same_updates(network(), batches(count=2), loss_of, make, 3, verify=verify, **IN_BACKWARD)
-
-
-def test_in_backward_several_optimizers_make_the_large_batchs_update():
-    model, reference = network(), network()
-    of_both = []
-    for either in (model, reference):
-        listed = list(either.parameters())
-        of_both.append([torch.optim.SGD(listed[::2], lr=0.1), torch.optim.Adam(listed[1::2], lr=0.01)])
-    step = build(model, of_both[0])
-    for batch in batches():
-        step(*batch)
-        loss_of(reference, *batch).backward()
-        for optimizer in of_both[1]:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    verify = MAKE[name] in (fused, several)
+    assert_same_updates(network(), batches(count=2), loss_of, MAKE[name], 3, verify=verify, **IN_BACKWARD)
 
 
 def test_in_backward_schedulers_hooks_and_counters_see_one_update():
