@@ -31,7 +31,7 @@ SELECT := not slow and not gpu and not fuzz
 PYTEST = $(BIN)/python -m pytest -q -m "$(SELECT)"
 RANKS := tests/torch/distributed tests/integrations/distributed
 # The core of every area: equality with the large batch, on small problems.
-QUICK_TORCH := $(filter-out tests/test_site.py,$(wildcard tests/test_[!d]*.py)) tests/core tests/compat/test_runai_torch.py tests/cli/test_check_command.py \
+QUICK_TORCH := $(filter-out tests/test_site.py,$(wildcard tests/test_[!d]*.py)) tests/core tests/compat/test_runai_torch.py tests/cli/test_commands.py \
 	tests/torch/optimizer/test_contract.py tests/torch/train_step/test_train_step.py \
 	tests/torch/chunking/test_chunked.py::test_any_rows_in_any_sizes \
 	tests/torch/equivalence/test_equivalence.py::test_the_culprit_is_named_for

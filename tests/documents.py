@@ -98,11 +98,6 @@ class Finished(NamedTuple):
     stderr: str
 
 
-def blocks(path):
-    """The number of Python blocks of a page."""
-    return len(re.findall(r"^```python$", path.read_text(encoding="utf-8"), re.MULTILINE))
-
-
 def _asking(questions, answers):
     """The function that has a server run a page, its warnings as errors, or a script in a folder."""
 
@@ -184,17 +179,3 @@ def with_pytorch():
     opened = contextlib.ExitStack()
     atexit.register(opened.close)
     return opened.enter_context(interpreter(f"torch._dynamo {PYTORCH} matplotlib.figure", KERAS_BACKEND="torch"))
-
-
-def run(paths, folder, modules="", **environment):
-    """Run pages, each in an empty folder of its own, with warnings as errors and these modules imported before."""
-    with interpreter(modules, **environment) as program:
-        return run_in(program, paths, folder)
-
-
-def run_in(program, paths, folder):
-    """Run pages in an interpreter, each in an empty folder of its own."""
-    folders = [folder / str(number) for number in range(len(paths))]
-    for place in folders:
-        place.mkdir()
-    return [program(path, place) for path, place in zip(paths, folders, strict=True)]

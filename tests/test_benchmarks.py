@@ -2,6 +2,7 @@
 
 import json
 import math
+import platform
 import re
 import sys
 from xml.etree import ElementTree
@@ -27,13 +28,8 @@ SETTINGS = {
 
 def record(ratios, rival="by hand", **more):
     measured = {"about": "an update", "rival": rival, "rounds": 9, "ratios": ratios}
-    return {
-        "title": "A `claim`",
-        "body": "It is fast.",
-        "made": "Here.",
-        "ours": ["ours"],
-        "measured": [measured],
-    } | more
+    made = {"title": "A `claim`", "body": "It is fast.", "made": "Here.", "ours": ["ours"], "measured": [measured]}
+    return made | more
 
 
 RECORDS = {
@@ -128,13 +124,10 @@ def test_a_script_that_fails_or_hangs_is_said_and_left_out(tmp_path, monkeypatch
     assert "broken, cpu:" in said.out
 
 
-def test_only_scripts_that_take_a_device_are_run_on_one():
-    assert {name for name, text in SCRIPTS.items() if "cuda=True" in text} == set(runner.ON_CUDA)
-
-
-def test_no_script_is_left_out_of_the_order():
+def test_no_script_is_left_out_and_only_scripts_that_take_a_device_are_run_on_one():
     others = {"__init__", "__main__", "harness", "picture", "scaling_model"}
     assert sorted(runner.NAMES) == sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - others)
+    assert {name for name, text in SCRIPTS.items() if "cuda=True" in text} == set(runner.ON_CUDA)
 
 
 def test_a_section_takes_the_place_of_its_last_one_in_page_and_records(tmp_path, monkeypatch):
@@ -157,20 +150,11 @@ def test_a_section_takes_the_place_of_its_last_one_in_page_and_records(tmp_path,
 
 
 def test_the_machine_has_a_processor_and_no_name_of_its_own():
-    import platform
-
     assert re.fullmatch(r".+, \d+ cores", harness.machine())
     assert platform.node() not in harness.machine()
 
 
-def test_the_picture_counts_sizes_as_people_do():
-    sizes = {name: [1.0, 1.0, 1.0] for name in ("1024", "128", "64", "`auto`", "16 x 4", "whole")}
-    told = drawn({"one": record(sizes, rival="whole")})
-    names = [name for name in re.findall(r">([^<>]+)</text>", told) if name.strip("`") in {"auto", *sizes}]
-    assert names == ["16 x 4", "64", "128", "1024", "auto", "whole"]
-
-
-def test_the_picture_has_each_contender_and_keeps_to_its_frame():
+def test_the_picture_has_each_contender_keeps_to_its_frame_and_counts_sizes_as_people_do():
     picture = drawn(RECORDS)
     root = ElementTree.fromstring(picture)
     width, height = (float(root.attrib[side]) for side in ("width", "height"))
@@ -178,3 +162,7 @@ def test_the_picture_has_each_contender_and_keeps_to_its_frame():
     assert [colour for *_, colour in circles] == ["quiet", "a", "b"]
     assert all(0 < float(x) < width and 0 < float(y) < height for x, y, _ in circles)
     assert "ours 0.90; theirs 20.00" in root[0].text
+    sizes = {name: [1.0, 1.0, 1.0] for name in ("1024", "128", "64", "`auto`", "16 x 4", "whole")}
+    told = drawn({"one": record(sizes, rival="whole")})
+    names = [name for name in re.findall(r">([^<>]+)</text>", told) if name.strip("`") in {"auto", *sizes}]
+    assert names == ["16 x 4", "64", "128", "1024", "auto", "whole"]

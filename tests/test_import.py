@@ -1,12 +1,14 @@
 """What is imported with what: no framework before it is needed, and next to nothing before anything is used."""
 
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
+import gradaccum
 from tests.documents import with_pytorch
 
 FRAMEWORKS = {"torch", "keras", "tensorflow", "jax", "jaxlib", "numpy"}
@@ -36,26 +38,22 @@ def loaded_by(statement, before=""):
     return {module.partition(".")[0] for module in modules_of(statement, before)}
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import gradaccum",
-        "import gradaccum.report",
-        "import gradaccum.integrations",
-        "import gradaccum.schedule, gradaccum.core.sizes, gradaccum.core.window",
-        "from gradaccum import Schedule, steps_for, WindowError, NotEquivalentError",
-    ],
-)
-def test_the_centre_loads_no_framework_and_no_library_of_the_command_line(statement):
+CENTRE = [
+    "import gradaccum",
+    "import gradaccum.report",
+    "import gradaccum.integrations",
+    "import gradaccum.schedule, gradaccum.core.sizes, gradaccum.core.window",
+    "from gradaccum import Schedule, steps_for, WindowError, NotEquivalentError",
+    "import gradaccum.cli",
+]
+
+
+@pytest.mark.parametrize("statement", CENTRE)
+def test_the_centre_loads_no_framework_and_no_library_of_the_command_line_and_that_no_framework(statement):
     names = loaded_by(statement)
     assert "gradaccum" in names
-    assert not names & (FRAMEWORKS | COMMAND_LINE | TRAINERS)
-
-
-def test_the_command_line_loads_no_framework_before_a_command_runs():
-    names = loaded_by("import gradaccum.cli")
-    assert "click" in names
-    assert not names & FRAMEWORKS
+    assert names & (FRAMEWORKS | TRAINERS) == set()
+    assert (names & COMMAND_LINE == set()) is ("cli" not in statement)
 
 
 def test_the_pytorch_side_loads_no_keras(tmp_path):
@@ -92,40 +90,68 @@ def test_without_its_framework_a_shell_says_how_to_install_it(module):
     )
 
 
+TORCH = "sys.modules['torch'] = type(sys)('torch')"
+"""In the place of torch a module with nothing in it: what is of torch is not looked at, either."""
+
+
 def test_import_gradaccum_loads_nothing_that_it_does_not_need():
     assert modules_of("import gradaccum") <= BARE
+    for slow in ("import gradaccum.core.noise", "import dataclasses", "gradaccum.steps_for"):
+        assert modules_of(f"import gradaccum; {slow}") - BARE, "it would be seen"
+    assert loaded_by("import gradaccum, numpy") & FRAMEWORKS == {"numpy"}, "a framework would be seen"
 
 
 def test_import_gradaccum_torch_loads_no_way_in_before_it_is_used():
-    # In the place of torch a module with nothing in it: what is of torch is not looked at, either.
-    loaded = modules_of("import gradaccum.torch", before="sys.modules['torch'] = type(sys)('torch')")
-    assert {module for module in loaded if module.startswith("gradaccum")} <= BARE_TORCH
+    for more, seen in (("", set()), ("; import gradaccum.core.sizes", {"gradaccum.core", "gradaccum.core.sizes"})):
+        loaded = modules_of(f"import gradaccum.torch{more}", before=TORCH)
+        ours = {module for module in loaded if module.startswith("gradaccum")} - BARE_TORCH
+        assert seen <= ours
+        assert seen or not ours
 
 
-def test_a_framework_would_be_seen():
-    names = loaded_by("import gradaccum, numpy")
-    assert names & FRAMEWORKS == {"numpy"}
+# What the prompt shows: public names only, and where a name that isn't here can be found.
 
 
-@pytest.mark.parametrize("slow", ["import gradaccum.core.noise", "import dataclasses", "gradaccum.steps_for"])
-def test_an_import_that_takes_time_would_be_seen(slow):
-    assert modules_of(f"import gradaccum; {slow}") - BARE
+def shown(module):
+    return {name for name in dir(module) if not name.startswith("_")}
 
 
-def test_a_way_in_that_is_loaded_too_soon_would_be_seen():
-    framework = "sys.modules['torch'] = type(sys)('torch')"
-    loaded = modules_of("import gradaccum.torch; import gradaccum.core.sizes", before=framework)
-    assert {module for module in loaded if module.startswith("gradaccum")} - BARE_TORCH
-
-
-def test_all_names_of_the_package_are_there():
-    import gradaccum
-
+def test_dir_shows_public_names_only_and_all_of_them_are_there():
     for name in gradaccum.__all__:
         assert getattr(gradaccum, name) is not None
-        assert name in dir(gradaccum)
+    assert {"Schedule", "steps_for", *gradaccum.__all__} - {"__version__"} <= shown(gradaccum)
+    assert not {"TYPE_CHECKING", "when_used", "lazy", "core", "extras"} & shown(gradaccum)
     with pytest.raises(AttributeError, match="module 'gradaccum' has no attribute 'nothing'"):
         gradaccum.nothing  # noqa: B018  # what asking for it does
+
+
+@pytest.mark.parametrize(("module", "names"), [("torch", {"optim", "TrainStep", "chunked"}), ("torch.optim", {"Adam"})])
+def test_dir_of_the_pytorch_shell_shows_public_names_only(module, names):
+    found = shown(pytest.importorskip(f"gradaccum.{module}"))
+    assert names <= found
+    assert not {"TYPE_CHECKING", "require", "when_used", "Any", "torch", "inspect", "guard", "distributed"} & found
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("TrainStep", "It is gradaccum.torch.TrainStep."),
+        ("micro_batched", "It is gradaccum.keras.micro_batched."),
+        ("integrations", "Import it first: import gradaccum.integrations"),
+    ],
+)
+def test_a_name_of_a_shell_is_pointed_to(name, where, monkeypatch):
+    monkeypatch.delattr(gradaccum, name, raising=False)
+    with pytest.raises(AttributeError, match=re.escape(f"module 'gradaccum' has no attribute '{name}'. {where}")):
+        getattr(gradaccum, name)
+
+
+def test_a_misspelt_name_is_one_that_python_can_suggest():
+    optim = pytest.importorskip("gradaccum.torch.optim")
+    with pytest.raises(AttributeError) as raised:
+        optim.Adamw  # noqa: B018  # asking for it is the test
+    assert (raised.value.name, raised.value.obj) == ("Adamw", optim)
+    assert "AdamW" in dir(optim)
 
 
 def test_the_class_stays_where_a_module_has_its_name(tmp_path):

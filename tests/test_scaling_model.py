@@ -12,23 +12,17 @@ LINK = Link(1e9, 1e-5)
 @pytest.mark.parametrize("every_micro_batch", [False, True])
 @pytest.mark.parametrize(("ranks", "steps", "updates"), [(2, 1, 4000), (7, 5, 400), (300, 4, 20)])
 def test_the_formula_is_the_simulations_mean(ranks, steps, updates, every_micro_batch):
-    job = Scaling(0.1, 2e7, LINK, update_seconds=0.02, spread=0.2)
-    told = job.update_time(ranks, steps, every_micro_batch=every_micro_batch)
-    drawn = job.simulated_seconds(ranks, steps, every_micro_batch=every_micro_batch, updates=updates)
-    assert told == pytest.approx(drawn, rel=0.01)
+    job, how = Scaling(0.1, 2e7, LINK, update_seconds=0.02, spread=0.2), {"every_micro_batch": every_micro_batch}
+    drawn = job.simulated_seconds(ranks, steps, updates=updates, **how)
+    assert job.update_time(ranks, steps, **how) == pytest.approx(drawn, rel=0.01)
 
 
-def test_without_spread_the_simulation_is_the_formula():
+def test_without_spread_the_simulation_is_the_formula_and_one_rank_waits_for_nobody():
     job = Scaling(0.1, 1e8, LINK, update_seconds=0.02, overlap=0.0)
     assert job.simulated_seconds(4, 3, updates=2) == pytest.approx(job.update_time(4, 3), rel=1e-12)
     assert job.update_time(4, 3) == pytest.approx(0.3 + 2 * 3 * (1e-5 + 1e8 / 4 / 1e9) + 0.02, rel=1e-12)
-
-
-def test_one_rank_reduces_nothing_and_waits_for_nobody():
     job = Scaling(0.1, 1e9, LINK, spread=0.5)
-    assert job.update_time(1, 4) == pytest.approx(0.4)
-    assert job.efficiency(1, 4) == 1.0
-    assert job.sent_bytes(1, 4) == 0
+    assert (job.update_time(1, 4), job.efficiency(1, 4), job.sent_bytes(1, 4)) == (pytest.approx(0.4), 1.0, 0)
 
 
 def test_a_reduction_is_the_faster_of_ring_and_tree():
@@ -60,29 +54,21 @@ def test_the_shortest_window_for_an_efficiency_is_that(goal, spread):
         assert steps == 1 or job.efficiency(ranks, steps - 1) < goal
 
 
-def test_messages_hide_behind_the_backward_pass_but_for_the_last_bucket():
-    fast = Scaling(1.0, 100 * 2**20, LINK)
-    assert fast.exposed_seconds(2) == pytest.approx(LINK.reduction_seconds(2, 100 * 2**20) / 4)
-    assert Scaling(1.0, 100 * 2**20, LINK, overlap=0.0).exposed_seconds(2) == LINK.reduction_seconds(2, 100 * 2**20)
-    small = Scaling(1.0, 2**20, LINK)
-    assert small.exposed_seconds(2) == LINK.reduction_seconds(2, 2**20), "one bucket"
+@pytest.mark.parametrize(("size", "overlap", "hidden"), [(100, 1.0, 4), (100, 0.0, 1), (1, 1.0, 1)])
+def test_messages_hide_behind_the_backward_pass_but_for_the_last_bucket(size, overlap, hidden):
+    """Of 25 MiB."""
+    job = Scaling(1.0, size * 2**20, LINK, overlap=overlap)
+    assert job.exposed_seconds(2) == pytest.approx(LINK.reduction_seconds(2, size * 2**20) / hidden)
 
 
-@pytest.mark.parametrize(
-    ("text", "bandwidth", "latency"),
-    [
-        ("25Gbit/s", 3.125e9, 2e-5),
-        ("300GB/s", 3e11, 2e-5),
-        ("10 Gbps, 5us", 1.25e9, 5e-6),
-        ("2 GiB/s,1 ms", 2**31, 1e-3),
-    ],
-)
-def test_links_are_read(text, bandwidth, latency):
-    assert Link.parse(text) == Link(bandwidth, pytest.approx(latency))
+LINKS = {"25Gbit/s": (3.125e9, 2e-5), "300GB/s": (3e11, 2e-5), "10 Gbps, 5us": (1.25e9, 5e-6)}
+LINKS["2 GiB/s,1 ms"] = (2**31, 1e-3)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "25G", "-1Gbit/s", "0Gbit/s", "25Gbit/s, 5", "25Gbit"])
-def test_what_is_no_link_is_refused(text):
-    with pytest.raises(ValueError, match="A link is a bandwidth such as '25Gbit/s' or '300GB/s'") as error:
-        Link.parse(text)
-    assert repr(text) in str(error.value)
+def test_links_are_read_and_what_is_none_is_refused():
+    for text, (bandwidth, latency) in LINKS.items():
+        assert Link.parse(text) == Link(bandwidth, pytest.approx(latency))
+    for text in ["", "fast", "25G", "-1Gbit/s", "0Gbit/s", "25Gbit/s, 5", "25Gbit"]:
+        with pytest.raises(ValueError, match="A link is a bandwidth such as '25Gbit/s' or '300GB/s'") as error:
+            Link.parse(text)
+        assert repr(text) in str(error.value)

@@ -17,19 +17,13 @@ def test_the_table_is_the_records():
     assert versions.table(RECORDS) in versions.PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("317", "317"),
-        ("5 failed, 241 passed, 12 skipped, 768 deselected", "241, 5 failed"),
-        ("3 errors", "3 errors"),
-        ("1 failed, 20 passed, 2 errors", "20, 1 failed, 2 errors"),
-        ("no tests", "no tests"),
-        ("", ""),
-    ],
-)
-def test_a_cell_says_how_many_have_passed_and_how_many_have_not(said, shown):
-    assert versions.shown(said) == shown
+CELLS = {text: text for text in ("317", "3 errors", "no tests", "")}
+CELLS["5 failed, 241 passed, 12 skipped, 768 deselected"] = "241, 5 failed"
+CELLS["1 failed, 20 passed, 2 errors"] = "20, 1 failed, 2 errors"
+
+
+def test_a_cell_says_how_many_have_passed_and_how_many_have_not():
+    assert {said: versions.shown(said) for said in CELLS} == CELLS
 
 
 @pytest.mark.parametrize("package", [name for names, _ in versions.LOWEST for name in names])
@@ -51,7 +45,17 @@ def test_each_python_among_the_classifiers_has_passed(project):
     assert claimed <= {version.rpartition(".")[0] for version in passed}
 
 
-def test_an_environment_for_suites_without_pytorch_asks_for_nothing_that_brings_it(monkeypatch, tmp_path):
+BRING_IT = {"torch", "accelerate", "transformers", "lightning", "sentence-transformers", "peft", "trl"}
+ASKED = {  # suites: (what their environment has, what it lacks)
+    ("test-jax",): ({"jax", "pytest"}, BRING_IT | {"keras"}),
+    ("test-keras-tensorflow",): ({"keras", "hypothesis", "tensorflow-cpu"}, BRING_IT | {"jax"}),
+    tuple(versions.WITHOUT_TORCH): ({"keras", "jax", "optax", "pytest", "hypothesis", "tensorflow-cpu"}, BRING_IT),
+    ("test-jax", "test-centre"): (BRING_IT | {"keras", "jax", "optax", "pytest"}, set()),
+}
+
+
+@pytest.mark.parametrize("suites", ASKED)
+def test_an_environment_for_suites_without_pytorch_asks_for_nothing_that_brings_it(suites, monkeypatch, tmp_path):
     tomllib = pytest.importorskip("tomllib")
     extras = tomllib.loads((versions.ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 
@@ -65,19 +69,11 @@ def test_an_environment_for_suites_without_pytorch_asks_for_nothing_that_brings_
     monkeypatch.setattr(versions, "pip", lambda python, *arguments: asked.extend(arguments))
     monkeypatch.setattr(versions.subprocess, "check_call", lambda command: None)
     monkeypatch.setattr(versions.subprocess, "check_output", lambda *args, **kwargs: '{"Python": "3.99.0"}')
-    found = {}
-    for suites in (["test-jax"], ["test-keras-tensorflow"], [*versions.WITHOUT_TORCH], ["test-jax", "test-centre"]):
-        asked.clear()
-        assert versions.fresh(tmp_path, "python3.12", suites) == {"Python": "3.99.0"}
-        (chosen,) = re.findall(r"\[(.*)\]$", asked[3])
-        found[tuple(suites)] = {name for extra in chosen.split(",") for name in names(extra)}
-    *without, whole = found.values()
-    brings_it = {"torch", "accelerate", "transformers", "lightning", "sentence-transformers", "peft", "trl"}
-    assert all(not names & brings_it and {"pytest", "hypothesis", "tensorflow-cpu"} <= names for names in without)
-    assert "keras" not in without[0]
-    assert "jax" not in without[1]
-    assert {"keras", "jax", "optax"} <= without[2] <= whole
-    assert brings_it <= whole
+    assert versions.fresh(tmp_path, "python3.12", list(suites)) == {"Python": "3.99.0"}
+    (chosen,) = re.findall(r"\[(.*)\]$", asked[3])
+    found, (has, lacks) = {name for extra in chosen.split(",") for name in names(extra)}, ASKED[suites]
+    assert has <= found
+    assert not found & lacks
 
 
 def test_the_workflow_tests_the_pythons_of_the_classifiers():

@@ -27,32 +27,51 @@ def fill(window, weights):
 
 # The mean of a window.
 
-
-@given(st.lists(st.tuples(WEIGHTS, st.integers(-1000, 1000)), min_size=1, max_size=12))
-def test_factors_and_divisor_give_the_weighted_mean_of_any_window(micro_batches):
-    window = Window(steps=len(micro_batches))
-    factors = fill(window, [weight for weight, _ in micro_batches])
-    total = sum(Fraction(weight) for weight, _ in micro_batches)
-    if total == 0:
-        assert window.weight == window.divisor == 0
-        return
-    expected = sum(Fraction(weight) * gradient for weight, gradient in micro_batches) / total
-    actual = math.fsum(f * gradient for f, (_, gradient) in zip(factors, micro_batches, strict=True)) / window.divisor
-    assert actual == pytest.approx(float(expected), rel=1e-12, abs=1e-9)
+EVENTS = st.sampled_from(["", "", "last of its epoch", "saved and loaded", "another unit", "another loss"])
 
 
-@given(st.integers(1, 300), st.floats(1e-3, 1e6))
+@given(
+    st.lists(st.tuples(WEIGHTS, st.integers(-1000, 1000), EVENTS), min_size=1, max_size=20),
+    st.integers(1, 8),
+    st.sampled_from(["losses", "batches", "nobody"]),
+)
+def test_any_windows_are_divided_to_the_weighted_mean_and_close_with_their_last_step(micro_batches, steps, said_by):
+    window, held, total = Window(steps), [], 0.0
+    for weight, gradient, event in micro_batches:
+        weight = 1.0 if said_by == "nobody" else weight
+        if event == "saved and loaded":
+            state, window = copy.deepcopy(window.state_dict()), Window()
+            window.load_state_dict(state)
+        elif event == "another unit":
+            total *= window.rescale(7.0)
+        if said_by == "batches" or event == "last of its epoch":
+            window.expect(weight, last=event == "last of its epoch")
+        held.append((Fraction(weight), gradient))
+        closes = len(held) == steps or event == "last of its epoch"
+        assert window.closes_next is closes
+        factor = window.weigh(weight if said_by == "losses" else None)
+        if event == "another loss":
+            assert window.weigh() == factor
+        total += factor * gradient
+        assert window.add() is closes
+        assert (window.micro_batches, window.weight) == (len(held), sum(weight for weight, _ in held))
+        if closes:
+            if window.weight:
+                expected = sum(weight * gradient for weight, gradient in held) / sum(weight for weight, _ in held)
+                assert total / window.divisor == pytest.approx(float(expected), rel=1e-12, abs=1e-9)
+            else:
+                assert window.divisor == 0
+            window.close()
+            held, total = [], 0.0
+            assert not window.is_open
+            assert not window.micro_batch.last
+
+
+@given(st.integers(1, 300), st.integers(1, 8192) | st.floats(1e-3, 1e6))
 def test_equal_weights_cost_no_multiplication(steps, weight):
     window = Window(steps=steps)
     assert fill(window, [weight] * steps) == [1.0] * steps
-    assert window.divisor == pytest.approx(steps, rel=1e-12)
-
-
-def test_whole_numbers_of_rows_give_the_number_of_micro_batches_exactly():
-    for rows in (1, 3, 7, 16, 731, 8192):
-        window = Window(steps=256)
-        fill(window, [rows] * 256)
-        assert window.divisor == 256.0
+    assert window.divisor == (steps if isinstance(weight, int) else pytest.approx(steps, rel=1e-12))
 
 
 @pytest.mark.parametrize(
@@ -117,47 +136,14 @@ def test_several_losses_in_a_micro_batch_count_it_once_and_different_weights_poi
     assert window.micro_batch.weight == 8.0, "the refused weight left a trace"
     window.add()
     assert (window.micro_batches, window.weight) == (1, 8.0)
-
-
-def test_a_weight_after_an_unweighed_loss_must_be_the_default():
-    window = Window(steps=2)
     window.expect(8)
     window.weigh()
     assert window.weigh(8) == 1.0
-    with pytest.raises(ValueError, match="must have one weight"):
+    with pytest.raises(ValueError, match="must have one weight"):  # after an unweighed loss it must be the default
         window.weigh(3)
 
 
 # Closing.
-
-
-@given(st.integers(1, 20), st.integers(1, 60))
-def test_a_window_closes_with_its_last_step_and_never_earlier(steps, micro_batches):
-    window, closed = Window(steps=steps), 0
-    for index in range(1, micro_batches + 1):
-        expected = index % steps == 0
-        assert window.closes_next == expected
-        assert window.add() == expected
-        if expected:
-            window.close()
-            closed += 1
-            assert not window.is_open
-    assert closed == micro_batches // steps
-    assert window.micro_batches == micro_batches % steps
-
-
-def test_the_epochs_last_micro_batch_closes_a_short_window():
-    window = Window(steps=4)
-    window.weigh(4)
-    assert not window.add()
-    window.expect(1, last=True)
-    assert window.closes_next
-    window.weigh(2)
-    assert window.add()
-    assert window.divisor == 1.5
-    window.close()
-    assert not window.micro_batch.last
-    assert not window.closes_next
 
 
 def test_closing_and_loading_forget_the_micro_batch_in_progress():
@@ -180,21 +166,17 @@ def test_closing_and_loading_forget_the_micro_batch_in_progress():
     assert (window.weight, window.divisor) == (15.0, 3.0)
 
 
-# Its length.
-
-
 def test_the_length_changes_between_windows():
     window = Window(steps=4)
-    window.resize(2)
-    assert window.steps == 2
-    window.add()
-    with pytest.raises(WindowError, match=r"holds 1 of its 2 micro-batches. Received: steps=3"):
-        window.resize(3)
-    assert window.steps == 2
-    window.resize(2)  # nothing changes
-    window.close()
-    window.resize(3)
-    assert window.steps == 3
+    for steps in (2, 3):
+        window.resize(steps)
+        assert window.steps == steps
+        window.add()
+        with pytest.raises(WindowError, match=rf"holds 1 of its {steps} micro-batches. Received: steps=5"):
+            window.resize(5)
+        assert window.steps == steps
+        window.resize(steps)  # nothing changes
+        window.close()
 
 
 # Saving.
@@ -216,28 +198,6 @@ def test_a_window_goes_on_from_its_state_bit_for_bit(weights, cut, reduction):
     assert second.state_dict() == whole.state_dict()
     assert second.divisor == whole.divisor
     assert all(type(value) in (int, float, bool, str, type(None)) for value in second.state_dict().values())
-
-
-# Another unit.
-
-
-@given(st.lists(st.integers(1, 1000).map(float), min_size=2, max_size=8), st.floats(1e-3, 1e5))
-def test_another_unit_changes_the_sum_and_the_divisor_alike(weights, unit):
-    window = Window(steps=len(weights))
-    total = 0.0
-    for index, weight in enumerate(weights):
-        if index == 1:
-            total *= window.rescale(unit)
-        total += window.weigh(weight) * (index + 1)  # this number serves as a gradient
-        window.add()
-    expected = sum(weight * (index + 1) for index, weight in enumerate(weights)) / sum(weights)
-    assert total / window.divisor == pytest.approx(expected, rel=1e-12)
-
-
-def test_another_unit_for_an_empty_window_is_free():
-    window = Window(steps=2)
-    assert window.rescale(64.0) == 1.0
-    assert window.weigh(32) == 0.5
 
 
 # What users pass.
@@ -284,20 +244,20 @@ def test_a_weight_is_refused_that_is_no_number_or_whose_total_would_overflow_or_
 def test_weights_at_the_ends_of_the_range_have_a_finite_total(weights):
     window = Window(steps=len(weights))
     fill(window, weights)
-    largest = sum(weight / weights[0] for weight in weights)
-    assert window.divisor == pytest.approx(largest, rel=1e-12)
+    assert window.divisor == pytest.approx(sum(weight / weights[0] for weight in weights), rel=1e-12)
     assert 0 < window.weight < math.inf
 
 
-@pytest.mark.parametrize("weight", [-1, math.nan, "8"])
-def test_a_refused_weight_leaves_the_window_as_it_was(weight):
+def test_a_refused_weight_leaves_the_window_as_it_was_and_a_window_shows_itself():
     window = Window(steps=3)
     fill(window, [5])
     before = window.state_dict()
-    with pytest.raises((TypeError, ValueError)):
-        window.weigh(weight)
-    assert window.state_dict() == before
-    assert window.micro_batch.weight is None
+    for weight in (-1, math.nan, "8"):
+        with pytest.raises((TypeError, ValueError)):
+            window.weigh(weight)
+        assert window.state_dict() == before
+        assert window.micro_batch.weight is None
+    assert repr(window) == "Window(1 of 3 micro-batches, weight=5)"
 
 
 def test_a_reduction_is_mean_or_sum():
@@ -305,9 +265,3 @@ def test_a_reduction_is_mean_or_sum():
     for wrong in ("none", "Mean", None, 1, ["mean"]):
         with pytest.raises(ValueError, match=r'`reduction` must be "mean" or "sum". Received: reduction='):
             checked_reduction(wrong)
-
-
-def test_a_window_shows_itself():
-    window = Window(steps=4)
-    fill(window, [8, 8])
-    assert repr(window) == "Window(2 of 4 micro-batches, weight=16)"

@@ -3,6 +3,8 @@
 import copy
 import gc
 import pickle
+import runpy
+import sys
 import weakref
 
 import pytest
@@ -11,9 +13,11 @@ from torch import nn
 
 import gradaccum
 import runai.ga.torch
+from tests.documents import ROOT
 from tests.reference import relative_error, torch_updates
 
 x, y = torch.randn(16, 5, dtype=torch.float64), torch.randn(16, 3, dtype=torch.float64)
+ga = runai.ga.torch.optim
 
 
 def network():
@@ -21,64 +25,59 @@ def network():
     return nn.Linear(5, 3, dtype=torch.float64)
 
 
-def train(model, optimizer, divide_by=1):
-    for start in range(0, 16, 4):
-        optimizer.zero_grad()
-        (nn.functional.mse_loss(model(x[start : start + 4]), y[start : start + 4]) / divide_by).backward()
-        optimizer.step()
-
-
-def expected():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    torch_updates(model, optimizer, [(x[:8], y[:8]), (x[8:], y[8:])], lambda m, a, b: nn.functional.mse_loss(m(a), b))
-    return model
-
-
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def train(model, optimizer, divide_by=1, starts=range(0, 16, 4)):
+    """Returns what `updated` was after each step."""
+    updated = []
+    for start in starts:
+        optimizer.zero_grad()
+        (nn.functional.mse_loss(model(x[start : start + 4]), y[start : start + 4]) / divide_by).backward()
+        optimizer.step()
+        updated.append(optimizer.updated)
+    return updated
+
+
 MAKES = {
-    "keyword": lambda m: runai.ga.torch.optim.Optimizer(sgd(m), steps=2),
-    "positional": lambda m: runai.ga.torch.optim.Optimizer(sgd(m), 2),
-    "named": lambda m: runai.ga.torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, steps=2),
-    "named, steps first": lambda m: runai.ga.torch.optim.SGD(2, m.parameters(), lr=0.1, momentum=0.9),
+    "keyword": lambda m: ga.Optimizer(sgd(m), steps=2),
+    "positional": lambda m: ga.Optimizer(sgd(m), 2),
+    "named": lambda m: ga.SGD(m.parameters(), lr=0.1, momentum=0.9, steps=2),
+    "named, steps first": lambda m: ga.SGD(2, m.parameters(), lr=0.1, momentum=0.9),
+    "summed": lambda m: ga.Optimizer(sgd(m), steps=2, reduction="sum"),
 }
 
 
 @pytest.mark.parametrize("how", MAKES)
-def test_gradients_are_averaged_over_a_window_and_the_line_says_so(how, capsys):
-    model = network()
-    optimizer = MAKES[how](model)
-    printed = capsys.readouterr().out
-    assert printed == "Wrapping 'SGD' PyTorch optimizer with GA of 2 steps (gradients are averaged)\n"
-    train(model, optimizer)
-    assert relative_error(model.parameters(), expected().parameters()) <= 1e-12
+def test_windows_are_the_large_batch_and_the_line_says_whether_gradients_are_averaged(how, capsys):
+    """Summed, as in the original, whose scripts divide their losses."""
+    model, plain = network(), network()
+    optimizer, summed = MAKES[how](model), how == "summed"
+    reduced = "summed" if summed else "averaged"
+    said = f"Wrapping 'SGD' PyTorch optimizer with GA of 2 steps (gradients are {reduced})\n"
+    assert capsys.readouterr().out == said
+    train(model, optimizer, divide_by=2 if summed else 1)
+    torch_updates(plain, sgd(plain), [(x[:8], y[:8]), (x[8:], y[8:])], lambda m, a, b: nn.functional.mse_loss(m(a), b))
+    assert relative_error(model.parameters(), plain.parameters()) <= 1e-12
 
 
-def test_reduction_sum_is_the_originals(capsys):
-    model = network()
-    optimizer = runai.ga.torch.optim.Optimizer(sgd(model), steps=2, reduction="sum")
-    assert capsys.readouterr().out.endswith("with GA of 2 steps (gradients are summed)\n")
-    train(model, optimizer, divide_by=2)  # as the original's scripts do
-    assert relative_error(model.parameters(), expected().parameters()) <= 1e-12
-
-
-def test_what_scripts_read():
+def test_what_scripts_read_and_that_the_inner_optimizer_does_not_keep_the_wrapped_one_alive():
     model = network()
     inner = sgd(model)
-    optimizer = runai.ga.torch.optim.Optimizer(inner, steps=3)
-    assert optimizer.optimizer is inner
-    assert optimizer.runai.steps == 3
-    seen = []
-    for _ in range(4):
-        seen.append(optimizer.runai.step)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x[:4]), y[:4]).backward()
-        optimizer.step()
-    assert seen == [0, 1, 2, 3]
+    optimizer = ga.Optimizer(inner, steps=3)
     assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.optimizer is inner
+    for step in range(4):
+        assert (optimizer.runai.steps, optimizer.runai.step) == (3, step)
+        train(model, optimizer, starts=[0])
+    there = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 class ReadsTheWindow(torch.optim.SGD):
@@ -90,15 +89,12 @@ class ReadsTheWindow(torch.optim.SGD):
 
 
 def test_a_custom_inner_optimizer_finds_the_window_in_itself():
-    model = network()
-    optimizer = runai.ga.torch.optim.Optimizer(ReadsTheWindow(model.parameters(), lr=0.1), steps=2)
+    optimizer = ga.Optimizer(ReadsTheWindow(network().parameters(), lr=0.1), steps=2)
     for wrapped in (optimizer, pickle.loads(pickle.dumps(optimizer))):
-        (parameter,) = wrapped.param_groups[0]["params"][:1]
         for _ in range(2):
-            wrapped.backward(parameter.sum())
+            wrapped.backward(wrapped.param_groups[0]["params"][0].sum())
             wrapped.step()
-        assert (wrapped.optimizer.seen, wrapped.optimizer.at) == (2, 1)
-        assert wrapped.optimizer.runai.step == 2
+        assert (wrapped.optimizer.seen, wrapped.optimizer.at, wrapped.optimizer.runai.step) == (2, 1, 2)
 
 
 class FilesItself(ReadsTheWindow):
@@ -109,44 +105,26 @@ class FilesItself(ReadsTheWindow):
 
 
 def test_what_the_inner_optimizer_finds_goes_into_files_as_numbers():
-    optimizer = runai.ga.torch.optim.Optimizer(FilesItself(network().parameters(), lr=0.1), steps=2)
+    optimizer = ga.Optimizer(FilesItself(network().parameters(), lr=0.1), steps=2)
     optimizer.backward(optimizer.param_groups[0]["params"][0].sum())
     optimizer.step()
-    inner = pickle.loads(pickle.dumps(optimizer.optimizer))
+    inner, whole = (pickle.loads(pickle.dumps(each)) for each in (optimizer.optimizer, optimizer))
     assert (inner.runai.steps, inner.runai.step) == (2, 1)
-    whole = pickle.loads(pickle.dumps(optimizer))
     whole.runai.step = inner.runai.step
     assert whole.flush()
     assert (whole.optimizer.runai.step, whole.optimizer.seen) == (2, 2)
     assert optimizer.flush()
 
 
-def test_the_inner_optimizer_does_not_keep_the_wrapped_one_alive():
-    optimizer = runai.ga.torch.optim.Optimizer(sgd(network()), steps=2)
-    there = weakref.ref(optimizer)
-    gc.disable()
-    try:
-        del optimizer
-        assert there() is None
-    finally:
-        gc.enable()
-
-
 def test_setting_the_step_shortens_the_next_window_and_an_open_one_is_refused():
     model = network()
-    optimizer = runai.ga.torch.optim.Optimizer(sgd(model), steps=2)
+    optimizer = ga.Optimizer(sgd(model), steps=2)
     train(model, optimizer)
     optimizer.runai.step = 8
     optimizer.runai.steps = 3
     assert (optimizer.steps, optimizer.runai.step) == (3, 8)
     optimizer.runai.step = 10  # 1 into a window of 3
-    updated = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x[:4]), y[:4]).backward()
-        optimizer.step()
-        updated.append(optimizer.updated)
-    assert updated == [False, True, False, False, True]
+    assert train(model, optimizer, starts=[0] * 5) == [False, True, False, False, True]
     assert (optimizer.runai.steps, optimizer.runai.step) == (3, 15)
     train(model, optimizer)
     with pytest.raises(gradaccum.WindowError, match=r"holds the gradients of 1 micro-batches. Received: runai.step=21"):
@@ -173,7 +151,7 @@ class Dry(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_windows_without_a_backward_pass_count_and_reach_the_inner_optimizer_once_each(steps, caplog):
-    wrapped, closure = runai.ga.torch.optim.Optimizer(Dry(), steps), runai.ga.torch.optim.Optimizer(Dry(), steps)
+    wrapped, closure = ga.Optimizer(Dry(), steps), ga.Optimizer(Dry(), steps)
     assert (wrapped.runai.steps, wrapped.runai.step) == (steps, 0)
     iterations = 5 * steps + 3
     for _ in range(iterations):
@@ -188,7 +166,7 @@ def test_windows_without_a_backward_pass_count_and_reach_the_inner_optimizer_onc
 
 @pytest.mark.parametrize("through", [pickle, torch], ids=["pickle", "torch.save"])
 def test_the_state_is_in_the_state_dict_and_in_files(through, tmp_path):
-    wrapped = runai.ga.torch.optim.Optimizer(Dry(), 3)
+    wrapped, again = ga.Optimizer(Dry(), 3), ga.Optimizer(Dry(), 3)
     wrapped.runai.step = 17
     state = wrapped.state_dict()
     assert state["state"]["runai"] == wrapped.runai
@@ -198,7 +176,6 @@ def test_the_state_is_in_the_state_dict_and_in_files(through, tmp_path):
         torch.save(state, tmp_path / "state.pt")
         loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     assert (loaded["state"]["runai"].steps, loaded["state"]["runai"].step) == (3, 17)
-    again = runai.ga.torch.optim.Optimizer(Dry(), 3)
     again.load_state_dict(loaded)
     assert again.runai.step == 17
     again.step()  # the last one of that window
@@ -208,13 +185,12 @@ def test_the_state_is_in_the_state_dict_and_in_files(through, tmp_path):
 def test_a_state_dict_of_the_original_goes_on_where_it_was():
     """Its wrapped optimizer was of the inner one's class, and had the numbers beside the parameters' state."""
     model = network()
-    plain = sgd(model)
+    plain, optimizer = sgd(model), ga.Optimizer(sgd(network()), steps=2)
     nn.functional.mse_loss(model(x), y).backward()
     plain.step()
     numbers = b"}(X\x05\x00\x00\x00stepsK\x02X\x04\x00\x00\x00stepK\x07u"
     state = pickle.loads(b"\x80\x02crunai.ga.torch.optim\nState\n)\x81" + numbers + b"b.")
     saved = plain.state_dict()
-    optimizer = runai.ga.torch.optim.Optimizer(sgd(network()), steps=2)
     optimizer.load_state_dict({**saved, "state": {**saved["state"], "runai": state}})
     assert (optimizer.runai.step, optimizer.closes_next) == (7, True)
     assert torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], saved["state"][0]["momentum_buffer"])
@@ -224,43 +200,42 @@ NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "SGD", "Rprop
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_windows_of_summed_losses_are_the_large_batch(name, monkeypatch):
+def test_windows_of_summed_losses_are_the_large_batch(name):
     """The original summed gradients, so its losses are sums; `reduction="sum"` is all that is added here."""
-    torch.manual_seed(0)
-    inputs, targets = torch.randn(20, 3), torch.randn(20, 3)
-    ga = runai.ga.torch.optim
 
-    def run(make, parts):
-        torch.manual_seed(1)
-        model = nn.Linear(3, 3, bias=False)
+    def run(make, rows):
+        model = network()
         optimizer = make(model.parameters())
-        for a, b in zip(inputs.split(parts), targets.split(parts), strict=True):
+        for a, b in zip(x.split(rows), y.split(rows), strict=True):
             optimizer.zero_grad()
             nn.MSELoss(reduction="sum")(model(a), b).backward()
             optimizer.step()
-        return model.weight.detach()
+        return model.parameters()
 
     plain = getattr(torch.optim, name)
-    expected = run(plain, 20)
-    ways = (
+    for make in (
         lambda p: ga.Optimizer(plain(p), steps=4, reduction="sum"),
         lambda p: getattr(ga, name)(steps=4, params=p, reduction="sum"),
-    )
-    for make in ways:
-        assert torch.allclose(run(make, 5), expected, rtol=1e-5, atol=1e-8)
+    ):
+        assert relative_error(run(make, 4), run(plain, 16)) <= 1e-12
 
 
-def test_every_torch_optimizer_is_there_and_pickles():
-    model = network()
-    adam = runai.ga.torch.optim.Adam(4, model.parameters())
+def test_every_torch_optimizer_is_there_and_pickles_and_wrong_steps_are_refused():
+    adam = ga.Adam(4, network().parameters())
     assert type(pickle.loads(pickle.dumps(adam))) is type(adam)
     assert type(copy.deepcopy(adam).optimizer) is torch.optim.Adam
-    assert {"Adam", "AdamW", "RMSprop"} <= set(dir(runai.ga.torch.optim))
+    assert {"Adam", "AdamW", "RMSprop"} <= set(dir(ga))
     with pytest.raises(AttributeError, match="Nothing"):
-        _ = runai.ga.torch.optim.Nothing
+        _ = ga.Nothing
+    for steps in (0, {}):
+        with pytest.raises(ValueError, match="Received: steps="):
+            ga.Optimizer(sgd(network()), steps=steps)
 
 
-@pytest.mark.parametrize("steps", [0, {}])
-def test_wrong_steps_are_refused(steps):
-    with pytest.raises(ValueError, match="Received: steps="):
-        runai.ga.torch.optim.Optimizer(sgd(network()), steps=steps)
+def test_the_example_that_the_readme_names_learns(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mnist.py", "--quick"])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    runpy.run_path(str(ROOT / "examples" / "torch" / "mnist.py"), run_name="__main__")
+    torch.set_num_threads(threads)
+    assert float(capsys.readouterr().out.split()[-1].rstrip("%")) > 50

@@ -1,5 +1,6 @@
 """Where the pictures come from, and what is said about broken ones."""
 
+import contextlib
 import gzip
 import hashlib
 
@@ -32,22 +33,24 @@ def nowhere(tmp_path, monkeypatch):
     monkeypatch.setattr(requests, "get", get)
 
 
+class Response:
+    """What `requests.get` answers."""
+
+    def __init__(self, content):
+        self.content, self.headers = content, {"content-length": str(len(content))}
+
+    def raise_for_status(self):
+        pass
+
+    def iter_content(self, chunk_size):
+        yield from (self.content[k : k + chunk_size] for k in range(0, len(self.content), chunk_size))
+
+
 def serve(monkeypatch, folder, *, broken=()):
     """A network that has the files of this folder, with their checksums. Returns the addresses it was asked for."""
     sums = {name: "md5:" + hashlib.md5((folder / name).read_bytes()).hexdigest() for name in fashion_mnist.NAMES}
     monkeypatch.setattr(module, "CHECKSUMS", sums)
     asked = []
-
-    class Response:
-        def __init__(self, content):
-            self._content = content
-            self.headers = {"content-length": str(len(content))}
-
-        def raise_for_status(self):
-            pass
-
-        def iter_content(self, chunk_size):
-            yield from (self._content[k : k + chunk_size] for k in range(0, len(self._content), chunk_size))
 
     def get(address, **options):
         asked.append(address)
@@ -71,25 +74,20 @@ def test_a_folder_is_read_whole_unpacked_or_as_torchvision_has_it(tmp_path, prog
 
 
 def test_the_cache_comes_before_the_system_folder(tmp_path, progress):
-    fashion_mnist.write(tmp_path / "system")
-    assert load(progress=progress).source == str(tmp_path / "system")
-    fashion_mnist.write(tmp_path / "cache")
-    assert load(progress=progress).source == str(tmp_path / "cache")
+    for name in ("system", "cache"):
+        fashion_mnist.write(tmp_path / name)
+        assert load(progress=progress).source == str(tmp_path / name)
 
 
-def test_it_is_downloaded_once_with_its_checksum(tmp_path, progress, monkeypatch, capsys):
-    asked = serve(monkeypatch, fashion_mnist.write(tmp_path / "server"))
-    assert load(progress=progress).source == str(tmp_path / "cache")
-    assert [address.rpartition("/")[2] for address in asked] == fashion_mnist.NAMES
-    assert load(progress=progress).source == str(tmp_path / "cache")
-    assert len(asked) == 4, "the cache was not used"
+@pytest.mark.parametrize(("broken", "files"), [((), 4), (["amazonaws.com"], 8)], ids=["", "broken at one address"])
+def test_it_is_downloaded_once_with_its_checksum(broken, files, tmp_path, progress, monkeypatch, capsys):
+    asked = serve(monkeypatch, fashion_mnist.write(tmp_path / "server"), broken=broken)
+    for _ in range(2):
+        data = load(progress=progress)
+        assert (data.source, data.train_x.shape) == (str(tmp_path / "cache"), (90, 784))
+        assert len(asked) == files, "the cache was not used"
+    assert {address.rpartition("/")[2] for address in asked} == {*fashion_mnist.NAMES}
     assert "Downloading train-images-idx3-ubyte.gz: " in capsys.readouterr().err
-
-
-def test_a_broken_download_is_tried_at_the_other_address(tmp_path, progress, monkeypatch):
-    asked = serve(monkeypatch, fashion_mnist.write(tmp_path / "server"), broken=["amazonaws.com"])
-    assert load(progress=progress).train_x.shape == (90, 784)
-    assert len(asked) == 8
 
 
 def test_a_download_that_stays_broken_is_one_line_and_leaves_no_file(tmp_path, progress, monkeypatch):
@@ -122,25 +120,25 @@ def test_what_cannot_be_had_is_an_error(tmp_path, progress):
             load(*arguments, progress=progress)
 
 
-def cut(content):
-    return content[: len(content) // 2]
-
-
 def flip(content):
     return content[:-20] + bytes([content[-20] ^ 0xFF]) + content[-19:]
 
 
+def inside(change):
+    return lambda content: gzip.compress(change(gzip.decompress(content)))
+
+
 DAMAGES = {
-    "cut": cut,
+    "cut": lambda content: content[: len(content) // 2],
     "flipped": flip,
     "empty": lambda content: b"",
     "a page": lambda content: b"<html>404</html>",
-    "a packed page": lambda content: gzip.compress(b"<html>404</html>"),
-    "no header": lambda content: gzip.compress(b"\0\0\x08"),
-    "half a header": lambda content: gzip.compress(b"\0\0\x08\x03\0\0"),
-    "cut inside": lambda content: gzip.compress(cut(gzip.decompress(content))),
-    "longer": lambda content: gzip.compress(gzip.decompress(content) + b"\0"),
-    "2d": lambda content: gzip.compress(fashion_mnist.idx(np.zeros((3, 4), np.uint8))),
+    "a packed page": inside(lambda content: b"<html>404</html>"),
+    "no header": inside(lambda content: b"\0\0\x08"),
+    "half a header": inside(lambda content: b"\0\0\x08\x03\0\0"),
+    "cut inside": inside(lambda content: content[: len(content) // 2]),
+    "longer": inside(lambda content: content + b"\0"),
+    "2d": inside(lambda content: fashion_mnist.idx(np.zeros((3, 4), np.uint8))),
     "missing": None,
 }
 
@@ -149,31 +147,25 @@ DAMAGES = {
 def test_a_broken_or_missing_file_is_named_in_one_line(tmp_path, progress, damage):
     for path in (fashion_mnist.write(tmp_path / "data") / name for name in fashion_mnist.NAMES):
         whole = path.read_bytes()
-        if damage == "missing":
-            path.unlink()
-        else:
-            path.write_bytes(DAMAGES[damage](whole))
+        path.unlink() if damage == "missing" else path.write_bytes(DAMAGES[damage](whole))
         with pytest.raises(DataError) as raised:
             load(folder=path.parent, progress=progress)
         assert "\n" not in str(raised.value)
-        assert str(raised.value).startswith(f"{path}: ") or "no such file" in str(raised.value)
-        assert str(path) in str(raised.value)
+        assert str(raised.value).startswith(f"{path}: ") or f"{path}: no such file" in str(raised.value)
         path.write_bytes(whole)
 
 
 def test_files_belong_together(tmp_path, progress):
     folder = fashion_mnist.write(tmp_path / "data")
-    labels, pictures = (folder / f"t10k-{kind}-ubyte.gz" for kind in ("labels-idx1", "images-idx3"))
-    for path, array, message in [
-        (labels, np.zeros(39), r"t10k-labels.*expected 40 labels\. Received: shape \(39,\)"),
-        (labels, np.full(40, 10), r"t10k-labels.*expected classes 0 to 9\. Received: 10"),
-        (labels, np.zeros(40), None),
-        (pictures, np.zeros((40, 8, 8)), "784 pixels to train with, 64 to test"),
+    for kind, array, message in [
+        ("labels-idx1", np.zeros(39), r"t10k-labels.*expected 40 labels\. Received: shape \(39,\)"),
+        ("labels-idx1", np.full(40, 10), r"t10k-labels.*expected classes 0 to 9\. Received: 10"),
+        ("labels-idx1", np.zeros(40), None),
+        ("images-idx3", np.zeros((40, 8, 8)), "784 pixels to train with, 64 to test"),
     ]:
-        path.write_bytes(gzip.compress(fashion_mnist.idx(array.astype(np.uint8))))
-        if message is not None:
-            with pytest.raises(DataError, match=message):
-                load(folder=folder, progress=progress)
+        (folder / f"t10k-{kind}-ubyte.gz").write_bytes(gzip.compress(fashion_mnist.idx(array.astype(np.uint8))))
+        with pytest.raises(DataError, match=message) if message else contextlib.nullcontext():
+            load(folder=folder, progress=progress)
 
 
 def test_the_cache_is_the_users(monkeypatch):

@@ -1,23 +1,26 @@
-"""The three runs: that they are what they say, and that a difference would be seen."""
+"""The runs on pictures and on text: that they are what they say, and that a difference would be seen."""
 
 import dataclasses
 import multiprocessing
 import os
+import types
 
 import numpy as np
 import pytest
 import torch
-from examples.demo import processes
+from examples.demo import processes, text, text_torch
 from examples.demo.data import load
 from examples.demo.findings import findings
 from examples.demo.guide import Epoch, Outcome, Run, Setup, initial_parameters, perform, plans
 from examples.demo.guide_torch import train
 from examples.demo.processes import RunError
 from examples.demo.progress import Progress
+from examples.demo.text import LARGE, OURS, WRITTEN, Loop, TextOutcome, TextSetup, python_text
+from examples.demo.text_torch import Decoder, loss_of, padded
 
 from gradaccum.report import Bars, Curves, Table, Text
 from tests.demo import fashion_mnist
-from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+from tests.reference import FLOAT64, relative_error, torch_updates
 
 
 @pytest.fixture(scope="module")
@@ -37,66 +40,34 @@ def run(setup, data, key):
     return train(setup, data, plan, initial_parameters(data.features, setup.seed), lambda epoch: None)
 
 
-class Oracle:
-    """The experiment's network, written out."""
+def oracle(data, setup):
+    """How plain SGD on the large batches moves the experiment's network, written out."""
+    initial = initial_parameters(data.features, setup.seed)
+    w = [torch.nn.Parameter(torch.tensor(p, dtype=torch.float64)) for p in initial]
 
-    def __init__(self, dtype, seed=0):
-        self.initial = initial_parameters(784, seed)
-        self.weights = [torch.nn.Parameter(torch.tensor(p, dtype=getattr(torch, dtype))) for p in self.initial]
+    def loss(_, x, y):
+        hidden = torch.relu(torch.relu(x @ w[0] + w[1]) @ w[2] + w[3])
+        return torch.nn.functional.cross_entropy(hidden @ w[4] + w[5], y)
 
-    def parameters(self):
-        return self.weights
-
-    def hidden(self, x):
-        """What goes into the ReLUs."""
-        first = x @ self.weights[0] + self.weights[1]
-        return first, torch.relu(first) @ self.weights[2] + self.weights[3]
-
-    def loss(self, x, y):
-        outputs = torch.relu(self.hidden(x)[1]) @ self.weights[4] + self.weights[5]
-        return torch.nn.functional.cross_entropy(outputs, y)
-
-    def movement(self, large, learning_rate):
-        """How plain SGD on these large batches moves the parameters."""
-        torch_updates(self, torch.optim.SGD(self.weights, lr=learning_rate), large, Oracle.loss)
-        return [new.detach().double() - torch.tensor(old) for new, old in zip(self.weights, self.initial, strict=True)]
-
-
-def batches(data, rows, dtype):
-    x, y = torch.tensor(data.train_x, dtype=getattr(torch, dtype)) / 255, torch.tensor(data.train_y)
-    return list(zip(x.split(rows), y.split(rows), strict=True))
+    x, y = torch.tensor(data.train_x, dtype=torch.float64) / 255, torch.tensor(data.train_y)
+    large = list(zip(x.split(setup.batch_size), y.split(setup.batch_size), strict=True)) * setup.epochs
+    model = types.SimpleNamespace(parameters=lambda: w)
+    torch_updates(model, torch.optim.SGD(w, lr=setup.learning_rate), large, loss)
+    return len(large), [new.detach() - torch.tensor(old) for new, old in zip(w, initial, strict=True)]
 
 
 @pytest.mark.parametrize("key", ["a", "b"])
-def test_each_run_makes_the_oracles_updates(data, key):
+def test_each_run_makes_the_oracles_updates_and_learns(data, key):
     """90 rows: two windows of 32, and a last one of 26 = 8 + 8 + 8 + 2."""
-    actual = run(Setup(batch_size=32, steps=4, epochs=2, dtype="float64", learning_rate=0.05), data, key)
-    large = 2 * batches(data, 32, "float64")
-    expected = Oracle("float64").movement(large, 0.05)
-    assert actual.updates == len(large)
+    setup = Setup(batch_size=32, steps=4, epochs=2, dtype="float64", learning_rate=0.05)
+    actual = run(setup, data, key)
+    updates, expected = oracle(data, setup)
+    assert actual.updates == updates
     moved = [new - old for new, old in zip(actual.parameters, initial_parameters(784, 0), strict=True)]
     assert relative_error(moved, expected) <= FLOAT64
-
-
-@pytest.mark.parametrize("rows", [32, 26], ids=["8 + 8 + 8 + 8", "8 + 8 + 8 + 2"])
-def test_an_update_in_float32_is_the_oracles_where_no_relu_is_at_its_edge(data, rows):
-    """A unit whose input is within float32's rounding of 0 fires or not as the sum happens to round.
-
-    One that flips changes the first layer's gradient by a tenth, and the updates after it grow apart. Of 90 rows that
-    happens to one or the other unit on most machines, so the window is made of rows that stay clear of it.
-    """
-    x = batches(data, 90, "float64")[0][0]
-    closest = torch.cat(Oracle("float64").hidden(x), dim=1).abs().amin(dim=1)
-    clear = closest.argsort(descending=True)[:rows].numpy()
-    assert closest[clear].min() > 1e-5, "of values around 0.3"
-    clear_data = dataclasses.replace(data, train_x=data.train_x[clear], train_y=data.train_y[clear])
-
-    actual = run(Setup(batch_size=32, steps=4, epochs=1, dtype="float32", learning_rate=1.0), clear_data, "b")
-    oracle = Oracle("float32")
-    moved = [new - old for new, old in zip(actual.parameters, oracle.initial, strict=True)]
-    expected = oracle.movement(batches(clear_data, rows, "float32"), 1.0)
-    assert relative_error(moved, expected) <= FLOAT32
-    assert relative_error(actual.first_gradients, [weight.grad for weight in oracle.weights]) <= FLOAT32
+    learning = run(Setup(batch_size=32, steps=4, epochs=20, learning_rate=0.1), data, key).epochs
+    assert learning[-1].train_loss < 0.7 * learning[0].train_loss
+    assert learning[-1].accuracy > 0.5
 
 
 def test_the_losses_are_means_over_all_rows(data):
@@ -106,14 +77,6 @@ def test_the_losses_are_means_over_all_rows(data):
     assert relative_error(first[1], first[0]) <= FLOAT64
     losses = {round(run.epochs[0].train_loss, 12) for run in runs}
     assert len(losses) == 1, "with learning rate 0 every run sees the same rows with the same parameters"
-
-
-def test_training_learns(data):
-    setup = Setup(batch_size=32, steps=4, epochs=20, learning_rate=0.1)
-    for key in "ab":
-        epochs = run(setup, data, key).epochs
-        assert epochs[-1].train_loss < 0.7 * epochs[0].train_loss
-        assert epochs[-1].accuracy > 0.5
 
 
 def test_activations_grow_with_the_rows_and_the_peak_holds_parameters_and_gradients(data):
@@ -129,24 +92,15 @@ def test_activations_grow_with_the_rows_and_the_peak_holds_parameters_and_gradie
     assert accumulated.peak_bytes < 3 * parameters, "a second copy of the gradients"
 
 
-def test_initial_parameters_are_those_of_the_seed():
+def test_initial_parameters_are_those_of_the_seed_and_plans_have_the_same_effective_batch_size():
     first, again, other = (initial_parameters(784, seed) for seed in (0, 0, 1))
     assert [p.shape for p in first] == [(784, 512), (512,), (512, 512), (512,), (512, 10), (10,)]
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not np.array_equal(first[0], other[0])
     assert np.abs(first[0]).max() <= 784**-0.5
-
-
-def test_the_plans_have_the_same_effective_batch_size():
     assert [(plan.micro_batch_size, plan.steps) for plan in plans(Setup(batch_size=64, steps=4))] == [(64, 1), (16, 4)]
     with pytest.raises(ValueError, match=r"must be a multiple of the steps. Received: 64 and 3"):
         Setup(batch_size=64, steps=3)
-
-
-def test_a_failing_run_is_reported_with_its_traceback(data):
-    setup = Setup(framework="nonesuch", epochs=1)  # type: ignore[arg-type]
-    with Progress() as progress, pytest.raises(RunError, match=r"Run \(a\) batch 64 failed:\n(?s:.*)nonesuch"):
-        perform(setup, data, progress)
 
 
 def test_a_run_whose_command_was_killed_ends_without_a_word(monkeypatch, capsys):
@@ -162,7 +116,10 @@ def _die(pipe, *arguments):
     os._exit(7)
 
 
-def test_a_run_whose_process_dies_is_reported(data, monkeypatch):
+def test_a_run_that_fails_or_whose_process_dies_is_reported(data, monkeypatch):
+    setup = Setup(framework="nonesuch", epochs=1)  # type: ignore[arg-type]
+    with Progress() as progress, pytest.raises(RunError, match=r"Run \(a\) batch 64 failed:\n(?s:.*)nonesuch"):
+        perform(setup, data, progress)
     monkeypatch.setattr(processes, "_child", _die)
     with Progress() as progress, pytest.raises(RunError, match="ended early, with exit code 7"):
         perform(Setup(epochs=1), data, progress)
@@ -171,44 +128,36 @@ def test_a_run_whose_process_dies_is_reported(data, monkeypatch):
 # What they show.
 
 
-def outcome(difference=0.0, dtype="float64", **changes):
-    """As if (b) had ended this far from (a)."""
+def outcome(difference=0.0, dtype="float64", of_b=(), **changes):
+    """As if (b) had ended this far from (a), and the runs were so."""
     setup = Setup(epochs=2, dtype=dtype)
     parameters = [np.array([[1.0, -2.0]]), np.array([0.5])]
     runs = []
     for plan in plans(setup):
         own = [p + difference * 2.0 if plan.key == "b" and p.ndim == 2 else p for p in parameters]
         epochs = [Epoch(2.0, 1.9, 0.25), Epoch(1.5, 1.4, 0.5)]
-        runs.append(dataclasses.replace(Run(plan, epochs, 1.0, 100, own, None, 1000, 9000), **changes))
+        runs.append(
+            dataclasses.replace(
+                Run(plan, epochs, 1.0, 100, own, None, 1000, 9000), **changes | dict(of_b if plan.key == "b" else ())
+            )
+        )
     return Outcome(setup, "FashionMNIST", "here", 60000, runs)
 
 
-@pytest.mark.parametrize(
-    ("difference", "dtype", "gradient", "ok"),
-    [
-        (0.0, "float64", None, True),
-        (1e-13, "float64", None, True),
-        (1e-11, "float64", None, False),
-        (9e-5, "float32", None, True),
-        (2e-4, "float32", None, False),
-        (float("nan"), "float32", None, False),
-        # The first update's gradient decides in float32, both do in float64.
-        (2e-2, "float32", 9e-7, True),
-        (0.0, "float32", 2e-6, False),
-        (0.0, "float32", float("nan"), False),
-        (1e-13, "float64", 1e-11, False),
-        (1e-11, "float64", 1e-13, False),
-    ],
-)
+VERDICTS = [
+    (0.0, "float64", None, True), (1e-13, "float64", None, True), (1e-11, "float64", None, False),
+    (9e-5, "float32", None, True), (2e-4, "float32", None, False), (float("nan"), "float32", None, False),
+    # The first update's gradient decides in float32, both do in float64.
+    (2e-2, "float32", 9e-7, True), (0.0, "float32", 2e-6, False), (0.0, "float32", float("nan"), False),
+    (1e-13, "float64", 1e-11, False), (1e-11, "float64", 1e-13, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("difference", "dtype", "gradient", "ok"), VERDICTS)
 def test_the_verdict_depends_on_the_dtype(difference, dtype, gradient, ok):
-    result = outcome(difference, dtype)
+    gradients = [[np.array([1.0 + (gradient or 0.0) * b])] if gradient is not None else None for b in (0, 1)]
+    result = outcome(difference, dtype, {"first_gradients": gradients[1]}, first_gradients=gradients[0])
     assert result.difference == pytest.approx(difference, nan_ok=True)
-    if gradient is not None:
-        runs = [
-            dataclasses.replace(run, first_gradients=[np.array([1.0 + gradient * (run.plan.key == "b")])])
-            for run in result.runs
-        ]
-        result = dataclasses.replace(result, runs=runs)
     assert result.ok is ok
     report = findings(None, result)
     assert report.ok is ok
@@ -219,60 +168,41 @@ def shown(report, kind):
     return [block for block in report.blocks if isinstance(block, kind)]
 
 
-def test_the_report_has_the_two_runs_side_by_side_with_memory_in_one_unit():
+COLUMNS = ["run", "accuracy", "loss", "updates", "seconds", "activations, MiB", "peak, MiB", "differs from (a)"]
+
+
+def test_the_report_has_the_two_runs_side_by_side_with_memory_in_one_unit_or_without():
     report = findings(None, outcome(1e-13, activation_bytes=3 * 2**19, peak_bytes=5 * 2**20))
-    (table,) = shown(report, Table)
-    assert list(table.columns) == [
-        "run", "accuracy", "loss", "updates", "seconds", "activations, MiB", "peak, MiB", "differs from (a)",
-    ]  # fmt: skip
+    (table,), (bars,) = shown(report, Table), shown(report, Bars)
+    assert list(table.columns) == COLUMNS
     assert [row[0] for row in table.rows] == ["(a) batch 64", "(b) 4 x batch 16"]
     assert table.rows[1][-1] == "1.0e-13"
-    curves = shown(report, Curves)
-    assert [(figure.title, len(figure.curves)) for figure in curves] == [("Test loss", 2), ("Test accuracy", 2)]
-    (bars,) = shown(report, Bars)
+    assert [(figure.title, len(figure.curves)) for figure in shown(report, Curves)] == [
+        ("Test loss", 2), ("Test accuracy", 2),
+    ]  # fmt: skip
     assert [row[5] for row in table.rows] == list(bars.values.values()) == [1.5, 1.5]
     assert [row[6] for row in table.rows] == [5.0, 5.0]
     assert bars.unit == "MiB"
-
-
-def test_a_framework_that_cannot_count_memory_leaves_it_out():
-    report = findings(None, outcome(activation_bytes=None, peak_bytes=None))
-    assert not shown(report, Bars)
-    assert list(shown(report, Table)[0].columns) == [
-        "run",
-        "accuracy",
-        "loss",
-        "updates",
-        "seconds",
-        "differs from (a)",
-    ]
+    without = findings(None, outcome(activation_bytes=None, peak_bytes=None))
+    assert not shown(without, Bars)
+    assert list(shown(without, Table)[0].columns) == COLUMNS[:5] + COLUMNS[7:]
 
 
 @pytest.mark.parametrize("higher", [True, False])
-def test_a_higher_peak_of_the_accumulated_run_is_explained(higher):
-    result = outcome()
-    runs = [dataclasses.replace(run, peak_bytes=9000 + 1000 * higher * (run.plan.key == "b")) for run in result.runs]
-    texts = [b.text for b in shown(findings(None, dataclasses.replace(result, runs=runs)), Text)]
+def test_what_needs_a_word_has_one(higher):
+    """A higher peak of the accumulated run, and a framework's single precision, which is allowed for."""
+    result = outcome(9e-5, "float64", {"peak_bytes": 9000 + 1000 * higher}, single_precision=higher)
+    assert result.ok is higher
+    texts = [b.text for b in shown(findings(None, result), Text)]
     assert any("why (b) has the higher peak" in text for text in texts) is higher
+    assert any("multiplies matrices in float32" in text for text in texts) is higher
 
 
-def test_the_report_counts_what_was_made():
-    result = outcome()
-    runs = [dataclasses.replace(run, updates=1) for run in result.runs]
-    report = findings(None, dataclasses.replace(result, setup=dataclasses.replace(result.setup, epochs=1), runs=runs))
+def test_the_report_counts_what_was_made_and_one_of_neither_part_is_refused():
+    result = outcome(updates=1)
+    report = findings(None, dataclasses.replace(result, setup=dataclasses.replace(result.setup, epochs=1)))
     assert "after 1 update by" in report.summary
     assert " 1 epoch of 60,000 rows" in shown(report, Text)[0].text
-
-
-def test_single_precision_of_the_framework_is_allowed_for_and_stated():
-    for single, ok in ((True, True), (False, False)):
-        result = outcome(9e-5, "float64", single_precision=single)
-        assert result.ok is ok
-        texts = [block.text for block in shown(findings(None, result), Text)]
-        assert any("multiplies matrices in float32" in text for text in texts) is single
-
-
-def test_a_report_of_neither_part_is_refused():
     with pytest.raises(ValueError, match="one of the two parts"):
         findings(None)
 
@@ -282,3 +212,81 @@ def test_the_digits_are_trained_from_the_same_rows():
         digits = load("digits", progress=progress)
     large, accumulated = (run(Setup(epochs=1, dtype="float64"), digits, key) for key in "ab")
     assert relative_error(accumulated.parameters, large.parameters) <= FLOAT64
+
+
+# The attention network on text: ours is the large batch, the loop that people write is not, and that is shown.
+
+# 40 rows: a window of 32 and a last one of 8, which is 4 micro-batches
+SETUP = TextSetup(rows=40, batch_size=32, epochs=2, length=48, width=8)
+
+
+@pytest.fixture(scope="module")
+def loops():
+    threads, rows, seen = torch.get_num_threads(), python_text(SETUP.length), []
+    found = text_torch.train(SETUP, rows[:40], rows[40:48], seen.append)
+    torch.set_num_threads(threads)
+    assert seen == [name for name in (LARGE, OURS, WRITTEN) for _ in range(SETUP.epochs)]
+    return found
+
+
+def test_ours_makes_the_large_batches_updates_in_less_memory_and_the_loop_that_people_write_does_not(loops):
+    large, ours, written = loops
+    assert [len(loop.losses) for loop in loops] == [4, 4, 4]
+    assert large.distances == [0.0] * 4
+    assert max(ours.distances) <= FLOAT64
+    assert min(written.distances) > 0.05
+    assert ours.losses == pytest.approx(large.losses, rel=FLOAT64)
+    assert large.peak_bytes > 4 * ours.peak_bytes
+    assert ours.peak_bytes == pytest.approx(written.peak_bytes, rel=0.1), "a second copy of something"
+
+
+def test_a_row_is_predicted_from_its_past_and_padding_counts_for_nothing():
+    torch.manual_seed(0)
+    model = Decoder(SETUP).double()
+    rows = ["append", "Return the number of occurrences"]
+    (whole,) = padded(rows, 2)
+    each = list(padded(rows, 1))
+    counts = [len(row) - 1 for row in rows]
+    means = [loss_of(model, *batch).item() for batch in each]
+    expected = sum(count * mean for count, mean in zip(counts, means, strict=True)) / sum(counts)
+    assert loss_of(model, *whole).item() == pytest.approx(expected, rel=FLOAT64)
+
+
+def test_the_rows_are_pythons_own_names_and_paragraphs_each_once():
+    rows = python_text(30)
+    assert len(rows) == len(set(rows)) > TextSetup.rows + 32
+    assert {"ArgumentParser", "deepcopy"} & set(rows)
+    assert max(map(len, rows)) == 30
+    assert rows == python_text(30)
+
+
+def as_if(distance):
+    """As if ours had ended this far from the large batch."""
+    far = [("whole batch", 0.0, 30), ("ours", distance, 2), ("written", 0.3, 2)]
+    loops = [Loop(name, [2.0, 1.0 + value], [value, value], size * 2**20) for name, value, size in far]
+    return TextOutcome(TextSetup(), loops)
+
+
+def test_the_memory_is_the_reports_first_number_and_its_bars_have_one_scale():
+    report = findings(as_if(4e-16), outcome(1e-13))
+    assert report.ok
+    assert report.summary.startswith(
+        "Attention network: 15.0 times less memory, the same training. A whole batch takes 30"
+    )
+    for each in (report, findings(as_if(4e-16))):  # the first part by itself, too
+        assert [type(block) for block in each.blocks[:4]] == [Table, Bars, Curves, Curves]
+    _, bars, distances, losses = report.blocks[:4]
+    assert list(bars.values.values()) == [30.0, 2.0]
+    assert [curve.y[-1] for curve in distances.curves] == pytest.approx([0.0, 4e-14, 30.0])
+    assert losses.curves[2].y[-1] == pytest.approx(30.0)
+    for distance in (1e-9, float("nan")):  # is the verdict
+        report = findings(as_if(distance), outcome(1e-13))
+        assert not report.ok
+        assert "but ANOTHER training" in report.summary.splitlines()[0]
+
+
+def test_it_runs_in_a_process_of_its_own(capsys):
+    small = dataclasses.replace(SETUP, epochs=1, rows=16, batch_size=16)
+    with Progress() as progress:
+        assert text.perform(small, progress).ok
+    assert "times less memory" in capsys.readouterr().err

@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from gradaccum import WindowError
 from gradaccum.torch.optim import Optimizer
 from tests.documents import ROOT
-from tests.integrations.lightning_problems import MARKS, Scaled, lightning, quiet_trainer
+from tests.integrations import lightning_problems as problems
+from tests.integrations.lightning_problems import MARKS, Scaled, averages, error, fit, loader
 from tests.reference import FLOAT64, relative_error, torch_updates
-from tests.torch.problems import mse, network, regression, sgd
+from tests.torch.problems import mse, network, sgd
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its dependencies, about each other
@@ -25,26 +26,14 @@ with warnings.catch_warnings():
 pytestmark = MARKS
 
 SIXES = [slice(0, 6), slice(6, 12), slice(12, 18), slice(18, 24)]
+PLUGINS = pytest.mark.parametrize("plugins", [[], [Scaled]], ids=["plain", "GradScaler"])
 
 
-def data():
-    return tuple(t.double() for t in regression(24))
+class Module(problems.Module):
+    """Windows of 3."""
 
-
-def loader(batch_size=2, rows=24):
-    return DataLoader(TensorDataset(*(t[:rows] for t in data())), batch_size=batch_size)
-
-
-class Module(lightning.LightningModule):
     def __init__(self, skipped=(), **options):
-        super().__init__()
-        self.network, self.options, self.skipped = network(), options, skipped
-
-    def configure_optimizers(self):
-        return Optimizer(sgd(self.parameters()), **{"steps": 3} | self.options)
-
-    def training_step(self, batch, index):
-        return None if index in self.skipped else mse(self.network, *batch)
+        super().__init__(lambda p: Optimizer(sgd(p), **{"steps": 3} | options), skipped=skipped)
 
 
 class ByHand(Module):
@@ -62,37 +51,25 @@ class ByHand(Module):
         self.optimizers().flush()
 
 
-def fit(module, batches, checkpoint=None, **keywords):
-    trainer = quiet_trainer(**keywords)
-    trainer.fit(module, batches, ckpt_path=checkpoint)
-    return trainer
-
-
-def error(module, windows, make=sgd, **keywords):
-    model, rows = network(), data()
-    torch_updates(model, make(model.parameters()), [tuple(t[w] for t in rows) for w in windows], mse, **keywords)
-    return relative_error(module.network.parameters(), model.parameters())
-
-
-@pytest.mark.parametrize("plugins", [[], [Scaled]], ids=["plain", "GradScaler"])
+@PLUGINS
 def test_automatic_optimization_makes_the_large_batches_updates(plugins):
     module = Module()
-    trainer = fit(module, loader(), plugins=[make() for make in plugins])
+    trainer = fit(module, plugins=plugins)
     assert module.optimizers().updates == 4
     assert trainer.global_step == 12, "Lightning counts micro-batches: docs/limits.md"
-    assert error(module, SIXES) <= FLOAT64
+    assert error(module.network, SIXES) <= FLOAT64
 
 
-@pytest.mark.parametrize("plugins", [[], [Scaled]], ids=["plain", "GradScaler"])
+@PLUGINS
 @pytest.mark.parametrize("skipped", [0, 4, 5])
 def test_a_training_step_that_returns_none_leaves_its_rows_out(skipped, plugins):
     """Under a GradScaler Lightning doesn't call step() then, so the window takes another micro-batch."""
     module = Module(skipped=[skipped])
-    fit(module, loader(rows=12 if not plugins else 14), plugins=[make() for make in plugins])
+    fit(module, loader(rows=12 if not plugins else 14), plugins=plugins)
     rows = [row for row in range(14) if row // 2 != skipped]
     first = 4 if skipped == 0 and not plugins else 6
     windows = [rows[:first], rows[first:10] if not plugins else rows[6:12]]
-    assert error(module, windows) <= FLOAT64
+    assert error(module.network, windows) <= FLOAT64
     assert module.optimizers().updates == 2
 
 
@@ -100,20 +77,43 @@ def test_manual_optimization_weighs_ragged_batches_and_closes_the_epochs_last_wi
     module = ByHand()
     fit(module, loader(5), max_epochs=2)
     assert module.optimizers().updates == 4
-    assert error(module, [slice(0, 15), slice(15, 24)] * 2) <= FLOAT64
+    assert error(module.network, [slice(0, 15), slice(15, 24)] * 2) <= FLOAT64
 
 
-def test_lightnings_own_accumulation_is_refused():
-    with pytest.raises(ValueError, match=r"Trainer\(accumulate_grad_batches=2\) accumulates as well.*Remove it"):
-        fit(Module(), loader(), accumulate_grad_batches=2)
+def squares(model, x, y):
+    return mse(model, x, y.square())
 
 
-def test_gradient_clip_val_is_refused_and_the_wrappers_clips_the_large_batches_gradient():
-    with pytest.raises(WindowError, match=r"by clipping perhaps.*Pass clip_grad_norm= to the wrapper"):
-        fit(Module(), loader(), gradient_clip_val=1e-2)
+def test_two_wrapped_optimizers_under_manual_optimization_make_the_large_batches_updates():
+    """As in a GAN; windows of 5 and of 3."""
+
+    class Two(ByHand):
+        def configure_optimizers(self):
+            self.other = network()
+            return Optimizer(sgd(self.network.parameters()), steps=5), Optimizer(sgd(self.other.parameters()), steps=3)
+
+        def training_step(self, batch, index):
+            losses = mse(self.network, *batch), squares(self.other, *batch)
+            for optimizer, loss in zip(self.optimizers(), losses, strict=True):
+                optimizer.zero_grad()
+                optimizer.backward(loss, weight=len(batch[0]))
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+        def on_train_epoch_end(self):
+            for optimizer in self.optimizers():
+                optimizer.flush()
+
+    module = Two()
+    fit(module, loader(rows=23))
+    assert error(module.network, [slice(0, 10), slice(10, 20), slice(20, 23)]) <= FLOAT64
+    assert error(module.other, [*SIXES[:3], slice(18, 23)], loss=squares) <= FLOAT64
+
+
+def test_the_wrappers_clipping_is_of_the_large_batches_gradient():
     module = Module(clip_grad_norm=1e-2)
-    fit(module, loader())
-    assert error(module, SIXES, clip_grad_norm=1e-2) <= FLOAT64
+    fit(module)
+    assert error(module.network, SIXES, clip_grad_norm=1e-2) <= FLOAT64
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])
@@ -125,14 +125,13 @@ def test_a_checkpoint_in_the_middle_of_a_window_goes_on_there(tmp_path, how, plu
     path = tmp_path / "middle.ckpt"
     part = loader(rows=8)  # 4 micro-batches an epoch, windows of 3
     how = type("Open", (how,), {"on_train_epoch_end": lambda self: None})
-    module = how(nonfinite=nonfinite)
-    fit(module, part, plugins=[make() for make in plugins]).save_checkpoint(path)
+    module, resumed = how(nonfinite=nonfinite), how(nonfinite=nonfinite)
+    fit(module, part, plugins=plugins).save_checkpoint(path)
     assert module.optimizers().micro_batches == 1
-    resumed = how(nonfinite=nonfinite)
-    fit(resumed, part, path, max_epochs=3, plugins=[make() for make in plugins])
+    fit(resumed, part, path, max_epochs=3, plugins=plugins)
     assert resumed.optimizers().updates == 4
     stream = [*range(8)] * 3
-    assert error(resumed, [stream[i : i + 6] for i in range(0, 24, 6)]) <= FLOAT64
+    assert error(resumed.network, [stream[i : i + 6] for i in range(0, 24, 6)]) <= FLOAT64
 
 
 class Scheduled(Module):
@@ -142,89 +141,34 @@ class Scheduled(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class ScheduledByUpdates(Scheduled):
-    def lr_scheduler_step(self, scheduler, metric):
-        if self.optimizers().updated:
-            scheduler.step()
-
-
-def test_a_scheduler_of_steps_is_warned_of_and_follows_updates_where_its_hook_asks():
+def test_a_scheduler_of_steps_is_warned_of_and_weight_averaging_counts_micro_batches():
+    """Both follow updates as the page has it: the last test."""
     with pytest.warns(UserWarning, match="A scheduler steps once per update: `if optimizer.updated"):
-        fit(Scheduled(), loader())
-    module = ScheduledByUpdates()
-    fit(module, loader())
-    model = network()
-    inner = sgd(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    torch_updates(model, inner, [tuple(t[w] for t in data()) for w in SIXES], mse, after_update=scheduler.step)
-    assert relative_error(module.network.parameters(), model.parameters()) <= FLOAT64
-
-
-class Averaging(WeightAveraging):
-    """Averages where there is something new."""
-
-    def on_train_batch_end(self, trainer, module, *rest):
-        self.updated = module.optimizers().updated
-        super().on_train_batch_end(trainer, module, *rest)
-
-    def should_update(self, step_idx=None, epoch_idx=None):
-        return step_idx is not None and self.updated
-
-
-@pytest.mark.parametrize(("callback", "averaged"), [(WeightAveraging, 12), (Averaging, 4)])
-def test_weight_averaging_counts_micro_batches_unless_it_is_told(callback, averaged):
-    count = []
-
-    def average(mean, new, number):
-        count.append(int(number))
-        return mean * 0.9 + new * 0.1
-
-    callback = callback(avg_fn=average)
-    callback.on_train_epoch_end = callback.on_train_end = lambda *_: None  # they would average, and swap
-    fit(Module(), loader(), callbacks=[callback])
-    assert len(count) / len([*network().parameters()]) == averaged - 1, "the first is a copy"
-
-
-def test_lightnings_optimizer_passes_on_what_belongs_to_windows():
-    module = ByHand()
-    fit(module, loader())
-    optimizer = module.optimizers()
-    added = nn.Parameter(torch.zeros(3))
-    optimizer.add_param_group({"params": [added]})
-    optimizer.steps = 5
-    inner = module.trainer.optimizers[0]
-    assert inner.param_groups[-1]["params"] == [added]
-    assert (optimizer.steps, inner.steps, optimizer.updates) == (5, 5, 4)
-
-
-def test_wrapped_around_lightnings_optimizer_it_is_refused():
-    module = type("Plain", (ByHand,), {"configure_optimizers": lambda self: sgd(self.parameters())})()
-    module.training_step = lambda *_: Optimizer(module.optimizers(), steps=3)
-    with pytest.raises(ValueError, match=r"lightning has prepared .*from configure_optimizers"):
-        fit(module, loader())
+        fit(Scheduled())
+    assert averages(WeightAveraging, Module()) == 12
 
 
 # Fabric.
 
 
+class Plugin(FabricsMixedPrecision):
+    """16-bit precision's GradScaler, and float64 all the same."""
+
+    def forward_context(self):
+        return contextlib.nullcontext()
+
+    def convert_input(self, data):
+        return data
+
+
 def fabric(scale=None):
-    plugins = []
-    if scale is not None:
-
-        class Plugin(FabricsMixedPrecision):
-            def forward_context(self):
-                return contextlib.nullcontext()
-
-            def convert_input(self, data):
-                return data
-
-        plugins = [Plugin("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))]
-    return Fabric(accelerator="cpu", devices=1, plugins=plugins)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0)
+    return Fabric(accelerator="cpu", devices=1, plugins=[Plugin("16-mixed", "cpu", scaler=scaler)] if scale else [])
 
 
-def set_up(fabric, **options):
+def set_up(fabric):
     model = network()
-    return fabric.setup(model, Optimizer(sgd(model.parameters()), **{"steps": 3} | options))
+    return fabric.setup(model, Optimizer(sgd(model.parameters()), steps=3))
 
 
 def run(fabric, model, optimizer, batches, bad=None, clip=None):
@@ -237,12 +181,6 @@ def run(fabric, model, optimizer, batches, bad=None, clip=None):
         optimizer.step()
 
 
-def fabrics_error(model, windows):
-    plain = network()
-    torch_updates(plain, sgd(plain.parameters()), [tuple(t[w] for t in data()) for w in windows], mse)
-    return relative_error(model.parameters(), plain.parameters())
-
-
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_set_up_by_fabric_it_makes_the_large_batches_updates(scale):
     one = fabric(scale)
@@ -250,50 +188,88 @@ def test_set_up_by_fabric_it_makes_the_large_batches_updates(scale):
     run(one, model, optimizer, loader(), bad=None if scale is None else 4)
     windows = SIXES if scale is None else [SIXES[0], *SIXES[2:]]
     assert optimizer.updates == len(windows)
-    assert fabrics_error(model, windows) <= FLOAT64
+    assert error(model, windows) <= FLOAT64
 
 
 def test_a_file_of_fabrics_holds_the_open_window(tmp_path):
-    one = fabric()
+    one, batches = fabric(), list(loader())
     model, optimizer = set_up(one)
-    batches = list(loader())
     run(one, model, optimizer, batches[:5])
     one.save(tmp_path / "state", {"model": model, "optimizer": optimizer})
     model, optimizer = set_up(one)
     one.load(tmp_path / "state", {"model": model, "optimizer": optimizer})
     assert optimizer.micro_batches == 2
     run(one, model, optimizer, batches[5:])
-    assert fabrics_error(model, SIXES) <= FLOAT64
+    assert error(model, SIXES) <= FLOAT64
 
 
-def test_fabrics_clipping_is_refused():
-    one = fabric()
-    with pytest.raises(WindowError, match=r"Pass clip_grad_norm= to the wrapper"):
-        run(one, *set_up(one), loader(), clip=1e-2)
+# Both.
 
 
-def test_wrapped_around_fabrics_optimizer_it_is_refused():
-    model = network()
-    _, optimizer = fabric().setup(model, sgd(model.parameters()))
-    with pytest.raises(ValueError, match=r"lightning has prepared .*Wrap first, then prepare: fabric.setup\(model, "):
-        Optimizer(optimizer, steps=3)
+def lightnings():
+    module = ByHand()
+    fit(module)
+    return module.optimizers(), module.trainer.optimizers[0]
 
 
-def test_fabrics_optimizer_passes_on_what_belongs_to_windows():
+def fabrics():
     _, optimizer = set_up(fabric())
+    return optimizer, optimizer.optimizer
+
+
+@pytest.mark.parametrize("prepared", [lightnings, fabrics])
+def test_an_optimizer_that_lightning_has_prepared_passes_on_what_belongs_to_windows(prepared):
+    optimizer, inner = prepared()
     added = nn.Parameter(torch.zeros(3))
     optimizer.add_param_group({"params": [added]})
-    assert optimizer.optimizer.param_groups[-1]["params"] == [added]
+    assert inner.param_groups[-1]["params"] == [added]
+    if prepared is lightnings:
+        optimizer.steps = 5
+        assert (optimizer.steps, inner.steps, optimizer.updates) == (5, 5, 4)
 
 
-@pytest.mark.parametrize("plugins", [[], [Scaled]], ids=["plain", "GradScaler"])
+def around_lightnings():
+    module = type("Plain", (ByHand,), {"configure_optimizers": lambda self: sgd(self.parameters())})()
+    module.training_step = lambda *_: Optimizer(module.optimizers(), steps=3)
+    fit(module)
+
+
+def around_fabrics():
+    model = network()
+    Optimizer(fabric().setup(model, sgd(model.parameters()))[1], steps=3)
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "says"),
+    [
+        (lambda: fit(Module(), accumulate_grad_batches=2), ValueError, r"batches=2\) accumulates as well.*Remove it"),
+        (
+            lambda: fit(Module(), gradient_clip_val=1e-2),
+            WindowError,
+            "by clipping perhaps.*Pass clip_grad_norm= to the",
+        ),
+        (
+            lambda: run(f := fabric(), *set_up(f), loader(), clip=1e-2),
+            WindowError,
+            "Pass clip_grad_norm= to the wrapper",
+        ),
+        (around_lightnings, ValueError, "lightning has prepared .*from configure_optimizers"),
+        (around_fabrics, ValueError, r"lightning has prepared .*Wrap first, then prepare: fabric.setup\(model, "),
+    ],
+    ids=["its own accumulation", "clipping", "Fabric's clipping", "wrapped around", "wrapped around Fabric's"],
+)
+def test_what_would_clip_sums_or_count_twice_is_refused(program, kind, says):
+    with pytest.raises(kind, match=says):
+        program()
+
+
+@PLUGINS
 def test_the_pages_module_averages_schedules_and_closes_windows_by_updates(plugins):
     page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    names = {"__name__": "page"}
+    names, averaged = {"__name__": "page"}, []
     exec(code, names)
-    module, averaged = names["Module"](), []
-    alone = torch.nn.Linear(3, 1)
+    module, alone = names["Module"](), nn.Linear(3, 1)
     alone.load_state_dict(module.network.state_dict())
 
     def average(mean, new, number):
@@ -301,9 +277,7 @@ def test_the_pages_module_averages_schedules_and_closes_windows_by_updates(plugi
         return new
 
     x, y = torch.randn(20, 3), torch.randn(20, 1)
-    callback = names["Averaging"](avg_fn=average)
-    rows = DataLoader(TensorDataset(x, y), batch_size=2)
-    fit(module, rows, callbacks=[callback], plugins=[make() for make in plugins])
+    fit(module, DataLoader(TensorDataset(x, y), 2), callbacks=[names["Averaging"](avg_fn=average)], plugins=plugins)
     inner = torch.optim.Adam(alone.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, 100)
     windows = [(x[:8], y[:8]), (x[8:16], y[8:16]), (x[16:], y[16:])]  # 4 + 4 + 2 micro-batches

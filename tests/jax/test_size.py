@@ -56,26 +56,26 @@ FILE = """
 
 
 @pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(textwrap.dedent(FILE), encoding="utf-8")
-    return path
+def command(tmp_path):
+    """`gradaccum` with a function of this file."""
+    (tmp_path / "mine.py").write_text(textwrap.dedent(FILE), encoding="utf-8")
+
+    def run(name, function, *arguments):
+        return CliRunner().invoke(commands, [name, f"{tmp_path / 'mine.py'}:{function}", *map(str, arguments)])
+
+    return run
 
 
-def command(*arguments):
-    return CliRunner().invoke(commands, [str(argument) for argument in arguments])
-
-
-def test_the_command_checks_a_jax_loss(file):
-    done = command("check", f"{file}:make", "--json")
+def test_the_command_checks_a_jax_loss(command):
+    done = command("check", "make", "--json")
     assert done.exit_code == 1, done.output
     assert json.loads(done.stdout)["causes"][0]["kind"] == "weight"
-    assert command("check", f"{file}:right", "--framework", "jax", "--micro-batch-size", 4).exit_code == 0
-    assert "Error: --device is for PyTorch" in command("check", f"{file}:make", "--device", "cuda").output
+    assert command("check", "right", "--framework", "jax", "--micro-batch-size", 4).exit_code == 0
+    assert "Error: --device is for PyTorch" in command("check", "make", "--device", "cuda").output
 
 
-def test_the_command_says_what_fits(file):
-    done = command("size", f"{file}:right", "--memory", "1MiB")
+def test_the_command_says_what_fits(command):
+    done = command("size", "right", "--memory", "1MiB")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("micro_batch_size: 8 of 8 rows\n")
-    assert command("size", f"{file}:make", "--framework", "jax", "--memory", 1).exit_code == 1
+    assert command("size", "make", "--framework", "jax", "--memory", 1).exit_code == 1

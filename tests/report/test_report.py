@@ -1,12 +1,15 @@
-"""A report as text, PNG and HTML."""
+"""A report as text, PNG and HTML, and its files."""
 
 import base64
 import builtins
 import copy
+import errno
 import functools
 import html.parser
 import importlib
 import io
+import os
+import pathlib
 import pickle
 import re
 import subprocess
@@ -16,7 +19,21 @@ import matplotlib
 import pytest
 
 from gradaccum import extras
-from gradaccum.report import Bars, Code, Curve, Curves, Report, Table, Text, format_bytes, format_value, pictures
+from gradaccum.report import (
+    Bars,
+    Code,
+    Curve,
+    Curves,
+    Report,
+    Table,
+    Text,
+    check_writable,
+    format_bytes,
+    format_value,
+    pictures,
+    write,
+)
+from tests.cli.results import full_disk
 
 TABLE = Table(["run", "loss", "memory"], [["a < b", 0.123456, "8.1 MiB"], ["[bold]b", None, "12 KiB"]], caption="Both")
 CURVES = Curves(
@@ -59,15 +76,12 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
-def test_plain_text_has_everything_but_the_pictures():
+def test_plain_text_has_everything_but_the_pictures_and_is_shown_where_there_is_no_terminal(capsys):
     assert str(make()) == (
         "A & B\n=====\nEqual.\n\nTwo & two.\n\n"
         "Both\nrun        loss   memory\n-------  ------  -------\na < b    0.1235  8.1 MiB\n[bold]b       -   12 KiB"
         "\n\n    pip install <it>"
     )
-
-
-def test_show_is_plain_where_there_is_no_terminal(capsys):
     make().show()
     file = io.StringIO()
     make().show(file)
@@ -110,23 +124,20 @@ def test_a_narrow_terminal_loses_no_digit(columns, monkeypatch):
     assert max(map(len, text.splitlines())) <= columns
 
 
-def test_html_is_one_file_that_needs_nothing_else():
+def test_html_is_one_file_that_needs_nothing_else_with_light_and_dark_pictures_in_words_as_well():
     page = Page(drawn())
     assert page.open == []
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     sources = [value for tag, name, value in page.attributes if name in ("src", "srcset", "href")]
-    assert len(sources) == 4, "two pictures, each for light and dark"
+    assert len(set(sources)) == 4, "two pictures, each for light and dark"
     assert all(value.startswith("data:image/svg+xml;base64,") for value in sources)
+    assert all(b"<svg" in base64.b64decode(uri.partition("base64,")[2]) for uri in sources)
     styles = re.findall(r"<style>(.*?)</style>", drawn(), re.DOTALL)
-    assert "url(" not in styles[0]
-    assert "@import" not in styles[0]
-
-
-def test_html_has_light_and_dark_pictures_and_colours():
-    assert "prefers-color-scheme: dark" in drawn()
-    light, dark = re.findall(r'srcset="(.*?)".*?src="(.*?)"', drawn(), re.DOTALL)[0]
-    assert light != dark
-    assert all(b"<svg" in base64.b64decode(uri.partition("base64,")[2]) for uri in (light, dark))
+    assert "prefers-color-scheme: dark" in styles[0]
+    assert not re.search(r"url\(|@import", styles[0])
+    words = [value for tag, name, value in page.attributes if (tag, name) == ("img", "alt")]
+    assert all(title in text for title, text in zip(("Loss", "Memory"), words, strict=True))
+    assert "8 MiB" in words[1]
 
 
 def test_html_escapes_what_it_shows():
@@ -135,12 +146,6 @@ def test_html_escapes_what_it_shows():
     assert page.tags.count("img") == 2
     for part in ("<script>alert(1)</script>", '"><img src=x>', "Two & two.", "a < b", "pip install <it>"):
         assert part in page.text
-
-
-def test_html_gives_pictures_in_words_as_well():
-    words = [value for tag, name, value in Page(drawn()).attributes if (tag, name) == ("img", "alt")]
-    assert all(title in text for title, text in zip(("Loss", "Memory"), words, strict=True))
-    assert "8 MiB" in words[1]
 
 
 @pytest.mark.parametrize(("ok", "style"), [(True, "summary good"), (False, "summary bad"), (None, "summary")])
@@ -210,11 +215,6 @@ def test_another_ending_and_a_png_without_figures_are_refused(tmp_path, name):
     assert list(tmp_path.iterdir()) == [], "it left an empty folder behind"
 
 
-def test_html_without_figures_needs_no_matplotlib(monkeypatch):
-    hide(monkeypatch, "matplotlib")
-    assert "Two &amp; two." in make(blocks=[Text("Two & two."), TABLE]).html()
-
-
 def hide(monkeypatch, library):
     """As if this library were not installed."""
     imported = importlib.import_module
@@ -243,14 +243,13 @@ def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch, library,
     assert 'pip install "gradaccum[cli]"' in str(raised.value)
 
 
-def test_print_needs_no_library(monkeypatch):
-    def no_import(name, *rest):
-        raise AssertionError(f"print imported {name}")
-
-    monkeypatch.setattr(builtins, "__import__", no_import)
-    text = str(make())
-    monkeypatch.undo()
+def test_print_needs_no_library_and_html_without_figures_no_matplotlib(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", lambda name, *rest: pytest.fail(f"print imported {name}"))
+        text = str(make())
     assert text.startswith("A & B")
+    hide(monkeypatch, "matplotlib")
+    assert "Two &amp; two." in make(blocks=[Text("Two & two."), TABLE]).html()
 
 
 def test_an_error_inside_a_library_is_not_taken_for_its_absence(monkeypatch):
@@ -268,11 +267,8 @@ def test_a_table_has_a_cell_for_each_column_quantities_on_the_right_and_may_have
     assert Table(["a", "bc"], []).plain() == "a  bc\n-  --"
     table = Table(["a", "b", "c", "d"], [["x", 1, "-2 KiB", None], ["3", "< 4", None, None]])
     assert table.numeric == [False, True, True, False]
-
-
-def test_a_report_is_a_value():
-    report = make()
-    assert pickle.loads(pickle.dumps(report)) == report
+    report = make(blocks=[table, CURVES])
+    assert pickle.loads(pickle.dumps(report)) == report, "a report is a value"
 
 
 def test_values_are_shown_short_and_bytes_in_binary_units():
@@ -280,3 +276,59 @@ def test_values_are_shown_short_and_bytes_in_binary_units():
     assert [*map(format_value, values)] == ["0", "-1,234,567", "12,346", "1e-06", "inf", "no"]
     sizes = [0, 1023, 1024, 5 * 2**20, 2**40, 2**51]
     assert [*map(format_bytes, sizes)] == ["0 B", "1023 B", "1.0 KiB", "5.0 MiB", "1.0 TiB", "2048.0 TiB"]
+
+
+# Files are written whole or not at all, and whether they can be is found out before anything takes long.
+
+
+def test_a_file_is_made_with_its_folder_and_replaced_whole_a_link_stays_and_a_device_is_written_to(tmp_path):
+    path, link = tmp_path / "new" / "folder" / "a.bin", tmp_path / "link"
+    link.symlink_to("new/folder/a.bin")
+    check_writable(link)
+    assert os.listdir(tmp_path) == ["link"], "what can be written to is left as it was"
+    for target, content in ((path, b"first"), (path, b"2"), (link, b"3"), (str(path), b"4")):
+        assert write(target, content) == pathlib.Path(target)
+        assert path.read_bytes() == content
+    assert os.listdir(path.parent) == ["a.bin"]
+    assert link.is_symlink()
+    write("/dev/null", b"1")
+    assert not os.path.isfile("/dev/null")
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = Report("Old").save(tmp_path / "report.txt")
+    with full_disk(), pytest.raises(OSError) as raised:
+        Report("New" * 10_000).save(path)
+    assert (raised.value.filename, raised.value.errno) == (str(path), errno.EFBIG)
+    assert path.read_text(encoding="utf-8").startswith("Old")
+    assert os.listdir(tmp_path) == ["report.txt"]
+
+
+@pytest.mark.parametrize("during", ["write_bytes", "replace"])
+def test_ctrl_c_leaves_the_old_file_and_nothing_else(during, tmp_path, monkeypatch):
+    path = write(tmp_path / "report.txt", b"old")
+
+    def interrupted(file, *arguments):
+        if during == "write_bytes":
+            with open(file, "wb") as part:
+                part.write(b"ne")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pathlib.Path, during, interrupted)
+        write(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["report.txt"]
+
+
+def test_what_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    impossible = [tmp_path, tmp_path / "file" / "a", tmp_path / "loop" / "a", tmp_path / (300 * "x") / "a"]
+    for path in (*impossible, tmp_path / (300 * "x"), "/proc/self/report.txt", "/proc/self/new/report.txt"):
+        with pytest.raises(OSError) as raised:
+            check_writable(path)
+        assert raised.value.filename == str(path)
+        assert raised.value.strerror
+    with full_disk(), pytest.raises(OSError):
+        check_writable(tmp_path / "report.txt")

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from gradaccum.core.equivalence import Cause, Difference, Equivalence
-from gradaccum.report import Bars, Code, Curve, Curves, Report, Table, Text
+from gradaccum.report import Report
 from gradaccum.report.run import parse
+from tests.report.test_report import make
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium binary")
@@ -30,27 +31,9 @@ addEventListener("load", () => {
 </script></body>"""
 
 
-def demonstration():
-    return Report(
-        "Two runs",
-        [
-            Text("They agree."),
-            Table(["run", "loss"], [["a", 0.31], ["b", 0.31]]),
-            Curves("Loss", [Curve("a", [1, 2, 3], [3.0, 2.0, 1.0])], "epoch"),
-            Bars("Memory", {"a": 8.0, "b": 2.0}, unit="MiB"),
-            Code("gradaccum demo"),
-        ],
-        ok=True,
-        summary="Equal.",
-    )
-
-
 def checked():
-    differences = [
-        Difference("loss", 1e-16, "loss"),
-        Difference("bn.weight", 1.19),
-        Difference("bn.mean", np.inf, "buffer"),
-    ]
+    named = [("loss", 1e-16, "loss"), ("bn.weight", 1.19, "gradient"), ("bn.mean", np.inf, "buffer")]
+    differences = [Difference(*each) for each in named]
     cause = Cause("batch_norm", "bn", "'bn' is a BatchNorm1d: it normalises each micro-batch by itself.")
     return Equivalence(tuple(differences), 1e-9, (cause,), rows=8, partitions=((5, 3),), notes=("Evidence.",)).report()
 
@@ -64,19 +47,11 @@ def trained():
     return parse("run.jsonl", [*lines, '{"update": 40, "lo']).report()
 
 
-def everything():
-    """All that these three hold, in one."""
-    reports = demonstration(), checked(), trained()
-    return Report("Three", [block for report in reports for block in report.blocks], ok=True, summary="Equal.")
-
-
-def by_itself(report):
-    return pytest.param(report, marks=pytest.mark.slow)
-
-
-@pytest.fixture(scope="module", params=[everything, *map(by_itself, (demonstration, checked, trained))])
-def page(request, tmp_path_factory):
-    report = request.param()
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """All that these hold, in one."""
+    blocks = [block for report in (make(), checked(), trained()) for block in report.blocks]
+    report = Report("Three", blocks, ok=True, summary="Equal.")
     return report, report.save(tmp_path_factory.mktemp("report") / "report.html")
 
 

@@ -4,12 +4,10 @@ import json
 import math
 
 import pytest
-from click.testing import CliRunner
 
-from gradaccum.cli import commands
 from gradaccum.report import Table
 from gradaccum.report.run import encode, parse, read
-from tests.report.disks import full_disk
+from tests.cli.results import assert_one_clear_line, full_disk, invoke
 
 START = '{"start": {"gradaccum": "0.1.0", "torch": "2.13.0"}}'
 
@@ -23,12 +21,8 @@ def lines(count=6):
 
 def test_every_quantity_gets_a_row_and_a_figure():
     report = parse("run.jsonl", lines()).report()
-    assert [figure.title for figure in report.figures] == [
-        "Loss",
-        "Gradient norm, before clipping",
-        "Time per update",
-        "Peak memory",
-    ]
+    titles = ["Loss", "Gradient norm, before clipping", "Time per update", "Peak memory"]
+    assert [figure.title for figure in report.figures] == titles
     assert report.summary == "6 updates, 3 seconds, at most 6.0 MiB of memory."
     text = str(report)
     assert "Peak memory, MiB" in text
@@ -85,48 +79,34 @@ def test_the_noise_scale_gives_its_advice():
     assert "larger batch pays" in str(run.report())
 
 
-def test_other_numbers_get_their_own_row_and_figure():
-    run = parse("run", [encode({"update": i, "loss": 1.0 + i, "accuracy": 0.5 * i}) for i in range(3)])
-    assert [figure.title for figure in run.report().figures] == ["Loss", "accuracy"]
-
-
 def test_the_command_shows_a_file_that_was_cut_off(tmp_path):
-    path = tmp_path / "run.jsonl"
+    path, page = tmp_path / "run.jsonl", tmp_path / "run.html"
     path.write_text("\n".join(lines())[:-20], encoding="utf-8")
-    result = CliRunner().invoke(commands, ["report", str(path), "--html", str(tmp_path / "run.html")])
+    result = invoke("report", path, "--html", page)
     assert result.exit_code == 0, result.output
     assert "5 updates" in result.stdout
     assert "1 line of the file could not be read" in result.stdout
-    assert result.stdout.splitlines()[-1] == str(tmp_path / "run.html")
-    assert "Gradient norm" in (tmp_path / "run.html").read_text(encoding="utf-8")
-
-
-def test_a_full_disk_is_one_clear_line_and_leaves_no_file(tmp_path):
-    path = tmp_path / "run.jsonl"
-    path.write_text("\n".join(lines()), encoding="utf-8")
+    assert result.stdout.splitlines()[-1] == str(page)
+    assert "Gradient norm" in page.read_text(encoding="utf-8")
+    page.unlink()
     with full_disk():
-        result = CliRunner().invoke(commands, ["report", str(path), "--html", str(tmp_path / "run.html")])
-    assert result.exit_code == 2
-    assert result.stderr == f"Error: --html {tmp_path}/run.html: File too large.\n"
-    assert not (tmp_path / "run.html").exists()
+        assert_one_clear_line(invoke("report", path, "--html", page), f"--html {page}: File too large.")
+    assert not page.exists()
 
 
 def test_a_file_that_is_no_record_is_one_clear_line(tmp_path):
-    (tmp_path / "notes.txt").write_text("notes", encoding="utf-8")
+    notes = tmp_path / "notes.txt"
+    notes.write_text("notes", encoding="utf-8")
     for arguments, part in [
-        ([str(tmp_path / "absent.jsonl")], "No such file"),
-        ([str(tmp_path)], "Is a directory"),
-        ([str(tmp_path / "notes.txt")], "holds no record of a run"),
-        ([str(tmp_path / "notes.txt"), "--html", "run.pdf"], "ends in .html"),
+        ([tmp_path / "absent.jsonl"], "No such file"),
+        ([tmp_path], "Is a directory"),
+        ([notes], "holds no record of a run"),
+        ([notes, "--html", "run.pdf"], "ends in .html"),
     ]:
-        result = CliRunner().invoke(commands, ["report", *arguments])
-        assert result.exit_code == 2
-        (line,) = result.stderr.strip().splitlines()
-        assert line.startswith("Error: ")
-        assert part in line
+        assert_one_clear_line(invoke("report", *arguments), part)
 
 
-def test_what_never_changes_is_a_sentence_and_no_picture():
+def test_what_never_changes_is_a_sentence_and_no_picture_and_other_numbers_get_their_own():
     steps = [encode({"update": i, "loss": 3.0 / i, "steps": 4, "micro_batch_size": 16}) for i in (1, 2, 3)]
     report = parse("run", steps).report()
     assert [figure.title for figure in report.figures] == ["Loss"]
@@ -134,3 +114,5 @@ def test_what_never_changes_is_a_sentence_and_no_picture():
     assert [row[0] for row in table.rows] == ["Loss"]
     assert "The same in each update: Micro-batch size 16 rows, Micro-batches per update 4." in str(report)
     assert "The same" not in str(parse("run", steps[:1]).report()), "one update says nothing of that"
+    others = [encode({"update": i, "loss": 1.0 + i, "accuracy": 0.5 * i}) for i in range(3)]
+    assert [figure.title for figure in parse("run", others).report().figures] == ["Loss", "accuracy"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +22,65 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.seen.append(str(function))
         return function(*args, **(kwargs or {}))
+
+
+class Held:
+    """How many bytes graphs hold, now and at most, of tensors other than these."""
+
+    def __init__(self, *known: torch.Tensor):
+        self.now = self.most = 0
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+
+    def saved(self) -> torch.autograd.graph.saved_tensors_hooks:
+        held = self
+
+        class Saved:
+            def __init__(self, tensor: torch.Tensor):
+                self.tensor = tensor.detach()
+                held.now += tensor.nbytes
+                held.most = max(held.most, held.now)
+
+            def __del__(self) -> None:
+                held.now -= self.tensor.nbytes
+
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor if tensor.untyped_storage().data_ptr() in self.known else Saved(tensor),
+            lambda saved: saved.tensor if isinstance(saved, Saved) else saved,
+        )
+
+
+class Does(nn.Module):
+    """`run(self, ...)`, with these modules, parameters, buffers and attributes."""
+
+    def __init__(self, run: Any, **parts: Any):
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
+MIXING: dict[str, Any] = {  # what looks across rows
+    "centred": lambda h: h - h.mean(0),
+    "no gradient of the others": lambda h: h - h.detach().mean(0),
+    "a gradient across rows": lambda h: h + (h.mean(0) - h.detach().mean(0)),
+    "softmax over rows": lambda h: h.softmax(0),
+    "sorted": lambda h: h.sort(0).values,
+    "summed up": lambda h: h.cumsum(0),
+    "rolled": lambda h: h + h.roll(1, 0),
+    "the first row": lambda h: h + h[0],
+    "similarities": lambda h: h + (h @ h.T).softmax(1) @ h,
+    "the largest": lambda h: h / h.abs().amax(),
+    "the largest kept": lambda h: h * (h >= h.topk(2, dim=0).values[-1]),
+    "normalised over rows": lambda h: F.normalize(h, dim=0),
+    "the number of rows": lambda h: h / h.shape[0],
+    "normalised by a function": lambda h: F.batch_norm(h, None, None, training=True),
+}
 
 
 def network(seed: int = 0, dtype: torch.dtype | None = None) -> nn.Sequential:

@@ -1,12 +1,9 @@
 """What is used of torch beyond its public API is listed, and all there."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,21 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradaccum
 from gradaccum.on_torch import private
+from gradaccum.on_torch.private import autograd, run_backward
 from gradaccum.torch.optim import SGD
 
 HOME = Path(gradaccum.__file__).parent
-
 LAZY = ("_subclasses.fake_tensor", "utils._python_dispatch", "utils._pytree", "autograd.graph", "_dynamo")
 
 
 @pytest.fixture(scope="module")
-def samples() -> Iterator[dict[str, object]]:
+def samples():
     for name in LAZY:
         importlib.import_module(f"torch.{name}")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = nn.Linear(2, 2)
-        replica = DistributedDataParallel(nn.Linear(2, 2))
+        model, replica = nn.Linear(2, 2), DistributedDataParallel(nn.Linear(2, 2))
         yield {
             "torch": torch,
             "torch.optim.optimizer": sys.modules["torch.optim.optimizer"],
@@ -50,7 +46,7 @@ def samples() -> Iterator[dict[str, object]]:
         dist.destroy_process_group()
 
 
-def of_a_sharded_model() -> dict[str, object]:
+def of_a_sharded_model():
     sharded = fully_shard(nn.Linear(2, 2))
     sharded(torch.ones(1, 2)).sum().backward()
     state = sharded._get_fsdp_state()
@@ -58,17 +54,12 @@ def of_a_sharded_model() -> dict[str, object]:
     return {"fsdp": sharded, "fsdp state": state, "fsdp group": group, "fsdp parameter": group.fsdp_params[0]}
 
 
-def test_this_version_of_torch_has_every_private_name_that_is_used(samples: dict[str, object]) -> None:
+def test_this_version_of_torch_has_every_private_name_that_is_used(samples):
     owners = {name.owner for name in private.NAMES}
     assert {name for name in owners - samples.keys() if not name.startswith("fsdp")} == set()
     assert private.missing(samples) == []
-
-
-def test_a_missing_name_is_told_with_what_it_is_for_and_how_it_goes_on(samples: dict[str, object]) -> None:
-    found = private.missing(
-        {**samples, "reducer": SimpleNamespace(_rebuild_buckets=None, _get_zeros_like_grad_buckets=None)}
-    )
-    assert found == [
+    reducer = SimpleNamespace(_rebuild_buckets=None, _get_zeros_like_grad_buckets=None)
+    assert private.missing({**samples, "reducer": reducer}) == [
         f"torch {torch.__version__} has no _autograd_hook in its reducer: DDP reduces outside of a backward pass. "
         "Without it: torch.distributed.all_reduce."
     ]
@@ -80,7 +71,7 @@ GATHERED = ("group", "ddp", "reducer", "fsdp", "fsdp state", "fsdp group", "fsdp
 PYTHONS = {"_getframe", "_fields", "_replace"}
 
 
-def private_names(path: Path) -> Iterator[tuple[int, str]]:
+def private_names(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
@@ -89,7 +80,7 @@ def private_names(path: Path) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in names if re.match("_[^_]", name))
 
 
-def test_every_private_name_of_torch_is_listed_and_internals_are_touched_in_one_wing() -> None:
+def test_every_private_name_of_torch_is_listed_and_internals_are_touched_in_one_wing():
     paths = [p for wing in ("torch", "on_torch") for p in sorted((HOME / wing).rglob("*.py"))]
     anywhere = {n for entry in private.NAMES if entry.owner not in GATHERED for n in entry.name.split(".")}
     ours = [*paths, *(HOME / "core").rglob("*.py")]
@@ -103,3 +94,43 @@ def test_every_private_name_of_torch_is_listed_and_internals_are_touched_in_one_
         if name not in anywhere | own | PYTHONS
     ]
     assert not found, "\n".join(found)
+
+
+# Backward passes that start at once do what `torch.autograd.backward` does.
+
+
+@pytest.fixture(params=["torch's engine", "another torch"])
+def start(request, monkeypatch):
+    if request.param == "another torch":  # whose engine is called otherwise
+        monkeypatch.setattr(autograd, "backward_engine", lambda: None)
+    else:
+        assert autograd.backward_engine() is not None
+    return run_backward
+
+
+def test_gradients_add_up_from_several_tensors_whose_graphs_are_freed(start):
+    weight = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    weight.grad = torch.tensor([10.0, 10.0], dtype=torch.float64)
+    roots = [weight**2, weight.sum()], [torch.tensor([1.0, 0.5], dtype=torch.float64), torch.tensor(3.0).double()]
+    start(*roots)
+    assert weight.grad.tolist() == [15.0, 15.0]
+    with pytest.raises(RuntimeError, match="second time"):
+        start(*roots)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        start([torch.ones(())], [torch.ones(())])
+
+
+def test_subclasses_have_their_own_way(start):
+    seen = []
+
+    class Watching(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    loss = (torch.ones((), requires_grad=True) * 2).as_subclass(Watching)
+    torch.autograd.backward([loss], [torch.ones(())], retain_graph=True)
+    expected, seen[:] = seen[:], []
+    start([loss], [torch.ones(())])
+    assert [each for each in seen if each in expected] == expected

@@ -3,8 +3,7 @@
 from gradaccum.core.sizes import format_bytes
 from gradaccum.lazy import listed
 from gradaccum.report.blocks import Bars, Block, Code, Curve, Curves, Table, Text, format_value
-from gradaccum.report.files import check_writable, write
-from gradaccum.report.report import Report
+from gradaccum.report.report import Report, check_writable, write
 
 __all__ = [
     "Bars", "Block", "Code", "Curve", "Curves", "Report", "Table", "Text", "check_writable", "format_bytes",

@@ -31,15 +31,21 @@ class Rows:
 
 
 class Module(lightning.LightningModule):
-    def __init__(self):
+    def __init__(self, before=None):
+        """`before(module, index)` is called in each training step."""
         super().__init__()
-        self.network = network(dtype=torch.float64)
+        self.network, self.before = network(dtype=torch.float64), before
 
     def configure_optimizers(self):
         return sgd(self.parameters())
 
     def training_step(self, batch, index):
+        if self.before is not None:
+            self.before(self, index)
         return mse(self.network, *batch)
+
+    def validation_step(self, batch, index):
+        self.log("loss", mse(self.network, *batch), sync_dist=True)
 
 
 class StopAt(lightning.Callback):
@@ -136,28 +142,18 @@ def test_what_two_ranks_have_saved_inside_a_window_goes_on_exactly_on_one(ranks,
     assert module.updates == 6
 
 
-class Apart(Module):
-    """Rank 1 stops its epoch alone, fails alone, or has a schedule of its own."""
-
-    def __init__(self, rank, how):
-        super().__init__()
-        self.other, self.how = rank == 1, how
+class ScheduledApart(Module):
+    """Ranks have schedules of their own."""
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
-        if self.how != "schedule":
-            return optimizer
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "rank"}}
 
-    def on_train_batch_start(self, batch, index):
-        return -1 if self.other and self.how == "-1" and index == 3 else None
 
-    def training_step(self, batch, index):
-        self.log("rank", float(self.current_epoch if self.other else -self.current_epoch), on_epoch=True)
-        if self.other and self.how == "error" and index == 3:
-            raise ArithmeticError("rank 1 failed")
-        return super().training_step(batch, index)
+class EndsEarly(Module):
+    def on_train_batch_start(self, batch, index):
+        return -1 if index == 3 else None
 
 
 class Unsized(torch.utils.data.IterableDataset):
@@ -182,10 +178,17 @@ class Unsized(torch.utils.data.IterableDataset):
 @on_ranks()
 def test_ranks_that_are_not_in_the_same_place_are_an_error_on_all_at_once(rank, how, message):
     """Before a window's reduction, where they would wait for each other."""
+
+    def before(module, index):
+        module.log("rank", float(module.current_epoch if rank else -module.current_epoch), on_epoch=True)
+        if rank == 1 and how == "error" and index == 3:
+            raise ArithmeticError("rank 1 failed")
+
+    module = (ScheduledApart if how == "schedule" else EndsEarly if how == "-1" and rank == 1 else Module)(before)
     rows = batches(rank)[: 5 - 2 * rank if how in ("loader", "unsized", "limit") else 4]
     loader = torch.utils.data.DataLoader(Unsized(rows), batch_size=None) if how == "unsized" else Rows(rows)
     limit = {"limit_train_batches": 4} if how == "limit" else {}
-    said = error_of(lambda: fit(rank, 2, Apart(rank, how), loader, max_epochs=3, **limit))
+    said = error_of(lambda: fit(rank, 2, module, loader, max_epochs=3, **limit))
     if how == "error" and rank == 1:
         assert said == "ArithmeticError: rank 1 failed"
     else:
@@ -193,29 +196,18 @@ def test_ranks_that_are_not_in_the_same_place_are_an_error_on_all_at_once(rank, 
         assert message in said
 
 
-class StopsAlone(Module):
-    """Rank 1 alone stops training, which validates and saves then, and has the others wait for it there."""
-
-    def __init__(self, rank, index):
-        super().__init__()
-        self.other, self.index = rank == 1, index
-
-    def training_step(self, batch, index):
-        self.trainer.should_stop = self.other and index == self.index
-        return super().training_step(batch, index)
-
-    def validation_step(self, batch, index):
-        self.log("loss", mse(self.network, *batch), sync_dist=True)
-
-
 @pytest.mark.parametrize(("steps", "index"), [(2, 1), (2, 2), (1, 1)])
 @on_ranks()
 def test_a_rank_that_stops_alone_is_an_error_on_all_at_once(rank, tmp_path, steps, index):
-    """It validates and saves first, where it waited for the others, and they for it, until the group's timeout."""
+    """It validates and saves then, and waited for the others there, and they for it, until the group's timeout."""
     saves = {"enable_checkpointing": True, "default_root_dir": str(tmp_path), "num_sanity_val_steps": 0}
     validation = Rows(batches(rank)[:1])
+
+    def before(module, step):
+        module.trainer.should_stop = rank == 1 and step == index
+
     with pytest.raises(WindowError, match="different places: before a batch on rank 0, stopping on rank 1"):
-        fit(rank, steps, StopsAlone(rank, index), validation=validation, max_epochs=3, **saves)
+        fit(rank, steps, Module(before), validation=validation, max_epochs=3, **saves)
 
 
 class Manual(Module):

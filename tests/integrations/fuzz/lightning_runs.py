@@ -3,17 +3,12 @@
 import copy
 import os
 import random
-import warnings
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of its dependencies, about each other
-    import lightning.pytorch as lightning
-
-    from gradaccum.integrations.lightning import GradientAccumulation
+from tests.integrations.lightning_problems import GradientAccumulation, Resumable, StopAt, fit, lightning
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -63,37 +58,9 @@ class Module(lightning.LightningModule):
         return float(nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
 
 
-class Loader:
-    """Ragged batches, resumable inside an epoch."""
-
-    def __init__(self, batches):
-        self.batches, self.index, self.restored = batches, 0, None
-
-    def __iter__(self):
-        self.index, self.restored = self.restored or 0, None
-        while self.index < len(self.batches):
-            self.index += 1
-            yield self.batches[self.index - 1]
-        self.index = 0
-
-    def state_dict(self):
-        return {"index": self.index % len(self.batches)}
-
-    def load_state_dict(self, state):
-        self.restored = state["index"]
-
-
-class Sized(Loader):
+class Sized(Resumable):
     def __len__(self):
         return len(self.batches)
-
-
-class StopAt(lightning.Callback):
-    def __init__(self, index):
-        self.index = index
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        trainer.should_stop = index == self.index
 
 
 class SaveAfter(lightning.Callback):
@@ -107,7 +74,7 @@ class SaveAfter(lightning.Callback):
 
 
 def oracle(module, batches, steps, epochs, largest):
-    """The naive loop. Leaves its record in `module.updates`."""
+    """The naive loop. Leaves its record in `module.updates`. Returns the scheduler."""
     configured, options = module.configure_optimizers(), module.options
     scheduler = configured["lr_scheduler"]["scheduler"] if isinstance(configured, dict) else None
     optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
@@ -126,19 +93,18 @@ def oracle(module, batches, steps, epochs, largest):
             if scheduler is not None and by_updates and count % options["frequency"] == 0:
                 scheduler.step()
             if len(module.updates) == largest:
-                return
+                return scheduler
         if scheduler is not None and not by_updates and (epoch + 1) % options["frequency"] == 0:
             scheduler.step()
+    return scheduler
 
 
 def wrong(seed, folder):
     """What is wrong with a run; empty where it is right."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
-    batches = [
-        (torch.randn(rows, 3, dtype=torch.float64), torch.randint(0, 4, (rows,)))
-        for rows in (choose.randint(1, 5) for _ in range(choose.randint(3, 13)))
-    ]
+    rows = [choose.randint(1, 5) for _ in range(choose.randint(3, 13))]
+    batches = [(torch.randn(n, 3, dtype=torch.float64), torch.randint(0, 4, (n,))) for n in rows]
     options = {
         "optimizer": choose.choice(sorted(OPTIMIZERS)),
         "scheduler": choose.choice([None, *SCHEDULERS]),
@@ -159,33 +125,36 @@ def wrong(seed, folder):
     if options["clip"]:
         keywords |= {"gradient_clip_val": options["clip"], "gradient_clip_algorithm": options["by"]}
     saved = choose.choice([None, None, choose.randint(1, len(used) * epochs)])
-    kind = choose.choice([Sized, Sized, Loader])
-    if limit or kind is Loader:  # Lightning saves such a loader where it has fetched ahead, or stopped short
+    kind = choose.choice([Sized, Sized, Resumable])
+    if limit or kind is Resumable:  # Lightning saves such a loader where it has fetched ahead, or stopped short
         saved = None
     weight = (lambda batch: len(batch[0])) if choose.random() < 0.3 else None
     stop = choose.randrange(len(used)) if choose.random() < 0.2 else None
     if stop is not None:
-        used, saved, keywords["max_epochs"] = used[: stop + 1], None, 1
-        epochs = 1
+        used, saved, epochs, keywords["max_epochs"] = used[: stop + 1], None, 1, 1
     path = os.path.join(folder, f"{seed}.ckpt")
-    callbacks = [GradientAccumulation(steps if len(steps) > 1 else steps[0], weight=weight)]
-    if saved:
-        callbacks.insert(choose.choice([0, 1]), SaveAfter(saved, path))
-    if stop is not None:
-        callbacks.insert(choose.choice([0, 1]), StopAt(stop))
-    rows = [len(x) for x, _ in batches]
     said = f"seed {seed}: {options}, {steps}, {keywords}, rows {rows}, saved {saved}, {kind}, stop {stop}"
 
+    def run(module, others=(), path=None):
+        callbacks = [GradientAccumulation(steps if len(steps) > 1 else steps[0], weight=weight)]
+        for one in others:
+            callbacks.insert(choose.choice([0, 1]), one)
+        validation = kind(batches[:2]) if validated else None
+        return fit(module, kind(batches), path, validation, callbacks=callbacks, default_root_dir=folder, **keywords)
+
     expected = Module(options)
-    start, found = copy.deepcopy(expected), copy.deepcopy(expected)
-    oracle(expected, used, steps, epochs, largest)
-    one = _fit(found, callbacks, kind(batches), kind(batches[:2]) if validated else None, folder, keywords)
+    found, resumed = copy.deepcopy(expected), copy.deepcopy(expected)
+    scheduler = oracle(expected, used, steps, epochs, largest)
+    one = run(found, [SaveAfter(saved, path)] if saved else [StopAt(stop)] if stop is not None else [])
     problems = [
         name
         for name, same in {
             "updates": one.global_step == len(expected.updates) == len(found.updates),
             "parameters": _error(found, expected) < 1e-11,
             "norms, rates, steps": _same(found.updates, expected.updates),
+            "scheduler": scheduler is None
+            or (stop is not None and options["interval"] == "epoch")  # Lightning counts whole epochs alone
+            or found.lr_schedulers().last_epoch == scheduler.last_epoch,
             "left as it was": one.accumulate_grad_batches == 1
             and all(config.frequency == options["frequency"] for config in one.lr_scheduler_configs)
             and not {"update_lr_schedulers", "_should_check_val_fx"} & vars(one.fit_loop.epoch_loop).keys(),
@@ -193,23 +162,10 @@ def wrong(seed, folder):
         if not same
     ]
     if not problems and saved and os.path.exists(path):
-        resumed = copy.deepcopy(start)
-        again = [GradientAccumulation(steps if len(steps) > 1 else steps[0], weight=weight)]
-        _fit(resumed, again, kind(batches), kind(batches[:2]) if validated else None, folder, keywords, path)
+        run(resumed, path=path)
         if _error(resumed, found) > 1e-13:
             problems.append(f"resumed {_error(resumed, found):.1e}")
     return f"{said}\n  {', '.join(problems)}: {_error(found, expected):.1e}" if problems else ""
-
-
-def _fit(module, callbacks, rows, validation, folder, keywords, path=None):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-            enable_checkpointing=False, default_root_dir=folder, callbacks=callbacks, **keywords,
-        )  # fmt: skip
-        trainer.fit(module, rows, validation, ckpt_path=path, weights_only=False)
-    return trainer
 
 
 def _error(found, expected):

@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from tests.integrations.fuzz import accelerate_runs, lightning_runs, trainer_runs
+from tests.integrations.transformers.problems import MODELS
 
 KINDS = {"transformers": trainer_runs.wrong, "lightning": lightning_runs.wrong, "accelerate": accelerate_runs.wrong}
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -24,9 +25,25 @@ def quiet():
     transformers.logging.set_verbosity(before)
 
 
-@pytest.mark.parametrize(("kind", "runs"), [("transformers", 8), ("lightning", 30), ("accelerate", 60)])
-def test_some_random_runs_are_the_large_batchs(kind, runs, tmp_path):
-    assert not [found for seed in range(runs) if (found := KINDS[kind](seed, str(tmp_path)))]
+OF_EACH_MODEL = {trainer_runs.scenario(seed)[0]: seed for seed in range(50, -1, -1)}
+"""The first run of each."""
+
+
+def test_there_is_a_run_of_each_model():
+    assert OF_EACH_MODEL.keys() == MODELS.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "seeds"),
+    [
+        ("lightning", range(30)),
+        ("accelerate", range(60)),
+        *(("transformers", [seed]) for seed in OF_EACH_MODEL.values()),
+    ],
+    ids=["lightning", "accelerate", *OF_EACH_MODEL],
+)
+def test_some_random_runs_are_the_large_batchs(kind, seeds, tmp_path):
+    assert not [found for seed in seeds if (found := KINDS[kind](seed, str(tmp_path)))]
 
 
 @pytest.mark.fuzz

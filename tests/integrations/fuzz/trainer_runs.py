@@ -6,81 +6,14 @@ import random
 
 import torch
 import transformers
-from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.integrations.transformers import MicroBatchTrainer
-from tests.integrations.fuzz.trainer_losses import ACROSS, EITHER, MEANS, Loss
-from tests.integrations.transformers.problems import CAUSAL, MODELS, VOCABULARY, arguments
+from tests.integrations.transformers import problems
+from tests.integrations.transformers.problems import ACROSS, EITHER, MEANS, MODELS, Collate
 
 UPDATES, LOGS = 2e-6, 1e-4
 """Relative errors that rounding makes: losses are computed in float32 inside, and small ones are rounded in logs."""
-
-
-BEGINS_LATE = 0.5
-"""Of the causal rows, those whose first token has no label."""
-
-
-def rows(kind, number, choose):
-    return [_row(kind, choose) for _ in range(number)]
-
-
-def _row(kind, choose):
-    if kind == "images":
-        generator = torch.Generator().manual_seed(choose.randint(0, 10**9))
-        pixels = torch.randn(3, 8, 8, generator=generator, dtype=torch.float64)
-        return {"pixel_values": pixels, "labels": torch.tensor(choose.randint(0, 2))}
-    length = choose.randint(2, 11)
-    ids = torch.tensor([choose.randint(3, VOCABULARY - 1) for _ in range(length)])
-    row = {"input_ids": ids}
-    if kind in CAUSAL:
-        ignored = choose.randint(1, length - 1) if choose.random() < BEGINS_LATE else 0
-        row["labels"] = ids.clone()
-        row["labels"][:ignored] = -100
-    elif kind in ("classes", "llama classes"):
-        row["labels"] = torch.tensor(choose.randint(0, 2))
-    elif kind == "numbers":
-        row["labels"] = torch.tensor(choose.gauss(0, 1), dtype=torch.float64)
-    elif kind == "several classes":
-        row["labels"] = torch.tensor([float(choose.randint(0, 1)) for _ in range(3)], dtype=torch.float64)
-    elif kind in ("tokens", "llama tokens"):
-        row["labels"] = torch.tensor([1, *(choose.choice([-100, 0, 1, 2]) for _ in range(length - 1))])
-    elif kind == "masked":
-        row["labels"] = torch.tensor([4, *(choose.choice([-100, -100, 5, 6]) for _ in range(length - 1))])
-    elif kind == "answers":
-        for name in ("start_positions", "end_positions"):
-            row[name] = torch.tensor(choose.randint(0, length - 1))
-    else:  # an encoder and a decoder
-        row["labels"] = torch.tensor([choose.randint(3, VOCABULARY - 1) for _ in range(choose.randint(1, 8))])
-    return row
-
-
-class Collate:
-    """Pads on either side, up to a multiple of some number, with or without a mask."""
-
-    def __init__(self, left, mask, multiple):
-        self.left, self.mask, self.multiple = left, mask, multiple
-
-    def __call__(self, examples):
-        batch = {}
-        for name in examples[0]:
-            values = [row[name] for row in examples]
-            if values[0].dim() != 1 or values[0].is_floating_point():
-                batch[name] = torch.stack(values)
-                continue
-            longest = -(-max(map(len, values)) // self.multiple) * self.multiple
-            batch[name] = self._padded(values, longest, 0 if name == "input_ids" else -100)
-            if name == "input_ids" and self.mask:
-                batch["attention_mask"] = self._padded([torch.ones_like(value) for value in values], longest, 0)
-        return batch
-
-    def _padded(self, values, longest, filler):
-        missing = [longest - len(value) for value in values]
-        sides = [(count, 0) if self.left else (0, count) for count in missing]
-        return torch.stack([F.pad(value, side, value=filler) for value, side in zip(values, sides, strict=True)])
-
-    def __repr__(self):
-        return f"Collate{(self.left, self.mask, self.multiple)}"
 
 
 class Orders(transformers.TrainerCallback):
@@ -107,9 +40,9 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(self.rows)
 
 
-def beside(choose, kind, number, batch, more):
+def beside(choose, kind, more):
     """What a run has beside its arguments, which this may add to."""
-    extra, labelled = {}, kind not in ("images", "answers", "numbers", "several classes", "t5", "bart")
+    extra, labelled = {}, kind not in ("ViT", "BERT, answers", problems.NUMBERS, problems.SEVERAL, "T5", "BART")
     if labelled and choose.random() < 0.35:
         extra["loss"] = choose.choice([*MEANS, *MEANS, *ACROSS, *EITHER])
         more.pop("label_smoothing_factor", None)
@@ -136,13 +69,13 @@ def beside(choose, kind, number, batch, more):
 def scenario(seed):
     """Everything about a run: (kind, rows, micro-batches, collator, arguments, what is beside them)."""
     choose = random.Random(seed)
-    kind, number = choose.choice(sorted(MODELS)), choose.randint(9, 30)
+    kind, number = choose.choice([*MODELS]), choose.randint(9, 30)
     batch = choose.choice([6, 8, 12, 16])
-    by_tokens = kind != "images" and choose.random() < 0.5
+    by_tokens = kind != "ViT" and choose.random() < 0.5
     micro = {"max_tokens": choose.choice([12, 24, 40])} if by_tokens else {}
     if not by_tokens or choose.random() < 0.2:
         micro["micro_batch_size"] = choose.choice([1, 2, 3, 4, 5, "auto"])
-    left = kind in (*CAUSAL, "llama classes", "llama tokens") and choose.random() < 0.4
+    left = kind in (*problems.CAUSAL, problems.LLAMA_TEXTS, problems.LLAMA_TOKENS) and choose.random() < 0.4
     collate = Collate(left, by_tokens or choose.random() < 0.85, choose.choice([1, 1, 8]))
     more = {
         "per_device_train_batch_size": batch,
@@ -157,7 +90,7 @@ def scenario(seed):
         "learning_rate": 0.1,
     }
     rare = [
-        (0.2, {"train_sampling_strategy": "group_by_length"} if kind != "images" else {}),
+        (0.2, {"train_sampling_strategy": "group_by_length"} if kind != "ViT" else {}),
         (0.2, {"label_smoothing_factor": 0.1}),
         (0.15, {"max_steps": choose.randint(1, 5)}),
         (0.2, {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-3}),
@@ -168,8 +101,8 @@ def scenario(seed):
     ]
     for chance, setting in rare:
         more |= setting if choose.random() < chance else {}
-    extra = beside(choose, kind, number, batch, more)
-    return kind, rows(kind, number, choose), micro, collate, more, extra
+    extra = beside(choose, kind, more)
+    return kind, problems.rows(kind, number, choose), micro, collate, more, extra
 
 
 REFUSED = (
@@ -184,15 +117,15 @@ def trainer(cls, start, data, folder, extra, micro, collate, more):
     if extra.get("frozen"):
         next(iter(trained.parameters())).requires_grad_(False)
     if loss := extra.get("loss"):
-        cls = type(f"{cls.__name__}With{loss}", (Loss, cls), {"kind": loss})
+        cls = type(f"{cls.__name__}With{loss}", (problems.Loss, cls), {"kind": loss})
     keywords = {"callbacks": [Orders(extra["order"])] if "order" in extra else []} | micro
     if extra.get("groups"):
         left = [p for p in trained.parameters() if p.requires_grad]
         groups = [{"params": left[::2], "lr": 0.1}, {"params": left[1::2], "lr": 0.02, "weight_decay": 0.1}]
         keywords["optimizers"] = torch.optim.SGD(groups, lr=0.1, momentum=0.9), None
     run = cls(
-        trained, arguments(folder, **more, remove_unused_columns=False), eval_dataset=data[:7], data_collator=collate,
-        train_dataset=Stream(data) if extra.get("stream") else data, **keywords,
+        trained, problems.arguments(folder, **more, remove_unused_columns=False), data_collator=collate,
+        train_dataset=Stream(data) if extra.get("stream") else data, eval_dataset=data[:7], **keywords,
     )  # fmt: skip
     run.remove_callback(transformers.PrinterCallback)
     return run

@@ -12,14 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("sentence_transformers")
 
+import sentence_transformers
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
+    CosineSimilarityLoss,
     MatryoshkaLoss,
     MultipleNegativesRankingLoss,
 )
 from sentence_transformers.util import dot_score, euclidean_sim
 
+from gradaccum import NotEquivalentError
 from gradaccum.integrations.sentence_transformers import ChunkedMultipleNegativesRankingLoss
+from gradaccum.integrations.transformers import MicroBatchTrainer
 from tests.integrations.sentence_transformers.problems import loss_and_gradients, texts, tiny, trained
 from tests.reference import FLOAT64, relative_error
 
@@ -45,11 +49,11 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(options, sizes, columns
 
 
 def test_what_takes_the_whole_matrix_is_said(caplog):
-    with caplog.at_level(logging.INFO, "gradaccum"):
-        for options in TILES:
-            ChunkedMultipleNegativesRankingLoss(tiny(), **options)
-        assert caplog.messages == []
-        ChunkedMultipleNegativesRankingLoss(tiny(), directions=ALL)
+    caplog.set_level(logging.INFO, "gradaccum")
+    for options in TILES:
+        ChunkedMultipleNegativesRankingLoss(tiny(), **options)
+    assert caplog.messages == []
+    ChunkedMultipleNegativesRankingLoss(tiny(), directions=ALL)
     assert "holds the whole matrix of similarities" in caplog.text
 
 
@@ -91,21 +95,16 @@ def test_its_arguments_and_settings_are_those_of_the_cached_loss():
     assert list(loss.state_dict()) == list(MultipleNegativesRankingLoss(model).state_dict())
 
 
-def test_it_is_copied_and_pickled():
+def test_copied_pickled_or_without_gradients_it_is_the_loss():
     model, batch = tiny(), [texts(seed) for seed in range(2)]
     loss = ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=4)
     expected = loss_and_gradients(loss, model, batch)
     for again in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
         assert again.model is not model
         assert relative_error(loss_and_gradients(again, again.model, batch), expected) <= FLOAT64
-
-
-def test_without_gradients_it_is_the_loss():
-    model, batch = tiny().eval(), [texts(seed) for seed in range(2)]
     with torch.no_grad():
-        found = ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=4)([dict(f) for f in batch], None)
-        expected = MultipleNegativesRankingLoss(model)([dict(f) for f in batch], None)
-    assert relative_error([found], [expected]) <= FLOAT64
+        found, plain = (each([dict(f) for f in batch], None) for each in (loss, MultipleNegativesRankingLoss(model)))
+    assert relative_error([found], [plain]) <= FLOAT64
 
 
 def test_distributed_data_parallel_sees_one_forward_pass_and_its_hooks_see_each_gradient_once(tmp_path):
@@ -145,18 +144,32 @@ def test_their_trainer_makes_the_same_updates_with_it(tmp_path):
 
 
 def test_errors_say_what_to_do():
-    model = tiny()
-    with pytest.raises(ValueError, match="Expected at least 2 inputs, got 1"):
-        ChunkedMultipleNegativesRankingLoss(model)([texts(0)], None)
-    with pytest.raises(ValueError, match="at least as many documents as queries.*columns of 11, 4 texts"):
-        fewer = {name: value[:4] for name, value in texts(1).items()}
-        ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=4)([texts(0), fewer], None)
-    with pytest.raises(ValueError, match="Leave them padded, and pass `mini_batch_num_tokens`"):
-        ChunkedMultipleNegativesRankingLoss(model)([{"cu_seq_lens_q": torch.tensor([0, 3])}] * 2, None)
-    with pytest.raises(ValueError, match="`mini_batch_size` must be an int >= 1"):
-        ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=0)
-    with pytest.raises(ValueError, match="Scale must be a positive value"):
-        ChunkedMultipleNegativesRankingLoss(model, scale=0.0)
+    model, fewer = tiny(), {name: value[:4] for name, value in texts(1).items()}
+    for options, columns, says in [
+        ({}, [texts(0)], "Expected at least 2 inputs, got 1"),
+        ({}, [texts(0), fewer], "at least as many documents as queries.*columns of 11, 4 texts"),
+        ({}, [{"cu_seq_lens_q": torch.tensor([0, 3])}] * 2, "Leave them padded, and pass `mini_batch_num_tokens`"),
+        ({"mini_batch_size": 0}, [], "`mini_batch_size` must be an int >= 1"),
+        ({"scale": 0.0}, [], "Scale must be a positive value"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            ChunkedMultipleNegativesRankingLoss(model, **{"mini_batch_size": 4} | options)(columns, None)
     matryoshka = MatryoshkaLoss(model, ChunkedMultipleNegativesRankingLoss(model, mini_batch_size=4), [8, 4])
     with pytest.raises(ValueError, match="A ForwardDecorator replaces the model's forward"):
         matryoshka([texts(0), texts(1)], None)
+
+
+class Sentences(MicroBatchTrainer, sentence_transformers.SentenceTransformerTrainer):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_in_micro_batches_of_their_trainer_a_loss_over_pairs_is_exact_and_one_across_the_batch_refused(tmp_path):
+    start = torch.nn.utils.parameters_to_vector(tiny().parameters()).detach()
+    scored = {"output_dir": str(tmp_path), "scored": True}
+    expected = trained(CosineSimilarityLoss, **scored)
+    found = trained(CosineSimilarityLoss, Sentences, {"micro_batch_size": 3}, **scored)
+    assert (expected - start).abs().max() > 1e-3
+    assert relative_error([found - start], [expected - start]) <= 2e-6  # scores among the labels are float32
+    with pytest.raises(NotEquivalentError, match=r"Sentences\.compute_loss"):
+        trained(MultipleNegativesRankingLoss, Sentences, {"micro_batch_size": 3}, output_dir=str(tmp_path))

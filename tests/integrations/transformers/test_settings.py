@@ -1,26 +1,25 @@
-"""Settings that contradict micro-batches are refused, each by its name and with what to do."""
+"""Settings and wrapped optimizers that contradict micro-batches are refused, each by its name and with what to do."""
 
+import math
 import types
 
 import pytest
 import torch
 import transformers
 
-import gradaccum.torch
+from gradaccum import NotEquivalentError, WindowError
 from gradaccum.integrations.transformers import MicroBatchTrainer, settings
-from tests.integrations.transformers.problems import arguments, collate, model, rows, sgd, train
+from gradaccum.torch import TrainStep
+from gradaccum.torch.optim import Optimizer
+from tests.integrations.transformers.problems import TEXTS, arguments, collate, model, rows, sgd, train, updates
+from tests.reference import FLOAT32, FLOAT64, relative_error
 
-KIND = "BERT, a label for each text"
+BY_ROWS, BY_TOKENS = {"micro_batch_size": 4}, {"max_tokens": 36}
 
 
-def made(folder, micro=None, optimizers=(None, None), cls=MicroBatchTrainer, **more):
-    return cls(
-        model(KIND),
-        arguments(folder, **more),
-        data_collator=collate,
-        train_dataset=rows(KIND),
-        optimizers=optimizers,
-        **(micro or {"micro_batch_size": 4}),
+def made(folder, micro=BY_ROWS, **more):
+    return MicroBatchTrainer(
+        model(TEXTS), arguments(folder, **more), data_collator=collate, train_dataset=rows(TEXTS), **micro
     )
 
 
@@ -38,8 +37,12 @@ def made(folder, micro=None, optimizers=(None, None), cls=MicroBatchTrainer, **m
         ({"auto_find_batch_size": True}, r'auto_find_batch_size=True.*MicroBatchTrainer\(micro_batch_size="auto"\)'),
         ({"optim": "lomo"}, r"optim='lomo' updates parameters in the backward pass"),
         ({"optim": "galore_adamw_layerwise"}, r"optim='galore_adamw_layerwise'.*such as optim='galore_adamw'"),
+        (
+            {"micro": BY_TOKENS, "neftune_noise_alpha": 5.0},
+            r"neftune_noise_alpha scales noise.*`max_tokens` shortens",
+        ),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=str,
 )
 def test_an_argument_is_refused_by_name(more, message, tmp_path):
     with pytest.raises(ValueError, match=message):
@@ -69,35 +72,11 @@ def test_what_shows_only_when_training_begins_is_refused_then(change, message, t
         settings.check_settings(trainer, trainer._gradaccum_large_batch.micro_batches)
 
 
-def test_neftune_and_max_tokens_do_not_go_together(tmp_path):
-    with pytest.raises(ValueError, match=r"neftune_noise_alpha scales noise.*`max_tokens` shortens"):
-        made(tmp_path, {"max_tokens": 36}, neftune_noise_alpha=5.0)
-
-
 def test_under_neftune_micro_batches_of_so_many_rows_keep_their_padding(tmp_path):
-    micro = {"micro_batch_size": 4}
     found = train(
-        MicroBatchTrainer, model(KIND), rows(KIND), tmp_path, micro=micro, max_steps=1, neftune_noise_alpha=5.0
+        MicroBatchTrainer, model(TEXTS), rows(TEXTS), tmp_path, micro=BY_ROWS, max_steps=1, neftune_noise_alpha=5.0
     )
     assert found._gradaccum_large_batch.step.batcher.packing is None
-
-
-def test_an_optimizer_that_accumulates_is_refused_by_name(tmp_path):
-    trained = model(KIND)
-    wrapped = gradaccum.torch.optim.Optimizer(sgd(trained.parameters()), steps=2)
-    with pytest.raises(ValueError, match=r"Received: optimizers=\(Optimizer, \.\.\.\), which accumulates, too"):
-        made(tmp_path, optimizers=(wrapped, None))
-
-
-def test_an_unknown_argument_is_the_trainers_error(tmp_path):
-    with pytest.raises(TypeError, match="micro_batches"):
-        made(tmp_path, {"micro_batches": 4})
-
-
-@pytest.mark.parametrize("micro", [{"micro_batch_size": 0}, {"micro_batch_size": "all"}, {"max_tokens": 0}], ids=str)
-def test_sizes_are_checked_by_name(micro, tmp_path):
-    with pytest.raises((ValueError, TypeError), match=next(iter(micro))):
-        train(MicroBatchTrainer, model(KIND), rows(KIND), tmp_path, micro=micro)
 
 
 class DropsNames(MicroBatchTrainer):
@@ -118,15 +97,10 @@ def with_two_masks(batch):
     return {"other_attention_mask": batch["attention_mask"]}
 
 
-def train_with(more, folder, cls=MicroBatchTrainer, micro=None, **keywords):
+def train_with(more, folder, cls=MicroBatchTrainer, micro=BY_ROWS, **keywords):
     """On batches that the collator adds to."""
-
-    def collator(examples):
-        batch = collate(examples)
-        return batch | more(batch)
-
-    micro, trainer = micro or {"micro_batch_size": 4}, {"data_collator": collator}
-    return train(cls, model(KIND), rows(KIND), folder, micro=micro, trainer=trainer, **keywords)
+    trainer = {"data_collator": lambda examples: (batch := collate(examples)) | more(batch)}
+    return train(cls, model(TEXTS), rows(TEXTS), folder, micro=micro, trainer=trainer, **keywords)
 
 
 @pytest.mark.parametrize(
@@ -134,39 +108,118 @@ def train_with(more, folder, cls=MicroBatchTrainer, micro=None, **keywords):
     [
         (with_names, {"cls": DropsNames}, r"inputs\['names'\] is a list with an entry for each of 10 rows"),
         (
-            with_positions,
-            {},
+            with_positions, {},
             r"labels 10, position_ids 1\. .*repeat what all rows share: tensor.expand\(10, \.\.\.\)",
         ),
+        (with_two_masks, {"micro": BY_TOKENS}, r"several attention masks \(attention_mask, other_attention_mask\)"),
+        (dict, {"micro": {"micro_batch_size": 0}}, "micro_batch_size"),
+        (dict, {"micro": {"micro_batch_size": "all"}}, "micro_batch_size"),
+        (dict, {"micro": {"max_tokens": 0}}, "max_tokens"),
+        (dict, {"micro": {"micro_batches": 4}}, "micro_batches"),  # the Trainer's own error
         (
-            with_two_masks,
-            {"micro": {"max_tokens": 36}},
-            r"several attention masks \(attention_mask, other_attention_mask\)",
+            dict, {"wrap": lambda optimizer: Optimizer(optimizer, steps=2)},
+            r"Received: optimizers=\(Optimizer, \.\.\.\), which accumulates, too",
         ),
     ],
-)
-def test_batches_that_cannot_be_cut_are_refused_by_name(more, how, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+    ids=str,
+)  # fmt: skip
+def test_batches_sizes_and_optimizers_that_cannot_be_are_refused_by_name(more, how, message, tmp_path):
+    with pytest.raises((ValueError, TypeError), match=message):
         train_with(more, tmp_path, **how)
 
 
 def test_the_advice_to_expand_what_all_rows_share_can_be_followed(tmp_path):
-    def expanded(batch):
-        return with_positions(batch, len(batch["labels"]))
-
-    assert train_with(expanded, tmp_path, max_steps=1).state.global_step == 1
+    expanded = train_with(lambda batch: with_positions(batch, len(batch["labels"])), tmp_path, max_steps=1)
+    assert expanded.state.global_step == 1
 
 
-def test_a_version_without_a_hook_is_named():
+def test_this_version_has_every_hook_and_one_that_lacks_any_is_named():
+    settings.check_hooks(transformers.Trainer)
     lacking = types.SimpleNamespace(training_step=0, compute_loss=0, _save_rng_state=0, _load_rng_state=0)
     with pytest.raises(ImportError, match=rf"transformers {transformers.__version__} has no _get_num_items_in_batch"):
         settings.check_hooks(lacking)
 
 
-def test_this_version_has_every_hook():
-    settings.check_hooks(transformers.Trainer)
-
-
 def test_without_its_settings_nothing_is_said(tmp_path):
     settings.check_settings(made(tmp_path, max_grad_norm=0.5, bf16=True), settings.MicroBatches())
     assert torch.is_grad_enabled()
+
+
+# Wrapped optimizers in the stock Trainer.
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"max_grad_norm": 1.0}, {"gradient_accumulation_steps": 2}, {"max_grad_norm": math.inf}, None],
+    ids=["no clipping", "clipping", "its own accumulation", "only the norm", "zero_grad that waits for windows"],
+)
+def test_windows_are_refused_before_anything_has_changed(tmp_path, arguments):
+    """Where zero_grad waits, nothing would close an epoch's last window."""
+    wrapped, before = [], model(TEXTS)
+
+    class Waits(transformers.Trainer):
+        def training_step(self, model, *rest):
+            if arguments is None:
+                model.zero_grad = self.optimizer.optimizer.zero_grad
+            return super().training_step(model, *rest)
+
+    def wrap(optimizer):
+        wrapped.append(Optimizer(optimizer, steps=3))
+        return wrapped[0]
+
+    with pytest.raises(WindowError, match=r"transformers' Trainer.*MicroBatchTrainer.* without gradient_accum"):
+        train(Waits, before, rows(TEXTS), tmp_path, wrap=wrap, **{"max_grad_norm": 0} | (arguments or {}))
+    assert wrapped[0].updates == 0
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.parameters(), wrapped[0].param_groups[0]["params"], strict=True)
+    )
+
+
+def test_windows_of_one_are_the_plain_trainers(tmp_path):
+    start = model(TEXTS).double()
+    plain, windowed = (
+        train(transformers.Trainer, start, rows(TEXTS), tmp_path, max_grad_norm=0, wrap=wrap)
+        for wrap in (lambda optimizer: optimizer, lambda optimizer: Optimizer(optimizer, steps=1))
+    )
+    assert relative_error(updates(windowed, start), updates(plain, start)) <= FLOAT64
+
+
+# A causal model: what its loss divides by.
+
+WEIGHTS = {"labels": lambda batch: (batch["labels"] != -100).sum()}
+WEIGHTS["labels[:, 1:]"] = lambda batch: (batch["labels"][:, 1:] != -100).sum()
+TEXT = collate(rows("Llama", 8))
+
+
+def causal_error(trained):
+    """Of the update: llamas compute their loss in float32."""
+    start, plain = model("Llama").double(), model("Llama").double()
+    plain(**TEXT).loss.backward()
+    sgd(plain.parameters()).step()
+    return relative_error(*([b - a for a, b in zip(start.parameters(), m.parameters())] for m in (trained, plain)))
+
+
+@pytest.mark.parametrize("counted", WEIGHTS)
+def test_windows_of_a_causal_model_weigh_the_labels_that_are_shifted(counted):
+    trained = model("Llama").double()
+    optimizer = Optimizer(sgd(trained.parameters()), steps=4)
+    for start in range(0, 8, 2):
+        part = {name: tensor[start : start + 2] for name, tensor in TEXT.items()}
+        optimizer.zero_grad()
+        optimizer.backward(trained(**part).loss, weight=WEIGHTS[counted](part))
+        optimizer.step()
+    assert optimizer.updates == 1
+    assert (causal_error(trained) <= FLOAT32) is (counted == "labels[:, 1:]")
+
+
+@pytest.mark.parametrize("how", [{"micro_batch_size": 2}, {"max_tokens": 24}], ids=str)
+def test_train_step_refuses_a_causal_models_unshifted_weight(how):
+    def step(trained, counted):
+        keywords = {"compute_loss": lambda model, batch: model(**batch).loss, "weight": WEIGHTS[counted]}
+        TrainStep(trained, sgd(trained.parameters()), **keywords, **how)(TEXT)
+
+    with pytest.raises(NotEquivalentError):
+        step(model("Llama").double(), "labels")
+    trained = model("Llama").double()
+    step(trained, "labels[:, 1:]")
+    assert causal_error(trained) <= FLOAT32

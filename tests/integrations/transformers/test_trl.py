@@ -16,6 +16,7 @@ import trl
 from gradaccum import NotEquivalentError
 from gradaccum.integrations.transformers import MicroBatchTrainer
 from tests.documents import ROOT
+from tests.integrations.transformers.problems import SIZES, Watching
 from tests.reference import relative_error
 
 VOCABULARY = 64
@@ -23,23 +24,15 @@ IN_FLOAT32 = 2e-6
 """TRL computes log-probabilities in float32, whatever the parameters are."""
 
 
-class SFT(MicroBatchTrainer, trl.SFTTrainer):
-    pass
-
-
-class DPO(MicroBatchTrainer, trl.DPOTrainer):
-    pass
-
-
-class Reward(MicroBatchTrainer, trl.RewardTrainer):
-    pass
+SFT, DPO, Reward, KTO = (
+    type(name, (MicroBatchTrainer, getattr(trl, f"{name}Trainer")), {}) for name in ("SFT", "DPO", "Reward", "KTO")
+)
 
 
 def llama(cls=transformers.LlamaForCausalLM, **more):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return cls(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes, **special, **more)).double()
+    return cls(transformers.LlamaConfig(vocab_size=VOCABULARY, **SIZES, **special, **more)).double()
 
 
 def tokenizer():
@@ -89,25 +82,36 @@ def no_progress_bars():
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 
 
-def assert_same(classes, config, model, data, folder, micro, trainer=None, **more):
+def assert_same(classes, config, data, micro, folder, model=None, trainer=None, **more):
+    """The same updates and losses as the stock trainer's; each row is counted once, whatever was proven."""
+    model = model or llama()
     stock, expected = train(classes[1], config, model, data, folder, trainer=trainer and trainer(), **more)
     found, actual = train(classes[0], config, model, data, folder, micro, trainer and trainer(), **more)
     assert relative_error(actual, expected) <= IN_FLOAT32
     pairs = list(zip(found.state.log_history, stock.state.log_history, strict=True))
-    for ours, theirs in pairs[:-1]:
-        assert ours["num_tokens"] == theirs["num_tokens"]  # each row once, whatever was proven
-        assert abs(ours["loss"] - theirs["loss"]) <= IN_FLOAT32
     assert len(pairs) == 3
-    return found
+    for ours, theirs in pairs[:-1]:
+        assert ours["num_tokens"] == theirs["num_tokens"]
+        assert abs(ours["loss"] - theirs["loss"]) <= IN_FLOAT32
+    return found, pairs[:-1]
+
+
+BY_ROWS, BY_TOKENS = {"micro_batch_size": 3}, {"max_tokens": 60}
+TEXTS, PAIRS = texts("prompt", "completion"), texts("prompt", "chosen", "rejected")
+LABELLED = TEXTS.add_column("label", [index % 3 > 0 for index in range(len(TEXTS))])
+ADAPTERS = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 
 
 def test_lora_sft_by_tokens_makes_the_large_batchs_update(tmp_path):
     def adapters():
-        return {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+        return {"peft_config": peft.LoraConfig(**ADAPTERS)}
 
-    data = texts("prompt", "completion")
-    found = assert_same((SFT, trl.SFTTrainer), trl.SFTConfig, llama(), data, tmp_path, {"max_tokens": 60}, adapters)
+    found, _ = assert_same((SFT, trl.SFTTrainer), trl.SFTConfig, TEXTS, BY_TOKENS, tmp_path, trainer=adapters)
     assert isinstance(found.model, peft.PeftModel)
+
+
+def reference():
+    return {"ref_model": llama()}
 
 
 @pytest.mark.parametrize(
@@ -116,93 +120,60 @@ def test_lora_sft_by_tokens_makes_the_large_batchs_update(tmp_path):
     ids=str,
 )
 def test_dpo_keeps_the_pairs_of_a_micro_batch_together(more, tmp_path):
-    data = texts("prompt", "chosen", "rejected")
-
-    def reference():
-        return {"ref_model": llama()}
-
-    seen = []
-
-    class Watched(DPO):
-        def compute_loss(self, model, inputs, *arguments, **keywords):
-            if not self._gradaccum_large_batch.step.proving:
-                seen.append(len(inputs["input_ids"]))
-            return super().compute_loss(model, inputs, *arguments, **keywords)
-
-    classes = Watched, trl.DPOTrainer
-    assert_same(classes, trl.DPOConfig, llama(), data, tmp_path, {"micro_batch_size": 3}, reference, **more)
-    assert seen == [6, 6, 4, 6, 6]  # 8 and 6 pairs
+    cls = type("Watched", (Watching, trl.DPOTrainer), {})
+    found, _ = assert_same((cls, trl.DPOTrainer), trl.DPOConfig, PAIRS, BY_ROWS, tmp_path, trainer=reference, **more)
+    assert [rows for rows, _ in found.shapes] == [6, 6, 4, 6, 6]  # 8 and 6 pairs
 
 
-@pytest.mark.parametrize("kind", ["aot", "aot_unpaired"])
-def test_dpo_across_the_batch_is_refused_by_name(kind, tmp_path):
-    data, trainer = texts("prompt", "chosen", "rejected"), {"ref_model": llama()}
-    with pytest.raises(ValueError, match=f"loss_type='{kind}' sorts the log-ratios of the whole batch"):
-        train(DPO, trl.DPOConfig, llama(), data, tmp_path, {"micro_batch_size": 3}, trainer, loss_type=kind)
+REFUSED = [
+    *(
+        (DPO, trl.DPOConfig, PAIRS, BY_ROWS, {"loss_type": kind}, f"loss_type='{kind}' sorts the log-ratios")
+        for kind in ("aot", "aot_unpaired")
+    ),
+    (DPO, trl.DPOConfig, PAIRS, BY_TOKENS, {}, "`max_tokens` packs single rows, and here 2 rows belong together"),
+    (
+        KTO, trl.KTOConfig, LABELLED, BY_ROWS, {},
+        "mean KL divergence of the whole batch. Choose loss_type=.apo_zero_unpaired",
+    ),
+    pytest.param(
+        DPO, trl.DPOConfig, PAIRS, BY_ROWS, {"loss_type": ["sigmoid", "sft"]}, r"DPO\.compute_loss",
+        marks=pytest.mark.slow,
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_dpo_with_two_denominators_is_refused(tmp_path):
-    data, trainer = texts("prompt", "chosen", "rejected"), {"ref_model": llama()}
-    with pytest.raises(NotEquivalentError, match=r"DPO\.compute_loss"):
-        train(
-            DPO, trl.DPOConfig, llama(), data, tmp_path, {"micro_batch_size": 3}, trainer, loss_type=["sigmoid", "sft"]
-        )
-
-
-def test_pairs_are_not_packed_by_tokens(tmp_path):
-    data, trainer = texts("prompt", "chosen", "rejected"), {"ref_model": llama()}
-    with pytest.raises(ValueError, match=r"`max_tokens` packs single rows, and here 2 rows belong together"):
-        train(DPO, trl.DPOConfig, llama(), data, tmp_path, {"max_tokens": 60}, trainer)
+@pytest.mark.parametrize(("cls", "config", "data", "micro", "more", "says"), REFUSED)
+def test_what_goes_across_the_batch_is_refused_by_name(cls, config, data, micro, more, says, tmp_path):
+    with pytest.raises(NotEquivalentError if "compute_loss" in says else ValueError, match=says):
+        train(cls, config, llama(), data, tmp_path, micro, reference(), **more)
 
 
 def test_a_reward_model_is_exact(tmp_path):
-    model, data = (
-        llama(transformers.LlamaForSequenceClassification, num_labels=1),
-        texts("prompt", "chosen", "rejected"),
-    )
-    classes, micro = (Reward, trl.RewardTrainer), {"micro_batch_size": 3}
-    assert_same(classes, trl.RewardConfig, model, data, tmp_path, micro, center_rewards_coefficient=0.1)
-
-
-def test_sequences_that_trl_flattens_are_cut_and_its_metrics_are_the_large_batchs(tmp_path):
-    more = {"padding_free": True, "max_length": None}
-    data, classes = texts("prompt", "completion"), (SFT, trl.SFTTrainer)
-    assert_same(classes, trl.SFTConfig, llama(), data, tmp_path, {"micro_batch_size": 3}, **more)
-
-
-class KTO(MicroBatchTrainer, trl.KTOTrainer):
-    pass
-
-
-def desirable():
-    data = texts("prompt", "completion")
-    return data.add_column("label", [index % 3 > 0 for index in range(len(data))])
+    model = llama(transformers.LlamaForSequenceClassification, num_labels=1)
+    classes, more = (Reward, trl.RewardTrainer), {"center_rewards_coefficient": 0.1}
+    assert_same(classes, trl.RewardConfig, PAIRS, BY_ROWS, tmp_path, model, **more)
 
 
 SIDES = ["logits/chosen", "logits/rejected", "rewards/margins", "logps/chosen", "rewards/rejected"]
-METRICS = [
-    (SFT, trl.SFTTrainer, trl.SFTConfig, texts("prompt", "completion"), {}, ["mean_token_accuracy", "entropy"]),
-    (DPO, trl.DPOTrainer, trl.DPOConfig, texts("prompt", "chosen", "rejected"), {}, ["mean_token_accuracy", *SIDES]),
-    (KTO, trl.KTOTrainer, trl.KTOConfig, desirable(), {"loss_type": "apo_zero_unpaired"}, SIDES),
-]
+ACCURACY = ["mean_token_accuracy", "entropy"]
+ONE, FLAT = {"micro_batch_size": 1}, {"padding_free": True, "max_length": None}
+METRICS = {
+    "SFT": ((SFT, trl.SFTTrainer), trl.SFTConfig, TEXTS, ONE, {}, ACCURACY),
+    "SFT, flattened": ((SFT, trl.SFTTrainer), trl.SFTConfig, TEXTS, BY_ROWS, FLAT, ACCURACY),
+    "DPO": ((DPO, trl.DPOTrainer), trl.DPOConfig, PAIRS, ONE, {}, [*ACCURACY[:1], *SIDES]),
+    "KTO": ((KTO, trl.KTOTrainer), trl.KTOConfig, LABELLED, ONE, {"loss_type": "apo_zero_unpaired"}, SIDES),
+}
 
 
-@pytest.mark.parametrize(("cls", "stock", "config", "data", "more", "names"), METRICS, ids=["SFT", "DPO", "KTO"])
-def test_trls_metrics_are_means_over_the_batchs_rows_and_tokens(cls, stock, config, data, more, names, tmp_path):
+@pytest.mark.parametrize("kind", METRICS)
+def test_trls_metrics_are_means_over_the_batchs_rows_and_tokens(kind, tmp_path):
     """Means of micro-batches' values were up to 86 % off; those of one side count its tokens, or its rows, alone."""
-    trainer = {} if cls is SFT else {"ref_model": llama()}
-    expected, moved = train(stock, config, llama(), data, tmp_path, trainer=dict(trainer), **more)
-    found, ours = train(cls, config, llama(), data, tmp_path, {"micro_batch_size": 1}, dict(trainer), **more)
-    assert relative_error(ours, moved) <= IN_FLOAT32
-    for theirs, logged in list(zip(expected.state.log_history, found.state.log_history, strict=True))[:2]:
+    classes, config, data, micro, more, names = METRICS[kind]
+    trainer = None if "SFT" in kind else reference
+    _, pairs = assert_same(classes, config, data, micro, tmp_path, trainer=trainer, **more)
+    for ours, theirs in pairs:
         for name in names:
-            assert logged[name] == pytest.approx(theirs[name], rel=1e-5, abs=IN_FLOAT32), name
-
-
-def test_kto_across_the_batch_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="mean KL divergence of the whole batch. Choose loss_type=.apo_zero_unpaired"):
-        train(KTO, trl.KTOConfig, llama(), desirable(), tmp_path, {"micro_batch_size": 3}, {"ref_model": llama()})
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=IN_FLOAT32), name
 
 
 GRPO = [("GRPO", {"loss_type": kind}) for kind in ("dapo", "grpo", "bnpo", "dr_grpo", "cispo")]
@@ -221,7 +192,7 @@ def test_reinforcement_learning_makes_the_large_batchs_update(kind, more, tmp_pa
     data, trainer = texts("prompt").select(range(4)), {"reward_funcs": reward}
     _, expected = train(stock, config, llama(), data, tmp_path, trainer=trainer, **sizes, **more)
     cls = type("Cut", (MicroBatchTrainer, stock), {})
-    found, actual = train(cls, config, llama(), data, tmp_path, {"micro_batch_size": 3}, trainer, **sizes, **more)
+    found, actual = train(cls, config, llama(), data, tmp_path, BY_ROWS, trainer, **sizes, **more)
     assert relative_error(actual, expected) <= IN_FLOAT32
     assert found.state.global_step == 2
 
@@ -236,8 +207,7 @@ def test_the_pages_examples_run(tmp_path, monkeypatch):
     more = {"processing_class": tokenizer(), "ref_model": llama()}  # whose names a model from a hub has
     monkeypatch.setattr(trl.DPOTrainer, "__init__", functools.partialmethod(plain, **more))
     arguments = trl.DPOConfig(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, bf16=False)
-    pairs = texts("prompt", "chosen", "rejected")
-    names = {"__name__": "page", "model": llama(), "arguments": arguments, "pairs": pairs}
+    names = {"__name__": "page", "model": llama(), "arguments": arguments, "pairs": PAIRS}
     for page in ("howto/dpo.md", "transformers.md"):
         for code in re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs" / page).read_text("utf-8"), re.M | re.S):
             exec(code, names)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradaccum.jax
 from gradaccum.jax import updated, windowed
-from tests.jax.problems import PARAMS, assert_same, mesh_of, placed, rows, squared_error, taken
+from tests.jax.problems import PARAMS, assert_refused, assert_same, mesh_of, placed, rows, squared_error, taken
 from tests.reference import FLOAT64, WINDOWS, ragged, windows_of
 
 ONES = jnp.ones(3)
@@ -159,12 +159,12 @@ def test_a_window_saved_in_the_middle_goes_on_bit_for_bit(restored, tmp_path):
 # On gradients that are written down.
 
 
-def gradients_into(optimizer, gradients, params=None, weights=None, flush=False):
+def gradients_into(optimizer, gradients, params=None, weights=None, jit=False, flush=False):
     """What the loop on these gradients gives: parameters, state, and `updated` after each."""
-    params = jnp.zeros(3) if params is None else params
+    params, update = jnp.zeros(3) if params is None else params, jax.jit(optimizer.update) if jit else optimizer.update
     state, seen = optimizer.init(params), []
     for gradient, weight in zip(gradients, weights or [None] * len(gradients), strict=True):
-        updates, state = optimizer.update(gradient, state, params, weight=weight)
+        updates, state = update(gradient, state, params, weight=weight)
         params = optax.apply_updates(params, updates)
         seen.append(bool(updated(state)))
     if flush:
@@ -173,53 +173,51 @@ def gradients_into(optimizer, gradients, params=None, weights=None, flush=False)
     return params, state, seen
 
 
-def jitted(optimizer):
-    return optimizer._replace(update=jax.jit(optimizer.update))
-
-
 SGD = optax.sgd(1.0)
 
 
-def test_without_weights_micro_batches_count_the_same():
-    params, _, seen = gradients_into(windowed(SGD, 2), [1 * ONES, 2 * ONES, 5 * ONES], flush=True)
-    assert np.allclose(params, -1.5 - 5)
-    assert seen == [False, True, False]
+NAN = jnp.nan * ONES
+BY_WEIGHT = {  # steps, gradients, weights, the parameters after them and a flush, and when there were updates
+    "without weights": (2, [1 * ONES, 2 * ONES, 5 * ONES], None, -1.5 - 5, [False, True, False]),
+    "a micro-batch of weight 0 that is NaN": (3, [ONES, NAN, 4 * ONES], [2, 0, 1], -2, [False, False, True]),
+    "a window of weight 0": (2, [NAN] * 3, [0, 0, 0], 0, [False] * 3),
+}
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_micro_batch_of_weight_0_is_left_out_even_if_it_is_nan(traced):
-    weights = [jnp.asarray(w) if traced else w for w in (2.0, 0.0, 1.0)]
-    optimizer = jitted(windowed(SGD, 3)) if traced else windowed(SGD, 3)
-    params, _, seen = gradients_into(optimizer, [ONES, jnp.nan * ONES, 4 * ONES], weights=weights)
-    assert np.allclose(params, -2, rtol=FLOAT64)
-    assert seen == [False, False, True]
+@pytest.mark.parametrize("name", BY_WEIGHT)
+def test_an_update_is_the_weighted_mean_of_its_window(name, traced):
+    steps, gradients, weights, expected, updates = BY_WEIGHT[name]
+    optimizer = windowed(SGD, steps)
+    weights = weights and [jnp.asarray(float(w)) if traced else w for w in weights]
+    params, state, seen = gradients_into(optimizer, gradients, weights=weights, jit=traced, flush=True)
+    assert np.allclose(params, expected, rtol=FLOAT64)
+    assert seen == updates
+    assert int(state.updates) == sum(updates) + (name == "without weights")
 
 
-def test_a_window_of_weight_0_makes_no_update():
-    optimizer = windowed(optax.adam(0.1), 2)
-    params, state, seen = gradients_into(optimizer, [jnp.nan * ONES] * 3, weights=[0, 0, 0], flush=True)
-    assert seen == [False] * 3
+def test_a_window_of_weight_0_leaves_the_inner_state_alone():
+    _, state, _ = gradients_into(windowed(optax.adam(0.1), 2), [NAN] * 3, weights=[0, 0, 0], flush=True)
     assert not updated(state)
-    assert (int(state.updates), int(state.inner_state[0].count), params.tolist()) == (0, 0, [0, 0, 0])
+    assert int(state.inner_state[0].count) == 0
 
 
 def test_a_nan_never_reaches_the_next_window():
-    bad = [ONES, jnp.nan * ONES, ONES, 3 * ONES]
-    params, state, _ = gradients_into(windowed(optax.apply_if_finite(SGD, 5), 2), bad)
+    params, state, _ = gradients_into(windowed(optax.apply_if_finite(SGD, 5), 2), [ONES, NAN, ONES, 3 * ONES])
     assert np.allclose(params, -2, rtol=FLOAT64)
     assert int(state.inner_state.total_notfinite) == 1
 
 
 @pytest.mark.parametrize("weight", [-1.0, jnp.nan])
 def test_a_traced_weight_that_is_none_makes_the_update_nan(weight):
-    optimizer = jitted(windowed(SGD, 1))
-    assert np.isnan(optimizer.update(ONES, optimizer.init(ONES), ONES, weight)[0]).all()
+    params, _, _ = gradients_into(windowed(SGD, 1), [ONES], weights=[jnp.asarray(weight)], jit=True)
+    assert np.isnan(params).all()
 
 
 def test_the_inner_optimizer_runs_inside_a_branch_only():
     calls = []
     inner = optax.stateless(lambda grads, params: jax.debug.callback(lambda: calls.append(1)) or grads)
-    gradients_into(jitted(windowed(inner, 4)), [ONES] * 8)
+    gradients_into(windowed(inner, 4), [ONES] * 8, jit=True)
     jax.effects_barrier()
     assert len(calls) == 2
 
@@ -240,11 +238,9 @@ def test_a_table_of_epochs_is_followed_and_a_window_keeps_its_length():
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_callable_is_asked_for_the_window_that_opens(jit):
-    if jit:
-        optimizer = jitted(windowed(SGD, lambda epoch, update: jnp.where(update < 2, 1, 3)))
-    else:
-        optimizer = windowed(SGD, lambda epoch, update: 1 if update < 2 else 3)
-    assert gradients_into(optimizer, [ONES] * 6)[2] == [True, True, False, False, True, False]
+    steps = (lambda e, u: jnp.where(u < 2, 1, 3)) if jit else (lambda e, u: 1 if u < 2 else 3)
+    seen = gradients_into(windowed(SGD, steps), [ONES] * 6, jit=jit)[2]
+    assert seen == [True, True, False, False, True, False]
 
 
 def test_a_state_from_other_steps_finishes_its_window_first():
@@ -295,19 +291,6 @@ def test_value_reaches_the_inner_optimizer_as_the_windows_mean():
     assert seen == [[0, 0], [8, 2.0], [8, 2.0], [10, 4.0]]
 
 
-def test_a_plateau_is_judged_by_the_windows_loss():
-    make = lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))  # noqa: E731
-    losses = [3.0, 1.0, 2.0, 2.0, 4.0, 0.0, 1.0, 3.0]
-    plain, wrapped = make(), jitted(windowed(make(), 2))
-    expected, state = plain.init(ONES), wrapped.init(ONES)
-    for pair in zip(losses[::2], losses[1::2]):
-        _, expected = plain.update(ONES, expected, ONES, value=jnp.asarray(sum(pair) / 2))
-        for loss in pair:
-            _, state = wrapped.update(ONES, state, ONES, value=jnp.asarray(loss))
-    assert_same(state.inner_state, expected)
-    assert float(expected[1].scale) < 1
-
-
 def test_lookahead_gets_the_windows_gradient_for_its_fast_parameters():
     make = lambda: optax.lookahead(optax.adam(0.1), 2, 0.5)  # noqa: E731
     start = optax.LookaheadParams.init_synced({"w": ONES})
@@ -324,7 +307,7 @@ def test_lookahead_gets_the_windows_gradient_for_its_fast_parameters():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_is_summed_in_single(dtype):
     gradients = [jnp.asarray([8.0, 0.5], dtype) * (1 if i == 0 else 2**-9) for i in range(512)]
-    updates, _, _ = gradients_into(jitted(windowed(SGD, 512)), gradients, jnp.zeros(2, dtype))
+    updates, _, _ = gradients_into(windowed(SGD, 512), gradients, jnp.zeros(2, dtype), jit=True)
     exact = -sum(np.asarray(g, np.float64) for g in gradients) / 512
     assert updates.dtype == dtype
     assert np.abs(np.asarray(updates, np.float64) / exact - 1).max() <= float(jnp.finfo(dtype).eps) / 2
@@ -346,12 +329,12 @@ def test_parameters_and_an_inner_state_that_are_pythons_numbers():
 
 
 def test_sums_keep_the_shardings_of_the_parameters():
-    mesh, optimizer = mesh_of("Auto"), jitted(windowed(optax.adam(0.1), 2))
+    mesh, optimizer = mesh_of("Auto"), windowed(optax.adam(0.1), 2)
     params = placed(jnp.zeros((8, 3)), mesh)
-    state = optimizer.init(params)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
     assert state.sums.sharding == params.sharding
     for _ in range(2):
-        updates, state = optimizer.update(placed(jnp.ones((8, 3)), mesh), state, params)
+        updates, state = update(placed(jnp.ones((8, 3)), mesh), state, params)
         for leaf in (updates, state.sums, state.inner_state[0].mu):
             assert leaf.sharding.is_equivalent_to(params.sharding, 2)
     assert updated(state)
@@ -373,13 +356,117 @@ def test_inside_shard_map_with_parameters_in_parts():
 
 
 def test_the_noise_scale_is_measured_on_the_way():
-    draw, params, optimizer = np.random.default_rng(0), jnp.zeros(10), windowed(optax.sgd(0.0), 4, noise_scale=True)
-    state, update = optimizer.init(params), jax.jit(optimizer.update, static_argnames="weight")
-    for _ in range(1200):
-        gradient = 1 + draw.normal(size=(2, 10), scale=2).mean(0)
-        _, state = update(jnp.asarray(gradient), state, params, weight=2)
+    draw, optimizer = np.random.default_rng(0), windowed(optax.sgd(0.0), 4, noise_scale=True)
+    draws = [jnp.asarray(1 + draw.normal(size=(2, 10), scale=2).mean(0)) for _ in range(1200)]
+    _, state, _ = gradients_into(optimizer, draws, jnp.zeros(10), weights=[2.0] * 1200, jit=True)
     scale = gradaccum.jax.noise_scale(state)
     assert scale.interval[0] < 4 < scale.interval[1] < 10  # 10 * 2**2 / 10 rows
     assert (scale.updates, scale.batch_size, scale.unit) == (300, 8, "rows")
     with pytest.raises(ValueError, match="noise_scale=True"):
-        gradaccum.jax.noise_scale(windowed(SGD, 2).init(params))
+        gradaccum.jax.noise_scale(windowed(SGD, 2).init(ONES))
+
+
+# What cannot be made exact is refused by name.
+
+PAIR = {"a": ONES, "b": None}
+STATE, STRUCTURE = "`state` must be what init(params) or the last update()", "must have the structure of the parameters"
+STEPS, INT, ITSELF = "`steps` must be an int >= 1", "must return an int >= 1", "accumulates gradients by itself"
+OWN, SHORT, NEEDS = (
+    "`{}` covers one micro-batch only",
+    "sums in half precision lose",
+    "inner optimizer needs `value`. Pass",
+)
+
+
+def update(optimizer, grads=ONES, *more, params=ONES, jit=False, **extra):
+    """An update of a fresh state."""
+    of = jax.jit(optimizer.update) if jit else optimizer.update
+    return of(grads, optimizer.init(params), params, *more, **extra)
+
+
+def of_pair(grads):
+    return lambda: update(windowed(SGD, 2), grads, params=PAIR)
+
+
+def scheduled(steps):
+    return lambda: update(windowed(SGD, steps), jit=True)
+
+
+def init(inner, params=ONES, **options):
+    return lambda: windowed(inner, 2, **options).init(params)
+
+
+PLATEAU = windowed(optax.chain(SGD, optax.contrib.reduce_on_plateau()), 2)
+MONITOR = optax.GradientTransformation(lambda params: {}, lambda g, s, p=None: (g, {"norm": g.sum()}))
+ONE = windowed(SGD, 2).init(ONES)
+CASES = {
+    **{f"steps {steps}": (lambda steps=steps: windowed(SGD, steps), (TypeError, ValueError), STEPS)
+       for steps in (0, -1, 2.5, True, "4", {}, {2: 4}, {0: 0})},
+    "no optimizer": (lambda: windowed(4, SGD), TypeError, "Received: optimizer=4 of type int"),
+    "update without a state": (lambda: windowed(SGD, 2).update(ONES, None), TypeError, STATE),
+    "flush without a state": (lambda: windowed(SGD, 2).flush(None, ONES), TypeError, STATE),
+    "update of another's state": (lambda: windowed(SGD, 2).update(ONES, SGD.init(ONES)), TypeError, STATE),
+    "flush of another's state": (lambda: windowed(SGD, 2).flush(SGD.init(ONES), ONES), TypeError, STATE),
+    "MultiSteps": (init(optax.MultiSteps(SGD, 2).gradient_transformation()), ValueError, ITSELF),
+    "windowed": (init(optax.chain(optax.clip(1.0), windowed(SGD, 2))), ValueError, ITSELF),
+    "apply_every": (init(optax.chain(optax.apply_every(2), SGD)), ValueError, ITSELF),
+    "a schedule that needs values inside jit": (
+        scheduled(lambda e, u: 1 if u < 2 else 4), TypeError, "gets `epoch` and `update` as traced arrays",
+    ),
+    "a schedule of 0": (scheduled(lambda e, u: 0), ValueError, STEPS),
+    "a schedule of 2.5": (scheduled(lambda e, u: 2.5), TypeError, STEPS),
+    "a schedule of traced floats": (scheduled(lambda e, u: u / 2), TypeError, INT),
+    "a schedule of traced vectors": (scheduled(lambda e, u: u[None]), TypeError, INT),
+    **{f"weight {weight}": (lambda w=weight: update(windowed(SGD, 2), ONES, w), (TypeError, ValueError), "weight")
+       for weight in (-1, float("nan"), float("inf"), "3", True, [1, 2], 1e200)},
+    "a traced weight that is no scalar": (
+        lambda: update(windowed(SGD, 2), ONES, ONES, jit=True), TypeError, "Received: weight=float64[3], traced",
+    ),
+    "an argument that the inner optimizer needs": (lambda: update(PLATEAU), TypeError, NEEDS),
+    "the same, jitted": (lambda: update(PLATEAU, jit=True), TypeError, NEEDS),
+    "gradients without a part": (of_pair({"a": ONES}), ValueError, STRUCTURE),
+    "gradients of another shape": (
+        of_pair(PAIR | {"a": ONES[None]}), ValueError, "Received: grads['a'] of shape (1, 3), not shape (3,)",
+    ),
+    "gradients of nothing": (of_pair(PAIR | {"b": ONES}), ValueError, "grads['b'] of shape (3,), not None"),
+    "gradients of another dtype": (
+        of_pair(PAIR | {"a": ONES.astype("f4")}), TypeError, "grads['a'] of float32 for a parameter of float64",
+    ),
+    "parameters that are integers": (init(SGD, {"n": jnp.arange(3)}), TypeError, "Received: params['n'] of int64"),
+    **{f"lbfgs, {name}": (lambda extra=extra: update(windowed(optax.lbfgs(), 2), **extra), ValueError, OWN.format(name))
+       for name, extra in {"value_fn": {"value_fn": lambda p: 0.0}, "grad": {"grad": ONES}}.items()},
+    "lbfgs": (lambda: update(windowed(optax.lbfgs(), 2)), ValueError, OWN.format("grad")),
+    "a value that is no scalar": (
+        lambda: update(windowed(SGD, 2), value=ONES), ValueError, "must be the micro-batch's mean loss, a scalar",
+    ),
+    "sums in half precision": (init(SGD, accumulate_dtype=jnp.bfloat16), ValueError, SHORT),
+    "updated of two": (lambda: updated((ONE, ONE)), ValueError, "Received: tuple with 2 of them"),
+    "updated of none": (lambda: updated(optax.adam(0.1).init(ONES)), ValueError, "with 0 of them"),
+    "an inner state that changes its structure": (
+        lambda: update(windowed(optax.chain(MONITOR, SGD), 2), jit=True), ValueError, "another structure",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_wrong_is_named(name):
+    assert_refused(*CASES[name])
+
+
+@pytest.mark.parametrize(("first", "second"), [({"weight": 4}, {}), ({}, {"weight": 4})])
+def test_weights_on_some_micro_batches_of_a_window(first, second):
+    optimizer = windowed(SGD, 2)
+    _, state = optimizer.update(ONES, optimizer.init(ONES), ONES, **first)
+    with pytest.raises(ValueError, match=r"must come with a `weight`, or none.*after 1 micro-batches with"):
+        optimizer.update(ONES, state, ONES, **second)
+    updates, state = jax.jit(lambda state: optimizer.update(ONES, state, ONES, **second))(state)
+    assert jnp.isnan(updates).all()
+    optimizer.update(ONES, state, ONES, **first)  # the next window may do otherwise
+
+
+def test_a_traced_schedule_below_1():
+    optimizer = windowed(SGD, lambda epoch, update: jnp.where(update < 1, 1, 0))
+    step = jax.jit(optimizer.update)
+    updates, state = step(ONES, optimizer.init(ONES), ONES)
+    assert jnp.isfinite(updates).all()
+    assert jnp.isnan(step(ONES, state, ONES)[0]).all()

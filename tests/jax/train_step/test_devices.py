@@ -25,6 +25,7 @@ from tests.jax.problems import (
     squared_error,
     taken,
 )
+from tests.jax.train_step.test_calls import Case, by_hand
 
 ALL = P()
 
@@ -85,48 +86,31 @@ def test_the_sum_of_spread_gradients_is_spread_too():
     assert any("f64[64,8]" in part for part in carried), carried
 
 
-def test_weights_aux_keys_and_gradients_of_the_batch_on_explicit_axes():
-    mesh, mask = mesh_of("Explicit"), np.arange(32) % 5 != 0
-    mask[:8] = False  # all of the first device's
+CALLS = {
+    "aux of tokens, none of them on the first device": Case(32, 8, "tokens", (0, 8), aux=True, last=False),
+    "losses by name, and gradients of rows": Case(16, 4, "both", of_rows=True, last=False),
+}
 
+
+@pytest.mark.parametrize("name", CALLS)
+def test_on_explicit_axes_a_call_is_what_it_is_on_one_device(name):
+    case = CALLS[name]
+    mesh = mesh_of("Explicit") if case.aux else mesh_of("Explicit", (2, 2), ("data", "rest"))
+    params, x, more, key, state = case.args
+    args = placed(params, mesh, ALL), placed(x, mesh), placed(more, mesh), placed(key, mesh, ALL), state
+    step = in_micro_batches(case.loss, case.size, **case.options).lower(*args).compile()
+    assert case.over == "both" or not collectives(in_loops(step.as_text()))
+    assert_same(step(*args), by_hand(case))
+
+
+def test_devices_and_micro_batches_share_no_random_numbers():
     def loss_fn(params, batch, key):
-        of_rows = errors(params, *batch[:2])
-        drawn = jax.random.normal(key, (len(of_rows),))
-        return masked_error(params, batch), {"error": of_rows, "right": (of_rows < 5).sum(), "drawn": drawn}
+        return squared_error(params, batch), jax.random.normal(key, batch[0].shape[:1])
 
-    hows = {"error": "concat", "right": "sum", "drawn": "concat"}
-    keywords = {"has_aux": True, "aux": hows, "weight": counted, "rng_argnum": 2}
-    plain = network(), (*rows(32), mask), jax.random.key(0)
-    args = placed(plain[0], mesh, ALL), placed(plain[1], mesh), placed(plain[2], mesh, ALL)
-    step = in_micro_batches(loss_fn, 8, **keywords).lower(*args).compile()
-    assert not collectives(in_loops(step.as_text()))
-    (loss, aux), grads = step(*args)
-    (expected, expected_aux), expected_grads = at_once(loss_fn, has_aux=True)(*plain)
-    assert len(np.unique(aux.pop("drawn"))) == 32, "devices or micro-batches share random numbers"
-    expected_aux.pop("drawn")
-    assert_same(((loss, aux), grads), ((expected, expected_aux), expected_grads))
-
-
-def test_losses_with_a_denominator_each_and_gradients_of_rows_on_explicit_axes():
-    mesh = mesh_of("Explicit", (2, 2), ("data", "rest"))
-
-    def weighed(w, x, rest):  # integers can't be differentiated, so the batch is two arguments
-        odd, of_rows = rest["n"] % 2, x["x"] @ w
-        return {
-            "odd": (((of_rows * x["scale"]) ** 2 * odd).sum() / odd.sum(), odd.sum()),
-            "all": (of_rows.mean(), len(of_rows)),
-        }
-
-    def total(*args):
-        losses = {name: loss for name, (loss, _) in weighed(*args).items()}
-        return losses["odd"] + losses["all"], losses
-
-    w, x, n = jnp.linspace(-1, 1, 5), {"x": rows(16)[0], "scale": jnp.asarray(1.5)}, {"n": jnp.arange(16) // 3}
-    options = {"argnums": (0, 1), "batch_argnums": (1, 2), "in_axes": ({"x": 0, "scale": None}, 0)}
-    spread = {"x": placed(x["x"], mesh), "scale": placed(x["scale"], mesh, ALL)}
-    found = in_micro_batches(weighed, 4, **options)(placed(w, mesh, ALL), spread, placed(n, mesh))
-    (_, expected), expected_grads = at_once(total, argnums=(0, 1), has_aux=True)(w, x, n)
-    assert_same(found, (expected, expected_grads))
+    mesh = mesh_of("Explicit")
+    step = in_micro_batches(loss_fn, 8, has_aux=True, rng_argnum=2, verify=False)
+    (_, drawn), _ = step(placed(network(), mesh, ALL), placed(rows(32), mesh), placed(jax.random.key(0), mesh, ALL))
+    assert len(np.unique(drawn)) == 32
 
 
 def test_a_loss_that_names_the_mesh_itself_is_exact_and_says_what_it_costs(caplog):
@@ -147,7 +131,7 @@ def test_the_same_array_as_parameter_and_batch_is_cut_as_batch_only(spec):
     mesh = mesh_of("Explicit")
     x = placed(jnp.arange(8.0), mesh, spec)
     with jax.set_mesh(mesh):
-        loss, gradient = in_micro_batches(lambda w, x: (w.sum() * x).mean(), 4)(x, x)
+        loss, gradient = gradaccum.jax.value_and_grad(lambda w, x: (w.sum() * x).mean(), micro_batch_size=4)(x, x)
     assert (float(loss), gradient.tolist()) == (98.0, [3.5] * 8)
 
 

@@ -1,4 +1,6 @@
-"""`noise_scale=True`: the norms of the first micro-batch's gradient and of the whole batch's, beside the gradients."""
+"""`noise_scale=True`: the norms of the first micro-batch's gradient and of the whole batch's, beside the gradients.
+
+`test_calls` compares them on one device."""
 
 import math
 
@@ -16,11 +18,9 @@ from tests.jax.problems import (
     assert_same,
     at_once,
     counted,
-    errors,
     in_micro_batches,
     masked_error,
     mesh_of,
-    outputs,
     placed,
     rows,
     squared_error,
@@ -65,76 +65,7 @@ def of_rows(loss_fn, batch, start, stop):
 
 
 def assert_norms(norms, *expected):
-    assert isinstance(norms, Norms)
-    assert_same(list(map(jnp.asarray, norms)), list(map(jnp.asarray, expected)))
-
-
-def summed(params, batch):
-    return errors(params, *batch).sum()
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "reduction", "count"),
-    [
-        *((squared_error, "mean", count) for count in (11, 3)),
-        (summed, "sum", 11),
-        pytest.param(squared_error, "mean", 12, marks=pytest.mark.slow),
-        *(pytest.param(summed, "sum", count, marks=pytest.mark.slow) for count in (12, 3)),
-    ],
-)
-def test_the_norms_are_those_of_the_first_micro_batch_and_the_large_batch(loss_fn, reduction, count):
-    """12 rows are 4 4 4; 11 are 4 4 3; 3 are one micro-batch, which tells nothing."""
-    batch, size = rows(count), min(count, 4)
-    *found, norms = in_micro_batches(loss_fn, 4, reduction=reduction, noise_scale=True)(PARAMS, batch)
-    assert_same(tuple(found), at_once(loss_fn)(PARAMS, batch))
-    assert_norms(norms, of_rows(squared_error, batch, 0, size), size, of_rows(squared_error, batch, 0, count), count)
-    assert norms.usable == (count > 4)
-
-
-MASK = (np.arange(11) % 3 > 0).astype(float)
-
-
-@pytest.mark.parametrize("first", [0, 4], ids=["", "the first micro-batch has no weight"])
-def test_with_a_weight_the_first_micro_batch_that_counts_is_measured(first):
-    batch = (*BATCH, MASK * (np.arange(11) >= first))
-    norms = in_micro_batches(masked_error, 4, weight=counted, noise_scale=True)(PARAMS, batch)[2]
-    small = of_rows(masked_error, batch, first, first + 4)
-    assert_norms(norms, small, 4, of_rows(masked_error, batch, 0, 11), 11)
-
-
-def test_with_several_losses_the_first_micro_batch_is_divided_as_the_large_batch_is():
-    def two(params, batch):
-        return {
-            "masked": (masked_error(params, batch), counted(batch)),
-            "all": ((outputs(params, batch[0]) ** 2).mean(), len(batch[0])),
-        }
-
-    def first_rows(params, batch):
-        x, y, mask = batch
-        first = (np.arange(11) < 4) * (11 / 4)
-        kept = (errors(params, x, y) * mask * first).sum() / mask.sum()
-        return kept + ((outputs(params, x) ** 2).mean(-1) * first).mean()
-
-    def total(params, batch):
-        return sum(loss for loss, _ in two(params, batch).values())
-
-    batch = (*BATCH, MASK)
-    norms = in_micro_batches(two, 4, noise_scale=True)(PARAMS, batch)[2]
-    assert_norms(norms, of_rows(first_rows, batch, 0, 11), 4, of_rows(total, batch, 0, 11), 11)
-
-
-def test_norms_come_last_and_gradients_of_rows_are_no_part_of_them():
-    def loss_fn(params, x, state):
-        return squared_error(params, (x, jnp.zeros((len(x), 3)))), (state + 1, x[:, 0])
-
-    keywords = {"argnums": (0, 1), "has_aux": True, "state_argnum": 2, "noise_scale": True}
-    (_, (state, aux)), grads, norms = in_micro_batches(loss_fn, 4, **keywords)(PARAMS, BATCH[0], 0)
-    assert (int(state), aux.shape) == (3, (11,))
-    zeros = BATCH[0], jnp.zeros((11, 3))
-    assert_norms(norms, of_rows(squared_error, zeros, 0, 4), 4, of_rows(squared_error, zeros, 0, 11), 11)
-    again = jax.jit(gradaccum.jax.grad(loss_fn, micro_batch_size=4, **keywords))(PARAMS, BATCH[0], 0)
-    assert_same(again, (grads, (state, aux), norms))
-    assert len(jax.jit(gradaccum.jax.grad(slope, micro_batch_size=2, noise_scale=True))(jnp.ones(5), BATCH[0])) == 2
+    assert_same(norms, Norms(*expected))
 
 
 @pytest.mark.parametrize("size", [2, 11])

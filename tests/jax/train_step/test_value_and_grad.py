@@ -1,4 +1,4 @@
-"""`value_and_grad` gives what `jax.value_and_grad` gives on the whole batch, whatever its losses are means over."""
+"""`value_and_grad` is `jax.value_and_grad` on the whole batch: over rows and tokens. More of it in `test_calls`."""
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +30,6 @@ def test_ragged_micro_batches_match_the_large_batch():
     assert_large_batch(squared_error, 4, PARAMS, BATCH)
 
 
-def summed(params, batch):
-    return errors(params, *batch).sum()
-
-
-def scaled(params, batch, scale):
-    return squared_error(params, batch) * scale
-
-
-def two_models(first, x, second, y):
-    return ((outputs(first, x) * 2.0 - outputs(second, x) - y) ** 2).mean()
-
-
 def in_columns(params, batch):
     return (((outputs(params, batch["x"].T) - batch["y"]) * batch["scale"]) ** 2).mean()
 
@@ -58,10 +46,6 @@ def of_any_leaves(params, batch):
     return jnp.where(batch["keep"], losses, 0).mean()
 
 
-def checkpointed(params, batch):
-    return ((jax.checkpoint(outputs)(params, batch[0]) - batch[1]) ** 2).mean()
-
-
 CLASSES = jnp.asarray([0.1, 1.0, 3.0])
 LABELS = jnp.arange(11) % 3
 
@@ -70,7 +54,6 @@ def class_weighed(params, x, labels):
     return (CLASSES[labels] * cross_entropy(outputs(params, x), labels)).sum() / CLASSES[labels].sum()
 
 
-BOTH = (PARAMS, X, network(2), Y)
 COLUMNS = {"x": X.T, "y": Y, "scale": jnp.asarray(1.5)}
 TABLE = jnp.linspace(0.0, 1.0, 15).reshape(3, 5)
 LEAVES = {
@@ -82,12 +65,16 @@ LEAVES = {
 }
 CASES = {
     **{f"12 rows by {size}": (squared_error, size, (PARAMS, rows(12)), {}) for size in (1, 2, 3, 4, 6, 7, 12, 100)},
-    "argnums from the last argument": (scaled, 2, (PARAMS, rows(5), jnp.asarray(2.0)), {"argnums": (-1, 0)}),
+    "argnums from the last argument": (
+        lambda p, b, scale: squared_error(p, b) * scale, 2, (PARAMS, rows(5), jnp.asarray(2.0)), {"argnums": (-1, 0)},
+    ),
     **{
-        f"argnums {argnums}": (two_models, 4, BOTH, {"argnums": argnums, "batch_argnums": (1, 3)})
+        f"argnums {argnums}": (
+            lambda p, x, q, y: errors(p, x, y + outputs(q, x)).mean(), 4, (PARAMS, X, network(2), Y),
+            {"argnums": argnums, "batch_argnums": (1, 3)},
+        )
         for argnums in (2, (2, 0), (0,))
     },
-    "a sum over rows": (summed, 4, (PARAMS, BATCH), {"reduction": "sum"}),
     **{
         f"gradients of rows and of what is shared, by {size}": (
             in_columns, size, (PARAMS, COLUMNS), {"argnums": (0, 1), "in_axes": {"x": 1, "y": 0, "scale": None}},
@@ -99,7 +86,9 @@ CASES = {
         {"batch_argnums": (1, 2), "in_axes": ((-1, (0, None)), -1)},
     ),
     "None, integer, boolean, key and host leaves": (of_any_leaves, 4, ({**PARAMS, "unused": None}, LEAVES), {}),
-    "checkpointed layers": (checkpointed, 4, (PARAMS, BATCH), {}),
+    "checkpointed layers": (
+        lambda p, b: ((jax.checkpoint(outputs)(p, b[0]) - b[1]) ** 2).mean(), 4, (PARAMS, BATCH), {},
+    ),
     "class weights": (
         class_weighed, 4, (PARAMS, X, LABELS),
         {"batch_argnums": (1, 2), "weight": lambda x, labels: CLASSES[labels].sum()},
@@ -119,9 +108,7 @@ def test_a_batch_smaller_than_the_micro_batch_is_plain_jax_bit_for_bit():
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.slow), optax.adam(0.1)],
-    ids=["sgd", "adam"],
+    "optimizer", [pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.slow, id="sgd"), optax.adam(0.1)]
 )
 def test_a_training_loop_over_ragged_batches_matches_plain_jax(optimizer):
     """The user's loop: any optax optimizer, a clip and a schedule come after it, and see one gradient per update."""
@@ -129,20 +116,13 @@ def test_a_training_loop_over_ragged_batches_matches_plain_jax(optimizer):
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optimizer, schedule)
 
     def train(value_and_grad):
-        @jax.jit
-        def update(params, state, batch):
-            loss, grads = value_and_grad(params, batch)
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, loss
-
-        params, state, losses = PARAMS, optimizer.init(PARAMS), []
+        update, params, state = jax.jit(optimizer.update), PARAMS, optimizer.init(PARAMS)
         for seed, count in enumerate([12, 12, 12, 7]):
-            params, state, loss = update(params, state, rows(count, seed))
-            losses.append(loss)
-        return params, state, losses
+            updates, state = update(value_and_grad(params, rows(count, seed))[1], state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
 
-    split = train(gradaccum.jax.value_and_grad(squared_error, micro_batch_size=5))
-    assert_same(split, train(jax.value_and_grad(squared_error)))
+    assert_same(train(in_micro_batches(squared_error, 5)), train(at_once(squared_error)))
 
 
 def test_float32_is_exact_to_1e_6():
@@ -159,11 +139,9 @@ def test_complex_parameters(dtype):
         return (jnp.abs(x @ w) ** 2).mean()
 
     args = jnp.asarray([1 + 2j, -0.5 + 1j, 0.25j]), rows(11, inputs=3)[0]
-    (loss, found), (right, expected) = (
-        in_micro_batches(loss_fn, 4, accumulate_dtype=dtype)(*args), at_once(loss_fn)(*args),
-    )  # fmt: skip
-    assert_same([loss, found.real, found.imag], [right, expected.real, expected.imag])
-    assert found.dtype == expected.dtype
+    found, expected = (of(*args) for of in (in_micro_batches(loss_fn, 4, accumulate_dtype=dtype), at_once(loss_fn)))
+    assert_same(*([loss, grad.real, grad.imag] for loss, grad in (found, expected)))
+    assert found[1].dtype == expected[1].dtype
 
 
 def slope(w, x):
@@ -201,11 +179,18 @@ def test_keywords_and_static_arguments_reach_every_micro_batch():
     assert_same(split, even(jax.value_and_grad(loss_fn)))
 
 
-def test_grad_gives_the_gradients_alone_and_both_bear_the_name_of_the_loss():
-    grad_fn = gradaccum.jax.grad(squared_error, micro_batch_size=4)
-    assert_same(jax.jit(grad_fn)(PARAMS, BATCH), at_once(squared_error)(PARAMS, BATCH)[1])
-    assert grad_fn.__name__ == "grad_of_squared_error"
-    assert gradaccum.jax.value_and_grad(squared_error, micro_batch_size=4).__name__ == "value_and_grad_of_squared_error"
+def test_grad_gives_the_gradients_and_what_comes_with_the_loss_and_both_bear_its_name():
+    def loss_fn(params, batch, state):
+        return squared_error(params, batch), (state + 1, (batch[0][:, 0] > 0, batch[1]))
+
+    options = {"micro_batch_size": 4, "has_aux": True, "state_argnum": 2, "noise_scale": True}
+    both, alone = gradaccum.jax.value_and_grad(loss_fn, **options), gradaccum.jax.grad(loss_fn, **options)
+    (loss, more), *rest = jax.jit(both)(PARAMS, BATCH, 0)
+    assert_same((loss, rest[0]), at_once(squared_error)(PARAMS, BATCH))
+    assert_same(more, (3, (BATCH[0][:, 0] > 0, BATCH[1])), 0)
+    assert_same(jax.jit(alone)(PARAMS, BATCH, 0), (rest[0], more, rest[1]))
+    assert (both.__name__, alone.__name__) == ("value_and_grad_of_loss_fn", "grad_of_loss_fn")
+    assert_same(jax.jit(gradaccum.jax.grad(squared_error, micro_batch_size=4))(PARAMS, BATCH), rest[0])
 
 
 # Means over something else than rows.
@@ -235,32 +220,8 @@ def tokens_of(batch):
     return batch["mask"].sum()
 
 
-def two_losses(params, batch):
-    """A mean over tokens, 0 / 0 where none counts, and a mean over the rows of class 1, guarded."""
-    first = batch["label"][:, 0] == 1
-    values = (outputs(params, batch["x"][:, 0]) ** 2).sum(-1)
-    return {
-        "tokens": (token_mean(params, batch), batch["mask"].sum()),
-        "first": ((values * first).sum() / jnp.maximum(first.sum(), 1), first.sum()),
-    }
-
-
-def two_means(params, batch):
-    means = {name: loss for name, (loss, _) in two_losses(params, batch).items()}
-    return sum(means.values()), means
-
-
-TOKENS_AT_ONCE, TOKENS = at_once(token_mean), in_micro_batches(token_mean, 4, weight=tokens_of)
-TWO_AT_ONCE, TWO = at_once(two_means, has_aux=True), in_micro_batches(two_losses, 4)
+TOKENS = in_micro_batches(token_mean, 4, weight=tokens_of)
 """Compiled once: all batches have 11 rows."""
-
-
-@pytest.mark.parametrize("ignored", [(), (0, 1, 2, 3), (8, 9, 10), (4, 5, 6, 7, 8, 9, 10)])
-def test_a_micro_batch_weighs_its_tokens_and_without_any_it_is_left_out_though_its_loss_is_0_by_0(ignored):
-    batch = tokens(ignored=ignored)
-    assert_same(TOKENS(PARAMS, batch), TOKENS_AT_ONCE(PARAMS, batch))
-    (_, means), expected = TWO_AT_ONCE(PARAMS, batch)
-    assert_same(TWO(PARAMS, batch), (means, expected))
 
 
 def test_without_any_weight_the_loss_has_its_own_answer():
@@ -269,7 +230,7 @@ def test_without_any_weight_the_loss_has_its_own_answer():
     def guarded(params, batch):
         return (token_losses(params, batch) * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
 
-    found, expected = (jax.tree.leaves(of(PARAMS, batch)) for of in (TOKENS, TOKENS_AT_ONCE))
+    found, expected = (jax.tree.leaves(of(PARAMS, batch)) for of in (TOKENS, at_once(token_mean)))
     assert jnp.isnan(found[0])
     assert all((jnp.isnan(a) == jnp.isnan(b)).all() for a, b in zip(found, expected, strict=True))
     assert_large_batch(guarded, 4, PARAMS, batch, weight=tokens_of)
@@ -280,31 +241,6 @@ def test_a_nan_in_a_micro_batch_that_counts_is_not_hidden():
     loss, grads = TOKENS(PARAMS, batch | {"x": batch["x"].at[5].set(jnp.nan)})
     assert jnp.isnan(loss)
     assert jnp.isnan(grads["out"]["kernel"]).all()
-
-
-@pytest.mark.parametrize("size", [4, 11])
-def test_one_named_loss_comes_with_its_name(size):
-    named = lambda params, batch: {"tokens": (token_mean(params, batch), tokens_of(batch))}  # noqa: E731
-    loss, expected = TOKENS_AT_ONCE(PARAMS, tokens())
-    assert_same(in_micro_batches(named, size)(PARAMS, tokens()), ({"tokens": loss}, expected))
-
-
-def test_weights_that_state_and_random_numbers_decide():
-    """A loss over the tokens that were kept at random, with a count in the state."""
-    batch, key = tokens(8), jax.random.key(3)
-
-    def over(params, batch, kept):
-        return (token_losses(params, batch) * kept).sum() / kept.sum()
-
-    def loss_fn(params, batch, key, seen):
-        kept = jax.random.bernoulli(key, 0.5, batch["label"].shape) & (seen < 2)
-        return {"kept": (over(params, batch, kept), kept.sum())}, seen + 1
-
-    split = in_micro_batches(loss_fn, 2, rng_argnum=2, state_argnum=3)
-    (losses, seen), grads = split(PARAMS, batch, key, jnp.asarray(0))
-    kept = jnp.concatenate([jax.random.bernoulli(k, 0.5, (2, 4)) for k in jax.random.split(key, 4)])
-    assert seen == 4
-    assert_same((losses["kept"], grads), at_once(over)(PARAMS, batch, kept.at[4:].set(False)))
 
 
 def certain(params, batch):

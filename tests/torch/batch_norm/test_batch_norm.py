@@ -12,14 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from gradaccum.torch import TrainStep, chunked, optim
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.torch.problems import Does
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 SIZES = [5, 5, 3, 1]
 ROWS = sum(SIZES)
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)  # which conftest sets back
+NAMED = r"'1' \(BatchNorm2d\).*batch_norm=\"exact\""
 
 
 def network(**options):
@@ -36,41 +35,35 @@ def batch(rows=ROWS, seed=3):
     return x + torch.linspace(-2, 2, rows)[:, None, None, None], torch.randint(4, (rows,), generator=generator)
 
 
-def running(model):
-    return [buffer.clone() for buffer in model.buffers()]
-
-
-def gradients(model):
-    return [p.grad for p in model.parameters() if p.requires_grad]
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr, momentum=0.9)
 
 
 def cross_entropy(model, x, y):
     return F.cross_entropy(model(x), y)
 
 
+def step_of(model, choice, *, lr=0.1, size=5, **options):
+    options = options if "compute_loss" in options else {"loss_fn": nn.CrossEntropyLoss(), **options}
+    return TrainStep(model, sgd(model, lr), micro_batch_size=size, batch_norm=choice, **options)
+
+
+def micro_batched(model, x, y, sizes):
+    """The plain loop's gradients: each micro-batch normalised by itself."""
+    for rows, targets in zip(x.split(sizes), y.split(sizes), strict=True):
+        (cross_entropy(model, rows, targets) * (len(rows) / len(x))).backward()
+
+
 # pooled
 
 
 def test_pooled_statistics_have_the_rows_of_micro_batches_that_weigh_nothing():
-    model, plain = network(), network()
-    step = TrainStep(
-        model,
-        sgd(model),
-        compute_loss=cross_entropy,
-        weight=lambda x, y: (y != -100).sum(),
-        micro_batch_size=2,
-        batch_norm="pooled",
-        verify=False,
-    )
-    x, y = batch(6)
+    model, plain, (x, y) = network(), network(), batch(6)
     y[2:4] = -100
     plain(x)
-    step(x, y)
-    assert relative_error(running(model), running(plain)) <= FLOAT64
+    options = {"compute_loss": cross_entropy, "weight": lambda x, y: (y != -100).sum(), "verify": False}
+    step_of(model, "pooled", size=2, **options)(x, y)
+    assert relative_error(model.buffers(), plain.buffers()) <= FLOAT64
 
 
 @pytest.mark.parametrize("repeated", [False, True])
@@ -79,7 +72,7 @@ def test_a_layer_moves_once_per_call_a_repeated_micro_batch_counts_once_and_a_fa
     passes, repeated
 ):
     whole, pooled, x = network(), network(), batch()[0]
-    statistics, before = BatchNormPolicy("pooled", pooled), running(pooled)
+    statistics, before = BatchNormPolicy("pooled", pooled), [buffer.clone() for buffer in pooled.buffers()]
 
     def window(fails):
         with statistics.window():
@@ -94,7 +87,7 @@ def test_a_layer_moves_once_per_call_a_repeated_micro_batch_counts_once_and_a_fa
 
     with pytest.raises(ZeroDivisionError):
         window(True)
-    assert all(torch.equal(a, b) for a, b in zip(before, pooled.buffers(), strict=True))
+    assert all(map(torch.equal, before, pooled.buffers()))
     window(False)
     for place in range(passes):
         whole(x * (1 + place) + place)
@@ -102,45 +95,28 @@ def test_a_layer_moves_once_per_call_a_repeated_micro_batch_counts_once_and_a_fa
 
 
 def test_recomputation_by_gradient_checkpointing_moves_nothing():
-    model, whole = network(), network()
-    x, y = batch()
+    model, whole, (x, y) = network(), network(), batch()
     whole(x)
-
-    def compute_loss(model, x, y):
-        return F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
-
-    TrainStep(model, sgd(model), compute_loss=compute_loss, micro_batch_size=5, batch_norm="pooled")(x, y)
+    again = lambda model, x, y: F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)  # noqa: E731
+    step_of(model, "pooled", compute_loss=again)(x, y)
     assert relative_error(model.buffers(), whole.buffers()) <= FLOAT64
 
 
 # TrainStep
 
-
-def one_step(choice, size=5, **options):
-    model = network(**options)
-    step = TrainStep(model, sgd(model), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=size, batch_norm=choice)
-    return model, step
+EXACT = [{}, {"offload": True}, {"head": "4"}, {"head": "4", "verify": False}]
 
 
-def micro_batched(model, x, y, sizes):
-    """The plain loop's gradients: each micro-batch normalised by itself."""
-    for rows, targets in zip(x.split(sizes), y.split(sizes), strict=True):
-        (F.cross_entropy(model(rows), targets) * (len(rows) / len(x))).backward()
-    return model
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_exact_updates_are_the_large_batchs(offload):
+@pytest.mark.parametrize("options", EXACT, ids=str)
+def test_exact_updates_are_the_large_batchs(options, caplog):
     model = network()
-    options = {"micro_batch_size": 5, "batch_norm": "exact", "offload": offload}
-    step = TrainStep(model, sgd(model), loss_fn=nn.CrossEntropyLoss(), **options)
-    whole = copy.deepcopy(model)
+    step, whole = step_of(model, "exact", **options), copy.deepcopy(model)
     batches = [batch(n, seed=n) for n in (14, 14, 9, 3)]
     expected = torch_updates(whole, sgd(whole), batches, cross_entropy)
-    actual = [step(*b).item() for b in batches]
-    assert actual == pytest.approx(expected, rel=1e-11)
+    assert [step(*b).item() for b in batches] == pytest.approx(expected, rel=1e-11)
     assert relative_error(model.parameters(), whole.parameters()) <= 1e-11
     assert relative_error(model.buffers(), whole.buffers()) <= 1e-11
+    assert "could not be proven" not in caplog.text
 
 
 WORDS = [("micro", 0.1), ("frozen", 0.1), *(("pooled", momentum) for momentum in (0.1, 0.7, 1.0, None))]
@@ -154,9 +130,7 @@ def test_each_word_normalises_and_moves_statistics_as_it_says(choice, momentum, 
     with torch.no_grad():
         model(batch(seed=9)[0])
     whole, plain = copy.deepcopy(model), copy.deepcopy(model)
-    optimizer, options = torch.optim.SGD(model.parameters(), 0.0), {"loss_fn": nn.CrossEntropyLoss()}
-    step = TrainStep(model, optimizer, micro_batch_size=5, batch_norm=choice, **options)
-    small = chunked(model, 5, batch_norm=choice, keep=0 if way == "TrainStep" else way)
+    step, small = step_of(model, choice, lr=0.0), chunked(model, 5, batch_norm=choice, keep=way if way in (1, 9) else 0)
     if choice == "frozen":
         plain.eval()
     for window in range(3):
@@ -169,7 +143,7 @@ def test_each_word_normalises_and_moves_statistics_as_it_says(choice, momentum, 
             F.cross_entropy(small(x), y).backward()
         micro_batched(plain, x, y, [5, 5, 4])
         whole(x)
-        assert relative_error(gradients(model), gradients(plain)) <= FLOAT64
+        assert relative_error([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()]) <= FLOAT64
         assert relative_error(model.buffers(), (whole if choice == "pooled" else plain).buffers()) <= FLOAT64
     if way != "TrainStep":
         with torch.no_grad():
@@ -179,24 +153,28 @@ def test_each_word_normalises_and_moves_statistics_as_it_says(choice, momentum, 
     assert model[1].training
 
 
-@pytest.mark.parametrize("way", ["TrainStep", "chunked"])
-def test_it_warns_once_names_the_modules_and_moves_statistics_as_it_does_without_a_word(way):
-    model, step = one_step("warn")
-    plain, call = copy.deepcopy(model), step if way == "TrainStep" else lambda x, y: small(x).sum().backward()
-    small = chunked(model, 5)
-    with pytest.warns(UserWarning, match=r"not the large batch's: '1' \(BatchNorm2d\).*batch_norm=\"exact\"") as caught:
-        call(*batch())
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    if way == "TrainStep":
-        micro_batched(plain, *batch(), [5, 5, 4])
-    else:  # once
-        plain(batch()[0])
-    assert relative_error(model.buffers(), plain.buffers()) <= FLOAT64
+def is_silent(*calls):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        call(*batch())
-        one_step("warn", size=100)[1](*batch())  # one micro-batch is the large batch
+        for call in calls:
+            call()
+
+
+@pytest.mark.parametrize("way", ["TrainStep", "chunked"])
+def test_it_warns_once_names_the_modules_and_moves_statistics_as_it_does_without_a_word(way):
+    model, plain, (x, y) = network(), network(), batch()
+    step, small = step_of(model, "warn"), chunked(model, 5)
+    call = (lambda: step(x, y)) if way == "TrainStep" else lambda: small(x).sum().backward()
+    with pytest.warns(UserWarning, match=f"not the large batch's: {NAMED}") as caught:
+        call()
+    assert [warning.filename for warning in caught] == [__file__]
+    if way == "TrainStep":
+        micro_batched(plain, x, y, [5, 5, 4])
+    else:  # once
+        plain(x)
+    assert relative_error(model.buffers(), plain.buffers()) <= FLOAT64
+    one = step_of(network(), "warn", size=100)  # one micro-batch is the large batch
+    is_silent(call, lambda: one(x, y))
 
 
 @pytest.mark.parametrize("choice", ["warn", "micro", "pooled", "frozen", "exact"])
@@ -204,39 +182,32 @@ def test_models_without_batch_norm_are_exact_whatever_the_word(choice):
     model = nn.Sequential(nn.Flatten(), nn.Linear(50, 4))
     whole = copy.deepcopy(model)
     torch_updates(whole, sgd(whole), [batch()], cross_entropy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        TrainStep(model, sgd(model), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=5, batch_norm=choice)(*batch())
+    is_silent(lambda: step_of(model, choice)(*batch()))
     assert relative_error(model.parameters(), whole.parameters()) <= FLOAT64
 
 
-class RunsOut(nn.Module):
+def running_out(most, backward):
     """Out of memory, forward or backward, on more rows than `most`."""
 
-    def __init__(self, most, backward):
-        super().__init__()
-        self.most, self.backward_too = most, backward
+    def fail(*_):
+        raise torch.OutOfMemoryError("for the test")
 
-    def forward(self, x):
-        def fail(*_):
-            raise torch.OutOfMemoryError("for the test")
-
-        if len(x) > self.most and torch.is_grad_enabled():
-            if not self.backward_too:
+    def run(m, x):
+        if len(x) > most and torch.is_grad_enabled():
+            if not backward:
                 fail()
             x = x * 1
             x.register_hook(fail)
         return x
 
+    return Does(run)
+
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("choice", ["micro", "pooled", "exact"])
 def test_running_out_of_memory_leaves_no_trace_in_the_statistics(choice, backward):
-    model = network()
-    model.append(RunsOut(3, backward))
-    whole = copy.deepcopy(model)[:-1]
-    step = TrainStep(model, sgd(model), loss_fn=nn.CrossEntropyLoss(), micro_batch_size=5, batch_norm=choice)
-    step(*batch())
+    model, whole = network().append(running_out(3, backward)), network()
+    step_of(model, choice)(*batch())
     if choice == "micro":
         micro_batched(whole, *batch(), [2] * 7)  # as if 5 rows had never been tried
     else:
@@ -244,23 +215,26 @@ def test_running_out_of_memory_leaves_no_trace_in_the_statistics(choice, backwar
     assert relative_error(model.buffers(), whole.buffers()) <= 1e-11
 
 
+def test_out_of_memory_at_the_smallest_size_says_what_to_do():
+    model = nn.Sequential(running_out(0, False), *network())
+    step = step_of(model, "exact", size=2, verify=False, head="5")
+    too_much = "(?s)micro-batch of one row: for the test.*Make the model's activations"
+    with pytest.raises(torch.OutOfMemoryError, match=too_much):
+        step(*batch())
+
+
 def test_an_unknown_word_and_frozen_without_running_statistics_are_refused():
     with pytest.raises(ValueError, match="`batch_norm` must be one of .* Received: batch_norm='sync'"):
-        one_step("sync")
+        step_of(network(), "sync")
     with pytest.raises(ValueError, match=r"these layers keep none: '1' \(BatchNorm2d\)"):
-        one_step("frozen", track_running_stats=False)[1](*batch())
-
-
-# The optimizer
+        step_of(network(track_running_stats=False), "frozen")(*batch())
 
 
 def test_the_optimizer_names_the_modules_once():
-    with pytest.warns(UserWarning, match=r"'1' \(BatchNorm2d\).*batch_norm=\"exact\"") as caught:
+    def wrap(steps, model):
+        optim.Optimizer(sgd(network()), steps, model=model)
+
+    with pytest.warns(UserWarning, match=NAMED) as caught:
         optim.Optimizer(sgd(network()), 4, model=network())
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optim.Optimizer(sgd(network()), 1, model=network())
-        optim.Optimizer(sgd(network()), 4, model=network().eval())
-        optim.Optimizer(sgd(network()), 4, model=nn.Linear(2, 2))
+    assert [warning.filename for warning in caught] == [__file__]
+    is_silent(lambda: wrap(1, network()), lambda: wrap(4, network().eval()), lambda: wrap(4, nn.Linear(2, 2)))

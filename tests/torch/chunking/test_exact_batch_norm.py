@@ -8,45 +8,37 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradaccum.torch import TrainStep, chunked
+from gradaccum.torch import chunked
 from tests.reference import FLOAT32, relative_error, torch_updates
 from tests.torch.chunking.problems import assert_exact, frozen, gradients
+from tests.torch.problems import Does
 
 ROWS = 22
 EXACT = 1e-11
 
 
-class Block(nn.Module):
+def block(inward, outward, stride):
     """The basic block of a residual network, with its in-place operations."""
 
-    def __init__(self, inward, outward, stride):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inward, outward, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outward)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(outward, outward, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outward)
-        self.downsample = None
-        if stride != 1 or inward != outward:
-            self.downsample = nn.Sequential(nn.Conv2d(inward, outward, 1, stride, bias=False), nn.BatchNorm2d(outward))
+    def run(m, x):
+        out = m.body(x)
+        out += m.shortcut(x)
+        return torch.relu_(out)
 
-    def forward(self, x):
-        identity = x
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        if self.downsample is not None:
-            identity = self.downsample(x)
-        out += identity
-        return self.relu(out)
+    first = nn.Conv2d(inward, outward, 3, stride, 1, bias=False), nn.BatchNorm2d(outward), nn.ReLU(inplace=True)
+    second = nn.Conv2d(outward, outward, 3, 1, 1, bias=False), nn.BatchNorm2d(outward)
+    projection = nn.Conv2d(inward, outward, 1, stride, bias=False), nn.BatchNorm2d(outward)
+    shortcut = nn.Sequential(*projection) if (inward, stride) != (outward, 1) else nn.Sequential()
+    return Does(run, body=nn.Sequential(*first, *second), shortcut=shortcut)
 
 
 def residual_network():
     """ResNet-18's shape: a stem, four stages of two blocks, 20 BatchNorm layers; narrow."""
+    torch.manual_seed(1)
     stem = [nn.Conv2d(3, 3, 7, 2, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
     widths, blocks = [3, 3, 6, 12, 24], []
     for stage in range(4):
-        blocks += [Block(widths[stage], widths[stage + 1], 1 if stage == 0 else 2)]
-        blocks += [Block(widths[stage + 1], widths[stage + 1], 1)]
+        blocks += [block(*widths[stage : stage + 2], min(stage + 1, 2)), block(widths[stage + 1], widths[stage + 1], 1)]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d((1, 1)), nn.Flatten(), nn.Linear(24, 5))
 
 
@@ -68,32 +60,25 @@ def cross_entropy(outputs):
     return F.cross_entropy(outputs, torch.arange(len(outputs)) % outputs.shape[1])
 
 
-@pytest.mark.parametrize(
-    ("size", "offload"),
-    [
-        (1, False),
-        (5, True),
-        *(pytest.param(size, False, marks=pytest.mark.slow) for size in (5, 8, 21)),
-        *(pytest.param(size, True, marks=pytest.mark.slow) for size in (1, 8, 21)),
-    ],
-)
+FEW = [(1, False), (5, True)]
+MANY = [pytest.param(n, kept, marks=pytest.mark.slow) for n in (1, 5, 8, 21) for kept in (0, 1) if (n, kept) not in FEW]
+
+
+@pytest.mark.parametrize(("size", "offload"), [*FEW, *MANY])
 def test_a_residual_network_is_the_large_batchs(size, offload):
-    torch.manual_seed(1)
-    x = torch.randn(ROWS, 3, 32, 32, requires_grad=True)
-    assert_large_batchs(
-        residual_network(), cross_entropy, x, size=size, offload=offload, verify=size == 8 and not offload
-    )
+    module, x = residual_network(), torch.randn(ROWS, 3, 32, 32, requires_grad=True)
+    verify = size == 8 and not offload
+    assert_large_batchs(module, cross_entropy, x, size=size, offload=bool(offload), verify=verify)
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, lambda parameters: torch.optim.SGD(parameters, 0.05, 0.9)])
 def test_updates_of_a_residual_network_are_the_large_batchs(make):
     batches = [(torch.randn(rows, 3, 32, 32),) for rows in (ROWS, ROWS, 13)]
-    torch.manual_seed(1)
     whole = residual_network()
     small = copy.deepcopy(whole)
     chunks = chunked(small, 6, batch_norm="exact", verify=False)
-    torch_updates(whole, make(whole.parameters()), batches, lambda model, x: cross_entropy(model(x)))
-    torch_updates(small, make(small.parameters()), batches, lambda model, x: cross_entropy(chunks(x)))
+    for module, call in ((whole, whole), (small, chunks)):
+        torch_updates(module, make(module.parameters()), batches, lambda _, x, call=call: cross_entropy(call(x)))
     assert relative_error(small.parameters(), whole.parameters()) <= EXACT
     assert relative_error(small.buffers(), whole.buffers()) <= EXACT
 
@@ -113,16 +98,9 @@ class NormAct(nn.BatchNorm1d):
         return F.relu(x, inplace=True)
 
 
-class Parts(nn.Module):
-    """A linear layer and a BatchNorm, which `run` calls as it likes."""
-
-    def __init__(self, run):
-        super().__init__()
-        self.run, self.linear, self.bn, self.out = run, nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 3)
-        self.other, self.unused = sequential(), nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        return self.run(self, x)
+def parts(run, **others):
+    """A linear layer and a BatchNorm, which `run` calls as it likes, and more."""
+    return Does(run, linear=nn.Linear(4, 4, bias=False), bn=nn.BatchNorm1d(4), out=nn.Linear(4, 3), **others)
 
 
 def detached(m, x):
@@ -137,27 +115,64 @@ def two_heads(m, x):
     return m.out(y), m.other(y), m.unused(y)
 
 
+def moves_a_buffer(m, x):
+    y = m.linear(m.bn(x)).tanh()
+    m.average.mul_(0.9).add_(0.1 * y.detach().mean(0))
+    return y
+
+
+def anything(m, x):
+    """Without BatchNorm inside, a module is called as it is."""
+    m.calls += 1
+    with torch.no_grad():
+        factor = 2.0 if x.sum() > -1e9 else 3.0
+    return m.linear(x) * factor + x[: x.shape[0]]
+
+
+def around(run):
+    own = (Does(run, linear=nn.Linear(4, 4, bias=False), calls=torch.tensor(0)) for _ in range(2))
+    return nn.Sequential(next(own), nn.BatchNorm1d(4), next(own))
+
+
 def partly_frozen(which):
     module = nn.Sequential(sequential(), nn.BatchNorm1d(3), nn.Linear(3, 3))
     module[0][3].bias = None  # a BatchNorm takes its gradient away
-    parts = {"first": module[0], "all": module, "affine": module[0][1].weight}
-    return frozen(module, parts[which]) if which in parts else module
-
-
-def in_eval_mode():
-    module = partly_frozen("none")
-    module[0][1].eval()
-    return module
+    chosen = {"first": module[0], "all": module, "affine": module[0][1].weight}
+    module[0][1].train(which != "eval")
+    return frozen(module, chosen[which]) if which in chosen else module
 
 
 def own_forwards():
-    module = nn.Sequential(nn.Linear(4, 6), NormAct(6), nn.Linear(6, 6), NormAct(6), nn.Linear(6, 3))
-    module[0].bias = module[2].bias = None
+    layers = [nn.Linear(4, 6, bias=False), NormAct(6), nn.Linear(6, 6, bias=False), NormAct(6), nn.Linear(6, 3)]
+    return nn.Sequential(*layers)
+
+
+def dense():
+    """Values that cross several layers, a list, a tuple, two BatchNorms in a row, one at the input, one at the end."""
+    norms = {name: nn.BatchNorm1d(n) for name, n in {"first": 4, "second": 4, "third": 8, "last": 3}.items()}
+    others = {"wide": nn.Linear(4, 8), "out": nn.Linear(20, 3, bias=False), "scale": nn.Parameter(torch.rand(4))}
+    module = with_random_affine_parts(Does(crossing, **norms, **others))
+    module.first.requires_grad_(False)  # another BatchNorm takes its gradients away, and zeros compare badly
     return module
 
 
-def first(outputs):
-    return cross_entropy(outputs[0])
+def crossing(m, x):
+    features = [x]
+    y = m.second(m.first(x))
+    features.append(y * m.scale)
+    a, b = m.wide(y).chunk(2, dim=1)
+    z = m.third(torch.cat([a * b, y.tanh() * (x[:, :1] > -1)], 1))
+    features += [z, y]
+    return {"out": m.last(m.out(torch.cat(features, dim=1))), "features": (y, [z.sum(1)])}
+
+
+def of_features(out):
+    first, (second,) = out["features"]
+    return out["out"].exp().std() + first.square().prod(1).std() + second.exp().mean()
+
+
+def across(outputs):
+    return outputs.logsumexp((0, 1))
 
 
 POSITIONS, VOLUMES = (ROWS, 4, 3), (ROWS, 4, 2, 3, 2)
@@ -168,30 +183,36 @@ CASES = {  # what is chunked, how often, the loss, the shape of its input; wheth
     "no running statistics": (lambda: sequential(track_running_stats=False), 3),
     "another eps": (lambda: sequential(eps=1e-2), 3),
     "positions": (
-        lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(12, 3)),
-        1,
-        cross_entropy,
-        POSITIONS,
+        lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(12, 3)), 1, cross_entropy, POSITIONS
     ),
     "volumes": (lambda: nn.Sequential(nn.BatchNorm3d(4), nn.Flatten(), nn.Linear(48, 3)), 1, cross_entropy, VOLUMES),
     "a loss across rows": (sequential, 1, lambda y: (y @ y.T).logsumexp((0, 1))),
-    "a layer called twice": (lambda: Parts(lambda m, x: m.bn(m.linear(m.bn(m.linear(x)).tanh()))), 2),
-    "two layers on one value": (lambda: Parts(lambda m, x: m.bn(y := m.linear(x)) * m.unused(y)), 2),
+    "a layer called twice": (lambda: parts(lambda m, x: m.bn(m.linear(m.bn(m.linear(x)).tanh()))), 2),
+    "two layers on one value": (
+        lambda: parts(lambda m, x: m.bn(y := m.linear(x)) * m.other(y), other=nn.BatchNorm1d(4)), 2,
+    ),
     "forwards of their own": (own_forwards, 2),
-    "no_grad around a part": (lambda: Parts(detached), 1),
-    "unused outputs": (lambda: with_random_affine_parts(Parts(two_heads)), 1, first),
+    "no_grad around a part": (lambda: parts(detached), 1),
+    "unused outputs": (
+        lambda: with_random_affine_parts(parts(two_heads, other=sequential(), unused=nn.BatchNorm1d(4))),
+        1, lambda outputs: cross_entropy(outputs[0]),
+    ),
     "frozen first layers": (lambda: partly_frozen("first"), 1, cross_entropy, (ROWS, 4), False),
     "all frozen": (lambda: partly_frozen("all"), 1),
-    "a BatchNorm in eval mode": (in_eval_mode, 1, cross_entropy, (ROWS, 4), False),
+    "a BatchNorm in eval mode": (lambda: partly_frozen("eval"), 1, cross_entropy, (ROWS, 4), False),
     "a frozen affine part": (lambda: partly_frozen("affine"), 1, cross_entropy, (ROWS, 4), False),
-}
+    "values across layers": (dense, 1, of_features),
+    "a buffer moved between layers": (lambda: parts(moves_a_buffer, average=torch.zeros(4)), 1, across, (20, 4), False),
+    "code that looks at values, in modules": (lambda: around(anything), 2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("keep", [0, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_batch_norm_in_every_place(name, keep):
     make, passes, loss, shape, grad = (*CASES[name], *(cross_entropy, (ROWS, 4), True)[len(CASES[name]) - 2 :])
-    assert_large_batchs(make(), loss, torch.randn(shape, requires_grad=grad), passes=passes, keep=keep)
+    x = torch.randn(shape, requires_grad=grad)
+    assert_large_batchs(make(), loss, x, passes=passes, keep=keep, verify="moved" not in name)
 
 
 @pytest.mark.parametrize("offset", [0, 300])
@@ -205,87 +226,11 @@ def test_in_float32_it_rounds_no_more_than_the_large_batch_does(offset):
     assert error <= max(2 * rounding, FLOAT32)
 
 
-class Dense(nn.Module):
-    """Values that cross several layers, a list, a tuple, two BatchNorms in a row, one at the input, one at the end."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third, self.last = (nn.BatchNorm1d(n) for n in (4, 4, 8, 3))
-        with_random_affine_parts(self)
-        self.first.requires_grad_(False)  # another BatchNorm takes its gradients away, and zeros compare badly
-        self.wide, self.out = nn.Linear(4, 8), nn.Linear(20, 3, bias=False)
-        self.scale = nn.Parameter(torch.rand(4))
-
-    def forward(self, x, *, mask):
-        features = [x]
-        y = self.second(self.first(x))
-        features.append(y * self.scale)
-        a, b = self.wide(y).chunk(2, dim=1)
-        z = self.third(torch.cat([a * b, y.tanh() * mask[:, None]], 1))
-        features += [z, y]
-        return {"out": self.last(self.out(torch.cat(features, dim=1))), "features": (y, [z.sum(1)])}
-
-
-def test_values_that_cross_layers_in_any_nesting():
-    mask = (torch.rand(ROWS) > 0.3).double()
-
-    def loss(module, x):
-        out = module(x, mask=mask)
-        first, (second,) = out["features"]
-        return out["out"].exp().std() + first.square().prod(1).std() + second.exp().mean()
-
-    assert_exact(Dense(), loss, torch.randn(ROWS, 4, requires_grad=True), tolerance=EXACT, batch_norm="exact")
-
-
-def test_buffers_that_the_code_between_layers_moves_go_where_the_large_batch_takes_them():
-    class Averages(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
-            self.register_buffer("average", torch.zeros(4))
-
-        def forward(self, x):
-            y = self.linear(self.bn(x)).tanh()
-            self.average.mul_(0.9).add_(0.1 * y.detach().mean(0))
-            return y
-
-    assert_large_batchs(Averages(), lambda y: y.logsumexp((0, 1)), torch.randn(20, 4), verify=False)
-
-
-def test_modules_without_batch_norm_inside_may_do_anything():
-    class Anything(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4, bias=False)
-            self.register_buffer("calls", torch.tensor(0))
-
-        def forward(self, x):
-            self.calls += 1
-            with torch.no_grad():
-                factor = 2.0 if x.sum() > -1e9 else 3.0
-            return self.linear(x) * factor + x[: x.shape[0]]
-
-    module = nn.Sequential(Anything(), nn.BatchNorm1d(4), Anything())
-    small = assert_large_batchs(module, cross_entropy, torch.randn(ROWS, 4))
-    assert small.get_submodule("0").calls == 1
-
-
 def test_a_coin_is_tossed_once_per_forward_pass():
-    class Skips(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            y = self.linear(self.bn(x))
-            return x if random.random() < 0.5 else y + x
-
-    module = Skips()
+    module = parts(lambda m, x: x if random.random() < 0.5 else m.linear(m.bn(x)) + x)
     for seed in range(4):
-        small = chunked(copy.deepcopy(module), 5, batch_norm="exact")
-        whole, x = copy.deepcopy(module), torch.randn(ROWS, 4)
-        found = []
-        for m in (whole, small):
+        whole, x, found = copy.deepcopy(module), torch.randn(ROWS, 4), []
+        for m in (whole, chunked(copy.deepcopy(module), 5, batch_norm="exact")):
             random.seed(seed)
             found.append(m(x))
         assert relative_error(found[1:], found[:1]) <= EXACT
@@ -309,96 +254,61 @@ def test_dropout_is_replayed():
 def test_without_gradients_the_statistics_still_move():
     module, x = sequential(), torch.randn(ROWS, 4)
     small = chunked(copy.deepcopy(module), 5, batch_norm="exact")
-    with torch.no_grad():
-        assert relative_error([small(x)], [module(x)]) <= EXACT
-    assert relative_error(small.buffers(), module.buffers()) <= EXACT
-    module.eval()
-    small.eval()
-    assert relative_error([small(x)], [module(x)]) <= EXACT
+    for training in (True, False):
+        with torch.set_grad_enabled(not training):
+            assert relative_error([small.train(training)(x)], [module.train(training)(x)]) <= EXACT
+        assert relative_error(small.buffers(), module.buffers()) <= EXACT
 
 
-class Peeks(nn.Module):
-    def __init__(self, peek):
-        super().__init__()
-        self.peek, self.bn, self.linear = peek, nn.BatchNorm1d(4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        x = self.bn(x)
-        if self.peek(x):
-            x = x * 2
-        return self.linear(x)
+def peeking(peek):
+    return lambda m, x: m.out(y * 2 if peek(y := m.bn(x)) else y)
 
 
-@pytest.mark.parametrize("peek", [lambda x: x.sum() > 0, lambda x: len(x) > 3, lambda x: int(x[0, 0])])
-def test_what_cannot_be_cut_is_an_error_that_names_the_line(peek):
-    with pytest.raises(
-        ValueError, match=r'(?s)Peeks can\'t be cut at its BatchNorm.*test_exact_batch_norm.py", line \d+'
-    ):
-        chunked(Peeks(peek), 5, batch_norm="exact")(torch.randn(ROWS, 4))
+def edits(m, x):
+    y = m.linear(x)
+    z = m.bn(y.tanh())
+    y.relu_()
+    return y + z
 
 
-def test_edits_in_place_across_a_layer_are_an_error_that_names_the_line():
-    class Edits(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.bn = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-        def forward(self, x):
-            y = self.linear(x)
-            z = self.bn(y.tanh())
-            y.relu_()
-            return y + z
-
-    with pytest.raises(ValueError, match=r"edited in place across a BatchNorm layer.*test_exact_batch_norm.py"):
-        chunked(Edits(), 5, batch_norm="exact")(torch.randn(ROWS, 4))
+CUT, EDITED = r"(?s)Does can\'t be cut at its BatchNorm", "(?s)edited in place across a BatchNorm layer"
+UNCUT = {
+    "a value": (peeking(lambda y: y.sum() > 0), CUT),
+    "a size": (peeking(lambda y: len(y) > 3), CUT),
+    "an int": (peeking(lambda y: int(y[0, 0])), CUT),
+    "an edit in place": (edits, EDITED),
+}
 
 
-def test_autocast_stays_on_in_the_recomputation():
-    torch.set_default_dtype(torch.float32)
-    module, x, seen = sequential(), torch.randn(ROWS, 4), []
-    small = chunked(copy.deepcopy(module), 5, batch_norm="exact")
-    small.get_submodule("3").register_forward_hook(lambda m, a, out: seen.append(out.dtype))
-    for m in (module, small):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = cross_entropy(m(x).float())
-        loss.backward()
-    assert set(seen) == {torch.bfloat16}
-    assert relative_error(gradients(small), gradients(module)) <= 0.05
+@pytest.mark.parametrize(("run", "message"), UNCUT.values(), ids=UNCUT)
+def test_what_cannot_be_cut_is_an_error_that_names_the_line(run, message):
+    with pytest.raises(ValueError, match=rf'{message}.*test_exact_batch_norm.py", line \d+'):
+        chunked(parts(run), 5, batch_norm="exact")(torch.randn(ROWS, 4))
 
 
 def test_activations_inside_segments_are_not_kept():
     """What is kept per row: what each BatchNorm normalises, nothing else."""
-    module = nn.Sequential(
-        nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.Linear(6, 64), nn.Tanh()
-    )
+    inner = [nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.Linear(6, 64), nn.Tanh()]
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        chunked(module, 5, batch_norm="exact")(torch.randn(ROWS, 4))
+        chunked(nn.Sequential(*inner), 5, batch_norm="exact")(torch.randn(ROWS, 4))
     per_row = {t.data_ptr(): t.numel() for t in kept if t.dim() == 2 and t.shape[0] in (4, 5)}  # not parameters
     assert sum(per_row.values()) == ROWS * (4 + 6)
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_with_a_head_in_tiles_the_update_is_the_large_batchs_and_proven(verify, caplog):
-    torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5))
-    model, x, y = copy.deepcopy(whole), torch.randn(ROWS, 4), torch.randint(5, (ROWS,))
-    torch_updates(whole, torch.optim.SGD(whole.parameters(), 0.1), [(x, y)], lambda m, x, y: F.cross_entropy(m(x), y))
-    optimizer, options = torch.optim.SGD(model.parameters(), 0.1), {"batch_norm": "exact", "verify": verify}
-    TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, head=model[3], **options)(x, y)
-    assert relative_error(model.parameters(), whole.parameters()) <= EXACT
-    assert "could not be proven" not in caplog.text
-
-
-def test_out_of_memory_at_the_smallest_size_says_what_to_do():
-    class NoRoom(nn.Linear):
-        def forward(self, x):
-            raise torch.OutOfMemoryError("no room")
-
-    model = nn.Sequential(NoRoom(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
-    options = {"batch_norm": "exact", "verify": False, "head": model[2], "loss_fn": nn.CrossEntropyLoss()}
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch_size=2, **options)
-    with pytest.raises(
-        torch.OutOfMemoryError, match="(?s)micro-batch of one row: no room.*Make the model's activations"
-    ):
-        step(torch.randn(ROWS, 4), torch.randint(5, (ROWS,)))
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("offload", [False, True])
+def test_on_a_gpu_activations_may_wait_in_host_memory(offload):
+    layers = [nn.Conv2d(2, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 3, bias=False)]
+    module, peaks = nn.Sequential(*layers, nn.BatchNorm2d(4), nn.Flatten()).cuda(), []
+    small = chunked(copy.deepcopy(module), 16, batch_norm="exact", offload=offload)
+    x = torch.randn(512, 2, 12, 12, device="cuda")
+    for m in (module, small):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        across(m(x)).backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert relative_error(gradients(small), gradients(module)) <= EXACT
+    assert relative_error(small.buffers(), module.buffers()) <= EXACT
+    assert not offload or peaks[1] < peaks[0] / 2

@@ -11,13 +11,15 @@ def rows_of(seed, rows, columns, size=6, dtype=torch.float64):
     return [F.normalize(t, dim=1).to(dtype).requires_grad_() for t in (a, b)]
 
 
+def of_pairs(a, b, positives, ignored):
+    """`positives` and `ignored` as matrices; row i and row i where nothing is said."""
+    positives = torch.eye(len(a), len(b), dtype=torch.bool) if positives is None else positives
+    return positives, torch.zeros_like(positives) if ignored is None else ignored & ~positives
+
+
 def plain_info_nce(a, b, temperature, positives=None, ignored=None, symmetric=True):
-    """`positives` and `ignored` as matrices."""
-    scores = a @ b.T / temperature
-    if positives is None:
-        positives = torch.eye(len(a), len(b), dtype=torch.bool)
-    if ignored is not None:
-        scores = scores.masked_fill(ignored & ~positives, -float("inf"))
+    positives, ignored = of_pairs(a, b, positives, ignored)
+    scores = (a @ b.T / temperature).masked_fill(ignored, -float("inf"))
     found = []
     for s, p in ((scores, positives), (scores.T, positives.T)):
         has = p.any(1)
@@ -27,13 +29,10 @@ def plain_info_nce(a, b, temperature, positives=None, ignored=None, symmetric=Tr
 
 
 def plain_sigmoid(a, b, temperature, bias, positives=None, ignored=None):
+    positives, ignored = of_pairs(a, b, positives, ignored)
     scores = a @ b.T / temperature + bias
-    if positives is None:
-        positives = torch.eye(len(a), len(b), dtype=torch.bool)
     losses = -F.logsigmoid(torch.where(positives, scores, -scores))
-    if ignored is not None:
-        losses = losses.masked_fill(ignored & ~positives, 0.0)
-    return losses.sum() / len(a)
+    return losses.masked_fill(ignored, 0.0).sum() / len(a)
 
 
 def same(of_a, of_b):

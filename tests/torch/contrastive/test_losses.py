@@ -6,11 +6,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
-from gradaccum.torch import chunked
 from gradaccum.torch.losses import info_nce, sigmoid_loss
 from tests.reference import FLOAT32, FLOAT64, relative_error
 from tests.torch.contrastive.problems import Largest, plain_info_nce, plain_sigmoid, rows_of, same
@@ -18,17 +16,14 @@ from tests.torch.contrastive.problems import Largest, plain_info_nce, plain_sigm
 ROWS, COLUMNS = 23, 31
 OF_A, OF_B = torch.arange(ROWS) % 7, torch.arange(COLUMNS) % 9  # some have several positives, ids 7 and 8 none
 IGNORED = torch.arange(ROWS)[:, None] + torch.arange(COLUMNS) % 5 == 6
+FOURTH = torch.arange(ROWS)[:, None] * torch.arange(COLUMNS) % 4 == 1
 
-PAIRS = {
-    # how it is given: (positives, ignore), (the same as matrices)
+PAIRS = {  # how it is given: (positives, ignore), (the same as matrices)
     "row i and row i": ((None, None), (None, None)),
     "ids of the pairs": ((OF_A, None), (same(OF_A, torch.cat([OF_A, torch.full((8,), -1)])), None)),
     "ids of both": (((OF_A, OF_B), None), (same(OF_A, OF_B), None)),
     "a column for each row": (((OF_A, torch.arange(COLUMNS)), None), (same(OF_A, torch.arange(COLUMNS)), None)),
-    "a function": (
-        (lambda i, j: (i[:, None] * j) % 4 == 1, None),
-        (torch.arange(ROWS)[:, None] * torch.arange(COLUMNS) % 4 == 1, None),
-    ),
+    "a function": ((lambda i, j: (i[:, None] * j) % 4 == 1, None), (FOURTH, None)),
     "false negatives by id": ((None, (OF_A, OF_B)), (None, same(OF_A, OF_B))),
     "false negatives by function": (((OF_A, OF_B), lambda i, j: IGNORED[i][:, j]), (same(OF_A, OF_B), IGNORED)),
 }
@@ -47,43 +42,42 @@ LOSSES = {  # in tiles, and of the matrix, by rows, a temperature and a bias
     ),
 }
 every_loss = pytest.mark.parametrize("loss", LOSSES)
-
-
-def scalars(temperature=0.2, bias=-2.0):
-    return [torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (temperature, bias)]
+one_each = pytest.mark.parametrize("loss", [info_nce, sigmoid_loss])
 
 
 def gradients(loss, *inputs):
     return [loss, *torch.autograd.grad(loss, inputs)]
 
 
-@every_loss
-@pytest.mark.parametrize(
-    ("given", "tile"),
-    [
-        pytest.param(given, tile, marks=[] if tile == 5 or number == 0 else pytest.mark.slow)
-        for number, given in enumerate(PAIRS)
-        for tile in (1, 5, 8, 100)
-    ],
-)
-def test_the_value_and_all_gradients_are_those_of_the_whole_matrix(given, tile, loss):
+def both(loss, given, seed, temperature=0.2, bias=-2.0, tile=5):
+    """The loss in tiles and that of the whole matrix, and what has gradients."""
     (positives, ignore), matrices = PAIRS[given]
-    inputs = [*rows_of(0, ROWS, COLUMNS), *scalars()]
-    found = LOSSES[loss][0](*inputs, tile=tile, positives=positives, ignore=ignore)
-    whole = LOSSES[loss][1](*inputs, *matrices)
-    wanted = inputs[: 4 if loss == "sigmoid_loss" else 3]
-    assert relative_error(gradients(found, *wanted), gradients(whole, *wanted)) <= FLOAT64
+    scalars = [torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (temperature, bias)]
+    inputs = [*rows_of(seed, ROWS, COLUMNS), *scalars]
+    tiles = LOSSES[loss][0](*inputs, tile=tile, positives=positives, ignore=ignore)
+    return tiles, LOSSES[loss][1](*inputs, *matrices), inputs[: 4 if loss == "sigmoid_loss" else 3]
+
+
+USUAL = {(given, 5) for given in PAIRS} | {("row i and row i", tile) for tile in (1, 8, 100)}
+SWEEP = [
+    pytest.param(given, tile, marks=[] if (given, tile) in USUAL else pytest.mark.slow)
+    for given in PAIRS
+    for tile in (1, 5, 8, 100)
+]
+
+
+@every_loss
+@pytest.mark.parametrize(("given", "tile"), SWEEP)
+def test_the_value_and_all_gradients_are_those_of_the_whole_matrix(given, tile, loss):
+    tiles, whole, wanted = both(loss, given, 0, tile=tile)
+    assert relative_error(gradients(tiles, *wanted), gradients(whole, *wanted)) <= FLOAT64
 
 
 @every_loss
 def test_second_derivatives_are_exact(loss):
-    (positives, ignore), matrices = PAIRS["false negatives by function"]
-    inputs = [*rows_of(11, ROWS, COLUMNS), *scalars(0.5, -1.0)]
-    tiles = LOSSES[loss][0](*inputs, tile=5, positives=positives, ignore=ignore)
-    wanted, found = inputs[: 4 if loss == "sigmoid_loss" else 3], []
-    for value in (tiles, LOSSES[loss][1](*inputs, *matrices)):
-        first = torch.autograd.grad(value**2, wanted, create_graph=True)
-        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), wanted))
+    *values, wanted = both(loss, "false negatives by function", 11, 0.5, -1.0)
+    first = [torch.autograd.grad(value**2, wanted, create_graph=True) for value in values]
+    found = [torch.autograd.grad(sum(g.square().sum() for g in grads), wanted) for grads in first]
     assert relative_error(*found) <= FLOAT64
 
 
@@ -92,8 +86,8 @@ def test_one_way_with_labels_is_cross_entropy_and_both_ways_is_clips_loss():
     labels, numbers = torch.randint(12, (12,), generator=torch.Generator().manual_seed(3)), torch.arange(12)
     one_way = info_nce(a, b, temperature=0.1, tile=5, symmetric=False, positives=(labels, numbers))
     assert relative_error([one_way], [F.cross_entropy(a @ b.T / 0.1, labels)]) <= FLOAT64
-    both = (F.cross_entropy(a @ b.T / 0.1, numbers) + F.cross_entropy(b @ a.T / 0.1, numbers)) / 2
-    assert relative_error([info_nce(a, b, temperature=0.1, tile=5)], [both]) <= FLOAT64
+    clip = (F.cross_entropy(a @ b.T / 0.1, numbers) + F.cross_entropy(b @ a.T / 0.1, numbers)) / 2
+    assert relative_error([info_nce(a, b, temperature=0.1, tile=5)], [clip]) <= FLOAT64
 
 
 def test_two_views_against_each_other_without_themselves_is_simclrs_loss():
@@ -101,19 +95,13 @@ def test_two_views_against_each_other_without_themselves_is_simclrs_loss():
     ids = torch.arange(18) % 9
     scores = (views @ views.T / 0.5).masked_fill(torch.eye(18, dtype=torch.bool), -float("inf"))
     whole = F.cross_entropy(scores, torch.cat([torch.arange(9, 18), torch.arange(9)]))
-    tiles = info_nce(
-        views,
-        views,
-        temperature=0.5,
-        tile=4,
-        symmetric=False,
-        positives=lambda i, j: (ids[i][:, None] == ids[j]) & (i[:, None] != j),
-        ignore=torch.arange(18),  # every row and itself
-    )
+    others = lambda i, j: (ids[i][:, None] == ids[j]) & (i[:, None] != j)  # noqa: E731
+    options = {"symmetric": False, "positives": others, "ignore": torch.arange(18)}  # every row and itself
+    tiles = info_nce(views, views, temperature=0.5, tile=4, **options)
     assert relative_error(gradients(tiles, views), gradients(whole, views)) <= FLOAT64
 
 
-@pytest.mark.parametrize("loss", [info_nce, sigmoid_loss])
+@one_each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scores_are_summed_in_float32_whatever_the_rows_and_autocast_are(loss, dtype):
     a, b = rows_of(5, 300, 300, size=16, dtype=dtype)
@@ -129,7 +117,7 @@ def test_scores_are_summed_in_float32_whatever_the_rows_and_autocast_are(loss, d
     assert relative_error([a.grad, b.grad], [t.grad for t in exact]) <= rounding
 
 
-@pytest.mark.parametrize("loss", [info_nce, sigmoid_loss])
+@one_each
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_gradients_taken_inside_of_autocast_are_those_of_float32(create_graph, loss):
     a, b = rows_of(4, ROWS, ROWS, dtype=torch.float32)
@@ -161,20 +149,16 @@ def test_large_scores_neither_overflow_nor_vanish(loss):
 
 @pytest.mark.parametrize("needs", ["a", "b", "temperature"])
 def test_what_needs_no_gradient_gets_none_and_the_other_is_exact(needs):
-    a, b = rows_of(8, 14, 17)
-    inputs = {"a": a.detach(), "b": b.detach(), "temperature": torch.tensor(0.2, dtype=torch.float64)}
-    inputs[needs].requires_grad_()
-    a, b, temperature = inputs.values()
-    found = gradients(info_nce(a, b, temperature=temperature, tile=5), inputs[needs])
-    assert relative_error(found, gradients(plain_info_nce(a, b, temperature), inputs[needs])) <= FLOAT64
+    a, b = (t.detach() for t in rows_of(8, 14, 17))
+    inputs = {"a": a, "b": b, "temperature": torch.tensor(0.2, dtype=torch.float64)}
+    wanted = inputs[needs].requires_grad_()
+    found = gradients(info_nce(**inputs, tile=5), wanted)
+    assert relative_error(found, gradients(plain_info_nce(**inputs), wanted)) <= FLOAT64
 
 
 def test_rows_without_a_positive_are_left_out_and_a_batch_without_any_has_loss_0():
     a, b = rows_of(9, 6, 6)
-    nobody, everybody = (
-        (torch.arange(6), torch.arange(6, 12)),
-        lambda i, j: torch.ones(len(i), len(j), dtype=torch.bool),
-    )
+    nobody, everybody = (torch.arange(6), torch.arange(6, 12)), lambda i, j: torch.ones(len(i), len(j)) > 0
     for ignore in (None, everybody):
         loss = info_nce(a, b, tile=4, positives=nobody, ignore=ignore)
         assert [t.abs().max().item() for t in gradients(loss, a, b)] == [0, 0, 0]
@@ -188,26 +172,6 @@ def test_memory_is_linear_in_the_rows():
     with Largest() as largest:
         info_nce(a, b, tile=32, positives=ids, ignore=torch.arange(400)).backward()
     assert largest.numbers == max(500 * 4, 32 * 32)
-
-
-class Towers(nn.Module):
-    def __init__(self, wrap=lambda tower: tower):
-        super().__init__()
-        torch.manual_seed(0)
-        self.images, self.texts = (wrap(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))) for _ in "ab")
-        self.logit_scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x, t):
-        return F.normalize(self.images(x), dim=1), F.normalize(self.texts(t), dim=1), (-self.logit_scale).exp()
-
-
-def test_chunked_towers_and_a_loss_in_tiles_train_as_the_large_batch(float64):
-    x, t = torch.randn(37, 5), torch.randn(37, 5)
-    large, small = Towers(), Towers(lambda tower: chunked(tower, 8))
-    plain_info_nce(*large(x, t)).backward()
-    a, b, temperature = small(x, t)
-    info_nce(a, b, temperature=temperature, tile=10).backward()
-    assert relative_error([p.grad for p in small.parameters()], [p.grad for p in large.parameters()]) <= FLOAT64
 
 
 # torch's own look at tensors between two graphs, which it hides where warnings aren't errors.
@@ -230,10 +194,12 @@ DRAWS = {
     "numpy": lambda shape: torch.from_numpy(np.random.rand(*shape) < 0.5),  # noqa: NPY002  # the global one
     "python": lambda shape: torch.tensor([[random.random() < 0.5 for _ in range(shape[1])] for _ in range(shape[0])]),
 }
+with_and_without_a_graph = pytest.mark.parametrize("create_graph", [False, True])
+of_either = pytest.mark.parametrize("name", ["positives", "ignore"])
 
 
 @every_loss
-@pytest.mark.parametrize("create_graph", [False, True])
+@with_and_without_a_graph
 @pytest.mark.parametrize("drawn", DRAWS)
 def test_functions_that_draw_give_the_gradient_of_the_pairs_that_forward_has_drawn(drawn, create_graph, loss):
     a, b = rows_of(1, ROWS, ROWS)
@@ -254,14 +220,14 @@ def test_functions_that_draw_give_the_gradient_of_the_pairs_that_forward_has_dra
     state = torch.get_rng_state()
     found = torch.autograd.grad(value, (a, b), create_graph=create_graph)
     assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(*both) for both in asked.values())
+    assert all(torch.equal(*passes) for passes in asked.values())
     whole = LOSSES[loss][1](a, b, 0.1, -10.0, asked["positives"][0], asked["ignore"][0])
-    assert relative_error([value, *found], [whole, *torch.autograd.grad(whole, (a, b))]) <= FLOAT64
+    assert relative_error([value, *found], gradients(whole, a, b)) <= FLOAT64
 
 
 @every_loss
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("name", ["positives", "ignore"])
+@with_and_without_a_graph
+@of_either
 def test_a_function_that_answers_otherwise_in_backward_is_an_error_by_name(name, create_graph, loss):
     a, b = rows_of(2, ROWS, ROWS)
     order = torch.randperm(ROWS)  # each row and column has one, before and after
@@ -272,25 +238,24 @@ def test_a_function_that_answers_otherwise_in_backward_is_an_error_by_name(name,
 
 
 @every_loss
-@pytest.mark.parametrize("name", ["positives", "ignore"])
-@pytest.mark.parametrize("both", [False, True])
-def test_ids_that_are_edited_after_forward_are_those_of_forward(both, name, loss):
+@of_either
+@pytest.mark.parametrize("two", [False, True])
+def test_ids_that_are_edited_after_forward_are_those_of_forward(two, name, loss):
     a, b = rows_of(3, ROWS, ROWS)
     ids = torch.arange(ROWS) // 2, torch.arange(ROWS) // 3
-    matrix = same(*ids) if both else same(ids[0], ids[0])
-    value = LOSSES[loss][0](a, b, 0.1, -10.0, tile=5, **{name: ids if both else ids[0]})
+    matrix = same(*ids) if two else same(ids[0], ids[0])
+    value = LOSSES[loss][0](a, b, 0.1, -10.0, tile=5, **{name: ids if two else ids[0]})
     for each in ids:
         each.zero_()
     whole = LOSSES[loss][1](a, b, 0.1, -10.0, *((matrix, None) if name == "positives" else (None, matrix)))
-    assert relative_error(*(torch.autograd.grad(one, (a, b)) for one in (value, whole))) <= FLOAT64
+    assert relative_error(gradients(value, a, b), gradients(whole, a, b)) <= FLOAT64
 
 
 @every_loss
 def test_hooks_see_the_finished_gradient_once_under_create_graph(loss):
     found = []
     for compute in LOSSES[loss]:
-        a, b = rows_of(5, ROWS, ROWS)
-        seen = []
+        (a, b), seen = rows_of(5, ROWS, ROWS), []
         a.register_hook(lambda g, seen=seen: seen.append(g.detach()) or 2 * g)
         first = torch.autograd.grad(compute(a, b, 0.1, -10.0), (a, b), create_graph=True)
         sum(g.square().sum() for g in first).backward()
@@ -302,7 +267,7 @@ def test_hooks_see_the_finished_gradient_once_under_create_graph(loss):
 # What is refused.
 
 
-@pytest.mark.parametrize("loss", [info_nce, sigmoid_loss])
+@one_each
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
 def test_transforms_of_torch_func_are_refused_by_name(transform, loss):
     a, b = (t.detach() for t in rows_of(6, ROWS, ROWS))

@@ -3,12 +3,15 @@
 The oracle on each rank is a plain model that sees all ranks' rows of a window at once.
 """
 
+import contextlib
 import copy  # no postponed annotations here: DDP reads those of its hooks
+import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +37,8 @@ RAGGED = [[4, 2, 5, 1, 3, 7], [3, 3, 1, 6, 2, 4]]
 SIX = [[4, 3, 2, 5, 4, 4], [2, 5, 1, 2, 2, 3]]
 """Rows of each rank's micro-batches."""
 SYNCS = "window", "micro_batch"
+SHARDS = torch.__version__ >= "2.13"
+"""Whether FSDP2 is not refused."""
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -67,6 +72,10 @@ def data(sizes: Sequence[Sequence[int]], epoch: int = 0, dtype: torch.dtype = to
         ]
         found.append(rows)
     return found
+
+
+def _classes(rows: int, drawn: torch.Generator) -> Tensor:
+    return torch.randint(0, 3, (rows,), generator=drawn)
 
 
 def windows(ranks: Sequence[Sequence[Rows]], steps: int) -> list[list[Rows]]:
@@ -167,12 +176,13 @@ def train_on(model: Any, optimizer: Optimizer, batches: Any, way: str = "plain",
             scaler.update()
 
 
-def step_of(model: Any, optimizer: str = "sgd", **keywords: Any) -> TrainStep:
+def step_of(model: Any, optimizer: str = "sgd", parameters: Any = None, **keywords: Any) -> TrainStep:
     """A TrainStep in micro-batches of 4 rows that is not verified, if nothing else is asked for."""
     given = {} if keywords.get("compute_loss") else {"loss_fn": nn.CrossEntropyLoss()}
     size = "auto" if "max_tokens" in keywords else 4
     keywords = {**given, "micro_batch_size": size, "verify": False, **keywords}
-    return TrainStep(model, OPTIMIZERS[optimizer](model.parameters()), **keywords)
+    parameters = model.parameters() if parameters is None else parameters
+    return TrainStep(model, OPTIMIZERS[optimizer](parameters), **keywords)
 
 
 def check_steps(
@@ -299,39 +309,25 @@ def text(lengths: Any, seed: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-class Count:
-    """Counts the elements that are reduced, as DDP hands them to the communication hook."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.buckets, self.elements = 0, 0
-        model.register_comm_hook(self, _counting)
-
-
-def _counting(state: Count, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    state.buckets += 1
-    state.elements += bucket.buffer().numel()
+def reducing(note: Callable[[int], Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook, which notes the elements that are reduced."""
+    note(bucket.buffer().numel())
     work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 
-class Collectives:
+@contextlib.contextmanager
+def collectives() -> Iterator[Counter[str]]:
     """Counts reduce-scatters, all-gathers and all-reduces of gradients."""
+    counts = Counter[str]()
+    names = ("reduce_scatter_single", "all_reduce", "all_gather_single") if SHARDS else ("all_reduce",)
 
-    def __enter__(self) -> Counter[str]:
-        names = ("reduce_scatter_single", "all_reduce", "all_gather_single")
-        names = names if torch.__version__ >= "2.13" else ("all_reduce",)
-        self.counts, self._kept = Counter[str](), {name: getattr(dist, name) for name in names}
+    def call(name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        counts[name.removesuffix("_single")] += 1
+        return function(*args, **kwargs)
+
+    with contextlib.ExitStack() as patches:
         for name in names:
-            setattr(dist, name, self._counting(name.removesuffix("_single"), self._kept[name]))
-        return self.counts
-
-    def _counting(self, name: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.counts[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    def __exit__(self, *error: Any) -> None:
-        for name, function in self._kept.items():
-            setattr(dist, name, function)
+            counting = functools.partial(call, name, getattr(dist, name))
+            patches.enter_context(mock.patch.object(dist, name, counting))
+        yield counts

@@ -29,9 +29,6 @@ LIMIT = 150.0
 TIMEOUT = 600.0
 """Seconds after which a collective gives up. No case is over within the limit that waits for that."""
 
-START = 300.0
-"""Seconds that processes may take to start and to meet."""
-
 # Ranks are forks of one process that has imported what takes long to import, and has done nothing with it.
 _START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", *PYTORCH.split()])
@@ -126,7 +123,6 @@ class Processes:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
-        self._started = False
 
     def regroup(self, timeout: float = TIMEOUT) -> None:
         """A new process group, after what may have left the old one in pieces; new processes only where one is gone."""
@@ -143,15 +139,6 @@ class Processes:
             self.regroup(self._timeout)
         return self
 
-    def _wait_for_start(self) -> None:
-        """A limit is for what the ranks do, not for their imports."""
-        for rank, pipe in enumerate([] if self._started else self._pipes):
-            if not pipe.poll(START):
-                self.kill()
-                raise AssertionError(f"rank {rank} did not start within {START:g} s")
-            pipe.recv()
-        self._started = True
-
     def run(self, case: Callable[..., Any], *arguments: Any, limit: float = LIMIT, **keywords: Any) -> list[Any]:
         """What `case(rank, *arguments)` returns on each rank; an error on any rank is an AssertionError here."""
         __tracebackhide__ = True
@@ -164,7 +151,6 @@ class Processes:
 
     def try_run(self, case: Callable[..., Any], *arguments: Any, limit: float = LIMIT, **keywords: Any) -> list[Any]:
         """As `run`, with a `Raised` in place of the result where a rank raised."""
-        self._wait_for_start()
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone, as the answer says
                 pipe.send((case, arguments, keywords))
@@ -183,16 +169,10 @@ class Processes:
             pytest.skip("FSDP2 is refused with this torch")
         return results
 
-    def refuse(self, case: Callable[..., Any], *arguments: Any, kind: str, says: str, **keywords: Any) -> None:
-        """Every rank raises an error of this kind that says this, and none hangs."""
-        for result in self.try_run(case, *arguments, **keywords):
-            assert isinstance(result, Raised)
-            assert (result.kind, says in result.message) == (kind, True), result.trace
-
     @property
     def alive(self) -> bool:
         """Whether all processes are there; one that is dying counts as gone, as its pipe is closed before it is."""
-        gone = any(pipe.poll() for pipe in self._pipes) if self._started else False
+        gone = any(pipe.poll() for pipe in self._pipes)
         return not gone and all(process.is_alive() for process in self._processes)
 
     def kill(self) -> None:
@@ -222,11 +202,11 @@ def new_port() -> int:
 
 
 def wait_no_longer_than(seconds: float) -> None:
-    """From here on, where all ranks are, their process group waits no longer."""
+    """From here on this rank's process groups give up so soon."""
     import torch.distributed as dist
 
-    dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def _serve(pipe: Any, rank: int, ranks: int, port: int, timeout: float) -> None:
@@ -235,7 +215,6 @@ def _serve(pipe: Any, rank: int, ranks: int, port: int, timeout: float) -> None:
     gc.freeze()  # what the imports have left is not looked at, or copied, by each rank's collections
     torch.set_num_threads(1)
     _join_group(rank, ranks, port, timeout)
-    pipe.send("started")
     while True:
         case, arguments, keywords = pipe.recv()
         try:
@@ -253,5 +232,5 @@ def _join_group(rank: int, ranks: int, port: int, timeout: float) -> None:
         dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=START))
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
+    wait_no_longer_than(timeout)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -25,23 +23,24 @@ from tests.torch.distributed.problems import (
     SYNCS,
     Heads,
     data,
+    error_of,
     lines_of,
     loss_of,
     network,
     sgd,
     shard,
+    slowly,
     spread,
     step_of,
     train_on,
     wrap,
 )
-from tests.torch.distributed.processes import Raised, on_ranks, wait_no_longer_than
+from tests.torch.distributed.processes import TIMEOUT, Raised, on_ranks, wait_no_longer_than
 from tests.torch.distributed.test_windows import UNEVEN, train
 from tests.torch.distributed.test_wrapped import train_two
 
 FOUR = [[4] * 4] * 2
-Refused = tuple[Callable[..., Any], tuple[Any, ...], str, str]
-"""What each rank does, with which arguments; which error that is, and what it says."""
+VALUE, WINDOW = "ValueError", "WindowError"
 
 
 def wrapped(model, inner=None, steps=2, **keywords):
@@ -65,32 +64,32 @@ def post_local(inner):
     return PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2, warmup_steps=0))
 
 
-def wrapped_later():
+def wrapped_later(rank):
     model = network()
     optimizer = wrapped(model)
-    train_on(DistributedDataParallel(model), optimizer, data(FOUR)[dist.get_rank()])
+    train_on(DistributedDataParallel(model), optimizer, data(FOUR)[rank])
 
 
-def sharded_later():
+def sharded_later(rank):
     inner = sgd(model := network())
     wrapped(shard(model), inner)
 
 
-def parameters_outside():
+def parameters_outside(rank):
     replica = ddp()
     wrapped(replica, torch.optim.SGD([*replica.parameters(), *nn.Linear(2, 2).parameters()], 0.1))
 
 
-def parameters_not_sharded():
+def parameters_not_sharded(rank):
     model = network()
     fully_shard(model[0])
     wrapped(model)
 
 
-def joined():
+def joined(rank):
     replica, optimizer = wrap("ddp", network())
     with replica.join():
-        train_on(replica, optimizer, data([[4] * 4, [4] * 2])[dist.get_rank()])
+        train_on(replica, optimizer, data([[4] * 4, [4] * 2])[rank])
 
 
 def lbfgs(model, splits):
@@ -99,34 +98,6 @@ def lbfgs(model, splits):
         TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
     else:
         wrapped(model, inner, 1)
-
-
-EVALUATES = "LBFGS evaluates its closure several times in an update, and each time 2 ranks"
-MADE = {
-    "wrapped twice": (lambda: wrapped(replica := ddp(), wrapped(replica)), ""),
-    "wrapped later": (wrapped_later, "after the optimizer was built"),
-    "sharded later": (sharded_later, "Shard the model first"),
-    "parameters outside": (parameters_outside, "in none of `model`'s"),
-    "parameters not sharded": (parameters_not_sharded, "are not sharded"),
-    "LBFGS": (lambda: lbfgs(ddp(), False), EVALUATES),
-    "LBFGS, TrainStep": (lambda: lbfgs(ddp(), True), EVALUATES),
-    "LBFGS, shards": (lambda: lbfgs(shard(network()), False), EVALUATES),
-    "LBFGS, shards, TrainStep": (lambda: lbfgs(shard(network()), True), EVALUATES),
-    "local SGD by a hook": (lambda: wrapped(local_sgd(ddp())), "post_localSGD_hook"),
-    "local SGD by an optimizer": (
-        lambda: wrapped(replica := ddp(), post_local(sgd(replica))),
-        "PostLocalSGDOptimizer(Optimizer(",
-    ),
-    "a sparse table": (
-        lambda: wrap("ddp", nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 3))),
-        "Use sparse=False",
-    ),
-    "join()": (joined, "Leave it out"),
-}
-
-
-def made(rank, what):
-    MADE[what][0]()
 
 
 def unknown(rank, engine, steps):
@@ -148,7 +119,7 @@ def differing_option(way, name, first, second):
     shown = [value and "given" if name == "weight" else value for value in (first, second)]
     values = "" if name == "noise_scale" else f". Received: {shown[0]!r} on rank 0, {shown[1]!r} on rank 1"
     says = f"`{name}` must be the same on every rank{values}"
-    return different_options, (way, name, (first, second)), "ValueError", says
+    return VALUE, says, lambda rank: different_options(rank, way, name, (first, second))
 
 
 def different_hyperparameters(rank, name, values, way):
@@ -163,10 +134,10 @@ def different_hyperparameters(rank, name, values, way):
     step(*data(FOUR)[rank][0])
 
 
-def differing_hyperparameter(name, first, second, way):
+def differing_hyperparameter(way, name, first, second):
     a, b = ([*value] if isinstance(value, tuple) else float(value) for value in (first, second))
     says = f"{name} of group 2 is {a} on rank 0, {b} on rank 1. Nothing was updated"
-    return different_hyperparameters, (name, (first, second), way), "WindowError", says
+    return WINDOW, says, lambda rank: different_hyperparameters(rank, name, (first, second), way)
 
 
 def schedule_stepped_in_the_body(rank):
@@ -185,7 +156,7 @@ def different_steps(rank, schedule):
     train_on(replica, optimizer, data(FOUR)[rank])
 
 
-def different_ways(rank, first, second, name_later=False):
+def different_ways(rank, first, second="plain", name_later=False):
     """How ranks weigh their micro-batches, or how all of them do at first and later."""
     replica, optimizer = wrap("ddp", network(), 1 if name_later else 2)
     for i, rows in enumerate(data(FOUR)[rank]):
@@ -231,83 +202,106 @@ def penalty_later(rank, of, together):
         optimizer.step()
 
 
-SLOWLY = (1,), (2,), (3,)
-FEWER = "Whether this batch is the last: False on rank 0"
+EVALUATES = "LBFGS evaluates its closure several times in an update, and each time 2 ranks"
+FEWER = "needs the same number of batches on every rank. Whether this batch is the last: False on rank 0"
+OPTIONS = [
+    ("wrapped", "clip_grad_norm", None, 0.05),
+    ("wrapped", "reduction", "mean", "sum"),
+    ("wrapped", "nonfinite", "propagate", "skip_window"),
+    ("wrapped", "accumulate_dtype", None, torch.float64),
+    ("wrapped", "noise_scale", True, False),
+    ("wrapped", "sync", "window", "micro_batch"),
+    ("TrainStep", "clip_grad_norm", 1.0, 0.05),
+    ("TrainStep", "reduction", "mean", "sum"),
+    ("TrainStep", "accumulate_dtype", None, torch.float64),
+    ("TrainStep", "weight", len, None),
+    ("TrainStep", "batch_norm", "pooled", "frozen"),
+]
+HYPERPARAMETERS = [  # before the update
+    ("wrapped", "betas", (0.9, 0.99), (0.9, 0.95)),
+    ("wrapped", "lr", torch.tensor(0.5), torch.tensor(0.25)),
+    ("TrainStep", "weight_decay", 0.1, 0.2),
+    ("layers", "weight_decay", 0.1, 0.2),
+]
+LOCAL, UNKNOWN = "PostLocalSGDOptimizer(Optimizer(", "Pass model=, the sharded model"
+STEPPED = "Ranks have different hyperparameters: lr is 0.025 on rank 0, 0.05 on rank 1"
+ENDED, REDUCED = (
+    "reached the end of an epoch while other ranks continued",
+    "was changed after a backward pass had reduced it",
+)
 REFUSED = {
-    "what is made": [(made, (what,), "ValueError", says) for what, (_, says) in MADE.items()],
-    "a data-parallel model that the optimizer doesn't know": [
-        (unknown, ("ddp", 2), "ValueError", "Pass model=ddp"),
-        (unknown, ("fsdp2", 2), "ValueError", "Pass model=, the sharded model"),
-    ],
-    "options that differ": [
-        differing_option("wrapped", "clip_grad_norm", None, 0.05),
-        differing_option("wrapped", "reduction", "mean", "sum"),
-        differing_option("wrapped", "nonfinite", "propagate", "skip_window"),
-        differing_option("wrapped", "accumulate_dtype", None, torch.float64),
-        differing_option("wrapped", "noise_scale", True, False),
-        differing_option("wrapped", "sync", "window", "micro_batch"),
-        differing_option("TrainStep", "clip_grad_norm", 1.0, 0.05),
-        differing_option("TrainStep", "reduction", "mean", "sum"),
-        differing_option("TrainStep", "accumulate_dtype", None, torch.float64),
-        differing_option("TrainStep", "weight", len, None),
-        differing_option("TrainStep", "batch_norm", "pooled", "frozen"),
-    ],
-    "hyperparameters that differ, before the update": [
-        differing_hyperparameter("betas", (0.9, 0.99), (0.9, 0.95), "wrapped"),
-        differing_hyperparameter("lr", torch.tensor(0.5), torch.tensor(0.25), "wrapped"),
-        differing_hyperparameter("weight_decay", 0.1, 0.2, "TrainStep"),
-        differing_hyperparameter("weight_decay", 0.1, 0.2, "layers"),
-        (
-            *(schedule_stepped_in_the_body, (), "WindowError"),
-            "Ranks have different hyperparameters: lr is 0.025 on rank 0, 0.05 on rank 1",
-        ),
-    ],
-    "steps that differ, at the start or at the window": [
-        (different_steps, (False,), "ValueError", "2 on rank 0, 4 on rank 1"),
-        (different_steps, (True,), "WindowError", "2 on rank 0, 4 on rank 1"),
-    ],
-    "weights on some ranks": [
-        (different_ways, ("weighed", "plain"), "WindowError", "weighed on rank 0, without a weight on rank 1")
-    ],
-    "names that come later than the first window": [
-        (different_ways, ("weighed", "named", True), "WindowError", "Use names from the first window on")
-    ],
-    "parts sharded by themselves that ranks choose differently, in the first window": [
-        (different_parts, (way, sync), "WindowError", "different parts")
+    # Which error it is on every rank, what that says, and what each rank does.
+    "wrapped twice": (VALUE, "", lambda rank: wrapped(replica := ddp(), wrapped(replica))),
+    "wrapped later": (VALUE, "after the optimizer was built", wrapped_later),
+    "sharded later": (VALUE, "Shard the model first", sharded_later),
+    "parameters outside": (VALUE, "in none of `model`'s", parameters_outside),
+    "parameters not sharded": (VALUE, "are not sharded", parameters_not_sharded),
+    "LBFGS": (VALUE, EVALUATES, lambda rank: lbfgs(ddp(), False)),
+    "LBFGS, TrainStep": (VALUE, EVALUATES, lambda rank: lbfgs(ddp(), True)),
+    "LBFGS, shards": (VALUE, EVALUATES, lambda rank: lbfgs(shard(network()), False)),
+    "LBFGS, shards, TrainStep": (VALUE, EVALUATES, lambda rank: lbfgs(shard(network()), True)),
+    "local SGD by a hook": (VALUE, "post_localSGD_hook", lambda rank: wrapped(local_sgd(ddp()))),
+    "local SGD by an optimizer": (VALUE, LOCAL, lambda rank: wrapped(replica := ddp(), post_local(sgd(replica)))),
+    "a sparse table": (VALUE, "Use sparse=False", lambda rank: wrap("ddp", nn.Embedding(9, 3, sparse=True))),
+    "join()": (VALUE, "Leave it out", joined),
+    "a model under DDP that the optimizer doesn't know": (VALUE, "Pass model=ddp", unknown, "ddp", 2),
+    "shards that the optimizer doesn't know": (VALUE, UNKNOWN, unknown, "fsdp2", 2),
+    **{f"{one[0]}, options that differ: {one[1]}": differing_option(*one) for one in OPTIONS},
+    **{f"{one[0]}, hyperparameters that differ: {one[1]}": differing_hyperparameter(*one) for one in HYPERPARAMETERS},
+    "a schedule stepped in the loop's body": (WINDOW, STEPPED, schedule_stepped_in_the_body),
+    "steps that differ at the start": (VALUE, "2 on rank 0, 4 on rank 1", different_steps, False),
+    "steps that differ at the window": (WINDOW, "2 on rank 0, 4 on rank 1", different_steps, True),
+    "weights on some ranks": (
+        WINDOW,
+        "weighed on rank 0, without a weight on rank 1",
+        different_ways,
+        "weighed",
+        "plain",
+    ),
+    "names that come later": (WINDOW, "Use names from the first window on", different_ways, "weighed", "named", True),
+    **{
+        f"parts sharded by themselves that ranks choose differently, {way}, {sync}": (
+            *(WINDOW, "different parts", different_parts, way, sync),
+        )
         for way, sync in (("batches", "window"), ("batches", "micro_batch"), ("backward", "window"))
-    ],
-    "clipping inside of a window, or of replicas that are not reduced yet": [
-        (edited, one, "WindowError", "The gradients were edited") for one in (("fsdp2", 3), ("ddp", 3), ("ddp", 1))
-    ],
-    "a wrapped sharded model with different numbers of micro-batches": [
-        (uneven, (way, sync), "WindowError", f"needs the same number of batches on every rank. {FEWER}")
+    },
+    "clipping inside of a window of shards": (WINDOW, "The gradients were edited", edited, "fsdp2", 3),
+    "clipping inside of a window": (WINDOW, "The gradients were edited", edited, "ddp", 3),
+    "clipping replicas that are not reduced yet": (WINDOW, "The gradients were edited", edited, "ddp", 1),
+    **{
+        f"shards with different numbers of batches, {way}, {sync}": (WINDOW, FEWER, uneven, way, sync)
         for way in ("within", "between", "scaler")
         for sync in SYNCS
-    ],
-    "two optimizers that share batches, of which ranks have different numbers": [
-        (train_two, (sizes, steps), "WindowError", "reached the end of an epoch while other ranks continued")
+    },
+    **{
+        f"optimizers that share batches, {sizes}, {steps} steps": (
+            WINDOW,
+            ENDED,
+            train_two,
+            sizes,
+            steps,
+        )
         for sizes in (UNEVEN, [[], [4, 2, 3]])
         for steps in (1, 2)
-    ],
-    "a second backward pass that comes for the first time behind a reduction": [
-        (penalty_later, ((0, 1), together), "WindowError", "was changed after a backward pass had reduced it")
-        for together in (False, True)
-    ],
+    },
+    "a second backward pass behind a reduction": (WINDOW, REDUCED, penalty_later, (0, 1), False),
+    "one after both forward passes": (
+        WINDOW,
+        REDUCED,
+        penalty_later,
+        (0, 1),
+        True,
+    ),
 }
 
 
-def rows_of(table):
-    """Parameters of a test; those that fail in a batch in the middle run slowly."""
-    return [
-        pytest.param(*one, id=f"{claim}-{i}", marks=[pytest.mark.slow] * (one[1][3:] in SLOWLY))
-        for claim, several in table.items()
-        for i, one in enumerate(several)
-    ]
-
-
-@pytest.mark.parametrize(("case", "arguments", "kind", "says"), rows_of(REFUSED))
-def test_what_cannot_be_right_is_named_on_every_rank(ranks, case, arguments, kind, says):
-    ranks.refuse(case, *arguments, kind=kind, says=says)
+@pytest.mark.parametrize("what", REFUSED)
+@on_ranks()
+def test_what_cannot_be_right_is_named_on_every_rank(rank, what):
+    kind, says, run, *arguments = REFUSED[what]
+    said = error_of(lambda: run(rank, *arguments))
+    assert said.startswith(kind + ": ")
+    assert says in said
 
 
 @pytest.mark.parametrize(("engine", "says"), [("ddp", "Pass model=ddp"), ("fsdp2", "Pass model=, the sharded")])
@@ -370,11 +364,10 @@ KEPT = []
 def fails(rank, engine, way, what, at=2, given_up=None):
     """Something happens on rank 1 in a micro-batch, inside a window; errors are handled, and the process lives on.
 
-    Where the others learn it by waiting, they do so for a second and a half, until they have `given_up`.
+    Where the other learns it by waiting, both do so for a second and a half from there on, until it has `given_up`.
     """
-    if given_up is not None:
-        wait_no_longer_than(1.5)
     model, optimizer = wrap(engine, network(), 4)
+    assert optimizer._windows.ranks.channel.line.timeout == timedelta(seconds=TIMEOUT)  # the process group's
 
     def failure(*_):
         raise ArithmeticError("rank 1 failed")
@@ -388,6 +381,8 @@ def fails(rank, engine, way, what, at=2, given_up=None):
 
     for i, rows in enumerate(optimizer.batches(loader()) if way == "batches" else loader()):
         here = what if (rank, i) == (1, at) else ""
+        if i == at and given_up is not None:
+            wait_no_longer_than(1.5)
         if here == "break":
             break
         if here == "dies":
@@ -410,6 +405,7 @@ def fails(rank, engine, way, what, at=2, given_up=None):
             if rank == 0 and optimizer.updates == 0 and i == 3 and given_up is not None:
                 given_up.touch()
     if what == "fewer":
+        wait_no_longer_than(1.5)
         optimizer.flush()
 
 
@@ -426,48 +422,47 @@ def step_fails(rank, what):
     step(x, y[: 8 - rank] if what == "labels" else y)
 
 
-LEFT = "Rank 1 stopped in the middle"
+LEFT, MEMORY, ARITHMETIC = "Rank 1 stopped in the middle", "OutOfMemoryError: ", "ArithmeticError: "
 ONE_RANK = {
-    # What the others say, and which error that rank itself has.
-    "raises inside a window": [
-        (fails, ("ddp", way, where), "ArithmeticError", LEFT)
-        for where, way in (
-            *(("forward", "batches"), ("forward", "plain"), ("backward", "batches"), ("backward", "plain")),
-            ("closure", "plain"),
-        )
-    ],
-    "has a second backward pass behind a reduction": [
-        (penalty_later, ((1,), together), "WindowError", LEFT) for together in (False, True)
-    ],
-    "breaks off alone": [(fails, ("ddp", "batches", "break"), "", LEFT)],
-    "raises in TrainStep": [(step_fails, ("labels",), "ValueError", "Rank 1 stopped")],
-    "has no rows for a sharded model that needs some": [
-        (step_fails, ("no rows",), "ValueError: This rank has no rows for a pass", "")
-    ],
-    "runs out of memory before the first pass": [(step_fails, ("memory",), "OutOfMemoryError", "on rank 1")],
-    "has a batch that cannot be used": [
-        (fails, (engine, "batches", why, at), kind, LEFT)
-        for at in range(5)
-        for why, kind in (("rows", "ValueError"), ("loader", "ArithmeticError"))
-        for engine in ("ddp", "fsdp2")
-    ],
+    # What the other says, what that rank itself says, and what each does.
+    **{
+        f"raises in {where}, {way}": (LEFT, ARITHMETIC, fails, "ddp", way, where)
+        for where in ("forward", "backward", "closure")
+        for way in ("batches", "plain")[where == "closure" :]
+    },
+    "has a second backward pass behind a reduction": (LEFT, "WindowError: ", penalty_later, (1,), False),
+    "has one after both forward passes": (LEFT, "WindowError: ", penalty_later, (1,), True),
+    "breaks off alone": (LEFT, "", fails, "ddp", "batches", "break"),
+    "raises in TrainStep": ("Rank 1 stopped", "ValueError: ", step_fails, "labels"),
+    "has no rows for shards": ("WindowError", "ValueError: This rank has no rows for a pass", step_fails, "no rows"),
+    "runs out of memory before the first pass": ("on rank 1", MEMORY, step_fails, "memory"),
 }
+BATCHES = {
+    f"has a batch that cannot be used, {engine}, {why}, at {at}": (LEFT, own, fails, engine, "batches", why, at)
+    for at in range(5)
+    for why, own in (("rows", "ValueError: "), ("loader", ARITHMETIC))
+    for engine in ("ddp", "fsdp2")
+}
+ENDS = [what for what in BATCHES if what.endswith(("0", "4"))]
 
 
-@pytest.mark.parametrize(("case", "arguments", "own", "says"), rows_of(ONE_RANK))
-def test_one_rank_that_fails_is_an_error_on_the_others_at_once(ranks, case, arguments, own, says):
-    first, second = ranks.try_run(case, *arguments)
-    assert isinstance(first, Raised)
-    assert first.kind == ("OutOfMemoryError" if own == "OutOfMemoryError" else "WindowError")
-    assert says in first.message
-    kind, _, message = own.partition(": ")
-    assert not own or (isinstance(second, Raised) and second.kind == kind and message in second.message)
+@pytest.mark.parametrize("what", slowly([*ONE_RANK, *ENDS], [what for what in BATCHES if what not in ENDS]))
+@on_ranks()
+def test_one_rank_that_fails_is_an_error_on_the_others_at_once(rank, what):
+    others, own, run, *arguments = {**ONE_RANK, **BATCHES}[what]
+    said = error_of(lambda: run(rank, *arguments))
+    if rank == 0:
+        assert said.startswith(MEMORY if own == MEMORY else "WindowError: ")
+        assert others in said
+    else:
+        assert said.startswith(own)
+        assert bool(said) == bool(own)
 
 
 def never_built(rank):
     """Rank 1 builds no Optimizer."""
-    wait_no_longer_than(1.5)
     replica = ddp()
+    wait_no_longer_than(1.5)
     if rank == 0:
         wrapped(replica)
     raise ArithmeticError("rank 1 failed")

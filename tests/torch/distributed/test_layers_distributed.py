@@ -15,9 +15,9 @@ from tests.reference import FLOAT32, FLOAT64, relative_error
 from tests.torch.distributed import problems
 from tests.torch.distributed.problems import (
     SYNCS,
-    Collectives,
     NoMemory,
     Oracle,
+    collectives,
     concatenated,
     data,
     error_of,
@@ -25,7 +25,7 @@ from tests.torch.distributed.problems import (
     whole,
 )
 from tests.torch.distributed.processes import on_ranks
-from tests.torch.layers.test_blocks import in_blocks
+from tests.torch.layers.problems import in_blocks
 
 
 class Block(nn.Module):
@@ -138,7 +138,9 @@ def shard_together(model, *parts):
 
 
 def step_of(model, optimizer="sgd", **options):
-    return problems.step_of(model, optimizer, **in_blocks({"micro_batch_size": 3, "blocks": "layers", **options}))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    options = in_blocks({"micro_batch_size": 3, "blocks": "layers", **options})
+    return problems.step_of(model, optimizer, trained, **options)
 
 
 def weighed(model, x, y):
@@ -198,9 +200,9 @@ def train(rank, build=Network, optimizer="adam", sizes=SIZES, loss=loss_of, **op
         used = shard_together(model, *parts) if parts else shard(model, **how)
     step = step_of(used, optimizer, **options)
     for i in range(len(sizes[0])):
-        with Collectives() as collectives:
+        with collectives() as counts:
             problems.check_steps(rank, step, oracle, [own[i : i + 1] for own in ranks], loss)
-        sent.append(collectives)
+        sent.append(counts)
     return sent
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum.torch import chunked
 from gradaccum.torch.losses import info_nce, sigmoid_loss
 from tests.reference import FLOAT32, FLOAT64, relative_error
-from tests.torch.contrastive.problems import Largest, plain_info_nce, plain_sigmoid, same
+from tests.torch.contrastive.problems import Largest, plain_info_nce, plain_sigmoid
 from tests.torch.distributed.problems import lines_of, mesh, slowly, step_of, whole
 from tests.torch.distributed.processes import Raised, on_ranks
 
@@ -37,34 +37,37 @@ def both(counts, columns=None, size=4):
     ]
 
 
-def paired():
-    """Row i of each rank's `a`, and row i of its `b`."""
-    matrix = torch.zeros(sum(ROWS), sum(COLUMNS), dtype=torch.bool)
-    for rank, rows in enumerate(ROWS):
-        for i in range(rows):
-            matrix[sum(ROWS[:rank]) + i, sum(COLUMNS[:rank]) + i] = True
-    return matrix
+def pairs(rule):
+    """A matrix over all ranks: whether row i of rank r's `a` and row j of rank q's `b` are a pair."""
+    columns = [(q, j) for q, count in enumerate(COLUMNS) for j in range(count)]
+    return torch.tensor([[rule(r, i, q, j) for q, j in columns] for r, count in enumerate(ROWS) for i in range(count)])
 
 
-def extended():
-    return [torch.cat([ids, torch.full((m - len(ids),), -1)]) for ids, m in zip(OF_A, COLUMNS, strict=True)]
+def same_row(r, i, q, j):
+    return (r, i) == (q, j)
 
 
-def all_pairs(of_a, of_b):
-    return same(torch.cat(of_a), torch.cat(of_b))
+def same_ids(r, i, q, j):
+    return bool(OF_A[r][i] == OF_B[q][j])
+
+
+def numbered(rule):
+    """Of rows that are counted over all ranks."""
+    return pairs(lambda r, i, q, j: rule(sum(ROWS[:r]) + i, sum(COLUMNS[:q]) + j))
 
 
 HOW = {
     # Positives and what is ignored, of a rank; as matrices over all ranks.
-    "row i and row i": lambda rank: (None, None, paired(), None),
-    "ids of the pairs": lambda rank: (OF_A[rank], None, all_pairs(OF_A, extended()), None),
-    "ids of both": lambda rank: ((OF_A[rank], OF_B[rank]), None, all_pairs(OF_A, OF_B), None),
-    "false negatives": lambda rank: (None, (OF_A[rank], OF_B[rank]), paired(), all_pairs(OF_A, OF_B)),
+    "row i and row i": lambda rank: (None, None, pairs(same_row), None),
+    "ids of the pairs": lambda rank: (
+        *(OF_A[rank], None),
+        *(pairs(lambda r, i, q, j: bool((OF_A[q][j : j + 1] == OF_A[r][i]).any())), None),
+    ),
+    "ids of both": lambda rank: ((OF_A[rank], OF_B[rank]), None, pairs(same_ids), None),
+    "false negatives": lambda rank: (None, (OF_A[rank], OF_B[rank]), pairs(same_row), pairs(same_ids)),
     "functions": lambda rank: (
-        lambda i, j: (i[:, None] * j) % 5 == 1,
-        lambda i, j: i[:, None] + j == 7,
-        (torch.arange(sum(ROWS))[:, None] * torch.arange(sum(COLUMNS))) % 5 == 1,
-        torch.arange(sum(ROWS))[:, None] + torch.arange(sum(COLUMNS)) == 7,
+        *(lambda i, j: (i[:, None] * j) % 5 == 1, lambda i, j: i[:, None] + j == 7),
+        *(numbered(lambda i, j: (i * j) % 5 == 1), numbered(lambda i, j: i + j == 7)),
     ),
 }
 QUICK = [

@@ -5,6 +5,7 @@ Sharded models may not fit, and all ranks run their passes together, whatever ha
 
 import contextlib
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -23,18 +24,18 @@ from tests.torch.distributed.problems import (
     SIX,
     SYNCS,
     TAGGED,
-    Collectives,
-    Count,
     Fragile,
     Heads,
     NoMemory,
     Oracle,
     Tagger,
     check_steps,
+    collectives,
     concatenated,
     data,
     error_of,
     network,
+    reducing,
     shard,
     slowly,
     spread,
@@ -48,18 +49,10 @@ from tests.torch.distributed.processes import on_ranks
 CLASSES = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64), ignore_index=1)
 
 
-def first_half(x, y):
-    """What rows weigh: nothing, if they are of the first class."""
-    return (y > 0).double()
-
-
-def of_half(m, x, y):
-    each = cross_entropy(m(x), y, reduction="none") * first_half(x, y)
-    return each.sum() / first_half(x, y).sum()
-
-
-def summed_loss(m, x, y):
-    return cross_entropy(m(x), y, reduction="sum") / 10
+def half(m, x, y):
+    """A mean over the rows that are not of the first class, and what it is over."""
+    weights = (y > 0).double()
+    return (cross_entropy(m(x), y, reduction="none") * weights).sum() / weights.sum(), weights.sum()
 
 
 def terms(m, x, y):
@@ -77,12 +70,16 @@ def each_term(m, x, y):
     return {name: loss for name, (loss, _) in terms(m, x, y).items()}
 
 
-def counts_of_terms(x, y):
+def counts(x, y):
     return {"ce": (y != 1).sum(), "rows": len(x), "rare": (y == 2).sum()}
 
 
-def of_rows(m, x, y):
-    return cross_entropy(m(x), y)
+def of_half(m, x, y):
+    return half(m, x, y)[0]
+
+
+def summed(m, x, y):
+    return cross_entropy(m(x), y, reduction="sum") / 10
 
 
 def all_terms(m, x, y):
@@ -91,14 +88,14 @@ def all_terms(m, x, y):
 
 KINDS = {
     # TrainStep's arguments, and the loss of the large batch.
-    "rows": ({}, of_rows),
+    "rows": ({}, lambda m, x, y: cross_entropy(m(x), y)),
     "classes": ({"loss_fn": CLASSES}, lambda m, x, y: CLASSES(m(x), y)),
-    "told": ({"compute_loss": lambda m, x, y: (of_half(m, x, y), first_half(x, y).sum())}, of_half),
-    "weight": ({"compute_loss": of_half, "weight": lambda x, y: first_half(x, y).sum()}, of_half),
-    "sum": ({"compute_loss": summed_loss, "reduction": "sum"}, summed_loss),
-    "scaler": ({}, of_rows),
+    "told": ({"compute_loss": half}, of_half),
+    "weight": ({"compute_loss": of_half, "weight": lambda x, y: (y > 0).sum()}, of_half),
+    "sum": ({"compute_loss": summed, "reduction": "sum"}, summed),
+    "scaler": ({}, lambda m, x, y: cross_entropy(m(x), y)),
     "terms": ({"compute_loss": terms}, all_terms),
-    "terms, counted": ({"compute_loss": each_term, "weight": counts_of_terms}, all_terms),
+    "terms, counted": ({"compute_loss": each_term, "weight": counts}, all_terms),
 }
 SIZES, FEWER, FIRST = [[9, 8, 4], [3, 7, 12]], [[9, 8, 0], [3, 7, 5]], [[0, 4], [3, 12]]
 SHARDED = [[8, 3, 8], [6, 9, 0]]
@@ -121,8 +118,14 @@ SLOWLY = [
 @on_ranks()
 def test_the_update_and_the_loss_are_those_of_all_ranks_rows(rank, engine, sizes, kind, optimizer, sync):
     """Each of several losses is divided by its weight on all ranks."""
-    oracle, used, (keywords, plain) = Oracle(network(), optimizer), spread(engine, network()), KINDS[kind]
-    count = Count(used) if engine == "ddp" else None
+    oracle, used, (keywords, plain) = (
+        Oracle(network(), optimizer),
+        spread(engine, network()),
+        KINDS["rows" if kind == "scaler" else kind],
+    )
+    buckets = []
+    if engine == "ddp":
+        used.register_comm_hook(buckets.append, reducing)
     if kind == "scaler":
         keywords = {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)}
     micro = 3 if engine == "fsdp2" else 4 - rank if sizes in (SIZES, FEWER, FIRST) else 2
@@ -139,19 +142,16 @@ def test_the_update_and_the_loss_are_those_of_all_ranks_rows(rank, engine, sizes
             own = own[0], (own[1][0], torch.where(own[1][1] == 2, 0, own[1][1]))
         x, y = concatenated(own)
         named = each_term(oracle.model, x, y) if "terms" in kind else {}
-        expected = {
-            "": oracle.update((x, y), lambda m, rows: plain(m, *rows)),
-            **{n: v.item() for n, v in named.items()},
-        }
+        expected = {name: value.item() for name, value in named.items()}
+        expected[""] = oracle.update((x, y), lambda m, rows: plain(m, *rows))
         messages.append(0)
-        with Collectives() as others:
+        with collectives() as others:
             loss = step(*own[rank])
         found = {"": loss.item(), **{name: loss.item() for name, loss in step.losses.items() if not loss.isnan()}}
-        assert found == pytest.approx(expected, rel=FLOAT64)
+        assert found == pytest.approx(expected, rel=FLOAT64, abs=0)
     oracle.check(used)
     if sizes == SIZES:
-        assert count is not None
-        assert count.buckets == 3
+        assert len(buckets) == 3
         assert messages[-1] + others["all_reduce"] == 2  # who takes part, with which weight and loss; the reduction
 
 
@@ -431,20 +431,14 @@ def train_tagger(rank, engine, updates, own_loss=True, clip=None, **keywords):
 @contextlib.contextmanager
 def counted_tiles():
     """Tiles of few rows, which were computed in forward passes."""
-    original, numbers, found = head.cross_entropies, head.NUMBERS, []
+    original, found = head.cross_entropies, []
 
     def counting(*arguments):
         *others, losses = arguments
+        return original(*others, lambda tile, target: found.append(len(tile)) or losses(tile, target))
 
-        def counted(tile, target):
-            found.append(len(tile))
-            return losses(tile, target)
-
-        return original(*others, counted)
-
-    head.cross_entropies, head.NUMBERS = counting, 5 * 20
-    yield found
-    head.cross_entropies, head.NUMBERS = original, numbers
+    with mock.patch.multiple(head, cross_entropies=counting, NUMBERS=5 * 20):
+        yield found
 
 
 LONG_AND_SHORT = [LENGTHS, LENGTHS[::-1]]

@@ -19,14 +19,14 @@ from tests.torch.distributed.problems import (
     RAGGED,
     SIX,
     SYNCS,
-    Collectives,
-    Count,
     Heads,
     Oracle,
+    collectives,
     concatenated,
     data,
     loss_of,
     network,
+    reducing,
     slowly,
     spread,
     train_on,
@@ -73,7 +73,9 @@ def train(
     if compiles == "inside":
         model.compile(backend="eager")
     used = spread(engine, model, **(ddp or {}))
-    count = Count(used) if engine == "ddp" and not hook else None
+    elements = []
+    if engine == "ddp" and not hook:
+        used.register_comm_hook(elements.append, reducing)
     if hook == "powerSGD_hook":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2)
         used.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -94,7 +96,7 @@ def train(
     def weight(place, rows):
         return len(rows[0]) if weights is None else weights[place[0]][place[1]]
 
-    with Collectives() as collectives:
+    with collectives() as counts:
         for epoch in range(epochs):
             ranks = data(sizes, epoch, dtype)
             kept = [[((r, i), x) for i, x in enumerate(own) if i not in skips[r % 2]] for r, own in enumerate(ranks)]
@@ -134,46 +136,23 @@ def train(
     assert wrapped.updates == oracle.updates
     if engine in ("fsdp2", "fsdp2 parts"):
         reduced = len(sizes[0]) * epochs if keywords.get("sync") == "micro_batch" else closed
-        assert collectives["reduce_scatter"] == LAYERS * reduced
-        assert dist.get_world_size() == 2 or collectives["all_reduce"] == LAYERS * closed
-    elif count is not None and count.elements:  # in several buckets, perhaps
-        assert count.elements == sum(p.numel() for p in model.parameters()) * closed
+        assert counts["reduce_scatter"] == LAYERS * reduced
+        assert dist.get_world_size() == 2 or counts["all_reduce"] == LAYERS * closed
+    elif elements:  # in several buckets, perhaps
+        assert sum(elements) == sum(p.numel() for p in model.parameters()) * closed
     elif engine == "ddp" and not hook:
-        assert collectives["all_reduce"] == closed
-
-
-def total_loss(m, rows):
-    return cross_entropy(m(rows[0]), rows[1], reduction="sum") * 0.1
+        assert counts["all_reduce"] == closed
 
 
 def second(m, rows):
     return m(rows[0] * 0.5).square().sum(1).mean()
 
 
-def both_passes(m, rows):
-    return loss_of(m, rows) + second(m, rows)
-
-
-def separate_passes(m, rows):
-    return [loss_of(m, rows), second(m, rows)]
-
-
-def unreached_penalty(m, rows):
-    """A penalty on weights, which no output of the model leads to."""
-    return [loss_of(m, rows), sum(p.square().sum() for p in m.parameters())]
-
-
-def through_grad(m, rows):
-    """A look, by torch.autograd.grad, at what the input matters."""
+def looks(m, rows, penalty=False):
+    """A look, by torch.autograd.grad through the model, at what the input matters, and a penalty on that."""
     x = rows[0].clone().requires_grad_()
-    torch.autograd.grad(m(x).sum(), x)
-    return loss_of(m, rows)
-
-
-def gradient_penalty(m, rows):
-    x = rows[0].clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
-    return loss_of(m, rows) + gradient.square().sum(1).mean()
+    (gradient,) = torch.autograd.grad(m(x).sum(), x, create_graph=penalty)
+    return loss_of(m, rows) + (gradient.square().sum(1).mean() if penalty else 0.0)
 
 
 def by_name(m, rows):
@@ -204,7 +183,7 @@ SAME, DIFFERENT = [[0, 1, 0, 1, 1, 0]] * 2, [[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1,
 WEIGHTS = [[3, 0, 5, 2, 0, 0, 4, 0], [0, 7, 1, 0, 0, 0, 0, 0]]
 SHARDED_WEIGHTS = [WEIGHTS[0], [0, 7, 1, 0, 2, 0, 0, 0]]
 FLUSHED, BUCKETS, VIEWS = {"way": "backward"}, {"bucket_cap_mb": 1e-4}, {"gradient_as_bucket_view": True}
-SUMS = {"loss": total_loss, "reduction": "sum"}
+SUMS = {"loss": lambda m, rows: cross_entropy(m(rows[0]), rows[1], reduction="sum") * 0.1, "reduction": "sum"}
 MICRO_BATCH, UNUSED, FSDP2 = {"sync": "micro_batch"}, {"find_unused_parameters": True}, {"engine": "fsdp2"}
 WAYS = [{"way": way} for way in ("batches", "batches backward", "backward")]
 LOOPS = {
@@ -233,11 +212,14 @@ LOOPS = {
             ("uneven", [[4, 4, 4, 4, 3], [4, 2]], 2),
         )
     },
-    "two forward passes": (RAGGED, 2, {"loss": both_passes}),
-    "two backward passes": (RAGGED, 2, {"loss": separate_passes}),
-    "a penalty on weights": (RAGGED, 2, {"loss": unreached_penalty}),
-    "torch.autograd.grad through DDP": (RAGGED, 2, {"loss": through_grad, **FLUSHED}),
-    "a gradient penalty": (RAGGED, 2, {"loss": gradient_penalty, **FLUSHED}),
+    "two forward passes": (RAGGED, 2, {"loss": lambda m, rows: loss_of(m, rows) + second(m, rows)}),
+    "two backward passes": (RAGGED, 2, {"loss": lambda m, rows: [loss_of(m, rows), second(m, rows)]}),
+    "a penalty on weights, which no output leads to": (
+        *(RAGGED, 2),
+        {"loss": lambda m, rows: [loss_of(m, rows), sum(p.square().sum() for p in m.parameters())]},
+    ),
+    "torch.autograd.grad through DDP": (RAGGED, 2, {"loss": looks, **FLUSHED}),
+    "a gradient penalty": (RAGGED, 2, {"loss": partial(looks, penalty=True), **FLUSHED}),
     **{
         f"{how} checkpointed, {static=}": (
             SHORT,

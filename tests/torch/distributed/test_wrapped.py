@@ -20,14 +20,15 @@ from tests.torch.distributed.problems import (
     RAGGED,
     SIX,
     SYNCS,
-    Collectives,
     Fragile,
     Oracle,
+    collectives,
     concatenated,
     data,
     lines_of,
     loss_of,
     network,
+    reducing,
     sgd,
     shard,
     slowly,
@@ -155,9 +156,9 @@ def test_a_window_makes_one_reduction_and_sends_one_message_that_travels_during_
     for name in ("send", "receive"):
         setattr(channel, name, _noted(events, name, getattr(channel, name)))
     model[-1].weight.register_hook(lambda _: events.append("first gradient"))
-    replica.register_comm_hook(events, _noting)
+    replica.register_comm_hook(lambda _: events.append("reduction"), reducing)
     begun, rows = channel.line.begun, data([[4] * 40, [3] * 40])[rank]
-    with Collectives() as reductions:
+    with collectives() as reductions:
         for i, one in enumerate(optimizer.batches(rows) if "batches" in way else rows):
             if split:
                 optimizer(*one)
@@ -179,7 +180,7 @@ def test_layers_are_reduced_while_the_backward_pass_goes_on(rank):
     model, events = network(), []
     replica, optimizer = wrap("ddp", model, 1, {"bucket_cap_mb": 1e-4})
     model[0].weight.register_hook(lambda _: events.append("first layer"))
-    replica.register_comm_hook(events, _noting)
+    replica.register_comm_hook(lambda _: events.append("reduction"), reducing)
     for rows in data([[4] * 5] * 2)[rank]:
         events.clear()
         train_on(replica, optimizer, [rows])
@@ -194,19 +195,13 @@ def _noted(events, name, function):
     return call
 
 
-def _noting(events, bucket):
-    events.append("reduction")
-    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
-
-
 @pytest.mark.parametrize("sync", SYNCS)
 @on_ranks()
 def test_parameters_stay_gathered_in_a_window_that_reduces_once(rank, sync):
     used, optimizer = wrap("fsdp2", network(), 4, {"reshard_after_forward": False}, sync=sync)
     rows = data([[4] * 8] * 2)[rank]
     train_on(used, optimizer, rows[:4], "weighed")
-    with Collectives() as counts:
+    with collectives() as counts:
         train_on(used, optimizer, rows[4:], "weighed")
     if sync == "window":
         assert counts["all_gather"] <= LAYERS + 1  # FSDP prefetches one layer for a forward pass that is over

@@ -1,305 +1,333 @@
 """Layer by layer, TrainStep makes the large batch's update."""
 
-from __future__ import annotations
-
-import contextlib
-import copy
 import functools
-from collections.abc import Iterator
-from typing import Any
+import types
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.utils.checkpoint
+from torch import nn
 
-from gradaccum.torch import Blocks, TrainStep
 from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.torch.layers.problems import (
+    OPTIMIZERS,
+    WAYS,
+    Layer,
+    Network,
+    assert_same_updates,
+    batches,
+    build,
+    doing,
+    late,
+    loss_of,
+    network,
+    trained,
+)
+from tests.torch.problems import Does, Held
 
-ADAM = {"lr": 1e-2}
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "adam": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-}
-
-
-class Layer(nn.Module):
-    """A residual block with an argument that all blocks share, and a tuple of outputs."""
-
-    def __init__(self, size: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm, self.inner, self.outer = nn.LayerNorm(size), nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        y = self.outer(torch.tanh(self.inner(self.norm(x)) + shared))
-        return x + scale * self.dropout(y), shared
+SIZE, DEPTH = 4, 3
 
 
-class Doing(Layer):
-    """The same, after `do(layer, x)`, which returns another x; `after` that, `kept(layer, x)` of what it returns."""
-
-    def __init__(self, do: Any, kept: Any = lambda layer, x: None) -> None:
-        super().__init__(6)
-        self.do, self.kept = do, kept
-
-    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        x, shared = super().forward(self.do(self, x), shared, scale=scale)
-        self.kept(self, x)
-        return x, shared
-
-
-def as_it_is(layer: Any, x: Tensor) -> Tensor:
-    return x
-
-
-class Network(nn.Module):
-    """Embeddings, blocks, and a head whose weight is the embeddings'."""
-
-    def __init__(self, size: int = 6, depth: int = 3, dropout: float = 0.0, vocabulary: int = 11) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, size)
-        self.position = nn.Linear(size, 2 * size)
-        self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList([Layer(size, dropout) for _ in range(depth)])
-        self.norm = nn.LayerNorm(size)
-        self.head = nn.Linear(size, vocabulary, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.dropout(self.embedding(ids))
-        shared, first = self.position(x), x
-        for layer in self.layers:
-            x, shared = layer(x, shared, scale=0.5)
-        return self.head(self.norm(x + first + shared[..., : x.shape[-1]]))
-
-
-def network(**options: Any) -> Network:
-    torch.manual_seed(0)
-    return Network(**options).double()
-
-
-def doing(do: Any, kept: Any = lambda layer, x: None, places: Any = (0, 1, 2)) -> Network:
-    """A network some of whose blocks do something of their own."""
-    model = network()
-    for place in places:
-        model.layers[place] = Doing(do, kept).double()
+def frozen(*trained):
+    model = network().requires_grad_(False)
+    for path in trained:
+        model.get_parameter(path).requires_grad_()
     return model
 
 
-def batches(rows: int = 7, count: int = 3) -> list[tuple[Tensor, Tensor]]:
-    torch.manual_seed(1)
-    return [(torch.randint(11, (rows, 5)), torch.randint(11, (rows, 5))) for _ in range(count)]
-
-
-def loss_of(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
-
-
-def in_blocks(options: dict[str, Any]) -> dict[str, Any]:
-    """These options, with what is meant for `Blocks` in it."""
-    given = {name: options[name] for name in ("update", "on") if name in options}
-    others = {name: value for name, value in options.items() if name not in given}
-    return {**others, "blocks": Blocks(options["blocks"], **given)} if given else others
-
-
-def build(model: nn.Module, optimizer: Any = None, **options: Any) -> TrainStep:
-    optimizer = OPTIMIZERS["sgd"](model.parameters()) if optimizer is None else optimizer
-    return TrainStep(
-        model, optimizer, **in_blocks({"compute_loss": loss_of, "micro_batch_size": 3, "blocks": "auto", **options})
-    )
-
-
-def trained(model: nn.Module, data: Any = None, optimizer: Any = None, **options: Any) -> list[Tensor]:
-    """Parameters, buffers and losses after these updates."""
-    step = build(model, optimizer, **options)
-    losses = [step(*batch) for batch in data or batches()]
-    return [t.detach().double() for t in (*model.parameters(), *model.buffers(), *losses)]
-
-
-@contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Nothing of the model may be updated inside, and no gradient left."""
-    before = copy.deepcopy(model.state_dict())
-    yield
-    assert relative_error(model.state_dict().values(), before.values()) == 0.0
-    assert all(p.grad is None for p in model.parameters())
-
-
-def assert_same_updates(
-    model: nn.Module, data: Any, loss: Any, make: Any = OPTIMIZERS["sgd"], size: Any = 2, **options: Any
-) -> TrainStep:
-    """Train a copy by ordinary steps and the model layer by layer: the same parameters, the same losses."""
-    reference = copy.deepcopy(model)
-    trained = [p for p in reference.parameters() if p.requires_grad]
-    expected = torch_updates(reference, make(trained), data, loss, clip_grad_norm=options.get("clip_grad_norm"))
-    optimizer = make([p for p in model.parameters() if p.requires_grad])
-    step = build(model, optimizer, **{"compute_loss": loss, "micro_batch_size": size, **options})
-    losses = [step(*batch).item() for batch in data]
-    assert relative_error([torch.tensor(losses)], [torch.tensor(expected)]) <= FLOAT64
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
-    assert step.updates == len(data)
-    return step
-
-
-def test_layer_by_layer_one_call_makes_the_large_batchs_update() -> None:
-    for name, size in (("sgd", 1), ("sgd", 3), ("sgd", "auto"), ("adam", 3)):
-        assert_same_updates(network(), batches(count=2), loss_of, OPTIMIZERS[name], size)
-
-
-def test_dropout_is_replayed_so_that_the_update_is_that_of_accumulation() -> None:
-    updated = []
-    for blocks in (None, "auto", Blocks("auto", on="cpu"), Blocks("auto", update="in_backward")):
-        model, data = network(dropout=0.3), batches()
-        torch.manual_seed(5)
-        updated.append([*trained(model, data, blocks=blocks), torch.get_rng_state()])
-    assert max(relative_error(found, updated[0]) for found in updated[1:]) <= FLOAT64
-
-
-def test_frozen_blocks_and_adapters_inside_of_frozen_blocks() -> None:
+def without(*places):
     model = network()
-    model.requires_grad_(False)
-    model.layers[1].inner.weight.requires_grad_()
-    assert_same_updates(model, batches(), loss_of)
-
-    model = network()
-    model.layers[2].requires_grad_(False)
-    model.layers[0].requires_grad_(False)
-    assert_same_updates(model, batches(), loss_of)
+    for place in places:
+        model.layers[place].requires_grad_(False)
+    return model
 
 
-def test_weights_that_blocks_have_in_common() -> None:
+def tied(outside=False):
     model = network()
     model.layers[2].inner.weight = model.layers[0].inner.weight
-    model.layers[1].outer.bias = model.norm.weight
-    assert_same_updates(model, batches(), loss_of, OPTIMIZERS["adam"])
+    if outside:
+        model.layers[1].outer.bias = model.norm.weight
+    return model
 
 
-def test_means_over_tokens_terms_groups_and_sums_compose() -> None:
-    def tokens(model: nn.Module, ids: Tensor, labels: Tensor) -> Any:
-        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=0, reduction="sum")
-        count = (labels != 0).sum()
-        return loss / count, count
-
-    def several(model: nn.Module, ids: Tensor, labels: Tensor) -> Any:
-        outputs = model(ids)
-        loss = nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
-        return {"words": (loss, labels.numel()), "size": (outputs.square().mean(), len(ids))}
-
-    def plain(compute: Any) -> Any:
-        def loss(model: nn.Module, *batch: Tensor) -> Tensor:
-            found = compute(model, *batch)
-            return sum(loss for loss, _ in found.values()) if isinstance(found, dict) else found[0]
-
-        return loss
-
-    for compute in (tokens, several):
-        model, reference = network(), network()
-        expected = torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), batches(8), plain(compute))
-        found = trained(model, batches(8), compute_loss=compute, micro_batch_size=4, groups=2, blocks=model.layers)
-        assert relative_error(found, [*reference.parameters(), *torch.tensor(expected, dtype=torch.float64)]) <= FLOAT64
+def penalised(model, ids, labels):  # block 2's weight stands before block 1, too
+    return loss_of(model, ids.clone(), labels) + model.layers[2].inner.weight.square().sum()
 
 
-def _note(calls: list[int], place: int, *_: Any) -> None:
-    calls.append(place)
+def captured(model, ids, labels):
+    """Registers hooks for its forward pass alone."""
+    found = []
+    handles = [layer.register_forward_hook(lambda *call: found.append(call[2][0])) for layer in model.layers]
+    loss = loss_of(model, ids, labels)
+    for handle in handles:
+        handle.remove()
+    assert len(found) == 3
+    assert not any(module._forward_hooks for module in model.modules())
+    return loss + 0.1 * sum(x.square().mean() for x in found)
 
 
-def test_the_last_block_runs_once_where_backward_does() -> None:
-    for options, runs in (
-        ({}, [2, 2, 1]),
-        ({"update": "in_backward"}, [2, 2, 1]),
-        ({"on": "cpu"}, [2, 2, 2]),
-    ):
-        model, calls = network(), list[int]()
-        for place, layer in enumerate(model.layers):
-            layer.inner.register_forward_hook(functools.partial(_note, calls, place))
-        assert_same_updates(model, batches(7, count=1), loss_of, size=2, verify=False, **options)
-        assert [calls.count(place) for place in range(3)] == [4 * count for count in runs], options
-    model = network(depth=1)
-    assert_same_updates(model, batches(7, count=2), loss_of, size=2, blocks="layers", update="in_backward")
+def checkpointed(layer, *arguments):
+    return torch.utils.checkpoint.checkpoint(layer, *arguments, use_reentrant=False)
 
 
-def test_a_closure_evaluates_the_window_again() -> None:
-    def lbfgs(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+class Reentrant(Layer):
+    """Passes no gradient on where its input wants none, as reentrant checkpoints do."""
+
+    def forward(self, *args, **kwargs):
+        again = functools.partial(super().forward, **kwargs)
+        return torch.utils.checkpoint.checkpoint(again, *args, use_reentrant=True)
+
+
+def over_a_frozen_stem(shared):
+    model = network(layer=Reentrant)
+    model.embedding.requires_grad_(False)
+    model.position.requires_grad_(shared)
+    return model
+
+
+# What blocks find and write in their arguments: caches, dicts, lists, objects, and tensors with gradients in these.
+
+
+def extended(layer, x, y, cache):
+    """Keys of each block are added to, as in transformers' caches."""
+    mine = cache.layers[layer.place]
+    mine.keys = torch.cat([mine.keys, y[:, None]], 1)
+    return x + mine.keys.mean(1)
+
+
+def read_by_the_next(layer, x, y, given):
+    y = y + given.get("last", 0.0)
+    given["last"] = y.sin()
+    return x + y
+
+
+def in_a_tuple(layer, x, y, given):
+    given["pairs"] = (*given.get("pairs", ()), y.cos())
+    return x + y * given["pairs"][0]
+
+
+def counted(layer, x, y, given):
+    given["calls"] = given.get("calls", 0) + 1
+    return x + y * given["calls"]
+
+
+def left_in_a_list(layer, x, y, given):
+    given.append(y.square().mean(1))
+    return x + y
+
+
+def left_in_an_object(layer, x, y, given):
+    given.total = y.square().mean(1) if layer.place == DEPTH - 1 else None
+    return x + y
+
+
+def in_an_object(layer, x, _, given):
+    return types.SimpleNamespace(x=x.x + torch.tanh(layer.linear(x.x)), last=x.x)
+
+
+class Uncopied:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("neither copied nor pickled")
+
+
+def scaled(layer, x, y, given):
+    return x + y * given.scale
+
+
+ARGUMENTS = {  # the argument of all blocks, made of keys for each; what a block returns
+    "a prefix in a cache": (
+        lambda keys: types.SimpleNamespace(layers=[types.SimpleNamespace(keys=k[:, None]) for k in keys.unbind(1)]),
+        extended,
+    ),
+    "a prefix in an object": (lambda keys: types.SimpleNamespace(scale=keys[:, 0], name="one"), scaled),
+    "a prefix in an object that can't be copied": (lambda keys: Uncopied(keys[:, 0]), scaled),
+    "an object without a graph that can't be copied": (lambda keys: Uncopied(keys[:, 0].detach().cos()), scaled),
+    "a prefix in a partial of C": (
+        lambda keys: functools.partial(torch.mul, keys[:, 0]), lambda layer, x, y, given: x + given(y),
+    ),
+    "a dict, read by the next": (lambda keys: {}, read_by_the_next),
+    "a tuple in a dict": (lambda keys: {}, in_a_tuple),
+    "a counter in a dict": (lambda keys: {}, counted),
+    "a list, read by the loss": (lambda keys: [], left_in_a_list),
+    "an object, read by the loss": (lambda keys: types.SimpleNamespace(), left_in_an_object),
+    "an object is returned": (lambda keys: None, in_an_object),
+}  # fmt: skip
+
+
+def with_arguments(name, freeze=False):
+    make, run = ARGUMENTS[name]
+
+    def block(layer, x, given):
+        return run(layer, x, torch.tanh(layer.linear(x)) if isinstance(x, torch.Tensor) else None, given)
+
+    def whole(model, x):
+        x = model.first(x)
+        given = make(model.prefix(x).view(len(x), DEPTH, SIZE))
+        x = types.SimpleNamespace(x=x) if run is in_an_object else x
+        for layer in model.layers:
+            x = layer(x, given)
+        x = x.x * x.last if run is in_an_object else x
+        left = given if run is left_in_a_list else [given.total] if run is left_in_an_object else []
+        return torch.cat([x, *(loss[:, None] for loss in left)], 1)
+
+    layers = nn.ModuleList(Does(block, linear=nn.Linear(SIZE, SIZE), place=place) for place in range(DEPTH))
+    model = Does(whole, layers=layers, first=nn.Linear(SIZE, SIZE), prefix=nn.Linear(SIZE, SIZE * DEPTH)).double()
+    model.layers.requires_grad_(not freeze)
+    model.first.requires_grad_(not freeze)
+    model.layers[0].requires_grad_(not freeze or "prefix" not in name)
+    return model
+
+
+def square(model, x):
+    return model(x).square().mean()
+
+
+NO_PROOF = {"verify": False}
+CASES = {  # the model, the loss, options
+    "a plain network": (network, loss_of, {}),
+    "one block": (lambda: network(depth=1), loss_of, {"blocks": "layers"}),
+    "an adapter inside of frozen blocks": (lambda: frozen("layers.1.inner.weight"), loss_of, {}),
+    "frozen blocks": (lambda: without(0, 2), loss_of, {}),
+    "weights that blocks have in common": (tied, loss_of, {}),
+    "weights in common with a layer outside": (lambda: tied(outside=True), loss_of, {}),
+    "a loss of a block's weight": (network, penalised, {}),
+    "a block's weight before the blocks": (
+        lambda: network(shared=lambda model, x: model.position(x) * model.layers[2].inner.bias),
+        loss_of,
+        {},
+    ),
+    "a weight of a later block": (late, loss_of, {}),
+    "hooks that the loss registers and removes": (network, captured, {}),
+    "a graph between the blocks": (lambda: network(between=torch.tanh), loss_of, {}),
+    "skips around the blocks": (lambda: network(between=torch.tanh, skips=True), loss_of, {}),
+    "checkpoints around the blocks": (lambda: network(call=checkpointed), loss_of, {}),
+    "reentrant checkpoints over a frozen stem": (lambda: over_a_frozen_stem(False), loss_of, NO_PROOF),
+    "reentrant checkpoints over a frozen embedding": (lambda: over_a_frozen_stem(True), loss_of, NO_PROOF),
+    "clipping": (network, loss_of, {"clip_grad_norm": 0.05}),
+    "clipping and a loss of a block's weight": (network, penalised, {"clip_grad_norm": 0.05}),
+    **{name: (lambda name=name: with_arguments(name), square, {}) for name in ARGUMENTS},
+    **{f"{name}; frozen": (lambda name=name: with_arguments(name, True), square, {}) for name in ARGUMENTS},
+}
+NOT_RUN = [("clipping", "in backward"), ("outside", "on the CPU"), ("later block", "in backward")]  # are refused
+NOT_RUN += [(case, "without") for case in CASES if case.split(";")[0] not in ARGUMENTS]  # nobody looks at these
+EVERY = [(case, way) for case in CASES for way in WAYS if not any(a in case and b in way for a, b in NOT_RUN)]
+
+
+@pytest.mark.parametrize(("case", "way"), EVERY)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of reentrant checkpoints
+def test_layer_by_layer_one_call_makes_the_large_batchs_update(case, way):
+    make, loss, options = CASES[case]
+    torch.manual_seed(0)
+    model = make()
+    data = batches(count=2) if loss is not square else [(torch.randn(5, SIZE, dtype=torch.float64),) for _ in range(2)]
+    optimizer = OPTIMIZERS["adam" if len(case) % 2 else "sgd"]
+    assert_same_updates(model, data, loss, optimizer, **{"blocks": "layers", **options, **WAYS[way]})
+    if "reentrant" in case:
+        found = any(p.grad is not None for p in model.layers.parameters())
+        assert found == ("embedding" in case and "in backward" not in way)  # which frees them
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by torch.compile
+@pytest.mark.parametrize("between", [torch.nn.Identity(), torch.tanh])
+def test_compiled_blocks_make_the_large_batchs_update(between):
+    model = network(between=between)
+    torch.compiler.reset()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    assert_same_updates(model, batches(count=2), size=3)
+
+
+def counts(layer, x):
+    layer.calls = getattr(layer, "calls", 0) + 1
+    return x
+
+
+def test_second_passes_move_no_attributes():
+    model = doing(counts)
+    model.forward = lambda ids: Network.forward(model, counts(model, ids))  # as wrappers of models do
+    build(model)(*batches()[0])
+    assert [module.calls for module in (model, *model.layers)] == [-(-len(batches()[0][0]) // 3)] * 4
+
+
+@pytest.mark.parametrize(("name", "size"), [("sgd", 1), ("adam", 3), ("sgd", "auto")])
+def test_micro_batches_of_any_size_make_the_large_batchs_update(name, size):
+    assert_same_updates(network(), batches(count=2), loss_of, OPTIMIZERS[name], size)
+
+
+def token_mean(model, ids, labels):
+    loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=0, reduction="sum")
+    count = (labels != 0).sum()
+    return {"tokens": (loss / count, count)}
+
+
+def several(model, ids, labels):
+    outputs = model(ids)
+    loss = nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+    return {"words": (loss, labels.numel()), "size": (outputs.square().mean(), len(ids))}
+
+
+@pytest.mark.parametrize("compute", [token_mean, lambda *batch: token_mean(*batch)["tokens"], several])
+def test_means_over_tokens_terms_and_groups_compose(compute):
+    def plain(model, *batch):
+        found = compute(model, *batch)
+        return sum(loss for loss, _ in found.values()) if isinstance(found, dict) else found[0]
 
     model, reference = network(), network()
-    optimizer = lbfgs(reference.parameters())
-    (batch,) = batches(count=1)
+    expected = torch_updates(reference, OPTIMIZERS["sgd"](reference.parameters()), batches(8), plain)
+    found = trained(model, batches(8), compute_loss=compute, micro_batch_size=4, groups=2, blocks=model.layers)
+    assert relative_error(found, [*reference.parameters(), *torch.tensor(expected, dtype=torch.float64)]) <= FLOAT64
 
-    def closure() -> Tensor:
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_last_block_runs_once_where_backward_does(way):
+    model, calls = network(), []
+    for place, layer in enumerate(model.layers):
+        layer.inner.register_forward_hook(lambda *_, place=place: calls.append(place))
+    build(model, micro_batch_size=2, **{**WAYS[way], "verify": False})(*batches(7, count=1)[0])
+    assert [calls.count(place) for place in range(3)] == [4 * 2, 4 * 2, 4 * (2 if "CPU" in way else 1)]
+
+
+def test_a_closure_evaluates_the_window_again():
+    def lbfgs(model):
+        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    model, reference, (batch,) = network(), network(), batches(count=1)
+    optimizer = lbfgs(reference)
+
+    def closure():
         optimizer.zero_grad()
         loss = loss_of(reference, *batch)
         loss.backward()
         return loss
 
     optimizer.step(closure)
-    build(model, lbfgs(model.parameters()))(*batch)
+    build(model, lbfgs(model))(*batch)
     assert relative_error(model.parameters(), reference.parameters()) <= 1e-9  # three steps amplify rounding
 
 
-def test_autocast_is_in_force_where_backward_runs_a_block_again() -> None:
-    options: dict[str, Any] = {"data": batches(6, count=1), "autocast": torch.bfloat16}
-    plain, by_blocks = (trained(network().float(), blocks=blocks, **options) for blocks in (None, "auto"))
-    assert relative_error(by_blocks, plain) <= 1e-6
-
-
-class Counting(nn.Module):
-    """What stands before the blocks, and moves a buffer in every pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6))
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x))
-
-
-def test_buffers_move_in_first_passes_alone() -> None:
-    updated = []
-    for blocks in (None, "1"):  # BatchNorm runs once, the others twice
-        torch.manual_seed(0)
-        blocks_of = [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(2)]
-        model = nn.Sequential(Counting(), nn.Sequential(*blocks_of, nn.BatchNorm1d(6)), nn.Linear(6, 3)).double()
-        data = [(torch.randn(8, 5).double(), torch.randint(3, (8,))) for _ in range(2)]
-        options = {"compute_loss": None, "loss_fn": nn.CrossEntropyLoss(), "batch_norm": "micro", "verify": False}
-        updated.append(trained(model, data, blocks=blocks, micro_batch_size=4, **options))
-    assert relative_error(*updated) <= 1e-9  # BatchNorm amplifies the rounding of biases before it
-
-
-def test_logits_are_those_of_one_micro_batch_and_the_blocks_keep_no_activations() -> None:
-    model, held, most = network(depth=4), [0], [0]
-
-    def add(tensor: Tensor, factor: int = 1) -> Tensor:
-        held[0] += factor
-        most[0] = max(most[0], held[0])
-        return tensor
-
-    class Saved:
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = add(tensor.detach())
-
-        def __del__(self) -> None:
-            held[0] -= 1
-
-    counts = {}
+def test_logits_are_those_of_one_micro_batch_and_the_blocks_keep_no_activations():
+    model, counts = network(depth=4), []
     for blocks in (None, "auto"):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        step = build(model, optimizer, micro_batch_size=1, blocks=blocks, verify=False)
-        most[0] = 0
-        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+        held = Held(*model.parameters())
+        step = build(
+            model, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=1, blocks=blocks, verify=False
+        )
+        with held.saved():
             step(*batches()[0])
-        counts[blocks] = most[0]
-        assert held[0] == 0
-    assert counts["auto"] < 0.6 * counts[None], counts
+        counts.append(held.most)
+        assert held.now == 0
+    assert counts[1] < 0.6 * counts[0], counts
 
 
 @pytest.mark.parametrize("place", [1, 2])
-def test_a_block_that_runs_out_of_memory_in_backward_goes_on_in_smaller_micro_batches(place: int) -> None:
+def test_a_block_that_runs_out_of_memory_in_backward_goes_on_in_smaller_micro_batches(place):
     model, reference = network(), network()
     plain = model.layers[place].inner.forward
 
-    def limited(x: Tensor) -> Tensor:
+    def limited(x):
         if torch.is_grad_enabled() and len(x) > 2:
             raise torch.OutOfMemoryError("no room")
         return plain(x)
@@ -311,3 +339,23 @@ def test_a_block_that_runs_out_of_memory_in_backward_goes_on_in_smaller_micro_ba
     assert step.micro_batch_size == 2
     assert losses == pytest.approx(expected, rel=FLOAT64)
     assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+
+
+class OfTheUser(Exception):
+    """Raised by code that is nobody else's."""
+
+
+@pytest.mark.parametrize("where", ["second pass", "backward hook"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_users_own_exception_comes_as_it_is(where, verify):
+    def fail(*_):
+        if where == "backward hook" or torch.is_grad_enabled():
+            raise OfTheUser("on purpose")
+
+    model = network()
+    layer = model.layers[0].inner
+    layer.weight.register_hook(fail) if where == "backward hook" else layer.register_forward_pre_hook(fail)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(OfTheUser, match="on purpose"):
+        build(model, verify=verify)(*batches()[0])
+    assert all(map(torch.equal, model.parameters(), before))

@@ -1,33 +1,30 @@
 """Models as people have them, layer by layer: those of transformers, from tiny configs, and a ResNet."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import nn
 
-from gradaccum.torch import TrainStep
-from tests.torch.layers.test_blocks import OPTIMIZERS, Layer, Network, assert_same_updates, batches, loss_of
+from tests.torch.layers.problems import Layer, assert_same_updates, batches, build, network
+from tests.torch.problems import Does, Held
 
 transformers = pytest.importorskip("transformers")
 
 
-def _text(rows: int = 5, length: int = 6) -> list[tuple[dict[str, Tensor]]]:
+def text(rows=5, length=6):
     torch.manual_seed(1)
-    batches = []
+    found = []
     for _ in range(2):
         ids = torch.randint(3, 20, (rows, length))
         mask = torch.ones_like(ids)
         mask[0, 4:] = 0
-        batches.append(({"input_ids": ids, "attention_mask": mask, "labels": torch.randint(3, 20, (rows, length))},))
-    return batches
+        found.append(({"input_ids": ids, "attention_mask": mask, "labels": torch.randint(3, 20, (rows, length))},))
+    return found
 
 
-def _images(rows: int = 5) -> list[tuple[dict[str, Tensor]]]:
+def images(rows=5):
     torch.manual_seed(1)
     pixels = [torch.randn(rows, 3, 8, 8, dtype=torch.float64) for _ in range(2)]
     return [({"pixel_values": x, "labels": torch.randint(0, 3, (rows,))},) for x in pixels]
@@ -37,7 +34,7 @@ SMALL = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "in
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2 = {"n_embd": 8, "n_layer": 3, "n_head": 2, "n_positions": 8, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 T5 = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
-MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
+MODELS = {
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 20, **GPT2}, "transformer.h"),
     "llama": ("LlamaForCausalLM", {"vocab_size": 20, "num_key_value_heads": 1, **SMALL}, "model.layers"),
     "bert": ("BertForMaskedLM", {"vocab_size": 20, **SMALL, **QUIET}, "auto"),
@@ -46,7 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
 }
 
 
-def _model(name: str) -> tuple[Any, Any]:
+def model_of(name):
     """The model, and its blocks."""
     torch.manual_seed(0)
     kind, options, blocks = MODELS[name]
@@ -58,117 +55,105 @@ def _model(name: str) -> tuple[Any, Any]:
     return model, [*model.encoder.block, *model.decoder.block] if blocks is None else blocks
 
 
-def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def mean_loss(model, batch):
     """A mean over rows: transformers' own is one over tokens that count."""
-    labels = batch["labels"]
-    outputs = model(**batch)
+    outputs, labels = model(**batch), batch["labels"]
     if labels.dim() == 1:
         return outputs.loss
     return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
 
 
-def slow(*names: str) -> list[Any]:
+def slow(*names):
     return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", *slow("gpt2", "bert", "vit")])
-def test_models_of_transformers_make_the_large_batchs_update(name: str) -> None:
-    model, blocks = _model(name)
-    assert_same_updates(model, _images() if name == "vit" else _text(), _loss, OPTIMIZERS["sgd"], 2, blocks=blocks)
+def test_models_of_transformers_make_the_large_batchs_update(name):
+    model, blocks = model_of(name)
+    assert_same_updates(model, images() if name == "vit" else text(), mean_loss, blocks=blocks)
 
 
 @pytest.mark.parametrize("name", ["llama", *slow("gpt2", "bert")])
-def test_blocks_that_live_elsewhere_make_the_large_batchs_update_though_only_some_rows_have_a_mask(name: str) -> None:
-    model, blocks = _model(name)
-    assert_same_updates(model, _text()[:1], _loss, OPTIMIZERS["sgd"], 2, blocks=blocks, on="cpu", verify=False)
+def test_blocks_that_live_elsewhere_make_the_large_batchs_update_though_only_some_rows_have_a_mask(name):
+    model, blocks = model_of(name)
+    assert_same_updates(model, text()[:1], mean_loss, blocks=blocks, on="cpu", verify=False)
 
 
-def test_keys_and_values_that_blocks_leave_in_a_cache_are_not_there_when_backward_runs_them_again() -> None:
-    model, _ = _model("llama")
+def test_keys_and_values_that_blocks_leave_in_a_cache_are_not_there_when_backward_runs_them_again():
+    (model, _), seen = model_of("llama"), []
     assert model.config.use_cache
-    seen = []
     model.model.layers[1].register_forward_pre_hook(
         lambda layer, args, kwargs: seen.append(kwargs["past_key_values"].get_seq_length(1)), with_kwargs=True
     )
-    assert_same_updates(model, _text()[:1], _loss, blocks="auto", verify=False)
+    assert_same_updates(model, text()[:1], mean_loss, verify=False)
     assert set(seen) == {0}
 
 
-def test_a_cache_keeps_no_graph_of_a_micro_batch_that_is_through() -> None:
-    most, held, (model, _) = list[int](), [0], _model("llama")
-
-    class Saved:
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor.detach()
-            held[0] += 1
-            most[-1] = max(most[-1], held[0])
-
-        def __del__(self) -> None:
-            held[0] -= 1
-
+def test_a_cache_keeps_no_graph_of_a_micro_batch_that_is_through():
+    (model, _), most = model_of("llama"), []
     for rows in (1, 4):
-        options: dict[str, Any] = {"micro_batch_size": 1, "blocks": "auto", "verify": False}
-        step = TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=_loss, **options)
-        most.append(0)
-        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
-            step(*_text(rows)[0])
+        held, step = Held(), build(model, compute_loss=mean_loss, micro_batch_size=1, verify=False)
+        with held.saved():
+            step(*text(rows)[0])
+        most.append(held.most)
     assert most[0] == most[1]
+
+
+def prefixed(model, ids):
+    """Prefix tuning: keys and values of two tokens, in the cache of a frozen model."""
+    cache = transformers.DynamicCache()
+    for place, (keys, values) in enumerate(model.prefix):
+        cache.update(keys.expand(len(ids), -1, -1, -1), values.expand(len(ids), -1, -1, -1), place)
+    mask = torch.ones(len(ids), 2 + ids.shape[1], dtype=torch.long)
+    logits = model.model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_prefix_tuning_of_a_transformer_makes_the_large_batchs_update(verify):
+    prefix = nn.Parameter(torch.randn(3, 2, 1, 1, 2, 4, dtype=torch.float64))
+    model = Does(prefixed, model=model_of("llama")[0].requires_grad_(False), prefix=prefix)
+    data = [(torch.randint(11, (5, 6)),) for _ in range(2)]
+    assert_same_updates(model, data, lambda model, ids: model(ids), blocks="model.model.layers", verify=verify)
 
 
 class Named(Layer):
     """A block that returns a ModelOutput."""
 
-    def forward(self, x: Tensor, shared: Tensor, *, scale: float = 1.0) -> Any:
+    def forward(self, x, shared, *, scale=1.0):
         x, shared = super().forward(x, shared, scale=scale)
         return transformers.modeling_outputs.BaseModelOutput(last_hidden_state=x, hidden_states=(shared,))
 
 
-class NamedNetwork(Network):
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        shared = self.position(x)
-        for layer in self.layers:
-            outputs = layer(x, shared)
-            x, shared = outputs.last_hidden_state, outputs["hidden_states"][0]
-        return self.head(self.norm(x))
-
-
 @pytest.mark.parametrize("on", [None, "cpu"])
-def test_blocks_that_return_model_outputs(on: Any) -> None:
-    torch.manual_seed(0)
-    model = NamedNetwork().double()
-    model.layers = nn.ModuleList([Named(6) for _ in range(3)]).double()
-    options = {"blocks": "layers", "on": on, "verify": False}
-    assert_same_updates(model, batches(count=1), loss_of, size=3, **options)
+def test_blocks_that_return_model_outputs(on):
+    def call(layer, x, shared):
+        outputs = layer(x, shared)
+        return outputs.last_hidden_state, outputs["hidden_states"][0]
+
+    assert_same_updates(network(layer=Named, call=call), batches(count=1), blocks="layers", on=on, verify=False)
 
 
-def test_checkpointing_inside_blocks_goes_on() -> None:
-    model, _ = _model("llama")
+def test_checkpointing_inside_blocks_goes_on():
+    model, _ = model_of("llama")
     model.config.use_cache = False
     for layer in model.model.layers:  # as model.activation_checkpointing_enable() does
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
-    assert_same_updates(model.train(), _text(), _loss, blocks="auto")
+    assert_same_updates(model.train(), text(), mean_loss)
 
 
-class _Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.one, self.two = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
-        self.norm = nn.GroupNorm(2, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu_(x + self.two(torch.relu(self.norm(self.one(x)))))
+def residual(channels):
+    run = lambda m, x: torch.relu_(x + m.two(torch.relu(m.norm(m.one(x)))))  # noqa: E731
+    one, two = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+    return Does(run, one=one, two=two, norm=nn.GroupNorm(2, channels))
 
 
-def test_a_resnet_with_layers_between_its_blocks() -> None:
+def test_a_resnet_with_layers_between_its_blocks():
     torch.manual_seed(0)
     stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
-    one, two = (nn.Sequential(*(_Residual(4) for _ in range(2))) for _ in range(2))
+    one, two = (nn.Sequential(residual(4), residual(4)) for _ in range(2))
     model = nn.Sequential(stem, one, nn.AvgPool2d(2), two, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    data = [(batch["pixel_values"], batch["labels"]) for (batch,) in _images()]
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(model(x), y)
-
+    data = [(batch["pixel_values"], batch["labels"]) for (batch,) in images()]
+    loss = lambda model, x, y: nn.functional.cross_entropy(model(x), y)  # noqa: E731
     assert_same_updates(model.double(), data, loss, blocks=[*one, *two])

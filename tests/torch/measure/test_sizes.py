@@ -15,7 +15,7 @@ from gradaccum.torch.measure import estimate_ways
 from gradaccum.torch.measure.estimates import estimate_size, suggest_micro_batch_size
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of, micro_batch_peak, optimizer_bytes
 from tests.torch.distributed.processes import fresh_process
-from tests.torch.layers.test_blocks import Layer
+from tests.torch.layers.problems import Layer
 
 EXAMPLE = pathlib.Path(__file__).parents[3] / "examples" / "torch" / "large_models.py"
 LOSS = {"loss_fn": nn.CrossEntropyLoss()}

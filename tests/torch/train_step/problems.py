@@ -1,7 +1,9 @@
 """What the tests of TrainStep train: models, their batches, and optimizers."""
 
+import copy
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 OUT = "CUDA out of memory (simulated)"
@@ -25,8 +27,30 @@ def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
+def zeros(*shape):
+    return torch.zeros(*shape, dtype=torch.float64)
+
+
 def plain_loss(model, x, y):
     return F.cross_entropy(model(x), y)
+
+
+class Of(nn.Module):
+    """A module of these modules and buffers, whose forward pass is a function of itself and its arguments."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            self.register_buffer(name, part) if part is None or isinstance(part, Tensor) else setattr(self, name, part)
+
+    def forward(self, *args, **keywords):
+        return self.function(self, *args, **keywords)
+
+
+def linear(inputs, outputs):
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, dtype=torch.float64)
 
 
 class Backward(torch.autograd.Function):
@@ -44,17 +68,10 @@ class Backward(torch.autograd.Function):
         return grad, None
 
 
-class Statistics(nn.Module):
-    """Buffers that every pass moves, as a BatchNorm's: one in place, one by assignment."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x):
-        self.mean.mul_(0.9).add_(x.detach().mean(0))
-        self.count = self.count + 1
+def moves_statistics(module, x):
+    """As a BatchNorm does: one in place, one by assignment."""
+    module.mean.mul_(0.9).add_(x.detach().mean(0))
+    module.count = module.count + 1
 
 
 class Fragile(nn.Module):
@@ -64,7 +81,7 @@ class Fragile(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(5, 6, dtype=torch.float64)
-        self.statistics = Statistics()
+        self.statistics = Of(moves_statistics, mean=zeros(5), count=torch.zeros(()))
         self.dropout = nn.Dropout(dropout)
         self.last = nn.Linear(6, 3, dtype=torch.float64)
         self.forward_limit, self.backward_limit = forward_limit, backward_limit
@@ -77,3 +94,31 @@ class Fragile(nn.Module):
         if len(x) > self.forward_limit:
             raise torch.OutOfMemoryError(OUT)
         return self.last(Backward.apply(x, self.backward_limit))
+
+
+def centred(module, x):
+    """Subtracts a moving average of the rows' mean."""
+    outputs = x - module.mean.clone()
+    with torch.no_grad():
+        module.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return outputs
+
+
+class Experts(nn.Module):
+    """Blocks with buffers, and experts through which rows of each kind go: the first column's sign, if not `kinds`."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Of(centred, mean=zeros(5))
+        self.blocks = nn.ModuleList(nn.Sequential(linear(5, 5), copy.deepcopy(self.first), nn.Tanh()) for _ in range(2))
+        self.experts = nn.ModuleList(linear(5, 4) for _ in range(3))
+
+    def forward(self, x, kinds=None):
+        kinds = (x[:, 0] > 0).long() if kinds is None else kinds
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        outputs = x.new_zeros(len(x), 4)
+        for kind in kinds.unique().tolist():  # the last one is never used
+            outputs[kinds == kind] = self.experts[kind](x[kinds == kind])
+        return outputs

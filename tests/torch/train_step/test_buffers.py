@@ -12,26 +12,8 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from gradaccum.torch import TrainStep, chunked, combine_buffers
 from gradaccum.torch.buffers import rules_of
-from tests.torch.train_step.problems import OUT, Backward, batches
+from tests.torch.train_step.problems import OUT, Backward, Of, batches, centred, zeros
 from tests.torch.train_step.steps import assert_same_state, assert_same_updates, by_hand, left_as_it_was, step_of
-
-
-def zeros(*shape):
-    return torch.zeros(*shape, dtype=torch.float64)
-
-
-class Moving(nn.Module):
-    """Has buffers, which a function reads and moves."""
-
-    def __init__(self, function, rules=None, **buffers):
-        super().__init__()
-        self.function = function
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer)
-        combine_buffers(self, **(rules or {}))
-
-    def forward(self, *args):
-        return self.function(self, *args)
 
 
 def quantised(module, x):
@@ -45,7 +27,7 @@ def quantised(module, x):
     return x + (found - x).detach() + 0.1 * (x - found.detach()).square()
 
 
-class Codebook(Moving):
+class Codebook(Of):
     def __init__(self):
         codes = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
         super().__init__(quantised, codes=codes, total=codes.clone(), count=zeros(4) + 1)
@@ -123,7 +105,7 @@ def moves_by(how):
             (module.passes.data if how == "data" else module.passes.numpy())[...] += 1
         return outputs
 
-    return lambda: Moving(function, passes=zeros(2))
+    return lambda: Of(function, passes=zeros(2))
 
 
 def keeps_the_largest_in_float8(module, x):
@@ -143,10 +125,9 @@ def shared(views):
         return outputs
 
     def make():
-        module, memory = Moving(function), zeros(6)
-        module.one = Moving(None, passes=memory[:4] if views else memory)
-        module.two = Moving(None, passes=memory[2:] if views else memory)
-        return module
+        memory = zeros(6)
+        one, two = (Of(None, passes=own) for own in ((memory[:4], memory[2:]) if views else (memory, memory)))
+        return Of(function, one=one, two=two)
 
     return make
 
@@ -156,13 +137,16 @@ def instance_norm():
 
 
 def largest_values():
-    words, counts = {"history": "max", "rows": "sum", "passes": "once", "average": "mean"}, torch.zeros((2,)).long()
-    buffers = {"history": zeros(3) + 1, "rows": counts[0].clone(), "passes": counts[1].clone(), "average": zeros(6)}
-    return Moving(scales_by_the_largest, words, **buffers)
+    rows, passes = (torch.zeros((), dtype=torch.long) for _ in range(2))
+    module = Of(scales_by_the_largest, history=zeros(3) + 1, rows=rows, passes=passes, average=zeros(6))
+    combine_buffers(module, history="max", rows="sum", passes="once", average="mean")
+    return module
 
 
 def float8():
-    return Moving(keeps_the_largest_in_float8, {"largest": "max"}, largest=torch.ones(6).to(torch.float8_e4m3fn))
+    module = Of(keeps_the_largest_in_float8, largest=torch.ones(6).to(torch.float8_e4m3fn))
+    combine_buffers(module, largest="max")
+    return module
 
 
 MIDDLES = {
@@ -171,11 +155,11 @@ MIDDLES = {
     "largest values": largest_values,
     "codebook": SumsExactly,
     "instance norm": instance_norm,
-    "made": lambda: Moving(counts_in_what_was_none, passes=None),
-    "registered": lambda: Moving(counts_in_what_was_not_there),
-    "assigned in another size": lambda: Moving(appends_a_mean_by_assigning, means=zeros(0)),
-    "resized in place": lambda: Moving(appends_a_mean_in_place, means=zeros(0)),
-    "deleted": lambda: Moving(deletes_what_it_starts_from, once=zeros(6) + 1),
+    "made": lambda: Of(counts_in_what_was_none, passes=None),
+    "registered": lambda: Of(counts_in_what_was_not_there),
+    "assigned in another size": lambda: Of(appends_a_mean_by_assigning, means=zeros(0)),
+    "resized in place": lambda: Of(appends_a_mean_in_place, means=zeros(0)),
+    "deleted": lambda: Of(deletes_what_it_starts_from, once=zeros(6) + 1),
     "one tensor twice": shared(False),
     "views of one tensor": shared(True),
     "assigned": moves_by("assigned"),
@@ -238,57 +222,6 @@ def test_layer_by_layer_buffers_move_once_too(name, place):
     assert_same_updates(layered(), reference=layered(), blocks="2" if place == "before" else "1", **LOSS)
 
 
-# Rows that weigh nothing.
-
-
-def centred(module, *args):
-    """Subtracts a moving average of the rows' mean; from outputs of which it returns the loss, if there are targets."""
-    x = args[0]
-    outputs = x - module.mean.clone()
-    with torch.no_grad():
-        module.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
-    return F.cross_entropy(outputs, args[1]) if len(args) > 1 else outputs
-
-
-def counts(x, y):
-    return (x[:, 0] > 0).double()
-
-
-def of_counted_rows(m, x, y):
-    each = F.cross_entropy(m(x), y, reduction="none")
-    return (each * counts(x, y)).sum() / counts(x, y).sum().clamp(min=1e-9)
-
-
-def weight(x, y):
-    return counts(x, y).sum()
-
-
-HOW = {
-    "weight": {"compute_loss": of_counted_rows, "weight": weight},
-    "weights by name": {
-        "compute_loss": lambda *batch: {"a": of_counted_rows(*batch)}, "weight": lambda *batch: {"a": weight(*batch)}
-    },
-    "returned": {"compute_loss": lambda m, *batch: (of_counted_rows(m, *batch), weight(*batch))},
-    "blocks": {"compute_loss": of_counted_rows, "weight": weight},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_rows_of_a_micro_batch_that_weighs_nothing_move_buffers_as_in_the_large_batch(how):
-    """Their gradient is left out; their forward pass isn't."""
-    torch.manual_seed(0)
-    spectral = parametrizations.spectral_norm(nn.Linear(4, 6, dtype=torch.float64))
-    middle = [nn.Sequential(nn.Linear(6, 6), Moving(centred, mean=zeros(6))) for _ in range(2)]
-    model = nn.Sequential(spectral, nn.Tanh(), *middle, MIDDLES["made"](), nn.Linear(6, 3)).double()
-    data = [(torch.rand(12, 4, dtype=torch.float64), torch.randint(3, (12,))) for _ in range(4)]
-    for x, _ in data:
-        x[:6, 0] = -1.0
-    keywords = {"micro_batch_size": 2, "blocks": [model[2], model[3]] if how == "blocks" else None, **HOW[how]}
-    by_name = {"terms": lambda m, *batch: {"a": (of_counted_rows(m, *batch), 1)}} if how == "weights by name" else {}
-    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731
-    assert_same_updates(model, data, of_counted_rows, sgd, **by_name, **keywords)
-
-
 # Between updates.
 
 
@@ -328,7 +261,7 @@ CHANGES = {
 def test_buffers_that_come_and_go_between_updates(changes, at, blocks):
     """Made by the user or by a pass, emptied and deleted, in updates that look at every buffer and in others."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 6), Moving(late, factor=None), nn.Linear(6, 3)).double()
+    model = nn.Sequential(nn.Linear(5, 6), Of(late, factor=None), nn.Linear(6, 3)).double()
     model[1].makes, model[1].moves = False, True
     large = copy.deepcopy(model)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, large))
@@ -354,9 +287,13 @@ def test_a_failed_update_leaves_nothing_that_a_pass_has_made():
     assert model[2].passes is None
 
 
+def centred_loss(module, outputs, y):
+    return F.cross_entropy(centred(module, outputs), y)
+
+
 @pytest.mark.parametrize("where", ["closure", "list", "helper", "object"])
 def test_modules_that_compute_loss_refers_to_move_once_too(where):
-    ours, theirs = (Moving(centred, mean=zeros(3)) for _ in range(2))
+    ours, theirs = (Of(centred_loss, mean=zeros(3)) for _ in range(2))
 
     def helper(outputs, y):
         return ours(outputs, y)
@@ -391,7 +328,7 @@ def counted(module, x):
     return outputs
 
 
-class Counts(Moving):
+class Counts(Of):
     """Rows and largest values, of which nothing is said; averages of sums, which no rule fits."""
 
     def __init__(self):

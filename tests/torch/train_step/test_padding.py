@@ -1,6 +1,7 @@
 """Padded rows, packed by tokens or laid one behind the other, make the update of the padded large batch."""
 
-import functools
+import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,10 @@ from torch.nn import functional as F
 from gradaccum import NotEquivalentError
 from gradaccum.torch.packing import causal_lm
 from tests.reference import FLOAT32, FLOAT64
-from tests.torch.train_step.problems import OUT
+from tests.torch.train_step.problems import OUT, Of
 from tests.torch.train_step.steps import assert_same_updates, left_as_it_was, step_of
 
-SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 COLUMNS = 12
 LENGTHS = [3, 12, 1, 7, 2, 2, 5, 9, 4, 1, 6]
 
@@ -29,47 +30,29 @@ def text(side, seed=0, lengths=LENGTHS, columns=COLUMNS):
 
 
 class Attention(nn.Module):
-    """A masked self-attention over embedded tokens, with no idea of positions."""
+    """A masked self-attention over embedded tokens, maybe one that knows the column of each token."""
 
-    def __init__(self):
+    def __init__(self, limit=math.inf, *, numbered=False, masked=True):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(20, 8, dtype=torch.float64)
         self.attention = nn.MultiheadAttention(8, 2, bias=False, batch_first=True, dtype=torch.float64)
         self.head = nn.Linear(8, 20, dtype=torch.float64)
-        self.tokens = []
-
-    def forward(self, input_ids, attention_mask):
-        self.tokens.append(input_ids.numel())
-        x = self.embedding(input_ids)
-        x, _ = self.attention(x, x, x, key_padding_mask=attention_mask == 0, need_weights=False)
-        return self.head(x)
-
-
-class Limited(Attention):
-    """Which runs out of memory above so many tokens."""
-
-    def __init__(self, limit=15):
-        super().__init__()
-        self.limit = limit
+        self.limit, self.numbered, self.masked, self.tokens = limit, numbered, masked, []
 
     def forward(self, input_ids, attention_mask):
         if input_ids.numel() > self.limit:
             raise torch.OutOfMemoryError(OUT)
-        return super().forward(input_ids, attention_mask)
+        self.tokens.append(input_ids.numel())
+        x, mask = self.embedding(input_ids), attention_mask == 0 if self.masked else None
+        x, _ = self.attention(x, x, x, key_padding_mask=mask, need_weights=False)
+        columns = torch.arange(1.0, 1.0 + input_ids.shape[1], dtype=torch.float64)[:, None]
+        return self.head(x) * (columns if self.numbered else 1.0)
 
 
 class OfDicts(Attention):
     def forward(self, batch):
         return super().forward(batch["input_ids"], batch["attention_mask"]).transpose(1, 2)
-
-
-class Numbered(Attention):
-    """Knows the column of each token, and takes no `position_ids`."""
-
-    def forward(self, input_ids, attention_mask):
-        outputs = super().forward(input_ids, attention_mask)
-        return outputs * torch.arange(1.0, 1.0 + input_ids.shape[1], dtype=torch.float64)[:, None]
 
 
 def token_mean(model, batch):
@@ -87,12 +70,6 @@ def terms(model, batch):
     return {"tokens": (token_mean(model, batch), valid(batch)), "z": (1e-2 * found, len(outputs))}
 
 
-def labelled_outside_the_mask():
-    batch = text("right")
-    batch["labels"][2, 9] = 5
-    return (batch,)
-
-
 def texts(side, updates=2):
     return [(text(side, seed),) for seed in range(updates)]
 
@@ -104,6 +81,9 @@ def pairs(model, batch):
     return -F.logsigmoid(score[0::2] - score[1::2]).mean()
 
 
+OUTSIDE = texts("right")
+for _batch, *_ in OUTSIDE:
+    _batch["labels"][2, 9] = 5  # outside of the mask
 PAIRS = [(text("right", seed, [*LENGTHS, 3]),) for seed in range(2)]
 OF_GROUPS = {"loss": pairs, "groups": 2, "max_tokens": 40}
 PADDED = {"compute_loss": token_mean, "weight": valid, "max_tokens": 24}
@@ -113,12 +93,14 @@ PROGRAMS = {  # name: (model, data, keywords, most tokens of a micro-batch, and 
     "padding on the left": (Attention, texts("left"), PADDED, 24, 79),
     "a dict beside targets": (OfDicts, [(batch, batch["labels"]) for (batch,) in texts("right")], OF_PAIRS, 24, 79),
     "terms, counted and proven before": (Attention, texts("right"), {"terms": terms, "max_tokens": 24}, 24, 3 * 132),
-    "labels outside the mask": (Attention, [labelled_outside_the_mask()] * 2, {**PADDED, "verify": False}, 24, 79),
+    "labels outside the mask": (Attention, OUTSIDE, {**PADDED, "verify": False}, 24, 79),
     "a row longer than the budget": (Attention, texts("right"), {**PADDED, "max_tokens": 4}, COLUMNS, 79),
-    "columns that are numbered by the model": (Numbered, texts("left"), PADDED, 24, 132),
-    "memory that runs out": (Limited, texts("right"), {**PADDED, "max_tokens": 36, "reference": Attention()}, 15, 79),
+    "columns that are numbered by the model": (partial(Attention, numbered=True), texts("left"), PADDED, 24, 132),
+    "memory that runs out": (
+        partial(Attention, 15), texts("right"), {**PADDED, "max_tokens": 36, "reference": Attention()}, 15, 79
+    ),
     "groups": (Attention, PAIRS, OF_GROUPS, 40, 105),
-    "groups, where memory runs out": (lambda: Limited(30), PAIRS, {**OF_GROUPS, "reference": Attention()}, 30, 105),
+    "groups, where memory runs out": (partial(Attention, 30), PAIRS, {**OF_GROUPS, "reference": Attention()}, 30, 105),
 }  # fmt: skip
 
 
@@ -253,11 +235,6 @@ def test_batch_encodings_are_split_and_packed():
 # What is as wide as the text.
 
 
-class NoMask(Attention):
-    def forward(self, input_ids, attention_mask):
-        return super().forward(input_ids, torch.ones_like(attention_mask))
-
-
 def ratings_loss(model, batch):
     mask = batch["attention_mask"]
     scores = (model(batch["input_ids"], mask).mean(-1) * mask).sum(1) / mask.sum(1)
@@ -311,11 +288,7 @@ def padded_mean(model, batch):
 def mean_of_means(model, batch):
     outputs = model(batch["input_ids"], batch["attention_mask"])
     each = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
-    return (each.sum(1) / valid_of_rows(batch)).mean()
-
-
-def valid_of_rows(batch):
-    return (batch["labels"] != -100).sum(1)
+    return (each.sum(1) / (batch["labels"] != -100).sum(1)).mean()
 
 
 def padded_labels(seed):
@@ -352,7 +325,9 @@ REFUSED = {  # name: (model, batches, of which the last is refused, keywords, me
         f"a recurrence, after {before or 'nothing'}": (States, [*map(text, before), text("right")], {}, CUT)
         for before in ([], ["full"], ["left"], ["full", "left"])
     },
-    "a model without a mask, padded late": (NoMask, [rated(6, side="full"), rated(7)], RATED, "Cutting off columns"),
+    "a model without a mask, padded late": (
+        partial(Attention, masked=False), [rated(6, side="full"), rated(7)], RATED, "Cutting off columns"
+    ),
     "ratings as wide as the first text": (Attention, [rated(14)], RATED, TAKEN),
     **{
         f"ratings as wide as the text in batch {at} alone":
@@ -449,36 +424,25 @@ def test_a_pack_of_ones_own_takes_what_follows_the_model():
     """Inputs and targets, and `torch.nn`'s own mean over the targets that count."""
     loss_fn = nn.CrossEntropyLoss(ignore_index=0)
 
-    class Words(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x["input_ids"]).transpose(1, 2)
-
     def pack(batch, rows):
         x, y = batch
         kept = [torch.cat([torch.nonzero(x["attention_mask"][row])[:, 0] + row * COLUMNS for row in p]) for p in rows]
         take = [torch.cat([t.flatten()[k] for k in kept])[None] for t in (x["input_ids"], y)]
         return {"input_ids": take[0]}, take[1]
 
-    model = Words(nn.Embedding(20, 8, dtype=torch.float64), nn.Linear(8, 20, dtype=torch.float64))
+    layers = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)).double()
+    model = Of(lambda model, x: model.layers(x["input_ids"]).transpose(1, 2), layers=layers)
     batches = [(batch, batch["input_ids"]) for (batch,) in data("right", 2)]
     keywords = {"loss_fn": loss_fn, "max_tokens": 24, "pack": pack}
     assert_same_updates(model, batches, lambda model, x, y: loss_fn(model(x), y), **keywords)
 
 
-class Before(nn.Module):
+def mixing():
     """Adds to each token the mean of all tokens before it, whatever their rows."""
-
-    def forward(self, x):
-        return x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
-
-
-class Mixing(nn.Sequential):
-    def __init__(self):
-        torch.manual_seed(0)
-        super().__init__(nn.Embedding(20, 8).double(), Before(), nn.Linear(8, 20).double())
-
-    def forward(self, input_ids, **_):
-        return SimpleNamespace(logits=super().forward(input_ids))
+    before = Of(lambda _, x: x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None])
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Embedding(20, 8).double(), before, nn.Linear(8, 20).double())
+    return Of(lambda model, input_ids, **_: SimpleNamespace(logits=model.layers(input_ids)), layers=layers)
 
 
 def with_a_cache(batch, rows):
@@ -488,8 +452,8 @@ def with_a_cache(batch, rows):
 @pytest.mark.parametrize(
     ("make", "rows", "pack", "named"),
     [
-        *((Mixing, rows, causal_lm, r"'1' \(Before\)") for rows in (len(LENGTHS), 2)),
-        (functools.partial(tiny, "llama"), 11, with_a_cache, r"'model.layers.0.self_attn' \(LlamaAttention\)"),
+        *((mixing, rows, causal_lm, r"'layers.1' \(Of\)") for rows in (len(LENGTHS), 2)),
+        (partial(tiny, "llama"), 11, with_a_cache, r"'model.layers.0.self_attn' \(LlamaAttention\)"),
     ],
     ids=["many rows", "two rows", "transformers with a cache"],
 )

@@ -13,24 +13,11 @@ from gradaccum.torch import check_equivalence, combine_buffers
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure.fake_memory import micro_batch_peak
 from tests.reference import FLOAT64, relative_error
-from tests.torch.train_step.problems import OPTIMIZERS, randn
+from tests.torch.train_step.problems import OPTIMIZERS, Of, randn
 from tests.torch.train_step.steps import assert_same_updates, left_as_it_was, same, step_of, total
 
 ROWS = 13
 SLOW = pytest.mark.slow
-
-
-class Counted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x):
-        self.seen += len(x)
-        return x
-
-
-combine_buffers(Counted, seen="sum")
 
 
 class Tagger(nn.Module):
@@ -49,8 +36,15 @@ class Tagger(nn.Module):
         return self.tokens(hidden), self.row(hidden.mean(1))
 
 
+def counts_rows(module, x):
+    module.seen += len(x)
+    return x
+
+
 def normed():
-    return Tagger(before=[Counted(), nn.BatchNorm1d(4, dtype=torch.float64)])
+    counted = Of(counts_rows, seen=torch.zeros(()))
+    combine_buffers(counted, seen="sum")
+    return Tagger(before=[counted, nn.BatchNorm1d(4, dtype=torch.float64)])
 
 
 def batches(count=3, rows=ROWS):

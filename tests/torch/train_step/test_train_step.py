@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gradaccum import NotEquivalentError, WindowError
 from gradaccum.torch import TrainStep, check_equivalence, chunked
-from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
-from tests.torch.problems import classes, sgd
-from tests.torch.train_step.problems import OPTIMIZERS, batches, network, plain_loss
-from tests.torch.train_step.steps import assert_same_updates, left_as_it_was, same, step_of
+from tests.reference import FLOAT32, FLOAT64, relative_error
+from tests.torch.train_step.problems import OPTIMIZERS, Experts, Of, batches, network, plain_loss
+from tests.torch.train_step.steps import assert_same_updates, by_hand, left_as_it_was, same, step_of
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -67,39 +66,17 @@ BATCHES = {
 @pytest.mark.parametrize(("make", "loss", "dims"), [(*case, 0)[:3] for case in BATCHES.values()], ids=BATCHES)
 def test_batches_of_any_kind_are_split_by_rows_and_left_as_they_were(make, loss, dims):
     data = [make(*batch) for batch in batches()]
-    before, copies = leaves(data), leaves(copy.deepcopy(data))
+    before, parts = pickle.dumps(data), [[*map(id, parts_of(batch[0]))] for batch in data]
     assert_same_updates(network(), data, loss, batch_dims=dims)
-    for leaf, own, value in zip(leaves(data), before, copies, strict=True):
-        assert leaf is own
-        assert np.array_equal(leaf, value)
+    assert pickle.dumps(data) == before
+    assert [[*map(id, parts_of(batch[0]))] for batch in data] == parts
 
 
-def leaves(tree):
-    if dataclasses.is_dataclass(tree):
-        tree = vars(tree)
-    if isinstance(tree, (list, tuple, dict)):
-        parts = tree.values() if isinstance(tree, dict) else tree
-        return [len(tree), *(leaf for part in parts for leaf in leaves(part))]
-    return [tree]
+def parts_of(batch):
+    return batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else [batch]
 
 
 # What surrounds a training step works as in the three lines that it replaces.
-
-
-class Experts(nn.Module):
-    """Each row goes through one of the first two; the last two are never used."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.experts = nn.ModuleList(nn.Linear(5, 3, dtype=torch.float64) for _ in range(4))
-
-    def forward(self, x):
-        chosen = (x[:, 0] > 0).long()
-        outputs = x.new_zeros(len(x), 3)
-        for index in chosen.unique().tolist():
-            outputs[chosen == index] = self.experts[index](x[chosen == index])
-        return outputs
 
 
 def penalised(model, x, y):
@@ -273,35 +250,24 @@ def test_a_compiled_model_is_compiled_at_most_twice():
 
 
 def test_exact_statistics_behind_a_checkpoint_are_no_warning(caplog):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
-
-        def forward(self, x):
-            return checkpoint(self.inside, x, use_reentrant=False)
-
-    model = Block()
+    inside = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    model = Of(lambda model, x: checkpoint(model.inside, x, use_reentrant=False), inside=inside)
     step_of(model, micro_batch_size=3, batch_norm="exact", verify=True)(*batches()[0])
-    assert model.inside[1].num_batches_tracked == 1
+    assert inside[1].num_batches_tracked == 1
     assert not caplog.records
 
 
 def test_an_embedding_that_counts_indices_is_refused_whatever_the_rows():
-    class Counting(nn.Module):
-        def __init__(self, entries):
-            super().__init__()
-            self.embedding, self.out = nn.Embedding(entries, 6, scale_grad_by_freq=True), nn.Linear(6, 3)
+    def counting(entries):
+        embedding = nn.Embedding(entries, 6, scale_grad_by_freq=True)
+        return Of(lambda model, x: model.out(model.embedding(x).mean(1)), embedding=embedding, out=nn.Linear(6, 3))
 
-        def forward(self, x):
-            return self.out(self.embedding(x).mean(1))
-
-    x, y, model = torch.randint(50_000, (64, 4)), torch.randint(3, (64,)), Counting(50_000)
+    x, y, model = torch.randint(50_000, (64, 4)), torch.randint(3, (64,)), counting(50_000)
     step = step_of(model, micro_batch_size=16, verify=True)
     for run in (lambda: step(x, y), lambda: chunked(model, 16)(x)):
         with pytest.raises(NotEquivalentError, match="'embedding' .*scale_grad_by_freq=True"):
             run()
-    found = check_equivalence(Counting(5), (x % 5, y), loss_fn=F.cross_entropy)
+    found = check_equivalence(counting(5), (x % 5, y), loss_fn=F.cross_entropy)
     assert [cause.where for cause in found.causes] == ["embedding"]
     model.embedding.requires_grad_(False)
     step(x, y)
@@ -350,25 +316,24 @@ def test_it_is_copied_with_its_model_and_pickled_by_its_state_alone():
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("size", [1, 4, 64, "auto"])
 def test_a_loop_of_ones_own_clips_and_steps_on_the_finished_gradient(size, scaled):
-    model, (x, y), scaler = network(), classes(13), torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
-    x, expected, optimizer = x.double(), copy.deepcopy(model), sgd(model.parameters())
-    step = TrainStep(model, optimizer, loss_fn=LOSS, micro_batch_size=size, **({"scaler": scaler} if scaled else {}))
+    model, (x, y) = network(), batches()[0]
+    expected, optimizer = copy.deepcopy(model), OPTIMIZERS["sgd"](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    step = TrainStep(model, optimizer, loss_fn=LOSS, micro_batch_size=size, scaler=scaler if scaled else None)
     for _ in range(3):
         plain = copy.deepcopy(model)
         optimizer.zero_grad()
         plain.zero_grad()
-        loss = step.backward(x, y)
-        plain_loss(plain, x, y).backward()
-        scale = scaler.get_scale()  # 1 where it isn't enabled
-        gradients = [[factor * p.grad for p in m.parameters()] for m, factor in ((model, 1.0), (plain, scale))]
-        assert relative_error(*gradients) <= FLOAT64
-        assert relative_error([loss], [plain_loss(model, x, y)]) <= FLOAT64
-        assert not loss.requires_grad
+        found, loss = step.backward(x, y), plain_loss(plain, x, y)
+        (loss * scaler.get_scale()).backward()  # 1 where it isn't enabled
+        assert relative_error([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()]) <= FLOAT64
+        assert relative_error([found], [loss]) <= FLOAT64
+        assert not found.requires_grad
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         scaler.step(optimizer)
         scaler.update()
-    torch_updates(expected, sgd(expected.parameters()), [(x, y)] * 3, plain_loss, clip_grad_norm=0.1)
+    by_hand(expected, [(x, y)] * 3, clip=0.1)
     assert relative_error(model.parameters(), expected.parameters()) <= FLOAT64
     assert step.updates == 0
 

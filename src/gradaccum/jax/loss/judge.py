@@ -245,7 +245,12 @@ def _of_flaw(flaw: Flaw, statistics: frozenset[int] | set[int]) -> Verdict:
     if flaw.kind == "unknown":
         return Verdict("unknown", f"{_at(flaw.source)} is not followed{flaw.why and f' ({flaw.why})'}.")
     if flaw.kind == "random":
-        verdict = _random(flaw.source)
+        verdict = Verdict(
+            "randomness",
+            f"It draws random numbers for its rows ({_at(flaw.source)}) from a key that all micro-batches share, so "
+            "all of them would draw the same numbers. Name the key's argument with rng_argnum=..., so that each "
+            "micro-batch gets a key of its own, or put a key for each row into the batch.",
+        )
     elif flaw.kind == "count":
         verdict = _by_another_count(f" ({_at(flaw.source)})")
     else:
@@ -341,15 +346,6 @@ def _mixes(source: Source | None, statistics: set[int] | frozenset[int] = frozen
         "or variance), use gradaccum.jax.chunked around the model, which gives the large batch's gradient for any "
         "loss. If it is BatchNorm in training mode, freeze it, take GroupNorm or LayerNorm, or name its statistics "
         "with state_argnum and have each micro-batch normalised by itself.",
-    )
-
-
-def _random(source: Source) -> Verdict:
-    return Verdict(
-        "randomness",
-        f"It draws random numbers for its rows ({_at(source)}) from a key that all micro-batches share, so all of "
-        "them would draw the same numbers. Name the key's argument with rng_argnum=..., so that each micro-batch gets "
-        "a key of its own, or put a key for each row into the batch.",
     )
 
 

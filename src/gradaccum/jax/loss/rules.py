@@ -57,44 +57,30 @@ def _entries(terms: Callable[[Equation, list[Value]], Terms] = lambda e, values:
     return rule
 
 
-def _power(degree: Callable[[Equation, list[Value]], Any]) -> Rule:
-    def rule(e: Equation, inputs: list[Value]) -> Value:
-        if (to := degree(e, inputs)) is None:
-            return _entries()(e, inputs)
-        found = _computed(e, inputs[:1], lambda x: x**to)
-        return found or _entries(lambda e, values: e.power_of(values[0], to))(e, inputs[:1])
-
-    return rule
-
-
-def _written_down(e: Equation, inputs: list[Value]) -> int | None:
-    """The exponent of `pow`, if it is a whole number."""
-    known = inputs[1].known
-    return int(known[0]) if known is not None and len({*known}) == 1 and known[0] in (-2, -1, 2) else None
+def _power(e: Equation, inputs: list[Value]) -> Value:
+    known = {"square": [2], "integer_pow": [e.params.get("y")]}.get(e.name, inputs[-1].known)
+    if not known or len({*known}) > 1 or (e.name == "pow" and known[0] not in (-2, -1, 2)):
+        return _entries()(e, inputs)
+    found = _computed(e, inputs[:1], lambda x: x ** int(known[0]))
+    return found or _entries(lambda e, values: e.power_of(values[0], int(known[0])))(e, inputs[:1])
 
 
 def _multiplied(e: Equation, inputs: list[Value]) -> Value:
     """`mul`, and `and`: 0 whatever the other is, if one is."""
     if any(value.known is not None and not any(value.known) for value in inputs):
-        return e.known([0 if e.name == "mul" else False] * len(e.walk.rows) * len(walks.POINTS[True]))
+        return e.known(0 if e.name == "mul" else False)
     return _entries(lambda e, values: e.product(*values) if e.name == "mul" else e.function(values))(e, inputs)
 
 
-def _quotient(e: Equation, values: list[Value]) -> Terms:
-    return e.product(values[0], values[1].but(terms=e.power_of(values[1], -1)))
-
-
 def _converted(e: Equation, inputs: list[Value]) -> Value:
-    old, new = e.traced[-1].invars[0].aval.dtype, e.dtypes[0]
-    if not walks.is_integral(new) or (walks.is_integral(old) and _holds(old, new)):
+    old, new = (variables[0].aval.dtype for variables in (e.traced[-1].invars, e.traced[-1].outvars))
+    if not walks.is_integral(new):
+        return inputs[0]
+    wide = new.itemsize >= 4 and np.can_cast(old, np.int64) and new.kind == "i"  # that they fit is taken for true
+    if walks.is_integral(old) and (np.can_cast(old, new) or wide):
         return inputs[0]
     convert = bool if str(new) == "bool" else int
     return _computed(e, inputs, convert) or _entries()(e, inputs)
-
-
-def _holds(old: Any, new: Any) -> bool:
-    """Whether whole numbers of one type stay what they are in another one; of 32 bits and more it is taken for true."""
-    return bool(np.can_cast(old, new)) or (new.itemsize >= 4 and np.can_cast(old, np.int64) and new.kind == "i")
 
 
 def _added(e: Equation, inputs: list[Value]) -> Value:
@@ -109,10 +95,10 @@ def _added(e: Equation, inputs: list[Value]) -> Value:
 def _compared(e: Equation, inputs: list[Value]) -> Value:
     a, b = inputs[0], inputs[-1]
     if e.name == "lt" and e.walk.is_position(a.number) and b.choice == 0 and b.known:
-        return e.known([False] * len(b.known))
+        return e.known(False)
     # A number for all rows is taken to be finite.
     if (e.name == "is_finite" or a.number == b.number) and a.place is None and a.flaw is None and a.own:
-        return e.known([e.name in ("is_finite", "eq", "le", "ge")] * len(e.walk.rows) * len(walks.POINTS[True]))
+        return e.known(e.name in ("is_finite", "eq", "le", "ge"))
     return _entries()(e, inputs)
 
 
@@ -207,7 +193,8 @@ def _extreme(e: Equation, inputs: list[Value]) -> Any:
     if e.name == "reduce_or" and value.axis >= 0 and value.free and e.outputs[0] == ():  # whether a sum isn't 0
         total = e.walk.total(value)
         e.walk.sources.setdefault(total, e.source)
-        return e.known([True] * len(e.walk.curves.setdefault(total, walks.POINTS[True] * len(e.walk.rows))), total)
+        e.walk.curves.setdefault(total, walks.POINTS[True] * len(e.walk.rows))
+        return e.known(True, total)
     return _across(_named)(e, inputs)
 
 
@@ -418,8 +405,12 @@ def _scattered(e: Equation, inputs: list[Value]) -> Value:
     by = [indices] if others is None else others
     if e.absorbed([operand, updates, *by]) is not None:
         return e.made(inputs, SHARED, None)
-    if place is not None and place.axis in numbers.operand_batching_dims:
-        _check_batched(e, place, indices, updates)
+    if place is not None and place.axis in numbers.operand_batching_dims:  # its own, in the axes that are named for it
+        other = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(place.axis)]
+        of_scatter = [axis for axis in range(len(e.shapes[2])) if axis not in numbers.update_window_dims]
+        moved = indices.place not in (None, place._replace(axis=other))
+        if moved or updates.place not in (None, place._replace(axis=of_scatter[other])):
+            raise unknown(e.name)
     elif others is not None:
         inputs = [operand, updates, *others]
     elif indices.is_shared:
@@ -433,16 +424,6 @@ def _scattered(e: Equation, inputs: list[Value]) -> Value:
     a, b = e.lifted(operand, place), e.lifted(updates, place)
     terms = a.terms | e.product(a, b) if e.name == "scatter-mul" else union([a, b])
     return e.made(inputs, _picked(e, a.but(terms=terms), by, place), place)
-
-
-def _check_batched(e: Equation, rows: Place, indices: Value, updates: Value) -> None:
-    """Each row has indices and updates of its own, in the axes that the scatter names for it."""
-    numbers = e.params["dimension_numbers"]
-    other = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(rows.axis)]
-    of_scatter = [axis for axis in range(len(e.shapes[2])) if axis not in numbers.update_window_dims]
-    moved = indices.place not in (None, rows._replace(axis=other))
-    if moved or updates.place not in (None, rows._replace(axis=of_scatter[other])):
-        raise unknown(e.name)
 
 
 def _in_windows(e: Equation, operand: Value, updates: Value) -> tuple[Value, Place | None]:
@@ -638,10 +619,8 @@ RULES: dict[str, Rule] = {
     **_each("add add_any sub", _added),
     "neg": _entries(lambda e, values: union(values)),
     **_each("mul and", _multiplied),
-    "div": _entries(_quotient),
-    "square": _power(lambda e, inputs: 2),
-    "integer_pow": _power(lambda e, inputs: e.params["y"]),
-    "pow": _power(_written_down),
+    "div": _entries(lambda e, values: e.product(values[0], values[1].but(terms=e.power_of(values[1], -1)))),
+    **_each("square integer_pow pow", _power),
     **_each("eq ne lt le gt ge is_finite", _compared),
     "select_n": _select,
     "convert_element_type": _converted,

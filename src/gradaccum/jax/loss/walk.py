@@ -338,8 +338,9 @@ class Equation:
             integral=integral or (self.name in _INTEGRAL and all(value.integral for value in inputs)),
         )
 
-    def known(self, curve: Iterable[Any], of: Symbol = None) -> Value:
+    def known(self, curve: Any, of: Symbol = None) -> Value:
         """An output that is this number, or this function of a sum over the batch."""
+        curve = curve if isinstance(curve, list) else [curve] * len(self.walk.rows) * len(POINTS[True])
         return self.walk.curved(tuple(curve), of, self).but(place=self.grown(), roots=roots_of(self.values))
 
     # Flaws.

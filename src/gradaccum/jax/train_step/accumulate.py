@@ -181,12 +181,8 @@ class _Accumulation:
             measured = of_all(some.astype(size.dtype))
             squared = of_all(jnp.where(some, squared, 0)) / measured
             size = measured / of_all(jnp.where(some, 1 / jnp.where(some, size, 1), 0))
-        return Norms(squared, size, _squared_mean(self.call, gradients, rows), jnp.asarray(rows, size.dtype))
-
-
-def _squared_mean(call: Call, gradients: list[Any], rows: int) -> Any:
-    """The squared norm of the mean gradient over these rows."""
-    return squared_norm(gradients) / (rows**2 if call.options.reduction == "sum" else 1)
+        of_mean = squared_norm(gradients) / (rows**2 if self.options.reduction == "sum" else 1)
+        return Norms(squared, size, of_mean, jnp.asarray(rows, size.dtype))
 
 
 def _ways_of_aux(call: Call, groups: list[Group], kinds: Outcome) -> list[_Way]:

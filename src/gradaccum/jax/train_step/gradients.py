@@ -95,24 +95,8 @@ def value_and_grad(
         >>> float(loss)
         1.0
     """
-    options = checked_options(
-        loss_fn,
-        micro_batch_size=micro_batch_size,
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        in_axes=in_axes,
-        weight=weight,
-        reduction=reduction,
-        has_aux=has_aux,
-        aux=aux,
-        rng_argnum=rng_argnum,
-        state_argnum=state_argnum,
-        accumulate_dtype=accumulate_dtype,
-        memory_limit=memory_limit,
-        noise_scale=noise_scale,
-        verification=Verification() if verify else None,
-    )
-
+    keywords = {name: given for name, given in locals().items() if name != "verify"}
+    options = checked_options(**keywords, verification=Verification() if verify else None)
     auto = AutoSize(options.memory_limit, accumulated)
 
     def value_and_grad_of(*args: Any, **kwargs: Any) -> Any:

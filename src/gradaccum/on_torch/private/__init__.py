@@ -8,36 +8,35 @@ code relies on, such as `Tensor._version`, are used where they are needed.
 from gradaccum.on_torch.private.autograd import (
     after_backward,
     current_backward,
+    global_step_hooks,
     graph_of,
     leaves_of,
     pass_for_parameter,
     queue_callback,
     recorded_operations,
     run_backward,
+    without_global_step_hooks,
 )
 from gradaccum.on_torch.private.names import NAMES, missing
-from gradaccum.on_torch.private.optimizers import global_step_hooks, without_global_step_hooks
 from gradaccum.on_torch.private.ranks import (
+    ShardedGroup,
+    casts_outputs,
     communication_hooks,
     default_store,
     drop_static_graph,
+    finish_sharded_backward,
+    gathering_nothing,
     hook_frozen,
     is_finalized,
     joins,
+    own_sharded_groups,
     rebuild_buckets,
     reduce_by_hand,
     reduces_exactly,
-    share_buffers,
-    timeout_of,
-)
-from gradaccum.on_torch.private.sharded import (
-    ShardedGroup,
-    casts_outputs,
-    finish_sharded_backward,
-    gathering_nothing,
-    own_sharded_groups,
     sharded_groups,
+    share_buffers,
     start_over,
+    timeout_of,
 )
 
 __all__ = [

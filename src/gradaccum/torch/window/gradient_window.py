@@ -297,26 +297,12 @@ class GradientWindow(Listener):
 
     # A micro-batch is counted.
 
-    def count(self, scaled: Sequence[Any] = ()) -> bool:
-        """Count the micro-batch. Returns whether the window closes with it."""
-        window, passes = self.window, self.passes
-        one = window.micro_batch
-        mixed = one.factor != 1.0 and passes.arrivals != one.weighed
-        if mixed or scaled or self.special or self.monitor.looking or not passes.arrivals:
-            return self._count_and_look(scaled)
-        self.begin_ordinary()
-        if window.closes_next:
-            self.check_sum()
-        passes.arrivals = 0
-        return window.add()
-
     def begin_ordinary(self) -> None:
-        """A micro-batch came without a GradScaler, and those that follow need no look, either."""
-        self.loss_scale.scaled, self.saved = False, False
-        self.passes.ordinary = self.passes.open = True
+        """A window's first micro-batch came without a GradScaler, and is counted without a look."""
+        self.loss_scale.scaled, self.saved, self.passes.open = False, False, True
 
-    def _count_and_look(self, scaled: Sequence[Any]) -> bool:
-        """`count`, where there is more to do than to add."""
+    def count(self, scaled: Sequence[Any] = ()) -> bool:
+        """Count the micro-batch, with a look at all that it may be. Returns whether the window closes with it."""
         window, monitor, one = self.window, self.monitor, self.window.micro_batch
         self.passes.ordinary = False
         if scaled and scaled[0] is None:

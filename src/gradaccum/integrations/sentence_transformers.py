@@ -1,6 +1,10 @@
-"""The in-batch negatives loss of sentence-transformers, at any batch size."""
+"""sentence-transformers: embeddings of micro-batches, and a loss over the whole batch's in tiles."""
 
 from __future__ import annotations
+
+from gradaccum.extras import require
+
+require("sentence_transformers")
 
 import contextlib
 import logging
@@ -16,9 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from gradaccum.lazy import listed
 from gradaccum.schedule import checked_count
 from gradaccum.torch import chunked
 from gradaccum.torch.losses import info_nce
+
+__all__ = ["ChunkedMultipleNegativesRankingLoss"]
+
+__dir__ = listed(__name__)
 
 logger = logging.getLogger("gradaccum")
 

@@ -1,6 +1,13 @@
-"""Accelerate: `prepare_optimizer` and the optimizer it returns, whose windows the Accelerator's own loop fills."""
+"""A wrapped optimizer for Accelerate's Accelerator, with its loss scale, clipping and checkpoints.
+
+The Accelerator's own loop fills its windows.
+"""
 
 from __future__ import annotations
+
+from gradaccum.extras import require
+
+require("accelerate")
 
 import functools
 import gc
@@ -22,10 +29,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.errors import WindowError
 from gradaccum.extras import PrivateName
+from gradaccum.lazy import listed
 from gradaccum.schedule import Steps
 from gradaccum.torch.distributed import Channel, Settings, by_rank
 from gradaccum.torch.optim import Optimizer
 from gradaccum.torch.optimizer import KEY
+
+__all__ = ["PreparedOptimizer", "prepare_optimizer"]
+
+__dir__ = listed(__name__)
 
 logger = logging.getLogger("gradaccum")
 

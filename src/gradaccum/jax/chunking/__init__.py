@@ -1,5 +1,0 @@
-"""Chunk the model: any loss on all outputs, in the memory of a few rows."""
-
-from gradaccum.jax.chunking.chunked import chunked
-
-__all__ = ["chunked"]

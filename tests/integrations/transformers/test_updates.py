@@ -1,0 +1,264 @@
+"""The large batch's updates, whatever a loss is a mean over, against the stock Trainer at the full batch.
+
+Other models, losses and settings: fuzz/trainer_runs.py.
+"""
+
+import functools
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from gradaccum import NotEquivalentError
+from gradaccum.integrations.transformers import MicroBatchTrainer
+from tests.integrations.transformers import problems
+from tests.integrations.transformers.problems import MASKED, NUMBERS, TEXTS, TOKENS, logs, model, rows, train, updates
+from tests.reference import FLOAT64, relative_error
+
+IN_FLOAT32 = 2e-6
+"""Others compute in float32 inside, whatever the parameters are: the loss of logits.float(), or T5's layer norm."""
+BY_ROWS, BY_TOKENS = {"micro_batch_size": 4}, {"max_tokens": 36}
+SLOW = pytest.mark.slow
+
+
+@functools.cache
+def stock(kind, folder):
+    start = model(kind).double()
+    trainer = train(transformers.Trainer, start, rows(kind), folder)
+    return start, updates(trainer, start), logs(trainer, "loss", "grad_norm")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.mark.parametrize(
+    ("kind", "micro"),
+    [
+        *((kind, BY_ROWS) for kind in (TEXTS, NUMBERS, TOKENS, MASKED, "Llama", "Mixtral", "T5")),
+        pytest.param("GPT-2", BY_ROWS, marks=SLOW),
+        *((kind, BY_TOKENS) for kind in (TOKENS, "Llama", "T5")),
+        (TEXTS, {"micro_batch_size": "auto"}),
+    ],
+    ids=str,
+)
+def test_a_trainers_updates_are_the_large_batchs(kind, micro, folder):
+    """By tokens, rows are trimmed and packed."""
+    start, expected, expected_logs = stock(kind, folder)
+    found = train(problems.Watching, start, rows(kind), folder, micro=micro)
+    assert found.state.global_step == len(expected_logs) == 3  # 10, 10 and 4 rows
+    assert relative_error(updates(found, start), expected) <= (FLOAT64 if kind in (TEXTS, NUMBERS) else IN_FLOAT32)
+    # The Trainer's own sum of losses is float32.
+    assert relative_error([torch.tensor(logs(found, "loss", "grad_norm"))], [torch.tensor(expected_logs)]) <= 1e-6
+    if micro is BY_TOKENS:
+        assert all(rows * columns <= 36 or rows == 1 for rows, columns in found.shapes)
+        assert len({columns for _, columns in found.shapes}) > 3
+
+
+# Seq2SeqTrainer: texts that are generated in between, as the stock Trainer does.
+
+
+class Seq2Seq(MicroBatchTrainer, transformers.Seq2SeqTrainer):
+    pass
+
+
+def with_decoder_inputs(examples):
+    """As DataCollatorForSeq2Seq(model=...) makes them, without which there is no label smoothing."""
+    batch = problems.collate(examples)
+    ids = batch["labels"].new_zeros(batch["labels"].shape)
+    ids[:, 1:] = batch["labels"][:, :-1].clamp(min=0)
+    return batch | {"decoder_input_ids": ids}
+
+
+@pytest.mark.parametrize("smoothing", [0.1, pytest.param(0.0, marks=SLOW)])
+@pytest.mark.parametrize("micro", [BY_ROWS, pytest.param(BY_TOKENS, marks=SLOW)], ids=str)
+def test_t5_makes_the_large_batchs_updates_and_generates_the_same(micro, smoothing, tmp_path):
+    start, found, generated = model("T5").double(), [], []
+
+    def keep(prediction):
+        generated.append(torch.tensor(prediction.predictions))
+        return {"first": float(prediction.predictions[0, -1])}
+
+    more = {
+        "kind": transformers.Seq2SeqTrainingArguments, "predict_with_generate": True, "generation_max_length": 6,
+        "eval_strategy": "epoch", "label_smoothing_factor": smoothing,
+        "trainer": {
+            "eval_dataset": rows("T5", 8, seed=2), "compute_metrics": keep, "data_collator": with_decoder_inputs,
+        },
+    }  # fmt: skip
+    for cls, how in ((transformers.Seq2SeqTrainer, None), (Seq2Seq, micro)):
+        run = train(cls, start, rows("T5"), tmp_path, micro=how, **more)
+        found.append((updates(run, start), torch.tensor(logs(run, "loss", "grad_norm")), logs(run, "eval_loss")))
+    theirs, ours = found
+    assert relative_error(ours[0], theirs[0]) <= IN_FLOAT32
+    assert relative_error([ours[1]], [theirs[1]]) <= 1e-6
+    assert relative_error([torch.tensor(ours[2])], [torch.tensor(theirs[2])]) <= 1e-6
+    assert torch.equal(generated[0], generated[1])
+    assert len(generated[0]) == 8
+
+
+# Losses of the user's own.
+
+
+class Tokenwise(nn.Module):
+    """Logits of each token, by two layers: for what is about the loss alone. A cause is looked for in every module."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(37, 4), nn.Linear(4, 3)
+
+    def forward(self, input_ids, attention_mask, labels=None):  # as the Trainer asks, or it drops the column
+        return {"logits": self.out(self.embedding(input_ids).tanh())}
+
+
+def assert_same(
+    kind, folder, cls=MicroBatchTrainer, stock=transformers.Trainer, micro=BY_ROWS, trainer=None, start=None, **more
+):
+    start, data = start or model(kind).double(), rows(kind)
+    expected = train(stock, start, data, folder, trainer=trainer, **more)
+    found = train(cls, start, data, folder, micro=micro, trainer=trainer, **more)
+    assert relative_error(updates(found, start), updates(expected, start)) <= IN_FLOAT32
+    return found
+
+
+def func(loss, shifted=False):
+    """A compute_loss_func of one of the losses over (logits, labels, count)."""
+
+    def compute(outputs, labels, num_items_in_batch=None):
+        logits = outputs["logits"]
+        logits, labels = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
+        return loss(logits.transpose(1, 2), labels, num_items_in_batch)
+
+    return {"compute_loss_func": compute}
+
+
+@pytest.mark.parametrize(
+    ("loss", "micro"),
+    [
+        ("mean of rows", BY_ROWS),
+        ("mean of rows", BY_TOKENS),
+        ("using the count", BY_ROWS),
+        ("shifted by one", BY_TOKENS),
+        ("mean of sums", BY_ROWS),
+        *(
+            pytest.param(loss, micro, marks=SLOW)
+            for loss, micro in [
+                ("ignoring the count", BY_ROWS),
+                ("ignoring the count", BY_TOKENS),
+                ("using the count", BY_TOKENS),
+                ("mean of sums", BY_TOKENS),
+                ("shifted by one", BY_ROWS),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_compute_loss_func_is_a_mean_over_is_found_out(loss, micro, tmp_path):
+    trainer = func(problems.LOSSES.get(loss, problems.LOSSES["ignoring the count"]), shifted=loss == "shifted by one")
+    assert_same(TOKENS, tmp_path, micro=micro, trainer=trainer)
+
+
+def test_a_compute_loss_in_a_subclass_may_ignore_the_count(tmp_path):
+    ignoring = {"kind": "ignoring the count"}
+    found = assert_same(
+        "Llama",
+        tmp_path,
+        type("Found", (problems.Loss, MicroBatchTrainer), ignoring),
+        type("Stock", (problems.Loss, transformers.Trainer), ignoring),
+    )
+    assert found._gradaccum_large_batch.denominator.left[-1] == "labels shifted by one"
+
+
+@pytest.mark.parametrize("kind", ["Llama", TOKENS])
+def test_label_smoothing_is_the_large_batchs(kind, tmp_path):
+    assert_same(kind, tmp_path, label_smoothing_factor=0.1)
+
+
+def test_a_loss_across_the_batch_is_refused_before_anything_changes(tmp_path):
+    start, trainers = Tokenwise().double(), []
+
+    class Watched(MicroBatchTrainer):
+        def training_step(self, *arguments):
+            trainers.append(self)
+            return super().training_step(*arguments)
+
+    spread = func(lambda logits, labels, items: logits.std())
+    with pytest.raises(NotEquivalentError, match=r"Watched\.compute_loss.*MicroBatchTrainer\(weight=\.\.\.\)"):
+        train(Watched, start, rows(TOKENS), tmp_path, micro=BY_ROWS, trainer=spread)
+    assert all(torch.equal(a, b) for a, b in zip(trainers[0].model.parameters(), start.parameters(), strict=True))
+    assert "compute_loss" not in vars(trainers[0])
+
+
+def test_a_given_weight_is_taken_as_it_is(tmp_path):
+    def mean_over_squares(logits, labels, items):
+        loss = nn.functional.cross_entropy(logits, labels, reduction="none")
+        return (loss * labels.clamp(min=0)).sum() / labels.clamp(min=0).sum()
+
+    case = {"trainer": func(mean_over_squares), "start": Tokenwise().double()}
+    with pytest.raises(NotEquivalentError):
+        assert_same(TOKENS, tmp_path, **case)
+    weighed = BY_ROWS | {"weight": lambda inputs: inputs["labels"].clamp(min=0).sum()}
+    assert_same(TOKENS, tmp_path, micro=weighed, **case)
+
+
+class WithRouter(nn.Module):
+    """A loss over rows, and one that balances a router over all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.router = nn.Embedding(37, 4), nn.Linear(4, 3)
+
+    def forward(self, input_ids, attention_mask, labels):
+        chosen = self.router(self.embedding(input_ids).mean(1)).softmax(1)
+        return {"loss": -chosen[:, 0].log().mean() + 0.1 * (chosen.mean(0) ** 2).sum()}
+
+
+class Asks(transformers.Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return self.compute_loss(model, inputs, return_outputs=True)[0]
+
+
+class Found(MicroBatchTrainer, Asks):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("made", "cls", "kind", "says"),
+    [
+        (WithRouter, MicroBatchTrainer, NotEquivalentError, "MicroBatchTrainer.compute_loss"),
+        (
+            lambda: problems.mixtral(output_router_logits=True), MicroBatchTrainer, ValueError,
+            "output_router_logits=True in the model's config adds the router's load-balancing loss",
+        ),
+        (Tokenwise, Found, TypeError, r"Found\.training_step asks compute_loss for the outputs of the large batch"),
+    ],
+    ids=["a router of which nothing tells", "Mixtral's router", "outputs of the large batch"],
+)  # fmt: skip
+def test_what_is_no_mean_is_refused_by_name(made, cls, kind, says, tmp_path):
+    with pytest.raises(kind, match=says):
+        train(cls, made(), rows("Mixtral" if kind is ValueError else TOKENS), tmp_path, micro=BY_ROWS)
+
+
+class Experts(nn.Module):
+    """Each text goes through the embedding of its length alone: single rows leave parameters without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Embedding(37, 3) for _ in range(13)])
+
+    def forward(self, input_ids, attention_mask, labels):
+        lengths = attention_mask.sum(1)
+        parts = [(self.experts[int(n)](input_ids[lengths == n]), labels[lengths == n]) for n in lengths.unique()]
+        logits, targets = (torch.cat([part[i].flatten(0, 1) for part in parts]) for i in (0, 1))
+        return {"loss": nn.functional.cross_entropy(logits, targets)}
+
+
+def test_parameters_that_single_rows_leave_out_are_no_obstacle(tmp_path):
+    made, data = Experts().double(), rows(TOKENS)
+    expected = train(transformers.Trainer, made, data, tmp_path)
+    found = train(MicroBatchTrainer, made, data, tmp_path, micro=BY_ROWS)
+    assert found._gradaccum_large_batch.denominator.left[-1] == "labels"  # the Trainer counts nothing for such a model
+    pairs = zip(updates(found, made), updates(expected, made), strict=True)
+    assert max(float((a - b).abs().max()) for a, b in pairs) <= 1e-12

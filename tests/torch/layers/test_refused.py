@@ -1,0 +1,275 @@
+"""What can't go layer by layer is an error by name, before anything is updated."""
+
+import functools
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from gradaccum.errors import NotEquivalentError, WindowError
+from tests.torch.layers.problems import (
+    OPTIMIZERS,
+    Layer,
+    as_it_is,
+    batches,
+    build,
+    doing,
+    late,
+    loss_of,
+    network,
+    unchanged,
+)
+
+IN_BACKWARD, ON_CPU, AUTO = {"update": "in_backward"}, {"blocks": "layers", "on": "cpu"}, {"blocks": "auto"}
+
+
+def changed(change, **options):
+    """A network to which something is done."""
+
+    def make():
+        model = network(**options)
+        change(model)
+        return model
+
+    return make
+
+
+# Calls of blocks.
+
+
+def short(model):
+    """Leaves out a block in a later micro-batch alone."""
+    model.how["call"] = lambda layer, x, shared: (
+        (x, shared) if layer is model.layers[1] and len(x) == 1 else layer(x, shared)
+    )
+
+
+def reentrant(*arguments):
+    return torch.utils.checkpoint.checkpoint(*arguments, use_reentrant=True)
+
+
+def doubled(layer, args):
+    args[0].mul_(2)
+
+
+CALLS = {
+    "a block that is left out": (lambda: network(order=[0, 1]), "The block 'layers.2' was not called."),
+    "a block that is called twice": (lambda: network(order=[0, 1, 1, 2]), "The block 'layers.1' was called twice."),
+    "another order": (lambda: network(order=[0, 2, 1]), "The block 'layers.1' was not called before 'layers.2'."),
+    "a block that is left out later": (changed(short), "The block 'layers.1' was not called before 'layers.2'."),
+    "a reentrant checkpoint around blocks": (
+        lambda: network(call=reentrant), "The block 'layers.[12]' was called in a backward pass.",
+    ),
+    "a block that edits its input": (
+        changed(lambda model: model.layers[1].register_forward_pre_hook(doubled)),
+        r"The block 'layers.1' edits an input of shape \(2, 5, 6\) in place",
+    ),
+    "a last block that edits its input": (
+        changed(lambda model: model.layers[2].register_forward_pre_hook(doubled)),
+        r"The block 'layers.2' edits an input( of shape \(2, 5, 6\))? in place",
+    ),
+}  # fmt: skip
+
+# What blocks keep, or read.
+
+
+def remembers(layer, x):
+    """Keeps a mean from one call to the next."""
+    layer.mean = 0.5 * getattr(layer, "mean", 0.0) + 0.5 * x.detach().square().mean()
+    return x * (1 + layer.mean)
+
+
+def leaves_a_loss(layer, x):
+    """Where the model's loss finds it."""
+    layer.penalty = x.square().mean()
+
+
+def leaves_a_condition(model, x):
+    for layer in model.layers:
+        layer.condition = x[..., :1].cos()
+    return model.position(x)
+
+
+def reads_a_condition():
+    return doing(lambda layer, x: x * layer.condition, shared=leaves_a_condition)
+
+
+AGAIN = r"the block 'layers\.{}' failed there.*If it reads what the model"
+KEPT = {
+    "a mean over rows": (lambda: doing(remembers, places=[1]), {}, r"the block 'layers\.1' \(mean\)"),
+    "a loss that a block leaves in an attribute": (
+        lambda: doing(as_it_is, leaves_a_loss, places=[1]),
+        {"compute_loss": lambda model, *batch: loss_of(model, *batch) + model.layers[1].penalty},
+        r"the block 'layers\.1' \(penalty\)",
+    ),
+}  # fmt: skip
+
+# Optimizers whose steps are more than each parameter's update.
+
+
+def stepping(before):
+    """An SGD that does something before each step."""
+
+    class Stepping(torch.optim.SGD):
+        count = 0
+
+        def step(self, closure=None):
+            before(self)
+            return super().step(closure)
+
+    return lambda model: Stepping(model.parameters(), lr=0.1)
+
+
+def by_a_joint_norm(which, least):
+    """Of the gradients of at least so many such parameters."""
+
+    def normalise(optimizer):
+        every = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [p.grad for p in every if which(p)]
+        if len(grads) >= least:
+            torch._foreach_div_(grads, float(torch.nn.utils.get_total_norm(grads)))
+
+    return stepping(normalise)
+
+
+def counts_in_its_groups(optimizer):
+    for group in optimizer.param_groups:
+        group["k"] = group.get("k", 0) + 1
+
+
+def averaging(model):
+    """Moves an average of the model's weights, which stands outside of its groups."""
+    average = torch.optim.swa_utils.AveragedModel(model)
+    return stepping(lambda optimizer: [p.data.mul_(0.9) for p in average.module.parameters()])(model)
+
+
+def hooked(model):
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+ACROSS = "Stepping makes a different update when it steps parameters one by one"
+STEPS = {
+    "normalises by the norm of all": (by_a_joint_norm(lambda p: True, 1), ACROSS),
+    "normalises large ones by their norm": (by_a_joint_norm(lambda p: p.dim() > 1 and p.numel() > 9, 2), ACROSS),
+    "counts in its groups": (stepping(counts_in_its_groups), ACROSS),
+    "counts in itself": (stepping(lambda optimizer: setattr(optimizer, "count", optimizer.count + 1)), ACROSS),
+    "moves an average": (averaging, r"Stepping.step\(\) does more than update its parameters: it calls aten"),
+    "evaluates a closure": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS evaluates a closure"),
+    "has hooks": (hooked, "SGD has hooks of register_step_pre_hook"),
+}
+
+
+BLOCKS = {  # what is given for blocks of a network
+    "a number for blocks": (lambda model: 7, TypeError, "nn.ModuleList, its dotted path, a list of .* Received: 7"),
+    "a number among blocks": (lambda model: [model.norm, 3], TypeError, r"Received: blocks\[1\] of type int"),
+    "no block": (lambda model: [], ValueError, "at least one module"),
+    "a module of another": (
+        lambda model: [model.norm, Layer(6)], ValueError, r"blocks\[1\], of type Layer, is not a module of the model",
+    ),
+    "a wrong path": (
+        lambda model: "encoder.layers", ValueError, "blocks='encoder.layers'. Lists of modules are at 'layers'.",
+    ),
+    "a block twice": (lambda model: [model.norm, model.norm], ValueError, "The block 'norm' is in `blocks` twice"),
+    "a block in another": (
+        lambda model: [model.layers[0], model.layers[0].inner], ValueError, "blocks 'layers.0' and 'layers.0.inner'",
+    ),
+}  # fmt: skip
+OPTIONS = {
+    "batch_norm": ("exact", 'batch_norm="exact"'),
+    "noise_scale": (True, "noise_scale=True"),
+    "clip_grad_norm": (0.1, "`clip_grad_norm` needs the norm of all of them. Use update='after_backward'"),
+    "scaler": (torch.amp.GradScaler("cpu"), "a GradScaler makes an update only where all of them are finite"),
+    "micro_batch_size": ("auto", "give a `micro_batch_size` in rows"),
+    "update": ("sometimes", "`update` must be one of 'after_backward', 'in_backward'"),
+}
+FULL = r"optimizers' state needs .* are free. Nothing has been updated"
+ROOM = {**IN_BACKWARD, "optimizer": lambda model: OPTIMIZERS["adam"](model.parameters()), "memory_limit": 1}
+INFINITE = {**IN_BACKWARD, "verify": False, "compute_loss": lambda *batch: loss_of(*batch) / 0}
+WAYS = {"": {}, "in backward": IN_BACKWARD, "in backward on the CPU": {**IN_BACKWARD, "on": "cpu"}}
+REFUSED = {  # the model, options, the error
+    **{
+        f"{name} {way}": (make, {"verify": False, **options}, ValueError, words)
+        for name, (make, words) in CALLS.items() for way, options in WAYS.items()
+    },
+    **{
+        f"{name} {way}": (make, {**options, **WAYS[way]}, NotEquivalentError, words)
+        for name, (make, options, words) in KEPT.items() for way in ("", "in backward on the CPU")
+    },
+    "what the model leaves in an attribute": (reads_a_condition, {}, NotEquivalentError, AGAIN.format(1)),
+    "what the model leaves in an attribute, on the CPU": (
+        reads_a_condition, WAYS["in backward on the CPU"], NotEquivalentError, AGAIN.format(2),
+    ),
+    "a gradient that would come after its update": (
+        late, IN_BACKWARD, NotEquivalentError, r"updated before their gradient is complete: 'layers.2.norm.weight'",
+    ),
+    **{
+        f"an optimizer that {name}": (network, {**IN_BACKWARD, "optimizer": make}, ValueError, words)
+        for name, (make, words) in STEPS.items()
+    },
+    **{name: (network, {"blocks": blocks}, error, words) for name, (blocks, error, words) in BLOCKS.items()},
+    **{
+        f"{name}={value!r}": (network, {**IN_BACKWARD, name: value}, ValueError, words)
+        for name, (value, words) in OPTIONS.items()
+    },
+    "no room for the optimizer's state": (network, ROOM, torch.OutOfMemoryError, FULL),
+    "a loss that is not finite": (network, INFINITE, ValueError, "The loss of this batch is inf"),
+    "a model without a list of blocks": (lambda: nn.Linear(2, 2), AUTO, ValueError, "blocks='auto' looks for"),
+    "a model that is compiled whole": (
+        lambda: torch.compile(network(), backend="eager"), AUTO, ValueError, "Compile each block instead",
+    ),
+    "a weight of a layer outside on the CPU": (
+        changed(lambda model: setattr(model.layers[0].norm, "weight", model.norm.weight)), ON_CPU, ValueError,
+        "layers.0.norm.weight is a weight of a module outside the blocks",
+    ),
+    "an LSTM on the CPU": (
+        changed(lambda model: model.layers[1].add_module("rnn", nn.LSTM(2, 2))), ON_CPU, ValueError,
+        "'layers.1' has a LSTM, which keeps references",
+    ),
+    "a hook on a gradient on the CPU": (
+        changed(lambda model: model.layers[1].inner.weight.register_hook(lambda g: g)), ON_CPU, ValueError,
+        r"layers.1.inner.weight has a hook on its gradient",
+    ),
+    "blocks in a folder": (network, {"on": "/tmp"}, ValueError, "`on` must be 'cpu' or None. Received: on='/tmp'"),
+    "a folder that is not there": (network, {"offload": "/no/such/folder"}, ValueError, "a folder that exists"),
+    "a number for a folder": (network, {"offload": 3}, TypeError, "Received: offload=3"),
+    "a folder without blocks": (network, {"offload": "/tmp", "blocks": None}, ValueError, "or `blocks`"),
+    "a folder for an exact BatchNorm": (
+        network, {"offload": "/tmp", "blocks": None, "batch_norm": "exact"}, TypeError, "must be True or False",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_nothing_is_updated_and_refused_by_name_is(name):
+    make, options, error, words = REFUSED[name]
+    model = make()
+    given = {
+        "blocks": "layers",
+        "micro_batch_size": 2,
+        "optimizer": lambda model: OPTIMIZERS["sgd"](model.parameters()),
+    }
+    given |= options
+    given |= {key: given[key](model) for key in ("optimizer", "blocks") if callable(given[key])}
+    with unchanged(model), pytest.raises(error, match=words):
+        build(model, **given)(*batches()[0])
+    assert not given["optimizer"].state
+    assert all(type(layer) is Layer or "do" in vars(layer) for layer in getattr(model, "layers", ()))
+
+
+def test_blocks_that_are_not_on_the_cpu_cannot_live_there():
+    with pytest.raises(ValueError, match=r"expects the blocks on the CPU. Received: layers.0.norm.weight on meta"):
+        build(network().to("meta"), **ON_CPU)
+
+
+def test_in_backward_a_step_that_was_replaced_later_is_refused():
+    model = network()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    step, inner = build(model, optimizer, **IN_BACKWARD), optimizer.step
+    optimizer.step = functools.wraps(inner)(lambda closure=None: inner(closure))
+    with pytest.raises(ValueError, match="SGD's step was replaced by step, and update='in_backward' calls it several"):
+        step(*batches()[0])
+    with pytest.raises(WindowError, match=r"step.backward\(\) leaves"):
+        step.backward(*batches()[0])
