@@ -35,7 +35,7 @@ QUICK_TORCH := $(filter-out tests/test_site.py,$(wildcard tests/test_[!d]*.py)) 
 	tests/torch/optimizer/test_contract.py tests/torch/train_step/test_train_step.py \
 	tests/torch/chunking/test_chunked.py::test_any_rows_in_any_sizes \
 	tests/torch/equivalence/test_equivalence.py::test_the_culprit_is_named_for
-QUICK_KERAS := tests/keras/optimizer/test_windows.py::test_an_epoch_of_windows_matches_the_large_batches \
+QUICK_KERAS := tests/keras/optimizer/test_fit.py::test_an_epoch_of_windows_matches_the_large_batches \
 	tests/keras/train_step/test_micro_batched.py::test_ragged_batches_match_plain_fit
 QUICK_JAX := tests/jax/train_step/test_value_and_grad.py::test_ragged_micro_batches_match_the_large_batch
 

@@ -267,22 +267,19 @@ def test_estimated_stepping_batches_are_the_updates():
 # Precision.
 
 
-def test_an_overflow_costs_one_window_and_halves_the_scale_once():
+@pytest.mark.parametrize("how", ["overflow", "None"])
+def test_under_a_gradscaler_an_overflow_or_none_for_its_last_batch_costs_one_window(how, caplog):
+    """For None Lightning makes no step."""
+
     def loss(model, x, y):
-        return mse(model, x, y) * (float("inf") if torch.equal(x[0], data()[0][4]) else 1)
+        return mse(model, x, y) * (float("inf") if how == "overflow" and torch.equal(x[0], data()[0][4]) else 1)
 
-    module, plugin = Module(loss=loss), Scaled()
+    module, plugin = Module(loss=loss, skipped=[4] if how == "None" else ()), Scaled()
     fit(module, 5, plugins=[lambda: plugin])
-    assert plugin.scaler.get_scale() == 4
+    assert plugin.scaler.get_scale() == (4 if how == "overflow" else 8), "halved once"
     assert error(module, windows(5)[1:]) <= FLOAT64
-
-
-def test_under_a_gradscaler_none_for_a_windows_last_batch_discards_it_by_name(caplog):
-    """Lightning makes no step then."""
-    module = Module(skipped=[4])
-    fit(module, 5, plugins=[Scaled])
-    assert "Discarding an open window of 4 micro-batches: its last batch was None, or training_step" in caplog.text
-    assert error(module, windows(5)[1:]) <= FLOAT64
+    said = "Discarding an open window of 4 micro-batches: its last batch was None, or training_step" in caplog.text
+    assert said is (how == "None")
 
 
 def test_in_mixed_precision_windows_sum_and_divide_in_the_parameters_precision():
@@ -340,29 +337,14 @@ def test_resuming_inside_a_window_of_another_length_is_refused(tmp_path):
 # Refused.
 
 
-class Twice(torch.optim.SGD):
-    def step(self, closure=None):
-        closure()
-        closure()
+def of(make=sgd, loss=mse, **more):
+    """What makes a module that has these attributes and methods, too."""
+    return lambda: type("Module", (Module,), more)(make, loss)
 
 
-class Fetching(Module):
-    def training_step(self, dataloader_iter):
-        batch, *_ = next(dataloader_iter)
-        return mse(self.network, *batch)
-
-
-class Clipping(Module):
-    def on_after_backward(self):
-        nn.utils.clip_grad_norm_(self.network.parameters(), 1e-3)
-
-
-class Manual(Module):
-    automatic_optimization = False
-
-
-def module_of(**how):
-    return lambda: Module(**how)
+def evaluates_twice(parameters):
+    step = {"step": lambda self, closure=None: (closure(), closure())}
+    return type("Twice", (torch.optim.SGD,), step)(parameters, lr=0.1)
 
 
 REFUSED = [
@@ -376,19 +358,22 @@ REFUSED = [
         "Found more than one stateful callback of type `GradientAccumulation`",
     ),
     (
-        module_of(make=lambda parameters: Optimizer(sgd(parameters), steps=3)), {}, ValueError,
+        of(lambda parameters: Optimizer(sgd(parameters), steps=3)), {}, ValueError,
         "Remove the callback, or return the inner optimizer",
     ),
-    (Manual, {}, ValueError, "automatic_optimization=False. Remove the callback, and wrap each optimizer"),
+    (of(automatic_optimization=False), {}, ValueError, "=False. Remove the callback, and wrap each optimizer"),
+    (of(torch.optim.LBFGS), {}, ValueError, "LBFGS re-evaluates its closure.*TrainStep under manual optimization"),
+    (of(evaluates_twice), {}, ValueError, "The closure of a batch was evaluated again"),
     (
-        module_of(make=torch.optim.LBFGS), {}, ValueError,
-        "LBFGS re-evaluates its closure.*TrainStep under manual optimization",
+        of(training_step=lambda self, dataloader_iter: mse(self.network, *next(dataloader_iter)[0])), {}, ValueError,
+        "Define training_step",
     ),
-    (module_of(make=lambda p: Twice(p, lr=0.1)), {}, ValueError, "The closure of a batch was evaluated again"),
-    (Fetching, {}, ValueError, "Define training_step"),
-    (Clipping, {}, WindowError, "edited inside an open window.*gradient_clip_val"),
     (
-        module_of(loss=lambda model, x, y: mse(model, x[0], y)),
+        of(on_after_backward=lambda self: nn.utils.clip_grad_norm_(self.network.parameters(), 1e-3)), {}, WindowError,
+        "edited inside an open window.*gradient_clip_val",
+    ),
+    (
+        of(loss=lambda model, x, y: mse(model, x[0], y)),
         {"batches": [(torch.ones(2, 4, 5), torch.ones(4, 3))] * 3}, ValueError,
         r"Pass weight= to GradientAccumulation\(\)",
     ),
@@ -458,7 +443,9 @@ def test_the_pages_examples_run(monkeypatch):
 
 
 def test_train_step_under_manual_optimization_makes_the_large_batches_updates():
-    class Split(Manual):
+    class Split(Module):
+        automatic_optimization = False
+
         def on_fit_start(self):
             self.train_step = TrainStep(self.network, self.optimizers(), loss_fn=nn.MSELoss(), micro_batch_size=2)
 

@@ -18,21 +18,8 @@ import sys
 import matplotlib
 import pytest
 
-from gradaccum import extras
-from gradaccum.report import (
-    Bars,
-    Code,
-    Curve,
-    Curves,
-    Report,
-    Table,
-    Text,
-    check_writable,
-    format_bytes,
-    format_value,
-    pictures,
-    write,
-)
+from gradaccum import extras, report
+from gradaccum.report import Bars, Code, Curve, Curves, Report, Table, Text, format_bytes, format_value, pictures
 from tests.cli.results import full_disk
 
 TABLE = Table(["run", "loss", "memory"], [["a < b", 0.123456, "8.1 MiB"], ["[bold]b", None, "12 KiB"]], caption="Both")
@@ -284,14 +271,14 @@ def test_values_are_shown_short_and_bytes_in_binary_units():
 def test_a_file_is_made_with_its_folder_and_replaced_whole_a_link_stays_and_a_device_is_written_to(tmp_path):
     path, link = tmp_path / "new" / "folder" / "a.bin", tmp_path / "link"
     link.symlink_to("new/folder/a.bin")
-    check_writable(link)
+    report.check_writable(link)
     assert os.listdir(tmp_path) == ["link"], "what can be written to is left as it was"
     for target, content in ((path, b"first"), (path, b"2"), (link, b"3"), (str(path), b"4")):
-        assert write(target, content) == pathlib.Path(target)
+        assert report.write(target, content) == pathlib.Path(target)
         assert path.read_bytes() == content
     assert os.listdir(path.parent) == ["a.bin"]
     assert link.is_symlink()
-    write("/dev/null", b"1")
+    report.write("/dev/null", b"1")
     assert not os.path.isfile("/dev/null")
 
 
@@ -306,7 +293,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
 
 @pytest.mark.parametrize("during", ["write_bytes", "replace"])
 def test_ctrl_c_leaves_the_old_file_and_nothing_else(during, tmp_path, monkeypatch):
-    path = write(tmp_path / "report.txt", b"old")
+    path = report.write(tmp_path / "report.txt", b"old")
 
     def interrupted(file, *arguments):
         if during == "write_bytes":
@@ -316,7 +303,7 @@ def test_ctrl_c_leaves_the_old_file_and_nothing_else(during, tmp_path, monkeypat
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(pathlib.Path, during, interrupted)
-        write(path, b"new")
+        report.write(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["report.txt"]
 
@@ -327,8 +314,8 @@ def test_what_cannot_be_written_to_is_named(tmp_path):
     impossible = [tmp_path, tmp_path / "file" / "a", tmp_path / "loop" / "a", tmp_path / (300 * "x") / "a"]
     for path in (*impossible, tmp_path / (300 * "x"), "/proc/self/report.txt", "/proc/self/new/report.txt"):
         with pytest.raises(OSError) as raised:
-            check_writable(path)
+            report.check_writable(path)
         assert raised.value.filename == str(path)
         assert raised.value.strerror
     with full_disk(), pytest.raises(OSError):
-        check_writable(tmp_path / "report.txt")
+        report.check_writable(tmp_path / "report.txt")

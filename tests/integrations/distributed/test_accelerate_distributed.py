@@ -161,53 +161,27 @@ def test_in_batches_each_row_is_gathered_once_and_a_plain_loop_closes_its_last_w
     assert len(loader) % 4
 
 
-def two_epochs(rank, optimizer_of, folder, saves):
-    """Train on, and save after so many micro-batches, on these ranks."""
-    one, model, optimizer = optimizer_of
-    for index, batch in enumerate([*batches(rank), *batches(rank)], start=1):
-        train(one, model, optimizer, [batch])
-        if rank in saves.get(index, ()):
-            one.save_state(folder)
-
-
-def emptied(rank, sharded=False):
-    """Others, with other parameters, and no momentum."""
-    one, model, optimizer = prepared(rank, 3, sharded)
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    return one, model, optimizer
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("after", slowly([4], [1, 2, 3, 8]))
 @on_ranks()
 def test_files_hold_each_ranks_part_of_the_open_window_and_go_on_there(rank, tmp_path, after, sharded):
     """Bit for bit, if each rank saves its own."""
-    folder, first = str(tmp_path / "state"), prepared(rank, 3, sharded)
-    two_epochs(rank, first, folder, {after: (0, 1)})
-    torch.distributed.barrier()
-    one, model, optimizer = emptied(rank, sharded)
-    one.load_state(folder)
-    assert optimizer.micro_batches == after % 3
-    train(one, model, optimizer, [*batches(rank), *batches(rank)][after:])
-    for ending in (first[2], optimizer):
-        ending.flush()
-    assert relative_error(whole(model), whole(first[1])) <= (FLOAT64 if sharded else 0)
-
-
-@pytest.mark.parametrize(
-    ("saves", "why"), [({2: (0,)}, "missing"), ({4: (0, 1), 5: (0,)}, "from another save")], ids=["missing", "other"]
-)
-@on_ranks()
-def test_a_window_that_the_main_process_alone_has_saved_is_refused_on_all(rank, tmp_path, saves, why):
-    """Missing, or of another micro-batch of the same window."""
-    two_epochs(rank, prepared(rank, 3), str(tmp_path / "state"), saves)
-    torch.distributed.barrier()
-    one, *_ = emptied(rank)
-    said = error_of(lambda: one.load_state(str(tmp_path / "state")))
-    assert said.startswith("WindowError")
-    assert f"a process's part of it can't be used: {tmp_path}" in said
-    assert f"optimizer_0_window_1.bin is {why}. Call accelerator.save_state() on all processes" in said
+    found, rows = [], [*batches(rank), *batches(rank)]
+    for resumed in (False, True):
+        one, model, optimizer = prepared(rank, 3, sharded)
+        if resumed:  # other parameters, and no momentum
+            for parameter in model.parameters():
+                parameter.data.zero_()
+            one.load_state(str(tmp_path))
+        else:
+            train(one, model, optimizer, rows[:after])
+            one.save_state(str(tmp_path))
+        assert optimizer.micro_batches == after % 3
+        train(one, model, optimizer, rows[after:])
+        optimizer.flush()
+        found.append(whole(model))
+        torch.distributed.barrier()
+    assert relative_error(*found) <= (FLOAT64 if sharded else 0)
 
 
 def two_prepared(rank):
@@ -216,38 +190,47 @@ def two_prepared(rank):
     return one, models, [prepare_optimizer(one, sgd(model.parameters()), 3) for model in models]
 
 
+SAVED = {"one": (0, 1), "another": (0, 1), "by the main process alone": (0,)}
+"""Runs, and the ranks that save in them."""
+PART = "optimizer_{}_window_1.bin".format
+UNUSABLE = {
+    # What is said of the second rank's parts, whose files they stand beside, and which they are.
+    "as saved": ("", "one", [("one", 0), ("one", 1)]),
+    "missing": (f"{PART(0)} is missing. Call accelerator.save_state() on all", "by the main process alone", []),
+    "of a save before one by the main process alone": (
+        f"{PART(0)} is from another save. Call accelerator.save_state() on all",
+        *("by the main process alone", [("one", 0), ("one", 1)]),
+    ),
+    "cut off": (f"{PART(1)} is incomplete (", "one", [("one", 0), ("one", 1)]),
+    "exchanged": (f"{PART(0)} is from another save.", "one", [("one", 1), ("one", 0)]),
+    "of another run": (f"{PART(1)} is from another save.", "one", [("one", 0), ("another", 1)]),
+}
+
+
 @on_ranks()
-def test_parts_that_are_cut_off_or_another_optimizers_or_another_runs_are_refused_on_all(rank, tmp_path):
-    """Two optimizers in open windows, saved in each of two runs; the second rank's parts are changed."""
-    part = "optimizer_{}_window_1.bin".format
-    for run in ("one", "two"):
+def test_parts_that_are_missing_or_cut_off_or_another_optimizers_or_saves_are_refused_on_all(rank, tmp_path):
+    """Two optimizers are in open windows."""
+    for run, on in SAVED.items():
         one, models, optimizers = two_prepared(rank)
         for model, optimizer in zip(models, optimizers):
-            one.backward(mse(model, *batches(rank)[0]))
-            optimizer.step()
-        one.save_state(str(tmp_path / run))
-    torch.distributed.barrier()
-    for how, says in {
-        "cut off": "optimizer_1_window_1.bin is incomplete (",
-        "exchanged": "optimizer_0_window_1.bin is from another save.",
-        "of another run": "optimizer_1_window_1.bin is from another save.",
-        "as saved": "",
-    }.items():
+            train(one, model, optimizer, batches(rank)[:1])
+        if rank in on:
+            one.save_state(str(tmp_path / run))
+        torch.distributed.barrier()
+    for how, (says, run, parts) in UNUSABLE.items():
         files = tmp_path / how
         if rank == 0:
-            shutil.copytree(tmp_path / "one", files)
+            shutil.copytree(tmp_path / run, files)
+            for i, (source, part) in enumerate(parts):
+                shutil.copy(tmp_path / source / PART(part), files / PART(i))
             if how == "cut off":
-                (files / part(1)).write_bytes((files / part(1)).read_bytes()[:-100])
-            elif how == "exchanged":
-                for mine, other in ((0, 1), (1, 0)):
-                    shutil.copy(tmp_path / "one" / part(mine), files / part(other))
-            elif how == "of another run":
-                shutil.copy(tmp_path / "two" / part(1), files)
+                (files / PART(1)).write_bytes((files / PART(1)).read_bytes()[:-100])
         torch.distributed.barrier()
         one, models, optimizers = two_prepared(rank)
         said = error_of(lambda one=one, files=files: one.load_state(str(files)))
         assert says in said
         assert bool(says) == said.startswith("WindowError")
+        assert not says or f"a process's part of it can't be used: {files}" in said
         assert says or (said, [optimizer.micro_batches for optimizer in optimizers]) == ("", [1, 1])
 
 

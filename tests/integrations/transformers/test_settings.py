@@ -1,5 +1,6 @@
 """Settings and wrapped optimizers that contradict micro-batches are refused, each by its name and with what to do."""
 
+import functools
 import math
 import types
 
@@ -23,51 +24,45 @@ def made(folder, micro=BY_ROWS, **more):
     )
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (
-            {"gradient_accumulation_steps": 4},
-            r"gradient_accumulation_steps=4, which accumulates, too\. Remove it.*per_device_train_batch_size=40",
-        ),
-        (
-            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 3}}},
-            r"gradient_accumulation_steps=3, which accumulates, too",
-        ),
-        ({"auto_find_batch_size": True}, r'auto_find_batch_size=True.*MicroBatchTrainer\(micro_batch_size="auto"\)'),
-        ({"optim": "lomo"}, r"optim='lomo' updates parameters in the backward pass"),
-        ({"optim": "galore_adamw_layerwise"}, r"optim='galore_adamw_layerwise'.*such as optim='galore_adamw'"),
-        (
-            {"micro": BY_TOKENS, "neftune_noise_alpha": 5.0},
-            r"neftune_noise_alpha scales noise.*`max_tokens` shortens",
-        ),
-    ],
-    ids=str,
-)
+ARGUMENTS = [
+    (
+        {"gradient_accumulation_steps": 4},
+        r"gradient_accumulation_steps=4, which accumulates, too\. Remove it.*per_device_train_batch_size=40",
+    ),
+    (
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 3}}},
+        "gradient_accumulation_steps=3, which accumulates, too",
+    ),
+    ({"auto_find_batch_size": True}, r'auto_find_batch_size=True.*MicroBatchTrainer\(micro_batch_size="auto"\)'),
+    ({"optim": "lomo"}, "optim='lomo' updates parameters in the backward pass"),
+    ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise'.*such as optim='galore_adamw'"),
+    ({"micro": BY_TOKENS, "neftune_noise_alpha": 5.0}, "neftune_noise_alpha scales noise.*`max_tokens` shortens"),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), ARGUMENTS, ids=str)
 def test_an_argument_is_refused_by_name(more, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         made(tmp_path, **more)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: setattr(t.args, "_n_gpu", 2), r"DataParallel splits.*torchrun --nproc-per-node=2"),
-        (
-            lambda t: setattr(t, "is_deepspeed_enabled", True),
-            r"DeepSpeed keeps gradients of its own.*Remove `deepspeed`",
-        ),
-        (lambda t: setattr(t.model, "_tp_size", 2), r"2 tensor-parallel ranks\. Remove it"),
-        (lambda t: setattr(t, "is_distributed_loading_by_transformers", True), r"sharded when it was loaded"),
-        (lambda t: setattr(t, "is_fsdp_xla_enabled", True), r"Remove `xla` from `fsdp_config`"),
-        (lambda t: setattr(t, "is_fsdp_enabled", True), r"FSDP1 reduces in every backward pass.*Use FSDP2"),
-        (lambda t: setattr(t, "aux_loss_enabled", True), r"load-balancing loss"),
-        (lambda t: setattr(t.args, "gradient_accumulation_steps", 2), r"gradient_accumulation_steps=2"),
-    ],
-)
-def test_what_shows_only_when_training_begins_is_refused_then(change, message, tmp_path):
-    trainer = made(tmp_path)
-    change(trainer)
+LATER = {
+    "args._n_gpu": (2, r"DataParallel splits.*torchrun --nproc-per-node=2"),
+    "is_deepspeed_enabled": (True, "DeepSpeed keeps gradients of its own.*Remove `deepspeed`"),
+    "model._tp_size": (2, r"2 tensor-parallel ranks\. Remove it"),
+    "is_distributed_loading_by_transformers": (True, "sharded when it was loaded"),
+    "is_fsdp_xla_enabled": (True, "Remove `xla` from `fsdp_config`"),
+    "is_fsdp_enabled": (True, "FSDP1 reduces in every backward pass.*Use FSDP2"),
+    "aux_loss_enabled": (True, "load-balancing loss"),
+    "args.gradient_accumulation_steps": (2, "gradient_accumulation_steps=2"),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_shows_only_when_training_begins_is_refused_then(name, tmp_path):
+    trainer, (value, message) = made(tmp_path), LATER[name]
+    *path, last = name.split(".")
+    setattr(functools.reduce(getattr, path, trainer), last, value)
     with pytest.raises(ValueError, match=message):
         settings.check_settings(trainer, trainer._gradaccum_large_batch.micro_batches)
 

@@ -4,6 +4,7 @@ Other models, losses and settings: fuzz/trainer_runs.py.
 """
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -134,40 +135,26 @@ def func(loss, shifted=False):
     return {"compute_loss_func": compute}
 
 
-@pytest.mark.parametrize(
-    ("loss", "micro"),
-    [
-        ("mean of rows", BY_ROWS),
-        ("mean of rows", BY_TOKENS),
-        ("using the count", BY_ROWS),
-        ("shifted by one", BY_TOKENS),
-        ("mean of sums", BY_ROWS),
-        *(
-            pytest.param(loss, micro, marks=SLOW)
-            for loss, micro in [
-                ("ignoring the count", BY_ROWS),
-                ("ignoring the count", BY_TOKENS),
-                ("using the count", BY_TOKENS),
-                ("mean of sums", BY_TOKENS),
-                ("shifted by one", BY_ROWS),
-            ]
-        ),
-    ],
-    ids=str,
-)
-def test_what_a_compute_loss_func_is_a_mean_over_is_found_out(loss, micro, tmp_path):
-    trainer = func(problems.LOSSES.get(loss, problems.LOSSES["ignoring the count"]), shifted=loss == "shifted by one")
-    assert_same(TOKENS, tmp_path, micro=micro, trainer=trainer)
+QUICK = {("mean of rows", "rows"), ("mean of rows", "tokens"), ("using the count", "rows"), ("mean of sums", "rows")}
+QUICK.add(("shifted by one", "tokens"))
+LOSSES = ("mean of rows", "using the count", "mean of sums", "shifted by one", "ignoring the count")
+FOUND_OUT = [
+    pytest.param(*each, marks=() if each in QUICK else SLOW) for each in itertools.product(LOSSES, ("rows", "tokens"))
+]
+
+
+@pytest.mark.parametrize(("loss", "by"), FOUND_OUT)
+def test_what_a_compute_loss_func_is_a_mean_over_is_found_out(loss, by, tmp_path):
+    trainer = func(problems.LOSSES.get(loss, problems.MEANS["ignoring the count"]), shifted=loss == "shifted by one")
+    assert_same(TOKENS, tmp_path, micro=BY_ROWS if by == "rows" else BY_TOKENS, trainer=trainer)
 
 
 def test_a_compute_loss_in_a_subclass_may_ignore_the_count(tmp_path):
-    ignoring = {"kind": "ignoring the count"}
-    found = assert_same(
-        "Llama",
-        tmp_path,
-        type("Found", (problems.Loss, MicroBatchTrainer), ignoring),
-        type("Stock", (problems.Loss, transformers.Trainer), ignoring),
+    cls, stock = (
+        type("Ignoring", (problems.Loss, each), {"kind": "ignoring the count"})
+        for each in (MicroBatchTrainer, transformers.Trainer)
     )
+    found = assert_same("Llama", tmp_path, cls, stock)
     assert found._gradaccum_large_batch.denominator.left[-1] == "labels shifted by one"
 
 

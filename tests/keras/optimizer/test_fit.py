@@ -369,22 +369,17 @@ SIZES = [3, 7, 1, 4]
 SHARED = np.random.default_rng(3).normal(size=(6, 5)).astype("float32")
 
 
-class Graph(keras.Model):
-    """Reads a matrix that all rows share, which comes before the rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(3)
-        self.dense.build((None, 5))
-        self.built = True
-
-    def call(self, inputs):
-        return self.dense(keras.ops.matmul(inputs["x"], keras.ops.matmul(SHARED.T, inputs["adjacency"])))
-
-
-class WithoutTargets(Graph):
+class WithoutTargets(keras.Model):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return keras.ops.mean((x["x"][:, :3] - y_pred) ** 2)
+
+
+def graph(kind=keras.Model):
+    """Reads a matrix that all rows share, which comes before the rows."""
+    keras.utils.set_random_seed(0)
+    shared, x = keras.Input((5,), name="adjacency"), keras.Input((5,), name="x")
+    mixed = keras.ops.matmul(x, keras.ops.matmul(SHARED.T, shared))
+    return kind({"adjacency": shared, "x": x}, keras.layers.Dense(3)(mixed))
 
 
 def with_shared(batch):
@@ -394,21 +389,19 @@ def with_shared(batch):
 @on_jax
 @pytest.mark.parametrize("sizes", [SIZES, [4, 4, 4, 3]])
 def test_rows_are_those_of_the_targets_where_the_first_input_is_shared_by_all_rows(sizes, fit_bound):
-    data, models = regression(15), []
-    for ours in (True, False):
-        keras.utils.set_random_seed(0)
-        models.append(model := Graph())
-        optimizer = Optimizer(sgd(), 4) if sizes is SIZES else BatchOptimizer(sgd(), 4, 16, 15, model)
-        model.compile(optimizer=optimizer if ours else sgd(), loss="mse")
-    fit(models[0], [with_shared(batch) for batch in split(data, sizes)])
-    models[1].fit(Batches([with_shared(data)]), shuffle=False, verbose=0)
-    assert error(*models) <= fit_bound
+    data, model, plain = regression(15), graph(), graph()
+    optimizer = Optimizer(sgd(), 4) if sizes is SIZES else BatchOptimizer(sgd(), 4, 16, 15, model)
+    model.compile(optimizer=optimizer, loss="mse")
+    plain.compile(optimizer=sgd(), loss="mse")
+    fit(model, [with_shared(batch) for batch in split(data, sizes)])
+    plain.fit(Batches([with_shared(data)]), shuffle=False, verbose=0)
+    assert error(model, plain) <= fit_bound
 
 
 @slow_where_compiled
 @pytest.mark.parametrize("jit", [False, slow(True)])
 def test_inputs_without_targets_must_have_the_same_number_of_rows(jit):
-    model = WithoutTargets()
+    model = graph(WithoutTargets)
     model.compile(optimizer=Optimizer(sgd(), 4), jit_compile=jit and BACKEND != "torch")
     # On TensorFlow only the run tells, and its error has no shapes. Compiled by XLA it is one about this operation.
     by_tensorflow = "rows_of_a_micro_batch" if jit else "must have the same number of rows"

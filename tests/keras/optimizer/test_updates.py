@@ -391,10 +391,7 @@ def test_jit_compile_on_and_off(jit_compile, fit_bound):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_optimizer_is_there_by_name(name):
     wrapped = getattr(gradaccum.keras.optimizers, name)
-    makes = {
-        "LossScaleOptimizer": lambda: [sgd()],
-        "MultiOptimizer": lambda: [keras.optimizers.OptimizerMap(sgd())],
-    }
+    makes = {"LossScaleOptimizer": lambda: [sgd()], "MultiOptimizer": lambda: [keras.optimizers.OptimizerMap(sgd())]}
     first = makes.get(name, list)()
     for optimizer in (wrapped(4, *first), wrapped(*first, steps=4)):
         assert isinstance(optimizer, Optimizer)

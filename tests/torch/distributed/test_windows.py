@@ -369,6 +369,7 @@ SCALED = [
     ("fsdp2", (0, 5), 1000, "window"),
     ("fsdp2", (1, 4), 1000, "micro_batch"),
     *(("fsdp2", None, 2, sync) for sync in SYNCS),
+    ("ddp", (0, 0), (2, 1000), "window"),  # on rank 0 alone: the first window, whose scales differ, is lost
 ]
 SCALED_SLOWLY = [("fsdp2", at, 1000, sync) for at in (None, (1, 3)) for sync in SYNCS]
 
@@ -377,14 +378,15 @@ def scaled(rank, engine, overflow_at, interval, sync):
     """An epoch of windows of three under a GradScaler, whose update() comes with every micro-batch."""
     model = network()
     oracle, (used, optimizer) = Oracle(model), wrap(engine, model, 3, sync=sync)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=interval)
+    own = interval[rank] if isinstance(interval, tuple) else interval
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=own)
     ranks = data([[4, 3, 2] * 4, [2, 2, 5] * 4] * (dist.get_world_size() // 2))
     for w, window in enumerate(windows(ranks, 3)):
         if overflow_at is None or overflow_at[1] // 3 != w:
             oracle.update(concatenated(window))
     scales = []
     for i, (x, y) in enumerate(optimizer.batches(ranks[rank])):
-        infinite = (rank, i) == overflow_at
+        infinite = (rank, i) == overflow_at and isinstance(interval, int)
         train_on((lambda x: used(x) * float("inf")) if infinite else used, optimizer, [(x, y)], scaler=scaler)
         if i % 3 == 2:
             scales.append(scaler.get_scale())
@@ -394,6 +396,9 @@ def scaled(rank, engine, overflow_at, interval, sync):
         assert scales == [1024.0, *([512.0 if overflow_at else 1024.0] * 3)]
     if interval == 2:
         assert scales == [2048.0, 8192.0, 16384.0, 65536.0]
+    if interval == (2, 1000):
+        own = [[1024.0, 4096.0, 8192.0, 32768.0], [1024.0, 2048.0, 8192.0, 16384.0]]
+        assert scales == own[rank]  # of rank 0 with its latest growth; the largest goes on
 
 
 @pytest.mark.parametrize(("engine", "overflow_at", "interval", "sync"), slowly(SCALED, SCALED_SLOWLY))

@@ -1,6 +1,5 @@
 """Running out of memory loses at most one micro-batch; every other error leaves no half window."""
 
-import logging
 import random
 import weakref
 from functools import partial
@@ -267,20 +266,7 @@ def test_any_other_error_leaves_no_half_window_in_any_parameter():
 # The size that failed.
 
 
-def test_the_size_that_failed_is_remembered_and_told_once(caplog):
-    model = Fragile(4)
-    step = step_of(model, micro_batch_size=12, batch_norm="micro")
-    with caplog.at_level(logging.INFO, logger="gradaccum"):
-        for batch in batches(12):
-            step(*batch)
-    told = [record.message for record in caplog.records if "Out of memory" in record.message]
-    assert len(told) == 2  # 12 -> 6 -> 3
-    assert "3" in told[-1]
-    assert step.micro_batch_size == 3
-    assert max(model.sizes[-8:]) == 3
-
-
-def test_the_size_that_failed_is_remembered_for_its_shape_only():
+def test_the_size_that_failed_is_told_once_and_remembered_for_its_shape_only(caplog):
     class Long(nn.Linear):
         """Rows of eight columns and more take too much memory by fours."""
 
@@ -295,6 +281,10 @@ def test_the_size_that_failed_is_remembered_for_its_shape_only():
         seen.clear()
         step(torch.randn(12, columns, dtype=torch.float64), torch.zeros(12, dtype=torch.long))
         assert seen == sizes
+        assert step.micro_batch_size == max(sizes[-1:])
+    (told,) = [record.message for record in caplog.records]
+    assert "Out of memory with a micro-batch of 6 rows" in told
+    assert "at most 3 rows" in told
 
 
 @pytest.mark.parametrize("limits", [(0, 99), (99, 0)], ids=["forward", "backward"])

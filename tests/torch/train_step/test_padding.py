@@ -150,14 +150,20 @@ def packed(kind, data, *, loss=output_loss, **keywords):
     return model, assert_same_for_transformers(model, data, loss, **{"weight": weight, **keywords})
 
 
-def way(model, step, batch):
-    """What another update does about padding on the left: cut it off, cut it off and number the columns, or keep it."""
-    calls = []
-    model.register_forward_pre_hook(lambda _, args, keywords: calls.append(keywords), with_kwargs=True)
+def calls(model, step, batch):
+    """What the model is called with in another update."""
+    found = []
+    model.register_forward_pre_hook(lambda _, args, keywords: found.append(keywords), with_kwargs=True)
     step(*batch)
-    if any(call.get("position_ids") is not None for call in calls):
+    return found
+
+
+def way(model, step, batch):
+    """What an update does about padding on the left: cut it off, cut it off and number the columns, or keep it."""
+    found = calls(model, step, batch)
+    if any(call.get("position_ids") is not None for call in found):
         return "number"
-    return "cut" if any(call["input_ids"].shape[1] < COLUMNS for call in calls) else "keep"
+    return "cut" if any(call["input_ids"].shape[1] < COLUMNS for call in found) else "keep"
 
 
 ALL = range(len(LENGTHS))
@@ -366,18 +372,6 @@ def data(side, updates=3):
 PACKED = {"compute_loss": next_token_mean, "weight": shifted, "max_tokens": 24, "pack": causal_lm}
 
 
-def computed(model):
-    """Tokens of the model's calls; not of its copies'."""
-    found = []
-
-    def count(module, args, keywords):
-        if module is model:
-            found.append(keywords["input_ids"].numel())
-
-    model.register_forward_pre_hook(count, with_kwargs=True)
-    return found
-
-
 def limited(model, batch):
     if batch["input_ids"].numel() > 12:
         raise torch.OutOfMemoryError(OUT)
@@ -411,8 +405,8 @@ def test_rows_laid_one_behind_the_other_make_the_padded_batchs_update(
     model, batches = tiny(kind), data(side, 2)
     model.set_attn_implementation(attention)
     own = {"reference": tiny(kind), "compute_loss": next_token_mean, "pack": causal_lm, **keywords}
-    step, tokens = assert_same_for_transformers(model, batches, next_token_mean, FLOAT64, **own), computed(model)
-    step(*batches[0])
+    step = assert_same_for_transformers(model, batches, next_token_mean, FLOAT64, **own)
+    tokens = [call["input_ids"].numel() for call in calls(model, step, batches[0])]
     assert max(tokens) <= most
     assert 0 <= sum(tokens) - sum(LENGTHS) <= padding
     (line,) = [record.message for record in caplog.records if record.message.startswith("pack:")]

@@ -115,7 +115,7 @@ def test_what_cannot_be_taken_back_is_told_and_from_then_on_it_can(kind):
         step(*data[1])
     assert not same(everything(model, optimizer), before)
     assert torch.equal(torch.get_rng_state(), generator)
-    failed(step, data[1], model, optimizer, 0, match="are as they were")
+    failed(step, data[1], model, optimizer, last, match="are as they were")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])

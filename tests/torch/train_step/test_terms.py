@@ -17,7 +17,6 @@ from tests.torch.train_step.problems import OPTIMIZERS, Of, randn
 from tests.torch.train_step.steps import assert_same_updates, left_as_it_was, same, step_of, total
 
 ROWS = 13
-SLOW = pytest.mark.slow
 
 
 class Tagger(nn.Module):
@@ -160,9 +159,7 @@ def test_the_update_is_that_of_the_means_with(program):
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("size", "how"),
-    [(1, {}), (4, {}), (13, {}), ("auto", {}), (5, BY_BATCH)]
-    + [pytest.param(size, {}, marks=SLOW) for size in (2, 5)]
-    + [pytest.param(size, BY_BATCH, marks=SLOW) for size in (1, 2, 4, 13, "auto")],
+    [*((size, {}) for size in (1, 4, 13, "auto")), *((size, BY_BATCH) for size in (1, 5))],
     ids=lambda value: value if not isinstance(value, dict) else "by the batch" if value else "by the loss",
 )
 def test_every_split_makes_the_sum_of_the_large_batchs_means(size, how, make):
