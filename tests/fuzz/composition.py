@@ -170,7 +170,7 @@ def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
     count = chance.choice([1, 1, 2]) if scenario.optimizer != "lbfgs" else 1
 
     def epochs() -> tuple[tuple[MicroBatch, ...], ...]:
-        longest = chance.choice([6, 12, 24] if ordinary else [3, 6, 9]) if scenario.optimizer != "lbfgs" else 2
+        longest = chance.choice([4, 8, 16] if ordinary else [3, 6, 9]) if scenario.optimizer != "lbfgs" else 2
         return tuple(tuple(micro_batch() for _ in range(chance.randint(1, longest))) for _ in range(count))
 
     own = epochs()

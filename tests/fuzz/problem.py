@@ -195,7 +195,9 @@ def _clamp(gradient: Tensor) -> Tensor:
 
 def limit(optimizer: Any, *_: Any) -> None:
     """A user's hook on the finished gradient."""
-    nn.utils.clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], 0.02)
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if parameters:
+        nn.utils.clip_grad_value_(parameters, 0.02)
 
 
 def parts_of(scenario: Scenario, model: nn.Module) -> list[list[nn.Parameter]]:

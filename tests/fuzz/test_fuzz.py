@@ -87,9 +87,13 @@ def test_what_was_found_stays_noticed(found: dict[str, Any]) -> None:
     assert "cleared or replaced" in runs.outcome(Scenario(epochs=((CLEARED, settings.pop("last")),), **settings))
 
 
-def test_a_sum_over_an_epoch_without_weights_and_one_with_them_is_exact() -> None:
-    epochs = ((MicroBatch(),), (MicroBatch(weight=0.5),))
-    assert runs.outcome(Scenario(epochs=epochs, way="batches", loss="sum")) == ""
+SAVED_SUM = Scenario(epochs=((MicroBatch(event="save"), MicroBatch(rows=3)),), loss="sum")
+SUM_IN_PART = Scenario(epochs=((MicroBatch(),), (MicroBatch(weight=0.5),)), way="batches", loss="sum")
+
+
+@pytest.mark.parametrize("scenario", [SAVED_SUM, SUM_IN_PART], ids=["saved inside a window", "weighed in one epoch"])
+def test_a_sum_with_weights_is_exact_when_it_is(scenario: Scenario) -> None:
+    assert runs.outcome(scenario) == ""
 
 
 def test_what_rounding_makes_of_the_oracle_itself_is_no_error_and_more_is() -> None:

@@ -470,7 +470,7 @@ def hooks_of(model):
 
 def test_a_wrapper_goes_with_its_last_reference_and_leaves_the_model_as_it_found_it():
     model = network()
-    for _ in range(5):
+    for _ in range(2):
         _, optimizer = wrapped(model=model, steps=2)
         train(model, optimizer, [regression(2)], scaler=scaler_of(1.0))
         assert hooks_of(model)

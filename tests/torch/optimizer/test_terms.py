@@ -100,6 +100,26 @@ def test_a_window_is_the_step_of_the_sum_of_its_means(way, steps, make, form):
         assert relative_error([loss], [sum(window.values())]) <= FLOAT64
 
 
+def test_a_window_under_a_moving_scale_goes_on_from_a_file_bit_for_bit(tmp_path):
+    def train(stop):
+        (model, optimizer, _), scaler = with_heads(adam, steps=5), scaler_of(512.0, 2)
+        for index, (x, y) in enumerate(DATA):
+            if index == stop:
+                torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+                _, optimizer = wrapped(adam, model, steps=5)
+                optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+            optimizer.zero_grad()
+            optimizer.backward({n: (scaler.scale(loss), w) for n, (loss, w) in losses(model, x, y).items()})
+            scaler.step(optimizer)
+            scaler.update()
+        assert optimizer.updated
+        return [*model.parameters(), *optimizer.losses.values()]
+
+    expected = train(None)
+    for stop in (1, 3):
+        assert all(map(torch.equal, train(stop), expected))
+
+
 def test_a_sum_for_each_loss_but_the_first_and_none_for_one():
     def numbers(value):
         nested = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
