@@ -220,10 +220,6 @@ def sensible(scenario: Scenario) -> bool:
         scenario.way == "closure" and scenario.kind == "wrapper" and (scenario.scaler or scenario.losses > 1),
         # Gradients by hand come of no other pass, and not through recomputation.
         "by hand" in events and (scenario.way in ("closure", "names") or scenario.checkpoint or scenario.chunk),
-        # Who loads a checkpoint in a loop's body leaves the loop's end to chance.
-        "reload" in events
-        and scenario.way.startswith("batches")
-        and (len(scenario.epochs) > 1 or events - {"", "reload", "eval", "inf", "by hand"}),
         scenario.way == "names" and (scenario.nonfinite == "skip_micro_batch" or scenario.noise),
         scenario.optimizers > 1 and scenario.kind == "wrapper" and scenario.way not in ("plain", "batches"),
         # Micro-batches of unknown sizes, which draw or normalise by themselves.

@@ -308,10 +308,8 @@ class ByHand:
             self.model.zero_grad()
             loss.backward()
             for part, window in zip(self.parts, self.windows, strict=True):
-                by_hand = one.event == "by hand"
-                nothing = left_out or (by_hand and not weight)  # as without its rows
-                gradients = [None if nothing else p.grad for p in part]
-                known = float("nan") if by_hand else loss.item()
+                gradients = [None if left_out else p.grad for p in part]
+                known = float("nan") if one.event == "by hand" else loss.item()
                 window[-1].append((weight, known, gradients))
         self.model.zero_grad()
         return True

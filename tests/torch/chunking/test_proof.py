@@ -175,8 +175,7 @@ def test_what_is_exact_is_silent_and_moves_nothing(name, caplog):
 
 def test_a_sign_that_rounding_decides_is_no_difference_where_it_decides_at_these_numbers_alone():
     def edge(gap):  # in which kernels of other sizes may differ by rounding
-        module = Does(lambda m, h: F.relu(h - 1.0 + (gap if len(h) > 6 else -gap)))
-        module.norm = nn.Identity()
+        module = does(lambda m, h: F.relu(h - 1.0 + (gap if len(h) > 6 else -gap)), nn.Identity())
         with torch.no_grad():
             module.before.weight[3], module.before.bias[3] = 0.0, 1.0
         return chunked(module, SIZE)

@@ -258,7 +258,8 @@ DIFFERENT = {
         own_loss, {"x": X, "y": IGNORED}, own(of_dict), *WEIGHT, "weight=lambda batch: (batch['y'] != -100).sum()",
     ),
     "sample weights": (
-        net, (X, Y, SAMPLE_WEIGHTS), own(weighted_mean(lambda x, w: w)), *WEIGHT, "weight=lambda x, y, w: w.sum()",
+        net, (X, Y, SAMPLE_WEIGHTS), own(lambda model, x, y, w: weighted_mean(lambda x, w: w)(model, x, y, w)), *WEIGHT,
+        "weight=lambda x, y, w: w.sum()",
     ),
     "a wrong weight beside the loss": (
         net, XY, own(lambda *batch: (token_mean(*batch), 1)), *WEIGHT, "what `compute_loss` returns with the loss",

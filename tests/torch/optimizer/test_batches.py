@@ -4,6 +4,7 @@ The random programs (tests/fuzz) loop over lists, generators, iterators, DataLoa
 or an error, leave loops, skip, flush and load checkpoints in them, and share them among optimizers.
 """
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -173,6 +174,35 @@ def test_a_checkpoint_that_is_loaded_in_the_loops_body_leaves_the_batch_its_weig
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         train(model, optimizer, [batch])
     assert_same(model, large(windows_of(ragged, 3)))
+    assert (optimizer.epoch, optimizer.micro_batches) == (1, 0)
+
+
+@pytest.mark.parametrize("ending", ["the last batch is skipped", "a break"])
+def test_a_loop_in_whose_body_a_checkpoint_was_loaded_ends_as_any_other(ending):
+    (model, optimizer), batches = wrapped(steps=4), parts([2, 2, 2])
+    for number, batch in enumerate(optimizer.batches(batches)):
+        if number == 0:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if number < 2:
+            train(model, optimizer, [batch])
+        elif ending == "a break":
+            break
+    assert_same(model, large([batches[:2]] if ending != "a break" else []))
+    assert (optimizer.epoch, optimizer.micro_batches) == (1, 0)
+
+
+def test_a_checkpoint_that_is_loaded_after_an_error_has_ended_a_loop_is_what_the_next_loop_goes_on_with():
+    (model, optimizer), batches = wrapped(steps=2), parts([2, 2, 2])
+    saved = None
+    with contextlib.suppress(KeyError):
+        for batch in optimizer.batches(batches):
+            if saved is not None:
+                raise KeyError
+            train(model, optimizer, [batch])
+            saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, optimizer.batches(batches[1:]))
+    assert_same(model, large(windows_of(batches, 2)))
 
 
 # Loops and loaders that are refused.

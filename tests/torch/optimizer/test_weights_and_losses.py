@@ -252,3 +252,30 @@ def test_an_overflow_in_a_weightless_micro_batch_costs_no_update_and_no_halving(
     train(model, optimizer, optimizer.batches(batches, weight=weight), scaler=scaler)
     assert optimizer.updates == 1
     assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("first", ["by hand", "plain"])
+def test_the_loss_is_of_this_windows_losses_where_its_first_micro_batch_told_none(first):
+    (model, optimizer), batches = wrapped(steps=2), parts([2, 2, 2, 2])
+    train(model, optimizer, batches[:2], weigh=lambda x, y: 1)
+    optimizer.zero_grad()
+    if first == "plain":
+        mse(model, *batches[2]).backward()
+    else:
+        optimizer.add_gradients(torch.autograd.grad(mse(model, *batches[2]), [*model.parameters()]), weight=1)
+    optimizer.step()
+    loss = mse(model, *batches[3])
+    optimizer.backward(loss, weight=1)
+    optimizer.step()
+    assert torch.equal(optimizer.loss, loss.detach())
+
+
+def test_gradients_by_hand_that_weigh_nothing_are_zeros_for_the_parameters_they_reach():
+    model, optimizer = wrapped(steps=2)
+    reached, *others = model.parameters()
+    nothing = {reached: torch.full_like(reached, float("nan"))}
+    for gradients, weight in (({p: torch.ones_like(p) for p in others[:1]}, 2), (nothing, 0)):
+        optimizer.add_gradients(gradients, weight)
+        optimizer.step()
+    assert reached.grad.count_nonzero() == 0
+    assert all(p.grad is None for p in others[1:])

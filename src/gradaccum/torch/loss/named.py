@@ -232,10 +232,12 @@ class WindowLosses:
 
     def restart(self) -> None:
         self.entries: list[tuple[int, Tensor, float, Hashable]] = []  # number of the micro-batch, loss, weight, name
-        self.weighed = False
+        self.weighed = self.over = False  # over: the window has closed
         self.dropped: set[int] = set()
 
     def add(self, micro_batch: int, loss: Tensor, weight: float, given: bool, name: Hashable = None) -> None:
+        if self.over:
+            self.restart()
         self.entries.append((micro_batch, loss.detach(), weight, name))
         self.weighed = self.weighed or given
 

@@ -86,13 +86,10 @@ class Batches:
         return isinstance(self.loader, Iterator) and self.loader is other.loader
 
     def __iter__(self) -> Iterator[Any]:
-        resumed, to_skip = self._to_skip is not None, self._to_skip or 0
-        self._to_skip = None
-        if not resumed:
-            self._handed_out = 0
+        resumed = self._to_skip is not None
         ahead: _Ahead | None = None
         try:
-            ahead, first = self._begin(resumed, to_skip), True
+            ahead, first = self._begin(resumed), True
             members = [(windows, windows.passes, windows.one, weigh) for windows, weigh in self.members]
             while ahead.has_next or ahead.arrives():
                 batch = ahead.batch
@@ -102,6 +99,8 @@ class Batches:
                 self._handed_out += 1
                 yield batch
                 for windows, passes, one, _ in members:
+                    if windows.source is not self:
+                        windows.go_on_in(self)
                     if first or passes.arrivals or one.announced:
                         windows.end_batch()
                 first = False
@@ -122,8 +121,11 @@ class Batches:
             finally:
                 ahead.failure = None  # no cycle with its traceback: the optimizer goes with the loop that this ends
 
-    def _begin(self, resumed: bool, to_skip: int) -> _Ahead:
+    def _begin(self, resumed: bool) -> _Ahead:
         """Fetch the first batch, or go on from what a loop over the same iterator has left."""
+        to_skip, self._to_skip = self._to_skip or 0, None
+        if not resumed:
+            self._handed_out = 0
         once = isinstance(self.loader, Iterator)
         ranks = [windows.ranks for windows, _ in self.members]
         # An epoch may be one of other ranks alone: not with an iterator, which may have been used before.

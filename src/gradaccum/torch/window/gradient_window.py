@@ -287,11 +287,10 @@ class GradientWindow(Listener):
         factor = self.window.weigh(weight)
         self.be_special()
         self.loss_scale.rescale_()
-        if one.weight == 0:
-            return
         for parameter, gradient in zip(self.buffer.parameters(), gradients, strict=True):
-            if gradient is not None:
-                add_gradient(parameter, gradient.detach() * factor)
+            if gradient is not None:  # of rows that weigh nothing it may be NaN, and counts as 0
+                gradient = gradient.detach() * factor if one.weight else torch.zeros_like(gradient)
+                add_gradient(parameter, gradient)
         self.monitor.arrived()
         one.weighed += self.passes.arrivals - before
 
@@ -511,7 +510,7 @@ class GradientWindow(Listener):
 
     def close(self) -> None:
         """The update is made, or given up: the next micro-batch is the first of a new window."""
-        self.loss_scale.scaled, self.saved = None, False
+        self.loss_scale.scaled, self.saved, self.losses.over = None, False, True
         if self.special:
             self.buffer.close()
             self._restart()

@@ -60,6 +60,7 @@ class Windows:
         self.updated = self.in_epoch = False  # in_epoch: this epoch has a micro-batch
         self._phase = _Phase.PLAIN
         self.source: Any = None  # the `Batches` whose loop runs
+        self._interrupted: Any = None  # the loop in which a checkpoint was loaded, which may go on
         self.left_over: Any = None  # what a loop over an iterator had fetched ahead when it was broken off
         self._first_unused: bool | None = None  # the loop's first batch had no `step()`; None while it is in use
         self._updates_in_loop = 0
@@ -274,7 +275,7 @@ class Windows:
 
     def begin_loop(self, source: Any, resumed: bool) -> None:
         before, phase = self.source, self._phase
-        self.source, self._phase, self._first_unused = None, _Phase.PLAIN, None
+        self.source, self._phase, self._first_unused, self._interrupted = None, _Phase.PLAIN, None, None
         if phase is not _Phase.RESTORED and not resumed:
             if before is None:
                 self.flush()  # left over by a plain loop; the window ends with its epoch
@@ -302,6 +303,12 @@ class Windows:
             self.ranks.agree_on_last(last)
         self.current.expect(weight, given, last)
         self.expect_next(counts=weight > 0)
+
+    def go_on_in(self, source: Any) -> None:
+        """This loop goes on: it is the one that runs, if a checkpoint was loaded in its body."""
+        if self._interrupted is source:
+            self._interrupted = None
+            self._set_source(source)
 
     def end_batch(self) -> None:
         if self._first_unused is None:
@@ -404,6 +411,7 @@ class Windows:
             self.noise_schedule.load_state_dict(followed)
             self.current.noise.load_state_dict(state["noise"])
         restored = self.window.is_open
+        self._interrupted = self._interrupted if self.source is None else self.source
         self._set_source(None, _Phase.RESTORED if restored else _Phase.PLAIN)
         self._scheduled_for = (self.epoch, self.updates) if restored else None
         if restored:
