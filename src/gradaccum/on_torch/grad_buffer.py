@@ -25,12 +25,16 @@ class GradientBuffer:
         self.restored: Sums | None = None
         """A checkpoint's sum, until the next micro-batch is in: frameworks clear `p.grad` before they train on."""
         self.pending: Callable[[], list[Tensor]] | None = None
+        self.in_views = False
         self._claim = object()
         self.prepare()
 
-    def attach(self, pending: Callable[[], list[Tensor]]) -> None:
-        """Count these tensors in: the part of the sum that a sharded model keeps to itself until it is reduced."""
-        self.pending = pending
+    def attach(self, pending: Callable[[], list[Tensor]], in_views: bool = False) -> None:
+        """Count these tensors in: the part of the sum that a sharded model keeps to itself until it is reduced.
+
+        With `in_views`, a reduction leaves views of its buckets in `p.grad`, whose versions say nothing of each.
+        """
+        self.pending, self.in_views = pending, in_views
 
     def prepare(self) -> None:
         """Have autograd add up in the wider dtype from now on."""
@@ -123,7 +127,12 @@ class GradientBuffer:
         """Empty the sum, by assignment: nothing that was in it survives."""
         for parameter in self.parameters():
             if (gradient := parameter.grad) is not None:
-                parameter.grad = None if set_to_none else gradient.detach().zero_()
+                if set_to_none:
+                    parameter.grad = None
+                elif self.in_views and gradient._is_view():
+                    parameter.grad = torch.zeros_like(gradient)
+                else:
+                    parameter.grad = gradient.detach().zero_()
         for parameter in self._narrow():
             _give(parameter, self.dtype)
         self.restored = None

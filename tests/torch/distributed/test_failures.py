@@ -22,6 +22,7 @@ from gradaccum.torch.optim import Optimizer
 from tests.torch.distributed.problems import (
     SYNCS,
     Heads,
+    Oracle,
     data,
     error_of,
     lines_of,
@@ -488,3 +489,62 @@ def test_ranks_that_wait_for_one_that_is_gone_wait_no_longer_than_the_process_gr
     assert engine != "ddp" or first.kind == "WindowError"
     assert what != "dies" or "is gone" in first.message
     assert what != "forward" or second.kind == "ArithmeticError"
+
+
+CHANGES = {
+    "edited": lambda model: [p.grad.mul_(0.5) for p in model.parameters()],
+    "filled with zero": lambda model: model.zero_grad(set_to_none=False),
+    "cleared": lambda model: model.zero_grad(),
+}
+
+
+@pytest.mark.parametrize(("in_views", "set_to_none"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("when", ["before the forward pass", "after it"])
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks()
+def test_a_sum_that_is_changed_before_the_pass_that_reduces_it_is_refused(rank, change, when, in_views, set_to_none):
+    """In window 2, in which everything is looked at, and in window 3."""
+    for windows in (2, 3):
+        replica, optimizer = wrap("ddp", network(), 2, {"gradient_as_bucket_view": in_views})
+        *others, last = data([[4] * 2 * windows] * 2)[rank]
+        for rows in others:
+            optimizer.zero_grad(set_to_none)
+            loss_of(replica, rows).backward()
+            optimizer.step()
+        before = [p.detach().clone() for p in replica.parameters()]
+        with pytest.raises(WindowError, match="inside an open window"):
+            if when == "before the forward pass":
+                CHANGES[change](replica)
+            loss = loss_of(replica, last)
+            if when == "after it":
+                CHANGES[change](replica)
+            loss.backward()
+        assert all(map(torch.equal, replica.parameters(), before))
+
+
+@pytest.mark.parametrize("in_views", [False, True])
+@pytest.mark.parametrize("batches", [3, 4])
+@on_ranks("fragile_ranks")
+def test_a_loop_without_zero_grad_is_refused(rank, batches, in_views):
+    replica, optimizer = wrap("ddp", network(), 2, {"gradient_as_bucket_view": in_views})
+    with pytest.raises(WindowError, match="left from the last window"):
+        for rows in optimizer.batches(data([[4] * batches] * 2)[rank]):
+            loss_of(replica, rows).backward()
+            optimizer.step()
+    assert optimizer.updates == 1
+
+
+@pytest.mark.parametrize("in_views", [False, True])
+@on_ranks()
+def test_the_model_may_clear_its_gradients_between_windows(rank, in_views):
+    """The last window of an epoch is one micro-batch, whose pass puts the same views into the gradients."""
+    replica, optimizer = wrap("ddp", model := network(), 2, {"gradient_as_bucket_view": in_views})
+    oracle, ranks = Oracle(model), data([[4, 2, 3], [1, 4, 2]])
+    for _ in range(3):
+        for rows in optimizer.batches(ranks[rank]):
+            loss_of(replica, rows).backward()
+            optimizer.step()
+            if optimizer.updated:
+                replica.zero_grad()
+        oracle.see(ranks, 2)
+    oracle.check(model)

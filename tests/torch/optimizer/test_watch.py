@@ -209,6 +209,20 @@ def test_a_loop_without_zero_grad_is_refused_where_the_next_window_would_add_to_
     assert (optimizer.updates, optimizer.micro_batches) == (1, 0)
 
 
+@pytest.mark.parametrize("cleared", ["never", "at each epoch's start"])
+def test_gradients_that_are_left_to_the_last_micro_batch_of_an_epoch_are_refused(cleared):
+    """It is a window of its own."""
+    model, optimizer = wrapped(steps=5)
+    with pytest.raises(WindowError, match="left from the last window"):
+        for _ in range(2):
+            if cleared != "never":
+                optimizer.zero_grad()
+            for batch in optimizer.batches(BATCHES):
+                mse(model, *batch).backward()
+                optimizer.step()
+    assert optimizer.updates == 1
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_the_model_may_clear_its_gradients_between_windows(set_to_none):
     (model, optimizer), alike = wrapped(steps=2), parts([2] * 6)

@@ -124,7 +124,11 @@ class Channel:
         """Every rank's object, by rank: anything that can be pickled."""
         objects = [mine] * self.size
         if self.line is not None:
-            dist.all_gather_object(objects, mine, group=self.line.begin())
+            group = self.line.begin()
+            try:
+                dist.all_gather_object(objects, mine, group=group)
+            except RuntimeError as error:
+                raise self._gone(error) from error
             self.line.met += 1
         return objects
 
@@ -132,7 +136,11 @@ class Channel:
         """The object of the rank `source`, on every rank."""
         objects = [mine]
         if self.line is not None:
-            dist.broadcast_object_list(objects, group=self.line.begin(), group_src=source)
+            group = self.line.begin()
+            try:
+                dist.broadcast_object_list(objects, group=group, group_src=source)
+            except RuntimeError as error:
+                raise self._gone(error) from error
             self.line.met += 1
         return objects[0]
 

@@ -88,6 +88,7 @@ class Replicas(Engine):
                 "to a part of a model, or may be missing (find_unused_parameters; freezing or unfreezing after DDP has "
                 "wrapped the model). They are reduced without it."
             )
+        self.bucket_views = any(model.gradient_as_bucket_view for model in models)
         self._all = [p for model in models for p in _parameters_of(model, trained=not self._flat)]
         self._reduces = self._sees_end = False
         self._filled = set[Tensor]()  # with zeros by `reduce`, in this window
@@ -95,7 +96,7 @@ class Replicas(Engine):
     def attach(self, ranks: Any) -> None:
         super().attach(ranks)
         # At the end of the pass itself: reentrant checkpointing runs others inside, which bring gradients.
-        self._at_output = weakly(lambda ranks, gradient: after_backward(ranks.pass_over), ranks)
+        self._at_output = weakly(lambda ranks, gradient: ranks.pass_begins(), ranks)
         for model in self.modules:
             starts, done = (torch.compiler.disable(weakly(call)) for call in (self._forward_starts, self._forward_done))
             self._hooks += [model.register_forward_pre_hook(starts), model.register_forward_hook(done)]

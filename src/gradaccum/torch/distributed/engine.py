@@ -34,6 +34,7 @@ class Engine:
     sharded = False  # all ranks must run the same forward and backward passes
     always = False  # every micro-batch is reduced
     manual_reduce = False  # no backward pass reduces
+    bucket_views = False  # a reduction leaves views of its buckets in `p.grad`
     passes = 0  # a number for the order in which sharded parts ran in this window
     group: Any = None
     members: Sequence[int] = (0,)

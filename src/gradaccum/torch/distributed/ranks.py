@@ -103,6 +103,9 @@ class Listener:
     def forward_starts(self, loss_scale: float) -> None:
         """A forward pass of the micro-batch that closes the window; the ranks agreed on this loss scale."""
 
+    def pass_begins(self) -> None:
+        """A backward pass of that micro-batch is about to bring gradients."""
+
     def backward_starts(self) -> None:
         """A backward pass starts: any of a sharded model, else one that reduces."""
 
@@ -245,6 +248,11 @@ class Ranks:
         if self._closes and not self._adopted:
             self._adopted = True
             self._listening().forward_starts(self.loss_scale)
+
+    def pass_begins(self) -> None:
+        """A backward pass that may reduce has come to an output of a model, and to none of its parameters."""
+        after_backward(self.pass_over)
+        self._listening().pass_begins()
 
     def backward_starts(self) -> None:
         """A backward pass starts that reduces, or any of a sharded model."""

@@ -64,8 +64,8 @@ class Passes:
 class _Watched:
     """Some parameters, and their gradients as autograd alone leaves them. Hooks hold the lists, and no optimizer."""
 
-    def __init__(self, parameters: list[Tensor], passes: Passes) -> None:
-        self.parameters = parameters
+    def __init__(self, parameters: list[Tensor], passes: Passes, in_views: bool) -> None:
+        self.parameters, self.in_views = parameters, in_views
         self.nothing, self.none = [None] * len(parameters), [0] * len(parameters)
         self.gradients: list[Tensor | None] = [*self.nothing]  # of this window: while kept, their ids stay theirs
         self.bases = [*self.none]  # their versions before anything had arrived
@@ -125,8 +125,8 @@ class _Watched:
         if before is None:
             return None if gradient is None or gradient is left or arrived else "assigned"
         if gradient is before:
-            if gradient is left and self.bases[i] == version:
-                return "left" if counts_versions(gradient) else None
+            if gradient is left and self.bases[i] == version:  # of views, this is the first that a gradient reached
+                return "left" if self.in_views or counts_versions(gradient) else None
             edited = gradient._version != self.bases[i] + self.arrivals[i]
             return "edited" if edited and counts_versions(gradient) else None
         if gradient is None or not arrived:
@@ -148,15 +148,16 @@ class _Watched:
 class GradientMonitor:
     """Watches the gradients of windows, one window after the other.
 
-    A backward pass that has brought a gradient and never came to its end has failed.
+    A backward pass that has brought a gradient and never came to its end has failed. With `in_views`, gradients may be
+    views of DDP's buckets: the version of all of them rises with that of any.
     """
 
-    def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Callable[[], list[Tensor]], in_views: bool = False) -> None:
+        self._parameters, self._in_views = parameters, in_views
         self._windows, self._next_look = 0, 1  # windows that are over; before the next one that looks
         self.looking = False  # at every parameter, in this window
         self.passes = Passes()
-        self._watched = _Watched([], self.passes)
+        self._watched = _Watched([], self.passes, in_views)
         self._passes_noted = self._passes_warned = False
         self._on_end = functools.partial(_pass_over, weakref.ref(self))
         self._values: Values | None = None  # of the gradients, at the last look
@@ -167,7 +168,7 @@ class GradientMonitor:
     def _watch(self, parameters: list[Tensor]) -> None:
         for hook in self._watched.hooks:
             hook.remove()
-        self._watched = _Watched(parameters, self.passes)
+        self._watched = _Watched(parameters, self.passes, self._in_views)
 
     def watch_all(self) -> None:
         self._watch(_leaves(self._parameters()))
@@ -238,6 +239,16 @@ class GradientMonitor:
                 self._watched.arrivals[i] += 1
                 self.passes.arrivals += 1
         self.resync()
+
+    @property
+    def left(self) -> bool:
+        """Whether the gradients of the last update are all there, before any has come."""
+        if self._watched.left is None:
+            return False
+        left = [(p.grad is g, g, version) for p, g, version in zip(self._watched.parameters, *self._watched.left)]
+        held = [(same, g, version) for same, g, version in left if g is not None]
+        counts = self._watched.in_views or all(counts_versions(g) for _, g, _ in held)
+        return bool(held) and counts and all(same and g._version == version for same, g, version in held)
 
     @property
     def idle(self) -> bool:

@@ -84,9 +84,10 @@ class GradientWindow(Listener):
         self.named = NamedSums(parameters, accumulate_dtype, self.losses) if self.screened is None else None
         self.buffer: GradientBuffer = self.screened or self.named  # type: ignore[assignment]  # one of the two is there
         if ranks.is_distributed:
-            self.buffer.attach(ranks.engine.pending)
+            self.buffer.attach(ranks.engine.pending, ranks.engine.bucket_views)
         pending = ranks.engine.pending
-        self.monitor = ShardedMonitor(parameters, pending) if ranks.sharded else GradientMonitor(parameters)
+        in_views = ranks.engine.bucket_views
+        self.monitor = ShardedMonitor(parameters, pending) if ranks.sharded else GradientMonitor(parameters, in_views)
         self.passes = self.monitor.passes
         self.loss_scale = LossScale(self.buffer, self.monitor)
         self.arrival_scale = ArrivalScale(parameters)
@@ -498,6 +499,14 @@ class GradientWindow(Listener):
             self.check_sum()  # the backward pass adds to it, and reduces it
         self.loss_scale.adopt(loss_scale)
 
+    def pass_begins(self) -> None:
+        if self.passes.arrivals or torch.compiler.is_compiling():
+            return
+        if self.window.is_open:
+            self.check_sum()  # the user's code has run since the forward pass began
+        elif self.window.steps > 1 and self.monitor.left:
+            raise modification_error("left")
+
     def backward_starts(self) -> None:
         if isinstance(self.monitor, ShardedMonitor):
             self.monitor.pass_begins()
@@ -505,6 +514,7 @@ class GradientWindow(Listener):
 
     def reduced(self) -> None:
         self.monitor.resync()
+        self.monitor.forget_update()  # DDP has put the same views into `p.grad`
 
     # It is over.
 
@@ -553,7 +563,8 @@ class GradientWindow(Listener):
         if found is None:
             return
         early = found == "edited" and self.ranks.is_distributed and not self.ranks.sharded  # reduced later, perhaps
-        alone = not window.micro_batches and window.closes_next and not early
+        late = found == "left" and window.steps > 1  # of a longer window, and this one ends with its epoch
+        alone = not window.micro_batches and window.closes_next and not early and not late
         if not alone or (window.reduction == "sum" and window.micro_batch.given):
             raise modification_error(found)
 
