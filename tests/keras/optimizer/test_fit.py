@@ -573,6 +573,12 @@ def test_an_epoch_that_was_interrupted_leaves_the_next_ones_aligned(fit_bound):
     assert_updates(model, [batches[:3], batches[:3], batches[3:]], fit_bound)
 
 
+def test_callbacks_may_be_given_by_position(fit_bound):
+    batches, model = micro_batches(4, 18), sized(4, 12, 18)
+    model.fit(*join(batches), 4, 1, 0, [keras.callbacks.TerminateOnNaN()], shuffle=False)
+    assert_updates(model, windows_of(batches, 3), fit_bound)
+
+
 @on_jax
 def test_micro_batches_of_other_sizes_weigh_as_many_as_their_rows(fit_bound):
     batches, model = split(regression(18), [6, 3, 3, 2, 4]), sized(4, 12, 18)
