@@ -18,6 +18,8 @@ __all__ = ["GradientAccumulation"]
 
 logger = logging.getLogger("gradaccum")
 
+_ACROSS_ROWS = tuple(getattr(keras.losses, name, None) for name in ("circle", "dice", "tversky"))
+
 
 class GradientAccumulation(keras.callbacks.Callback):
     """Closes the window at each epoch's end, weighs micro-batches by their rows, and applies a schedule.
@@ -272,6 +274,13 @@ class GradientAccumulation(keras.callbacks.Callback):
         """Name the compiled losses that are no means over rows."""
         losses = private.loss_entries(private.compiled_losses(self._model))
         for entry in losses if self._optimizer.schedule.largest != 1 else ():
+            function = getattr(entry.loss, "fn", None)
+            if function and function in _ACROSS_ROWS and getattr(entry.loss, "axis", None) is None:
+                self._optimizer.window.warn_once(
+                    f"The loss {entry.loss.name!r} looks across the rows of a batch: a window's mean gradient is not "
+                    "the large batch's. Use gradaccum.keras.chunked in place of the wrapped optimizer, or for Dice and "
+                    "Tversky an `axis` without the rows."
+                )
             reduction = getattr(entry.loss, "reduction", "mean")
             if reduction not in ("mean", "sum_over_batch_size"):
                 weighted = " where rows have sample or class weights" if reduction == "mean_with_sample_weight" else ""
