@@ -53,7 +53,7 @@ class GradientAccumulation(keras.callbacks.Callback):
         super().__init__()
         self._schedule = None if steps is None else Schedule(steps)
         self._optimizer: Any = None
-        self._in_epoch = self._drops_micro_batches = False
+        self._in_epoch = self._drops_micro_batches = self._losses_named = False
         self._epoch = self._batches = 0  # this one, and how many of its batches are done
         self._in_window = 0  # micro-batches of this window, dropped ones too
         self._steps = self._next_steps = 1  # of this window, and of the next one
@@ -174,6 +174,9 @@ class GradientAccumulation(keras.callbacks.Callback):
         done = min(batch + 1, batches or batch + 1)  # with steps_per_execution, Keras counts beyond the epoch's end
         self._in_window += done - self._batches
         self._batches = done
+        if not self._losses_named:  # TensorFlow makes them in a built model's first batch
+            self._name_losses()
+            self._losses_named = True
         if done == batches:
             self._end_epoch()
         elif self._drops_micro_batches and self._in_window >= self._steps:
@@ -273,6 +276,7 @@ class GradientAccumulation(keras.callbacks.Callback):
     def _name_losses(self) -> None:
         """Name the compiled losses that are no means over rows."""
         losses = private.loss_entries(private.compiled_losses(self._model))
+        self._losses_named = bool(losses)
         for entry in losses if self._optimizer.schedule.largest != 1 else ():
             function = getattr(entry.loss, "fn", None)
             if function and function in _ACROSS_ROWS and getattr(entry.loss, "axis", None) is None:
