@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -182,7 +183,9 @@ def _check_every_fit(model: Any) -> None:
     @functools.wraps(fit)
     def checked_fit(*args: Any, **kwargs: Any) -> Any:
         if isinstance(wrapped_optimizer(getattr(model, "optimizer", None)), BatchOptimizer):
-            kwargs["callbacks"] = _with_epochs(kwargs.get("callbacks"), model)
+            given = inspect.signature(fit).bind(*args, **kwargs)  # positional ones, too
+            given.arguments["callbacks"] = _with_epochs(given.arguments.get("callbacks"), model)
+            args, kwargs = given.args, given.kwargs
         return fit(*args, **kwargs)
 
     checked_fit.checks_batch_sizes = True  # type: ignore[attr-defined]  # a mark for the next BatchOptimizer

@@ -18,6 +18,8 @@ __all__ = ["GradientAccumulation"]
 
 logger = logging.getLogger("gradaccum")
 
+_ACROSS_ROWS = tuple(getattr(keras.losses, name, None) for name in ("circle", "dice", "tversky"))
+
 
 class GradientAccumulation(keras.callbacks.Callback):
     """Closes the window at each epoch's end, weighs micro-batches by their rows, and applies a schedule.
@@ -51,7 +53,7 @@ class GradientAccumulation(keras.callbacks.Callback):
         super().__init__()
         self._schedule = None if steps is None else Schedule(steps)
         self._optimizer: Any = None
-        self._in_epoch = self._drops_micro_batches = False
+        self._in_epoch = self._drops_micro_batches = self._losses_named = False
         self._epoch = self._batches = 0  # this one, and how many of its batches are done
         self._in_window = 0  # micro-batches of this window, dropped ones too
         self._steps = self._next_steps = 1  # of this window, and of the next one
@@ -172,6 +174,9 @@ class GradientAccumulation(keras.callbacks.Callback):
         done = min(batch + 1, batches or batch + 1)  # with steps_per_execution, Keras counts beyond the epoch's end
         self._in_window += done - self._batches
         self._batches = done
+        if not self._losses_named:  # TensorFlow makes them in a built model's first batch
+            self._name_losses()
+            self._losses_named = True
         if done == batches:
             self._end_epoch()
         elif self._drops_micro_batches and self._in_window >= self._steps:
@@ -271,7 +276,15 @@ class GradientAccumulation(keras.callbacks.Callback):
     def _name_losses(self) -> None:
         """Name the compiled losses that are no means over rows."""
         losses = private.loss_entries(private.compiled_losses(self._model))
+        self._losses_named = bool(losses)
         for entry in losses if self._optimizer.schedule.largest != 1 else ():
+            function = getattr(entry.loss, "fn", None)
+            if function and function in _ACROSS_ROWS and getattr(entry.loss, "axis", None) is None:
+                self._optimizer.window.warn_once(
+                    f"The loss {entry.loss.name!r} looks across the rows of a batch: a window's mean gradient is not "
+                    "the large batch's. Use gradaccum.keras.chunked in place of the wrapped optimizer, or for Dice and "
+                    "Tversky an `axis` without the rows."
+                )
             reduction = getattr(entry.loss, "reduction", "mean")
             if reduction not in ("mean", "sum_over_batch_size"):
                 weighted = " where rows have sample or class weights" if reduction == "mean_with_sample_weight" else ""

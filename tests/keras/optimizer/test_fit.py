@@ -460,6 +460,19 @@ def with_a_loss(reduction, steps=2):
     return compiled
 
 
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [("dice", True), (keras.losses.Tversky(), True), (keras.losses.Circle(), True), (keras.losses.Dice(axis=1), False)],
+)
+def test_a_loss_that_looks_across_rows_is_named(loss, named, caplog):
+    model = network()
+    model.compile(Optimizer(sgd(), 2), loss)
+    x, y = regression(8)
+    y = np.arange(8) % 2 if isinstance(loss, keras.losses.Circle) else abs(y)
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=[GradientAccumulation()])
+    assert ("looks across the rows of a batch" in caplog.text) == named
+
+
 SUM = "The loss 'squares' has reduction='sum', which is no mean over rows.*gradaccum.keras.micro_batched in place"
 WEIGHTED = "has reduction='mean_with_sample_weight', which is no mean over rows where rows have sample or class weights"
 OTHER = "drives only the optimizer that the model was compiled with. Not driven: model.critic_optimizer"
@@ -571,6 +584,12 @@ def test_an_epoch_that_was_interrupted_leaves_the_next_ones_aligned(fit_bound):
         model.fit(*join(batches), batch_size=4, callbacks=[ends(3)], **QUIET)
     model.fit(*join(batches), batch_size=4, **QUIET)
     assert_updates(model, [batches[:3], batches[:3], batches[3:]], fit_bound)
+
+
+def test_callbacks_may_be_given_by_position(fit_bound):
+    batches, model = micro_batches(4, 18), sized(4, 12, 18)
+    model.fit(*join(batches), 4, 1, 0, [keras.callbacks.TerminateOnNaN()], shuffle=False)
+    assert_updates(model, windows_of(batches, 3), fit_bound)
 
 
 @on_jax

@@ -124,6 +124,19 @@ def test_settings_act_once_per_update(setting, inner, bound):
     assert both(lambda: inner(**{"learning_rate": 0.1} | SETTINGS[setting])) <= bound
 
 
+def test_settings_written_on_the_wrapper_are_the_inner_optimizers(bound):
+    accumulated, expected = variables_like(SHAPES), variables_like(SHAPES)
+    optimizer, oracle = Optimizer(sgd(), 2), Oracle(sgd(), expected, 2)
+    for one in (optimizer, oracle.inner):
+        one.momentum, one.nesterov, one.clipnorm = 0.5, True, 0.3
+    assert optimizer.inner_optimizer.nesterov
+    gradients = micro_gradients(6)
+    train_by_hand(optimizer, accumulated, gradients)
+    for some in gradients:
+        oracle.add(some)
+    assert relative_error(accumulated, expected) <= bound
+
+
 @on_jax
 @pytest.mark.skipif("MultiOptimizer" not in BUILT_IN, reason="not in this version of Keras")
 def test_two_optimizers_for_two_parts_of_a_model(bound):
@@ -451,6 +464,9 @@ def test_what_is_no_optimizer_accumulates_by_itself_or_is_no_steps_is_refused(ma
 def test_what_is_found_to_accumulate_by_itself_later_is_refused():
     with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
         gradaccum.keras.optimizers.Adam(steps=4, gradient_accumulation_steps=4)
+    optimizer = Optimizer(adam(), 4)
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2. Set `optimizer.steps`"):
+        optimizer.gradient_accumulation_steps = 2
     if "MultiOptimizer" in BUILT_IN:
         of_all = keras.optimizers.MultiOptimizer(lambda variable: accumulating())
         for optimizer in (of_all, LossScale(of_all)):

@@ -91,8 +91,8 @@ class Optimizer(KerasOptimizer):
         _check_inner(optimizer)
         # Not super(): next in line may be LossScaleOptimizer. A callable learning rate makes no variable of our own.
         KerasOptimizer.__init__(self, learning_rate=lambda: optimizer.learning_rate, name=name)
-        self.inner_optimizer = optimizer
         self.window = Window(optimizer, rule, backends.running().place_of(self))
+        self.inner_optimizer = optimizer  # last: see __setattr__
         self._log_wrapping()
 
     def _log_wrapping(self) -> None:
@@ -102,8 +102,19 @@ class Optimizer(KerasOptimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "steps":  # TensorFlow's tracking skips an assignment of what is read, which is this window's
             type(self).steps.fset(self, value)  # type: ignore[attr-defined]  # a property
+        elif name == "gradient_accumulation_steps" and value is not None:
+            raise ValueError(
+                "The optimizer is wrapped already and accumulates over windows of its own. Received: "
+                f"gradient_accumulation_steps={value!r}. Set `optimizer.steps`."
+            )
+        elif self._reads_from_inner(name):  # such as `momentum`: written here, it would be read here and do nothing
+            setattr(self.inner_optimizer, name, value)
         else:
             super().__setattr__(name, value)
+
+    def _reads_from_inner(self, name: str) -> bool:
+        own = name[0] == "_" or name in self.__dict__ or hasattr(type(self), name)
+        return not own and hasattr(self.__dict__.get("inner_optimizer"), name)
 
     def __getattr__(self, name: str) -> Any:
         # Only what isn't found here. Private names are ours alone, but for the one that SwapEMAWeights reads.
