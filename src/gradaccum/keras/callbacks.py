@@ -180,8 +180,10 @@ class GradientAccumulation(keras.callbacks.Callback):
         if done == batches:
             self._end_epoch()
         elif self._drops_micro_batches and self._in_window >= self._steps:
-            # Close it, if it is still open: the next one begins where it would have without the dropped ones.
-            self._close_window()
+            self._in_window %= self._steps  # several steps per execution may have begun the next one
+            if not self._in_window:
+                # Close it, if it is still open: the next one begins where it would have without the dropped ones.
+                self._close_window()
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._end_epoch()

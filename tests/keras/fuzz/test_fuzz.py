@@ -47,6 +47,9 @@ TABLE = {
     # For PyTorch alone, but for the slow tests:
     "train_on_batch": Scenario(**BATCHES, event="train_on_batch"),
     "several steps per execution": Scenario(**BATCHES, per_execution=2, epochs=2, metrics=True),
+    "... with a loss scale around windows that end within an execution": Scenario(
+        batches=(2, 4, 3, 1, 7), steps=(3,), per_execution=2, scaled="outside"
+    ),
     "compiled anew": Scenario(**BATCHES, event="recompile"),
     "exact BatchNormalization in a model that is called twice, masked": Scenario(
         kind="exact", batches=(11,), masked=True, layers=("dense", "twice", "gru"), losses=("across",)
