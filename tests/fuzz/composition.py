@@ -220,6 +220,8 @@ def sensible(scenario: Scenario) -> bool:
         scenario.way == "closure" and scenario.kind == "wrapper" and (scenario.scaler or scenario.losses > 1),
         # Gradients by hand come of no other pass, and not through recomputation.
         "by hand" in events and (scenario.way in ("closure", "names") or scenario.checkpoint or scenario.chunk),
+        # The oracle runs each loss's passes in turn; the wrapper's first backward pass comes after all forward passes.
+        scenario.way == "names" and scenario.norm and events & {"backward error", "backward oom"},
         scenario.way == "names" and (scenario.nonfinite == "skip_micro_batch" or scenario.noise),
         scenario.optimizers > 1 and scenario.kind == "wrapper" and scenario.way not in ("plain", "batches"),
         # Micro-batches of unknown sizes, which draw or normalise by themselves.
