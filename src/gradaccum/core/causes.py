@@ -41,7 +41,12 @@ def innermost(
     outputs_differ: Callable[[Key], bool],
     is_inside: Callable[[Key, Key], bool],
 ) -> list[Key]:
-    """The innermost of the called modules that are given the same and return something else: there, rows mix."""
+    """The innermost of the called modules that are given the same and return something else: there, rows mix.
+
+    Example:
+        >>> innermost(["", "a", "a.norm"], lambda key: True, lambda key: True, lambda a, b: a != b and a.startswith(b))
+        ['a.norm']
+    """
     found = [key for key in calls if inputs_agree(key) and outputs_differ(key)]
     return [key for key in found if not any(is_inside(inner, key) for inner in found)]
 

@@ -374,6 +374,11 @@ class ProofSchedule:
     """When a batch is to be proven, and how much of it: the first of each kind, and the 2nd, 4th, 8th, ... of all.
 
     The rows are cut in one way, into three parts, and at the next proof in the other one.
+
+    Example:
+        >>> schedule = ProofSchedule()
+        >>> [schedule.is_due(new_kind=number == 1) for number in range(1, 10)]
+        [True, True, False, True, False, False, False, True, False]
     """
 
     def __init__(self) -> None:
@@ -408,6 +413,10 @@ def informative_rows(scores: Sequence[float], columns: Iterable[Callable[[], Seq
 
     Half of them are those with the lowest `scores`, half those with the highest. A column is a function that returns a
     number for each row; of each that varies, they contain two values at least.
+
+    Example:
+        >>> informative_rows([3, 1, 2, 9, 5], [lambda: [0, 0, 1, 0, 0]], 2)
+        [1, 2]
     """
     order = sorted(range(len(scores)), key=scores.__getitem__)
     if len(order) <= most:
@@ -445,6 +454,10 @@ def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
     """The two ways to cut sorted rows: the extremes apart, and mixed; parts of unequal sizes, of two units or more.
 
     The first way deals what follows the lowest third to two parts, so that neighbours are apart.
+
+    Example:
+        >>> interleaved_ways([[0], [1], [2], [3], [4], [5], [6], [7]])
+        [([0, 1, 3, 6, 2, 4, 5, 7], [2, 2, 4]), ([0, 3, 6, 1, 4, 7, 2, 5], [4, 2, 2])]
     """
     count, order = len(units), list(range(len(units)))
     first, mixed = max(2, count // 3), [*order[::3], *order[1::3], *order[2::3]]

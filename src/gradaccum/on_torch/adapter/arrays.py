@@ -24,6 +24,10 @@ def measure(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measur
     """How far each first tensor is from its second one: `max|a - b|`, with `max|b|`. None stands for zeros.
 
     The ends of all are read in one go. What isn't finite counts where the other one is.
+
+    Example:
+        >>> measure([(torch.tensor([1.0, 4.5]), torch.tensor([1.0, 4.0])), (None, torch.tensor([2.0]))])
+        [Measured(distance=0.5, scale=4.0, entries=2), Measured(distance=2.0, scale=2.0, entries=1)]
     """
     found = [_comparable(actual, expected) for actual, expected in pairs]
     both = [pair for pair in found if not isinstance(pair, Measured)]

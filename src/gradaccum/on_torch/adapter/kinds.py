@@ -29,6 +29,12 @@ class BatchKinds:
     length or the side of padding, a weight. Batches of few rows say little, so that larger ones are new after them.
 
     On accelerators the rows' values are read one update later, so that no update waits for them.
+
+    Example:
+        >>> kinds = BatchKinds()
+        >>> even, uneven = Batch((torch.tensor([[1, 2], [3, -100]]),)), Batch((torch.tensor([[1, 2], [3, 4]]),))
+        >>> kinds.is_new(uneven, [True]), kinds.add(), kinds.is_new(uneven, [True]), kinds.is_new(even, [True])
+        (True, None, False, True)
     """
 
     def __init__(self) -> None:
