@@ -116,7 +116,7 @@ class Replaced:
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
 
-    def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+    def put(self, owner: Any, name: str, function: Callable[..., Any] | None) -> None:
         self._before.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, function)
 
