@@ -10,6 +10,9 @@ over rows and `D_j` what `keras.losses.Loss` divides it by:
 | `"mean_with_sample_weight"` | the sum of the weights, of those that the mask lets through |
 | `"sum"`, `None` | nothing |
 
+Where `call` returns a scalar, the mean over its rows, Keras multiplies it with weights and mask, and reduces that: to
+the scalar times their sum or mean, as `reduction` says. This factor is taken from the whole batch.
+
 A micro-batch i of `rows_i` rows would return `N_ij / D_ij`. Its part of the large batch's loss is `N_ij / D_j`, so each
 loss is made to return
 
@@ -42,7 +45,8 @@ class Measured:
     """What `weighed_losses` saw while the loss of one micro-batch was computed; all by the index of a loss."""
 
     divisors: dict[int, Any] = field(default_factory=dict)
-    """Of each loss that divides by neither rows nor nothing: `D_ij`, a scalar tensor."""
+    """Of each loss that divides by neither rows nor nothing: `D_ij`, a scalar tensor; or the two sums behind a scalar's
+    factor. They add up over micro-batches."""
     calls: dict[int, tuple[Any, Any, Any, Any]] = field(default_factory=dict)
     """The loss object and the arguments that it was called with."""
     values: dict[int, Any] = field(default_factory=dict)
@@ -100,20 +104,30 @@ def _weighed(
         values.append(call(y_true, y_pred))
         return values[-1]
 
+    # On PyTorch, Keras multiplies the weights with the mask in place.
+    given = sample_weight if sample_weight is None or masks[0] is None else ops.copy(sample_weight)
     with private.replaced(loss, call=recording):  # what it returns before it is reduced
-        value = loss(y_true, y_pred, sample_weight)
-    if not values or not has_rows(values[-1]):
-        return value, None  # a scalar that the loss reduced by itself: a mean over rows, or it is refused
-    reduction = getattr(loss, "reduction", "sum_over_batch_size")
-    if reduction in ("sum", "none", None):
-        return value / ops.cast(share, value.dtype), None
+        value = loss(y_true, y_pred, given)
+    if not values:
+        return value, None
+    reduction, exactly = (
+        getattr(loss, "reduction", "sum_over_batch_size"),
+        type(loss).__call__ is keras.losses.Loss.__call__,
+    )
     masks = [one for one in (*masks, private.keras_mask(values[-1])) if one is not None]
     mask = ops.logical_and(*masks) if len(masks) > 1 else next(iter(masks), None)
+    if not has_rows(values[-1]):  # a scalar that the loss reduced by itself: a mean over rows, or it is refused
+        alone = (mask is None and sample_weight is None) or has_rows(value) or not exactly
+        return (
+            (value, None) if alone else _weighed_scalar(value, values[-1], reduction, mask, sample_weight, share, total)
+        )
+    if reduction in ("sum", "none", None):
+        return value / ops.cast(share, value.dtype), None
     weights = sample_weight if reduction == "mean_with_sample_weight" else None
     if mask is None and weights is None:
         return value, None
     count = ops.cast(ops.stop_gradient(_count(mask, weights, values[-1].dtype)), value.dtype)
-    exactly = weights is not None and type(loss).__call__ is keras.losses.Loss.__call__
+    exactly = exactly and weights is not None
     if total is None and not exactly:
         return value, count
     total = _not_zero(count) / share if total is None else ops.cast(total, value.dtype)
@@ -125,6 +139,23 @@ def _weighed(
     summed = private.reduce_weighted_values(values[-1], sample_weight, mask, "sum", loss.dtype)
     part = private.scale_loss_for_distribution(summed / divisor)
     return ops.where(total != 0, part, ops.zeros_like(part)), count
+
+
+def _weighed_scalar(
+    value: Any, scalar: Any, reduction: str, mask: Any, weights: Any, share: Any, total: Any
+) -> tuple[Any, Any]:
+    """The same of a loss that returns a scalar: times the factor that the whole batch's weights and mask make."""
+    dtype = value.dtype
+    valid = _count(mask, None, dtype) if mask is not None else ops.sum(ops.ones_like(ops.cast(weights, dtype)))
+    weighed = valid if weights is None else _count(mask, weights, dtype)
+    count = ops.stop_gradient(ops.cast(ops.stack([weighed, valid]), dtype))
+    if total is None or (isinstance(share, float) and share == 1.0):
+        return value, count
+    weighed, valid = ops.unstack(ops.cast(total, dtype), 2)
+    if reduction == "sum":
+        return ops.cast(scalar, dtype) * weighed, count
+    factor = ops.cast(weighed != 0, dtype) if reduction == "mean_with_sample_weight" else weighed / _not_zero(valid)
+    return private.scale_loss_for_distribution(ops.cast(scalar, dtype) * factor), count
 
 
 def _not_zero(count: Any) -> Any:
