@@ -98,36 +98,37 @@ def _weighed(
     loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None, share: Any = 1.0, total: Any = None
 ) -> tuple[Any, Any]:
     """A micro-batch's part of the large batch's loss, over `share`; and `D_ij`, or None where it isn't counted."""
-    masks, values = [private.keras_mask(y_pred)], list[Any]()
+    values, mask = list[Any](), private.keras_mask(y_pred)
 
     def recording(y_true: Any, y_pred: Any, call: Callable[..., Any] = loss.call) -> Any:
         values.append(call(y_true, y_pred))
         return values[-1]
 
     # On PyTorch, Keras multiplies the weights with the mask in place.
-    given = sample_weight if sample_weight is None or masks[0] is None else ops.copy(sample_weight)
+    given = sample_weight if sample_weight is None or mask is None else ops.copy(sample_weight)
     with private.replaced(loss, call=recording):  # what it returns before it is reduced
         value = loss(y_true, y_pred, given)
     if not values:
         return value, None
-    reduction, exactly = (
-        getattr(loss, "reduction", "sum_over_batch_size"),
-        type(loss).__call__ is keras.losses.Loss.__call__,
-    )
-    masks = [one for one in (*masks, private.keras_mask(values[-1])) if one is not None]
-    mask = ops.logical_and(*masks) if len(masks) > 1 else next(iter(masks), None)
-    if not has_rows(values[-1]):  # a scalar that the loss reduced by itself: a mean over rows, or it is refused
-        alone = (mask is None and sample_weight is None) or has_rows(value) or not exactly
-        return (
-            (value, None) if alone else _weighed_scalar(value, values[-1], reduction, mask, sample_weight, share, total)
-        )
+    own_mask = private.keras_mask(values[-1])
+    if own_mask is not None:
+        mask = own_mask if mask is None else ops.logical_and(mask, own_mask)
+    exactly = type(loss).__call__ is keras.losses.Loss.__call__
+    how = getattr(loss, "reduction", "sum_over_batch_size"), mask, sample_weight, share, total, exactly
+    return (_part_of_values if has_rows(values[-1]) else _part_of_scalar)(loss, value, values[-1], *how)
+
+
+def _part_of_values(
+    loss: Any, value: Any, values: Any, reduction: Any, mask: Any, weights: Any, share: Any, total: Any, exactly: bool
+) -> tuple[Any, Any]:
+    """The same of a loss that returns a value for each row, and reduces them to `value`."""
     if reduction in ("sum", "none", None):
         return value / ops.cast(share, value.dtype), None
-    weights = sample_weight if reduction == "mean_with_sample_weight" else None
-    if mask is None and weights is None:
+    divides = weights if reduction == "mean_with_sample_weight" else None
+    if mask is None and divides is None:
         return value, None
-    count = ops.cast(ops.stop_gradient(_count(mask, weights, values[-1].dtype)), value.dtype)
-    exactly = exactly and weights is not None
+    count = ops.cast(ops.stop_gradient(_count(mask, divides, values.dtype)), value.dtype)
+    exactly = exactly and divides is not None
     if total is None and not exactly:
         return value, count
     total = _not_zero(count) / share if total is None else ops.cast(total, value.dtype)
@@ -136,17 +137,19 @@ def _weighed(
     if not exactly:
         return value * (count / divisor), count
     # The sum itself: weights of both signs may cancel in a micro-batch, and its mean is 0 then.
-    summed = private.reduce_weighted_values(values[-1], sample_weight, mask, "sum", loss.dtype)
+    summed = private.reduce_weighted_values(values, weights, mask, "sum", loss.dtype)
     part = private.scale_loss_for_distribution(summed / divisor)
     return ops.where(total != 0, part, ops.zeros_like(part)), count
 
 
-def _weighed_scalar(
-    value: Any, scalar: Any, reduction: str, mask: Any, weights: Any, share: Any, total: Any
+def _part_of_scalar(
+    loss: Any, value: Any, scalar: Any, reduction: Any, mask: Any, weights: Any, share: Any, total: Any, exactly: bool
 ) -> tuple[Any, Any]:
-    """The same of a loss that returns a scalar: times the factor that the whole batch's weights and mask make."""
+    """The same of a loss that returns a scalar, a mean over rows (or it is refused), which weights and mask scale."""
+    if (mask is None and weights is None) or has_rows(value) or not exactly:
+        return value, None
     dtype = value.dtype
-    valid = _count(mask, None, dtype) if mask is not None else ops.sum(ops.ones_like(ops.cast(weights, dtype)))
+    valid = _count(ops.ones_like(weights) if mask is None else mask, None, dtype)
     weighed = valid if weights is None else _count(mask, weights, dtype)
     count = ops.stop_gradient(ops.cast(ops.stack([weighed, valid]), dtype))
     if total is None or (isinstance(share, float) and share == 1.0):
