@@ -533,6 +533,20 @@ def test_an_error_in_training_is_not_hidden_and_leaves_the_weights_before_an_upd
         np.testing.assert_array_equal(now, then)  # and not averages of nothing, on JAX
 
 
+@on_jax
+@pytest.mark.parametrize(("after", "named"), [(0, True), (1, False), (2, True)])
+def test_weights_that_a_callback_changes_inside_a_window_are_named(after, named, caplog):
+    def change(model, batch):
+        if batch == after:
+            model.set_weights([weight * 0.9 for weight in model.get_weights()])
+
+    with warnings_of(caplog):
+        fit(wrapped(sgd(), 2), FIVE[:4], callback("on_train_batch_end", change))
+    said = [line for line in logged(caplog) if "changed inside an open window" in line]
+    assert len(said) == named
+    assert all("kernel" in line for line in said)
+
+
 # BatchOptimizer: exact for every combination of sizes, without a callback; and what it notices.
 
 ROWS_OF = {
@@ -654,6 +668,15 @@ def test_other_batches_than_promised_are_an_error_whatever_they_come_from(sizes,
     data = source(kind, split(regression(sum(rows)), rows))
     with pytest.raises(ValueError, match=message):
         sized(*sizes, jit_compile=False).fit(data, **QUIET)
+
+
+@on_jax
+def test_without_a_model_a_fit_that_ends_inside_of_an_epoch_is_named(caplog):
+    for train_size, named in ((18, False), (24, True)):
+        model = compiled_with(BatchOptimizer(sgd(), 4, 8, train_size))
+        with warnings_of(caplog):
+            model.fit(*regression(18), batch_size=4, verbose=0)
+        assert any("inside of an epoch of train_size" in line for line in logged(caplog)) == named
 
 
 def test_another_model_is_an_error_and_one_that_is_compiled_anew_is_checked_no_more():
