@@ -81,12 +81,32 @@ def wrapped(
     return weighted if way == "weighted" else epoch
 
 
+def large_batches(batches: list, steps: int) -> list:
+    return [tuple(map(torch.cat, zip(*batches[i : i + steps]))) for i in range(0, len(batches), steps)]
+
+
+def split_by_hand(make: Callable[[], nn.Module], batches: list, steps: int) -> Callable[[], None]:
+    """The same rows as large batches, which the loop splits."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    large = large_batches(batches, steps)
+
+    def epoch() -> None:
+        for batch in large:
+            for x, y in zip(*[tensor.split(16) for tensor in batch], strict=True):
+                (loss_function(model(x), y) / steps).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return epoch
+
+
 def split(make: Callable[[], nn.Module], batches: list, steps: int) -> Callable[[], None]:
-    """TrainStep on the same rows, which come as large batches."""
+    """TrainStep on these large batches."""
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     step = gradaccum.torch.TrainStep(model, optimizer, loss_fn=loss_function, micro_batch_size=16)
-    large = [tuple(map(torch.cat, zip(*batches[i : i + steps]))) for i in range(0, len(batches), steps)]
+    large = large_batches(batches, steps)
 
     def epoch() -> None:
         for x, y in large:
@@ -112,7 +132,7 @@ def accelerate(make: Callable[[], nn.Module], batches: list, steps: int) -> Call
     return epoch
 
 
-HEAD = ["network", "by hand", "gradaccum", "`batches()`", "`backward(loss, weight)`", "TrainStep", "Accelerate"]
+HEAD = ["network", "by hand", "gradaccum", "`batches()`", "`backward(loss, weight)`", "Accelerate", "TrainStep"]
 
 
 def per_micro_batch(rounds: int, count: int) -> str:
@@ -126,7 +146,6 @@ def per_micro_batch(rounds: int, count: int) -> str:
                 "gradaccum": wrapped(make, batches, STEPS),
                 "gradaccum, batches()": wrapped(make, batches, STEPS, "batches"),
                 "gradaccum, backward(loss, weight)": wrapped(make, batches, STEPS, "weighted"),
-                "TrainStep": split(make, batches, STEPS),
                 "Accelerate": accelerate(make, batches, STEPS),
             },
             "by hand",
@@ -135,7 +154,18 @@ def per_micro_batch(rounds: int, count: int) -> str:
             about=name,
             warm_up=WARM_UP,
         )
-        rows.append([name, *found.values()])
+        splitting = ratios(
+            lambda make=make, batches=batches: {
+                "split by hand": split_by_hand(make, batches, STEPS),
+                "TrainStep": split(make, batches, STEPS),
+            },
+            "split by hand",
+            rounds,
+            CLOCK,
+            about=f"{name}, large batches",
+            warm_up=WARM_UP,
+        )
+        rows.append([name, *found.values(), splitting["TrainStep"]])
     return table(HEAD, rows)
 
 
@@ -236,7 +266,7 @@ def main() -> None:
     _, clipping = with_clipping(rounds, count).values()
     looks = ", ".join(f"{ratio:.1f} ordinary windows for {what}" for what, ratio in watched(rounds).items())
     body = f"""Time per micro-batch of 16 rows in windows of 4 with SGD, relative to the loop written by hand (one
-thread, median of {rounds} rounds, windows 129 to 224).
+thread, median of {rounds} rounds, windows 129 to 224). TrainStep is compared with a loop that splits the same batches.
 
 {per_network}
 
