@@ -79,6 +79,8 @@ class Windows:
         """Parameters have joined the inner optimizer on purpose: their part of an open window's sum starts here."""
         self.parameter_monitor.note_parameters()
         self.current.parameters_added()
+        if not (self.window.is_open or self.passes.arrivals):
+            self.current.monitor.restart(closed=True)  # what gradients they have is of no window
 
     # How long they are.
 
