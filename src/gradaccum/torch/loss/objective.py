@@ -252,6 +252,11 @@ class Objective:
         loss = result if isinstance(result, Tensor) else getattr(result, "loss", result)
         return checked_scalar(loss), weight
 
+    def losses(self, batch: Batch) -> list[Tensor]:
+        """Each of several losses, or the one."""
+        loss, weight = self.evaluate(batch)
+        return [term.loss for term in weight.values()] if isinstance(weight, dict) else [loss]
+
     def _result(self, batch: tuple[Any, ...], summed: bool) -> Any:
         if self.compute_loss is not None:
             return self.compute_loss(self.model, *batch)
