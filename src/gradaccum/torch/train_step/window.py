@@ -182,7 +182,7 @@ class WindowRunner:
     def _run(self, batch: Batch, window: Window, plan: Plan) -> None:
         passes = TrainPasses(self, window, batch)
         self.buffers.open()
-        with self.batch_norm.window():
+        with self.batch_norm.window(looks=self.state.looks):
             if self.layers is not None and (batch.rows or self.ranks.sharded):
                 self._run_blocks(self.layers, window, plan, passes)
             elif self.ranks.sharded or self.all_at_once:  # all ranks, or all rows, meet in each pass

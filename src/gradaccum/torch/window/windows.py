@@ -187,6 +187,8 @@ class Windows:
         """In windows 1, 2, 4, 8, ...: raise if parameters came or went; say what is no error and may be wrong."""
         if self.window.micro_batches:
             self.parameter_monitor.check_lists()
+        else:
+            self._wrapper()._check_batch_norm()  # a model is given in evaluation mode, or gets a layer later
         self.parameter_monitor.check_hooks()
         if self.parameter_monitor.written():
             self._warn_once(WRITTEN)
