@@ -66,6 +66,7 @@ class LossAccumulator:
 
     attempts = 0  # how often the weights of several losses were other than counted
     retain_graph = False  # parts of the graphs go backward once more after the loss has
+    waits = False  # for devices, to read weights, as no window restarts by itself
     skips = True  # a micro-batch known to weigh nothing has no forward pass: not where buffers move in it
 
     # What passes change; `restart` has it as it is here.
@@ -120,6 +121,7 @@ class LossAccumulator:
         self._weights: dict[Hashable, list[Weight]] = {}
         # What the window weighs, on the host or on its way there: as forward passes tell, and as was known before.
         self._by_passes: list[Callable[[], float] | float] = []
+        self._of_means: list[Callable[[], float] | float] = []  # what single means are over that went backward unread
         if self._by_forward:
             self.total = None
         totals = self.total.values() if isinstance(self.total, dict) else () if self.total is None else (self.total,)
@@ -192,6 +194,10 @@ class LossAccumulator:
                 f"None of the losses requires a gradient: {', '.join(map(repr, self._losses))}. Detached losses are "
                 "only averaged; another loss must train the model."
             )
+        # A mean over nothing is NaN, and so is its gradient, whatever that is multiplied by.
+        if not all([weight if type(weight) is float else weight() for weight in self._of_means]):  # type: ignore[operator]  # else a function
+            self.objective.found.empty = True
+            raise RestartWindow
         if self._counted is None:
             return
         found = read_totals(self._weights)
@@ -265,6 +271,8 @@ class LossAccumulator:
             return self._forward_named(micro_batch)
         if not self._summed or share:
             known = one_weight(objective.total(micro_batch))
+            if self._same is None:
+                known = self._noted(known)
             if objective.weight is not None and is_zero(known):
                 return self._of_nothing(micro_batch)
         loss, weight = objective.evaluate(micro_batch, self._summed)
@@ -282,6 +290,15 @@ class LossAccumulator:
     def _of_nothing(self, micro_batch: Batch) -> WeightedLoss:
         return WeightedLoss(None, weightless=() if self.skips else self.objective.losses(micro_batch))
 
+    def _noted(self, weight: Any) -> Any:
+        """A mean's weight. It stays on its device, which nobody waits for, until one is 0."""
+        if not isinstance(weight, Tensor):
+            return weight
+        if self.waits or self.objective.found.empty:
+            return float(weight)
+        self._of_means.append(read_early(weight))
+        return weight
+
     def _weighed_by_forward(self, loss: Tensor, weight: Weight | Terms) -> WeightedLoss:
         if isinstance(weight, dict):
             if self.objective.weight is not None:
@@ -291,6 +308,7 @@ class LossAccumulator:
             raise RestartWindow  # as now is known
         if self._losses and self.divisor is None:
             raise ValueError(_BOTH)
+        weight = weight if self._adds else self._noted(weight)
         self._by_passes.append(read_early(weight))
         if is_zero(weight):
             return WeightedLoss(None, weight=weight, weightless=(loss,))
@@ -304,9 +322,11 @@ class LossAccumulator:
     def _forward_named(self, micro_batch: Batch) -> WeightedLoss:
         objective = self.objective
         known = _by_batch(objective, micro_batch)
+        known = known and {name: self._noted(weight) for name, weight in known.items()}
         if known is not None and all(is_zero(weight) for weight in known.values()):
             return self._of_nothing(micro_batch)
         terms = _checked(objective.evaluate(micro_batch)[1], objective)
+        terms = {name: term._replace(weight=self._noted(term.weight)) for name, term in terms.items()}
         found = weighed(terms, known)
         if self.total is None:
             if micro_batch.rows != self._batch_rows:

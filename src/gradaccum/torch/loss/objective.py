@@ -41,6 +41,7 @@ class Found:
 
     terms: bool | None = None  # whether there are several; None before
     needs_gradients = False  # whether it can't be computed without gradients
+    empty = False  # whether a device's micro-batch has weighed nothing: all weights are read since
 
 
 class Objective:
