@@ -192,6 +192,17 @@ class PassMonitor(GradientMonitor):
                 hook.remove()
             self._watched.hooks = []
 
+    def counted(self, last_next: bool = False) -> None:
+        """A pass has ended. One that wrote twice to a gradient may have edited it: the next ones are looked at."""
+        watched = self._watched
+        if not self.looking:
+            for parameter, gradient, version in zip(watched.parameters, watched.gradients, watched.bases):
+                if gradient is not None and parameter.grad is gradient and gradient._version > version + 1:
+                    if counts_versions(gradient):
+                        self.watch_all()
+                    break
+        super().counted(last_next)
+
     def before_pass(self, first: bool) -> Modification | None:
         """What was done to the gradients since the pass before; or, before the window's first, what was not."""
         if not first:
