@@ -21,6 +21,7 @@ from tests.torch.distributed.problems import (
     SIX,
     SYNCS,
     Fragile,
+    Heads,
     Oracle,
     collectives,
     concatenated,
@@ -102,6 +103,35 @@ def test_two_optimizers_on_parts_of_one_model_close_their_windows_in_turns_as_a_
                 expected[k].zero_grad()
                 weights[k] = 0
     assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
+
+
+class TwoOutputs(Heads):
+    """Two heads at once, of which each loss reaches one."""
+
+    def forward(self, x):
+        hidden = torch.tanh(self.trunk(x))
+        return self.heads[0](hidden), self.heads[1](hidden)
+
+
+@pytest.mark.parametrize("in_views", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+@on_ranks()
+def test_each_output_may_have_a_backward_pass_of_its_own_with_find_unused_parameters(rank, steps, in_views):
+    """DDP's graph brings the other outputs' parameters nothing, not even zeros; another head is never used."""
+    ranks, how = data(RAGGED), {"find_unused_parameters": True, "gradient_as_bucket_view": in_views}
+    oracle, (replica, optimizer) = Oracle(TwoOutputs(), "adamw"), wrap("ddp", TwoOutputs(), steps, how, "adamw")
+
+    def losses(m, rows):
+        first, second = m(rows[0])
+        return cross_entropy(first, rows[1]), second.square().sum(1).mean()
+
+    oracle.see(ranks, steps, lambda m, rows: sum(losses(m, rows)))
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        for loss in losses(replica, rows):
+            loss.backward(retain_graph=True)
+        optimizer.step()
+    oracle.check(replica)
 
 
 class InForward(nn.Module):
