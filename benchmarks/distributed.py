@@ -119,25 +119,25 @@ class Contender:
 class Message:
     """Exchanged during a backward pass: sent when the first gradient is there, read before the first reduction."""
 
-    group: Any = None
-
     def __init__(self, model: nn.Module) -> None:
-        self.due, self._sent = False, (None, None)
-        Message.group = Message.group or dist.new_group(backend="gloo")
+        self.due, self._sent = False, list[Any]()
+        self._group, self._other = dist.new_group(backend="gloo"), 1 - dist.get_rank()
+        self._mine, self._received = torch.zeros(24, dtype=torch.float64), torch.empty(24, dtype=torch.float64)
+        self._arriving = self._group.recv([self._received], self._other, 0)
         parameters = [*model.parameters()]
         parameters[-1].register_post_accumulate_grad_hook(lambda _: self._send())
         parameters[2].register_post_accumulate_grad_hook(lambda _: self._read())  # it fills DDP's first bucket
 
     def _send(self) -> None:
         if self.due:
-            mine, received = torch.zeros(24, dtype=torch.float64), torch.empty(RANKS, 24, dtype=torch.float64)
-            self._sent = self.group.allgather([[*received]], [mine]), received
+            self._sent.append(self._group.send([self._mine], self._other, 0))
 
     def _read(self) -> None:
         if self.due:
-            work, received = self._sent
-            work.wait()
-            received.tolist()
+            self._arriving.wait()
+            self._sent.pop().wait()
+            self._received.tolist()
+            self._arriving = self._group.recv([self._received], self._other, 0)
             self.due = False
 
 
