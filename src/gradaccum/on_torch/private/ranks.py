@@ -23,15 +23,15 @@ def timeout_of(group: Any) -> timedelta | None:
     """How long this process group waits; None if unknown, which gives torch's default of half an hour."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):
-            timeout = options_of(group, device)._timeout
+            timeout = group._get_backend(torch.device(device)).options._timeout
             if isinstance(timeout, timedelta):
                 return timeout
     return None
 
 
-def options_of(group: Any, device: str = "cpu") -> Any:
-    """Of a process group on this kind of device: `_timeout` is how long it waits."""
-    return group._get_backend(torch.device(device)).options
+def gloo_timeout(group: Any) -> Callable[[], timedelta]:
+    """How long this process group over gloo waits, at any time that this is called."""
+    return functools.partial(getattr, group._get_backend(torch.device("cpu")).options, "_timeout")
 
 
 # DistributedDataParallel.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.private import default_store, options_of, timeout_of
+from gradaccum.on_torch.private import default_store, gloo_timeout, timeout_of
 
 WIDTH = 24
 """Numbers in a message. All messages have the same size, so that even mismatched ones meet, and are told apart."""
@@ -155,7 +155,7 @@ class Line:
         """Exchanges, and in how many of them all ranks have met."""
         self.posted: list[tuple[list[Any], list[float]]] = []
         self._rank, self._others = group.rank(), [rank for rank in range(group.size()) if rank != group.rank()]
-        self._options = options_of(group)
+        self._timeout_now = gloo_timeout(group)
         self._received = torch.empty(len(self._others), WIDTH, dtype=torch.float64)
         self._rows = [[row] for row in self._received]
         self._expect(group)
@@ -171,7 +171,7 @@ class Line:
 
     def receive(self, sent: list[Any], mine: list[float]) -> list[list[float]]:
         """Wait for what each rank has sent in an exchange, of those that are begun the earliest."""
-        timeout = self._options._timeout
+        timeout = self._timeout_now()
         for work in [*self._arriving, *sent]:
             work.wait(timeout)
         found: list[list[float]] = self._received.tolist()

@@ -127,7 +127,7 @@ class GlobalBatch(Listener):
             return LossAccumulator(objective, batch, mine, named=True, counted=own)
         totals = self.ranks.sum_by_name({_ROWS: batch.rows, **{name: float(total) for name, total in mine.items()}})
         rows = totals.pop(_ROWS)
-        return LossAccumulator(objective, batch, totals, named=True, counted=own, rows=rows if totals else 0.0)
+        return LossAccumulator(objective, batch, dict(totals), named=True, counted=own, rows=rows)
 
     def close(self, window: Window, state: WindowState) -> tuple[Tensor, Weight | None, bool]:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs."""
