@@ -25,6 +25,7 @@ from gradaccum.torch.watch import GradientMonitor, Modification, counts_versions
 _NAMES = (
     PrivateName("trainer", "fit_loop._should_accumulate", "says whether a batch closes its window"),
     PrivateName("trainer", "fit_loop._skip_backward", "weight averaging's last epoch makes no update"),
+    PrivateName("trainer", "precision_plugin.backward", "is where a backward pass begins and ends"),
     PrivateName("trainer", "fit_loop.epoch_loop.automatic_optimization._optimizer_step", "closes a short window"),
     PrivateName("trainer", "fit_loop.epoch_loop.batch_progress.is_last_batch", "counts that update"),
     PrivateName("trainer", "fit_loop.epoch_loop.update_lr_schedulers", "steps the schedulers after it"),
