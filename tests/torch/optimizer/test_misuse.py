@@ -92,10 +92,17 @@ def edited_and_saved(save):
     return run
 
 
+def edited_before_a_group_joins(model, optimizer):
+    model[0].weight.grad.mul_(2)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    train(model, optimizer, [regression(2)] * 2)
+
+
 @pytest.mark.parametrize("windows", [1, 3])
 @pytest.mark.parametrize(
     ("misuse", "says"),
     [
+        (edited_before_a_group_joins, "edited inside"),
         (set_steps, r"holds 1 of its 3 micro-batches.*steps=5"),
         (no_step, r"Call step\(\)"),
         (weighed_and_not, "Use one of the two"),

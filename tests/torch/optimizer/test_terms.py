@@ -185,11 +185,16 @@ WAYS = {
 }
 
 
+@pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize(("first", "second"), [("terms", "single"), ("terms", "plain"), ("terms", "terms")])
 @pytest.mark.parametrize("turned", [False, True])
-def test_single_losses_and_losses_by_name_in_one_window_are_refused(first, second, turned, stepped):
+def test_single_losses_and_losses_by_name_in_one_window_are_refused(first, second, turned, stepped, watched):
     model, optimizer, _ = with_heads()
+    for _ in range(0 if watched else 2 * optimizer.steps):
+        WAYS["plain"](model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
     first, second = (WAYS[second], WAYS[first]) if turned else (WAYS[first], WAYS[second])
     refused = pytest.raises(WindowError, match="others as a single loss")
     if first is second:

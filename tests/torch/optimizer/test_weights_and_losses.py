@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gradaccum.torch import TrainStep
-from tests.reference import relative_error, torch_updates, windows_of
+from tests.reference import FLOAT64, relative_error, torch_updates, windows_of
 from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, scaler_of, train, values, wrapped
 from tests.torch.problems import adam, classes, join, mse, network, regression, sgd, split
 
@@ -268,6 +268,22 @@ def test_the_loss_is_of_this_windows_losses_where_its_first_micro_batch_told_non
     optimizer.backward(loss, weight=1)
     optimizer.step()
     assert torch.equal(optimizer.loss, loss.detach())
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_windows_first_micro_batch_that_is_cleared_and_run_again_counts_once(by_name):
+    (model, optimizer), batches = wrapped(steps=2), parts([2, 3] * 4)
+    for window in windows_of(batches, 2):
+        before = values(model)
+        for number, batch in enumerate((window[0], *window)):
+            optimizer.zero_grad()
+            loss, weight = mse(model, *batch), len(batch[0])
+            optimizer.backward({"a": (loss, weight)} if by_name else loss, None if by_name else weight)
+            if number:
+                optimizer.step()
+        plain = network()
+        plain.load_state_dict(dict(zip(plain.state_dict(), before, strict=True)))
+        assert relative_error([optimizer.loss], [mse(plain, *join(window))]) <= FLOAT64
 
 
 def test_gradients_by_hand_that_weigh_nothing_are_zeros_for_the_parameters_they_reach():
