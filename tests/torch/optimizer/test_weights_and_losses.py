@@ -270,6 +270,16 @@ def test_the_loss_is_of_this_windows_losses_where_its_first_micro_batch_told_non
     assert torch.equal(optimizer.loss, loss.detach())
 
 
+@pytest.mark.parametrize("own", [0, 7])
+def test_a_weight_that_comes_with_the_loss_takes_the_place_of_that_of_batches(own):
+    model, optimizer = wrapped(steps=2)
+    for x, y in optimizer.batches(parts(SIZES), weight=lambda _: own):
+        optimizer.backward(mse(model, x, y), weight=len(x))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, large(windows_of(parts(SIZES), 2)))
+
+
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_windows_first_micro_batch_that_is_cleared_and_run_again_counts_once(by_name):
     (model, optimizer), batches = wrapped(steps=2), parts([2, 3] * 4)
