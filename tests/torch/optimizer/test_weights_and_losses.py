@@ -1,5 +1,6 @@
 """What a micro-batch weighs: rows, class weights, tokens, sums, nothing; and the losses that are reported."""
 
+import copy
 import itertools
 
 import pytest
@@ -268,6 +269,37 @@ def test_the_loss_is_of_this_windows_losses_where_its_first_micro_batch_told_non
     optimizer.backward(loss, weight=1)
     optimizer.step()
     assert torch.equal(optimizer.loss, loss.detach())
+
+
+def test_gradients_by_hand_follow_a_loss_scale_that_grows_with_each_micro_batch():
+    """No backward pass of the model says that another one begins."""
+    (model, optimizer), scaler = wrapped(steps=len(SIZES)), scaler_of(8.0, 1)
+    for batch in parts(SIZES):
+        twin = copy.deepcopy(model)
+        gradients = torch.autograd.grad(scaler.scale(mse(twin, *batch)), [*twin.parameters()])
+        optimizer.add_gradients(gradients, weight=len(batch[0]))
+        scaler.step(optimizer)
+        scaler.update()
+    assert_same(model, large([parts(SIZES)]))
+
+
+@pytest.mark.parametrize("make", ["backward", "TrainStep"])
+def test_a_hook_that_writes_to_a_losss_gradient_writes_to_that_alone(make):
+    model, optimizer = wrapped(steps=2)
+
+    def doubled(model, x, y):
+        loss = mse(model, x, y)
+        loss.register_hook(lambda gradient: gradient.mul_(2))
+        return loss
+
+    if make == "TrainStep":
+        step = TrainStep(model, sgd(model.parameters()), compute_loss=doubled, micro_batch_size=2)
+    for window in windows_of(parts([2] * 6), 2):
+        if make == "TrainStep":
+            step(*join(window))
+        else:
+            train(model, optimizer, window, loss=doubled, weigh=by_rows)
+    assert_same(model, large(windows_of(parts([2] * 6), 2), loss=lambda *batch: 2 * mse(*batch)))
 
 
 @pytest.mark.parametrize("own", [0, 7])

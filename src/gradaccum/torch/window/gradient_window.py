@@ -373,7 +373,7 @@ class GradientWindow(Listener):
 
     def _settle(self) -> None:
         """Whether there is more in this window than gradients that autograd adds up."""
-        more = self.buffer.restored is not None or self.loss_scale.in_use or self.by_name or self._failure is not None
+        more = self.buffer.restored is not None or self.loss_scale.in_use or self.by_name
         self.special = self._always_special or more
         looks = self.screened is not None or self.noise is not None or self.ranks.sharded or self.monitor.looking
         self.passes.ordinary = self.passes.open = self.window.is_open and not (more or looks)
