@@ -314,6 +314,9 @@ SILENT = {
         case(lambda v, x, keys: ((x @ v) * jax.vmap(lambda k: jax.random.bernoulli(k, 0.5))(keys)).mean()),
     "keys by ids": case(folded),
     "noise on parameters": case(lambda v, x, key: ((x @ (v + jax.random.normal(key, v.shape))) ** 2).mean()),
+    "parameters for each row, repeated": case(lambda v, x: (jnp.tile(v, (len(x), 1)) * x).mean()),
+    "parameters for each row, one behind the other":
+        case(lambda v, x: (jnp.tile(v**2, len(x)).reshape(x.shape) * x + jnp.tile(v[:1] * x[:, :2], (1, 2))).mean()),
     "buckets": case(lambda v, x: ((x @ v) * jnp.searchsorted(jnp.arange(3.0), x[:, 0])).mean()),
     "masks with what all rows share": case(lambda w, x, mask: (x @ w[:, :3] * (mask | (jnp.arange(3) == 0))).mean()),
     # Custom derivatives.

@@ -255,9 +255,14 @@ def _split(e: Equation, inputs: list[Value]) -> list[Value]:
     return [e.made(inputs, value.terms, each, n) for n, each in enumerate(places)]
 
 
-def _broadcast(e: Equation, inputs: list[Value]) -> Value:
-    (value, *_), grown = inputs, e.grown()
-    place = value.place and value.place._replace(axis=e.params["broadcast_dimensions"][value.axis])
+def _repeated(e: Equation, inputs: list[Value]) -> Value:
+    """`broadcast_in_dim` and `tile`: what rows share becomes each row's, where the output grows with them."""
+    (value, *_), grown, place = inputs, e.grown(), inputs[0].place
+    if place is not None:
+        if e.name == "tile":
+            place = place._replace(outer=place.outer * e.params["reps"][place.axis])
+        else:
+            place = place._replace(axis=e.params["broadcast_dimensions"][place.axis])
     if place is not None and (grown is None or grown.axis != place.axis):
         raise mixes(walks.PAIRS)
     if place is None and value.flaw is None:
@@ -645,9 +650,8 @@ RULES: dict[str, Rule] = {
     **_each("squeeze transpose", _moved()),
     **_each("expand_dims reshape", _moved(_reshaped)),
     "slice": _moved(_sliced),
-    "tile": _moved(lambda e, place: place._replace(outer=place.outer * e.params["reps"][place.axis])),
     "split": _split,
-    "broadcast_in_dim": _broadcast,
+    **_each("broadcast_in_dim tile", _repeated),
     "concatenate": _concatenated,
     # Sums, which may be over the rows.
     "reduce_sum": _sum,

@@ -209,10 +209,10 @@ def roots_of(values: Iterable[Value]) -> int:
 
 _SHAPES = {
     "axis_size", "batch_group_count", "feature_group_count", "inline", "length", "lhs_shape", "name", "new_sizes",
-    "out_sharding", "rhs_shape", "shape", "sharding", "size", "sizes",
+    "out_sharding", "reps", "rhs_shape", "shape", "sharding", "size", "sizes",
 }  # fmt: skip
 """Parameters that go with the rows where shapes do, which is looked at; the length of a scan is by its rule."""
-_EXTENTS = {"limit_indices", "padding_config", "reps", "slice_sizes", "start_indices"}
+_EXTENTS = {"limit_indices", "padding_config", "slice_sizes", "start_indices"}
 """Of all axes but that of the rows, they are the same."""
 _LINEAR = {
     "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "cumsum", "dynamic_slice",
