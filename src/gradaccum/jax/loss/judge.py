@@ -40,12 +40,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from gradaccum.jax.batch import equations
 from gradaccum.jax.loss.rules import RULES
 from gradaccum.jax.loss.walk import (
     COUNT,
+    DIFFERENTIATED,
     LAYOUT,
     ONE,
     ROWS,
@@ -60,6 +63,7 @@ from gradaccum.jax.loss.walk import (
     Walk,
     exponent,
     is_integral,
+    is_ours,
     line,
     power,
 )
@@ -102,6 +106,8 @@ def judge(spec: LossSpec) -> Verdict:
     """Whether the loss of a batch follows from those of its micro-batches."""
     try:
         rows, traces, names = _traces(spec)
+        if own := [each for each in equations(traces[-1].jaxpr) if _has_own_derivative(each)]:
+            rows, traces, names = _traces(spec._replace(function=_graded(spec)))
     except Exception as error:  # it is written for other numbers of rows
         return Verdict(
             "unknown", (f"It can't be traced for other numbers of rows: {str(error).strip().partition(chr(10))[0]}")
@@ -125,11 +131,11 @@ def judge(spec: LossSpec) -> Verdict:
     verdicts = []
     for name, loss in losses.items():
         verdict = _of_loss(loss, weights.get(name), spec.reduction, walk, statistics)
+        if verdict.kind in ("exact", "unknown") and (found := more["gradients"].get(name)):
+            verdict = _of_gradients(found, inputs, weights.get(name), spec.reduction, walk, own) or verdict
         about = f"As to the loss {name!r}: " if name else ""
         verdicts.append(verdict._replace(message=f"{about}{verdict.message}"))
     wrong = [verdict for verdict in verdicts if verdict.kind not in ("exact", "unknown")]
-    if walk.added and (spec.reduction == "sum" or len(losses) > 1):  # it is added once per micro-batch
-        wrong.append(_mixes(walk.added[0])._replace(certain=True))
     if wrong:
         return max(wrong, key=lambda verdict: verdict.certain)
     verdicts.append(_of_one_row(spec, rows, traces))
@@ -155,6 +161,41 @@ def _traces(spec: LossSpec) -> tuple[tuple[int, ...], list[Any], Any]:
 
 def _traced(spec: LossSpec, rows: int) -> Any:
     return jax.make_jaxpr(spec.function, return_shape=True)(spec.kinds(rows))
+
+
+def _graded(spec: LossSpec) -> Callable[[list[Any]], Any]:
+    """The loss with its gradients, by name and by the position of their input: what runs under differentiation."""
+
+    def function(values: list[Any]) -> Any:
+        inputs = {
+            n: value
+            for n, (value, roots) in enumerate(zip(values, spec.roots))
+            if roots & DIFFERENTIATED and jnp.issubdtype(value.dtype, jnp.floating)
+        }
+
+        def losses(some: dict[int, Any]) -> Any:
+            found = spec.function([some.get(n, value) for n, value in enumerate(values)])
+            return found[0], found
+
+        one, pull, found = jax.vjp(losses, inputs, has_aux=True)
+        none = jax.tree.map(jnp.zeros_like, one)
+        gradients = {name: pull(none | {name: jnp.ones_like(loss)})[0] for name, loss in one.items()}
+        return one, found[1], found[2] | {"gradients": gradients}
+
+    return function
+
+
+def _has_own_derivative(equation: Any) -> bool:
+    """Whether it is a custom derivative that is not JAX' own, nor what `jax.custom_gradient` makes of others."""
+    if not equation.primitive.name.startswith(("custom_vjp", "custom_jvp")):
+        return False
+
+    def path(of: Any) -> str:
+        return (getattr(getattr(of, "debug_info", None), "func_src_info", None) or "").rpartition(" at ")[2]
+
+    params = equation.params
+    function, rule = path(params["call_jaxpr"].jaxpr), path(params.get("bwd", params.get("jvp_jaxpr_fun")))
+    return not (is_ours(function) and is_ours(rule) and "custom_derivatives" not in function)
 
 
 def _of_one_row(spec: LossSpec, rows: tuple[int, ...], traces: list[Any]) -> Verdict:
@@ -239,6 +280,20 @@ def _of_loss(
         why = "what it returns for the batch is not the sum of what it returns for micro-batches"
         return Verdict("unknown", f"`weight` must be a sum over the rows: {why}.")
     return _of_terms(loss, divisor, weight is not None, reduction, walk)
+
+
+def _of_gradients(
+    gradients: dict[int, Value], inputs: list[Value], weight: Value | None, reduction: str, walk: Walk, own: list[Any]
+) -> Verdict | None:
+    """Whether gradients follow from those of micro-batches as the loss does, where custom derivatives make them."""
+    for n, gradient in gradients.items():
+        place = None if gradient.place == inputs[n].place else gradient.place
+        found = _of_loss(gradient.but(place=place), weight, reduction, walk)
+        if found.kind == "unknown":
+            return found
+        if found.kind != "exact":
+            return _by_derivative(own)
+    return None
 
 
 def _of_flaw(flaw: Flaw, statistics: frozenset[int] | set[int]) -> Verdict:
@@ -326,13 +381,6 @@ def _by_another_count(where: str = "") -> Verdict:
 
 
 def _mixes(source: Source | None, statistics: set[int] | frozenset[int] = frozenset()) -> Verdict:
-    if source is not None and source.primitive.startswith(("custom_v", "custom_j")):
-        return Verdict(
-            "loss",
-            f"The custom derivative of {_at(source)} does more than multiply each row's gradient by a number of that "
-            "row: it clips or normalises gradients, say, or averages them over rows. Applied to micro-batches it gives "
-            "another gradient than applied to the large batch. Apply it once, to the gradients of the update.",
-        )
     if source is not None and source.number in statistics:
         return Verdict(
             "batch_norm",
@@ -346,6 +394,17 @@ def _mixes(source: Source | None, statistics: set[int] | frozenset[int] = frozen
         "or variance), use gradaccum.jax.chunked around the model, which gives the large batch's gradient for any "
         "loss. If it is BatchNorm in training mode, freeze it, take GroupNorm or LayerNorm, or name its statistics "
         "with state_argnum and have each micro-batch normalised by itself.",
+    )
+
+
+def _by_derivative(own: list[Any]) -> Verdict:
+    places = dict.fromkeys(_at(Source(each.primitive.name, each.source_info)) for each in own)
+    return Verdict(
+        "loss",
+        f"The custom derivative of {' or '.join(places)} does more than multiply each row's gradient by a number of "
+        "that row: it clips or normalises gradients, say, or averages them over rows. Applied to micro-batches it "
+        "gives another gradient than applied to the large batch. Apply it once, to the gradients of the update.",
+        certain=True,
     )
 
 

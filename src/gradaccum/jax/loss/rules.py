@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from gradaccum.jax.loss import walk as walks
-from gradaccum.jax.loss.derivatives import check_derivative, kinds_of
 from gradaccum.jax.loss.walk import SHARED, Equation, Flaw, Place, Rule, Term, Terms, Value, mixes, union, unknown
 
 _ROUNDS = 6  # times that a loop's body is looked at until what is known of its carry stays
@@ -479,13 +479,6 @@ def _called(e: Equation, inputs: list[Value]) -> list[Value]:
         e.walk.callers.pop()
 
 
-def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
-    """`custom_vjp` and `custom_jvp`: forward, and what they do with the gradients of their outputs."""
-    outputs = _called(e, inputs)
-    check_derivative(e, inputs, outputs)
-    return outputs
-
-
 def _carry(e: Equation, body: Callable[[list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
     """What is known of a loop's carry in any round."""
 
@@ -506,9 +499,7 @@ def _scanned(e: Equation, inputs: list[Value]) -> list[Value]:
     first, second = e.params["num_consts"], e.params["num_consts"] + e.params["num_carry"]
     consts, carry, entries = inputs[:first], inputs[first:second], inputs[second:]
     if any(value.axis == 0 for value in entries):
-        if carry:
-            raise unknown("scan over rows")
-        return e.walk.run([_mapped(each) for each in e.traced], inputs)
+        return e.walk.run([_mapped(each, first, second) for each in e.traced], inputs)
     lengths = e.each("length")
     if len({*lengths}) > 1:
         raise unknown(f"{lengths[0]} rounds for {e.walk.rows[0]} rows")
@@ -527,11 +518,23 @@ def _entry(value: Value, number: int, axes: int) -> Value:
     return value.but(number=number, place=place, scalar=False, of=None, curve=None)
 
 
-def _mapped(traced: Any) -> Any:
-    """A scan without a carry, as `vmap` has it."""
-    count = traced.params["num_consts"]
-    axes = [None] * count + [0] * (len(traced.invars) - count)
-    return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(traced.params["jaxpr"]), axes))(*kinds_of(traced.invars))
+def _mapped(traced: Any, first: int, second: int) -> Any:
+    """A scan over rows as `vmap` has it, whose carry is a sum over them: each round adds to it."""
+    closed = traced.params["jaxpr"]
+    for before, after in zip(closed.jaxpr.invars[first:second], closed.jaxpr.outvars):
+        users = [each for each in closed.jaxpr.eqns if before in each.invars]
+        adds = [each.primitive.name in ("add", "add_any") and each.outvars == [after] for each in users]
+        if adds != [True] or any(before is each for each in closed.jaxpr.outvars):
+            raise unknown("scan over rows")
+
+    def rows(*given: Any) -> list[Any]:
+        carry = given[first:second]
+        begin = [jnp.zeros_like(each) for each in carry]
+        axes = [None] * second + [0] * (len(given) - second)
+        found = jax.vmap(jaxpr_as_fun(closed), axes)(*given[:first], *begin, *given[second:])
+        return [*(a + b.sum(0) for a, b in zip(carry, found)), *found[len(carry) :]]
+
+    return jax.make_jaxpr(rows)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.invars))
 
 
 def _looped(e: Equation, inputs: list[Value]) -> list[Value]:
@@ -608,21 +611,21 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
 RULES: dict[str, Rule] = {
     "": _other,
     **_each(
-        "copy copy_p real conj reduce_precision stop_gradient optimization_barrier pcast pvary pbroadcast reshard name "
+        "copy copy_p reduce_precision stop_gradient optimization_barrier pcast pvary pbroadcast reshard name "
         "sharding_constraint random_wrap random_unwrap device_put mesh_cast",
         lambda e, inputs: list(inputs),
     ),
     # Entry by entry.
     **_each(
         "abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz "
-        "complex cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag le_to lgamma "
+        "cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac le_to lgamma "
         "log log1p logistic lt_to max min nextafter not or polygamma population_count random_gamma_grad "
         "regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin "
         "sinh sqrt tan tanh xor zeta",
         _entries(),
     ),
     **_each("add add_any sub", _added),
-    "neg": _entries(lambda e, values: union(values)),
+    **_each("neg complex real imag conj", _entries(lambda e, values: union(values))),
     **_each("mul and", _multiplied),
     "div": _entries(lambda e, values: e.product(values[0], values[1].but(terms=e.power_of(values[1], -1)))),
     **_each("square integer_pow pow", _power),
@@ -643,7 +646,7 @@ RULES: dict[str, Rule] = {
     "top_k": lambda e, inputs: _across(_named if {"axis", "dimension"} & {*e.params} else _last(1))(e, inputs),
     "approx_top_k": _across(_named),
     **_each("cholesky eigh eig lu qr svd", _across(_last(2))),
-    "fft": lambda e, inputs: _across(_last(len(e.params["fft_lengths"])))(e, inputs),
+    "fft": lambda e, inputs: _across(_last(len(e.params["fft_lengths"])), linear=True)(e, inputs),
     "triangular_solve": _solved,
     **_each("reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin reduce_xor", _extreme),
     # Entries change their places.
@@ -663,8 +666,10 @@ RULES: dict[str, Rule] = {
     **_each("scatter scatter-add scatter-mul", _scattered),
     **_each("dynamic_slice dynamic_update_slice", _dynamic),
     # Holding jaxprs.
-    **_each("pjit jit closed_call core_call remat remat2 checkpoint", _called),
-    **_each("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr", _with_own_derivative),
+    **_each(
+        "pjit jit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr",
+        _called,
+    ),
     "scan": _scanned,
     "while": _looped,
     "cond": _branched,

@@ -155,15 +155,11 @@ class Value:
 def times(a: Factor, b: Factor) -> Factor:
     powers = dict(a)
     for symbol, degree in b:
-        if isinstance(symbol, tuple) and symbol in powers:  # a gradient stays a factor once
-            raise mixes()
         powers[symbol] = powers.get(symbol, 0) + degree
     return frozenset((symbol, degree) for symbol, degree in powers.items() if degree)
 
 
 def power(factor: Factor, degree: int) -> Factor:
-    if degree != 1 and any(isinstance(symbol, tuple) for symbol, _ in factor):
-        raise mixes()
     return frozenset((symbol, each * degree) for symbol, each in factor)
 
 
@@ -417,10 +413,8 @@ class Walk:
         self.bound: set[Symbol] = set()  # those that follow from what is differentiated
         self.curves: dict[Symbol, tuple[Any, ...]] = {}  # of sums over the batch: the points that they are looked at
         self.doubts: list[str] = []  # what was taken for true
-        self.added: list[Source] = []  # derivatives that add to a gradient what is the same for any rows
         self.callers: list[tuple[str, Any]] = []  # functions that are being walked through, and who has called them
         self.split: frozenset[str] = frozenset()  # axes of devices that the rows are split over, inside a `shard_map`
-        self.is_derivative = False
         self._numbers: dict[Any, int] = {}
 
     def number(self, name: str, detail: Any, *inputs: int) -> int:
