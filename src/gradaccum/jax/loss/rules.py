@@ -43,33 +43,46 @@ def _computed(e: Equation, inputs: list[Value], compute: Callable[..., Any] | No
     return e.known(curve, of.pop() if of else None)
 
 
-def _entries(terms: Callable[[Equation, list[Value]], Terms] = lambda e, values: e.function(values)) -> Rule:
-    """An operation entry by entry, whose output has these terms."""
+def _law(
+    terms: Callable[[Equation, list[Value]], Terms] = Equation.function,
+    across: Callable[[Equation], Collection[int]] = lambda e: (),
+    soft: str = "",
+) -> Rule:
+    """An operation across some axes, and entry by entry on the others, whose outputs have these terms."""
 
-    def rule(e: Equation, inputs: list[Value]) -> Value:
-        if e.name == "max" and inputs[0].known and inputs[0].known[0] == -np.inf:
-            return inputs[1]
+    def rule(e: Equation, inputs: list[Value]) -> list[Value]:
         if (found := _computed(e, inputs)) is not None:
-            return found
+            return [found]
         place, values = e.aligned(inputs)
-        return e.made(inputs, SHARED if e.absorbed(inputs) else terms(e, values), place)
+        if place is not None and place.axis in across(e):
+            raise mixes(soft)
+        found_terms = SHARED if e.absorbed(inputs) else terms(e, values)
+        return [e.made(inputs, found_terms, e.placed(place, n), n) for n in range(len(e.outputs))]
 
     return rule
+
+
+def _linear(e: Equation, values: list[Value]) -> Terms:
+    return union(values)
+
+
+def _largest(e: Equation, inputs: list[Value]) -> Any:
+    return inputs[1] if inputs[0].known and inputs[0].known[0] == -np.inf else _law()(e, inputs)
 
 
 def _power(e: Equation, inputs: list[Value]) -> Value:
     known = {"square": [2], "integer_pow": [e.params.get("y")]}.get(e.name, inputs[-1].known)
     if not known or len({*known}) > 1 or (e.name == "pow" and known[0] not in (-2, -1, 2)):
-        return _entries()(e, inputs)
+        return _law()(e, inputs)
     found = _computed(e, inputs[:1], lambda x: x ** int(known[0]))
-    return found or _entries(lambda e, values: e.power_of(values[0], int(known[0])))(e, inputs[:1])
+    return found or _law(lambda e, values: e.power_of(values[0], int(known[0])))(e, inputs[:1])
 
 
 def _multiplied(e: Equation, inputs: list[Value]) -> Value:
     """`mul`, and `and`: 0 whatever the other is, if one is."""
     if any(value.known is not None and not any(value.known) for value in inputs):
         return e.known(0 if e.name == "mul" else False)
-    return _entries(lambda e, values: e.product(*values) if e.name == "mul" else e.function(values))(e, inputs)
+    return _law(lambda e, values: e.product(*values) if e.name == "mul" else e.function(values))(e, inputs)
 
 
 def _converted(e: Equation, inputs: list[Value]) -> Value:
@@ -80,11 +93,11 @@ def _converted(e: Equation, inputs: list[Value]) -> Value:
     if walks.is_integral(old) and (np.can_cast(old, new) or wide):
         return inputs[0]
     convert = bool if str(new) == "bool" else int
-    return _computed(e, inputs, convert) or _entries()(e, inputs)
+    return _computed(e, inputs, convert) or _law()(e, inputs)
 
 
 def _added(e: Equation, inputs: list[Value]) -> Value:
-    found: Value = _entries(lambda e, values: union(values))(e, inputs)
+    (found,) = _law(_linear)(e, inputs)
     for a, b in (inputs, inputs[::-1]):  # a shift of all rows by the largest may cancel out behind a logarithm
         is_largest = b.flaw is not None and b.flaw.source.primitive in ("reduce_max", "reduce_min") and b.scalar
         if is_largest and a.place is not None and b.flaw is not None and b.flaw.certain:
@@ -99,7 +112,7 @@ def _compared(e: Equation, inputs: list[Value]) -> Value:
     # A number for all rows is taken to be finite.
     if (e.name == "is_finite" or a.number == b.number) and a.place is None and a.flaw is None and a.own:
         return e.known(e.name in ("is_finite", "eq", "le", "ge"))
-    return _entries()(e, inputs)
+    return _law()(e, inputs)
 
 
 def _select(e: Equation, inputs: list[Value]) -> Value:
@@ -148,19 +161,6 @@ def _drawn(e: Equation, inputs: list[Value]) -> Value:
 # Across some axes, and entry by entry on the others.
 
 
-def _across(axes: Callable[[Equation], Collection[int]], linear: bool = False, soft: str = "") -> Rule:
-    """An operation across these axes, and entry by entry on the others: any function, or linear."""
-
-    def rule(e: Equation, inputs: list[Value]) -> list[Value]:
-        place, values = e.aligned(inputs)
-        if place is not None and place.axis in axes(e):
-            raise mixes(soft)
-        terms = union(values) if linear else e.function(values)
-        return [e.made(inputs, terms, e.placed(place, n), n) for n in range(len(e.outputs))]
-
-    return rule
-
-
 def _last(count: int) -> Callable[[Equation], Collection[int]]:
     return lambda e: range(len(e.shapes[0]) - count, len(e.shapes[0]))
 
@@ -179,7 +179,7 @@ def _windows(e: Equation) -> Collection[int]:
 def _solved(e: Equation, inputs: list[Value]) -> Any:
     """Of a right side each column (or row) by itself, if all rows share the matrix."""
     side = len(e.shapes[1]) - (2 if e.params["left_side"] else 1)
-    return _across(_last(2) if inputs[0].depends else lambda e: (side,))(e, inputs)
+    return _law(across=_last(2) if inputs[0].depends else lambda e: (side,))(e, inputs)
 
 
 def _extreme(e: Equation, inputs: list[Value]) -> Any:
@@ -195,7 +195,7 @@ def _extreme(e: Equation, inputs: list[Value]) -> Any:
         e.walk.sources.setdefault(total, e.source)
         e.walk.curves.setdefault(total, walks.POINTS[True] * len(e.walk.rows))
         return e.known(True, total)
-    return _across(_named)(e, inputs)
+    return _law(across=_named)(e, inputs)
 
 
 # Entries change their places.
@@ -376,74 +376,45 @@ def _by_position(e: Equation, indices: Value, axes: Sequence[int], rows: Place |
     return [e.walk.values[column] for column in columns if column not in asked] if asked else None
 
 
-def _gathered(e: Equation, inputs: list[Value]) -> Value:
-    """Rows of the indices, or of the operand in an axis that stays whole; or each row's own, by position."""
-    (operand, indices), numbers = inputs, e.params["dimension_numbers"]
-    rows = operand.place
-    if (others := _by_position(e, indices, numbers.start_index_map, rows)) is not None:
-        place = e.grown()
-        return e.made([operand, *others], _picked(e, operand, others, place), place)
-    if e.absorbed(inputs) is None and rows is not None:
-        if rows.axis in numbers.operand_batching_dims:
-            other = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(rows.axis)]
-            if indices.place != rows._replace(axis=other):
-                raise mixes()
-        elif e.params["slice_sizes"][rows.axis] != e.shapes[0][rows.axis]:
-            raise mixes(walks.MOVED)
-        elif indices.place is not None:
-            raise mixes(walks.PAIRS)
-    place = e.placed(indices.place or rows)
-    return e.made(inputs, _picked(e, operand, [indices], place), place)
-
-
-def _picked(e: Equation, operand: Value, indices: Sequence[Value], place: Place | None) -> Terms:
-    """Entries of the operand; an index that takes several rows to know is another one in each micro-batch."""
-    own = any(term.own for term in e.function([e.lifted(each, place) for each in indices]))
-    return frozenset(Term(term.own or own, term.factor) for term in e.lifted(operand, place).terms)
-
-
-def _scattered(e: Equation, inputs: list[Value]) -> Value:
-    """Into each row at its own indices; into all rows at the same ones; or sums into what has no rows (histograms)."""
-    (operand, indices, updates), numbers = inputs, e.params["dimension_numbers"]
-    place = operand.place
-    others = _by_position(e, indices, numbers.scatter_dims_to_operand_dims, place)
+def _indexed(e: Equation, inputs: list[Value]) -> Value:
+    """`gather` and `scatter`: rows that stay whole, or that each have indices of their own, by position or in a batch
+    axis; of what has no rows, entries for each row, and sums over them (histograms)."""
+    (operand, indices, *updates), numbers, rows = inputs, e.params["dimension_numbers"], inputs[0].place
+    to = numbers.scatter_dims_to_operand_dims if updates else numbers.start_index_map
+    others = _by_position(e, indices, to, rows)
     by = [indices] if others is None else others
-    if e.absorbed([operand, updates, *by]) is not None:
-        return e.made(inputs, SHARED, None)
-    if place is not None and place.axis in numbers.operand_batching_dims:  # its own, in the axes that are named for it
-        other = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(place.axis)]
-        of_scatter = [axis for axis in range(len(e.shapes[2])) if axis not in numbers.update_window_dims]
-        moved = indices.place not in (None, place._replace(axis=other))
-        if moved or updates.place not in (None, place._replace(axis=of_scatter[other])):
+    used = [operand, *updates, *by]
+    if e.absorbed(used) is not None:
+        return e.made(used, SHARED, None)
+    if rows is None and updates and updates[0].place is not None:
+        is_sum = e.name.endswith("add") and operand.terms <= SHARED and e.function(by)
+        if not is_sum or updates[0].axis in numbers.update_window_dims:
             raise unknown(e.name)
-    elif others is not None:
-        inputs = [operand, updates, *others]
-    elif indices.is_shared:
-        updates, place = _in_windows(e, operand, updates)
-    else:
-        adds = e.name.endswith("add") and operand.terms <= SHARED and e.function([indices])
-        if not adds or place is not None or indices.place is None or updates.place is None:
-            raise unknown(e.name)
-        own = frozenset(Term(True, term.factor) for term in updates.terms)
-        return e.walk.added_up(e, e.made(inputs, operand.terms | own, None))
-    a, b = e.lifted(operand, place), e.lifted(updates, place)
-    terms = a.terms | e.product(a, b) if e.name == "scatter-mul" else union([a, b])
-    return e.made(inputs, _picked(e, a.but(terms=terms), by, place), place)
+        own = frozenset(Term(True, term.factor) for term in updates[0].terms)
+        return e.walk.added_up(e, e.made(used, operand.terms | own, None))
+    if rows is not None and rows.axis in numbers.operand_batching_dims:
+        if any(value.place is not None and value.place[1:] != rows[1:] for value in used):
+            raise mixes()
+    elif rows is not None and others is None:
+        if _part(e, rows.axis) != e.shapes[0][rows.axis]:
+            raise mixes("" if updates else walks.MOVED)
+        if indices.place is not None:
+            raise mixes(walks.PAIRS)
+    place = e.placed(rows or indices.place)
+    a, *b = (e.lifted(value, place) for value in (operand, *updates))
+    terms = a.terms | e.product(a, b[0]) if e.name == "scatter-mul" else union([a, *b])
+    own = any(term.own for term in e.function([e.lifted(each, place) for each in by]))
+    return e.made(used, frozenset(Term(term.own or own, term.factor) for term in terms), place)
 
 
-def _in_windows(e: Equation, operand: Value, updates: Value) -> tuple[Value, Place | None]:
-    """Updates at indices that all rows share, which come in whole rows, and where these lie in the result."""
+def _part(e: Equation, axis: int) -> int:
+    """How much of this axis of the operand each index stands for."""
+    if e.name == "gather":
+        return int(e.params["slice_sizes"][axis])
     numbers = e.params["dimension_numbers"]
-    windows = numbers.update_window_dims
-    kept = [axis for axis in range(len(e.shapes[0])) if axis not in numbers.inserted_window_dims]
-    if updates.place is not None and updates.axis not in windows:
-        raise mixes()
-    updates = updates.but(place=updates.place and updates.place._replace(axis=kept[windows.index(updates.axis)]))
-    place = walks.common_place([operand, updates])
-    part = windows[kept.index(place.axis)] if place is not None and place.axis in kept else None
-    if place is not None and (part is None or e.shapes[2][part] != e.shapes[0][place.axis]):
-        raise mixes()
-    return updates, place
+    single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = [each for each in range(len(e.shapes[0])) if each not in single]
+    return e.shapes[2][numbers.update_window_dims[kept.index(axis)]] if axis in kept else 1
 
 
 def _dynamic(e: Equation, inputs: list[Value]) -> Value:
@@ -619,15 +590,16 @@ RULES: dict[str, Rule] = {
     **_each(
         "abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz "
         "cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac le_to lgamma "
-        "log log1p logistic lt_to max min nextafter not or polygamma population_count random_gamma_grad "
+        "log log1p logistic lt_to min nextafter not or polygamma population_count random_gamma_grad "
         "regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin "
         "sinh sqrt tan tanh xor zeta",
-        _entries(),
+        _law(),
     ),
+    "max": _largest,
     **_each("add add_any sub", _added),
-    **_each("neg complex real imag conj", _entries(lambda e, values: union(values))),
+    **_each("neg complex real imag conj", _law(_linear)),
     **_each("mul and", _multiplied),
-    "div": _entries(lambda e, values: e.product(values[0], values[1].but(terms=e.power_of(values[1], -1)))),
+    "div": _law(lambda e, values: e.product(values[0], values[1].but(terms=e.power_of(values[1], -1)))),
     **_each("square integer_pow pow", _power),
     **_each("eq ne lt le gt ge is_finite", _compared),
     "select_n": _select,
@@ -635,18 +607,18 @@ RULES: dict[str, Rule] = {
     "iota": _iota,
     **_each("random_bits random_split random_fold_in", _drawn),
     # Across some axes, and entry by entry on the others.
-    "cumsum": _across(_named, linear=True),
-    **_each("cumprod cummax cummin cumlogsumexp", _across(_named)),
-    "sort": _across(_named, soft=walks.MOVED),
-    "rev": _across(_named, linear=True, soft=walks.MOVED),
-    "stack": _across(lambda e: (), linear=True),
-    "pad": _across(lambda e: [n for n, each in enumerate(e.params["padding_config"]) if any(each)], linear=True),
-    "reduce_window_sum": _across(_windows, linear=True),
-    **_each("reduce_window_max reduce_window_min reduce_window", _across(_windows)),
-    "top_k": lambda e, inputs: _across(_named if {"axis", "dimension"} & {*e.params} else _last(1))(e, inputs),
-    "approx_top_k": _across(_named),
-    **_each("cholesky eigh eig lu qr svd", _across(_last(2))),
-    "fft": lambda e, inputs: _across(_last(len(e.params["fft_lengths"])), linear=True)(e, inputs),
+    "cumsum": _law(_linear, _named),
+    **_each("cumprod cummax cummin cumlogsumexp", _law(across=_named)),
+    "sort": _law(across=_named, soft=walks.MOVED),
+    "rev": _law(_linear, _named, walks.MOVED),
+    "stack": _law(_linear),
+    "pad": _law(_linear, lambda e: [n for n, each in enumerate(e.params["padding_config"]) if any(each)]),
+    "reduce_window_sum": _law(_linear, _windows),
+    **_each("reduce_window_max reduce_window_min reduce_window", _law(across=_windows)),
+    "top_k": lambda e, inputs: _law(across=_named if {"axis", "dimension"} & {*e.params} else _last(1))(e, inputs),
+    "approx_top_k": _law(across=_named),
+    **_each("cholesky eigh eig lu qr svd", _law(across=_last(2))),
+    "fft": lambda e, inputs: _law(_linear, _last(len(e.params["fft_lengths"])))(e, inputs),
     "triangular_solve": _solved,
     **_each("reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin reduce_xor", _extreme),
     # Entries change their places.
@@ -662,8 +634,7 @@ RULES: dict[str, Rule] = {
     "dot_general": _contracted(_dot),
     "conv_general_dilated": _contracted(_convolution),
     # By indices.
-    "gather": _gathered,
-    **_each("scatter scatter-add scatter-mul", _scattered),
+    **_each("gather scatter scatter-add scatter-mul", _indexed),
     **_each("dynamic_slice dynamic_update_slice", _dynamic),
     # Holding jaxprs.
     **_each(
