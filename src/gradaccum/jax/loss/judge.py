@@ -131,7 +131,7 @@ def judge(spec: LossSpec) -> Verdict:
     verdicts = []
     for name, loss in losses.items():
         verdict = _of_loss(loss, weights.get(name), spec.reduction, walk, statistics)
-        if verdict.kind in ("exact", "unknown") and (found := more["gradients"].get(name)):
+        if verdict.kind == "exact" and (found := more["gradients"].get(name)):
             verdict = _of_gradients(found, inputs, weights.get(name), spec.reduction, walk, own) or verdict
         about = f"As to the loss {name!r}: " if name else ""
         verdicts.append(verdict._replace(message=f"{about}{verdict.message}"))
@@ -173,14 +173,17 @@ def _graded(spec: LossSpec) -> Callable[[list[Any]], Any]:
             if roots & DIFFERENTIATED and jnp.issubdtype(value.dtype, jnp.floating)
         }
 
-        def losses(some: dict[int, Any]) -> Any:
-            found = spec.function([some.get(n, value) for n, value in enumerate(values)])
-            return found[0], found
+        def named(name: str) -> Any:
+            def loss(some: dict[int, Any]) -> Any:
+                found = spec.function([some.get(n, value) for n, value in enumerate(values)])
+                return found[0][name], found
 
-        one, pull, found = jax.vjp(losses, inputs, has_aux=True)
-        none = jax.tree.map(jnp.zeros_like, one)
-        gradients = {name: pull(none | {name: jnp.ones_like(loss)})[0] for name, loss in one.items()}
-        return one, found[1], found[2] | {"gradients": gradients}
+            return jax.value_and_grad(loss, has_aux=True)(inputs)
+
+        found = {name: named(name) for name in jax.eval_shape(spec.function, values)[0]}
+        ((_, (_, weights, more)), _), *_ = found.values()
+        losses = {name: loss for name, ((loss, _), _) in found.items()}
+        return losses, weights, more | {"gradients": {name: gradients for name, (_, gradients) in found.items()}}
 
     return function
 

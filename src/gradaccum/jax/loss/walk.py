@@ -351,7 +351,10 @@ class Equation:
             soft = soft or FREE
         number = self.number if n == 0 else self.walk.number("output", n, self.number)
         source = error.source or self.source._replace(number=number)
-        flaw = self.absorbed(self.values) or Flaw(kind, source, soft, error.why)
+        others = [
+            value for value in self.values if soft != MOVED or value.flaw is None or value.flaw.kind != "position"
+        ]
+        flaw = self.absorbed(others) or Flaw(kind, source, soft, error.why)
         return Value(frozenset(), None, flaw, number, roots_of(self.values), scalar=self.outputs[n] == ())
 
     def absorbed(self, values: Sequence[Value]) -> Flaw | None:
