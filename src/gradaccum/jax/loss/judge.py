@@ -49,14 +49,15 @@ from gradaccum.jax.loss.rules import RULES
 from gradaccum.jax.loss.walk import (
     COUNT,
     DIFFERENTIATED,
+    FLOWING,
     LAYOUT,
+    NONE,
     ONE,
-    ROWS,
     SHARED,
-    Factor,
     Flaw,
     Lost,
     Place,
+    Scale,
     Source,
     Term,
     Value,
@@ -65,7 +66,10 @@ from gradaccum.jax.loss.walk import (
     is_integral,
     is_ours,
     line,
+    ordinary,
     power,
+    scaled,
+    times,
 )
 
 _ROWS = 6
@@ -113,13 +117,11 @@ def judge(spec: LossSpec) -> Verdict:
             "unknown", (f"It can't be traced for other numbers of rows: {str(error).strip().partition(chr(10))[0]}")
         )
     walk = Walk(rows, RULES)
-    inputs = [
-        Value(
-            frozenset([Term(axis is not None)]), None if axis is None else Place(axis),
-            number=walk.number("input", n), roots=roots, integral=is_integral(kind.dtype),
-        )
-        for n, (kind, axis, roots) in enumerate(zip(traces[-1].in_avals, spec.axes, spec.roots))
-    ]  # fmt: skip
+    inputs = []
+    for n, (kind, axis, roots) in enumerate(zip(traces[-1].in_avals, spec.axes, spec.roots)):
+        terms, place = frozenset([Term(axis is not None)]), None if axis is None else Place(axis)
+        roots |= FLOWING * (roots & DIFFERENTIATED)
+        inputs.append(Value(terms, place, None, walk.number("input", n), roots, integral=is_integral(kind.dtype)))
     try:
         found = walk.run(traces, inputs)
     except Lost:
@@ -258,7 +260,7 @@ def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: 
     elif value.flaw is not None:
         why = "" if value.flaw.kind == "unknown" else f"{_at(value.flaw.source)}."
     else:
-        plain = not value.own or (value.place == Place(0) and not any(term.factor for term in value.terms))
+        plain = not value.own or (value.place == Place(0) and not any(term.scale for term in value.terms))
         why = "" if plain else f"{_at(walk.first_sum(value))}."
     over = ["what the loss is a mean over" if weight is not None else "rows"] if how == "mean" else []
     return Verdict("aux", _AUX[how].format(path, *over, why)) if why else EXACT
@@ -273,15 +275,13 @@ def _of_loss(
         return Verdict("unknown", "Its result still has an axis of rows.")
     if weight is not None and weight.flaw is not None and weight.flaw.kind == "unknown":
         return Verdict("unknown", f"`weight` uses {_at(weight.flaw.source)}, which is not followed.")
-    is_sum = weight is None or weight.terms in ({Term(True)}, {Term(False, ROWS)}, SHARED)
-    divisor = ONE if reduction == "sum" else ROWS
-    try:
-        divisor = divisor if weight is None or reduction == "sum" else walk.factor(weight)
-    except Lost:
-        is_sum = False
-    if weight is not None and (weight.flaw is not None or not is_sum):
-        why = "what it returns for the batch is not the sum of what it returns for micro-batches"
-        return Verdict("unknown", f"`weight` must be a sum over the rows: {why}.")
+    divisor = ONE if reduction == "sum" else walk.count
+    if weight is not None:
+        is_sum = weight.terms in ({Term(True)}, {Term(False, walk.count)}, SHARED) and weight.flaw is None
+        if not is_sum or (weight.own and not weight.scalar):
+            why = "what it returns for the batch is not the sum of what it returns for micro-batches"
+            return Verdict("unknown", f"`weight` must be a sum over the rows: {why}.")
+        divisor = walk.factor(weight)
     return _of_terms(loss, divisor, weight is not None, reduction, walk)
 
 
@@ -316,40 +316,47 @@ def _of_flaw(flaw: Flaw, statistics: frozenset[int] | set[int]) -> Verdict:
     return verdict._replace(certain=flaw.certain)
 
 
-def _of_terms(loss: Value, divisor: Factor, is_weighed: bool, reduction: str, walk: Walk) -> Verdict:
-    shared = ONE if reduction == "mean" else ROWS  # of a mean it comes out as it is, of a sum what goes with the rows
-    wrong = [term for term in loss.terms if term not in (Term(True, power(divisor, -1)), Term(False, shared))]
+def _of_terms(loss: Value, divisor: Scale, is_weighed: bool, reduction: str, walk: Walk) -> Verdict:
+    names = {term: walk.named(power(term.scale, -1)) for term in loss.terms}
+
+    def off(term: Term) -> Scale:
+        shared = ONE if reduction == "mean" else power(walk.count, -1)  # of a sum it goes with the rows
+        scale = times(term.scale, divisor if term.own else shared)
+        if not (scale and divisor):
+            return scale
+        return scaled(x if y else NONE for x, y in zip(scale, divisor))  # what weighs nothing is left out
+
+    wrong = [term for term in loss.terms if off(term) or names[term] in walk.flowing]
     if not wrong:
         return Verdict("unknown", walk.doubts[0]) if walk.doubts else EXACT
-    divisors = {power(term.factor, -1) for term in loss.terms if term.own}
-    if (mixing := _mixing(wrong, loss, divisors, walk)) is not None:
-        return _mixes(mixing)._replace(certain=True)
+    if not any(
+        ordinary(off(term)) or names[term] in walk.flowing for term in wrong
+    ):  # but for a choice where a sum is 0
+        return _mixes(walk.first_sum(loss))
+    divisors = {names[term] for term in loss.terms if term.own}
+    by_rows = all(walk.is_by_rows(ordinary(term.scale)) for term in wrong)
+    mixes = not by_rows and (None in divisors or not all(term.own or walk.is_by_rows(term.scale) for term in wrong))
+    if mixes or any(names[term] in walk.bound for term in wrong) or (len(divisors) > 1 and "" in divisors):
+        return _mixes(walk.first_sum(loss))._replace(certain=not walk.has_branches)
     same_for_all = is_weighed and divisor == ONE  # right where micro-batches have as many rows
-    verdict = _by_divisors(wrong, loss, divisors, divisor if is_weighed else None, reduction, walk)
+    weight = walk.named(divisor) if is_weighed else None
+    verdict = _by_divisors(wrong, loss, divisors, weight, reduction, walk)
     return verdict._replace(certain=verdict.kind != "unknown" and not same_for_all)
 
 
-def _mixing(wrong: list[Term], loss: Value, divisors: set[Factor], walk: Walk) -> Source | None:
-    """What multiplies rows by what takes all rows to know; None where the loss is a sum of means, or of sums."""
-    symbols = [(symbol, degree) for term in wrong for symbol, degree in term.factor if symbol != COUNT]
-    if mixing := [walk.sources[symbol] for symbol, degree in symbols if degree != -1 or symbol in walk.bound]:
-        return min(mixing, key=lambda source: source.number)
-    if all(len(each) <= 1 for each in divisors) and not (len(divisors) > 1 and ONE in divisors):
-        return None
-    return walk.sources[symbols[0][0]] if symbols else walk.first_sum(loss)
-
-
 def _by_divisors(
-    wrong: list[Term], loss: Value, divisors: set[Factor], weight: Factor | None, reduction: str, walk: Walk
+    wrong: list[Term], loss: Value, divisors: set[Any], weight: Any, reduction: str, walk: Walk
 ) -> Verdict:
     """Why it isn't exact, where it is a sum of means or of sums; `weight` is what that returns, if there is one."""
-    named = " and ".join(_divisor(factor, walk) for factor in sorted(divisors, key=str))
+    if None in divisors:
+        return _by_another_count()
+    named = " and ".join(sorted(_divisor(symbol, walk) for symbol in divisors))
     if len(divisors) > 1:
         each = "{name: (loss, weight)}, each with what it is a mean over"
         return Verdict("weight", f"It is a sum of means over {named}. Return them as {each}.")
-    if all(symbol == COUNT for term in wrong for symbol, _ in term.factor):
-        return _by_count(wrong, loss, reduction)
-    if weight is not None and COUNT not in dict(weight):
+    if all(walk.is_by_rows(term.scale) for term in wrong):
+        return _by_count(wrong, loss, reduction, walk)
+    if weight is not None and weight != COUNT:
         return Verdict("unknown", f"It divides by {named}. Whether `weight` equals that is unknown.")
     weighed, asked = ("rows", "") if reduction == "mean" else ("nothing, as sums", 'reduction="mean" and ')
     return Verdict(
@@ -359,18 +366,18 @@ def _by_divisors(
     )
 
 
-def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:
+def _by_count(wrong: list[Term], loss: Value, reduction: str, walk: Walk) -> Verdict:
     """Where nothing but the number of rows is a factor."""
-    factors = {term.factor for term in wrong if term.own}
+    divisors = {walk.named(power(term.scale, -1)) for term in wrong if term.own}
     as_mean = "counted once per micro-batch. Return a mean over rows plus the term."
-    if not factors:
+    if not divisors:
         how = f"that is multiplied by the number of rows, or, next to a sum over them, {as_mean}"
         return Verdict("regulariser", f"It has a term without rows (a regulariser) {how}")
-    if factors == {power(ROWS, -1)} and reduction == "sum":
+    if divisors == {COUNT} and reduction == "sum":
         return Verdict("weight", 'It is a mean over rows, but was treated as a sum. Pass reduction="mean".')
-    if factors == {power(ROWS, -1)}:
+    if divisors == {COUNT}:
         return Verdict("weight", "It is a mean over rows, but `weight` says otherwise. Leave `weight` out.")
-    if factors != {ONE}:
+    if divisors != {""}:
         return _by_another_count()
     if all(term.own for term in loss.terms):
         return Verdict("reduction", 'It is a sum over its rows, but was treated as a mean. Pass reduction="sum".')
@@ -411,11 +418,10 @@ def _by_derivative(own: list[Any]) -> Verdict:
     )
 
 
-def _divisor(factor: Factor, walk: Walk) -> str:
-    symbols = [symbol for symbol, _ in factor]
-    if symbols == [COUNT] or not symbols:
-        return "rows" if symbols else "nothing"
-    where = line(walk.sources[symbols[0]].info)
+def _divisor(symbol: Any, walk: Walk) -> str:
+    if symbol in ("", COUNT):
+        return symbol or "nothing"
+    where = line(walk.sources[symbol].info)
     return f"what is summed at {where}" if where else "a sum"
 
 

@@ -18,46 +18,55 @@ from gradaccum.jax.loss.walk import SHARED, Equation, Flaw, Place, Rule, Term, T
 
 _ROUNDS = 6  # times that a loop's body is looked at until what is known of its carry stays
 _COMPUTED: dict[str, Callable[..., Any]] = {
-    "abs": abs, "add": operator.add, "add_any": operator.add, "clamp": lambda a, x, b: min(max(a, x), b),
-    "div": operator.truediv, "eq": operator.eq, "ge": operator.ge, "gt": operator.gt,
-    "le": operator.le, "log": math.log, "lt": operator.lt, "max": max, "min": min, "mul": operator.mul,
-    "ne": operator.ne, "neg": operator.neg, "pow": operator.pow, "rsqrt": lambda x: x**-0.5,
-    "select_n": lambda which, *cases: cases[int(which)], "sqrt": lambda x: x**0.5, "square": lambda x: x * x,
+    "abs": abs, "add": operator.add, "add_any": operator.add, "and": operator.and_,
+    "clamp": lambda a, x, b: min(max(a, x), b), "div": operator.truediv, "eq": operator.eq, "ge": operator.ge,
+    "gt": operator.gt, "le": operator.le, "log": math.log, "lt": operator.lt, "max": max, "min": min,
+    "mul": operator.mul, "ne": operator.ne, "neg": operator.neg, "not": operator.not_, "or": operator.or_,
+    "pow": operator.pow, "rsqrt": lambda x: x**-0.5, "sqrt": lambda x: x**0.5, "square": lambda x: x * x,
     "sub": operator.sub,
 }  # fmt: skip
-"""What comes of numbers that are known, or known as functions of one sum over the batch."""
+"""What comes of numbers that are known in imagined batches."""
 
 
 # Entry by entry.
 
 
-def _computed(e: Equation, inputs: list[Value], compute: Callable[..., Any] | None = None) -> Value | None:
-    of = {value.of for value in inputs if value.of is not None}
-    compute = compute or _COMPUTED.get(e.name)
-    if compute is None or len(of) > 1 or not inputs or any(value.curve is None for value in inputs):
+def _computed(inputs: list[Value], compute: Callable[..., Any] | None) -> list[Any] | None:
+    """An output in each of the imagined batches, where all inputs are known there."""
+    if compute is None or not inputs or any(value.lanes is None for value in inputs):
         return None
-    try:
-        curve = [compute(*numbers) for numbers in zip(*(value.curve for value in inputs))]
-    except (ArithmeticError, TypeError, ValueError):
-        return None
-    return e.known(curve, of.pop() if of else None)
+
+    def one(*numbers: Any) -> Any:
+        try:
+            found = compute(*numbers)
+        except (ArithmeticError, TypeError, ValueError):
+            return walks.NONE
+        is_none = isinstance(found, complex) or found != found or any(x != x for x in numbers)
+        return walks.NONE if is_none else found
+
+    lanes = [one(*numbers) for numbers in zip(*(value.lanes for value in inputs))]  # type: ignore[misc]  # not None
+    return None if all(x != x for x in lanes) else lanes
 
 
 def _law(
     terms: Callable[[Equation, list[Value]], Terms] = Equation.function,
     across: Callable[[Equation], Collection[int]] = lambda e: (),
     soft: str = "",
+    compute: Callable[..., Any] | None = None,
 ) -> Rule:
     """An operation across some axes, and entry by entry on the others, whose outputs have these terms."""
 
     def rule(e: Equation, inputs: list[Value]) -> list[Value]:
-        if (found := _computed(e, inputs)) is not None:
-            return [found]
+        lanes = _computed(inputs, compute or _COMPUTED.get(e.name))
+        if lanes is not None and terms is Equation.function:
+            return [e.valued(lanes)]
         place, values = e.aligned(inputs)
         if place is not None and place.axis in across(e):
             raise mixes(soft)
-        found_terms = SHARED if e.absorbed(inputs) else terms(e, values)
-        return [e.made(inputs, found_terms, e.placed(place, n), n) for n in range(len(e.outputs))]
+        found = SHARED if e.absorbed(inputs) else terms(e, values)
+        if lanes is not None:
+            return [e.valued(lanes, found)]
+        return [e.made(inputs, found, e.placed(place, n), n) for n in range(len(e.outputs))]
 
     return rule
 
@@ -67,21 +76,21 @@ def _linear(e: Equation, values: list[Value]) -> Terms:
 
 
 def _largest(e: Equation, inputs: list[Value]) -> Any:
-    return inputs[1] if inputs[0].known and inputs[0].known[0] == -np.inf else _law()(e, inputs)
+    return inputs[1] if inputs[0].known == -np.inf else _law()(e, inputs)
 
 
-def _power(e: Equation, inputs: list[Value]) -> Value:
-    known = {"square": [2], "integer_pow": [e.params.get("y")]}.get(e.name, inputs[-1].known)
-    if not known or len({*known}) > 1 or (e.name == "pow" and known[0] not in (-2, -1, 2)):
+def _power(e: Equation, inputs: list[Value]) -> Any:
+    degree = {"square": 2, "integer_pow": e.params.get("y")}.get(e.name, inputs[-1].known)
+    if degree is None or (e.name == "pow" and degree not in (-2, -1, 2)):
         return _law()(e, inputs)
-    found = _computed(e, inputs[:1], lambda x: x ** int(known[0]))
-    return found or _law(lambda e, values: e.power_of(values[0], int(known[0])))(e, inputs[:1])
+    compute = lambda x: x ** int(degree)  # noqa: E731
+    return _law(lambda e, values: e.power_of(values[0], int(degree)), compute=compute)(e, inputs[:1])
 
 
 def _multiplied(e: Equation, inputs: list[Value]) -> Value:
     """`mul`, and `and`: 0 whatever the other is, if one is."""
-    if any(value.known is not None and not any(value.known) for value in inputs):
-        return e.known(0 if e.name == "mul" else False)
+    if any(value.known is not None and not value.known for value in inputs):
+        return e.valued(0 if e.name == "mul" else False)
     return _law(lambda e, values: e.product(*values) if e.name == "mul" else e.function(values))(e, inputs)
 
 
@@ -92,8 +101,7 @@ def _converted(e: Equation, inputs: list[Value]) -> Value:
     wide = new.itemsize >= 4 and np.can_cast(old, np.int64) and new.kind == "i"  # that they fit is taken for true
     if walks.is_integral(old) and (np.can_cast(old, new) or wide):
         return inputs[0]
-    convert = bool if str(new) == "bool" else int
-    return _computed(e, inputs, convert) or _law()(e, inputs)
+    return _law(compute=bool if str(new) == "bool" else int)(e, inputs)
 
 
 def _added(e: Equation, inputs: list[Value]) -> Value:
@@ -107,32 +115,46 @@ def _added(e: Equation, inputs: list[Value]) -> Value:
 
 def _compared(e: Equation, inputs: list[Value]) -> Value:
     a, b = inputs[0], inputs[-1]
-    if e.name == "lt" and e.walk.is_position(a.number) and b.choice == 0 and b.known:
-        return e.known(False)
+    if e.name == "lt" and e.walk.is_position(a.number) and b.known == 0:
+        return e.valued(False)
     # A number for all rows is taken to be finite.
     if (e.name == "is_finite" or a.number == b.number) and a.place is None and a.flaw is None and a.own:
-        return e.known(e.name in ("is_finite", "eq", "le", "ge"))
+        return e.valued(e.name in ("is_finite", "eq", "le", "ge"))
     return _law()(e, inputs)
 
 
 def _select(e: Equation, inputs: list[Value]) -> Value:
     """`select_n`: one of several numbers, entry by entry."""
     which, *cases = inputs
-    if which.choice is not None and _is_answered(which, cases[which.choice]):
-        return cases[which.choice]
-    if (computed := _computed(e, inputs)) is not None:
-        return computed
+    if which.lanes is not None:
+        return _chosen(e, which, cases)
     place, (which, *cases) = e.aligned(inputs)
-    if which.own and (which.place is None or any(term.factor for term in which.terms)):
+    if which.own and (which.place is None or any(term.scale for term in which.terms)):
         return e.made(inputs, e.function([which, *cases]), place)
-    return e.made(inputs, frozenset(Term(term.own or which.own, term.factor) for term in union(cases)), place)
+    return e.made(inputs, frozenset(Term(term.own or which.own, term.scale) for term in union(cases)), place)
 
 
-def _is_answered(which: Value, picked: Value) -> bool:
-    """Whether a condition is known; if it asks for a sum over the batch, then where that is 0, what it picks is nothing
-    that counts: it is divided by the sum, or follows from it alone."""
-    divided = bool(picked.terms) and all((which.of, -1) in term.factor for term in picked.terms)
-    return which.of is None or (picked.flaw is None and (divided or picked.of == which.of))
+def _chosen(e: Equation, which: Value, cases: Sequence[Any], n: int = 0) -> Value:
+    """One of several numbers, by a condition that is known in imagined batches: each counts where it is chosen."""
+    lanes = [None if x != x else int(x) for x in which.lanes or ()]
+    chosen = sorted({*lanes} - {None})
+    if len(chosen) == 1:
+        return cases[chosen[0]]  # type: ignore[no-any-return]  # a value
+    e.walk.has_branches |= e.walk.is_undecided(which)
+    given = [cases[number] for number in chosen]
+    if all(value.lanes is not None for value in given):
+        pairs = enumerate(lanes)
+        return e.valued([walks.NONE if number is None else cases[number].lanes[lane] for lane, number in pairs])
+    place, values = e.aligned(given)
+    terms: set[Term] = set()
+    for number, value in zip(chosen, values):
+        counts = [walks.NONE if each is None else float(each == number) for each in lanes]
+        scales = {term: [x * y if y else 0.0 for x, y in zip(term.scale or counts, counts)] for term in value.terms}
+        terms |= {
+            Term(term.own, walks.scaled(scale)) for term, scale in scales.items() if any(x == x and x for x in scale)
+        }
+    found = e.made(given, frozenset(terms), e.placed(place, n), n)
+    return found.but(roots=found.roots | which.roots)
 
 
 def _iota(e: Equation, inputs: list[Value]) -> Value:
@@ -185,16 +207,15 @@ def _solved(e: Equation, inputs: list[Value]) -> Any:
 def _extreme(e: Equation, inputs: list[Value]) -> Any:
     """The largest, the product, ...: of what is the same for all rows it may be of rows, too."""
     value = inputs[0]
-    counts = e.name in ("reduce_prod", "reduce_xor") and value.flaw is None and {*(value.known or (0,))} != {1}
+    counts = e.name in ("reduce_prod", "reduce_xor") and value.flaw is None and value.known != 1
     if value.axis in e.params["axes"] and not value.own and counts:
         raise walks.Lost("count")
     if value.axis in e.params["axes"] and e.name not in ("argmax", "argmin") and not value.own:
         return e.made(inputs, e.function([value]), None)
     if e.name == "reduce_or" and value.axis >= 0 and value.free and e.outputs[0] == ():  # whether a sum isn't 0
         total = e.walk.total(value)
-        e.walk.sources.setdefault(total, e.source)
-        e.walk.curves.setdefault(total, walks.POINTS[True] * len(e.walk.rows))
-        return e.known(True, total)
+        e.walk.sources |= {total: e.walk.sources.get(total, e.source), e.number: e.source}
+        return e.valued([x != 0 for x in e.walk.sum_at(total, True)])
     return _law(across=_named)(e, inputs)
 
 
@@ -207,7 +228,7 @@ def _moved(to: Callable[[Equation, Place], Place | None] = Equation.placed) -> R
         if value.scalar and value.place is None and value.flaw is None:
             return value
         found = e.made(inputs, value.terms, value.place and to(e, value.place))
-        return found.but(curve=value.curve, of=value.of)
+        return found.but(lanes=value.lanes)
 
     return rule
 
@@ -267,8 +288,8 @@ def _repeated(e: Equation, inputs: list[Value]) -> Value:
         raise mixes(walks.PAIRS)
     if place is None and value.flaw is None:
         value, place = e.lifted(value, grown), grown
-    if value.scalar and (value.flaw is None or value.curve is not None):
-        return value.but(place=None if value.flaw else place)
+    if value.scalar and value.flaw is None:
+        return value.but(place=place)
     return e.made(inputs, value.terms, place).but(scalar=value.scalar)
 
 
@@ -292,7 +313,7 @@ def _concatenated(e: Equation, inputs: list[Value]) -> Value:
 def _sum(e: Equation, inputs: list[Value]) -> Value:
     (value,) = inputs
     over_rows = value.axis in e.params["axes"]
-    terms = walks.summed(value.terms) if over_rows else value.terms
+    terms = e.walk.summed(value.terms) if over_rows else value.terms
     found = e.made(inputs, terms, None if over_rows else e.placed(value.place))
     if e.outputs[0] == ():
         found = found.but(number=e.walk.total(value))
@@ -329,7 +350,7 @@ def _contracted(where: Callable[[Equation, Place | None, Place | None], Place | 
         place = rows and where(e, left, right)
         terms = e.product(*(e.lifted(value, rows) for value in inputs))
         over_rows = place is None and rows is not None
-        found = e.made(inputs, walks.summed(terms) if over_rows else terms, place)
+        found = e.made(inputs, e.walk.summed(terms) if over_rows else terms, place)
         return e.walk.added_up(e, found) if over_rows else found
 
     return rule
@@ -390,7 +411,7 @@ def _indexed(e: Equation, inputs: list[Value]) -> Value:
         is_sum = e.name.endswith("add") and operand.terms <= SHARED and e.function(by)
         if not is_sum or updates[0].axis in numbers.update_window_dims:
             raise unknown(e.name)
-        own = frozenset(Term(True, term.factor) for term in updates[0].terms)
+        own = frozenset(Term(True, term.scale) for term in updates[0].terms)
         return e.walk.added_up(e, e.made(used, operand.terms | own, None))
     if rows is not None and rows.axis in numbers.operand_batching_dims:
         if any(value.place is not None and value.place[1:] != rows[1:] for value in used):
@@ -404,7 +425,7 @@ def _indexed(e: Equation, inputs: list[Value]) -> Value:
     a, *b = (e.lifted(value, place) for value in (operand, *updates))
     terms = a.terms | e.product(a, b[0]) if e.name == "scatter-mul" else union([a, *b])
     own = any(term.own for term in e.function([e.lifted(each, place) for each in by]))
-    return e.made(used, frozenset(Term(term.own or own, term.factor) for term in terms), place)
+    return e.made(used, frozenset(Term(term.own or own, term.scale) for term in terms), place)
 
 
 def _part(e: Equation, axis: int) -> int:
@@ -458,7 +479,7 @@ def _carry(e: Equation, body: Callable[[list[Value]], list[Value]], carry: list[
 
     numbers = [e.walk.number("carry", (id(e.traced[-1]), n), value.number) for n, value in enumerate(carry)]
     for _ in range(_ROUNDS):
-        carry = [value.but(number=number, of=None, curve=None) for number, value in zip(numbers, carry)]
+        carry = [value.but(number=number, lanes=None) for number, value in zip(numbers, carry)]
         after = [walks.joined(e.walk, *pair) for pair in zip(carry, body(carry))]
         if all(facts(a) == facts(b) for a, b in zip(carry, after)):
             return after
@@ -486,7 +507,7 @@ def _scanned(e: Equation, inputs: list[Value]) -> list[Value]:
 def _entry(value: Value, number: int, axes: int) -> Value:
     """What one round of a scan gets of an array, with an axis less, or has as its part of one, with an axis more."""
     place = value.place and value.place._replace(axis=value.axis + axes)
-    return value.but(number=number, place=place, scalar=False, of=None, curve=None)
+    return value.but(number=number, place=place, scalar=False, lanes=None)
 
 
 def _mapped(traced: Any, first: int, second: int) -> Any:
@@ -521,11 +542,10 @@ def _looped(e: Equation, inputs: list[Value]) -> list[Value]:
 def _branched(e: Equation, inputs: list[Value]) -> list[Value]:
     which, *rest = inputs
     branches = list(zip(*e.each("branches")))
-    if which.choice is not None:
-        found = e.walk.run(branches[which.choice], rest)
-        if not all(_is_answered(which, value) for value in found):
-            raise mixes(walks.FREE)
-        return found
+    if which.lanes is not None:
+        chosen = {int(x) for x in which.lanes if x == x}
+        each = [e.walk.run(branch, rest) if n in chosen else [] for n, branch in enumerate(branches)]
+        return [_chosen(e, which, [some[n] if some else None for some in each], n) for n in range(len(e.outputs))]
     if not which.is_shared:
         raise unknown("cond")
     found, *others = (e.walk.run(each, rest) for each in branches)
@@ -582,10 +602,11 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
 RULES: dict[str, Rule] = {
     "": _other,
     **_each(
-        "copy copy_p reduce_precision stop_gradient optimization_barrier pcast pvary pbroadcast reshard name "
+        "copy copy_p reduce_precision optimization_barrier pcast pvary pbroadcast reshard name "
         "sharding_constraint random_wrap random_unwrap device_put mesh_cast",
         lambda e, inputs: list(inputs),
     ),
+    "stop_gradient": lambda e, inputs: [value.but(roots=value.roots & ~walks.FLOWING) for value in inputs],
     # Entry by entry.
     **_each(
         "abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,21 +17,26 @@ import numpy as np
 from jax.extend.core import Literal
 
 Symbol = Any
-"""A number that takes all rows to know, and is a factor: `COUNT`, or the number of a sum over the rows."""
-Factor = frozenset[tuple[Symbol, int]]
-"""Powers of symbols; the empty one is 1."""
+"""The number of a sum over the rows, which is another one in each batch."""
+Scale = tuple[float, ...]
+"""What a number is multiplied by in each of some imagined batches, up to what all of them share; () is 1."""
+ONE: Scale = ()
 COUNT = "rows"
-ONE: Factor = frozenset()
-ROWS: Factor = frozenset([(COUNT, 1)])
+NONE = float("nan")
+"""Where nothing is said of a batch, as of 0 / 0."""
+_SAMPLES, _EMPTY = 8, 4
+"""Imagined batches for each number of rows; in one of the first few of them a sum is 0."""
+_ROUNDING = 1e-9
+"""Of products of scales."""
 _MOST = 12
 """Terms that a number may have."""
 
 
 class Term(NamedTuple):
-    """A summand: each row's own number, or one that is the same for any rows, times a factor."""
+    """A summand: each row's own number, or one that is the same for any rows, times what takes all rows to know."""
 
     own: bool
-    factor: Factor = ONE
+    scale: Scale = ONE
 
 
 Terms = frozenset[Term]
@@ -91,10 +95,11 @@ def unknown(why: str) -> Lost:
     return Lost("unknown", why=why)
 
 
-DIFFERENTIATED, FRESH, LOCAL = 1, 2, 4
+DIFFERENTIATED, FRESH, LOCAL, FLOWING = 1, 2, 4, 8
 """Bits of `Value.roots`: it follows from what is differentiated; from a key or a state that micro-batches don't share;
-from one device's part of a sum over the rows of several. Those from `STATE` on are the state's leaves."""
-STATE = 8
+from one device's part of a sum over the rows of several; and a gradient flows through it. Those from `STATE` on are the
+state's leaves."""
+STATE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +113,7 @@ class Value:
     roots: int = 0  # what it follows from
     scalar: bool = False  # all entries (of a row) are one number
     integral: bool = False  # its entries are whole numbers
-    of: Symbol = None  # the sum over the batch that it is a function of, and of nothing else
-    curve: tuple[Any, ...] | None = None  # this function, or this number, at each number of rows and at `POINTS`
+    lanes: tuple[Any, ...] | None = None  # if it follows from sums over the batch alone, what it is in imagined batches
 
     @property
     def own(self) -> bool:
@@ -125,15 +129,10 @@ class Value:
         return -1 if self.place is None else self.place.axis
 
     @property
-    def known(self) -> tuple[Any, ...] | None:
-        """The number that all entries are, at each number of rows."""
-        return self.curve if self.of is None else None
-
-    @property
-    def choice(self) -> int | None:
-        """What it is as a condition, if that is the same for any rows (and any sum that isn't 0)."""
-        is_one = self.curve is not None and len({*self.curve}) == 1 and isinstance(self.curve[0], bool | int)
-        return int(self.curve[0]) if is_one and self.curve is not None else None
+    def known(self) -> Any:
+        """The number that it is in any batch, if it is one."""
+        found = {x for x in self.lanes if x == x} if self.lanes is not None else {0, 1}
+        return None if len(found) > 1 else found.pop() if found else NONE
 
     @property
     def is_shared(self) -> bool:
@@ -152,15 +151,25 @@ class Value:
 # The algebra of terms.
 
 
-def times(a: Factor, b: Factor) -> Factor:
-    powers = dict(a)
-    for symbol, degree in b:
-        powers[symbol] = powers.get(symbol, 0) + degree
-    return frozenset((symbol, degree) for symbol, degree in powers.items() if degree)
+def scaled(numbers: Iterable[float]) -> Scale:
+    """These numbers, up to one that all of them share."""
+    given = [x if math.isfinite(x) else NONE for x in numbers]
+    last = next((x for x in reversed(given) if x == x and x), 1)
+    found = tuple(NONE if x != x else float(f"{x / last:.12g}") for x in given)
+    return ONE if all(x != x or abs(x - 1) <= _ROUNDING for x in found) and {*found} != {NONE} else found
 
 
-def power(factor: Factor, degree: int) -> Factor:
-    return frozenset((symbol, each * degree) for symbol, each in factor)
+def times(a: Scale, b: Scale) -> Scale:
+    return scaled(x * y for x, y in zip(a, b)) if a and b else a or b
+
+
+def power(scale: Scale, degree: int) -> Scale:
+    return scaled(x**degree if x or degree > 0 else NONE for x in scale)
+
+
+def ordinary(scale: Scale) -> Scale:
+    """Without the batches in which a sum is 0."""
+    return scaled(NONE if n % _SAMPLES < _EMPTY else x for n, x in enumerate(scale))
 
 
 def exponent(numbers: Sequence[float], rows: Sequence[int]) -> int | None:
@@ -182,11 +191,6 @@ def _limited(terms: Iterable[Term]) -> Terms:
     if len(found) > _MOST:
         raise unknown("too many denominators")
     return found
-
-
-def summed(terms: Terms) -> Terms:
-    """After a sum over the rows."""
-    return frozenset(term if term.own else Term(False, times(term.factor, ROWS)) for term in terms)
 
 
 def common_place(values: Iterable[Value]) -> Place | None:
@@ -227,8 +231,8 @@ _SAME_TOTAL = {"expand_dims", "reduce_sum", "reshape", "rev", "squeeze", "transp
 _STEPS = {"argmax", "argmin", "ceil", "convert_element_type", "floor", "round", "sign"}
 """Of a statistic of the batch they may be the same for all micro-batches, as comparisons may."""
 _BOUNDS = {"abs", "clamp", "max", "min"}
-POINTS = {True: (1, 2, 5, 1000, 1000000), False: (0.25, 1, 5, 1000, 1000000)}
-"""Sums of whole numbers, and of others, at which a function of one is looked at."""
+_GUARDS = {"add", "add_any", "clamp", "max", "min", "select_n", "sub"}
+"""What keeps a sum from being 0 as a denominator."""
 Rule = Callable[["Equation", list[Value]], Any]
 """From what is known of an operation's inputs to what is known of its output, or of all of its outputs in a list."""
 
@@ -260,7 +264,9 @@ class Equation:
         for name in sorted(self.params.keys() - _SHAPES):
             found = [_plain(each.params.get(name)) for each in self.traced]
             if name in _EXTENTS and isinstance(found[0], tuple):
-                found = [[n for axis, n in enumerate(each) if axis != first.axis and not first.curve] for each in found]
+                found = [
+                    [n for axis, n in enumerate(each) if axis != first.axis and first.lanes is None] for each in found
+                ]
             for value, rows in zip(found, self.walk.rows):
                 if repr(value) != repr(found[-1]):  # NaN is not itself
                     raise unknown(f"{name}={value} for {rows} rows, {name}={found[-1]} for {self.walk.rows[-1]}")
@@ -298,25 +304,24 @@ class Equation:
         if a.place is None and b.place is None and a.own and b.own:
             a, b = (a, b) if b.free and b.scalar else (b, a)
             b = b.but(terms=frozenset([Term(False, self.walk.factor(b))]))
-        return _limited(Term(x.own or y.own, times(x.factor, y.factor)) for x in a.terms for y in b.terms)
+        return _limited(Term(x.own or y.own, times(x.scale, y.scale)) for x in a.terms for y in b.terms)
 
     def power_of(self, value: Value, degree: int) -> Terms:
         """A power, which of a number with rows must be of a single term."""
         if value.place is None and (value.own or len(value.terms) > 1):
             return frozenset([Term(False, power(self.walk.factor(value), degree))])
-        if len({term.factor for term in value.terms}) != 1:
+        if len({term.scale for term in value.terms}) != 1:
             return self.function([value])
-        return frozenset([Term(value.own, power(next(iter(value.terms)).factor, degree))])
+        return frozenset([Term(value.own, power(next(iter(value.terms)).scale, degree))])
 
     def function(self, values: Sequence[Value]) -> Terms:
         """Of any function, entry by entry: one of plain rows, or of what is the same for any rows."""
-        symbols = {symbol for value in values for term in value.terms for symbol, _ in term.factor}
-        causes = [self.walk.sources[symbol] for symbol in symbols - {COUNT}]
-        if all(value.place is None for value in values):
-            causes += [self.walk.first_sum(value) for value in values if value.own]
-        if causes:
-            raise mixes(source=min(causes, key=lambda source: source.number))
-        if symbols:
+        sums = [value for value in values if value.own] if all(value.place is None for value in values) else []
+        scales = {term.scale for value in values for term in value.terms} - {ONE}
+        if sums or not all(map(self.walk.is_by_rows, scales)):
+            sums += [value for value in values if any(term.scale for term in value.terms)]
+            raise mixes(source=min(map(self.walk.first_sum, sums), key=lambda source: source.number))
+        if scales:
             raise Lost("count")
         return frozenset([Term(any(value.own for value in values))])
 
@@ -329,15 +334,34 @@ class Equation:
             None if flaw else place,
             flaw,
             self.number if n == 0 else self.walk.number("output", n, self.number),
-            roots & ~DIFFERENTIATED if integral else roots,  # no gradient goes through whole numbers
+            roots & ~(DIFFERENTIATED | FLOWING) if integral else roots,  # no gradient goes through whole numbers
             scalar=math.prod(self.outputs[n]) == (self.outputs[n][place.axis] if place and not flaw else 1),
             integral=integral or (self.name in _INTEGRAL and all(value.integral for value in inputs)),
         )
 
-    def known(self, curve: Any, of: Symbol = None) -> Value:
-        """An output that is this number, or this function of a sum over the batch."""
-        curve = curve if isinstance(curve, list) else [curve] * len(self.walk.rows) * len(POINTS[True])
-        return self.walk.curved(tuple(curve), of, self).but(place=self.grown(), roots=roots_of(self.values))
+    def valued(self, lanes: Any, terms: Terms | None = None) -> Value:
+        """An output that is this number in each imagined batch; of these terms, if its operation says so."""
+        lanes = tuple(lanes) if isinstance(lanes, list) else (lanes,) * _SAMPLES * len(self.walk.rows)
+        sums = [value for value in self.values if value.lanes is not None and value.known is None]
+        if len(sums) == 1 and self.name in _GUARDS:
+            lanes, terms = self._guarded(sums[0], lanes, terms)
+        return self.walk.valued(lanes, self.number, terms).but(place=self.grown(), roots=roots_of(self.values))
+
+    def _guarded(self, value: Value, lanes: Any, terms: Terms | None) -> tuple[Any, Terms | None]:
+        """A sum that a constant has changed: the same sum, but for rounding, and perhaps where it is 0; with a doubt,
+        if it hardly changes where it is large."""
+        was = value.lanes or ()
+        off = [abs(y / x - 1) if x and x == x and y == y else 0.0 for x, y in zip(was, lanes)]
+        rounding = _rounding(str(self.dtypes[0]), 0.25 in was)
+        if max(off) <= rounding:
+            lanes = tuple(x if x or abs(y) <= rounding else y for x, y in zip(was, lanes))
+            return lanes, value.terms if lanes == was else terms
+        if max((change for change, x in zip(off, was) if abs(x) >= 1000), default=1.0) < 1e-2:
+            worst = off.index(max(off))
+            change = f"({was[worst]:g} becomes {lanes[worst]:.14g}), and each micro-batch changes its own"
+            self.walk.doubts.append(f"`{self.name}` at {line(self.info)} changes a sum over the batch {change}.")
+            return was, value.terms
+        return lanes, terms
 
     # Flaws.
 
@@ -414,7 +438,9 @@ class Walk:
         self.positions: set[int] = set()  # of what is 0, 1, 2, ... along the rows
         self.sources: dict[Symbol, Source] = {}  # of sums over the rows
         self.bound: set[Symbol] = set()  # those that follow from what is differentiated
-        self.curves: dict[Symbol, tuple[Any, ...]] = {}  # of sums over the batch: the points that they are looked at
+        self.flowing: set[Symbol] = set()  # those that a gradient flows through
+        self.sums: dict[Symbol, tuple[float, ...]] = {}  # what they are in imagined batches
+        self.has_branches = False  # whether there is a choice by a sum over the batch that may be either
         self.doubts: list[str] = []  # what was taken for true
         self.callers: list[tuple[str, Any]] = []  # functions that are being walked through, and who has called them
         self.split: frozenset[str] = frozenset()  # axes of devices that the rows are split over, inside a `shard_map`
@@ -457,21 +483,55 @@ class Walk:
         sums = [self.sources[each] for each in self.ancestors(value.number) if each in self.sources]
         return min(sums, key=lambda source: source.number, default=Source("sum"))
 
-    def factor(self, value: Value) -> Factor:
+    @property
+    def count(self) -> Scale:
+        """The number of rows."""
+        return scaled(rows for rows in self.rows for _ in range(_SAMPLES))
+
+    def named(self, scale: Scale) -> Any:
+        """The sum that this goes with in batches that aren't empty, or COUNT; "" for 1, and None for anything else."""
+        sums = {"": ONE, COUNT: self.count} | {symbol: scaled(self.sums[symbol]) for symbol in self.sums}
+        return next((symbol for symbol, of in sums.items() if not ordinary(times(scale, power(of, -1)))), None)
+
+    def is_by_rows(self, scale: Scale) -> bool:
+        """Whether it follows from the number of rows alone."""
+        each = [{x for x in scale[n : n + _SAMPLES] if x == x} for n in range(0, len(scale), _SAMPLES)]
+        return all(len(numbers) <= 1 for numbers in each)
+
+    def is_undecided(self, which: Value) -> bool:
+        """Whether this condition may be one or the other in batches that aren't empty."""
+        return not self.is_by_rows(ordinary(tuple(1.0 + x for x in which.lanes or ())))
+
+    def sum_at(self, symbol: Symbol, is_integral: bool = False) -> tuple[float, ...]:
+        """What a sum is in imagined batches: once 0, once small, and no two sums alike."""
+        if symbol not in self.sums:
+            n = len(self.sums)
+            numbers = [3 + n, 5 + 2 * n, 7 + 3 * n, 11 + 5 * n, 1 if is_integral else 0.25]
+            numbers += [2 + n, 1000 + 7 * n, 1000000 + 11 * n]
+            numbers[n % _EMPTY] = 0
+            self.sums[symbol] = tuple(numbers) * len(self.rows)
+        return self.sums[symbol]
+
+    def factor(self, value: Value) -> Scale:
         """A number without rows as a factor of others: what is the same for any rows, or one sum over the batch."""
+        if value.lanes is not None:
+            return scaled(value.lanes)
         if not value.own:
-            factors = {term.factor for term in value.terms} or {ONE}
-            if len(factors) > 1:
+            scales = {term.scale for term in value.terms} or {ONE}
+            if len(scales) > 1:
                 raise Lost("count")
-            return factors.pop()
+            return scales.pop()
         if len(value.terms) > 1 or not value.scalar:
             raise mixes(source=self.first_sum(value))
-        symbol = value.number if value.of is None else value.of
+        symbol = self.number("local", None, value.number) if value.roots & LOCAL else value.number
         self.bound |= set() if value.free else {symbol}
-        if value.roots & LOCAL:
-            symbol = self.number("local", None, symbol)
+        self.flowing |= {symbol} if value.roots & FLOWING else set()
         self.sources.setdefault(symbol, self.first_sum(value))
-        return times(next(iter(value.terms)).factor, frozenset([(symbol, 1)]))
+        return times(next(iter(value.terms)).scale, scaled(self.sum_at(symbol, value.integral)))
+
+    def summed(self, terms: Terms) -> Terms:
+        """After a sum over the rows."""
+        return frozenset(term if term.own else Term(False, times(term.scale, self.count)) for term in terms)
 
     def added_up(self, e: Equation, found: Value, over_rows: bool = True) -> Value:
         """A sum over the rows, and a part of it where devices have parts of the rows."""
@@ -481,11 +541,9 @@ class Walk:
         return found if found.roots & LOCAL else self.as_sum(found)
 
     def as_sum(self, value: Value) -> Value:
-        """A sum over the batch, which others may be divided by: functions of it are computed at some points."""
-        if not (value.scalar and value.free and value.terms == {Term(True)}):
-            return value
-        curve = self.curves[value.number] = POINTS[value.integral] * len(self.rows)
-        return value.but(of=value.number, curve=curve)
+        """A sum over the batch alone, of which functions are computed in imagined batches."""
+        is_sum = value.scalar and value.free and value.terms == {Term(True)}
+        return value.but(lanes=self.sum_at(value.number, value.integral)) if is_sum else value
 
     def run(self, jaxprs: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
         """What is known of the outputs of a jaxpr, closed or not, of which there is one for each number of rows."""
@@ -548,50 +606,25 @@ class Walk:
         return found.but(terms=frozenset(), place=None, flaw=flaw)
 
     def _known(self, given: Sequence[Any]) -> Value:
-        """A number that each trace knows."""
-        curve = [np.ravel(each)[0].item() for each in given for _ in POINTS[True]]
-        return self.curved(curve, kind=str(getattr(given[-1], "dtype", type(given[-1]).__name__)))
+        """A number that each trace knows: a power of the number of rows, if it is nearly one."""
+        numbers = [np.ravel(each)[0].item() for each in given]
+        if len({*numbers}) > 1 and all(numbers) and (degree := exponent(numbers, self.rows)) is not None:
+            exact = [numbers[-1] * (rows / self.rows[-1]) ** degree for rows in self.rows]
+            off = max(abs(x / y - 1) for x, y in zip(numbers, exact))
+            if off > _rounding(str(getattr(given[-1], "dtype", type(given[-1]).__name__))):
+                what = "A number that is written down goes with the number of rows"
+                self.doubts.append(f"{what}, but for {off:.1g} of it.")
+            numbers = exact
+        lanes = tuple(NONE if x != x else x for x in numbers for _ in range(_SAMPLES))
+        return self.valued(lanes, self.number("value", tuple(map(repr, lanes))))
 
-    def curved(self, curve: Sequence[Any], of: Symbol = None, e: Equation | None = None, kind: str = "") -> Value:
-        """What is known of a number that is known, or known as a function of one sum over the batch."""
-        number = self.number("value", tuple(map(repr, curve))) if of is None or e is None else e.number
-        found = Value(SHARED, None, None, number, 0, True, _are_integral(curve), of, tuple(curve))
-        if of is None and _is_constant(curve):
-            return found if curve[-1] else found.but(terms=frozenset())
-        degrees = self._degrees(curve, of, e, kind)
-        if degrees is None and of is None:
-            return found.but(terms=frozenset(), flaw=Flaw("count", Source("constant", number=number)))
-        if degrees is None or (of is not None and degrees[0] == 0):
-            is_free = degrees is not None or isinstance(curve[0], bool)
-            return found.but(terms=frozenset(), flaw=Flaw("mixed", self.sources[of], FREE if is_free else ""))
-        by_sum, by_rows = degrees
-        factor = frozenset([(COUNT, by_rows)]) if by_rows else ONE
-        if by_sum in (0, 1):
-            return found.but(terms=frozenset([Term(by_sum == 1, factor)]))
-        return found.but(terms=frozenset([Term(False, times(factor, frozenset([(of, by_sum)])))]))
-
-    def _degrees(self, curve: Sequence[Any], of: Symbol, e: Equation | None, kind: str) -> tuple[int, int] | None:
-        """The powers of the sum, and of the number of rows, that it goes with; roughly, if it does for large sums."""
-        points = self.curves.get(of, (1,) * len(curve))
-        rows = [rows for rows in self.rows for _ in POINTS[True]]
-        if not all(curve):
-            return None
-        rounding = _rounding(kind if e is None else str(e.dtypes[0]), points)
-        for by_sum, by_rows in itertools.product((0, 1, -1, 2, -2) if of is not None else (0,), (0, 1, -1, 2, -2)):
-            parts = [y / (x**by_sum * n**by_rows) for x, y, n in zip(points, curve, rows)]
-            off = [abs(part / parts[-1] - 1) for part in parts]
-            if max(off) <= rounding:
-                return by_sum, by_rows
-            if by_rows and max(off) <= 1e-5:
-                what = f"`{e.name}` at {line(e.info)}" if e else "A number that is written down"
-                self.doubts.append(f"{what} goes with the number of rows, but for {max(off):.1g} of it.")
-                return by_sum, by_rows
-            if e is not None and by_sum and max(each for each, x in zip(off, points) if x >= 1000) < 1e-2:
-                worst = off.index(max(off))
-                change = f"({points[worst]:g} becomes {curve[worst]:.14g}), and each micro-batch changes its own"
-                self.doubts.append(f"`{e.name}` at {line(e.info)} changes a sum over the batch {change}.")
-                return by_sum, by_rows
-        return None
+    def valued(self, lanes: tuple[Any, ...], number: int, terms: Terms | None = None) -> Value:
+        """What is known of a number that is known in each imagined batch."""
+        found = Value(SHARED, None, None, number, 0, True, _are_integral(lanes), lanes)
+        if (known := found.known) is not None:
+            number = self.number("value", repr(known))
+            return found.but(number=number, terms=SHARED if known else frozenset())
+        return found.but(terms=frozenset([Term(False, scaled(lanes))]) if terms is None else terms)
 
     def place_of(self, shapes: Sequence[Sequence[int]]) -> Place | None:
         """Where an array has its rows by its shapes: the axis that differs."""
@@ -655,14 +688,8 @@ def _flaws_of(values: Sequence[Value]) -> list[Flaw]:
     return flaws
 
 
-def _rounding(kind: str, points: Sequence[Any]) -> float:
-    if kind == "float64":
-        return 4.1e-12
-    return 4.1e-8 if 0.25 in points else 1.1e-6
-
-
-def _is_constant(curve: Sequence[Any]) -> bool:
-    return len({*curve}) == 1 or any(each != each for each in curve)  # NaN
+def _rounding(kind: str, is_small: bool = False) -> float:
+    return 4.1e-12 if kind == "float64" else 4.1e-8 if is_small else 1.1e-6
 
 
 def _are_integral(curve: Sequence[Any]) -> bool:
