@@ -45,32 +45,10 @@ import numpy as np
 from jax.extend.core import Literal
 
 from gradaccum.jax.batch import equations
+from gradaccum.jax.loss import algebra
+from gradaccum.jax.loss.algebra import COUNT, ONE, Flaw, Lost, Place, Scale, Source, Term, Value
 from gradaccum.jax.loss.rules import RULES
-from gradaccum.jax.loss.walk import (
-    COUNT,
-    DIFFERENTIATED,
-    FLOWING,
-    LAYOUT,
-    NONE,
-    ONE,
-    SHARED,
-    Flaw,
-    Lost,
-    Place,
-    Scale,
-    Source,
-    Term,
-    Value,
-    Walk,
-    exponent,
-    is_integral,
-    is_ours,
-    line,
-    ordinary,
-    power,
-    scaled,
-    times,
-)
+from gradaccum.jax.loss.walk import LAYOUT, Walk, is_integral, is_ours, line
 
 _ROWS = 6
 """The smaller number of rows that a loss is traced for where no sizes are known; the other one is twice that."""
@@ -87,7 +65,7 @@ class LossSpec(NamedTuple):
     axes: list[int | None]
     """Of each input, the axis of its rows, or None."""
     roots: list[int]
-    """Of each input, DIFFERENTIATED, FRESH, and a bit for each leaf of the state, as of `Value.roots`."""
+    """Of each input, algebra.DIFFERENTIATED, FRESH, and a bit for each leaf of the state, as of `Value.roots`."""
     reduction: str
     unit: int = 1
     """What a number of rows must be a multiple of."""
@@ -117,11 +95,7 @@ def judge(spec: LossSpec) -> Verdict:
             "unknown", (f"It can't be traced for other numbers of rows: {str(error).strip().partition(chr(10))[0]}")
         )
     walk = Walk(rows, RULES)
-    inputs = []
-    for n, (kind, axis, roots) in enumerate(zip(traces[-1].in_avals, spec.axes, spec.roots)):
-        terms, place = frozenset([Term(axis is not None)]), None if axis is None else Place(axis)
-        roots |= FLOWING * (roots & DIFFERENTIATED)
-        inputs.append(Value(terms, place, None, walk.number("input", n), roots, integral=is_integral(kind.dtype)))
+    inputs = [_input(n, *each, walk) for n, each in enumerate(zip(traces[-1].in_avals, spec.axes, spec.roots))]
     try:
         found = walk.run(traces, inputs)
     except Lost:
@@ -129,14 +103,7 @@ def judge(spec: LossSpec) -> Verdict:
     except Exception as error:  # what looks at a loss must not keep it from training
         return Verdict("unknown", f"It can't be followed: {type(error).__name__}: {error}")
     losses, weights, more = jax.tree.unflatten(names, found)
-    statistics = set().union(*(walk.ancestors(value.number) for value in more["statistics"]))
-    verdicts = []
-    for name, loss in losses.items():
-        verdict = _of_loss(loss, weights.get(name), spec.reduction, walk, statistics)
-        if verdict.kind == "exact" and (found := more["gradients"].get(name)):
-            verdict = _of_gradients(found, inputs, weights.get(name), spec.reduction, walk, own) or verdict
-        about = f"As to the loss {name!r}: " if name else ""
-        verdicts.append(verdict._replace(message=f"{about}{verdict.message}"))
+    verdicts = [*_of_losses(losses, weights, more, inputs, spec.reduction, walk, own)]
     wrong = [verdict for verdict in verdicts if verdict.kind not in ("exact", "unknown")]
     if wrong:
         return max(wrong, key=lambda verdict: verdict.certain)
@@ -145,6 +112,24 @@ def judge(spec: LossSpec) -> Verdict:
     for (how, path), value in more["aux"].items():
         verdicts.append(_of_aux(how, path, value, weights.get(""), spec.reduction, walk))
     return next((verdict for verdict in verdicts if verdict.kind != "exact"), EXACT)
+
+
+def _of_losses(
+    losses: Any, weights: Any, more: Any, inputs: list[Value], reduction: str, walk: Walk, own: list[Any]
+) -> Iterator[Verdict]:
+    statistics = set().union(*(walk.ancestors(value.number) for value in more["statistics"]))
+    for name, loss in losses.items():
+        verdict = _of_loss(loss, weights.get(name), reduction, walk, statistics)
+        if verdict.kind == "exact" and (found := more["gradients"].get(name)):
+            verdict = _of_gradients(found, inputs, weights.get(name), reduction, walk, own) or verdict
+        yield verdict._replace(message=f"As to the loss {name!r}: {verdict.message}" if name else verdict.message)
+
+
+def _input(n: int, kind: Any, axis: int | None, roots: int, walk: Walk) -> Value:
+    place = None if axis is None else Place(axis)
+    roots |= algebra.FLOWING if roots & algebra.DIFFERENTIATED else 0
+    number, integral = walk.number("input", n), is_integral(kind.dtype)
+    return Value(frozenset([Term(axis is not None)]), place, None, number, roots, integral=integral)
 
 
 def _traces(spec: LossSpec) -> tuple[tuple[int, ...], list[Any], Any]:
@@ -172,7 +157,7 @@ def _graded(spec: LossSpec) -> Callable[[list[Any]], Any]:
         inputs = {
             n: value
             for n, (value, roots) in enumerate(zip(values, spec.roots))
-            if roots & DIFFERENTIATED and jnp.issubdtype(value.dtype, jnp.floating)
+            if roots & algebra.DIFFERENTIATED and jnp.issubdtype(value.dtype, jnp.floating)
         }
 
         def named(name: str) -> Any:
@@ -210,7 +195,7 @@ def _of_one_row(spec: LossSpec, rows: tuple[int, ...], traces: list[Any]) -> Ver
         return EXACT
     done = [list(_done(closed)) for closed in (_traced(spec, 1)[0], *traces)]
     alike = len({len(each) for each in done}) == 1 and all(
-        (isinstance(some[0], float) and exponent(some, (1, *rows)) is not None) or len({*some}) == 1
+        (isinstance(some[0], float) and algebra.exponent(some, (1, *rows)) is not None) or len({*some}) == 1
         for some in zip(*done)
     )
     return EXACT if alike else Verdict("unknown", "Its operations for one row differ from those for more.")
@@ -270,15 +255,16 @@ def _of_loss(
     loss: Value, weight: Value | None, reduction: str, walk: Walk, statistics: frozenset[int] | set[int] = frozenset()
 ) -> Verdict:
     if loss.flaw is not None:
-        return _of_flaw(loss.flaw, statistics)
+        verdict = _of_flaw(loss.flaw, statistics)
+        return verdict._replace(certain=verdict.certain and not (loss.flaw.kind == "mixed" and walk.has_branches))
     if loss.place is not None:
         return Verdict("unknown", "Its result still has an axis of rows.")
     if weight is not None and weight.flaw is not None and weight.flaw.kind == "unknown":
         return Verdict("unknown", f"`weight` uses {_at(weight.flaw.source)}, which is not followed.")
-    divisor = ONE if reduction == "sum" else walk.count
+    divisor = ONE if reduction == "sum" else walk.batches.count
     if weight is not None:
-        is_sum = weight.terms in ({Term(True)}, {Term(False, walk.count)}, SHARED) and weight.flaw is None
-        if not is_sum or (weight.own and not weight.scalar):
+        rows = {Term(own, scale) for own, scale in ((True, ONE), (False, ONE), (False, walk.batches.count))}
+        if weight.flaw is not None or len(weight.terms) != 1 or not weight.terms <= rows:
             why = "what it returns for the batch is not the sum of what it returns for micro-batches"
             return Verdict("unknown", f"`weight` must be a sum over the rows: {why}.")
         divisor = walk.factor(weight)
@@ -317,31 +303,38 @@ def _of_flaw(flaw: Flaw, statistics: frozenset[int] | set[int]) -> Verdict:
 
 
 def _of_terms(loss: Value, divisor: Scale, is_weighed: bool, reduction: str, walk: Walk) -> Verdict:
-    names = {term: walk.named(power(term.scale, -1)) for term in loss.terms}
-
-    def off(term: Term) -> Scale:
-        shared = ONE if reduction == "mean" else power(walk.count, -1)  # of a sum it goes with the rows
-        scale = times(term.scale, divisor if term.own else shared)
-        if not (scale and divisor):
-            return scale
-        return scaled(x if y else NONE for x, y in zip(scale, divisor))  # what weighs nothing is left out
-
-    wrong = [term for term in loss.terms if off(term) or names[term] in walk.flowing]
+    named = walk.batches.named
+    off = {term: _off(term, divisor, reduction, walk) for term in loss.terms}
+    names = {term: named(algebra.power(term.scale, -1)) for term in loss.terms}
+    wrong = [term for term in loss.terms if off[term] or names[term] in walk.flowing]
     if not wrong:
         return Verdict("unknown", walk.doubts[0]) if walk.doubts else EXACT
-    if not any(
-        ordinary(off(term)) or names[term] in walk.flowing for term in wrong
-    ):  # but for a choice where a sum is 0
-        return _mixes(walk.first_sum(loss))
+    if all(algebra.is_choice(off[term]) and names[term] not in walk.flowing for term in wrong):
+        return _mixes(walk.first_sum(loss))  # but for a choice where a sum is 0, it is right
     divisors = {names[term] for term in loss.terms if term.own}
-    by_rows = all(walk.is_by_rows(ordinary(term.scale)) for term in wrong)
-    mixes = not by_rows and (None in divisors or not all(term.own or walk.is_by_rows(term.scale) for term in wrong))
-    if mixes or any(names[term] in walk.bound for term in wrong) or (len(divisors) > 1 and "" in divisors):
+    if _is_mixed(wrong, names, divisors, walk):
         return _mixes(walk.first_sum(loss))._replace(certain=not walk.has_branches)
     same_for_all = is_weighed and divisor == ONE  # right where micro-batches have as many rows
-    weight = walk.named(divisor) if is_weighed else None
-    verdict = _by_divisors(wrong, loss, divisors, weight, reduction, walk)
+    verdict = _by_divisors(wrong, loss, divisors, named(divisor) if is_weighed else None, reduction, walk)
     return verdict._replace(certain=verdict.kind != "unknown" and not same_for_all)
+
+
+def _is_mixed(wrong: list[Term], names: dict[Term, Any], divisors: set[Any], walk: Walk) -> bool:
+    """Whether it is no sum of means, and of sums: rows are multiplied by what takes all rows to know."""
+    if (len(divisors) > 1 and "" in divisors) or any(names[term] in walk.bound for term in wrong):
+        return True
+    if all(algebra.is_by_rows(algebra.ordinary(term.scale)) for term in wrong):
+        return False
+    return None in divisors or not all(term.own or algebra.is_by_rows(term.scale) for term in wrong)
+
+
+def _off(term: Term, divisor: Scale, reduction: str, walk: Walk) -> Scale:
+    """What keeps a term from being right: ONE, if it is; what weighs nothing is left out."""
+    shared = ONE if reduction == "mean" else algebra.power(walk.batches.count, -1)  # of a sum it goes with the rows
+    scale = algebra.times(term.scale, divisor if term.own else shared)
+    if not (scale and divisor):
+        return scale
+    return algebra.scaled(x if y else algebra.NONE for x, y in zip(scale, divisor))
 
 
 def _by_divisors(
@@ -354,7 +347,7 @@ def _by_divisors(
     if len(divisors) > 1:
         each = "{name: (loss, weight)}, each with what it is a mean over"
         return Verdict("weight", f"It is a sum of means over {named}. Return them as {each}.")
-    if all(walk.is_by_rows(term.scale) for term in wrong):
+    if all(algebra.is_by_rows(term.scale) for term in wrong):
         return _by_count(wrong, loss, reduction, walk)
     if weight is not None and weight != COUNT:
         return Verdict("unknown", f"It divides by {named}. Whether `weight` equals that is unknown.")
@@ -368,7 +361,7 @@ def _by_divisors(
 
 def _by_count(wrong: list[Term], loss: Value, reduction: str, walk: Walk) -> Verdict:
     """Where nothing but the number of rows is a factor."""
-    divisors = {walk.named(power(term.scale, -1)) for term in wrong if term.own}
+    divisors = {walk.batches.named(algebra.power(term.scale, -1)) for term in wrong if term.own}
     as_mean = "counted once per micro-batch. Return a mean over rows plus the term."
     if not divisors:
         how = f"that is multiplied by the number of rows, or, next to a sum over them, {as_mean}"

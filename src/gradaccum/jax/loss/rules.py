@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from gradaccum.jax.loss import walk as walks
-from gradaccum.jax.loss.walk import SHARED, Equation, Flaw, Place, Rule, Term, Terms, Value, mixes, union, unknown
+from gradaccum.jax.loss import algebra
+from gradaccum.jax.loss.algebra import NONE, SHARED, Flaw, Lost, Place, Term, Terms, Value, mixes, union, unknown
+from gradaccum.jax.loss.walk import Equation, Rule, is_integral, joined
 
 _ROUNDS = 6  # times that a loop's body is looked at until what is known of its carry stays
 _COMPUTED: dict[str, Callable[..., Any]] = {
@@ -40,12 +41,12 @@ def _computed(inputs: list[Value], compute: Callable[..., Any] | None) -> list[A
         try:
             found = compute(*numbers)
         except (ArithmeticError, TypeError, ValueError):
-            return walks.NONE
+            return NONE
         is_none = isinstance(found, complex) or found != found or any(x != x for x in numbers)
-        return walks.NONE if is_none else found
+        return NONE if is_none else found
 
-    lanes = [one(*numbers) for numbers in zip(*(value.lanes for value in inputs))]  # type: ignore[misc]  # not None
-    return None if all(x != x for x in lanes) else lanes
+    lanes = [one(*numbers) for numbers in zip(*(value.lanes or () for value in inputs))]
+    return None if any(x != x for n, x in enumerate(lanes) if not algebra.is_empty(n)) else lanes
 
 
 def _law(
@@ -96,10 +97,10 @@ def _multiplied(e: Equation, inputs: list[Value]) -> Value:
 
 def _converted(e: Equation, inputs: list[Value]) -> Value:
     old, new = (variables[0].aval.dtype for variables in (e.traced[-1].invars, e.traced[-1].outvars))
-    if not walks.is_integral(new):
+    if not is_integral(new):
         return inputs[0]
     wide = new.itemsize >= 4 and np.can_cast(old, np.int64) and new.kind == "i"  # that they fit is taken for true
-    if walks.is_integral(old) and (np.can_cast(old, new) or wide):
+    if is_integral(old) and (np.can_cast(old, new) or wide):
         return inputs[0]
     return _law(compute=bool if str(new) == "bool" else int)(e, inputs)
 
@@ -109,7 +110,7 @@ def _added(e: Equation, inputs: list[Value]) -> Value:
     for a, b in (inputs, inputs[::-1]):  # a shift of all rows by the largest may cancel out behind a logarithm
         is_largest = b.flaw is not None and b.flaw.source.primitive in ("reduce_max", "reduce_min") and b.scalar
         if is_largest and a.place is not None and b.flaw is not None and b.flaw.certain:
-            return found.but(flaw=b.flaw._replace(soft=walks.SHIFT))
+            return found.but(flaw=b.flaw._replace(soft=algebra.SHIFT))
     return found
 
 
@@ -136,24 +137,18 @@ def _select(e: Equation, inputs: list[Value]) -> Value:
 
 def _chosen(e: Equation, which: Value, cases: Sequence[Any], n: int = 0) -> Value:
     """One of several numbers, by a condition that is known in imagined batches: each counts where it is chosen."""
-    lanes = [None if x != x else int(x) for x in which.lanes or ()]
-    chosen = sorted({*lanes} - {None})
-    if len(chosen) == 1:
-        return cases[chosen[0]]  # type: ignore[no-any-return]  # a value
-    e.walk.has_branches |= e.walk.is_undecided(which)
-    given = [cases[number] for number in chosen]
-    if all(value.lanes is not None for value in given):
-        pairs = enumerate(lanes)
-        return e.valued([walks.NONE if number is None else cases[number].lanes[lane] for lane, number in pairs])
-    place, values = e.aligned(given)
-    terms: set[Term] = set()
-    for number, value in zip(chosen, values):
-        counts = [walks.NONE if each is None else float(each == number) for each in lanes]
-        scales = {term: [x * y if y else 0.0 for x, y in zip(term.scale or counts, counts)] for term in value.terms}
-        terms |= {
-            Term(term.own, walks.scaled(scale)) for term, scale in scales.items() if any(x == x and x for x in scale)
-        }
-    found = e.made(given, frozenset(terms), e.placed(place, n), n)
+    asked = which.lanes or ()
+    picks = [int(x) if x == x else -1 for x in asked]
+    given = {number: cases[number] for number in sorted({*picks} - {-1})}
+    if len(given) == 1:
+        return given.popitem()[1]
+    e.walk.has_branches |= not algebra.is_by_rows(algebra.ordinary(tuple(1.0 + x for x in asked)))
+    place, values = e.aligned(list(given.values()))
+    counts = [[NONE if each < 0 else float(each == number) for each in picks] for number in given]
+    terms = union(value.but(terms=algebra.counted(value.terms, each)) for value, each in zip(values, counts))
+    if all(value.lanes is not None for value in values):
+        return e.valued([given[number].lanes[n] if number in given else NONE for n, number in enumerate(picks)], terms)
+    found = e.made(values, terms, e.placed(place, n), n)
     return found.but(roots=found.roots | which.roots)
 
 
@@ -168,15 +163,16 @@ def _iota(e: Equation, inputs: list[Value]) -> Value:
 def _drawn(e: Equation, inputs: list[Value]) -> Value:
     """Random numbers, and keys, from a key: each row's own where its key is, or where micro-batches have their own."""
     key, *data = inputs
-    place, roots = e.grown(), walks.roots_of(inputs) & (walks.STATE - 1)  # a state of random numbers is meant to move
+    # A state of random numbers is meant to move.
+    place, roots = e.grown(), algebra.roots_of(inputs) & (algebra.STATE - 1)
     by_position = any(value.flaw is not None and value.flaw.kind == "position" for value in data)
     if key.flaw is None and key.place is None and (by_position or (place is not None and not any(v.own for v in data))):
-        if roots & walks.FRESH:
+        if roots & algebra.FRESH:
             return e.made([key], frozenset([Term(True)]), place).but(roots=roots)
         return e.made([key], SHARED, None).but(roots=roots, flaw=Flaw("random", e.source))
     if key.own:
         inputs = [key, *(value for value in data if value.flaw is None or value.flaw.kind != "position")]
-    place = place or walks.common_place(inputs)
+    place = place or algebra.common_place(inputs)
     return e.made(inputs, e.function([e.lifted(value, place) for value in inputs]), place).but(roots=roots)
 
 
@@ -209,13 +205,13 @@ def _extreme(e: Equation, inputs: list[Value]) -> Any:
     value = inputs[0]
     counts = e.name in ("reduce_prod", "reduce_xor") and value.flaw is None and value.known != 1
     if value.axis in e.params["axes"] and not value.own and counts:
-        raise walks.Lost("count")
+        raise Lost("count")
     if value.axis in e.params["axes"] and e.name not in ("argmax", "argmin") and not value.own:
         return e.made(inputs, e.function([value]), None)
     if e.name == "reduce_or" and value.axis >= 0 and value.free and e.outputs[0] == ():  # whether a sum isn't 0
         total = e.walk.total(value)
         e.walk.sources |= {total: e.walk.sources.get(total, e.source), e.number: e.source}
-        return e.valued([x != 0 for x in e.walk.sum_at(total, True)])
+        return e.valued([x != 0 for x in e.walk.batches.sum_at(total, True)])
     return _law(across=_named)(e, inputs)
 
 
@@ -244,7 +240,7 @@ def _reshaped(e: Equation, place: Place) -> Place:
             outer, inner = before // ahead, after // behind
             if outer * e.walk.rows[-1] * inner == length:
                 return Place(axis, outer, inner)
-    raise mixes(walks.FREE)  # groups of rows perhaps, which may be whole in each micro-batch
+    raise mixes(algebra.FREE)  # groups of rows perhaps, which may be whole in each micro-batch
 
 
 def _cut(e: Equation, place: Place, first: int, last: int, stride: int = 1) -> Place:
@@ -253,7 +249,7 @@ def _cut(e: Equation, place: Place, first: int, last: int, stride: int = 1) -> P
     if (first, last, stride) == (0, e.shapes[0][place.axis], 1):
         return place
     if stride != 1 or first % block or last % block:
-        raise mixes(walks.MOVED)
+        raise mixes(algebra.MOVED)
     return place._replace(outer=(last - first) // block)
 
 
@@ -285,7 +281,7 @@ def _repeated(e: Equation, inputs: list[Value]) -> Value:
         else:
             place = place._replace(axis=e.params["broadcast_dimensions"][place.axis])
     if place is not None and (grown is None or grown.axis != place.axis):
-        raise mixes(walks.PAIRS)
+        raise mixes(algebra.PAIRS)
     if place is None and value.flaw is None:
         value, place = e.lifted(value, grown), grown
     if value.scalar and value.flaw is None:
@@ -332,8 +328,8 @@ def _over_devices(e: Equation, inputs: list[Value]) -> Any:
         """The sum over devices: of all parts of a sum over rows, that sum."""
         if split & {*axes} and value.place is not None and value.own:
             raise mixes()
-        if value.roots & walks.LOCAL and {*axes} == split:
-            return e.walk.as_sum(value.but(roots=value.roots & ~walks.LOCAL))
+        if value.roots & algebra.LOCAL and {*axes} == split:
+            return e.walk.as_sum(value.but(roots=value.roots & ~algebra.LOCAL))
         return e.made([value], value.terms, value.place, n)
 
     return [of_all(*pair) for pair in enumerate(inputs)]
@@ -408,24 +404,36 @@ def _indexed(e: Equation, inputs: list[Value]) -> Value:
     if e.absorbed(used) is not None:
         return e.made(used, SHARED, None)
     if rows is None and updates and updates[0].place is not None:
-        is_sum = e.name.endswith("add") and operand.terms <= SHARED and e.function(by)
-        if not is_sum or updates[0].axis in numbers.update_window_dims:
-            raise unknown(e.name)
-        own = frozenset(Term(True, term.scale) for term in updates[0].terms)
-        return e.walk.added_up(e, e.made(used, operand.terms | own, None))
-    if rows is not None and rows.axis in numbers.operand_batching_dims:
-        if any(value.place is not None and value.place[1:] != rows[1:] for value in used):
-            raise mixes()
-    elif rows is not None and others is None:
-        if _part(e, rows.axis) != e.shapes[0][rows.axis]:
-            raise mixes("" if updates else walks.MOVED)
-        if indices.place is not None:
-            raise mixes(walks.PAIRS)
+        return _tallied(e, operand, updates[0], by)
+    if rows is not None and others is None:
+        _check_rows(e, rows, indices, used)
     place = e.placed(rows or indices.place)
-    a, *b = (e.lifted(value, place) for value in (operand, *updates))
-    terms = a.terms | e.product(a, b[0]) if e.name == "scatter-mul" else union([a, *b])
+    terms = union(e.lifted(value, place) for value in (operand, *updates))
+    if e.name == "scatter-mul":
+        terms |= e.product(e.lifted(operand, place), e.lifted(updates[0], place))
     own = any(term.own for term in e.function([e.lifted(each, place) for each in by]))
     return e.made(used, frozenset(Term(term.own or own, term.scale) for term in terms), place)
+
+
+def _check_rows(e: Equation, rows: Place, indices: Value, used: list[Value]) -> None:
+    """Each row has indices of its own, or stays whole."""
+    if rows.axis in e.params["dimension_numbers"].operand_batching_dims:
+        if {value.place[1:] for value in used if value.place is not None} != {rows[1:]}:
+            raise mixes()
+    elif _part(e, rows.axis) != e.shapes[0][rows.axis]:
+        raise mixes(algebra.MOVED if e.name == "gather" else "")
+    elif indices.place is not None:
+        raise mixes(algebra.PAIRS)
+
+
+def _tallied(e: Equation, operand: Value, updates: Value, by: list[Value]) -> Value:
+    """Sums over the rows, by each row's own indices."""
+    in_windows = updates.axis in e.params["dimension_numbers"].update_window_dims
+    if in_windows or not e.name.endswith("add") or not operand.terms <= SHARED:
+        raise unknown(e.name)
+    e.function(by)
+    own = frozenset(Term(True, term.scale) for term in updates.terms)
+    return e.walk.added_up(e, e.made([operand, updates, *by], operand.terms | own, None))
 
 
 def _part(e: Equation, axis: int) -> int:
@@ -446,7 +454,7 @@ def _dynamic(e: Equation, inputs: list[Value]) -> Value:
     place, values = e.aligned(inputs[:count])
     part = e.params["slice_sizes"] if count == 1 else e.shapes[1]
     if place is not None and part[place.axis] != e.shapes[0][place.axis]:
-        raise mixes(walks.MOVED if count == 1 else "")
+        raise mixes(algebra.MOVED if count == 1 else "")
     return e.made(inputs, union(values), place)
 
 
@@ -480,7 +488,7 @@ def _carry(e: Equation, body: Callable[[list[Value]], list[Value]], carry: list[
     numbers = [e.walk.number("carry", (id(e.traced[-1]), n), value.number) for n, value in enumerate(carry)]
     for _ in range(_ROUNDS):
         carry = [value.but(number=number, lanes=None) for number, value in zip(numbers, carry)]
-        after = [walks.joined(e.walk, *pair) for pair in zip(carry, body(carry))]
+        after = [joined(e.walk, *pair) for pair in zip(carry, body(carry))]
         if all(facts(a) == facts(b) for a, b in zip(carry, after)):
             return after
         carry = after
@@ -550,7 +558,7 @@ def _branched(e: Equation, inputs: list[Value]) -> list[Value]:
         raise unknown("cond")
     found, *others = (e.walk.run(each, rest) for each in branches)
     for other in others:
-        found = [walks.joined(e.walk, *pair) for pair in zip(found, other)]
+        found = [joined(e.walk, *pair) for pair in zip(found, other)]
     return [value.but(roots=value.roots | which.roots) for value in found]
 
 
@@ -583,8 +591,8 @@ def _mesh_axes(spec: Any, axis: int) -> frozenset[str]:
 def _check_joined(value: Value, spec: Any, split: frozenset[str]) -> None:
     """An output has the devices' rows behind each other, or none and the same on all devices."""
     elsewhere = value.place is not None and _mesh_axes(spec, value.axis) != split
-    if value.flaw is None and (elsewhere or value.roots & walks.LOCAL):
-        raise mixes(walks.FREE)
+    if value.flaw is None and (elsewhere or value.roots & algebra.LOCAL):
+        raise mixes(algebra.FREE)
 
 
 def _solves(e: Equation, inputs: list[Value]) -> list[Value]:
@@ -606,7 +614,7 @@ RULES: dict[str, Rule] = {
         "sharding_constraint random_wrap random_unwrap device_put mesh_cast",
         lambda e, inputs: list(inputs),
     ),
-    "stop_gradient": lambda e, inputs: [value.but(roots=value.roots & ~walks.FLOWING) for value in inputs],
+    "stop_gradient": lambda e, inputs: [value.but(roots=value.roots & ~algebra.FLOWING) for value in inputs],
     # Entry by entry.
     **_each(
         "abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz "
@@ -630,8 +638,8 @@ RULES: dict[str, Rule] = {
     # Across some axes, and entry by entry on the others.
     "cumsum": _law(_linear, _named),
     **_each("cumprod cummax cummin cumlogsumexp", _law(across=_named)),
-    "sort": _law(across=_named, soft=walks.MOVED),
-    "rev": _law(_linear, _named, walks.MOVED),
+    "sort": _law(across=_named, soft=algebra.MOVED),
+    "rev": _law(_linear, _named, algebra.MOVED),
     "stack": _law(_linear),
     "pad": _law(_linear, lambda e: [n for n, each in enumerate(e.params["padding_config"]) if any(each)]),
     "reduce_window_sum": _law(_linear, _windows),

@@ -1,211 +1,33 @@
-"""Follows rows through the traces of a loss: what is known of an array, its algebra, and the walk over the equations.
-
-The idea stands on top of `judge`, and what each primitive does in `rules`.
-"""
+"""Follows rows through the traces of a loss, equation by equation; what each primitive does is in `rules`."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import Literal
 
-Symbol = Any
-"""The number of a sum over the rows, which is another one in each batch."""
-Scale = tuple[float, ...]
-"""What a number is multiplied by in each of some imagined batches, up to what all of them share; () is 1."""
-ONE: Scale = ()
-COUNT = "rows"
-NONE = float("nan")
-"""Where nothing is said of a batch, as of 0 / 0."""
-_SAMPLES, _EMPTY = 8, 4
-"""Imagined batches for each number of rows; in one of the first few of them a sum is 0."""
-_ROUNDING = 1e-9
-"""Of products of scales."""
-_MOST = 12
-"""Terms that a number may have."""
-
-
-class Term(NamedTuple):
-    """A summand: each row's own number, or one that is the same for any rows, times what takes all rows to know."""
-
-    own: bool
-    scale: Scale = ONE
-
-
-Terms = frozenset[Term]
-"""What a number is the sum of; none for 0."""
-SHARED: Terms = frozenset([Term(False)])
-
-
-class Place(NamedTuple):
-    """Where an array has its rows: in an axis of `outer * rows * inner` entries."""
-
-    axis: int
-    outer: int = 1
-    inner: int = 1
-
-
-class Source(NamedTuple):
-    """An operation of the loss, by JAX' `source_info`, and the number of what it computes; the smallest is first."""
-
-    primitive: str
-    info: Any = None
-    number: int = -1
-
-
-MOVED, PAIRS, LINEAR, FREE, SHIFT = "moved", "pairs", "linear", "free", "shift"
-"""How a flaw may be taken back: some rows are gone or in another order; an entry is of two rows, and the diagonal may
-be picked; only linear operations came since; it may be the same for all micro-batches; a shift may cancel."""
-
-
-class Flaw(NamedTuple):
-    """Why nothing is known of a number: rows are "mixed" in it, it follows from their "position" or in no known way
-    from their "count", it is "random" for each row, or it is "unknown"; `soft`, if it may be taken back."""
-
-    kind: str
-    source: Source
-    soft: str = ""
-    why: str = ""
-
-    @property
-    def certain(self) -> bool:
-        return self.kind == "random" or (self.kind != "unknown" and not self.soft)
-
-
-class Lost(Exception):
-    """Raised by a rule for an output that terms can't express: the `Flaw` that it has, by default where the rule is."""
-
-    def __init__(self, kind: str, soft: str = "", source: Source | None = None, why: str = "") -> None:
-        super().__init__(kind)
-        self.kind, self.soft, self.source, self.why = kind, soft, source, why
-
-
-def mixes(soft: str = "", source: Source | None = None) -> Lost:
-    return Lost("mixed", soft, source)
-
-
-def unknown(why: str) -> Lost:
-    return Lost("unknown", why=why)
-
-
-DIFFERENTIATED, FRESH, LOCAL, FLOWING = 1, 2, 4, 8
-"""Bits of `Value.roots`: it follows from what is differentiated; from a key or a state that micro-batches don't share;
-from one device's part of a sum over the rows of several; and a gradient flows through it. Those from `STATE` on are the
-state's leaves."""
-STATE = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """What is known of an array."""
-
-    terms: Terms = frozenset()
-    place: Place | None = None  # where its rows are; None without such an axis
-    flaw: Flaw | None = None  # if there is one, neither terms nor place count
-    number: int = -1  # equal for arrays that are computed alike
-    roots: int = 0  # what it follows from
-    scalar: bool = False  # all entries (of a row) are one number
-    integral: bool = False  # its entries are whole numbers
-    lanes: tuple[Any, ...] | None = None  # if it follows from sums over the batch alone, what it is in imagined batches
-
-    @property
-    def own(self) -> bool:
-        return any(term.own for term in self.terms)
-
-    @property
-    def depends(self) -> bool:
-        """Whether it follows from rows."""
-        return self.own or self.flaw is not None
-
-    @property
-    def axis(self) -> int:
-        return -1 if self.place is None else self.place.axis
-
-    @property
-    def known(self) -> Any:
-        """The number that it is in any batch, if it is one."""
-        found = {x for x in self.lanes if x == x} if self.lanes is not None else {0, 1}
-        return None if len(found) > 1 else found.pop() if found else NONE
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether it is the same for any rows."""
-        return self.terms <= SHARED and self.place is None and self.flaw is None
-
-    @property
-    def free(self) -> bool:
-        """Whether it follows from the batch, and not from what is differentiated."""
-        return not self.roots & DIFFERENTIATED
-
-    def but(self, **changes: Any) -> Value:
-        return dataclasses.replace(self, **changes)
-
-
-# The algebra of terms.
-
-
-def scaled(numbers: Iterable[float]) -> Scale:
-    """These numbers, up to one that all of them share."""
-    given = [x if math.isfinite(x) else NONE for x in numbers]
-    last = next((x for x in reversed(given) if x == x and x), 1)
-    found = tuple(NONE if x != x else float(f"{x / last:.12g}") for x in given)
-    return ONE if all(x != x or abs(x - 1) <= _ROUNDING for x in found) and {*found} != {NONE} else found
-
-
-def times(a: Scale, b: Scale) -> Scale:
-    return scaled(x * y for x, y in zip(a, b)) if a and b else a or b
-
-
-def power(scale: Scale, degree: int) -> Scale:
-    return scaled(x**degree if x or degree > 0 else NONE for x in scale)
-
-
-def ordinary(scale: Scale) -> Scale:
-    """Without the batches in which a sum is 0."""
-    return scaled(NONE if n % _SAMPLES < _EMPTY else x for n, x in enumerate(scale))
-
-
-def exponent(numbers: Sequence[float], rows: Sequence[int]) -> int | None:
-    """The d of  numbers ~ rows ** d,  if there is one up to 2."""
-    for degree in (0, 1, -1, 2, -2):
-        parts = [number / count**degree for number, count in zip(numbers, rows)]
-        if max(abs(part - parts[-1]) for part in parts) <= 1e-5 * abs(parts[-1]):
-            return degree
-    return None
-
-
-def union(values: Iterable[Value]) -> Terms:
-    """Of a sum, and of whatever is linear in all of these numbers."""
-    return _limited(term for value in values for term in value.terms)
-
-
-def _limited(terms: Iterable[Term]) -> Terms:
-    found = frozenset(terms)
-    if len(found) > _MOST:
-        raise unknown("too many denominators")
-    return found
-
-
-def common_place(values: Iterable[Value]) -> Place | None:
-    """Where arrays of one shape have their rows."""
-    places = {value.place: value.own for value in values if value.place is not None}
-    if len(own := [place for place in places if places[place]] or list(places)) > 1:
-        raise mixes(PAIRS)
-    return own[0] if own else None
-
-
-def roots_of(values: Iterable[Value]) -> int:
-    return functools.reduce(lambda roots, value: roots | value.roots, values, 0)
-
-
-# The walk.
+from gradaccum.jax.loss import algebra
+from gradaccum.jax.loss.algebra import (
+    NONE,
+    ONE,
+    PAIRS,
+    SHARED,
+    Flaw,
+    Lost,
+    Place,
+    Source,
+    Term,
+    Terms,
+    Value,
+    mixes,
+    unknown,
+)
 
 _SHAPES = {
     "axis_size", "batch_group_count", "feature_group_count", "inline", "length", "lhs_shape", "name", "new_sizes",
@@ -291,7 +113,7 @@ class Equation:
 
     def aligned(self, inputs: Sequence[Value]) -> tuple[Place | None, list[Value]]:
         """Where arrays of one shape have their rows, and all of them as these rows have them."""
-        place = common_place(inputs)
+        place = algebra.common_place(inputs)
         return place, [self.lifted(value, place) for value in inputs]
 
     def lifted(self, value: Value, place: Place | None) -> Value:
@@ -304,48 +126,51 @@ class Equation:
         if a.place is None and b.place is None and a.own and b.own:
             a, b = (a, b) if b.free and b.scalar else (b, a)
             b = b.but(terms=frozenset([Term(False, self.walk.factor(b))]))
-        return _limited(Term(x.own or y.own, times(x.scale, y.scale)) for x in a.terms for y in b.terms)
+        return algebra.limited(Term(x.own or y.own, algebra.times(x.scale, y.scale)) for x in a.terms for y in b.terms)
 
     def power_of(self, value: Value, degree: int) -> Terms:
         """A power, which of a number with rows must be of a single term."""
         if value.place is None and (value.own or len(value.terms) > 1):
-            return frozenset([Term(False, power(self.walk.factor(value), degree))])
+            return frozenset([Term(False, algebra.power(self.walk.factor(value), degree))])
         if len({term.scale for term in value.terms}) != 1:
             return self.function([value])
-        return frozenset([Term(value.own, power(next(iter(value.terms)).scale, degree))])
+        return frozenset([Term(value.own, algebra.power(next(iter(value.terms)).scale, degree))])
 
     def function(self, values: Sequence[Value]) -> Terms:
         """Of any function, entry by entry: one of plain rows, or of what is the same for any rows."""
         sums = [value for value in values if value.own] if all(value.place is None for value in values) else []
         scales = {term.scale for value in values for term in value.terms} - {ONE}
-        if sums or not all(map(self.walk.is_by_rows, scales)):
+        if sums or not all(map(algebra.is_by_rows, scales)):
             sums += [value for value in values if any(term.scale for term in value.terms)]
-            raise mixes(source=min(map(self.walk.first_sum, sums), key=lambda source: source.number))
+            is_choice = all(value.place is not None for value in sums) and all(map(algebra.is_choice, scales))
+            source = min(map(self.walk.first_sum, sums), key=lambda source: source.number)
+            raise mixes(algebra.FREE if is_choice else "", source)
         if scales:
             raise Lost("count")
         return frozenset([Term(any(value.own for value in values))])
 
     def made(self, inputs: Sequence[Value], terms: Terms, place: Place | None, n: int = 0) -> Value:
         """An output that follows from these inputs."""
-        flaw, roots = self.absorbed(inputs), roots_of(inputs)
+        flaw, roots = self.absorbed(inputs), algebra.roots_of(inputs)
         integral = is_integral(self.dtypes[n])
         return Value(
             frozenset() if flaw else terms,
             None if flaw else place,
             flaw,
             self.number if n == 0 else self.walk.number("output", n, self.number),
-            roots & ~(DIFFERENTIATED | FLOWING) if integral else roots,  # no gradient goes through whole numbers
+            # No gradient goes through whole numbers.
+            roots & ~(algebra.DIFFERENTIATED | algebra.FLOWING) if integral else roots,
             scalar=math.prod(self.outputs[n]) == (self.outputs[n][place.axis] if place and not flaw else 1),
             integral=integral or (self.name in _INTEGRAL and all(value.integral for value in inputs)),
         )
 
     def valued(self, lanes: Any, terms: Terms | None = None) -> Value:
         """An output that is this number in each imagined batch; of these terms, if its operation says so."""
-        lanes = tuple(lanes) if isinstance(lanes, list) else (lanes,) * _SAMPLES * len(self.walk.rows)
+        lanes = tuple(lanes) if isinstance(lanes, list) else (lanes,) * algebra.SAMPLES * len(self.walk.rows)
         sums = [value for value in self.values if value.lanes is not None and value.known is None]
         if len(sums) == 1 and self.name in _GUARDS:
             lanes, terms = self._guarded(sums[0], lanes, terms)
-        return self.walk.valued(lanes, self.number, terms).but(place=self.grown(), roots=roots_of(self.values))
+        return self.walk.valued(lanes, self.number, terms).but(place=self.grown(), roots=algebra.roots_of(self.values))
 
     def _guarded(self, value: Value, lanes: Any, terms: Terms | None) -> tuple[Any, Terms | None]:
         """A sum that a constant has changed: the same sum, but for rounding, and perhaps where it is 0; with a doubt,
@@ -372,25 +197,24 @@ class Equation:
             kind = "position"
         bounds = _BOUNDS if any(not value.free for value in self.values) else set()
         if kind == "mixed" and self._asks(_STEPS | bounds):
-            soft = soft or FREE
+            soft = soft or algebra.FREE
         number = self.number if n == 0 else self.walk.number("output", n, self.number)
         source = error.source or self.source._replace(number=number)
-        others = [
-            value for value in self.values if soft != MOVED or value.flaw is None or value.flaw.kind != "position"
-        ]
+        is_moved = soft == algebra.MOVED  # rows by the order of others: their positions don't count
+        others = [each for each in self.values if not (is_moved and each.flaw and each.flaw.kind == "position")]
         flaw = self.absorbed(others) or Flaw(kind, source, soft, error.why)
-        return Value(frozenset(), None, flaw, number, roots_of(self.values), scalar=self.outputs[n] == ())
+        return Value(frozenset(), None, flaw, number, algebra.roots_of(self.values), scalar=self.outputs[n] == ())
 
     def absorbed(self, values: Sequence[Value]) -> Flaw | None:
         """The flaw of what follows from these: the gravest that they have, if it can't be taken back here."""
         if not (flaws := _flaws_of(values)):
             return None
-        shifts = [flaw for flaw in flaws if flaw.soft == SHIFT]
+        shifts = [flaw for flaw in flaws if flaw.soft == algebra.SHIFT]
         if shifts and self.name in ("add", "add_any", "sub") and len({flaw.source for flaw in flaws}) == 1:
             return shifts[0]
         flaw = self._gravest(flaws)
         if flaw.kind == "mixed" and self._asks(_STEPS):
-            return flaw._replace(soft=FREE)
+            return flaw._replace(soft=algebra.FREE)
         if {each.kind for each in flaws} == {"position"} and self.grown_axes() > 1:
             return flaw._replace(soft=PAIRS)
         return flaw._replace(soft=self._settled(values, {each.soft for each in flaws})) if flaw.soft else flaw
@@ -410,15 +234,15 @@ class Equation:
         """How the output's flaw may be taken back, where those of the inputs may."""
         rows = [value.flaw and value.flaw.source for value in values if value.depends]
         meets, fewer = len({*rows}) > 1, self.grown_axes(inputs=True) > self.grown_axes()
-        if stays := softs & {FREE, SHIFT}:
+        if stays := softs & {algebra.FREE, algebra.SHIFT}:
             return min(stays)
         if PAIRS in softs and self.name in ("mul", "select_n") and len(rows) > 1:
-            return LINEAR
+            return algebra.LINEAR
         if PAIRS in softs or self.grown_axes() > 1:
-            return PAIRS if not fewer else FREE if self.name in _PICKS else ""
-        if MOVED in softs and (self.name in ("concatenate", "gather", "sort") if meets else not fewer):
-            return MOVED
-        return LINEAR if self.name in _LINEAR or (self.name in _BILINEAR and len(rows) == 1) else ""
+            return PAIRS if not fewer else algebra.FREE if self.name in _PICKS else ""
+        if algebra.MOVED in softs and (self.name in ("concatenate", "gather", "sort") if meets else not fewer):
+            return algebra.MOVED
+        return algebra.LINEAR if self.name in _LINEAR or (self.name in _BILINEAR and len(rows) == 1) else ""
 
 
 def _plain(value: Any) -> Any:
@@ -432,14 +256,13 @@ class Walk:
     """The traces of a loss for several numbers of rows, side by side; `rules` by primitive, and of all others at ""."""
 
     def __init__(self, rows: tuple[int, ...], rules: dict[str, Rule]) -> None:
-        self.rows, self.rules = rows, rules
+        self.rows, self.rules, self.batches = rows, rules, algebra.Batches(rows)
         self.keys: list[tuple[Any, ...]] = []  # by number: a primitive, its parameters, the numbers of its inputs
         self.values: dict[int, Value] = {}
         self.positions: set[int] = set()  # of what is 0, 1, 2, ... along the rows
-        self.sources: dict[Symbol, Source] = {}  # of sums over the rows
-        self.bound: set[Symbol] = set()  # those that follow from what is differentiated
-        self.flowing: set[Symbol] = set()  # those that a gradient flows through
-        self.sums: dict[Symbol, tuple[float, ...]] = {}  # what they are in imagined batches
+        self.sources: dict[algebra.Symbol, Source] = {}  # of sums over the rows
+        self.bound: set[algebra.Symbol] = set()  # those that follow from what is differentiated
+        self.flowing: set[algebra.Symbol] = set()  # those that a gradient flows through
         self.has_branches = False  # whether there is a choice by a sum over the batch that may be either
         self.doubts: list[str] = []  # what was taken for true
         self.callers: list[tuple[str, Any]] = []  # functions that are being walked through, and who has called them
@@ -483,39 +306,10 @@ class Walk:
         sums = [self.sources[each] for each in self.ancestors(value.number) if each in self.sources]
         return min(sums, key=lambda source: source.number, default=Source("sum"))
 
-    @property
-    def count(self) -> Scale:
-        """The number of rows."""
-        return scaled(rows for rows in self.rows for _ in range(_SAMPLES))
-
-    def named(self, scale: Scale) -> Any:
-        """The sum that this goes with in batches that aren't empty, or COUNT; "" for 1, and None for anything else."""
-        sums = {"": ONE, COUNT: self.count} | {symbol: scaled(self.sums[symbol]) for symbol in self.sums}
-        return next((symbol for symbol, of in sums.items() if not ordinary(times(scale, power(of, -1)))), None)
-
-    def is_by_rows(self, scale: Scale) -> bool:
-        """Whether it follows from the number of rows alone."""
-        each = [{x for x in scale[n : n + _SAMPLES] if x == x} for n in range(0, len(scale), _SAMPLES)]
-        return all(len(numbers) <= 1 for numbers in each)
-
-    def is_undecided(self, which: Value) -> bool:
-        """Whether this condition may be one or the other in batches that aren't empty."""
-        return not self.is_by_rows(ordinary(tuple(1.0 + x for x in which.lanes or ())))
-
-    def sum_at(self, symbol: Symbol, is_integral: bool = False) -> tuple[float, ...]:
-        """What a sum is in imagined batches: once 0, once small, and no two sums alike."""
-        if symbol not in self.sums:
-            n = len(self.sums)
-            numbers = [3 + n, 5 + 2 * n, 7 + 3 * n, 11 + 5 * n, 1 if is_integral else 0.25]
-            numbers += [2 + n, 1000 + 7 * n, 1000000 + 11 * n]
-            numbers[n % _EMPTY] = 0
-            self.sums[symbol] = tuple(numbers) * len(self.rows)
-        return self.sums[symbol]
-
-    def factor(self, value: Value) -> Scale:
+    def factor(self, value: Value) -> algebra.Scale:
         """A number without rows as a factor of others: what is the same for any rows, or one sum over the batch."""
         if value.lanes is not None:
-            return scaled(value.lanes)
+            return algebra.scaled(value.lanes)
         if not value.own:
             scales = {term.scale for term in value.terms} or {ONE}
             if len(scales) > 1:
@@ -523,27 +317,29 @@ class Walk:
             return scales.pop()
         if len(value.terms) > 1 or not value.scalar:
             raise mixes(source=self.first_sum(value))
-        symbol = self.number("local", None, value.number) if value.roots & LOCAL else value.number
+        symbol = self.number("local", None, value.number) if value.roots & algebra.LOCAL else value.number
         self.bound |= set() if value.free else {symbol}
-        self.flowing |= {symbol} if value.roots & FLOWING else set()
+        self.flowing |= {symbol} if value.roots & algebra.FLOWING else set()
         self.sources.setdefault(symbol, self.first_sum(value))
-        return times(next(iter(value.terms)).scale, scaled(self.sum_at(symbol, value.integral)))
+        return algebra.times(next(iter(value.terms)).scale, algebra.scaled(self.batches.sum_at(symbol, value.integral)))
 
     def summed(self, terms: Terms) -> Terms:
         """After a sum over the rows."""
-        return frozenset(term if term.own else Term(False, times(term.scale, self.count)) for term in terms)
+        return frozenset(
+            term if term.own else Term(False, algebra.times(term.scale, self.batches.count)) for term in terms
+        )
 
     def added_up(self, e: Equation, found: Value, over_rows: bool = True) -> Value:
         """A sum over the rows, and a part of it where devices have parts of the rows."""
         self.sources.setdefault(found.number, e.source._replace(number=found.number))
         if self.split and over_rows:
-            return found.but(roots=found.roots | LOCAL)
-        return found if found.roots & LOCAL else self.as_sum(found)
+            return found.but(roots=found.roots | algebra.LOCAL)
+        return found if found.roots & algebra.LOCAL else self.as_sum(found)
 
     def as_sum(self, value: Value) -> Value:
         """A sum over the batch alone, of which functions are computed in imagined batches."""
         is_sum = value.scalar and value.free and value.terms == {Term(True)}
-        return value.but(lanes=self.sum_at(value.number, value.integral)) if is_sum else value
+        return value.but(lanes=self.batches.sum_at(value.number, value.integral)) if is_sum else value
 
     def run(self, jaxprs: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
         """What is known of the outputs of a jaxpr, closed or not, of which there is one for each number of rows."""
@@ -608,14 +404,14 @@ class Walk:
     def _known(self, given: Sequence[Any]) -> Value:
         """A number that each trace knows: a power of the number of rows, if it is nearly one."""
         numbers = [np.ravel(each)[0].item() for each in given]
-        if len({*numbers}) > 1 and all(numbers) and (degree := exponent(numbers, self.rows)) is not None:
+        if len({*numbers}) > 1 and all(numbers) and (degree := algebra.exponent(numbers, self.rows)) is not None:
             exact = [numbers[-1] * (rows / self.rows[-1]) ** degree for rows in self.rows]
             off = max(abs(x / y - 1) for x, y in zip(numbers, exact))
             if off > _rounding(str(getattr(given[-1], "dtype", type(given[-1]).__name__))):
                 what = "A number that is written down goes with the number of rows"
                 self.doubts.append(f"{what}, but for {off:.1g} of it.")
             numbers = exact
-        lanes = tuple(NONE if x != x else x for x in numbers for _ in range(_SAMPLES))
+        lanes = tuple(NONE if x != x else x for x in numbers for _ in range(algebra.SAMPLES))
         return self.valued(lanes, self.number("value", tuple(map(repr, lanes))))
 
     def valued(self, lanes: tuple[Any, ...], number: int, terms: Terms | None = None) -> Value:
@@ -624,7 +420,7 @@ class Walk:
         if (known := found.known) is not None:
             number = self.number("value", repr(known))
             return found.but(number=number, terms=SHARED if known else frozenset())
-        return found.but(terms=frozenset([Term(False, scaled(lanes))]) if terms is None else terms)
+        return found.but(terms=frozenset([Term(False, algebra.scaled(lanes))]) if terms is None else terms)
 
     def place_of(self, shapes: Sequence[Sequence[int]]) -> Place | None:
         """Where an array has its rows by its shapes: the axis that differs."""
@@ -647,9 +443,9 @@ def joined(walk: Walk, a: Value, b: Value) -> Value:
     number = a.number if a.number == b.number else walk.number("either", None, a.number, b.number)
     flaws = [value.flaw for value in (a, b) if value.flaw is not None]
     if len({value.place for value in (a, b) if value.place is not None and value.own}) > 1:
-        flaws = flaws or [Flaw("mixed", Source("cond", number=number), FREE)]
+        flaws = flaws or [Flaw("mixed", Source("cond", number=number), algebra.FREE)]
     flaw = min(flaws, key=lambda flaw: not flaw.certain, default=None)
-    terms, place = (frozenset(), None) if flaw else (a.terms | b.terms, common_place([a, b]))
+    terms, place = (frozenset(), None) if flaw else (a.terms | b.terms, algebra.common_place([a, b]))
     return Value(terms, place, flaw, number, a.roots | b.roots, a.scalar and b.scalar, a.integral and b.integral)
 
 
@@ -662,6 +458,14 @@ def is_number(value: Any) -> bool:
 
 def is_integral(dtype: Any) -> bool:
     return str(dtype).startswith(("bool", "int", "uint"))
+
+
+def _rounding(kind: str, is_small: bool = False) -> float:
+    return 4.1e-12 if kind == "float64" else 4.1e-8 if is_small else 1.1e-6
+
+
+def _are_integral(curve: Sequence[Any]) -> bool:
+    return all(not isinstance(each, float) or each.is_integer() for each in curve)
 
 
 # Where in the user's code.
@@ -686,14 +490,6 @@ def _flaws_of(values: Sequence[Value]) -> list[Flaw]:
     if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
         return [flaw for flaw in flaws if flaw.kind != "position"] or flaws
     return flaws
-
-
-def _rounding(kind: str, is_small: bool = False) -> float:
-    return 4.1e-12 if kind == "float64" else 4.1e-8 if is_small else 1.1e-6
-
-
-def _are_integral(curve: Sequence[Any]) -> bool:
-    return all(not isinstance(each, float) or each.is_integer() for each in curve)
 
 
 def _is_one_number(array: Any) -> bool:
