@@ -2,33 +2,33 @@
 
 The loss is traced for the numbers of rows that it will be given, and nothing is evaluated. An axis whose length differs
 between the traces has the rows. `walk` follows all traces side by side, equation by equation, and describes each array
-by a `Value`:
+by a `Value` (`algebra`):
 
 - `place`: the axis of its rows, or None.
 - `terms`: what it is the sum of. A term is each row's `own` number (a function of that row, and of what all rows share,
   such as parameters), or the same for any rows. Without an axis of rows, an own term is a *sum over the rows*.
-- Each term has a `factor`: powers of symbols. A symbol is a number that takes all rows to know: their COUNT, or one sum
-  over them of the batch alone, such as the number of its tokens.
+- Each term has a `scale`, for what takes all rows to know: the number of rows, or sums over them. It is known in a few
+  imagined batches, in which each sum is another number, and once 0. () is 1 in all of them.
 - `flaw`: that neither is true, and why. What follows from a flaw has it.
 
-So `((x @ p) ** 2 * mask).sum() / mask.sum()` comes to one term, own / S, with the symbol S for the sum of the mask. A
-mean over rows is own / COUNT. A loss of terms own / W, with W the sum that `weight` returns, and of terms that are the
-same for any rows, is the weighted mean of its micro-batches. Everything else is wrong, and its terms or its flaw say
-why.
+So `((x @ p) ** 2 * mask).sum() / mask.sum()` comes to one term, own times what 1 / S is for the sum S of the mask. A
+mean over rows is own / rows. A loss of terms own / W, with W the sum that `weight` returns, and of terms that are the
+same for any rows, is the weighted mean of its micro-batches: own terms times W are the same in all imagined batches,
+but for those with W = 0, which weigh nothing. Everything else is wrong, and its terms or its flaw say why.
 
-The algebra: sums join terms, products multiply factors, and any other function is one of plain rows (all of its terms
-are own or shared, without a factor), or else a flaw. A sum over the batch that meets rows becomes a factor, if others
-may be divided by it: it is a single number, and does not follow from what is differentiated. What is computed from such
-a sum alone (`max(sum, 1)`, `sum > 0`) is computed at some points, its `curve`, and is a power of the sum if it goes so.
+The algebra: sums join terms, products multiply scales, and any other function is one of plain rows (all of its terms
+are own or shared, of scale 1), or else a flaw. A sum over the batch that meets rows becomes a scale. What is computed
+from such sums alone (`max(sum, 1)`, `sum > 0`) is computed in the imagined batches, and a choice by it counts in those
+in which it is made. A custom derivative is judged by the gradient that it makes, which is traced with the loss.
 A flaw is certain, and the loss is refused, unless it is `soft`: picking the diagonal of pairs of rows, or adding up
 rows in another order, may take it back. Then the judgement says that it can't tell.
 
 To add a primitive, ask what it does to each row, and add it to the table at the end of `rules`:
 
 - Entry by entry: to the list of these.
-- Across some axes, and entry by entry on the others: `_across(axes)`, or `_across(axes, linear=True)` for sums.
-  `"cumsum": _across(_named, linear=True)` works across the axis in its parameter, so rows in that axis are mixed, and
-  rows in another one are not.
+- Across some axes, and entry by entry on the others: `_law(across=axes)`, or `_law(_linear, axes)` for sums.
+  `"cumsum": _law(_linear, _named)` works across the axis in its parameter, so rows in that axis are mixed, and rows in
+  another one are not.
 - Anything else, such as one that holds a jaxpr: a rule `(equation, inputs) -> output`, which raises `mixes()` or
   `unknown(why)` where terms can't say what it does; `_split` is a short one. `equation.made` describes an output.
 - A test in tests/jax/loss: a loss with it that passes in silence, and one across the rows that is refused.
@@ -268,7 +268,7 @@ def _of_loss(
             why = "what it returns for the batch is not the sum of what it returns for micro-batches"
             return Verdict("unknown", f"`weight` must be a sum over the rows: {why}.")
         divisor = walk.factor(weight)
-    return _of_terms(loss, divisor, weight is not None, reduction, walk)
+    return _of_terms(loss, divisor, weight, reduction, walk)
 
 
 def _of_gradients(
@@ -302,14 +302,14 @@ def _of_flaw(flaw: Flaw, statistics: frozenset[int] | set[int]) -> Verdict:
     return verdict._replace(certain=flaw.certain)
 
 
-def _of_terms(loss: Value, divisor: Scale, is_weighed: bool, reduction: str, walk: Walk) -> Verdict:
-    named = walk.batches.named
+def _of_terms(loss: Value, divisor: Scale, weight: Value | None, reduction: str, walk: Walk) -> Verdict:
+    named, is_weighed, flowing = walk.batches.named, weight is not None, _flowing(weight, walk)
     off = {term: _off(term, divisor, reduction, walk) for term in loss.terms}
     names = {term: named(algebra.power(term.scale, -1)) for term in loss.terms}
-    wrong = [term for term in loss.terms if off[term] or names[term] in walk.flowing]
+    wrong = [term for term in loss.terms if off[term] or names[term] in flowing]
     if not wrong:
         return Verdict("unknown", walk.doubts[0]) if walk.doubts else EXACT
-    if all(algebra.is_choice(off[term]) and names[term] not in walk.flowing for term in wrong):
+    if all(algebra.is_choice(off[term]) and names[term] not in flowing for term in wrong):
         return _mixes(walk.first_sum(loss))  # but for a choice where a sum is 0, it is right
     divisors = {names[term] for term in loss.terms if term.own}
     if _is_mixed(wrong, names, divisors, walk):
@@ -317,6 +317,11 @@ def _of_terms(loss: Value, divisor: Scale, is_weighed: bool, reduction: str, wal
     same_for_all = is_weighed and divisor == ONE  # right where micro-batches have as many rows
     verdict = _by_divisors(wrong, loss, divisors, named(divisor) if is_weighed else None, reduction, walk)
     return verdict._replace(certain=verdict.kind != "unknown" and not same_for_all)
+
+
+def _flowing(weight: Value | None, walk: Walk) -> set[Any]:
+    """Sums that a gradient flows through, which a mean isn't over; if `weight` has one, too, that is another error."""
+    return walk.flowing if weight is None or not weight.roots & algebra.FLOWING else set()
 
 
 def _is_mixed(wrong: list[Term], names: dict[Term, Any], divisors: set[Any], walk: Walk) -> bool:
