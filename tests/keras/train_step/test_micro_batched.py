@@ -196,6 +196,20 @@ def test_every_built_in_loss_is_tested_here_or_refused():
 
 
 @slow_where_compiled
+def test_weights_of_two_losses_that_are_almost_even_count_as_they_are(exact):
+    def train(wrap):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((5,))
+        model = wrap(keras.Model(inputs, [layers.Dense(3)(inputs), layers.Dense(3)(inputs)]))
+        model.compile(keras.optimizers.SGD(0.1), [losses.MeanSquaredError("mean_with_sample_weight") for _ in range(2)])
+        model.train_on_batch(X, [np.eye(3)[CLASSES]] * 2, [1 + 8e-6 * np.linspace(0, 1, ROWS)] * 2)
+        return model.get_weights()
+
+    split = functools.partial(micro_batched, micro_batch_size=MICRO, verify=False)
+    assert relative_error(train(split), train(lambda model: model)) <= exact
+
+
+@slow_where_compiled
 @pytest.mark.parametrize("batch_size", [slow(8), 9])
 def test_each_outputs_loss_in_the_logs_is_the_mean_over_all_rows(float64, batch_size):
     make, compiled, x, y = TWO
