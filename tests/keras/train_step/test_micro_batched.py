@@ -150,6 +150,13 @@ def of_scalars(reduction):
     weighed = {**loose, "sample_weight": ZERO_OR_CANCELLING}
     return {
         f"a scalar, weights that are zero or cancel, {reduction}": (classifier, compiled, X, CLASSES, weighed),
+        f"a scalar and even weights, {reduction}": (
+            classifier,
+            compiled,
+            X,
+            CLASSES,
+            {**loose, "sample_weight": np.full(ROWS, 2.0)},
+        ),
         f"a scalar and masks, {reduction}": (tagger, compiled, MASKED, TAGS, loose),
         f"a scalar, masks and weights, {reduction}": (
             tagger,
