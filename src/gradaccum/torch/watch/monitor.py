@@ -83,9 +83,13 @@ class _Watched:
         gradients, bases, arrivals, seen = self.gradients, self.bases, self.arrivals, self.seen
 
         def arrived(parameter: Tensor) -> None:
+            gradient, known = parameter.grad, gradients[i]
+            # A function may return None for what a pass doesn't reach, as DDP's does with `find_unused_parameters`.
+            if gradient is None or (gradient is known and gradient._version == bases[i] + arrivals[i]):
+                return
             passes.arrivals += 1
             arrivals[i] += 1
-            if gradients[i] is None and (gradient := parameter.grad) is not None:  # the first one: it is the sum now
+            if known is None:  # the first one: it is the sum now
                 gradients[i], bases[i], seen[i] = gradient, gradient._version - arrivals[i], arrivals[i]
             if not passes.unfinished:
                 passes.begin()
