@@ -10,7 +10,7 @@ import pytest
 from gradaccum.jax.losses import info_nce
 from tests import contrastive
 from tests.contrastive import COLUMNS, OF_A, PAIRS, assert_refused, each_refused, unit_rows
-from tests.jax.problems import assert_same
+from tests.jax.comparisons import assert_same
 from tests.reference import FLOAT32
 
 OPS = types.SimpleNamespace(**vars(jnp), logsumexp=jax.nn.logsumexp)

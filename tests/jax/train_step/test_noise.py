@@ -12,21 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import gradaccum.jax
 from gradaccum.core.noise import Norms
-from tests.jax.problems import (
-    BATCH,
-    PARAMS,
-    assert_same,
-    at_once,
-    counted,
-    in_micro_batches,
-    masked_error,
-    mesh_of,
-    placed,
-    rows,
-    squared_error,
-    stacked,
-    taken,
-)
+from tests.jax.comparisons import assert_same, at_once, in_micro_batches, mesh_of, placed
+from tests.jax.problems import BATCH, PARAMS, counted, masked_error, rows, squared_error, stacked, taken
 
 
 def slope(w, x):
