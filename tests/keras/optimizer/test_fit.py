@@ -15,7 +15,7 @@ from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizers import BatchOptimizer, Optimizer
 from tests.keras.loops import assert_updates, callback, ends, error, fit, logged, updated, wrapped
 from tests.keras.marks import BACKEND, compiled_on, slow, slow_where_compiled
-from tests.keras.problems import Batches, adam, join, network, regression, sgd, split
+from tests.keras.problems import Batches, Traced, adam, join, network, regression, sgd, split
 from tests.reference import WINDOWS, windows_of
 
 LossScale = keras.optimizers.LossScaleOptimizer
@@ -52,14 +52,6 @@ def test_an_epoch_of_windows_matches_the_large_batches(window, make, fit_bound):
     micro_batches = split(regression(sum(sizes)), sizes)
     model = fit(wrapped(make(), steps), micro_batches, epochs=2)
     assert_updates(model, windows_of(micro_batches, steps) * 2, fit_bound, make)
-
-
-class Traced(keras.layers.Dense):
-    runs = 0
-
-    def call(self, x):
-        Traced.runs += 1
-        return super().call(x)
 
 
 @pytest.mark.parametrize("where", ["callback", "optimizer"])

@@ -19,7 +19,7 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import check_equivalence, micro_batched
 from gradaccum.keras.train_step.proof import Proof, few_rows, ragged_size
 from tests.keras.marks import BACKEND, compiled_on, slow_where_compiled
-from tests.keras.problems import ACTIVITY, Batches, sgd
+from tests.keras.problems import ACTIVITY, AddsLoss, Batches, Does, sgd
 from tests.keras.train_step.cases import TWO, OverWeights, classifier, crossentropy, linear, squares
 from tests.reference import relative_error
 
@@ -66,15 +66,6 @@ def of_large_labels(t, p):
     return squares(t, p) / (1 + ops.sum(ops.cast(t > 1.5, p.dtype)))
 
 
-class Mixed(layers.Layer):
-    def __init__(self, function, **kwargs):
-        super().__init__(**kwargs)
-        self.function = function
-
-    def call(self, inputs):
-        return self.function(inputs)
-
-
 def with_layer(layer):
     return keras.Sequential([layers.Input((5,)), layers.Dense(4), layer, layers.Dense(3)])
 
@@ -105,12 +96,6 @@ class Summed(keras.Model):
 def own_loss():
     inputs = layers.Input((5,))
     return Summed(inputs, layers.Dense(3)(inputs))
-
-
-class AddsSum(layers.Layer):
-    def call(self, inputs):
-        self.add_loss(ops.sum(ops.square(inputs)))
-        return inputs
 
 
 class Counting(layers.Layer):
@@ -167,11 +152,11 @@ REFUSED = {
        for settings in ({}, {"remove_diagonal": False}, {"gamma": 1.0})},
     "softmax over rows": mixing(lambda: with_layer(layers.Softmax(axis=0, name="mix")), "'mix' .Softmax.* mixes rows"),
     "the batch's mean": mixing(
-        lambda: with_layer(Mixed(lambda h: h - ops.mean(h, axis=0), name="mix")), "'mix' .Mixed"),
+        lambda: with_layer(Does(lambda h: h - ops.mean(h, axis=0), name="mix")), "'mix' .Does"),
     "an operation of a functional model": mixing(with_operation, "'[a-z_0-9.]*mean[a-z_0-9]*' .Mean. mixes rows"),
     "the model's own call": mixing(Inside, "`call` of Inside itself mixes rows"),
     "compute_loss": mixing(own_loss, "`compute_loss` of Summed is no mean over rows"),
-    "add_loss": mixing(lambda: with_layer(AddsSum()), r"model.losses\[0\] is no mean over rows"),
+    "add_loss": mixing(lambda: with_layer(AddsLoss("sum")), r"model.losses\[0\] is no mean over rows"),
     "a variable that moves": mixing(
         lambda: with_layer(Counting(name="counting")), "'counting.count' moves with every"),
 }  # fmt: skip
@@ -272,7 +257,7 @@ def test_a_sign_that_rounding_decides_is_no_difference_where_it_decides_at_these
         few = isinstance(h.shape[0], int) and h.shape[0] <= 6
         return ops.relu(h - 1.0 + (-gap if few else gap))
 
-    model = with_layer(Mixed(edge))
+    model = with_layer(Does(edge))
     kernel, bias = model.layers[0].get_weights()
     kernel[:, 2], bias[2] = 0.0, 1.0
     model.layers[0].set_weights([kernel, bias])
@@ -479,7 +464,7 @@ CAUSES = {
         lambda: keras.Sequential([Sampling(keras.random.SeedGenerator(3)), layers.Softmax(axis=0, name="mixing")]),
         {}, CLASSES, ("mixes_rows", "mixing", "mixing")),
     "a loss": (lambda: layers.Dense(3, "sigmoid"), {"loss": losses.Dice()}, ONE_HOT, ("loss", "", "'dice'")),
-    "an added loss": (AddsSum, {}, CLASSES, ("regulariser", "losses[0]", r"losses\[0\]")),
+    "an added loss": (lambda: AddsLoss("sum"), {}, CLASSES, ("regulariser", "losses[0]", r"losses\[0\]")),
 }  # fmt: skip
 
 
