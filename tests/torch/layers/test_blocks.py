@@ -8,19 +8,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from tests.torch.layers.problems import (
-    OPTIMIZERS,
-    WAYS,
-    Layer,
-    Network,
-    assert_same_updates,
-    batches,
-    build,
-    doing,
-    late,
-    loss_of,
-    network,
-)
+from tests.torch.layers import problems
+from tests.torch.layers.problems import OPTIMIZERS, WAYS, Layer, assert_same_updates, batches, build, loss_of, network
 from tests.torch.problems import Does, Held
 
 SIZE, DEPTH = 4, 3
@@ -197,7 +186,7 @@ CASES = {  # the model, the loss, options
         loss_of,
         {},
     ),
-    "a weight of a later block": (late, loss_of, {}),
+    "a weight of a later block": (problems.late, loss_of, {}),
     "hooks that the loss registers and removes": (network, captured, {}),
     "a graph between the blocks": (lambda: network(between=torch.tanh), loss_of, {}),
     "skips around the blocks": (lambda: network(between=torch.tanh, skips=True), loss_of, {}),
@@ -244,15 +233,10 @@ def counts(layer, x):
 
 
 def test_second_passes_move_no_attributes():
-    model = doing(counts)
-    model.forward = lambda ids: Network.forward(model, counts(model, ids))  # as wrappers of models do
+    model = problems.doing(counts)
+    model.forward = lambda ids: type(model).forward(model, counts(model, ids))  # as wrappers of models do
     build(model)(*batches()[0])
     assert [module.calls for module in (model, *model.layers)] == [-(-len(batches()[0][0]) // 3)] * 4
-
-
-@pytest.mark.parametrize(("name", "size"), [("sgd", 1), ("adam", 3), ("sgd", "auto")])
-def test_micro_batches_of_any_size_make_the_large_batchs_update(name, size):
-    assert_same_updates(network(), batches(count=2), loss_of, OPTIMIZERS[name], size)
 
 
 def token_mean(model, ids, labels):
@@ -267,15 +251,28 @@ def several(model, ids, labels):
     return {"words": (loss, labels.numel()), "size": (outputs.square().mean(), len(ids))}
 
 
-@pytest.mark.parametrize("terms", [token_mean, several])
-def test_means_over_tokens_terms_and_groups_compose(terms):
-    assert_same_updates(network(), batches(8), terms=terms, size=4, groups=2, blocks="layers")
+COMPOSED = {
+    "micro-batches of one row": {"size": 1},
+    "Adam": {"make": OPTIMIZERS["adam"], "size": 3},
+    "as many rows as fit": {"size": "auto"},
+    **{
+        f"{terms.__name__} by name, and groups": {"terms": terms, "rows": 8, "size": 4, "groups": 2, "blocks": "layers"}
+        for terms in (token_mean, several)
+    },
+    "a mean over tokens with its weight": {
+        "loss": lambda *batch: token_mean(*batch)["tokens"][0], "rows": 8, "size": 4,
+        "compute_loss": lambda *batch: token_mean(*batch)["tokens"],
+    },
+    "a closure that evaluates the window again": {  # three steps amplify rounding
+        "make": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3), "tolerance": 1e-9,
+    },
+}  # fmt: skip
 
 
-def test_a_mean_over_tokens_is_weighed_by_them():
-    mean = lambda *batch: token_mean(*batch)["tokens"][0]  # noqa: E731
-    pair = lambda *batch: token_mean(*batch)["tokens"]  # noqa: E731
-    assert_same_updates(network(), batches(8), mean, size=4, compute_loss=pair)
+@pytest.mark.parametrize("name", COMPOSED)
+def test_with_any_size_optimizer_and_loss_it_is_the_large_batchs_update(name):
+    options = {"rows": 7, **COMPOSED[name]}
+    assert_same_updates(network(), batches(options.pop("rows"), 1 if "closure" in name else 2), **options)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -285,13 +282,6 @@ def test_the_last_block_runs_once_where_backward_does(way):
         layer.inner.register_forward_hook(lambda *_, place=place: calls.append(place))
     build(model, micro_batch_size=2, **{**WAYS[way], "verify": False})(*batches(7, count=1)[0])
     assert [calls.count(place) for place in range(3)] == [4 * 2, 4 * 2, 4 * (2 if "CPU" in way else 1)]
-
-
-def test_a_closure_evaluates_the_window_again():
-    def lbfgs(parameters):
-        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
-
-    assert_same_updates(network(), batches(count=1), make=lbfgs, tolerance=1e-9)  # three steps amplify rounding
 
 
 def test_logits_are_those_of_one_micro_batch_and_the_blocks_keep_no_activations():
