@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch import chunked
+from gradaccum.torch.losses import info_nce, sigmoid_loss
 from tests.reference import FLOAT64, relative_error
 from tests.torch.chunking.problems import assert_same, encoder, frozen, gradients, loss_of
 from tests.torch.problems import MIXING, Does
@@ -381,11 +382,19 @@ def test_a_call_that_cannot_be_made_in_micro_batches_is_refused_by_name(name, ke
         small(*[x.clone() if isinstance(x, torch.Tensor) else x for x in inputs])
 
 
+OF_ROWS = {
+    "chunked Linear": lambda: chunked(linear(), 2),
+    "info_nce": lambda: lambda x: info_nce(x, x),
+    "sigmoid_loss": lambda: lambda x: sigmoid_loss(x, x),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
-def test_transforms_of_torch_func_around_it_are_refused(transform):
-    small = chunked(linear(), 2)
-    with pytest.raises(NotImplementedError, match="chunked Linear is called inside of a transform of torch.func"):
-        transform(lambda x: small(x).sum())(torch.randn(4, 6, 3))
+def test_transforms_of_torch_func_around_what_runs_twice_are_refused(transform, name):
+    of, x = OF_ROWS[name](), torch.randn(6, 3) if transform is torch.func.grad else torch.randn(4, 6, 3)
+    with pytest.raises(NotImplementedError, match=f"{name} is called inside of a transform of torch.func"):
+        transform(lambda x: of(x).sum())(x)
 
 
 # The second pass is the first one again, whatever has happened in between.

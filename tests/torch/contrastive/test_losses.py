@@ -267,14 +267,6 @@ def test_hooks_see_the_finished_gradient_once_under_create_graph(loss):
 # What is refused.
 
 
-@one_each
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
-def test_transforms_of_torch_func_are_refused_by_name(transform, loss):
-    a, b = (t.detach() for t in rows_of(6, ROWS, ROWS))
-    with pytest.raises(NotImplementedError, match=f"{loss.__name__} is called inside of a transform of torch.func"):
-        transform(lambda a: loss(a, b))(a if transform is torch.func.grad else a[None])
-
-
 GOOD = rows_of(14, 4, 4)
 ERRORS = {
     "negative": (GOOD, {"temperature": torch.tensor(-1.0)}, ValueError, "Received: temperature=-1.0"),
