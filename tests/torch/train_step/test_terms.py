@@ -46,6 +46,10 @@ def normed():
     return Tagger(before=[counted, nn.BatchNorm1d(4, dtype=torch.float64)])
 
 
+def layered():
+    return Tagger(before=[nn.Linear(5, 5, dtype=torch.float64) for _ in range(2)])
+
+
 def batches(count=3, rows=ROWS):
     """Tokens of which many are ignored, in whole rows too, and a class for some rows."""
     torch.manual_seed(1)
@@ -56,6 +60,14 @@ def batches(count=3, rows=ROWS):
         y[2:5] = -100  # a micro-batch of two rows without a token
         z[torch.rand(rows) < 0.5] = -100
         data.append((randn(rows, 4, 5), y, z))
+    return data
+
+
+def unused_heads():
+    """Batches in which the heads get no gradient but zeros: momentum alone moves them."""
+    data = batches(4)
+    data[1][2].fill_(-100)
+    data[2][1].fill_(-100)
     return data
 
 
@@ -74,6 +86,12 @@ def losses(model, x, y, z):
         "row": (0.5 * F.cross_entropy(row, z), int((z != -100).sum())),
         "z": (1e-2 * tokens.logsumexp(-1).square().mean(), len(x)),
     }
+
+
+def heads(*batch):
+    """A loss for each head, and one that never weighs anything."""
+    found = losses(*batch)
+    return {**found, "z": (found["z"][0], 0)}
 
 
 def counts(x, y, z):
@@ -141,6 +159,14 @@ PROGRAMS = {
             {"data": [(x, y.fill_(-100), z) for x, y, z in batches()], "micro_batch_size": size, **how}
         for size in (4, 13) for how in ({}, BY_BATCH)
     },
+    **{
+        f"losses that weigh nothing in a batch, {size} at a time{', by the batch' if how else ''}":
+            {"terms": heads, "data": unused_heads(), "micro_batch_size": size, **how}
+        for size in (1, 4, 13)
+        for how in ({}, {"compute_loss": alone(heads), "weight": lambda *batch: {**counts(*batch), "z": 0}})
+    },
+    "losses that weigh nothing in a batch, layer by layer":
+        {"terms": heads, "data": unused_heads(), "model": layered, "blocks": "before"},
     "gradients of their own": {"terms": penalised},
     "a scaler": {"scaler": 1024.0},
     "LBFGS": {"make": functools.partial(torch.optim.LBFGS, max_iter=4), "micro_batch_size": 5, "tolerance": 1e-9},

@@ -441,8 +441,6 @@ class GradientWindow(Listener):
     def _reduce(self, total: WindowTotal) -> bool:
         """Make the sum and its weight those of all ranks."""
         window, ranks, scale, manual_reduce = self.window, self.ranks, self.loss_scale, not self.ranks.reduced
-        if manual_reduce:
-            scale.bring_to(ranks.loss_scale)
         weights = window.weight, window.weights_given, window.largest
         mine = Total(*weights, *scale.agreement(), window.equal, idle=not window.micro_batches)
         self._folded = False
@@ -459,8 +457,9 @@ class GradientWindow(Listener):
             total.divisor = 1 / ranks.size  # the reduction leaves a mean over the ranks
         return True
 
-    def _rescale(self, unit: float) -> None:
-        """All ranks are about to reduce: bring the sum to one unit, those of losses by name to one sum."""
+    def _rescale(self, unit: float, scale: float) -> None:
+        """All ranks are about to reduce: bring the sum to one unit and scale, those of losses by name to one sum."""
+        self.loss_scale.bring_to(scale)
         named = self.named
         if named is not None and named.used and (totals := self.ranks.sum_by_name(named.totals())):
             named.fold(totals)
