@@ -31,7 +31,8 @@ def test_the_largest_size_that_fits_is_found_without_a_run():
     estimate = estimate_size(loss_fn, PARAMS, X, memory_limit=limit, margin=0.0)
     assert 64 < estimate.micro_batch_size <= 170  # 171 would be the next size of even micro-batches
     assert estimate.peak <= limit
-    assert estimate_size(loss_fn, PARAMS, X, memory_limit="1GiB").micro_batch_size == 512
+    shapes = jax.eval_shape(lambda: X)  # are enough
+    assert estimate_size(loss_fn, PARAMS, shapes, memory_limit="1GiB").micro_batch_size == 512
     with pytest.raises(DoesNotFit, match="Not even a micro-batch of one row fits"):
         estimate_size(loss_fn, PARAMS, X, memory_limit=adam)
 
