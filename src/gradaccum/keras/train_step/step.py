@@ -152,6 +152,7 @@ class MicroBatchedStep:
         model, rows = self.model, rows_of(data)
         compiled = [private.compiled_losses(model), private.compiled_metrics(model), model.optimizer]
         if not all(one is other for one, other in zip(compiled, self._built)):
+            self.check_states(rows)  # before TensorFlow makes variables in a trace that an error would end
             self.training.build(data)
             self.training.forget()
             self._warn(stacklevel=2)
