@@ -90,6 +90,14 @@ def test_on_explicit_axes_a_call_is_what_it_is_on_one_device(name):
     assert_same(step(*args), by_hand(case))
 
 
+@pytest.mark.parametrize("aux", ["last", {"none": "sum"}])
+def test_what_is_said_of_an_aux_that_there_is_none_of_changes_nothing(aux):
+    mesh = mesh_of("Explicit")
+    args = placed(network(), mesh, ALL), placed(rows(64), mesh)
+    step = in_micro_batches(squared_error, 16, aux=aux).lower(*args).compile()
+    assert not collectives(in_loops(step.as_text()))
+
+
 def test_devices_and_micro_batches_share_no_random_numbers():
     def loss_fn(params, batch, key):
         return squared_error(params, batch), jax.random.normal(key, batch[0].shape[:1])

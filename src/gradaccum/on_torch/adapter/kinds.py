@@ -17,6 +17,8 @@ SMALL = 1 << 12
 """Whole numbers in a tensor up to which zeros among them are looked for in every update."""
 FEW = 16
 """Floating-point numbers in a row up to which zeros and NaN are: as many as targets and weights have, unlike inputs."""
+CLASSES = 64
+"""The most classes whose rows are told apart."""
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MISSING, _IGNORED, _ZERO = "missing", "ignored", "zero"
 Vary = Callable[[Tensor, int], Tensor]
@@ -164,26 +166,28 @@ def rows_to_prove(batch: Batch, most: int) -> list[int]:
             scores += 2 * (values >= 0).cpu() + values.cpu().double() / (1.0 + values.abs().max().item())
         else:
             scores += ((values != 0) & (values != -100)).flatten(1).sum(1).cpu()
-    rows = informative_rows(scores.tolist(), _columns(batch), most)
+    sorts, ends = list[Sequence[int]](), [int(scores.argmin()), int(scores.argmax())]
+    for column in _columns(batch):
+        values = column.double()
+        sorts.append(values.nonzero().flatten().tolist())
+        ends += [int(values.argmin()), int(values.argmax())]
+    rows = informative_rows(scores.argsort(stable=True).tolist(), sorts, ends, most)
     return rows if batch.groups is None else informative_units(rows, [unit.tolist() for unit in batch.units()], most)
 
 
-def _columns(batch: Batch) -> Iterator[Callable[[], Sequence[float]]]:
-    """Functions that return a number for each row; the smallest and the largest values last."""
+def _columns(batch: Batch) -> Iterator[Tensor]:
+    """Numbers of each row: how much of it is missing, below zero, zero, a class, or the least or the most of all."""
     plain = [(path, leaf, dim) for path, leaf, dim in batch.leaves if _is_plain(leaf) and not leaf.is_complex()]
     for path, leaf, dim in plain:
         nowhere = leaf.dtype.is_floating_point and leaf.abs().amin().item() > 0  # neither 0 nor NaN
         for key, vary in variations(path, leaf.dtype, leaf.dim(), True):
             if not (nowhere and key in (_MISSING, _ZERO)):
-                yield functools.partial(_listed, vary, leaf, dim)
+                yield vary(leaf, dim)
     for _, leaf, dim in plain:
-        if leaf.dtype is not torch.bool:
-            for end in batch.ends(leaf):
-                yield functools.partial(_listed, functools.partial(_equal, end), leaf, dim)
-
-
-def _listed(vary: Vary, leaf: Tensor, dim: int) -> list[float]:
-    return vary(leaf, dim).tolist()
+        least, most = batch.ends(leaf) if leaf.dtype is not torch.bool else (0, 0)
+        is_class = leaf.dim() == 1 and leaf.dtype in _WHOLE and most - least < CLASSES
+        for value in range(int(least), int(most) + 1) if is_class else {least, most}:
+            yield _equal(value, leaf, dim)
 
 
 def _in_the_models(modes: list[bool]) -> Iterator[tuple[bool, int, bool]]:
