@@ -46,7 +46,7 @@ class Case(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         return {
-            "argnums": (0, 1) if self.of_rows else 0, "batch_argnums": (1, 2), "in_axes": (int(self.columns), 0),
+            "argnums": (0, 1) if self.of_rows else 0, "batch_argnums": (1, 2), "in_axes": (-int(self.columns), 0),
             "has_aux": self.aux, "aux": {name: how for name, how in HOWS.items() if name not in self.without},
             "rng_argnum": 3 if self.key else None, "state_argnum": 4 if self.state else None,
             "weight": (lambda x, more: more["mask"].sum()) if self.over == "tokens" else None,

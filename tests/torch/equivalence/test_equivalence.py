@@ -19,7 +19,7 @@ from gradaccum.on_torch.state import evaluated
 from gradaccum.torch import TrainStep, check_equivalence
 from gradaccum.torch.buffers import ModuleState
 from tests.torch.equivalence.problems import CE, net, of, seeded, token_mean, with_gradient_hook
-from tests.torch.problems import Does
+from tests.torch.problems import MIXING, Does
 
 X, Y = torch.randn(16, 6, generator=(same := seeded(5))), torch.randint(4, (16,), generator=same)
 XY, IGNORED = (X, Y), torch.where(torch.arange(16) % 3 == 0, -100, Y)
@@ -221,16 +221,6 @@ def quantised(m, h):
     return h + (codes - h).detach()
 
 
-class BackwardMixes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient - gradient.mean(0)
-
-
 def nested_norm():
     return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Dropout(0.1), nn.BatchNorm1d(8)), nn.Linear(8, 4))
 
@@ -284,8 +274,8 @@ DIFFERENT = {
     "a codebook that moves": (lambda: net(Does(quantised, code=torch.randn(5, 8))), XY, CE, "buffer", "2", "code"),
     "running statistics of InstanceNorm": (instance_norm, XY, CE, "buffer", "1", "running_mean"),
     "a backward pass that mixes": (
-        middle(BackwardMixes.apply), XY, CE, "unknown", "0", "The last module whose gradient differs is '0'",
-        "custom backward pass",
+        middle(MIXING["a gradient across rows"]), XY, CE, "unknown", "0",
+        "The last module whose gradient differs is '0'", "custom backward pass",
     ),
 }  # fmt: skip
 
