@@ -431,7 +431,9 @@ def test_weights_that_reach_another_optimizers_window_are_named(batches, names):
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize(("sizes", "said"), [([2, 3, 1, 2], 1), ([2, 2, 2, 2], 0), ([2, 2, 3, 3], 0)])
+@pytest.mark.parametrize(
+    ("sizes", "said"), [([2, 3, 1, 2], 1), ([2, 2, 2, 2, 3, 1], 1), ([2, 2, 2, 2], 0), ([2, 2, 3, 3], 0)]
+)
 @pytest.mark.parametrize("weighed", [False, True])
 def test_one_outside_of_batches_is_told_where_its_micro_batches_are_not_alike(sizes, said, weighed):
     stopped = [iter(wrapped(steps=2)[1].batches(PAIRS[:2])) for _ in range(8)]

@@ -108,7 +108,7 @@ def edited_before_a_group_joins(model, optimizer):
         (weighed_and_not, "Use one of the two"),
         *(
             (edited_and_saved(save), "edited inside")
-            for save in (lambda o: o.state_dict(), copy.deepcopy, pickle.dumps)
+            for save in (lambda o: o.state_dict(), copy.deepcopy, pickle.dumps, lambda o: o.flush())
         ),
     ],
 )

@@ -136,6 +136,7 @@ def test_a_sum_for_each_loss_but_the_first_and_none_for_one():
         optimizer.step()
         assert numbers(optimizer.state_dict()["gradaccum"]) - empty <= copies * size + 10
         optimizer.discard()
+        assert optimizer.loss is None
         assert numbers(optimizer.state_dict()["gradaccum"]) == empty
 
 
