@@ -280,6 +280,16 @@ def test_a_loop_is_refused_and_what_to_do_is_said(run, error, says):
         assert next(iter(optimizer.batches([odd], weight=lambda batch: 2))) is odd
 
 
+def test_discard_forgets_a_loop_that_was_fetched_ahead():
+    model, optimizer = wrapped(steps=2)
+    batches = list(optimizer.batches(PAIRS[:2]))
+    with pytest.raises(WindowError, match=r"discard\(\) forgets the loop"):
+        train(model, optimizer, batches)
+    optimizer.discard()
+    train(model, optimizer, batches)
+    assert_same(model, large([batches]))
+
+
 def test_states_of_batches_are_named_where_they_are_none_and_batches_are_not_copied():
     batches = wrapped(steps=3)[1].batches([regression(2)])
     for state in ({}, None, {"batches": 1}):
