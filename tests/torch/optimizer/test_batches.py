@@ -89,6 +89,25 @@ def test_leaving_the_loop_discards_the_open_window_with_a_line_unless_it_is_flus
     assert_same(model, large([PAIRS[:2], *([PAIRS[2:3]] if kept else []), *windows_of(PAIRS, 2)]))
 
 
+@pytest.mark.parametrize("through", ["loss.backward()", "optimizer.backward()"])
+@pytest.mark.parametrize("windows", range(4))
+def test_a_backward_pass_before_which_the_loop_is_left_is_no_part_of_the_next_one(windows, through):
+    """In loops that clear gradients after their step."""
+    model, optimizer = wrapped(steps=2)
+    for number, (x, y) in enumerate(optimizer.batches(SIX + SIX)):
+        loss = mse(model, x, y)
+        loss.backward() if through == "loss.backward()" else optimizer.backward(loss)
+        if number == 2 * windows:
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    for x, y in optimizer.batches(PAIRS):
+        mse(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, large([*windows_of(SIX[: 2 * windows], 2), *windows_of(PAIRS, 2)]))
+
+
 def test_an_exception_in_the_loop_discards_the_window_when_the_next_loop_begins():
     model, optimizer = wrapped(steps=4)
     kept = None

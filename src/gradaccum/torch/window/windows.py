@@ -341,7 +341,7 @@ class Windows:
 
     def break_off(self) -> None:
         self.ranks.abort()
-        if self.window.micro_batches or self.one.weight is not None:
+        if self.window.micro_batches or self.passes.arrivals or self.one.weight is not None:
             self.discard()
         self._leave_loop(_Phase.PLAIN)
 
