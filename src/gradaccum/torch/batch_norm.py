@@ -67,7 +67,7 @@ def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
         warnings.warn(
             "BatchNorm normalises each micro-batch by itself, so the update is not the large batch's: "
             f"{described(layers)}. {remedy}",
-            stacklevel=_level_of_the_user(),
+            stacklevel=level_of_the_user(),
         )
     return bool(layers)
 
@@ -82,7 +82,7 @@ def is_of_the_user(filename: str) -> bool:
     return not (inside or filename.startswith("<") or filename == contextlib.__file__)
 
 
-def _level_of_the_user() -> int:
+def level_of_the_user() -> int:
     """The `stacklevel`, for a caller of this function, of the user's first line."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and not is_of_the_user(frame.f_code.co_filename):

@@ -89,6 +89,25 @@ def test_leaving_the_loop_discards_the_open_window_with_a_line_unless_it_is_flus
     assert_same(model, large([PAIRS[:2], *([PAIRS[2:3]] if kept else []), *windows_of(PAIRS, 2)]))
 
 
+@pytest.mark.parametrize("through", ["loss.backward()", "optimizer.backward()"])
+@pytest.mark.parametrize("windows", range(4))
+def test_a_backward_pass_before_which_the_loop_is_left_is_no_part_of_the_next_one(windows, through):
+    """In loops that clear gradients after their step."""
+    model, optimizer = wrapped(steps=2)
+    for number, (x, y) in enumerate(optimizer.batches(SIX + SIX)):
+        loss = mse(model, x, y)
+        loss.backward() if through == "loss.backward()" else optimizer.backward(loss)
+        if number == 2 * windows:
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    for x, y in optimizer.batches(PAIRS):
+        mse(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, large([*windows_of(SIX[: 2 * windows], 2), *windows_of(PAIRS, 2)]))
+
+
 def test_an_exception_in_the_loop_discards_the_window_when_the_next_loop_begins():
     model, optimizer = wrapped(steps=4)
     kept = None
@@ -280,6 +299,16 @@ def test_a_loop_is_refused_and_what_to_do_is_said(run, error, says):
         assert next(iter(optimizer.batches([odd], weight=lambda batch: 2))) is odd
 
 
+def test_discard_forgets_a_loop_that_was_fetched_ahead():
+    model, optimizer = wrapped(steps=2)
+    batches = list(optimizer.batches(PAIRS[:2]))
+    with pytest.raises(WindowError, match=r"discard\(\) forgets the loop"):
+        train(model, optimizer, batches)
+    optimizer.discard()
+    train(model, optimizer, batches)
+    assert_same(model, large([batches]))
+
+
 def test_states_of_batches_are_named_where_they_are_none_and_batches_are_not_copied():
     batches = wrapped(steps=3)[1].batches([regression(2)])
     for state in ({}, None, {"batches": 1}):
@@ -431,7 +460,9 @@ def test_weights_that_reach_another_optimizers_window_are_named(batches, names):
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize(("sizes", "said"), [([2, 3, 1, 2], 1), ([2, 2, 2, 2], 0), ([2, 2, 3, 3], 0)])
+@pytest.mark.parametrize(
+    ("sizes", "said"), [([2, 3, 1, 2], 1), ([2, 2, 2, 2, 3, 1], 1), ([2, 2, 2, 2], 0), ([2, 2, 3, 3], 0)]
+)
 @pytest.mark.parametrize("weighed", [False, True])
 def test_one_outside_of_batches_is_told_where_its_micro_batches_are_not_alike(sizes, said, weighed):
     stopped = [iter(wrapped(steps=2)[1].batches(PAIRS[:2])) for _ in range(8)]

@@ -11,7 +11,7 @@ from torch import nn
 import gradaccum.torch
 from gradaccum import WindowError
 from tests.fuzz.problem import Checkpointed, Faulty
-from tests.reference import FLOAT64, relative_error, torch_updates
+from tests.reference import FLOAT64, relative_error, torch_updates, windows_of
 from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, scaler_of, train, values, wrapped
 from tests.torch.problems import adam, join, mse, network, regression, sgd
 
@@ -108,7 +108,7 @@ def edited_before_a_group_joins(model, optimizer):
         (weighed_and_not, "Use one of the two"),
         *(
             (edited_and_saved(save), "edited inside")
-            for save in (lambda o: o.state_dict(), copy.deepcopy, pickle.dumps)
+            for save in (lambda o: o.state_dict(), copy.deepcopy, pickle.dumps, lambda o: o.flush())
         ),
     ],
 )
@@ -122,6 +122,15 @@ def test_misuse_of_an_open_window_is_an_error_that_changes_nothing(misuse, says,
     assert optimizer.updates == windows - 1
     assert all(map(torch.equal, model.parameters(), before))
     assert all(state["step"] == windows - 1 for state in optimizer.inner.state.values())
+
+
+@pytest.mark.parametrize("before", range(1, 6))
+def test_a_schedule_changes_the_length_of_any_window(before):
+    batches = parts([2] * (2 * before + 6))
+    model, optimizer = wrapped(steps=lambda epoch, update: 2 if update < before else 3)
+    train(model, optimizer, batches)
+    windows = [*windows_of(batches[: 2 * before], 2), *windows_of(batches[2 * before :], 3)]
+    assert_same(model, large(windows))
 
 
 def test_steps_can_be_set_between_windows():

@@ -73,7 +73,7 @@ def as_list_of_sums(found):
 @pytest.mark.parametrize("form", [as_names, as_list_of_sums])
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
-@pytest.mark.parametrize("way", ["batches", "flush"])
+@pytest.mark.parametrize("way", ["batches", "flush", "model.zero_grad()"])
 def test_a_window_is_the_step_of_the_sum_of_its_means(way, steps, make, form):
     sums = form is as_list_of_sums
     model, optimizer, _ = with_heads(make, steps, reduction="sum" if sums else "mean")
@@ -82,7 +82,10 @@ def test_a_window_is_the_step_of_the_sum_of_its_means(way, steps, make, form):
     found, expected = [], [plain(reference, inner, window) for window in windows_of(DATA, steps) * 2]
     for _ in range(2):
         for x, y in optimizer.batches(DATA) if way == "batches" else DATA:
-            optimizer.zero_grad()
+            if way != "model.zero_grad()":
+                optimizer.zero_grad()
+            elif not optimizer.micro_batches:
+                model.zero_grad()
             optimizer.backward(form(losses(model, x, y)))
             optimizer.step()
             if optimizer.updated:
@@ -133,6 +136,7 @@ def test_a_sum_for_each_loss_but_the_first_and_none_for_one():
         optimizer.step()
         assert numbers(optimizer.state_dict()["gradaccum"]) - empty <= copies * size + 10
         optimizer.discard()
+        assert optimizer.loss is None
         assert numbers(optimizer.state_dict()["gradaccum"]) == empty
 
 

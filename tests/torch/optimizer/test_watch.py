@@ -245,6 +245,14 @@ def test_in_a_window_of_one_micro_batch_gradients_are_the_users_as_in_the_plain_
     assert_same(model, alone, 0)
 
 
+def test_in_a_window_of_one_sum_that_is_to_be_divided_by_its_weight_gradients_are_not_the_users():
+    model, optimizer = wrapped(steps=1, reduction="sum")
+    optimizer.backward(3 * mse(model, *BATCHES[0]), weight=3)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(WindowError, match="edited inside"):
+        optimizer.step()
+
+
 # Between windows.
 
 

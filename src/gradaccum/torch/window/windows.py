@@ -29,6 +29,7 @@ from gradaccum.core.window import Window
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.noise import inside_step
 from gradaccum.schedule import Schedule
+from gradaccum.torch.batch_norm import level_of_the_user
 from gradaccum.torch.watch import ParameterMonitor, parameters_of
 from gradaccum.torch.window.gradient_window import GradientWindow
 
@@ -214,7 +215,7 @@ class Windows:
                     "This optimizer steps inside another one's batches(), which weigh differently (the last two "
                     f"{before[number]:g} and {rows:g}), and counts its micro-batches equally. Let both share the "
                     "batches, a.batches(b.batches(loader)), or use backward(loss, weight=...).",
-                    stacklevel=4,
+                    stacklevel=level_of_the_user(),
                 )
                 break
 
@@ -251,7 +252,6 @@ class Windows:
         if self.window.micro_batches:
             current.skip()
             current.check_sum()
-            current.be_special()  # a checkpoint's sum may not have been joined
             self.updated = self._update()
             current.empty()  # the loop's own zero_grad() is not to be relied on here: it may come before step()
         elif not ends_epoch:
@@ -341,7 +341,7 @@ class Windows:
 
     def break_off(self) -> None:
         self.ranks.abort()
-        if self.window.micro_batches or self.one.weight is not None:
+        if self.window.micro_batches or self.passes.arrivals or self.one.weight is not None:
             self.discard()
         self._leave_loop(_Phase.PLAIN)
 
