@@ -76,10 +76,6 @@ def _linear(e: Equation, values: list[Value]) -> Terms:
     return union(values)
 
 
-def _largest(e: Equation, inputs: list[Value]) -> Any:
-    return inputs[1] if inputs[0].known == -np.inf else _law()(e, inputs)
-
-
 def _power(e: Equation, inputs: list[Value]) -> Any:
     degree = {"square": 2, "integer_pow": e.params.get("y")}.get(e.name, inputs[-1].known)
     if degree is None or (e.name == "pow" and degree not in (-2, -1, 2)):
@@ -624,7 +620,7 @@ RULES: dict[str, Rule] = {
         "sinh sqrt tan tanh xor zeta",
         _law(),
     ),
-    "max": _largest,
+    "max": lambda e, inputs: inputs[1] if inputs[0].known == -np.inf else _law()(e, inputs),
     **_each("add add_any sub", _added),
     **_each("neg complex real imag conj", _law(_linear)),
     **_each("mul and", _multiplied),
