@@ -114,9 +114,13 @@ def _compared(e: Equation, inputs: list[Value]) -> Value:
     a, b = inputs[0], inputs[-1]
     if e.name == "lt" and e.walk.is_position(a.number) and b.known == 0:
         return e.valued(False)
-    # A number for all rows is taken to be finite.
     if (e.name == "is_finite" or a.number == b.number) and a.place is None and a.flaw is None and a.own:
-        return e.valued(e.name in ("is_finite", "eq", "le", "ge"))
+        # A number for all rows is taken to be finite, but where it is divided by a sum that is 0.
+        scales = [term.scale for term in a.terms if term.scale]
+        finite = [all(x == x for x in each) for each in zip(*scales)] if scales else True
+        if e.name in ("is_finite", "eq", "le", "ge"):
+            return e.valued(finite)
+        return e.valued([not each for each in finite] if isinstance(finite, list) else False)
     return _law()(e, inputs)
 
 
