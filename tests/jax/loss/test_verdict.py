@@ -18,7 +18,8 @@ from jax import lax
 
 import gradaccum.jax
 from gradaccum.jax import check_equivalence
-from tests.jax.problems import assert_large_batch, mesh_of, taken
+from tests.jax.comparisons import assert_large_batch, mesh_of
+from tests.jax.problems import taken
 
 RANDOM = np.random.default_rng(0)
 KEY, STATE = jax.random.key(0), {"n": jnp.zeros((), int), "u": jnp.ones(())}

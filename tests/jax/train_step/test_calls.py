@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 
 import gradaccum.jax
 from gradaccum.core.noise import Norms
-from tests.jax.problems import PARAMS, assert_same, errors, outputs, rows
+from tests.jax.comparisons import assert_same
+from tests.jax.problems import PARAMS, errors, outputs, rows
 
 KEYS = {"typed": jax.random.key(3), "raw": jax.random.PRNGKey(3), "rbg": jax.random.key(3, impl="rbg")}
 STATE = {"mean": jnp.zeros(5), "calls": 0}

@@ -10,21 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradaccum.jax
-from tests.jax.problems import (
-    assert_same,
-    at_once,
-    counted,
-    errors,
-    in_micro_batches,
-    masked_error,
-    mesh_of,
-    network,
-    outputs,
-    placed,
-    rows,
-    squared_error,
-    taken,
-)
+from tests.jax.comparisons import assert_same, at_once, in_micro_batches, mesh_of, placed
+from tests.jax.problems import counted, errors, masked_error, network, outputs, rows, squared_error, taken
 from tests.jax.train_step.test_calls import Case, by_hand
 
 ALL = P()

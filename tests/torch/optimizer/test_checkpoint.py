@@ -170,6 +170,16 @@ def test_a_restored_window_survives_what_frameworks_clear_before_they_go_on(clea
     assert_same(model, large([PARTS[:4]], adam))
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_restored_window_may_end_with_a_micro_batch_that_weighs_nothing(scaled):
+    model, optimizer = start()
+    train(model, optimizer, PARTS[:3], weigh=by_rows, scaler=scaler_of(8.0) if scaled else None)
+    model, optimizer = resumed(model, optimizer, adam, steps=4)
+    train(model, optimizer, PARTS[3:4], weigh=lambda *_: 0, scaler=scaler_of(8.0) if scaled else None)
+    assert optimizer.updates == 1
+    assert_same(model, large([PARTS[:3]], adam))
+
+
 def test_a_restored_window_can_be_flushed_at_once():
     model, optimizer = resumed(*start(done=3), adam, steps=4)
     assert optimizer.flush()

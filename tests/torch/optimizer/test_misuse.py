@@ -92,10 +92,17 @@ def edited_and_saved(save):
     return run
 
 
+def edited_before_a_group_joins(model, optimizer):
+    model[0].weight.grad.mul_(2)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    train(model, optimizer, [regression(2)] * 2)
+
+
 @pytest.mark.parametrize("windows", [1, 3])
 @pytest.mark.parametrize(
     ("misuse", "says"),
     [
+        (edited_before_a_group_joins, "edited inside"),
         (set_steps, r"holds 1 of its 3 micro-batches.*steps=5"),
         (no_step, r"Call step\(\)"),
         (weighed_and_not, "Use one of the two"),
@@ -172,6 +179,19 @@ def test_a_loss_without_a_weight_beside_one_with_a_weight_is_seen_on_any_head(pl
 
     with pytest.raises(WindowError, match=r"backward\(loss, weight=\.\.\.\)"):
         [both(rows) for rows in (4, 2)]
+
+
+@pytest.mark.parametrize("head", range(6))
+def test_a_micro_batch_that_is_cleared_in_place_of_its_step_is_seen_on_any_head(head):
+    heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(6))
+    _, optimizer = wrapped(model=heads, steps=2)
+    for rows in (1, 2, 3, 4, 5):  # the third window is not watched
+        optimizer.zero_grad()
+        optimizer.backward(sum(mse(one, *regression(rows)) for one in heads), weight=rows)
+        optimizer.step()
+    optimizer.backward(mse(heads[head], *regression(2)), weight=2)
+    with pytest.raises(WindowError, match="no step"):
+        optimizer.zero_grad()
 
 
 # Gradients that no backward pass brings: the random programs add them, and compare with the large batch.

@@ -108,11 +108,14 @@ def test_unscaling_as_the_window_closes_is_exact_and_inside_an_open_window_or_be
         train(model, optimizer, FOUR, scaler=scaler, before_step=lambda: scaler.unscale_(optimizer))
 
 
-def test_a_micro_batch_that_weighs_nothing_after_an_overflow_does_not_halve_again():
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_micro_batch_that_weighs_nothing_after_an_overflow_does_not_halve_again(by_name):
     (model, optimizer), scaler = wrapped(steps=4), scaler_of(1024.0)
     for factor, weight, batch in zip([float("inf"), 1, 1, 1], [2, 0, 2, 2], FOUR, strict=True):
-        loss = lambda *b, factor=factor: mse(*b) * factor  # noqa: E731
-        train(model, optimizer, [batch], loss=loss, weigh=lambda *_, weight=weight: weight, scaler=scaler)
+        loss = scaler.scale(mse(model, *batch) * factor)
+        optimizer.backward({"a": (loss, weight)} if by_name else loss, None if by_name else weight)
+        scaler.step(optimizer)
+        scaler.update()
     assert scaler.get_scale() == 512
     assert optimizer.updates == 0
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradaccum.on_torch.private.autograd import run_backward
+
 
 def default_store() -> Any:
     """Where all ranks can leave word for each other, without a collective."""
@@ -27,6 +29,11 @@ def timeout_of(group: Any) -> timedelta | None:
             if isinstance(timeout, timedelta):
                 return timeout
     return None
+
+
+def gloo_timeout(group: Any) -> Callable[[], timedelta]:
+    """How long this process group over gloo waits, at any time that this is called."""
+    return functools.partial(getattr, group._get_backend(torch.device("cpu")).options, "_timeout")
 
 
 # DistributedDataParallel.
@@ -48,7 +55,7 @@ def reduce_by_hand(model: DistributedDataParallel, parameters: int, device: torc
     output.register_hook(lambda _: [reducer._autograd_hook(index) for index in reversed(range(parameters))] and None)
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([])
-    output.backward(inputs=[leaf])
+    run_backward([output], [output.detach()])
 
 
 def reduces_exactly(model: DistributedDataParallel, parameters: Sequence[Tensor]) -> bool:
