@@ -17,6 +17,13 @@ from jax.sharding import AxisType
 from gradaccum.core.sizes import even_sizes
 from gradaccum.on_jax import scan
 
+NEED_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What a function raises that asks for values where it is traced."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -350,6 +357,13 @@ def squared_norm(gradients: Any) -> jax.Array:
     wide = jnp.result_type(float)
     leaves = jax.tree.leaves(gradients)
     return sum((jnp.sum(jnp.square(jnp.abs(leaf)), dtype=wide) for leaf in leaves), jnp.zeros((), wide))
+
+
+def stated_bytes(compiled: Any) -> int:
+    """The memory that XLA states for arguments, results and temporaries of a compiled program."""
+    stated = compiled.memory_analysis()
+    total = stated.argument_size_in_bytes + stated.output_size_in_bytes + stated.temp_size_in_bytes
+    return int(total - stated.alias_size_in_bytes)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

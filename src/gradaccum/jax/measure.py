@@ -17,7 +17,7 @@ from gradaccum.core.sizes import (
     largest_size,
     parse_bytes,
 )  # fmt: skip
-from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each
+from gradaccum.jax.batch import Batch, argument_numbers, axes_of_each, stated_bytes
 from gradaccum.jax.train_step import value_and_grad
 
 
@@ -58,9 +58,7 @@ def estimate_size(
 
     def peak(size: int) -> int:
         compiled = jax.jit(value_and_grad(loss_fn, micro_batch_size=size, **keywords)).lower(*args).compile()
-        stated = compiled.memory_analysis()
-        taken = stated.argument_size_in_bytes + stated.output_size_in_bytes + stated.temp_size_in_bytes
-        return constant["state"] + taken - stated.alias_size_in_bytes
+        return constant["state"] + stated_bytes(compiled)
 
     allowed = (1 - margin) * limit
     size, needed = largest_size(peak, rows, allowed)

@@ -314,6 +314,9 @@ SILENT = {
     "class weights": case(class_weighed, weight=lambda labels: jnp.arange(1.0, 6.0)[labels].sum()),
     "convolutions and pools": case(pooled),
     "a mean over a detached sum": (by_confidence(lax.stop_gradient), "", 3, {}),
+    "a mean that is 0 where nothing counts": case(
+        lambda v, x, mask: jnp.where(jnp.isnan(it := token_mean(v, x, mask)), 0.0, it), **COUNTED
+    ),
     "two sums in one guard": case(
         lambda v, x, mask, soft: tokens(v, x, mask) / jnp.where(soft.sum() + mask.sum() > 0, mask.sum(), 1), **COUNTED
     ),
@@ -532,6 +535,12 @@ LINES = {
     # Others.
     "a loss that isn't NaN, where something else is so": case(
         lambda v, x: (lambda it: jnp.where(jnp.isfinite(it) & (x.mean() > 0), 2 * it, 0.0))((x @ v).mean()), DECIDED
+    ),
+    "a loss that isn't NaN, where something else may be 0": case(
+        lambda v, x, mask, counts: (lambda it: jnp.where(jnp.isnan(it), 0.0, it))(
+            token_mean(v, x, mask) * counts.sum() / counts.sum()
+        ), DECIDED,
+        **COUNTED,
     ),
     "the size of a mean": case(lambda v, x: jnp.abs((x @ v).mean()), DECIDED),
     "parts that make the whole":

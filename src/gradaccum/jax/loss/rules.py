@@ -76,10 +76,6 @@ def _linear(e: Equation, values: list[Value]) -> Terms:
     return union(values)
 
 
-def _largest(e: Equation, inputs: list[Value]) -> Any:
-    return inputs[1] if inputs[0].known == -np.inf else _law()(e, inputs)
-
-
 def _power(e: Equation, inputs: list[Value]) -> Any:
     degree = {"square": 2, "integer_pow": e.params.get("y")}.get(e.name, inputs[-1].known)
     if degree is None or (e.name == "pow" and degree not in (-2, -1, 2)):
@@ -118,9 +114,13 @@ def _compared(e: Equation, inputs: list[Value]) -> Value:
     a, b = inputs[0], inputs[-1]
     if e.name == "lt" and e.walk.is_position(a.number) and b.known == 0:
         return e.valued(False)
-    # A number for all rows is taken to be finite.
     if (e.name == "is_finite" or a.number == b.number) and a.place is None and a.flaw is None and a.own:
-        return e.valued(e.name in ("is_finite", "eq", "le", "ge"))
+        # A number for all rows is taken to be finite, but where it is divided by a sum that is 0.
+        scales = [term.scale for term in a.terms if term.scale]
+        finite = [all(x == x for x in each) for each in zip(*scales)] if scales else True
+        if e.name in ("is_finite", "eq", "le", "ge"):
+            return e.valued(finite)
+        return e.valued([not each for each in finite] if isinstance(finite, list) else False)
     return _law()(e, inputs)
 
 
@@ -624,7 +624,7 @@ RULES: dict[str, Rule] = {
         "sinh sqrt tan tanh xor zeta",
         _law(),
     ),
-    "max": _largest,
+    "max": lambda e, inputs: inputs[1] if inputs[0].known == -np.inf else _law()(e, inputs),
     **_each("add add_any sub", _added),
     **_each("neg complex real imag conj", _law(_linear)),
     **_each("mul and", _multiplied),

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from gradaccum.core.window import checked_weight, counted, is_full
-from gradaccum.jax.batch import zeros
+from gradaccum.jax.batch import NEED_VALUES, zeros
 from gradaccum.jax.optimizer.state import (
     WindowedState,
     add_micro_batch,
@@ -347,12 +347,6 @@ def _checked_dtype(dtype: Any) -> Any:
     return jnp.dtype(dtype)
 
 
-_CONCRETE_ONLY = (
-    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
-    jax.errors.TracerBoolConversionError,
-)  # fmt: skip
-
-
 def _steps_of(schedule: Schedule, epoch: jax.Array, update: jax.Array) -> jax.Array:
     """The steps of the window that opens in this epoch, after so many updates: an int32 scalar."""
     if schedule.function is None:
@@ -360,7 +354,7 @@ def _steps_of(schedule: Schedule, epoch: jax.Array, update: jax.Array) -> jax.Ar
         return jnp.asarray(steps)[jnp.searchsorted(jnp.asarray(starts), epoch, side="right") - 1]
     try:
         steps = schedule.function(epoch, update)
-    except _CONCRETE_ONLY as error:
+    except NEED_VALUES as error:
         raise TypeError(
             "Inside jit, a callable `steps` gets `epoch` and `update` as traced arrays, and this one needs their "
             "values. Write it in jax.numpy, as in lambda epoch, update: jnp.where(update < 100, 1, 4)."

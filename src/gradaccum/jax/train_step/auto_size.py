@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from gradaccum.core.sizes import MARGIN, MemoryLine, format_bytes, free_host_memory
+from gradaccum.jax.batch import stated_bytes
 from gradaccum.jax.train_step.call import Call
 
 logger = logging.getLogger("gradaccum")
@@ -163,9 +164,6 @@ def _compiled(run: Callable[..., Any], kinds: list[Any]) -> Trial:
         return jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, [_key_again(*pair) for pair in zip(consts, numbers)]))(*values)
 
     compiled = jax.jit(of).lower(around, kinds).compile()
-    stated = compiled.memory_analysis()
-    total = stated.argument_size_in_bytes + stated.output_size_in_bytes + stated.temp_size_in_bytes
-    total -= stated.alias_size_in_bytes
 
     def seconds() -> float:
         with jax.ensure_compile_time_eval(), jax.debug_nans(False):
@@ -177,7 +175,7 @@ def _compiled(run: Callable[..., Any], kinds: list[Any]) -> Trial:
                 taken.append(time.perf_counter() - start)
         return min(taken[1:])  # the first run is slow
 
-    return Trial(float(total), seconds)
+    return Trial(float(stated_bytes(compiled)), seconds)
 
 
 def _free(arguments: float) -> float:

@@ -9,14 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradaccum.jax.batch import Batch, Group, as_varying, varying_axes
+from gradaccum.jax.batch import NEED_VALUES, Batch, Group, as_varying, varying_axes
 from gradaccum.jax.train_step.options import Options
-
-_NEED_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 class Outcome(NamedTuple):
@@ -120,7 +114,7 @@ class Call:
         try:
             return jax.eval_shape(weighed)
         except jax.errors.JAXTypeError as error:
-            if not isinstance(error, _NEED_VALUES):
+            if not isinstance(error, NEED_VALUES):
                 raise
             raise TypeError(
                 "`loss_fn` (or `weight`) can't be traced: the micro-batches run in a compiled loop, so it can't "
@@ -144,7 +138,7 @@ class Call:
         try:
             returned = options.loss_fn(*values, **self.kwargs)
         except (TypeError, ValueError) as error:
-            if not isinstance(error, _NEED_VALUES):
+            if not isinstance(error, NEED_VALUES):
                 self._explain(error)
             raise
         state = aux = None
