@@ -258,6 +258,29 @@ def loss_of(scenario: Scenario, model: Any, x: Any, y: Tensor, head: int = 0, pa
     return loss
 
 
+def ids_of(scenario: Scenario, rows: int) -> Tensor:
+    """Which rows belong together."""
+    return torch.arange(rows) // 2 if scenario.loss == "pairs" else torch.arange(rows) % (rows // 2)
+
+
+def in_groups(logits: Tensor, ids: Tensor) -> Tensor:
+    """A mean over rows of what looks at the rows of their groups."""
+    together = (ids[:, None] == ids).to(logits.dtype)
+    return (logits - together @ logits / together.sum(1, keepdim=True) / 2).square().sum(1).mean()
+
+
+def named_losses(scenario: Scenario, model: Any, x: Any, y: Tensor, head: int) -> dict[Any, tuple[Tensor, Any]]:
+    """Losses with what each is a mean over: perhaps nothing, where some scenarios leave it out. One is a metric."""
+    logits = model(x, head)
+    found: dict[Any, tuple[Tensor, Any]] = {
+        name: (nn.functional.cross_entropy(logits * (1 + name), y, ignore_index=name), (y != name).sum())
+        for name in (0, 1)
+    }
+    found[2], found[3] = (logits.square().mean(), len(y)), (logits.detach().square().mean(), float(len(y)))
+    left_out = [name for name, (_, weight) in found.items() if scenario.seed % 5 == 0 and not weight]
+    return {name: term for name, term in found.items() if name not in left_out}
+
+
 def weight_of(scenario: Scenario, y: Tensor) -> float:
     """What the loss over these rows is a mean over."""
     if scenario.loss == "ignored":

@@ -349,8 +349,11 @@ class GradientWindow(Listener):
         if not scale.known:
             scale.known = True
             self.build_stages()
+        if (known := scale.live if unscaled else scaled[0]) is None:
+            self.losses.restart()  # nobody says what they came multiplied by
+        else:
+            self.losses.unscale(self.window.micro_batches, known)
         if not unscaled:
-            self.losses.unscale(self.window.micro_batches, scaled[0])
             if screened:
                 scale_(self.buffer.gradients(), scaled[0].reciprocal())
         elif not screened:
