@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import pickle
 from typing import Any
@@ -123,7 +124,8 @@ class _Wrapped:
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(self._before_update)
         self.fails_to_step = False
-        self.finished: list[list[Any]] = [[] for _ in self.optimizers]  # of each update: loss, and norm before clipping
+        self.finished: list[list[Any]] = [[] for _ in self.optimizers]
+        """Of each update: loss, norm before clipping, and the means of losses by name."""
         self.trace: list[tuple[bool, int, int, bool]] = []
         """Of each step: whether it closes its window; updates, micro-batches in the open window, `updated` after it."""
         kind = scenario.schedule
@@ -152,8 +154,8 @@ class _Wrapped:
             self.fails_to_step = False
             raise Injected
         if not self.scenario.engine:
-            loss, norm = optimizer.loss, optimizer.grad_norm
-            self.finished[self.optimizers.index(optimizer)].append((loss, norm))
+            means = dict(optimizer.losses)
+            self.finished[self.optimizers.index(optimizer)].append((optimizer.loss, optimizer.grad_norm, means))
         if self.scenario.hook == "step":
             limit(optimizer)
 
@@ -248,7 +250,8 @@ class _Wrapped:
             return
         if scenario.way == "names":
             losses = [self.scaler.scale(self._loss(one, x, y, part)) for part in range(scenario.losses)]
-            optimizer.backward(dict(enumerate(zip(losses, weights_of_terms(scenario, one), strict=True))))
+            pairs = [*zip(losses, weights_of_terms(scenario, one), strict=True)]
+            optimizer.backward(pairs if scenario.seed % 2 else dict(enumerate(pairs)))
             return
         for part in range(scenario.losses):
             loss = self.scaler.scale(self._loss(one, x, y, part))
@@ -299,8 +302,8 @@ class ByHand:
         self.number = 0
         """Of the epoch that runs, whether or not it has a pass."""
         self.updates = [0 for _ in self.plain]
-        self.finished: list[list[tuple[float, Any]]] = [[] for _ in self.plain]
-        """Of each update: the window's mean loss, NaN where it isn't known, and the gradient's norm."""
+        self.finished: list[list[tuple[float, Any, dict[int, float]]]] = [[] for _ in self.plain]
+        """Of each update: the window's mean loss, NaN where it isn't known, the gradient's norm, and means by name."""
         self.trace: list[tuple[bool, int, int, bool]] = []
         self.halvings = 0
 
@@ -378,13 +381,14 @@ class ByHand:
         self.windows[number] = []
         if fails or not 0 < sum(weight for terms in window for weight, *_ in terms) < float("inf"):
             return
-        mean, gradients = 0.0, [[] for _ in self.parts[number]]  # type: ignore[var-annotated]
-        for terms in zip(*window, strict=True):
+        means, gradients = {}, [[] for _ in self.parts[number]]  # type: ignore[var-annotated]
+        for name, terms in enumerate(zip(*window, strict=True)):
             divisor = sum(weight for weight, *_ in terms) or 1.0
             if scenario.loss == "sum":
                 divisor = divisor if self.is_weighed else 1.0
                 terms = tuple((float(weight > 0), *found) for weight, *found in terms)  # type: ignore[misc]
-            mean += sum(weight * loss for weight, loss, _ in terms) / divisor
+            if any(weight for weight, *_ in terms):
+                means[name] = sum(weight * loss for weight, loss, _ in terms) / divisor
             for weight, _, found in terms:
                 for own, gradient in zip(gradients, found, strict=True):
                     own.extend([] if gradient is None else [weight / divisor * gradient])
@@ -393,7 +397,7 @@ class ByHand:
         norm = None
         if scenario.clip is not None:
             norm = nn.utils.clip_grad_norm_(self.parts[number], scenario.clip)
-        self.finished[number].append((mean, norm))
+        self.finished[number].append((sum(means.values()), norm, means if scenario.way == "names" else {}))
         if scenario.hook == "step":
             limit(self.plain[number])
         self.plain[number].step()
@@ -462,6 +466,7 @@ def run_wrapper(scenario: Scenario, rank: int) -> dict[str, float]:
         for r, epochs in enumerate(ranks)
     ]
     oracle = _expected(scenario, data)
+    without_files = dataclasses.replace(scenario, epochs=_without_files(scenario.epochs))
     for number, epoch in enumerate(ranks[rank]):
         run = _epoch(run, scenario, epoch, data[rank][number], rank, number)
     found = {"parameters": relative_error(whole(run.model.parameters()), oracle.model.parameters())}
@@ -470,13 +475,16 @@ def run_wrapper(scenario: Scenario, rank: int) -> dict[str, float]:
         return found
     found["trace"] = float(run.trace != oracle.trace)
     for seen, right in zip(run.finished, oracle.finished, strict=True):
-        for (loss, norm), (mean, whole_norm) in zip(seen, right):
+        for (loss, norm, means), (mean, whole_norm, whole_means) in zip(seen, right):
             if scenario.way.endswith("backward") or scenario.way == "names":
                 unknown = mean != mean or (loss is None and unscales(scenario))
                 error = 0.0 if unknown else abs(loss.item() / mean - 1)
                 found["loss"] = max(error, found.get("loss", 0.0))
             if scenario.dtype == "float64":
                 found["norm"] = max(apart([norm], [whole_norm]), found.get("norm", 0.0))
+            for name in {*means, *whole_means}:
+                error = abs(means[name].item() / whole_means[name] - 1)
+                found["means"] = max(error, found.get("means", 0.0))
     if scenario.scaler == 1000:  # it doesn't grow
         found["scale"] = abs(run.scaler.get_scale() * 2**oracle.halvings / 256 - 1)
     for optimizer, plain in zip(run.optimizers, oracle.plain, strict=True):
@@ -485,7 +493,19 @@ def run_wrapper(scenario: Scenario, rank: int) -> dict[str, float]:
         rates = [abs(a["lr"] / b["lr"] - 1) for a, b in zip(optimizer.param_groups, plain.param_groups, strict=True)]
         found["learning rate"] = max(rates)
     found["buffers"] = relative_error(buffers_of(run.model), buffers_of(oracle.model))
+    if without_files != scenario and scenario.losses == 1:
+        again = _Wrapped(without_files)
+        for number, epoch in enumerate(without_files.epochs):
+            again = _epoch(again, without_files, epoch, data[rank][number], rank, number)
+        same = all(map(torch.equal, run.model.parameters(), again.model.parameters()))
+        found["bits"] = 0.0 if same else float("inf")
     return found
+
+
+def _without_files(epochs: tuple[Epoch, ...]) -> tuple[Epoch, ...]:
+    """The epochs without checkpoints."""
+    plain = {"save": "", "reload": ""}
+    return tuple(tuple(dataclasses.replace(one, event=plain.get(one.event, one.event)) for one in e) for e in epochs)
 
 
 def state_of(optimizer: Any) -> list[Tensor | None]:
@@ -519,7 +539,7 @@ def _epoch(run: _Wrapped, scenario: Scenario, epoch: Epoch, data: list[Any], ran
                 run.micro_batch(epoch[i], x, y, seed_of(rank, number, i))
                 if epoch[i].event == "flush":
                     run.flush()
-                if epoch[i].event.startswith("save") and i + 1 < len(epoch):
+                if epoch[i].event.startswith("save") and (i + 1 < len(epoch) or not with_batches):
                     has_place = with_batches and not faults and (scenario.lengths or scenario.seed % 2)
                     state = batches.state_dict() if has_place else None
                     run, first = run.resumed(), i + 1
