@@ -91,6 +91,7 @@ def _of_train_step(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
     losses = ["ignored", "classes", "told", "sum", "terms"]
     if alone:
         losses += ["across", "tokens", *(["penalty"] if dtype != "autocast" else []), *["names", "groups", "pairs"] * 2]
+        losses.append("weighed sum")
     found: dict[str, Any] = {
         "micro": chance.choice([1, 2, 3, 4, 100, *([0] if alone else [])]),
         "memory": chance.rarely([1, 2, 3, 6], 0, 0.15) if alone else 0,

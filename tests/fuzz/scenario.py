@@ -46,8 +46,8 @@ class Scenario:
     optimizers: int = 1  # 2: one for the trunk, one for the rest
     schedule: str = ""  # the learning rate's: exponential, or cycle
     loss: str = "rows"
-    """rows, ignored, classes, told, sum, terms, penalty, across (its rows, which no micro-batches can), tokens, names
-    (several losses, each a mean over something else), pairs, groups (of rows, across which it looks)."""
+    """rows, ignored, classes, told, sum, weighed sum, terms, penalty, across (its rows, which no micro-batches can),
+    tokens, names (several losses, each a mean over something else), pairs, groups (of rows, across which it looks)."""
     blocks: str = ""  # of TrainStep: layer by layer, with these updates: after_backward, or in_backward
     blocks_on: str = ""  # where the blocks live: where they compute, or on another device: cpu
     batch: str = "tuple"  # of TrainStep: tuple, dict, columns (rows in the last dimension), shared (has no rows)

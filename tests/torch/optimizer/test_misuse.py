@@ -206,6 +206,17 @@ def test_gradients_that_do_not_fit_are_refused(gradients, says):
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_gradients_by_hand_that_weigh_nothing_are_zeros_for_the_parameters_they_reach():
+    model, optimizer = wrapped(steps=2)
+    reached, *others = model.parameters()
+    nothing = {reached: torch.full_like(reached, float("nan"))}
+    for gradients, weight in (({p: torch.ones_like(p) for p in others[:1]}, 2), (nothing, 0)):
+        optimizer.add_gradients(gradients, weight)
+        optimizer.step()
+    assert reached.grad.count_nonzero() == 0
+    assert all(p.grad is None for p in others[1:])
+
+
 # Parameters that come and go: between windows as in a plain loop, inside of an open one by add_param_group alone.
 
 
