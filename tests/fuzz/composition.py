@@ -72,7 +72,7 @@ def random_scenario(seed: int, kind: str | None = None, engine: str = "") -> Sce
 
 def _of_wrapper(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
     ways = ["plain", "closure", "backward", "backward", "batches", "batches", "batches backward"]
-    way = chance.choice([*ways, *(["names"] if alone else [])])
+    way = chance.choice([*ways, *(["names"] * 2 if alone else [])])
     two = alone and way in ("plain", "batches") and chance.rarely([True], False)
     loader = chance.rarely([*FRESH] if alone else ["generator", "iterator", "stream", "stateful"], "list", 0.4)
     return {
@@ -161,7 +161,7 @@ def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
     leaves_traces = scenario.loss == "tokens" or (kind == "TrainStep" and scenario.norm)
     if (scenario.scaler or scenario.nonfinite != "propagate") and not leaves_traces:
         events += ["inf"] * (8 if kind == "wrapper" else 3)
-    often = chance.choice([0.1, 0.1, 0.3])
+    often = chance.choice([0.1, 0.2, 0.4])
     if alone:  # a few kinds, each of which meets itself and the others
         events = [chance.choice(events) for _ in range(chance.choice([1, 2, 4, 20]))]
     fewest = 2 if scenario.norm else 1

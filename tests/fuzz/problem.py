@@ -245,7 +245,7 @@ def loss_of(scenario: Scenario, model: Any, x: Any, y: Tensor, head: int = 0, pa
         return nn.functional.cross_entropy(logits, y, reduction="sum") * 0.1
     if kind == "tokens":
         return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-    if kind in ("ignored", "weighed sum"):
+    if kind in ("ignored", "told", "weighed sum"):
         return nn.functional.cross_entropy(logits, y, ignore_index=0)
     loss = nn.functional.cross_entropy(logits, y, weight=CLASS_WEIGHTS.to(x.dtype) if kind == "classes" else None)
     if kind == "terms":
@@ -287,7 +287,7 @@ def is_there(scenario: Scenario, name: int, weight: Any) -> bool:
 
 def weight_of(scenario: Scenario, y: Tensor) -> float:
     """What the loss over these rows is a mean over."""
-    if scenario.loss in ("ignored", "weighed sum"):
+    if scenario.loss in ("ignored", "told", "weighed sum"):
         return float((y != 0).sum())
     if scenario.loss == "tokens":
         return float((y != -100).sum())

@@ -156,14 +156,15 @@ class _Split:
         for optimizer in self.inner:
             optimizer.zero_grad()
         loss = self.step.backward(*batch)
+        if all(p.grad is None for p in self.model.parameters()):
+            return loss  # nothing weighs anything
         for optimizer in self.inner if self.scenario.scaler else []:
             self.scaler.unscale_(optimizer)
         if self.scenario.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.scenario.clip)
-        for optimizer in [] if loss.isnan() else self.inner:
+        for optimizer in self.inner:
             self.scaler.step(optimizer)
-        if not loss.isnan():
-            self.scaler.update()
+        self.scaler.update()
         return loss
 
     def resumed(self) -> _Split:

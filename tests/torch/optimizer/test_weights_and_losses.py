@@ -51,20 +51,6 @@ def test_a_wrong_weight_is_refused_before_anything_happens(weight, error, says, 
         step(torch.ones(2, 5))
 
 
-@pytest.mark.parametrize(
-    ("loss", "error", "says"),
-    [
-        (lambda model: model(torch.ones(2, 5)), ValueError, r"scalar.*\(2, 3\)"),
-        (lambda model: None, TypeError, "`loss` must be a tensor. Received: loss=None"),
-    ],
-)
-def test_what_is_no_loss_is_refused(loss, error, says):
-    model, optimizer = wrapped(steps=2)
-    with pytest.raises(error, match=says):
-        optimizer.backward(loss(model), weight=2)
-    assert optimizer.micro_batches == 0
-
-
 def test_different_weights_in_one_micro_batch_are_refused():
     model, optimizer = wrapped(steps=2)
     optimizer.backward(model(torch.ones(4, 5)).mean(), weight=4)
