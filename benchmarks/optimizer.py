@@ -12,7 +12,18 @@ import torch
 from torch import nn
 
 import gradaccum.torch
-from benchmarks.harness import Ratio, arguments, in_fresh_process, keep_freed_memory, publish, ratios, seconds, table
+from benchmarks.harness import (
+    Ratio,
+    arguments,
+    in_fresh_process,
+    keep_freed_memory,
+    publish,
+    ratio_of,
+    ratios,
+    recorded,
+    seconds,
+    table,
+)
 
 NETWORKS = {
     "784-512-512-10": lambda: nn.Sequential(
@@ -23,6 +34,10 @@ NETWORKS = {
 loss_function = nn.CrossEntropyLoss()
 CLOCK = time.process_time
 """One thread computes; what else a shared machine does in the meantime doesn't count."""
+STEPS = 4
+WINDOWS = 32
+"""In a round. With four rounds of warm-up, the next three hold windows 129 to 224, none of them watched or proven."""
+WARM_UP = 4
 
 
 def by_hand(
@@ -66,12 +81,32 @@ def wrapped(
     return weighted if way == "weighted" else epoch
 
 
+def large_batches(batches: list, steps: int) -> list:
+    return [tuple(map(torch.cat, zip(*batches[i : i + steps]))) for i in range(0, len(batches), steps)]
+
+
+def split_by_hand(make: Callable[[], nn.Module], batches: list, steps: int) -> Callable[[], None]:
+    """The same rows as large batches, which the loop splits."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    large = large_batches(batches, steps)
+
+    def epoch() -> None:
+        for batch in large:
+            for x, y in zip(*[tensor.split(16) for tensor in batch], strict=True):
+                (loss_function(model(x), y) / steps).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return epoch
+
+
 def split(make: Callable[[], nn.Module], batches: list, steps: int) -> Callable[[], None]:
-    """TrainStep on the same rows, which come as large batches."""
+    """TrainStep on these large batches."""
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     step = gradaccum.torch.TrainStep(model, optimizer, loss_fn=loss_function, micro_batch_size=16)
-    large = [tuple(map(torch.cat, zip(*batches[i : i + steps]))) for i in range(0, len(batches), steps)]
+    large = large_batches(batches, steps)
 
     def epoch() -> None:
         for x, y in large:
@@ -97,7 +132,7 @@ def accelerate(make: Callable[[], nn.Module], batches: list, steps: int) -> Call
     return epoch
 
 
-HEAD = ["network", "by hand", "gradaccum", "`batches()`", "`backward(loss, weight)`", "TrainStep", "Accelerate"]
+HEAD = ["network", "by hand", "gradaccum", "`batches()`", "`backward(loss, weight)`", "Accelerate", "TrainStep"]
 
 
 def per_micro_batch(rounds: int, count: int) -> str:
@@ -107,19 +142,30 @@ def per_micro_batch(rounds: int, count: int) -> str:
         batches = [(torch.randn(16, features), torch.randint(10, (16,))) for _ in range(count)]
         found = ratios(
             lambda make=make, batches=batches: {
-                "by hand": by_hand(make, batches, 4),
-                "gradaccum": wrapped(make, batches, 4),
-                "gradaccum, batches()": wrapped(make, batches, 4, "batches"),
-                "gradaccum, backward(loss, weight)": wrapped(make, batches, 4, "weighted"),
-                "TrainStep": split(make, batches, 4),
-                "Accelerate": accelerate(make, batches, 4),
+                "by hand": by_hand(make, batches, STEPS),
+                "gradaccum": wrapped(make, batches, STEPS),
+                "gradaccum, batches()": wrapped(make, batches, STEPS, "batches"),
+                "gradaccum, backward(loss, weight)": wrapped(make, batches, STEPS, "weighted"),
+                "Accelerate": accelerate(make, batches, STEPS),
             },
             "by hand",
             rounds,
             CLOCK,
             about=name,
+            warm_up=WARM_UP,
         )
-        rows.append([name, *found.values()])
+        splitting = ratios(
+            lambda make=make, batches=batches: {
+                "split by hand": split_by_hand(make, batches, STEPS),
+                "TrainStep": split(make, batches, STEPS),
+            },
+            "split by hand",
+            rounds,
+            CLOCK,
+            about=f"{name}, large batches",
+            warm_up=WARM_UP,
+        )
+        rows.append([name, *found.values(), splitting["TrainStep"]])
     return table(HEAD, rows)
 
 
@@ -129,13 +175,14 @@ def with_clipping(rounds: int, count: int) -> dict[str, Ratio]:
     batches = [(torch.randn(16, 784), torch.randint(10, (16,))) for _ in range(count)]
     return ratios(
         lambda: {
-            "by hand, clipped": by_hand(make, batches, 4, clips=True),
-            "gradaccum, clip_grad_norm=": wrapped(make, batches, 4, clip_grad_norm=1.0),
+            "by hand, clipped": by_hand(make, batches, STEPS, clips=True),
+            "gradaccum, clip_grad_norm=": wrapped(make, batches, STEPS, clip_grad_norm=1.0),
         },
         "by hand, clipped",
         rounds,
         CLOCK,
         about="clipped gradients",
+        warm_up=WARM_UP,
     )
 
 
@@ -148,8 +195,24 @@ def long_windows(rounds: int) -> float:
         "windows of 4",
         rounds,
         CLOCK,
+        warm_up=WARM_UP,  # eight windows of 256, or 512 of 4
     )
     return found["windows of 256"]
+
+
+def watched(rounds: int) -> dict[str, Ratio]:
+    """Windows 16, 32 and 64, which are watched or proven, over the median of those between them."""
+    batches = {name: [(torch.randn(16, make()[0].in_features), torch.randint(10, (16,))) for _ in range(STEPS)]
+               for name, make in NETWORKS.items()}  # fmt: skip
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, make in NETWORKS.items():
+            for way, contender in {"the wrapped optimizer": wrapped, "TrainStep": split}.items():
+                window = contender(make, batches[name], STEPS)
+                times = [seconds(window, CLOCK) for _ in range(64)]
+                ordinary = statistics.median(times[16:31] + times[32:63])
+                found.setdefault(f"{way} on {name}", []).extend(times[n - 1] / ordinary for n in (16, 32, 64))
+    return recorded({what: ratio_of(times) for what, times in found.items()}, "an ordinary window", rounds, "watched")
 
 
 def only_finite(rounds: int, count: int) -> dict[str, Ratio]:
@@ -158,14 +221,15 @@ def only_finite(rounds: int, count: int) -> dict[str, Ratio]:
     batches = [(torch.randn(16, 784), torch.randint(10, (16,))) for _ in range(count)]
     return ratios(
         lambda: {
-            "by hand": by_hand(make, batches, 4),
-            "by hand, where the norm is finite": by_hand(make, batches, 4, only_finite=True),
-            'gradaccum, nonfinite="skip_window"': wrapped(make, batches, 4, nonfinite="skip_window"),
+            "by hand": by_hand(make, batches, STEPS),
+            "by hand, where the norm is finite": by_hand(make, batches, STEPS, only_finite=True),
+            'gradaccum, nonfinite="skip_window"': wrapped(make, batches, STEPS, nonfinite="skip_window"),
         },
         "by hand",
         rounds,
         CLOCK,
         about="only finite gradients",
+        warm_up=WARM_UP,
     )
 
 
@@ -195,16 +259,18 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     keep_freed_memory()
-    rounds, count = (3, 40) if options.quick else (21, 200)
+    rounds, count = 3 if options.quick else 21, STEPS * WINDOWS
     imported = statistics.median(float(in_fresh_process(IMPORT)) for _ in range(3 if options.quick else 9)) * 1e3
     per_network = per_micro_batch(rounds, count)
     _, looking, skipping = only_finite(rounds, count).values()
     _, clipping = with_clipping(rounds, count).values()
+    looks = ", ".join(f"{ratio:.1f} ordinary windows for {what}" for what, ratio in watched(rounds).items())
     body = f"""Time per micro-batch of 16 rows in windows of 4 with SGD, relative to the loop written by hand (one
-thread, median of {rounds} rounds, after {count // 4} windows).
+thread, median of {rounds} rounds, windows 129 to 224). TrainStep is compared with a loop that splits the same batches.
 
 {per_network}
 
+- Windows 1, 2, 4, 8, ... are watched or proven: {looks}.
 - With `nonfinite="skip_window"`, {skipping} on the first network; a loop by hand that tests the norm takes {looking}.
 - With `clip_grad_norm=`, {clipping} of a loop by hand that clips.
 - In windows of 256, {long_windows(rounds):.2f} of the time per micro-batch in windows of 4.

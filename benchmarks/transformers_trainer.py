@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
 import time
@@ -17,12 +16,8 @@ from benchmarks.harness import arguments, publish, ratios, table
 from gradaccum.integrations.transformers import MicroBatchTrainer
 
 ROWS, MICRO, LONGEST, WORDS = 64, 8, 128, 1000
-UPDATES, ROUNDS = 3, 9
-"""Of a call that is timed, and how often it is."""
-PROVEN = 33
-"""Updates before that: 1, 2, 4, ..., 32 are proven, and the next one is 64."""
-FIRST, RUNS = 100, 3
-"""Updates of a run from the start, and how often it is timed."""
+UPDATES, CALLS, PROVEN = 3, 21, 11
+"""Updates of a call, calls of each trainer, and those before updates are ordinary: 1, 2, 4, ..., 32 are proven."""
 
 
 def model() -> Any:
@@ -56,11 +51,10 @@ class Timed(transformers.TrainerCallback):
         self.seconds += time.process_time() - self._start
 
 
-def trainer(
-    kind: type, ragged: bool, rows: int, steps: int = 1, updates: int = UPDATES, **micro: Any
-) -> Callable[[], float]:
+def trainer(kind: type, ragged: bool, rows: int, steps: int = 1, **micro: Any) -> Callable[[], float]:
+    """Each call makes the next updates, and returns their time."""
     options = transformers.TrainingArguments(
-        tempfile.mkdtemp(), per_device_train_batch_size=rows, gradient_accumulation_steps=steps, max_steps=updates,
+        tempfile.mkdtemp(), per_device_train_batch_size=rows, gradient_accumulation_steps=steps, max_steps=UPDATES,
         save_strategy="no", logging_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, optim="sgd",
         dataloader_pin_memory=False,
     )  # fmt: skip
@@ -77,39 +71,30 @@ def trainer(
     return train
 
 
-def _run(make: Callable[..., Callable[[], float]], updates: int) -> float:
-    """So many updates of a new trainer."""
-    return make(updates=updates)()
-
-
 def main() -> None:
     options = arguments(__doc__)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
-    rows = []
+    calls, proven = (3, 2) if options.quick else (CALLS, PROVEN)
+    rows, rival = [], "stock Trainer, gradient_accumulation_steps"
     for ragged in (False, True):
-        made: dict[str, Callable[..., Callable[[], float]]] = {
-            "stock Trainer, gradient_accumulation_steps": functools.partial(
-                trainer, transformers.Trainer, ragged, MICRO, ROWS // MICRO
-            ),
-            "micro_batch_size": functools.partial(trainer, MicroBatchTrainer, ragged, ROWS, micro_batch_size=MICRO),
-            "max_tokens": functools.partial(trainer, MicroBatchTrainer, ragged, ROWS, max_tokens=MICRO * LONGEST),
+        kind = f"8 to {LONGEST} tokens" if ragged else f"{LONGEST // 2} tokens each"
+        contenders = {
+            rival: trainer(transformers.Trainer, ragged, MICRO, ROWS // MICRO),
+            "micro_batch_size": trainer(MicroBatchTrainer, ragged, ROWS, micro_batch_size=MICRO),
+            "max_tokens": trainer(MicroBatchTrainer, ragged, ROWS, max_tokens=MICRO * LONGEST),
         }
-        kind, rival = f"8 to {LONGEST} tokens" if ragged else f"{LONGEST // 2} tokens each", next(iter(made))
-        updates = 2 * UPDATES if options.quick else FIRST
-        runs = {name: functools.partial(_run, make, updates) for name, make in made.items()}
-        about = f"texts of {kind}: updates 1 to {updates}"
-        first = ratios(runs, rival, 1 if options.quick else RUNS, time.process_time, about)
-        contenders = {name: make() for name, make in made.items()}
-        for _ in range(0 if options.quick else PROVEN // UPDATES - 1):  # `ratios` calls each once more
-            for name in list(contenders)[1:]:
-                contenders[name]()
-        found = ratios(contenders, rival, 1 if options.quick else ROUNDS, time.process_time, f"texts of {kind}")
-        rows += [[kind, name, found[name], first[name]] for name in contenders]
-    head = ["texts", "micro-batches", "time per update", f"updates 1 to {updates}"]
+        first = dict.fromkeys(contenders, 0.0)
+        for _ in range(proven - 1):  # `ratios` calls each once more before it times
+            for name, train in contenders.items():
+                first[name] += train()
+        found = ratios(contenders, rival, calls - proven, time.process_time, f"texts of {kind}")
+        rows += [[kind, name, found[name], first[name] / (first[rival] or 1)] for name in contenders]
+    head = ["texts", "micro-batches", "time per update", f"updates 1 to {(proven - 1) * UPDATES}"]
     body = f"""Processor time of a Llama of three layers with {ROWS} texts of log-normal lengths per update, on
 {torch.get_num_threads()} threads. The stock Trainer pads {MICRO} texts to the longest of them;
 `micro_batch_size={MICRO}` sorts and trims the batch's rows, and `max_tokens={MICRO * LONGEST}` packs them as well. The
-last column includes seven proofs, the one before it none.
+last column includes the proofs of updates 1, 2, 4, 8 and 16; the one before it is of updates {PROVEN * UPDATES + 1} to
+{CALLS * UPDATES}, of which none is proven.
 
 {table(head, rows)}"""
     publish(

@@ -408,29 +408,26 @@ class ProofSchedule:
         return min(rows, ENOUGH), self._repetitions % 2
 
 
-def informative_rows(scores: Sequence[float], columns: Iterable[Callable[[], Sequence[float]]], most: int) -> list[int]:
-    """Up to so many rows that contain what varies, sorted by their scores: the most padded ones first.
+def informative_rows(order: Sequence[int], sorts: Iterable[Sequence[int]], ends: Iterable[int], most: int) -> list[int]:
+    """Up to so many rows that tell most, in this order of all rows.
 
-    Half of them are those with the lowest `scores`, half those with the highest. A column is a function that returns a
-    number for each row; of each that varies, they contain two values at least.
+    Of each of the `sorts` of rows (with a missing label, padding, a weight of zero, a class) there are two, the rarest
+    sorts first: others wouldn't hold them, and what a loss does with them shows where one part has more of them. They
+    are half of the rows at most, and with the `ends`, rows with the least and the most of something, three quarters.
+    The rest is evenly spread over the order.
 
     Example:
-        >>> informative_rows([3, 1, 2, 9, 5], [lambda: [0, 0, 1, 0, 0]], 2)
-        [1, 2]
+        >>> informative_rows([3, 1, 2, 0, 4], [[1, 2, 3], [0], range(5)], [4], 4)
+        [3, 1, 0, 4]
     """
-    order = sorted(range(len(scores)), key=scores.__getitem__)
-    if len(order) <= most:
-        return order
-    picked = [*order[: most // 2], *order[len(order) - (most - most // 2) :]]
-    places = itertools.cycle(sorted(range(most), key=lambda place: abs(place - most // 2)))  # the middle ones first
-    for column in columns:
-        values = column()
-        first = values[picked[0]]
-        if all(values[row] == first for row in picked):
-            other = next((row for row, value in enumerate(values) if value != first), None)
-            if other is not None:
-                picked[next(places)] = other
-    return sorted(picked, key=scores.__getitem__)
+    rare = [row for sort in sorted(sorts, key=len) if len(sort) < len(order) for row in sort[:2]]
+    others = [order[place * (len(order) - 1) // max(1, most - 1)] for place in range(most)]
+    chosen = dict[int, None]()
+    for candidates, limit in ((rare, most // 2), (ends, 3 * most // 4), ([*others, *order], most)):
+        for row in candidates:
+            if len(chosen) < max(1, limit):
+                chosen[row] = None
+    return [row for row in order if row in chosen]
 
 
 def informative_units(rows: Sequence[int], units: Sequence[Sequence[int]], most: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,7 +92,8 @@ class BatchOptimizer(Optimizer):
         desired_batch_size: Rows of an update. Unless it is a multiple of the maximum, windows are rounded up to whole
             micro-batches, and a line in the log states the effective size.
         train_size: Rows of an epoch, without those of a validation split.
-        model: The model to be trained; None, after `load_model`, skips the check of sizes.
+        model: The model to be trained. Without it, after `load_model`, sizes are not checked: a line in the log names a
+            `fit` that ends inside of an epoch.
         name: The name of this wrapper.
 
     Raises:
@@ -160,6 +162,17 @@ class BatchOptimizer(Optimizer):
     @steps.setter
     def steps(self, steps: int) -> None:
         raise ValueError(f"The steps of a BatchOptimizer follow from its batch sizes. Received: steps={steps!r}.")
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        super().finalize_variable_values(var_list)
+        checked = not self.built or self.window.driven or sys.exc_info()[0] is not None
+        if not checked and self.window.read().rows_left != self.train_size:
+            self.window.warn_once(
+                "fit() has ended inside of an epoch of train_size=%d rows: it was stopped there, or an epoch has "
+                "another number of micro-batches, and windows have closed elsewhere than at its end. Pass `model` to "
+                "BatchOptimizer to have the sizes checked.",
+                self.train_size,
+            )
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()

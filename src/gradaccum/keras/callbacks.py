@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import keras
+from keras import ops
 
 from gradaccum.errors import WindowError
 from gradaccum.keras import backends, private
@@ -57,6 +58,8 @@ class GradientAccumulation(keras.callbacks.Callback):
         self._epoch = self._batches = 0  # this one, and how many of its batches are done
         self._in_window = 0  # micro-batches of this window, dropped ones too
         self._steps = self._next_steps = 1  # of this window, and of the next one
+        self._seen = 0  # micro-batches of all epochs
+        self._weights: Any = None  # updates, and sums of the weights, when the latest micro-batch that is watched began
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
@@ -168,6 +171,28 @@ class GradientAccumulation(keras.callbacks.Callback):
             self._sync()
             if not self._optimizer.micro_batches:
                 self._plan(self._followed(self._epoch, int(self._optimizer.iterations)))
+        windows, self._seen = self._seen // self._steps, self._seen + self._per_execution
+        if windows & (windows + 1) == 0 and self._optimizer.built:  # in windows 1, 2, 4, 8, ...
+            self._watch()
+
+    def _watch(self) -> None:
+        """Name weights that have changed since the micro-batch before, in the same window."""
+        self._sync()
+        optimizer, before = self._optimizer, self._weights
+        with backends.running().unrecorded():
+            sums = [ops.sum(ops.cast(variable.value, "float32")) for variable in optimizer.window.variables]
+            updates = int(ops.convert_to_numpy(optimizer.iterations))
+            self._weights = updates, ops.convert_to_numpy(ops.stack(sums)).tolist()
+        if before is None or before[0] != self._weights[0] or not optimizer.micro_batches:
+            return
+        pairs = zip(optimizer.window.variables, before[1], self._weights[1])
+        changed = [variable.path for variable, old, new in pairs if old != new and new == new]
+        if changed:
+            optimizer.window.warn_once(
+                "Weights were changed inside an open window, by set_weights() or another optimizer, perhaps: "
+                f"{', '.join(map(repr, changed[:4]))}. Its other micro-batches have seen others, so the update is not "
+                "the large batch's. Change weights where `optimizer.updated` is True, or after flush()."
+            )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         batches = self._batches_of_epoch

@@ -271,8 +271,11 @@ class _LayerCall(NamedTuple):
 
 
 @contextlib.contextmanager
-def recorded_calls(model: Any) -> Iterator[dict[int, _LayerCall]]:
-    """While this is open, the first call of each layer and operation is kept, the inner ones before the outer ones."""
+def recorded_calls(model: Any, own_call: Callable[..., Any] | None = None) -> Iterator[dict[int, _LayerCall]]:
+    """While this is open, the first call of each layer and operation is kept, the inner ones before the outer ones.
+
+    The model's is `own_call`, if given.
+    """
     calls: dict[int, _LayerCall] = {}
 
     def arrays(values: Any) -> list[np.ndarray]:
@@ -290,7 +293,8 @@ def recorded_calls(model: Any) -> Iterator[dict[int, _LayerCall]]:
 
     with contextlib.ExitStack() as stack:
         for layer, path in _operations(model):
-            stack.enter_context(private.replaced(layer, call=keep(layer, path, layer.call)))
+            call = own_call if own_call is not None and layer is model else layer.call
+            stack.enter_context(private.replaced(layer, call=keep(layer, path, call)))
         yield calls
 
 

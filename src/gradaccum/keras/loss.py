@@ -10,6 +10,9 @@ over rows and `D_j` what `keras.losses.Loss` divides it by:
 | `"mean_with_sample_weight"` | the sum of the weights, of those that the mask lets through |
 | `"sum"`, `None` | nothing |
 
+Where `call` returns a scalar, the mean over its rows, Keras multiplies it with weights and mask, and reduces that: to
+the scalar times their sum or mean, as `reduction` says. This factor is taken from the whole batch.
+
 A micro-batch i of `rows_i` rows would return `N_ij / D_ij`. Its part of the large batch's loss is `N_ij / D_j`, so each
 loss is made to return
 
@@ -42,7 +45,8 @@ class Measured:
     """What `weighed_losses` saw while the loss of one micro-batch was computed; all by the index of a loss."""
 
     divisors: dict[int, Any] = field(default_factory=dict)
-    """Of each loss that divides by neither rows nor nothing: `D_ij`, a scalar tensor."""
+    """Of each loss that divides by neither rows nor nothing: `D_ij`, a scalar tensor; or the two sums behind a scalar's
+    factor. They add up over micro-batches."""
     calls: dict[int, tuple[Any, Any, Any, Any]] = field(default_factory=dict)
     """The loss object and the arguments that it was called with."""
     values: dict[int, Any] = field(default_factory=dict)
@@ -94,26 +98,37 @@ def _weighed(
     loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None, share: Any = 1.0, total: Any = None
 ) -> tuple[Any, Any]:
     """A micro-batch's part of the large batch's loss, over `share`; and `D_ij`, or None where it isn't counted."""
-    masks, values = [private.keras_mask(y_pred)], list[Any]()
+    values, mask = list[Any](), private.keras_mask(y_pred)
 
     def recording(y_true: Any, y_pred: Any, call: Callable[..., Any] = loss.call) -> Any:
         values.append(call(y_true, y_pred))
         return values[-1]
 
+    # On PyTorch, Keras multiplies the weights with the mask in place.
+    given = sample_weight if sample_weight is None or mask is None else ops.copy(sample_weight)
     with private.replaced(loss, call=recording):  # what it returns before it is reduced
-        value = loss(y_true, y_pred, sample_weight)
-    if not values or not has_rows(values[-1]):
-        return value, None  # a scalar that the loss reduced by itself: a mean over rows, or it is refused
-    reduction = getattr(loss, "reduction", "sum_over_batch_size")
+        value = loss(y_true, y_pred, given)
+    if not values:
+        return value, None
+    own_mask = private.keras_mask(values[-1])
+    if own_mask is not None:
+        mask = own_mask if mask is None else ops.logical_and(mask, own_mask)
+    exactly = type(loss).__call__ is keras.losses.Loss.__call__
+    how = getattr(loss, "reduction", "sum_over_batch_size"), mask, sample_weight, share, total, exactly
+    return (_part_of_values if has_rows(values[-1]) else _part_of_scalar)(loss, value, values[-1], *how)
+
+
+def _part_of_values(
+    loss: Any, value: Any, values: Any, reduction: Any, mask: Any, weights: Any, share: Any, total: Any, exactly: bool
+) -> tuple[Any, Any]:
+    """The same of a loss that returns a value for each row, and reduces them to `value`."""
     if reduction in ("sum", "none", None):
         return value / ops.cast(share, value.dtype), None
-    masks = [one for one in (*masks, private.keras_mask(values[-1])) if one is not None]
-    mask = ops.logical_and(*masks) if len(masks) > 1 else next(iter(masks), None)
-    weights = sample_weight if reduction == "mean_with_sample_weight" else None
-    if mask is None and weights is None:
+    divides = weights if reduction == "mean_with_sample_weight" else None
+    if mask is None and divides is None:
         return value, None
-    count = ops.cast(ops.stop_gradient(_count(mask, weights, values[-1].dtype)), value.dtype)
-    exactly = weights is not None and type(loss).__call__ is keras.losses.Loss.__call__
+    count = ops.cast(ops.stop_gradient(_count(mask, divides, values.dtype)), value.dtype)
+    exactly = exactly and divides is not None
     if total is None and not exactly:
         return value, count
     total = _not_zero(count) / share if total is None else ops.cast(total, value.dtype)
@@ -122,9 +137,28 @@ def _weighed(
     if not exactly:
         return value * (count / divisor), count
     # The sum itself: weights of both signs may cancel in a micro-batch, and its mean is 0 then.
-    summed = private.reduce_weighted_values(values[-1], sample_weight, mask, "sum", loss.dtype)
+    summed = private.reduce_weighted_values(values, weights, mask, "sum", loss.dtype)
     part = private.scale_loss_for_distribution(summed / divisor)
     return ops.where(total != 0, part, ops.zeros_like(part)), count
+
+
+def _part_of_scalar(
+    loss: Any, value: Any, scalar: Any, reduction: Any, mask: Any, weights: Any, share: Any, total: Any, exactly: bool
+) -> tuple[Any, Any]:
+    """The same of a loss that returns a scalar, a mean over rows (or it is refused), which weights and mask scale."""
+    if (mask is None and weights is None) or has_rows(value) or not exactly:
+        return value, None
+    dtype = value.dtype
+    valid = _count(ops.ones_like(weights) if mask is None else mask, None, dtype)
+    weighed = valid if weights is None else _count(mask, weights, dtype)
+    count = ops.stop_gradient(ops.cast(ops.stack([weighed, valid]), dtype))
+    if total is None or (isinstance(share, float) and share == 1.0):
+        return value, count
+    weighed, valid = ops.unstack(ops.cast(total, dtype), 2)
+    if reduction == "sum":
+        return ops.cast(scalar, dtype) * weighed, count
+    factor = ops.cast(weighed != 0, dtype) if reduction == "mean_with_sample_weight" else weighed / _not_zero(valid)
+    return private.scale_loss_for_distribution(ops.cast(scalar, dtype) * factor), count
 
 
 def _not_zero(count: Any) -> Any:

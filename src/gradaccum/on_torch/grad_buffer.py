@@ -109,11 +109,14 @@ class GradientBuffer:
         pairs = zip(self.get(), restored, strict=True)
         self.set([r if a is None else a if r is None else a.add_(r.to(a.dtype)) for a, r in pairs])
 
-    def reach(self, loss: Tensor) -> None:
-        """Add the gradient of a loss that weighs nothing: zero, for the parameters that it depends on."""
-        reached, narrow = leaves_of(loss), {id(p) for p in self._narrow()}
-        for parameter in self.parameters():
-            if id(parameter) in reached and parameter.grad is None:
+    def reach(self, *losses: Tensor) -> None:
+        """Add the gradient of losses that weigh nothing: zero, for the parameters that they depend on."""
+        missing = [p for p in self.parameters() if p.grad is None and p.requires_grad]
+        if not missing:
+            return
+        reached, narrow = leaves_of(*losses), {id(p) for p in self._narrow()}
+        for parameter in missing:
+            if id(parameter) in reached:
                 dtype = self.dtype if id(parameter) in narrow else parameter.dtype
                 parameter.grad = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 

@@ -234,9 +234,12 @@ class BatchNormPolicy:
         self._has_layers: bool | None = None
         self.warned, self.micro_batches = False, 0
 
-    def window(self) -> contextlib.AbstractContextManager[Any]:
-        """Around all of a window's forward and backward passes; pooled statistics move at its end, if none raised."""
-        self.micro_batches = 0
+    def window(self, looks: bool = False) -> contextlib.AbstractContextManager[Any]:
+        """Around all of a window's forward and backward passes; pooled statistics move at its end, if none raised.
+
+        `looks`: whether there are layers is looked up once more.
+        """
+        self.micro_batches, self._has_layers = 0, None if looks else self._has_layers
         self.idle = not self.pooled and (self.choice != "warn" or self.warned or self._has_layers is False)
         if self.choice == "frozen":
             return frozen(self.module)

@@ -105,9 +105,9 @@ class Run:
                 self.micro_batch(batch, schedule)
                 if epoch == 0 and index == self.saved:
                     break
-            if self.wraps_first and self.how in ("plain", "backward") and not (epoch == 0 and self.saved):
-                if self.wrapped.flush() and schedule is not None:
-                    schedule.step()
+            flushes = self.wraps_first and self.how in ("plain", "backward") and not (epoch == 0 and self.saved)
+            if flushes and self.wrapped.flush() and schedule is not None:
+                schedule.step()
             if epoch == 0 and self.saved:
                 self.accelerator.save_state(folder)
                 self.prepare()

@@ -233,6 +233,18 @@ def test_constraints_averages_and_learning_rates_follow_updates(make, hidden, ca
     assert keras.ops.convert_to_numpy(models[0].optimizer.inner_optimizer.learning_rate) == pytest.approx(expected)
 
 
+@on_jax
+def test_a_second_fit_goes_on_from_the_averages(fit_bound):
+    (x, y), models = regression(32), []
+    for optimizer, rows in ((Optimizer(averaging(), 4), 4), (averaging(), 16)):
+        models.append(model := compiled_with(optimizer))
+        for _ in range(2):
+            model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+            if rows == 16:  # on JAX, weights and averages are the same buffers in plain Keras, and a second fit fails
+                model.set_weights(model.get_weights())
+    assert error(*models) <= fit_bound
+
+
 def test_a_torch_loop_that_calls_backward_matches_the_large_batch(fit_bound):
     if BACKEND != "torch":
         pytest.skip("a loop of PyTorch's")
@@ -512,10 +524,27 @@ def test_what_the_callback_cannot_drive_is_an_error():
 
 
 @on_jax
-def test_an_error_in_training_is_not_hidden():
+def test_an_error_in_training_is_not_hidden_and_leaves_the_weights_before_an_update():
     model = compiled_with(Optimizer(keras.optimizers.SGD(0.1, use_ema=True), 2))
+    before = model.get_weights()
     with pytest.raises(ZeroDivisionError):
         fit(model, FIVE, ends(1, ZeroDivisionError), GradientAccumulation())
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)  # and not averages of nothing, on JAX
+
+
+@on_jax
+@pytest.mark.parametrize(("after", "named"), [(0, True), (1, False), (2, True)])
+def test_weights_that_a_callback_changes_inside_a_window_are_named(after, named, caplog):
+    def change(model, batch):
+        if batch == after:
+            model.set_weights([weight * 0.9 for weight in model.get_weights()])
+
+    with warnings_of(caplog):
+        fit(wrapped(sgd(), 2), FIVE[:4], callback("on_train_batch_end", change))
+    said = [line for line in logged(caplog) if "changed inside an open window" in line]
+    assert len(said) == named
+    assert all("kernel" in line for line in said)
 
 
 # BatchOptimizer: exact for every combination of sizes, without a callback; and what it notices.
@@ -639,6 +668,15 @@ def test_other_batches_than_promised_are_an_error_whatever_they_come_from(sizes,
     data = source(kind, split(regression(sum(rows)), rows))
     with pytest.raises(ValueError, match=message):
         sized(*sizes, jit_compile=False).fit(data, **QUIET)
+
+
+@on_jax
+def test_without_a_model_a_fit_that_ends_inside_of_an_epoch_is_named(caplog):
+    for train_size, named in ((18, False), (24, True)):
+        model = compiled_with(BatchOptimizer(sgd(), 4, 8, train_size))
+        with warnings_of(caplog):
+            model.fit(*regression(18), batch_size=4, verbose=0)
+        assert any("inside of an epoch of train_size" in line for line in logged(caplog)) == named
 
 
 def test_another_model_is_an_error_and_one_that_is_compiled_anew_is_checked_no_more():

@@ -66,6 +66,13 @@ def over_weights():
     return crossentropy(reduction="mean_with_sample_weight")
 
 
+class Scalar(losses.Loss):
+    """The mean over rows, as a scalar, which Keras multiplies with weights and mask."""
+
+    def call(self, y_true, y_pred):
+        return ops.mean(-ops.log(y_pred[..., 0]))
+
+
 def largest(y_true, y_pred):
     return ops.max(y_pred)  # a scalar that looks across rows
 
@@ -83,6 +90,8 @@ ZERO_OR_CANCELLING[:MICRO] = 0
 ZERO_OR_CANCELLING[BATCH : BATCH + MICRO] = [1, -1, 2, -2]
 IGNORED = np.where(TOKENS == 0, -1, TAGS)
 IGNORED[:4] = -1  # a whole micro-batch
+MASKED = np.where(np.arange(len(TOKENS))[:, None] < MICRO, 0, TOKENS)  # all of a micro-batch
+SPREAD = np.repeat(WEIGHTS[:, None], 6, 1)
 LOGS, ONCE, WEIGHED = {"in_logs": IN_FLOAT32}, {"epochs": 1}, {"sample_weight": WEIGHTS}
 CASES = {
     "weights that are zero or cancel": (
@@ -135,6 +144,23 @@ def within_a_row(name, axis, reduction):
     return segmenter, compiled, x.astype("float32"), y.astype("float32"), {**weighed, **ONCE}
 
 
+def of_scalars(reduction):
+    compiled = lambda: {"loss": Scalar(reduction=reduction)}  # noqa: E731
+    loose = {"tolerance": 1e-6} if BACKEND == "jax" else {}  # where its mean is taken in float32
+    weighed = {**loose, "sample_weight": ZERO_OR_CANCELLING}
+    return {
+        f"a scalar, weights that are zero or cancel, {reduction}": (classifier, compiled, X, CLASSES, weighed),
+        f"a scalar and masks, {reduction}": (tagger, compiled, MASKED, TAGS, loose),
+        f"a scalar, masks and weights, {reduction}": (
+            tagger,
+            compiled,
+            MASKED,
+            TAGS,
+            {**loose, "sample_weight": SPREAD},
+        ),
+    }
+
+
 MEANS = "sum_over_batch_size", "mean_with_sample_weight"
 SWEEP = {
     **{name: of_single_rows(name) for name in ADDITIVE},
@@ -144,9 +170,10 @@ SWEEP = {
 EVERYWHERE = [
     "weights that are zero or cancel", "masks beside other terms of the loss", "ignored classes",
     "an unbuilt subclassed model with added losses", "overridden compute_loss and compute_metrics", "MeanSquaredError",
+    "a scalar, masks and weights, sum_over_batch_size",
 ]  # fmt: skip
 OFTEN = [*CASES, "CosineSimilarity", "SparseCategoricalCrossentropy", *(f"Dice over (1, 2), {one}" for one in MEANS)]
-CASES |= SWEEP
+CASES |= {name: case for reduction in (*MEANS, "sum") for name, case in of_scalars(reduction).items()} | SWEEP
 
 
 def marked(case):

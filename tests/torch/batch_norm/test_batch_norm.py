@@ -232,3 +232,30 @@ def test_the_optimizer_names_the_modules_once():
         optim.Optimizer(sgd(network()), 4, model=network())
     assert [warning.filename for warning in caught] == [__file__]
     is_silent(lambda: wrap(1, network()), lambda: wrap(4, network().eval()), lambda: wrap(4, nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(("late", "named"), [(1, 1), (2, 2), (3, 4), (5, 8)])
+@pytest.mark.parametrize("evaluates", [True, False], ids=["in eval mode before", "put into the model"])
+@pytest.mark.parametrize("way", ["wrapper", "TrainStep"])
+def test_layers_that_come_late_are_named_in_the_next_watched_window(way, evaluates, late, named):
+    model = network()
+    if evaluates:
+        model[1].eval()
+    else:
+        layer, model[1] = model[1], nn.Identity()
+    step = step_of(model, "warn") if way == "TrainStep" else optim.Optimizer(sgd(model), len(SIZES), model=model)
+    for window in range(1, named + 1):
+        if window == late:
+            model[1] = model[1].train() if evaluates else layer
+        # A step looks at modes in every window.
+        warned = window == named if way == "wrapper" or not evaluates else window == late
+        with pytest.warns(UserWarning, match=NAMED) if warned else warnings.catch_warnings():
+            if not warned:
+                warnings.simplefilter("error")
+            if way == "TrainStep":
+                step(*batch())
+            else:
+                for x, y in zip(*(t.split(SIZES) for t in batch()), strict=True):
+                    step.zero_grad()
+                    cross_entropy(model, x, y).backward()
+                    step.step()

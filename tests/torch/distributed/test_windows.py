@@ -24,6 +24,7 @@ from tests.torch.distributed.problems import (
     collectives,
     concatenated,
     data,
+    lines_of,
     loss_of,
     network,
     reducing,
@@ -369,7 +370,8 @@ SCALED = [
     ("fsdp2", (0, 5), 1000, "window"),
     ("fsdp2", (1, 4), 1000, "micro_batch"),
     *(("fsdp2", None, 2, sync) for sync in SYNCS),
-    ("ddp", (0, 0), (2, 1000), "window"),  # on rank 0 alone: the first window, whose scales differ, is lost
+    ("ddp", None, (2, 1000), "window"),  # on rank 0 alone
+    ("fsdp2", (0, 0), (2, 1000), "window"),  # the first window, reduced in scales that differ, is lost
 ]
 SCALED_SLOWLY = [("fsdp2", at, 1000, sync) for at in (None, (1, 3)) for sync in SYNCS]
 
@@ -385,11 +387,16 @@ def scaled(rank, engine, overflow_at, interval, sync):
         if overflow_at is None or overflow_at[1] // 3 != w:
             oracle.update(concatenated(window))
     scales = []
-    for i, (x, y) in enumerate(optimizer.batches(ranks[rank])):
-        infinite = (rank, i) == overflow_at and isinstance(interval, int)
-        train_on((lambda x: used(x) * float("inf")) if infinite else used, optimizer, [(x, y)], scaler=scaler)
-        if i % 3 == 2:
-            scales.append(scaler.get_scale())
+
+    def train():
+        for i, (x, y) in enumerate(optimizer.batches(ranks[rank])):
+            infinite = (rank, i) == overflow_at and isinstance(interval, int)
+            train_on((lambda x: used(x) * float("inf")) if infinite else used, optimizer, [(x, y)], scaler=scaler)
+            if i % 3 == 2:
+                scales.append(scaler.get_scale())
+
+    warned = "reduced gradients in different scales" in "".join(lines_of(train))
+    assert warned == (overflow_at is not None and interval == (2, 1000))
     oracle.check(model)
     assert optimizer.updates == (4 if overflow_at is None else 3)
     if interval == 1000:
@@ -397,7 +404,7 @@ def scaled(rank, engine, overflow_at, interval, sync):
     if interval == 2:
         assert scales == [2048.0, 8192.0, 16384.0, 65536.0]
     if interval == (2, 1000):
-        own = [[1024.0, 4096.0, 8192.0, 32768.0], [1024.0, 2048.0, 8192.0, 16384.0]]
+        own = [[2048.0, 8192.0, 16384.0, 65536.0], [2048.0, 4096.0, 16384.0, 32768.0]]
         assert scales == own[rank]  # of rank 0 with its latest growth; the largest goes on
 
 
@@ -406,6 +413,20 @@ def scaled(rank, engine, overflow_at, interval, sync):
 def test_an_overflow_on_one_rank_costs_all_ranks_one_window_and_one_halving(rank, engine, overflow_at, interval, sync):
     """Scales that grow at different times are brought together; one that grows in a window keeps its sum exact."""
     scaled(rank, engine, overflow_at, interval, sync)
+
+
+@pytest.mark.parametrize("sizes", [[[4, 3, 2], [2]], [[4, 3, 2, 5, 1], [2, 2, 5, 4]], [[1], [2, 2]]])
+@on_ranks()
+def test_a_scale_that_grows_with_each_micro_batch_costs_no_window_of_ranks_that_have_more_of_them(rank, sizes):
+    model, ranks = network(), data(sizes)
+    oracle, (used, optimizer) = Oracle(model), wrap("ddp", model, 3)
+    for window in windows(ranks, 3) * 2:
+        oracle.update(concatenated(window))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    for _ in range(2):
+        train_on(used, optimizer, optimizer.batches(ranks[rank]), scaler=scaler)
+    oracle.check(model)
+    assert optimizer.updates == oracle.updates
 
 
 @pytest.mark.slow

@@ -491,6 +491,21 @@ def test_one_row_of_many_in_which_something_is_left_out_is_among_those_that_are_
     refused(nn.Linear(6, 3), (MANY, target), compute_loss=distance(reduce), micro_batch_size=16)
 
 
+def of_the_fourth_class(outputs, targets):
+    fourth = targets == 3
+    values = F.cross_entropy(outputs, targets, reduction="none")
+    return (values * torch.where(fourth, 2 / (1 + fourth.sum()), 1.0)).mean()
+
+
+def test_of_a_rare_class_in_the_middle_two_rows_are_among_those_that_are_proven(unnamed):
+    targets = torch.tensor([0, 1, 2, 4, 5, 6, 7, 0] * 8)
+    targets[[20, 41]] = 3
+    step = train_step(nn.Linear(6, 8), loss_fn=of_the_fourth_class)
+    with pytest.raises(gradaccum.NotEquivalentError):  # one of the two ways to cut has them apart
+        for _ in range(2):
+            step(MANY, targets)
+
+
 def ignoring(index):
     return lambda model, x, y: F.cross_entropy(model(x), y, ignore_index=index)
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 import gradaccum.torch
 from gradaccum import WindowError
 from tests.fuzz.problem import Checkpointed, Faulty
-from tests.reference import torch_updates
+from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, scaler_of, train, values, wrapped
 from tests.torch.problems import adam, join, mse, network, regression, sgd
 
@@ -294,6 +295,37 @@ def test_a_group_that_joins_an_open_window_has_its_part_of_it_from_there_on_and_
         p.grad = gradient
     inner.step()
     assert_same(model, plain)
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+@pytest.mark.parametrize("windows", [0, 1, 2, 3])
+@pytest.mark.parametrize("joins", ["a group", "all"])
+def test_gradients_that_parameters_bring_along_are_no_part_of_a_window(joins, windows, cleared):
+    """The loop clears them, by the model's own zero_grad(), or that is an error."""
+    model, plain = network(), network()
+    _, optimizer = wrapped(model=model if joins == "all" else model[0], steps=2)
+    for _ in range(windows):
+        train(model, optimizer, RAGGED[:2], weigh=by_rows)
+    model.zero_grad()
+    before = values(model)
+    if joins == "all":
+        mse(model, *RAGGED[2]).backward()
+        optimizer = gradaccum.torch.optim.Optimizer(optimizer.inner, steps=2)
+    else:
+        mse(model[2], torch.ones(3, 7), RAGGED[2][1][:3]).backward()
+        optimizer.add_param_group({"params": [*model[2].parameters()]})
+    if cleared:
+        model.zero_grad()
+    with nullcontext() if cleared else pytest.raises(WindowError, match="left from the last window"):
+        for batch in RAGGED[:2]:
+            optimizer.backward(mse(model, *batch), weight=len(batch[0]))
+            optimizer.step()
+    if cleared:
+        plain.load_state_dict(dict(zip(plain.state_dict(), before, strict=True)))
+        mse(plain, *join(RAGGED[:2])).backward()
+        assert relative_error([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()]) <= FLOAT64
+    else:
+        assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_a_group_that_joins_the_inner_optimizer_between_windows_follows_the_loss_scale():

@@ -14,8 +14,12 @@ from tests.torch.train_step.problems import OPTIMIZERS, batches, plain_loss
 
 
 def total(terms):
-    """The large batch's loss that has these terms, `{name: (loss, weight)}`: those that weigh something, added up."""
-    return lambda *batch: sum(loss for loss, weight in terms(*batch).values() if weight)
+    """The large batch's loss that has these terms, `{name: (loss, weight)}`: their sum, in which some weigh nothing."""
+    return lambda *batch: added(terms(*batch))
+
+
+def added(found):
+    return sum(loss if weight else 0 * loss.nan_to_num() for loss, weight in found.values())
 
 
 def by_hand(model, data, loss=plain_loss, make="sgd", *, evaluated=False, clip=math.inf):
@@ -66,7 +70,7 @@ def assert_same_updates(
         def loss(model, *batch):
             found = terms(model, *batch)
             means.setdefault(id(batch[0]), found)
-            return sum(loss for loss, weight in found.values() if weight)
+            return added(found)
 
     expected, norms = by_hand(reference, data, loss, make, evaluated=evaluated, clip=clip)
     own = {} if "loss_fn" in keywords else {"compute_loss": loss if terms is None else terms}

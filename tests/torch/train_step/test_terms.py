@@ -45,6 +45,10 @@ def normed():
     return Tagger(before=[counted, nn.BatchNorm1d(4, dtype=torch.float64)])
 
 
+def layered():
+    return Tagger(before=[nn.Linear(5, 5, dtype=torch.float64) for _ in range(2)])
+
+
 def batches(count=3, rows=ROWS):
     """Tokens of which many are ignored, in whole rows too, and a class for some rows."""
     torch.manual_seed(1)
@@ -58,6 +62,14 @@ def batches(count=3, rows=ROWS):
     return data
 
 
+def unused_heads():
+    """Batches in which the heads get no gradient but zeros: momentum alone moves them."""
+    data = batches(4)
+    data[1][2].fill_(-100)
+    data[2][1].fill_(-100)
+    return data
+
+
 def losses(model, x, y, z):
     tokens, row = model(x)
     return {
@@ -65,6 +77,12 @@ def losses(model, x, y, z):
         "row": (0.5 * F.cross_entropy(row, z), int((z != -100).sum())),
         "z": (1e-2 * tokens.logsumexp(-1).square().mean(), len(x)),
     }
+
+
+def heads(*batch):
+    """A loss for each head, and one that never weighs anything."""
+    found = losses(*batch)
+    return {**found, "z": (found["z"][0], 0)}
 
 
 def counts(x, y, z):
@@ -92,14 +110,23 @@ def penalised(model, x, y, z):
 
 BY_BATCH = {"compute_loss": alone(losses), "weight": counts}
 PROGRAMS = {
+    **{
+        f"losses that weigh nothing in a batch, {size} at a time{', by the batch' if how else ''}":
+            {"terms": heads, "data": unused_heads(), "micro_batch_size": size, **how}
+        for size in (1, 4, 13)
+        for how in ({}, {"compute_loss": alone(heads), "weight": lambda *batch: {**counts(*batch), "z": 0}})
+    },
+    "losses that weigh nothing in a batch, layer by layer":
+        {"terms": heads, "data": unused_heads(), "model": layered, "blocks": "before"},
     "gradients of their own": {"terms": penalised},
     "exact statistics": {"model": normed, "batch_norm": "exact"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_the_update_is_that_of_the_means_with(program):
-    assert_same_updates(**{"terms": losses, **program, "model": program.get("model", Tagger)(), "data": batches()})
+    model, data = program.get("model", Tagger)(), program.get("data", batches())
+    assert_same_updates(**{"terms": losses, **program, "model": model, "data": data})
 
 
 @pytest.mark.parametrize("model", [lambda: Tagger(0.5), normed], ids=["dropout", "buffers"])

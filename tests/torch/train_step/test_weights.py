@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
+from gradaccum.torch import Blocks
 from gradaccum.torch.loss import named, objective
+from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.problems import Experts, Of, batches, linear, network, plain_loss, randn
 from tests.torch.train_step.steps import assert_same_state, assert_same_updates, by_hand, left_as_it_was, step_of
 
@@ -250,12 +252,17 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", "accelerator"])
-@pytest.mark.parametrize("keywords", HOW.values(), ids=HOW)
-def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(keywords, device, monkeypatch, caplog):
-    if device == "accelerator":  # where weights stay tensors, read when the window ends
+@pytest.fixture(params=["cpu", "accelerator"])
+def device(request, monkeypatch):
+    """On an accelerator, weights stay tensors, which are read when the window ends."""
+    if request.param == "accelerator":
         for module in (named, objective):
             monkeypatch.setattr(module, "plain_weight", lambda weight: torch.as_tensor(weight))
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("keywords", HOW.values(), ids=HOW)
+def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(keywords, caplog):
     model = linear(5, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     step = step_of(model, optimizer, micro_batch_size=3, **keywords)
@@ -267,6 +274,35 @@ def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(keywords,
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())) == (not weighs)
         assert all(mean.isfinite() == weighs for mean in step.losses.values())
     assert "No update: the total weight of this batch" in caplog.text
+
+
+def masked(model, x, mask, y):
+    """A mean whose gradient is NaN, too, where it is over nothing."""
+    return ((model(x) - y).square().mean(1) * mask).sum() / mask.sum()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("make", ["sgd", "adam"])
+@pytest.mark.parametrize("options", [{}, {"blocks": Blocks("0", update="in_backward")}], ids=["", "in_backward"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"compute_loss": masked, "weight": lambda x, mask, y: mask.sum()},
+        {"compute_loss": lambda *all_: (masked(*all_), all_[2].sum())},
+        {"compute_loss": lambda *all_: {"a": (masked(*all_), all_[2].sum())}},
+        {"compute_loss": lambda *all_: {"a": masked(*all_)}, "weight": lambda x, mask, y: {"a": mask.sum()}},
+    ],
+    ids=["by a function", "with the loss", "by name", "by name, by a function"],
+)
+def test_a_mean_over_nothing_is_left_out_with_its_gradient_on_any_device(how, options, make):
+    masks = torch.ones(4, ROWS)
+    masks[1, 4:8], masks[2, :4], masks[3, 1:6] = 0, 0, 0
+    data = [(randn(ROWS, 5), mask, randn(ROWS, 4)) for mask in masks]
+    model, plain = (nn.Sequential(nn.Sequential(linear(5, 5), linear(5, 4))) for _ in range(2))
+    expected, _ = by_hand(plain, data, masked, make)
+    step = step_of(model, make, micro_batch_size=4, verify=True, **how, **options)
+    assert relative_error([step(*batch) for batch in data], expected) <= FLOAT64
+    assert_same_state(model, plain)
 
 
 def of_experts(model, x, kinds, y):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,14 +19,25 @@ from torch import Tensor
 
 from gradaccum.core.window import Window
 from gradaccum.errors import WindowError
-from gradaccum.integrations.lightning.trainer import Ranks, Replaced, Varying, check, check_optimizer, count_updates
+from gradaccum.integrations.lightning.trainer import (
+    PassMonitor,
+    Ranks,
+    Replaced,
+    Varying,
+    check,
+    check_optimizer,
+    count_updates,
+    remember_arguments,
+)
 from gradaccum.on_torch.foreach import scale_
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.optimizer import BatchWeight
-from gradaccum.torch.watch import GradientMonitor
+from gradaccum.torch.watch import Modification
 
 logger = logging.getLogger("gradaccum")
+
+_BATCH_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end")
 
 
 class GradientAccumulation(Callback):
@@ -75,14 +86,14 @@ class GradientAccumulation(Callback):
         self._unit: float | None = None
         """What all ranks' sums are multiples of: the largest weight of the first batches."""
         self._trainer: Trainer | None = None
-        self._monitor: GradientMonitor | None = None
+        self._monitor: PassMonitor | None = None
         self._ranks: Ranks | None = None
         self._replaced = Replaced()
         self._total: float | None = None
         """What the window that closes weighs on all ranks."""
         self._restored: dict[str, Any] | None = None
-        self._expected = self._closes = False
-        """Whether the batch in use has had no backward pass, and whether it is its window's last."""
+        self._expected = self._in_pass = self._closes = False
+        """Whether the batch in use has had no backward pass, is in it, and is the last of its window."""
         self._left_out: list[tuple[Tensor, bool, Any]] = []
         """Of a batch that weighs nothing: parameters, whether they had no gradient, hooks that keep it out."""
         self._settings: list[dict[str, Any]] | None = None
@@ -124,7 +135,7 @@ class GradientAccumulation(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # In the middle of an epoch Lightning goes on without on_train_epoch_start.
         trainer.accumulate_grad_batches = self._schedule(trainer.current_epoch)
-        self._monitor = GradientMonitor(self._parameters)
+        self._monitor = PassMonitor(self._parameters)
         if is_overridden("on_train_batch_start", pl_module):
             hook = pl_module.on_train_batch_start
 
@@ -136,6 +147,19 @@ class GradientAccumulation(Callback):
                 return response
 
             self._replaced.put(pl_module, "on_train_batch_start", on_train_batch_start)
+        original = trainer.precision_plugin.backward
+
+        @functools.wraps(original)
+        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            self._begin_pass(trainer, tensor)
+            original(tensor, *args, **kwargs)
+            self._end_pass(trainer)
+
+        self._replaced.put(trainer.precision_plugin, "backward", backward)
+        for name in _BATCH_HOOKS:  # each costs Lightning some microseconds, though it does nothing
+            if name not in vars(self) and not is_overridden(name, self, parent=Callback):
+                self._replaced.put(self, name, None)
+        remember_arguments(trainer, self._replaced)
         count_updates(trainer, self._replaced)
         self._others.meet_between_batches(self._replaced)
         self._begin()
@@ -169,16 +193,18 @@ class GradientAccumulation(Callback):
         window.expect(weight, self._weigh.given)
         self._expected = True
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def _begin_pass(self, trainer: Trainer, loss: Tensor) -> None:
         if not self._expected:
             raise ValueError(
                 "The closure of a batch was evaluated again, by an optimizer with a line search or by the module's "
                 "optimizer_step. It would have to run the whole window again. Remove GradientAccumulation, or use "
                 "gradaccum.torch.TrainStep under manual optimization."
             )
-        if trainer.world_size > 1:  # whose reduction writes to the gradients
-            self._check_sum()
-        factor = self._window.weigh()
+        window, monitor = self._window, self._monitor
+        assert monitor is not None
+        if (found := monitor.before_pass(first=not window.micro_batches)) is not None:
+            self._refuse(found)
+        factor = window.weigh()
         self._closes = not trainer.fit_loop._should_accumulate()
         if self._closes:
             self._close()
@@ -187,10 +213,12 @@ class GradientAccumulation(Callback):
             self._left_out = [(p, p.grad is None, p.register_hook(torch.zeros_like)) for p in parameters]
         elif factor != 1:
             loss.mul_(factor)  # Lightning's own copy, the mean over N, which the backward pass starts from
+        self._in_pass = True
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _end_pass(self, trainer: Trainer) -> None:
         window, monitor = self._window, self._monitor
         assert monitor is not None
+        self._in_pass = self._expected = False
         for parameter, had_none, hook in self._left_out:
             hook.remove()
             if had_none and (not self._closes or trainer.world_size == 1):
@@ -198,18 +226,14 @@ class GradientAccumulation(Callback):
         if self._left_out:
             self._left_out = []
             monitor.resync()
-        if trainer.world_size == 1 and monitor.passes.arrivals and not monitor.looking:  # nearly always
-            monitor.passes.arrivals = 0
-            if self._closes:
+        if monitor.looking:
+            if trainer.world_size == 1:  # else the reduction has written to the gradients
                 self._check_sum()
-        else:
-            if trainer.world_size == 1:
-                self._check_sum()
-            if not window.micro_batches and monitor.looking:
+            if not window.micro_batches:
                 self._settings = self._others.settings.hyperparameters(wait=False)
+        if not self._closes:
             monitor.counted(last_next=window.micro_batches + 2 >= trainer.accumulate_grad_batches)
         window.add()
-        self._expected = False
         if self._closes:
             self._finish(trainer)
 
@@ -224,13 +248,15 @@ class GradientAccumulation(Callback):
     def _check_sum(self) -> None:
         """Raise if somebody has changed the gradients of the open window."""
         assert self._monitor is not None
-        found = self._monitor.modification() if self._window.micro_batches else None
-        if found is not None:
-            raise WindowError(
-                f"The gradients were {found} inside an open window, perhaps in on_after_backward. "
-                "Until the window closes, p.grad holds an undivided sum. Use Trainer(gradient_clip_val=...), or edit "
-                "the finished gradient in on_before_optimizer_step."
-            )
+        if self._window.micro_batches and (found := self._monitor.modification()) is not None:
+            self._refuse(found)
+
+    def _refuse(self, found: Modification) -> NoReturn:
+        raise WindowError(
+            f"The gradients were {found} inside an open window, perhaps in on_after_backward. "
+            "Until the window closes, p.grad holds an undivided sum. Use Trainer(gradient_clip_val=...), or edit "
+            "the finished gradient in on_before_optimizer_step."
+        )
 
     def _check_settings(self, before: list[dict[str, Any]]) -> None:
         """Hyperparameters belong to an update: name those that have changed between the batches of a window."""
@@ -269,6 +295,7 @@ class GradientAccumulation(Callback):
         """An empty window."""
         self._window.close()
         self._window.unit, self._settings, self._total = self._unit, None, None
+        self._in_pass = False
         if self._monitor is not None:
             self._monitor.close()
 
@@ -330,7 +357,7 @@ class GradientAccumulation(Callback):
         trainer, monitor, window = self._trainer, self._monitor, self._window
         if trainer is None or monitor is None or not window.is_open:
             return state
-        if monitor.failed:
+        if self._in_pass:
             logger.warning("The checkpoint leaves out the open window, in which a backward pass has failed")
             return state
         self._check_sum()

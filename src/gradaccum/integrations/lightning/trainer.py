@@ -20,6 +20,7 @@ from gradaccum.extras import PrivateName
 from gradaccum.torch.distributed import Channel, Kind, Settings, by_rank
 from gradaccum.torch.optim import Optimizer
 from gradaccum.torch.optimizer import needs_closure
+from gradaccum.torch.watch import GradientMonitor, Modification, counts_versions
 
 _NAMES = (
     PrivateName("trainer", "fit_loop._should_accumulate", "says whether a batch closes its window"),
@@ -115,7 +116,7 @@ class Replaced:
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
 
-    def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+    def put(self, owner: Any, name: str, function: Callable[..., Any] | None) -> None:
         self._before.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, function)
 
@@ -149,6 +150,59 @@ def count_updates(trainer: Trainer, replaced: Replaced) -> None:
                 config.frequency = frequency
 
     replaced.put(loop, "update_lr_schedulers", update_lr_schedulers)
+
+
+def remember_arguments(trainer: Trainer, replaced: Replaced) -> None:
+    """Have Lightning inspect training_step's signature once: for every batch it takes longer than all that we add."""
+    loop = trainer.fit_loop.epoch_loop
+    original = getattr(loop, "_build_kwargs", None)
+    if original is None:
+        return
+    inspected: Any = None
+    takes_index = False
+
+    @functools.wraps(original)
+    def build_kwargs(kwargs: Any, batch: Any, batch_idx: int) -> Any:
+        nonlocal inspected, takes_index
+        step = trainer.lightning_module.training_step
+        function = getattr(step, "__func__", step)
+        if function is inspected:
+            kwargs["batch"] = batch
+            if takes_index:
+                kwargs["batch_idx"] = batch_idx
+            return kwargs
+        found = original(kwargs, batch, batch_idx)
+        if [*found] in (["batch"], ["batch", "batch_idx"]):
+            inspected, takes_index = function, len(found) == 2
+        return found
+
+    replaced.put(loop, "_build_kwargs", build_kwargs)
+
+
+class PassMonitor(GradientMonitor):
+    """Watches gradients of a loop that tells when a pass begins and ends: between passes nothing may change.
+
+    So it needs hooks in windows 1, 2, 4, 8, ... alone.
+    """
+
+    def close(self) -> None:
+        super().close()
+        if not self.looking:
+            for hook in self._watched.hooks:
+                hook.remove()
+            self._watched.hooks = []
+
+    def before_pass(self, first: bool) -> Modification | None:
+        """What was done to the gradients since the pass before; or, before the window's first, what was not."""
+        if not first:
+            return self.modification()
+        if self.looking or self._watched.left is None:  # hooks tell
+            return None
+        for parameter, gradient, version in zip(self._watched.parameters, *self._watched.left):
+            if gradient is not None and parameter.grad is gradient and gradient._version == version:
+                return "left" if counts_versions(gradient) else None
+        self.forget_update()
+        return None
 
 
 _PLACES = {

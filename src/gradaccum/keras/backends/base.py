@@ -457,6 +457,9 @@ class Backend:
         pairs = zip(values_of(window.sums), window.variables)
         return [s if private.is_overwritten(v) else s / ops.cast(weight, s.dtype) for s, v in pairs]
 
+    def separate(self, variables: Sequence[Any], others: Sequence[Any]) -> None:
+        """Let variables hold tensors of their own, where assigning one to another makes both hold the same."""
+
     def empty(self, variables: list[Any]) -> None:
         for variable in variables:
             variable.assign(ops.zeros(variable.shape, variable.dtype))

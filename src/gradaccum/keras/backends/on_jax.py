@@ -299,6 +299,12 @@ class Backend(base.Backend):
         _, pull, others = jax.vjp(function, inputs, has_aux=True)
         return pull(given)[0], others
 
+    def separate(self, variables: Sequence[Any], others: Sequence[Any]) -> None:
+        held = {id(value) for value in values_of(others)}  # averages, after `fit`, whose next one donates each buffer
+        for variable in variables:
+            if id(variable.value) in held:
+                variable.assign(jnp.copy(variable.value))
+
     def known(self, tensors: list[Any]) -> bool:
         return not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
 

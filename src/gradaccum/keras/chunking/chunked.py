@@ -130,7 +130,7 @@ class _Chunking:
         self.layer, self.micro_batch_size, self.keep, self.batch_norm = layer, micro_batch_size, keep, batch_norm
         self.plain: Callable[..., Any] = getattr(layer.call, "plain", layer.call)
         self._proves, self._proven = proves, set[Any]()
-        self._warned = False
+        self._warned = self._verifies = False
         self._named: set[str] = set()
 
     def install(self) -> None:
@@ -155,8 +155,10 @@ class _Chunking:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if private.is_symbolic():
             return self.plain(*args, **kwargs)
-        self._warn_of_batch_norms(stacklevel=4)
         body = Body(self.layer, self.plain, self.batch_norm, args, kwargs)
+        if self._verifies:
+            return self._verified(body)
+        self._warn_of_batch_norms(stacklevel=4)
         rows = body.tensors[0].shape[0]
         if rows is not None and rows <= self.micro_batch_size:
             with during_micro_batch(body.batch_norms, "frozen" if self.batch_norm == "frozen" else "micro"):
@@ -188,19 +190,22 @@ class _Chunking:
         if private.takes_training(self.layer):
             kwargs = {"training": True, **kwargs}
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            body = Body(self.layer, self.plain, self.batch_norm, args, kwargs)
-            outputs = body.run(body.tensors).outputs
-            # What isn't exact of BatchNormalization counts.
-            normalised: BatchNorm = "frozen" if body.batch_norm == "frozen" else "micro"
-            if self.layer.built and (doubt := self._compare(body, few, min(3, few - 1), normalised)):
-                raise ValueError(f"{body.name} can't be verified with these rows: {doubt}.")
-            return body.outputs(outputs)
-
-        with private.replaced(self.layer, call=call):
+        self._verifies = True
+        try:
             for _ in range(1 if self.layer.built else 2):  # the first call builds it
                 with keras.StatelessScope(), held():
                     self.layer(*args, **kwargs)
+        finally:
+            self._verifies = False
+
+    def _verified(self, body: Body) -> Any:
+        """A call of `verify`."""
+        outputs, few = body.run(body.tensors).outputs, body.tensors[0].shape[0]
+        # What isn't exact of BatchNormalization counts.
+        normalised: BatchNorm = "frozen" if body.batch_norm == "frozen" else "micro"
+        if self.layer.built and (doubt := self._compare(body, few, min(3, few - 1), normalised)):
+            raise ValueError(f"{body.name} can't be verified with these rows: {doubt}.")
+        return body.outputs(outputs)
 
     # The proof: of the first call in training, and of the first outside of it. Random numbers are held, nothing is
     # moved, and BatchNormalization, which has a warning of its own, normalises by its moving statistics.
@@ -409,7 +414,7 @@ class _Trial(StepRunner):
         # What is exact over all rows isn't over a few: there it isn't what differs.
         body = self.body.again(tensors, self.shared, "frozen" if self.body.batch_norm == "exact" else self.batch_norm)
         scope = keras.StatelessScope([*zip(self.weights, self.values), *self.given])
-        with private.replaced(layer, call=body.call), scope, held(), recorded_calls(layer) as calls:
+        with scope, held(), recorded_calls(layer, body.call) as calls:
             body.call = layer.call
             body.run(tensors)
         return calls

@@ -266,7 +266,7 @@ class Optimizer(KerasOptimizer):
             # JAX gets here after an error too, perhaps with no values in the variables: that must not hide the error,
             # and a window that was interrupted stays open.
             with contextlib.suppress(Exception):
-                self.inner_optimizer.finalize_variable_values(var_list)
+                self._finalize(var_list)
             return
         self._check_driven()
         held, steps = self.micro_batches, self.steps
@@ -279,7 +279,12 @@ class Optimizer(KerasOptimizer):
                 steps,
             )
         if self.built:
-            self.inner_optimizer.finalize_variable_values(var_list)
+            self._finalize(var_list)
+
+    def _finalize(self, variables: Sequence[Any]) -> None:
+        if int(keras.ops.convert_to_numpy(self.iterations)) > 0:  # averages are zeros before
+            self.inner_optimizer.finalize_variable_values(variables)
+            backends.running().separate(variables, self.inner_optimizer.variables)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         if not self.built:

@@ -14,7 +14,7 @@ import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.equivalence import Equivalence
-from gradaccum.core.proof import ENOUGH, ROWS, Comparison, ProofSchedule, ragged_size
+from gradaccum.core.proof import ENOUGH, ROWS, Comparison, ProofSchedule, informative_rows, ragged_size
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
@@ -103,7 +103,7 @@ class Proof:
         # Parts share what lies side by side, and unevenly: no three parts have the same number of rows of a class, or
         # the mean of their means would be that of the whole.
         chosen = few_rows(data, few)
-        batch = take_rows(data, np.concatenate([chosen[::2], chosen[1::2]]))
+        batch = take_rows(data, np.asarray([*chosen[::2], *chosen[1::2]]))
         runner = StepRunner(self.step, batch, few, "frozen", allowed, state)
         comparison = Comparison(runner, [(range(few), sizes)], "raise")
         loss = comparison.large.losses["loss"]
@@ -154,14 +154,9 @@ def _attempts(rows: int, micro_batch_size: Any) -> Iterator[tuple[int, int]]:
 # Which rows.
 
 
-def few_rows(data: Any, count: int) -> np.ndarray:
-    """Which rows to look at, sorted by what can be told of them: what few rows show, the extremes, and others.
-
-    Of each sort of rows (with missing labels, padding, weights of zero, a class) there are two, the rarest sorts first:
-    they are what others wouldn't hold, and what a loss does with them shows where one part has more of them.
-    """
-    rows = rows_of(data) or 0
-    limit, chosen = min(rows, LOOKED_THROUGH), dict[int, None]()
+def few_rows(data: Any, count: int) -> list[int]:
+    """Which rows to look at, sorted by what can be told of them."""
+    limit = min(rows_of(data) or 0, LOOKED_THROUGH)
     x, y, sample_weight = unpack(data)
     sorts, features = list[np.ndarray](), list[np.ndarray]()
     for part, closely in (((y, sample_weight), True), (x, False)):
@@ -171,16 +166,9 @@ def few_rows(data: Any, count: int) -> np.ndarray:
                 shown, of_rows = _told(numbers, closely)
                 sorts += shown
                 features += of_rows
-    sorts.sort(key=np.count_nonzero)
-    rare = [row for sort in sorts for row in np.flatnonzero(sort)[:2]]
-    ends = [end(feature) for feature in features for end in (np.argmin, np.argmax)]
-    others = [*np.linspace(0, limit - 1, count).astype(int), *range(rows)]
-    for candidates, most in ((rare, max(1, count // 2)), (ends, max(1, 3 * count // 4)), (others, count)):
-        for row in candidates:
-            if len(chosen) < most:
-                chosen[int(row)] = None
-    picked = np.array([*chosen])
-    return picked[np.lexsort([feature[picked] for feature in reversed(features)]) if features else np.argsort(picked)]
+    order = np.lexsort(features[::-1]) if features else np.arange(limit)
+    ends = [int(end(feature)) for feature in features for end in (np.argmin, np.argmax)]
+    return informative_rows(order.tolist(), [np.flatnonzero(sort).tolist() for sort in sorts], ends, count)
 
 
 def _numbers(leaf: Any, limit: int) -> np.ndarray | None:
@@ -209,4 +197,4 @@ def _told(numbers: np.ndarray, closely: bool) -> tuple[list[np.ndarray], list[np
         if 1 < numbers.shape[2] <= VALUES:
             signs += [numbers[..., column] != 0 for column in range(numbers.shape[2])]
     shown = [sign.any(1) for sign in signs]
-    return [s for s in shown if s.any() and not s.all()], [f for f in features if len(np.unique(f)) > 1]
+    return shown, [feature for feature in features if len(np.unique(feature)) > 1]

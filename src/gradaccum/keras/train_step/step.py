@@ -53,7 +53,7 @@ micro-batch isn't measured. After two that are slower, larger ones aren't tried.
 class Plan:
     """What one forward pass tells about the rest."""
 
-    counted: tuple[int, ...]  # the losses, by index, that divide by something to be counted
+    counted: dict[int, tuple[int, ...]]  # the losses, by index, that divide by something to be counted, and its shape
     dtype: str  # in which the loss is added up
     outputs: Any  # the model's, in their structure
     # Metrics see the whole batch's outputs, once per update, as in plain `fit`; or those of each micro-batch, where
@@ -195,7 +195,7 @@ class MicroBatchedStep:
             metrics = "streamed" if kept is None or given is None or kept > given else "whole"
         dtype = keras.backend.standardize_dtype(loss.dtype)
         return Plan(
-            tuple(sorted(measured.divisors)),
+            {index: tuple(measured.divisors[index].shape) for index in sorted(measured.divisors)},
             dtype if "64" in dtype else keras.backend.floatx(),
             tree.map_structure(lambda output: Spec.of(output, self.backend.keeps_masks), y_pred),
             metrics,
@@ -267,7 +267,8 @@ class _Pass:
                 self.step.training.compute(*unpack(micro_batch))
             return [total + measured.divisors[index] for total, index in zip(totals, counted)], []
 
-        zeros, threads = [ops.zeros((), keras.backend.floatx()) for _ in counted], self.model.non_trainable_variables
+        zeros = [ops.zeros(shape, keras.backend.floatx()) for shape in counted.values()]
+        threads = self.model.non_trainable_variables
         totals, _ = self.step.training.counted(self.batches, lambda cut: cut.run(micro, zeros, threads=threads))
         return dict(zip(counted, totals))
 
@@ -326,7 +327,7 @@ class _Pass:
             count = ops.stop_gradient(count)
             self.totals.setdefault(index, ops.where(count != 0, count, ops.ones_like(count)) / share)
             self.found[index] = self.found.get(index, 0) + count
-            self.is_one_loss &= not model.losses and len(measured.calls) == 1
+            self.is_one_loss &= not (model.losses or count.shape) and len(measured.calls) == 1
         return scaled, (loss, y_pred, [measured.values[index] for index in range(self.plan.tracked)], valid)
 
     def _scale(self) -> Any:
@@ -335,7 +336,7 @@ class _Pass:
             ((index, total),) = self.found.items()
             ratio = self.totals[index] / ops.where(total != 0, total, ops.ones_like(total))
             return ops.where(total != 0, ratio, ops.zeros_like(ratio))
-        if any(abs(float(self.totals[i] - total)) > 1e-5 * abs(float(total)) for i, total in self.found.items()):
+        if any(bool(ops.any(ops.abs(self.totals[i] - n) > 1e-5 * ops.abs(n))) for i, n in self.found.items()):
             self.step.counts_first = True
             raise RestartWindow
         return None

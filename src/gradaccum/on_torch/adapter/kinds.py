@@ -14,7 +14,11 @@ from gradaccum.core.proof import ENOUGH, informative_rows, informative_units
 from gradaccum.on_torch.batch import Batch, read_later
 
 SMALL = 1 << 12
-"""Numbers in a tensor up to which a look at each of them takes no time beside an update."""
+"""Whole numbers in a tensor up to which zeros among them are looked for in every update."""
+FEW = 16
+"""Floating-point numbers in a row up to which zeros and NaN are: as many as targets and weights have, unlike inputs."""
+CLASSES = 64
+"""The most classes whose rows are told apart."""
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MISSING, _IGNORED, _ZERO = "missing", "ignored", "zero"
 Vary = Callable[[Tensor, int], Tensor]
@@ -27,6 +31,7 @@ class BatchKinds:
     numbers are smaller or larger than any before, as an index that losses ignore may be; or where something differs
     among its rows for the first time: numbers below 0, zeros or NaN, which losses ignore and masks leave out, the
     length or the side of padding, a weight. Batches of few rows say little, so that larger ones are new after them.
+    Floating-point inputs with many numbers per row are looked at in batches of a new structure alone.
 
     On accelerators the rows' values are read one update later, so that no update waits for them.
 
@@ -64,8 +69,9 @@ class BatchKinds:
         for place, (path, leaf, dim) in enumerate(leaves):
             if _is_plain(leaf):
                 known = self._known.setdefault((path, leaf.dtype, leaf.ndim), _Known(path, leaf))
-                self._looks.append((place, known))
-                if first or leaf.is_cpu or known.was_new(leaf, dim):
+                if known.is_followed(batch, leaf):
+                    self._looks.append((place, known))
+                if first or leaf.is_cpu or known.was_new(batch, leaf, dim):
                     new |= known.look(batch, leaf, dim, closely=first)
         on_host = all(leaves[place][1].is_cpu for place, _ in self._looks)
         self._familiar = (batch.signature, modes, text) if on_host and not new else None
@@ -100,17 +106,21 @@ class _Known:
             for small, unseen in self._unseen.items()
         }
 
+    def is_followed(self, batch: Batch, leaf: Tensor) -> bool:
+        """Whether something new in tensors of this shape would be noticed."""
+        return self._is_whole or bool(self._unseen[_is_small(batch, leaf)])
+
     def may_show(self, batch: Batch, leaf: Tensor) -> bool:
         """Whether something may be new in the tensor, at one look: it is taken in every update."""
         if not leaf.is_cpu or leaf.layout is not torch.strided:
             return True
         least, most = batch.ends(leaf) if self._is_whole else (None, None)
         outside = least is not None and not self._ends[0] <= least <= most <= self._ends[1]  # type: ignore[operator]  # both are there
-        return outside or self._may_differ(leaf, leaf.numel() <= SMALL, least)
+        return outside or self._may_differ(leaf, _is_small(batch, leaf), least)
 
     def look(self, batch: Batch, leaf: Tensor, dim: int, *, closely: bool) -> bool:
         """Whether something is new in the tensor."""
-        least, small = None, closely or leaf.numel() <= SMALL
+        least, small = None, closely or _is_small(batch, leaf)
         if self._is_whole:  # these may be targets
             least, most = batch.ends(leaf)
             self._new_ends = min(self._ends[0], least), max(self._ends[1], most)
@@ -131,13 +141,13 @@ class _Known:
             least = (leaf if signed else leaf.abs()).amin().item()
         return not (least > 0 or (not zero and (least == 0 or (least < 0 and not negative))))
 
-    def was_new(self, leaf: Tensor, dim: int) -> bool:
+    def was_new(self, batch: Batch, leaf: Tensor, dim: int) -> bool:
         """Whether something was new in this tensor of an earlier batch, on a device. Asks the same of this batch."""
         host, event = self._pending
         if event is not None and not event.query():
             return False
         new = [leaf.amin() < self._ends[0], leaf.amax() > self._ends[1]] if self._is_whole else []
-        new += [_differs(vary(leaf, dim)) for vary in self._unseen[leaf.numel() <= SMALL].values()]
+        new += [_differs(vary(leaf, dim)) for vary in self._unseen[_is_small(batch, leaf)].values()]
         if new:
             self._pending = read_later(torch.stack(new).any())
         return host is not None and bool(host)
@@ -156,31 +166,38 @@ def rows_to_prove(batch: Batch, most: int) -> list[int]:
             scores += 2 * (values >= 0).cpu() + values.cpu().double() / (1.0 + values.abs().max().item())
         else:
             scores += ((values != 0) & (values != -100)).flatten(1).sum(1).cpu()
-    rows = informative_rows(scores.tolist(), _columns(batch), most)
+    sorts, ends = list[Sequence[int]](), [int(scores.argmin()), int(scores.argmax())]
+    for column in _columns(batch):
+        values = column.double()
+        sorts.append(values.nonzero().flatten().tolist())
+        ends += [int(values.argmin()), int(values.argmax())]
+    rows = informative_rows(scores.argsort(stable=True).tolist(), sorts, ends, most)
     return rows if batch.groups is None else informative_units(rows, [unit.tolist() for unit in batch.units()], most)
 
 
-def _columns(batch: Batch) -> Iterator[Callable[[], Sequence[float]]]:
-    """Functions that return a number for each row; the smallest and the largest values last."""
+def _columns(batch: Batch) -> Iterator[Tensor]:
+    """Numbers of each row: how much of it is missing, below zero, zero, a class, or the least or the most of all."""
     plain = [(path, leaf, dim) for path, leaf, dim in batch.leaves if _is_plain(leaf) and not leaf.is_complex()]
     for path, leaf, dim in plain:
         nowhere = leaf.dtype.is_floating_point and leaf.abs().amin().item() > 0  # neither 0 nor NaN
         for key, vary in variations(path, leaf.dtype, leaf.dim(), True):
             if not (nowhere and key in (_MISSING, _ZERO)):
-                yield functools.partial(_listed, vary, leaf, dim)
+                yield vary(leaf, dim)
     for _, leaf, dim in plain:
-        if leaf.dtype is not torch.bool:
-            for end in batch.ends(leaf):
-                yield functools.partial(_listed, functools.partial(_equal, end), leaf, dim)
-
-
-def _listed(vary: Vary, leaf: Tensor, dim: int) -> list[float]:
-    return vary(leaf, dim).tolist()
+        least, most = batch.ends(leaf) if leaf.dtype is not torch.bool else (0, 0)
+        is_class = leaf.dim() == 1 and leaf.dtype in _WHOLE and most - least < CLASSES
+        for value in range(int(least), int(most) + 1) if is_class else {least, most}:
+            yield _equal(value, leaf, dim)
 
 
 def _in_the_models(modes: list[bool]) -> Iterator[tuple[bool, int, bool]]:
     """Each module's mode, with the model's."""
     return ((modes[0], place, mode) for place, mode in enumerate(modes))
+
+
+def _is_small(batch: Batch, leaf: Tensor) -> bool:
+    """Whether zeros and NaN are looked for in every update: in ids, masks, targets and weights."""
+    return leaf.numel() <= (FEW * batch.rows if leaf.is_floating_point() or leaf.is_complex() else SMALL)
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -54,9 +54,9 @@ def pass_for_parameter(tensor: Tensor) -> None:
     tensor._is_param = True
 
 
-def leaves_of(output: Tensor) -> set[int]:
-    """The ids of the leaves that a backward pass from this output would reach."""
-    return {id(getattr(node, "variable", None)) for node in graph_of(output.grad_fn)}
+def leaves_of(*outputs: Tensor) -> set[int]:
+    """The ids of the leaves that a backward pass from these outputs would reach."""
+    return {id(getattr(node, "variable", None)) for node in graph_of(*[output.grad_fn for output in outputs])}
 
 
 def graph_of(*ends: Any) -> Iterator[Any]:

@@ -226,7 +226,7 @@ class Chunked(nn.Module):
         compares = False
         if self._proven is not None:
             plan, compares = self._proven_plan(plan, frozenset(state.modes()), differentiated)
-        with self.policy.window():
+        with self.policy.window(looks=compares):
             return self._run(plan, self.policy, state, self.keep, differentiated=differentiated, compares=compares)
 
     def _proven_plan(self, plan: _Plan, modes: frozenset[Any], differentiated: bool) -> tuple[_Plan, bool]:

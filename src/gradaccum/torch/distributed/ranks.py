@@ -19,6 +19,7 @@ A sharded model's ranks meet in each of its collectives, so one FINISHED after t
 
 from __future__ import annotations
 
+import logging
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ from gradaccum.on_torch.private import after_backward
 from gradaccum.torch.distributed.channel import WIDTH, Channel, Kind, Settings, by_rank
 from gradaccum.torch.distributed.engine import Engine
 from gradaccum.torch.distributed.fsdp import DIFFERENT_PASSES
+
+logger = logging.getLogger("gradaccum")
 
 SUMS = WIDTH - 16
 
@@ -77,7 +80,7 @@ class _Reports:
         _, _, last, known, manual, fills, *_, totals = zip(*self.each)
         weights, given, largest, scales, next_scales, overflow, _, idle, sums = zip(*totals)
         used = {*scales} - {0.0}
-        lost = any(overflow) or len(used) > 1  # where scales differ nevertheless, as after an overflow
+        lost, self.scales = any(overflow), scales if len(used) > 1 else ()
         added = tuple(map(sum, zip(*sums)))
         self.total = Total(sum(weights), any(given), max(largest), min(used, default=0.0), overflow=lost, sums=added)
         self.loss_scale = (min if lost else max)(filter(None, next_scales), default=0.0)
@@ -298,35 +301,48 @@ class Ranks:
         """Whether a backward pass has reduced the open window's sum."""
         return self._versions is not None
 
-    def total(self, mine: Total, rescale: Callable[[float], None] | None = None) -> Total:
+    def total(self, mine: Total, rescale: Callable[[float, float], None] | None = None) -> Total:
         """Bring `p.grad` to its mean over the ranks, at the window's end. Returns what the window weighs on all.
 
-        `rescale` brings this rank's sum to the unit that it is called with, where no backward pass has reduced it.
+        `rescale` brings this rank's sum to the unit and the GradScaler's scale that it is called with, if no backward
+        pass has reduced it.
         """
         self._check_unchanged(mine)
         if self._sent is None and self._reports is None:
             self._send(self._report(Kind.FINISHED, mine))
         if self._sent is not None:
             self._read()
-        reports, self.reduced_unit = self._reports, self.unit or 1.0
+        reports, self.reduced_unit, late = self._reports, self.unit or 1.0, self.sharded and self.reduced
         assert reports is not None
         if not self.reduced:
-            self._reduce(reports, rescale)
+            mine = mine._replace(scale=self._reduce(reports, rescale))
         if not reports.known:
-            reports = self._meet(self._report(Kind.TOTAL, mine))
+            reports, late = self._meet(self._report(Kind.TOTAL, mine)), True
         self._restart()
         self._finish(reports)
         if reports.differ("settings"):
             self.settings.settle(self.channel)
-        return reports.total
+        total = reports.total
+        if late and reports.scales and not total.overflow:
+            logger.warning(
+                "No update: backward passes have reduced gradients in different scales of the ranks' GradScalers: %s. "
+                "From the next window on, they have one.",
+                by_rank(reports.scales),
+            )
+            return total._replace(overflow=True)
+        return total
 
-    def _reduce(self, reports: _Reports, rescale: Callable[[float], None] | None) -> None:
-        """Reduce the finished sum, in the unit of those that a backward pass reduces, else the largest weight."""
+    def _reduce(self, reports: _Reports, rescale: Callable[[float, float], None] | None) -> float:
+        """Reduce the finished sum, in unit and scale of those that a backward pass reduces, else the largest weight."""
         if not self.sharded and (self.unit is None or reports.all_manual):
             self.reduced_unit = reports.total.largest or self.reduced_unit
+        scale = reports.total.scale
+        if scale and not reports.known:
+            scale = self.loss_scale or scale
         if rescale is not None:
-            rescale(self.reduced_unit)
+            rescale(self.reduced_unit, scale)
         self.engine.reduce()
+        return scale
 
     def _check_unchanged(self, mine: Total) -> None:
         """Raise where the window has become another one than a backward pass has reduced, or has reduced in part."""

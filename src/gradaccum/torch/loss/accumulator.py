@@ -42,8 +42,13 @@ class WeightedLoss(NamedTuple):
     factor: Weight = 1.0
     weight: Weight | None = None  # what `compute_loss` returned; None where the total is known beforehand
     share: Weight | None = None  # its part of that total
-    weightless: Tensor | None = None  # the loss of a micro-batch that weighs nothing, if it had a forward pass
+    weightless: Sequence[Tensor] = ()  # losses that weigh nothing, of those that had a forward pass
     terms: dict[Hashable, tuple[Tensor, Weight]] | None = None  # what each of several losses adds, and weighs
+
+    @property
+    def ran(self) -> bool:
+        """Whether there was a forward pass."""
+        return self.loss is not None or bool(self.weightless) or self.terms is not None
 
 
 class LossAccumulator:
@@ -61,6 +66,7 @@ class LossAccumulator:
 
     attempts = 0  # how often the weights of several losses were other than counted
     retain_graph = False  # parts of the graphs go backward once more after the loss has
+    waits = False  # for devices, to read weights, as no window restarts by itself
     skips = True  # a micro-batch known to weigh nothing has no forward pass: not where buffers move in it
 
     # What passes change; `restart` has it as it is here.
@@ -115,6 +121,7 @@ class LossAccumulator:
         self._weights: dict[Hashable, list[Weight]] = {}
         # What the window weighs, on the host or on its way there: as forward passes tell, and as was known before.
         self._by_passes: list[Callable[[], float] | float] = []
+        self._of_means: list[Callable[[], float] | float] = []  # what single means are over that went backward unread
         if self._by_forward:
             self.total = None
         totals = self.total.values() if isinstance(self.total, dict) else () if self.total is None else (self.total,)
@@ -187,6 +194,10 @@ class LossAccumulator:
                 f"None of the losses requires a gradient: {', '.join(map(repr, self._losses))}. Detached losses are "
                 "only averaged; another loss must train the model."
             )
+        # A mean over nothing is NaN, and so is its gradient, whatever that is multiplied by.
+        if not all([weight if type(weight) is float else weight() for weight in self._of_means]):  # type: ignore[operator]  # else a function
+            self.objective.found.empty = True
+            raise RestartWindow
         if self._counted is None:
             return
         found = read_totals(self._weights)
@@ -260,6 +271,8 @@ class LossAccumulator:
             return self._forward_named(micro_batch)
         if not self._summed or share:
             known = one_weight(objective.total(micro_batch))
+            if self._same is None:
+                known = self._noted(known)
             if objective.weight is not None and is_zero(known):
                 return self._of_nothing(micro_batch)
         loss, weight = objective.evaluate(micro_batch, self._summed)
@@ -275,7 +288,16 @@ class LossAccumulator:
         return WeightedLoss(where_any(loss, known), part, share=part)
 
     def _of_nothing(self, micro_batch: Batch) -> WeightedLoss:
-        return WeightedLoss(None, weightless=None if self.skips else self.objective.evaluate(micro_batch)[0])
+        return WeightedLoss(None, weightless=() if self.skips else self.objective.losses(micro_batch))
+
+    def _noted(self, weight: Any) -> Any:
+        """A mean's weight. It stays on its device, which nobody waits for, until one is 0."""
+        if not isinstance(weight, Tensor):
+            return weight
+        if self.waits or self.objective.found.empty:
+            return float(weight)
+        self._of_means.append(read_early(weight))
+        return weight
 
     def _weighed_by_forward(self, loss: Tensor, weight: Weight | Terms) -> WeightedLoss:
         if isinstance(weight, dict):
@@ -286,9 +308,10 @@ class LossAccumulator:
             raise RestartWindow  # as now is known
         if self._losses and self.divisor is None:
             raise ValueError(_BOTH)
+        weight = weight if self._adds else self._noted(weight)
         self._by_passes.append(read_early(weight))
         if is_zero(weight):
-            return WeightedLoss(None, weight=weight, weightless=loss)
+            return WeightedLoss(None, weight=weight, weightless=(loss,))
         if self._adds and not self._multiples:
             return WeightedLoss(loss, weight=weight)
         unit = self._unit if self._unit is not None else _unit(weight)
@@ -299,14 +322,16 @@ class LossAccumulator:
     def _forward_named(self, micro_batch: Batch) -> WeightedLoss:
         objective = self.objective
         known = _by_batch(objective, micro_batch)
+        known = known and {name: self._noted(weight) for name, weight in known.items()}
         if known is not None and all(is_zero(weight) for weight in known.values()):
             return self._of_nothing(micro_batch)
-        loss, terms = objective.evaluate(micro_batch)
-        found = weighed(_checked(terms, objective), known)
+        terms = _checked(objective.evaluate(micro_batch)[1], objective)
+        terms = {name: term._replace(weight=self._noted(term.weight)) for name, term in terms.items()}
+        found = weighed(terms, known)
         if self.total is None:
             if micro_batch.rows != self._batch_rows:
                 raise RestartWindow
-            self.total = counted(objective, [_checked(terms, objective)])
+            self.total = counted(objective, [terms])
             self._known = list(self.total.values())
         parts: dict[Hashable, tuple[Tensor, Weight]] = {}
         for name, (value, weight) in found.items():
@@ -319,20 +344,20 @@ class LossAccumulator:
             parts[name] = times(wide(where_any(value, weight)), factor), weight
         detached = {name: (part.detach(), weight) for name, (part, weight) in parts.items()}
         attached = [part for part, _ in parts.values() if part.requires_grad]
-        return WeightedLoss(summed(attached) if attached else None, weightless=loss, terms=detached)
+        nothing = [term.loss for name, term in terms.items() if name not in found]
+        return WeightedLoss(summed(attached) if attached else None, weightless=nothing, terms=detached)
 
     def backward(self, weighted: WeightedLoss, scaled: Callable[[Tensor], Tensor] | None = None) -> None:
         """Run the backward pass, if there is one, and count the micro-batch."""
-        loss, factor, weight, _, weightless, terms = weighted
+        loss, factor, weight, terms = weighted.loss, weighted.factor, weighted.weight, weighted.terms
         if loss is not None:
             if weight is not None and self._unit is None and (self._multiples or not self._adds):
                 self._unit = _unit(weight)  # what arrives of this pass is a multiple of it, should the rest fail
             self._arriving = 1.0 if weight is None or self._unit is None else self._unit
             end = loss if scaled is None else scaled(loss)
             run_backward((end,), (self._start_of(end, factor),), self.retain_graph)
-            self.ran = self._has_gradient = True
-        elif weightless is not None:
-            self.ran = True
+            self._has_gradient = True
+        self.ran = self.ran or weighted.ran
         self._sum, self._arriving = None, 0.0
         if terms is not None:
             self._add_terms(terms)

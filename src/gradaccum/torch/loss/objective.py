@@ -41,6 +41,7 @@ class Found:
 
     terms: bool | None = None  # whether there are several; None before
     needs_gradients = False  # whether it can't be computed without gradients
+    empty = False  # whether a device's micro-batch has weighed nothing: all weights are read since
 
 
 class Objective:
@@ -251,6 +252,11 @@ class Objective:
             result, weight = result[0], plain_weight(result[1])
         loss = result if isinstance(result, Tensor) else getattr(result, "loss", result)
         return checked_scalar(loss), weight
+
+    def losses(self, batch: Batch) -> list[Tensor]:
+        """Each of several losses, or the one."""
+        loss, weight = self.evaluate(batch)
+        return [term.loss for term in weight.values()] if isinstance(weight, dict) else [loss]
 
     def _result(self, batch: tuple[Any, ...], summed: bool) -> Any:
         if self.compute_loss is not None:

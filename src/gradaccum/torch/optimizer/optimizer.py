@@ -117,11 +117,8 @@ class Optimizer(OptimizerProxy):
         }
         self._model = None if model is None else checked_model(model)
         schedule = schedule_of(steps)
-        if self._model is not None and schedule.constant != 1:
-            warn_of_batch_norm(
-                self._model,
-                "TrainStep(batch_norm=\"exact\") gives the large batch's; GroupNorm and frozen BatchNorm don't differ.",
-            )
+        if schedule.constant != 1:
+            self._check_batch_norm()
         self._sync = checked_choice("sync", sync, get_args(Sync))
         self._start(checked_inner(optimizer), schedule)
         logger.info("Wrapping '%s' PyTorch optimizer with GA of %s steps", type(optimizer).__name__, schedule)
@@ -152,6 +149,15 @@ class Optimizer(OptimizerProxy):
         self._windows = windows = Windows(inner, schedule, current, weakref.ref(self), check_steps)
         weakref.finalize(self, on_collect, windows).atexit = False
         self._checked = False
+
+    _warned_of_batch_norm = False
+
+    def _check_batch_norm(self) -> None:
+        if self._model is not None and not self._warned_of_batch_norm:
+            self._warned_of_batch_norm = warn_of_batch_norm(
+                self._model,
+                "TrainStep(batch_norm=\"exact\") gives the large batch's; GroupNorm and frozen BatchNorm don't differ.",
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the inner optimizer; their part of the open window's sum starts here.

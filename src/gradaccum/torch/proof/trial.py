@@ -145,6 +145,7 @@ def in_micro_batches(objective: Objective, batch: Batch, sizes: Sequence[int]) -
         with as_found(modules, objective.device), torch.no_grad():
             found: list[Terms] = [objective.evaluate(batch.take(part))[1] for part in parts]  # type: ignore[misc]  # terms
         window = LossAccumulator(objective, batch, counted(objective, found), named=True)
+    window.waits = True
     for part in parts:
         window.backward(window.forward(batch.take(part)))
     divisor = 1.0 if window.divisor is None else float(window.divisor)

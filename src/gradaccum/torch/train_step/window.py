@@ -182,7 +182,7 @@ class WindowRunner:
     def _run(self, batch: Batch, window: Window, plan: Plan) -> None:
         passes = TrainPasses(self, window, batch)
         self.buffers.open()
-        with self.batch_norm.window():
+        with self.batch_norm.window(looks=self.state.looks):
             if self.layers is not None and (batch.rows or self.ranks.sharded):
                 self._run_blocks(self.layers, window, plan, passes)
             elif self.ranks.sharded or self.all_at_once:  # all ranks, or all rows, meet in each pass
@@ -219,7 +219,7 @@ class WindowRunner:
                 return
             try:
                 with self.as_found(), self.batch_norm.window(), self.batch_norm.micro_batch(), self.oom.around():
-                    self.buffer.reach(objective.evaluate(passes.take(piece))[0])
+                    self.buffer.reach(*objective.losses(passes.take(piece)))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -265,7 +265,7 @@ class TrainPasses(Passes):
         self._scale = None if runner.scaler is None else runner.scaler.scale
         self._moves = not runner.state.idle  # while a window runs, that stays so
         self._plain = self._layers is None and self._noise is None and self._norm.idle
-        window.skips = not self._moves and self._norm.idle
+        window.skips, window.waits = not self._moves and self._norm.idle, runner.state.always
         self._quick = self._plain and not self._moves and self._scale is None and not runner.ranks.sharded
 
     def take(self, piece: Slice) -> Batch:
@@ -304,27 +304,28 @@ class TrainPasses(Passes):
             raise OneRow(_ONE_ROW.format(error=error)) from error
 
     def backward(self, piece: Slice, weighted: WeightedLoss) -> None:
-        if weighted.loss is None:
-            self._weighs_nothing(piece, weighted.weightless)
-        elif self._layers is not None:
+        if self._layers is not None and weighted.loss is not None:
             self.window.retain_graph = self._layers.shares(weighted.loss)
         self.window.backward(weighted, self._scale)
+        if weighted.loss is None or weighted.weightless:
+            self._weighs_nothing(piece, weighted)
         if not self._plain:
             self._note(piece, weighted)
-        ran = weighted.loss is not None or weighted.weightless is not None
-        if self._moves and ran and piece.size < self._batch.rows:
+        if self._moves and weighted.ran and piece.size < self._batch.rows:
             self._runner.buffers.micro_batch(self._runner.state.moved(), piece.size)
 
-    def _weighs_nothing(self, piece: Slice, loss: Tensor | None) -> None:
+    def _weighs_nothing(self, piece: Slice, weighted: WeightedLoss) -> None:
+        """The micro-batch, or one of its losses. What that alone leads to has a gradient of zero, as of all rows."""
+        losses = weighted.weightless
         if self._layers is None and self._runner.ranks.sharded:
-            if loss is None:
+            if weighted.loss is None and losses:
+                self._backward_of_nothing(sum(losses[1:], losses[0]))
+            elif weighted.loss is None:
                 self.idle(self.take(piece))
-            else:
-                self._backward_of_nothing(loss)
-            return
-        self.weightless.append(piece)
-        if loss is not None and self._layers is None:  # else blocks aren't in the graph
-            self._runner.buffer.reach(loss)
+        elif losses and self._layers is None:  # else blocks aren't in the graph
+            self._runner.buffer.reach(*losses)
+        elif losses or not weighted.ran:
+            self.weightless.append(piece)
 
     def _note(self, piece: Slice, weighted: WeightedLoss) -> None:
         """Have blocks, the noise scale and BatchNorm know that this micro-batch counts."""

@@ -7,15 +7,17 @@ from gradaccum.torch.watch.messages import (
     modification_error,
     untouched_error,
 )
-from gradaccum.torch.watch.monitor import GradientMonitor, ShardedMonitor
+from gradaccum.torch.watch.monitor import GradientMonitor, Modification, ShardedMonitor, counts_versions
 from gradaccum.torch.watch.parameters import ParameterMonitor, parameters_of
 
 __all__ = [
     "GradientMonitor",
+    "Modification",
     "ParameterMonitor",
     "ShardedMonitor",
     "callers",
     "check_outside_of_trainers",
+    "counts_versions",
     "failed_error",
     "modification_error",
     "parameters_of",

@@ -93,7 +93,7 @@ class _Watched:
         return arrived
 
     def restart(self, closed: bool = False) -> None:
-        """Nothing has arrived. If the window `closed`, its gradients are still there."""
+        """Nothing has arrived. If the window `closed`, gradients are still there that are no part of the next one."""
         self.left = None
         if closed:
             finished = [*map(_GRADIENT, self.parameters)]
@@ -162,8 +162,7 @@ class GradientMonitor:
         self._on_end = functools.partial(_pass_over, weakref.ref(self))
         self._values: Values | None = None  # of the gradients, at the last look
         self.watch_all()
-        self.restart()
-        self.resync()
+        self.restart(closed=True)
 
     def _watch(self, parameters: list[Tensor]) -> None:
         for hook in self._watched.hooks:

@@ -349,15 +349,11 @@ class GradientWindow(Listener):
         if not scale.known:
             scale.known = True
             self.build_stages()
-        if (known := scale.live if unscaled else scaled[0]) is None:
-            self.losses.restart()  # nobody says what they came multiplied by
-        else:
-            self.losses.unscale(self.window.micro_batches, known)
-        if not unscaled:
-            if screened:
-                scale_(self.buffer.gradients(), scaled[0].reciprocal())
-        elif not screened:
+        self.losses.unscale(self.window.micro_batches, scaled[0], scale.live)
+        if unscaled and not screened:
             self._check_unscaled()
+        elif not unscaled and screened:
+            scale_(self.buffer.gradients(), scaled[0].reciprocal())
         if not screened and (weight or scale.in_use or self.ranks.is_distributed):
             scale.add(scaled[0], scaled[1])
             self.monitor.resync()
@@ -444,8 +440,6 @@ class GradientWindow(Listener):
     def _reduce(self, total: WindowTotal) -> bool:
         """Make the sum and its weight those of all ranks."""
         window, ranks, scale, manual_reduce = self.window, self.ranks, self.loss_scale, not self.ranks.reduced
-        if manual_reduce:
-            scale.bring_to(ranks.loss_scale)
         weights = window.weight, window.weights_given, window.largest
         mine = Total(*weights, *scale.agreement(), window.equal, idle=not window.micro_batches)
         self._folded = False
@@ -462,8 +456,9 @@ class GradientWindow(Listener):
             total.divisor = 1 / ranks.size  # the reduction leaves a mean over the ranks
         return True
 
-    def _rescale(self, unit: float) -> None:
-        """All ranks are about to reduce: bring the sum to one unit, those of losses by name to one sum."""
+    def _rescale(self, unit: float, scale: float) -> None:
+        """All ranks are about to reduce: bring the sum to one unit and scale, those of losses by name to one sum."""
+        self.loss_scale.bring_to(scale)
         named = self.named
         if named is not None and named.used and (totals := self.ranks.sum_by_name(named.totals())):
             named.fold(totals)

@@ -79,6 +79,8 @@ class Windows:
         """Parameters have joined the inner optimizer on purpose: their part of an open window's sum starts here."""
         self.parameter_monitor.note_parameters()
         self.current.parameters_added()
+        if not (self.window.is_open or self.passes.arrivals):
+            self.current.monitor.restart(closed=True)  # what gradients they have is of no window
 
     # How long they are.
 
@@ -185,6 +187,8 @@ class Windows:
         """In windows 1, 2, 4, 8, ...: raise if parameters came or went; say what is no error and may be wrong."""
         if self.window.micro_batches:
             self.parameter_monitor.check_lists()
+        else:
+            self._wrapper()._check_batch_norm()  # a model is given in evaluation mode, or gets a layer later
         self.parameter_monitor.check_hooks()
         if self.parameter_monitor.written():
             self._warn_once(WRITTEN)
