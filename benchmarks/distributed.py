@@ -4,16 +4,19 @@ A window of ours makes one collective more than the loop by hand: a message of 2
 comes to the reduction, and what it weighs. "by hand, with a message" does the same work without the rest of us, so it
 is the floor of such a design on this machine. "by hand, again" is the rival once more, in memory of its own: what
 its row differs from 1 is noise.
+
+Each window is timed by itself, and a round has the median of `ROUND` windows of each contender in turn, none of them
+window 1, 2, 4, 8, ...: those are timed while contenders warm up.
 """
 
 import contextlib
-import functools
 import gc
-import math
+import itertools
 import os
 import random
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,11 +24,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import WARM_UP, Ratio, arguments, on_ranks, publish, ratio_of, recorded, table
+from benchmarks.harness import Ratio, arguments, on_ranks, publish, ratio_of, recorded, table
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 
-RANKS, STEPS, ROWS = 2, 4, (16, 64, 512)
+RANKS, STEPS = 2, 4
+ROUND = 15
+"""Windows of a round, an epoch; four rounds fit between two windows that look."""
+SIZES = {16: (64, 4), 64: (64, 2)}
+"""By rows of a micro-batch: windows before the first round, as many as there are until the next window that looks; and
+how often all contenders are built anew, as where their memory lies decides some per cent of small networks' time."""
 RIVAL = "hand-written no_sync"
 
 
@@ -69,41 +77,41 @@ class Contender:
         counts = [f"{count / windows:.3g}" for count in (self.reductions, messages)]
         return [f"{self.bytes / windows / 2**20:.2f} MiB", *counts]
 
-    def wrapped(self, batches: list[Any]) -> None:
+    def wrapped(self, batches: Iterable[Any]) -> None:
         for x, y in batches:
             self.optimizer.zero_grad()
             nn.functional.cross_entropy(self.model(x), y).backward()
             self.optimizer.step()
 
-    def through_batches(self, batches: list[Any]) -> None:
+    def through_batches(self, batches: Iterable[Any]) -> None:
         self.wrapped(self.optimizer.batches(batches))
 
-    def split(self, batches: list[Any]) -> None:
+    def split(self, batches: Iterable[Any]) -> None:
         for batch in batches:
             self.step(*batch)
 
-    def accelerate(self, batches: list[Any]) -> None:
+    def accelerate(self, batches: Iterable[Any]) -> None:
         for x, y in batches:
             with self.accelerator.accumulate(self.model):
                 self.accelerator.backward(nn.functional.cross_entropy(self.model(x), y))
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    def no_sync(self, batches: list[Any], steps: int = STEPS) -> None:
+    def no_sync(self, batches: Iterable[Any]) -> None:
         for i, (x, y) in enumerate(batches):
-            last = (i + 1) % steps == 0
+            last = (i + 1) % STEPS == 0
             if self.message is not None:
                 self.message.due = last
             with contextlib.nullcontext() if last else self.model.no_sync():
-                (nn.functional.cross_entropy(self.model(x), y) / steps).backward()
+                (nn.functional.cross_entropy(self.model(x), y) / STEPS).backward()
             if last:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    def every_micro_batch(self, batches: list[Any], steps: int = STEPS) -> None:
+    def every_micro_batch(self, batches: Iterable[Any]) -> None:
         for i, (x, y) in enumerate(batches):
-            (nn.functional.cross_entropy(self.model(x), y) / steps).backward()
-            if (i + 1) % steps == 0:
+            (nn.functional.cross_entropy(self.model(x), y) / STEPS).backward()
+            if (i + 1) % STEPS == 0:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
@@ -111,25 +119,25 @@ class Contender:
 class Message:
     """Exchanged during a backward pass: sent when the first gradient is there, read before the first reduction."""
 
-    group: Any = None
-
     def __init__(self, model: nn.Module) -> None:
-        self.due, self._sent = False, (None, None)
-        Message.group = Message.group or dist.new_group(backend="gloo")
+        self.due, self._sent = False, list[Any]()
+        self._group, self._other = dist.new_group(backend="gloo"), 1 - dist.get_rank()
+        self._mine, self._received = torch.zeros(24, dtype=torch.float64), torch.empty(24, dtype=torch.float64)
+        self._arriving = self._group.recv([self._received], self._other, 0)
         parameters = [*model.parameters()]
         parameters[-1].register_post_accumulate_grad_hook(lambda _: self._send())
         parameters[2].register_post_accumulate_grad_hook(lambda _: self._read())  # it fills DDP's first bucket
 
     def _send(self) -> None:
         if self.due:
-            mine, received = torch.zeros(24, dtype=torch.float64), torch.empty(RANKS, 24, dtype=torch.float64)
-            self._sent = self.group.allgather([[*received]], [mine]), received
+            self._sent.append(self._group.send([self._mine], self._other, 0))
 
     def _read(self) -> None:
         if self.due:
-            work, received = self._sent
-            work.wait()
-            received.tolist()
+            self._arriving.wait()
+            self._sent.pop().wait()
+            self._received.tolist()
+            self._arriving = self._group.recv([self._received], self._other, 0)
             self.due = False
 
 
@@ -150,6 +158,7 @@ def _accelerator() -> Any:
     return Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
 
 
+OURS = "gradaccum, plain loop", "gradaccum, batches()", "TrainStep"
 WAYS: dict[str, tuple[str, Callable[..., None]]] = {
     "gradaccum, plain loop": ("wrapped", Contender.wrapped),
     "gradaccum, batches()": ("wrapped", Contender.through_batches),
@@ -160,75 +169,98 @@ WAYS: dict[str, tuple[str, Callable[..., None]]] = {
     "by hand, with a message": ("message", Contender.no_sync),
     "DDP, every micro-batch": ("by hand", Contender.every_micro_batch),
 }
-BUILDS = 3
-"""How often all of them are built anew: of small networks, where their memory lies decides some per cent."""
 
 
-def measured(rank: int, rounds: int, windows: int, rows: int) -> list[tuple[str, Ratio, Ratio, list[str]]]:
-    """Each contender's name, its time, its processor time, and what it sends."""
-    Contender.rows = rows
+class Timed:
+    """A contender, and a loader of the same batches for it, with a clock where a window's first batch is fetched."""
+
+    def __init__(self, way: str, train: Callable[..., None], batches: list[Any]) -> None:
+        self.contender, self._train, self._batches = Contender(way), train, batches
+        self._every = 1 if train is Contender.split else STEPS
+        self._windows, self._stamps = 0, list[float]()
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(self._windows * self._every):
+            if i % self._every == 0:
+                self._stamps.append(time.perf_counter())
+            yield self._batches[i % len(self._batches)]
+
+    def run(self, windows: int) -> tuple[list[float], float]:
+        """Seconds of each window of an epoch, and processor time of one, of all threads."""
+        self._windows, self._stamps = windows, []
+        dist.barrier()
+        start = time.process_time()
+        self._train(self.contender, self)
+        used = time.process_time() - start
+        return [after - before for before, after in itertools.pairwise(self._stamps)], used / windows
+
+
+Found = dict[str, tuple[Ratio, Ratio, Ratio, list[str]]]
+"""By contender: its time and its processor time, those of windows that look, and what it sends."""
+
+
+def measured(rank: int, rows: int, warm_up: int, builds: int) -> Found:
     generator = torch.Generator().manual_seed(rank)
     batches: list[Any] = [
         (torch.randn(rows, 784, generator=generator), torch.randint(10, (rows,), generator=generator))
-        for _ in range(STEPS * windows)
+        for _ in range(4 * STEPS)
     ]
     large = [[*map(torch.cat, zip(*batches[i : i + STEPS], strict=True))] for i in range(0, len(batches), STEPS)]
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
-    shuffle, sent = random.Random(0), dict[str, list[str]]()
-    for _ in range(BUILDS):
-        contenders = {name: Contender(way) for name, (way, _) in WAYS.items()}
-        trains = {
-            name: functools.partial(train, contenders[name], large if train is Contender.split else batches)
-            for name, (_, train) in WAYS.items()
-        }
-        for train in trains.values():
-            for _ in range(math.ceil(WARM_UP / windows)):
-                train()
-        for _ in range(math.ceil(rounds / BUILDS)):
-            for name in shuffle.sample(list(WAYS), len(WAYS)):
-                contenders[name].begin()
-                dist.barrier()
-                start = time.perf_counter(), time.process_time()
-                trains[name]()
-                used = time.process_time() - start[1]
-                dist.barrier()
-                times[name].append((time.perf_counter() - start[0], used))
-        sent = {name: contender.sent(windows) for name, contender in contenders.items()}
-        del contenders, trains
+    Contender.rows = rows
+    shuffle, ratios = random.Random(0), {name: ([], [], []) for name in WAYS}
+    sent = dict[str, list[str]]()
+    for _ in range(builds):
+        timed = {n: Timed(w, train, large if train is Contender.split else batches) for n, (w, train) in WAYS.items()}
+        warming = {name: one.run(warm_up)[0] for name, one in timed.items()}
+        for _ in range((warm_up - 1) // ROUND):
+            found = {}
+            for name in shuffle.sample(list(timed), len(timed)):
+                timed[name].contender.begin()
+                walls, used = timed[name].run(ROUND)
+                found[name] = statistics.median(walls), used
+                sent[name] = timed[name].contender.sent(ROUND)
+            for name, mine in found.items():
+                for of, one, other in zip(ratios[name], mine, found[RIVAL]):
+                    of.append(one / other)
+        looking = [2**i - 1 for i in range(2, warm_up.bit_length() - 1)]
+        for name, walls in warming.items():
+            ordinary = statistics.median(warming[RIVAL])
+            ratios[name][2].extend(walls[i] / ordinary for i in looking)
+        del timed
         gc.collect()
-
-    def ratio(name: str, clock: int) -> Ratio:
-        return ratio_of([mine[clock] / theirs[clock] for mine, theirs in zip(times[name], times[RIVAL], strict=True)])
-
-    return [(name, ratio(name, 0), ratio(name, 1), sent[name]) for name in WAYS]
+    return {name: (*map(ratio_of, of), sent[name]) for name, of in ratios.items()}
 
 
 def main() -> None:
     options = arguments(__doc__)
-    rounds, windows = (24, 3) if options.quick else (45, 4)
-    sizes = ROWS[:1] if options.quick else ROWS
-    found = [on_ranks(measured, RANKS, rounds, windows, rows) for rows in sizes]
-    for rows, run in zip(sizes, found, strict=True):
-        recorded({name: wall for name, wall, *_ in run}, RIVAL, rounds, f"2 ranks, {rows} rows a micro-batch")
-    lines = [
-        [name, *(ratio for run in found for ratio in run[i][1:3]), *sent] for i, (name, *_, sent) in enumerate(found[0])
-    ]
+    sizes = dict([*SIZES.items()][:1]) if options.quick else SIZES
+    found = {rows: on_ranks(measured, RANKS, rows, *how) for rows, how in sizes.items()}
+    rounds = {rows: (warm_up - 1) // ROUND * builds for rows, (warm_up, builds) in sizes.items()}
+    for rows, run in found.items():
+        wall = {name: ratio for name, (ratio, *_) in run.items()}
+        recorded(wall, RIVAL, rounds[rows], f"2 ranks, {rows} rows a micro-batch")
+    first = found[16]
+    lines = [[name, *(ratio for run in found.values() for ratio in run[name][:2]), *first[name][3]] for name in WAYS]
+    looks = ", ".join(f"{first[name][2]} ({name})" for name in OURS)
+    numbers = ", ".join(f"{count} (at {rows} rows)" for rows, count in rounds.items())
     text = (
         f"{RANKS} ranks over gloo, windows of {STEPS} micro-batches, a 784-512-512-10 network. Relative to the "
-        f"hand-written loop: time, and what all threads of a rank compute; medians of {rounds} rounds of {windows} "
-        f"windows after {WARM_UP}. Sent, per window: gradient bytes that each rank gives to its reductions, of which "
-        "there is one for each of DDP's buckets; and messages (with `batches()`, two more per epoch). The loop by hand "
-        "with a message exchanges one of the same size at the same places, and does nothing else of ours: the floor. "
-        "What the same loop takes once more shows the noise.\n\n"
+        "hand-written loop: time, and what all threads of a rank compute. A round compares the median of "
+        f"{ROUND} windows of each, none of them one that looks; here are medians of {numbers} rounds. Sent, per "
+        "window: gradient bytes that each rank gives to its reductions, of which there is one for each of DDP's "
+        "buckets; and messages (with `batches()`, two more per epoch). The loop by hand with a message exchanges one "
+        "of the same size at the same places, and does nothing else of ours. What the same loop takes once more shows "
+        "the noise.\n\n"
     )
     head = ["", *(f"{what}, {rows} rows" for rows in sizes for what in ("time", "processor"))]
+    after = f"\n\nWindows 4, 8, 16 and 32, which look at everything, at 16 rows: {looks} of an ordinary one by hand."
     publish(
         "distributed",
         "Two ranks",
-        text + table([*head, "sent", "reductions", "messages"], lines),
+        text + table([*head, "sent", "reductions", "messages"], lines) + after,
         ["torch", "accelerate"],
         options,
-        ours=["gradaccum, plain loop", "gradaccum, batches()", "TrainStep"],
+        ours=OURS,
     )
 
 

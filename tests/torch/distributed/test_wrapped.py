@@ -2,6 +2,7 @@
 
 import copy  # no postponed annotations here: DDP reads those of its hooks
 import gc
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -13,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import WindowError
 from gradaccum.core.noise import NoiseSchedule
-from gradaccum.torch.distributed.channel import Channel
+from gradaccum.torch import Blocks
+from gradaccum.torch.distributed.channel import Channel, Kind
 from gradaccum.torch.optim import Optimizer
 from tests.reference import FLOAT64, relative_error
 from tests.torch.distributed.problems import (
@@ -21,6 +23,7 @@ from tests.torch.distributed.problems import (
     SIX,
     SYNCS,
     Fragile,
+    Heads,
     Oracle,
     collectives,
     concatenated,
@@ -104,6 +107,35 @@ def test_two_optimizers_on_parts_of_one_model_close_their_windows_in_turns_as_a_
     assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
 
 
+class TwoOutputs(Heads):
+    """Two heads at once, of which each loss reaches one."""
+
+    def forward(self, x):
+        hidden = torch.tanh(self.trunk(x))
+        return self.heads[0](hidden), self.heads[1](hidden)
+
+
+@pytest.mark.parametrize("in_views", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+@on_ranks()
+def test_each_output_may_have_a_backward_pass_of_its_own_with_find_unused_parameters(rank, steps, in_views):
+    """DDP's graph brings the other outputs' parameters nothing, not even zeros; another head is never used."""
+    ranks, how = data(RAGGED), {"find_unused_parameters": True, "gradient_as_bucket_view": in_views}
+    oracle, (replica, optimizer) = Oracle(TwoOutputs(), "adamw"), wrap("ddp", TwoOutputs(), steps, how, "adamw")
+
+    def losses(m, rows):
+        first, second = m(rows[0])
+        return cross_entropy(first, rows[1]), second.square().sum(1).mean()
+
+    oracle.see(ranks, steps, lambda m, rows: sum(losses(m, rows)))
+    for rows in optimizer.batches(ranks[rank]):
+        optimizer.zero_grad()
+        for loss in losses(replica, rows):
+            loss.backward(retain_graph=True)
+        optimizer.step()
+    oracle.check(replica)
+
+
 class InForward(nn.Module):
     """Runs the loop's body in its forward pass, as a DistributedDataParallel's that Lightning calls does."""
 
@@ -144,34 +176,105 @@ def test_a_loop_may_run_in_the_models_forward_pass_as_lightnings_does(rank, step
     oracle.check(model.model)
 
 
-@pytest.mark.parametrize("way", ["plain", "batches", "backward", "batches backward", "TrainStep", "GradScaler"])
+AT_ONCE, AT_END = {"WINDOW": 1, "reduction": 1}, {"FINISHED": 1, "reduction": 1}
+SHARDED = {"FINISHED": 1, "all_gather": 7, "reduce_scatter": 2}
+BLOCKS = {"FINISHED": 1, "all_gather": 3, "reduce_scatter": 2}
+COLLECTIVES = {
+    # An ordinary window of two micro-batches, by what each is for. WINDOW, FINISHED: "I come to the reduction", with
+    # the window's weight; TOTAL: its weight, where only the pass shows it; NUMBER: sums of numbers.
+    ("ddp", "plain"): AT_ONCE,
+    ("ddp", "batches"): AT_ONCE,
+    ("ddp", "weighed"): AT_ONCE,
+    ("ddp", "batches weighed"): AT_ONCE,
+    ("ddp", "GradScaler"): {**AT_ONCE, "TOTAL": 1},  # its verdict
+    ("ddp", "named"): {**AT_END, "NUMBER": 1},  # totals by name
+    ("ddp", "TrainStep"): AT_END,
+    ("ddp", "TrainStep, weight"): AT_END,
+    ("ddp", "TrainStep, named"): {**AT_END, "NUMBER": 1},
+    # Two layers and what is around them, each gathered for a pass. FORWARD: before a collective, "I am about to".
+    ("fsdp2", "plain"): SHARDED,
+    ("fsdp2", "weighed"): SHARDED,
+    ("fsdp2", "batches"): {**SHARDED, "MICRO_BATCH": 2},  # whether it is the last
+    ("fsdp2", "TrainStep"): {**SHARDED, "all_gather": 6, "FORWARD": 9, "NUMBER": 2},  # passes, weights
+    ("fsdp2", "TrainStep, blocks"): {**BLOCKS, "FORWARD": 6, "NUMBER": 1},
+    # Before each block's update: losses, and whether a parameter has had no gradient.
+    ("fsdp2", "TrainStep, blocks updated in backward"): {**BLOCKS, "FORWARD": 7, "NUMBER": 5, "all_reduce": 1},
+}
+IN_THE_FIRST = {"batches": 1, "batches weighed": 1, "TrainStep": 2, "TrainStep, weight": 1, "GradScaler": -1}
+"""More of them: that an epoch begins; what losses are and weigh. Its reduction comes at the end."""
+
+
+def trained_by(way, used, batches, scaler=None):
+    """An iterator that makes a window with each step, and the channel of its messages."""
+    if not way.startswith("TrainStep"):
+        optimizer = Optimizer(sgd(used), steps=2, model=used)
+        loader = optimizer.batches(batches) if "batches" in way else batches
+        how = way.removeprefix("batches").strip() or "plain"
+
+        def wrapped():
+            for i, rows in enumerate(loader):
+                train_on(used, optimizer, [rows], how, scaler)
+                if i % 2:
+                    yield optimizer.updates
+
+        return wrapped(), optimizer._windows.ranks.channel
+    keywords = {
+        "TrainStep": dict,
+        "TrainStep, weight": lambda: {"compute_loss": loss_of_rows, "weight": lambda x, y: len(x)},
+        "TrainStep, named": lambda: {
+            "compute_loss": lambda m, x, y: {"rows": loss_of_rows(m, x, y)},
+            "weight": lambda x, y: {"rows": len(x)},
+        },
+        "TrainStep, blocks": lambda: {"blocks": [used[0], used[2]]},
+        "TrainStep, blocks updated in backward": lambda: {"blocks": Blocks([used[0], used[2]], update="in_backward")},
+    }
+    step = step_of(used, micro_batch_size=2, **keywords[way]())
+    return (step(*rows) for rows in batches), step.ranks.channel
+
+
+def loss_of_rows(m, x, y):
+    return cross_entropy(m(x), y)
+
+
+@pytest.mark.parametrize(("engine", "way"), COLLECTIVES)
 @on_ranks()
-def test_a_window_makes_one_reduction_and_sends_one_message_that_travels_during_the_backward_pass(rank, way):
-    """A GradScaler finds overflows after the pass, so a second message says it."""
-    model, events, found, split = network(), [], [], way == "TrainStep"
-    replica = DistributedDataParallel(model)
-    optimizer = step_of(replica, micro_batch_size=2) if split else Optimizer(sgd(replica), steps=2, model=replica)
+def test_an_ordinary_window_takes_no_more_collectives_than_these(rank, engine, way):
+    used, sent, found = spread(engine, network()), [], []
+    if engine == "ddp":
+        used.register_comm_hook(lambda _: sent.append("reduction"), reducing)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if way == "GradScaler" else None
-    channel = (optimizer.ranks if split else optimizer._windows.ranks).channel
+    steps, channel = trained_by(way, used, data([[4] * 40, [3] * 40])[rank], scaler)
+    for name in ("gather", "broadcast"):
+        setattr(channel, name, _noted(sent, name, getattr(channel, name)))
+    send = channel.send
+    channel.send = lambda kind, *numbers: sent.append(Kind(int(kind)).name) or send(kind, *numbers)
+    with collectives() as counts:
+        for _ in steps:
+            found.append(Counter(sent) + counts)
+            sent.clear()
+            counts.clear()
+    if engine == "ddp":
+        for one in found:
+            del one["all_reduce"]  # the communication hook's
+    ordinary = COLLECTIVES[engine, way]
+    assert found[1:] == [ordinary] * (len(found) - 1)
+    assert engine == "fsdp2" or found[0].total() == sum(ordinary.values()) + IN_THE_FIRST.get(way, 0)
+
+
+@pytest.mark.parametrize("way", ["plain", "batches weighed"])
+@on_ranks()
+def test_the_message_travels_during_the_backward_pass(rank, way):
+    model, events = network(), []
+    replica = DistributedDataParallel(model)
+    steps, channel = trained_by(way, replica, data([[4] * 6, [3] * 6])[rank])
     for name in ("send", "receive"):
         setattr(channel, name, _noted(events, name, getattr(channel, name)))
     model[-1].weight.register_hook(lambda _: events.append("first gradient"))
     replica.register_comm_hook(lambda _: events.append("reduction"), reducing)
-    begun, rows = channel.line.begun, data([[4] * 40, [3] * 40])[rank]
-    with collectives() as reductions:
-        for i, one in enumerate(optimizer.batches(rows) if "batches" in way else rows):
-            if split:
-                optimizer(*one)
-            else:
-                train_on(replica, optimizer, [one], "weighed" if "backward" in way else "plain", scaler)
-            if split or i % 2:
-                found.append(channel.line.begun - begun + reductions["all_reduce"])
-                begun, reductions["all_reduce"], last = channel.line.begun, 0, events.copy()
-                events.clear()
-    first = 4 if split else 2 + ("batches" in way)  # what losses are and weigh; that an epoch begins
-    assert found == [first, *([2 + (way == "GradScaler")] * (39 if split else 19))]
-    if not split and scaler is None:
-        assert last == ["first gradient", "send", "first gradient", "receive", "reduction"]
+    for _ in steps:
+        last = events.copy()
+        events.clear()
+    assert last == ["first gradient", "send", "first gradient", "receive", "reduction"]
 
 
 @on_ranks()

@@ -16,7 +16,7 @@ import gradaccum.torch
 from gradaccum import WindowError
 from tests.reference import torch_updates
 from tests.torch.distributed.processes import fresh_process
-from tests.torch.optimizer.loops import assert_same, by_rows, parts, resumed, scaler_of, train, wrapped
+from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, resumed, scaler_of, train, wrapped
 from tests.torch.problems import adam, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -139,6 +139,16 @@ def test_get_state_dict_and_set_state_dict_take_the_wrapper_for_an_optimizer(mak
     set_state_dict(again, other, model_state_dict=model_state, optim_state_dict=optimizer_state)
     train(again, other, PARTS[3:])
     assert_same(again, model, 0)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_restored_window_may_end_with_a_micro_batch_that_weighs_nothing(scaled):
+    model, optimizer = start()
+    train(model, optimizer, PARTS[:3], weigh=by_rows, scaler=scaler_of(8.0) if scaled else None)
+    model, optimizer = resumed(model, optimizer, adam, steps=4)
+    train(model, optimizer, PARTS[3:4], weigh=lambda *_: 0, scaler=scaler_of(8.0) if scaled else None)
+    assert optimizer.updates == 1
+    assert_same(model, large([PARTS[:3]], adam))
 
 
 # States that don't fit: nothing is loaded. A signal handler saves whenever it is called.

@@ -92,10 +92,17 @@ def edited_and_saved(save):
     return run
 
 
+def edited_before_a_group_joins(model, optimizer):
+    model[0].weight.grad.mul_(2)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    train(model, optimizer, [regression(2)] * 2)
+
+
 @pytest.mark.parametrize("windows", [1, 3])
 @pytest.mark.parametrize(
     ("misuse", "says"),
     [
+        (edited_before_a_group_joins, "edited inside"),
         (set_steps, r"holds 1 of its 3 micro-batches.*steps=5"),
         (no_step, r"Call step\(\)"),
         (weighed_and_not, "Use one of the two"),
@@ -174,6 +181,19 @@ def test_a_loss_without_a_weight_beside_one_with_a_weight_is_seen_on_any_head(pl
         [both(rows) for rows in (4, 2)]
 
 
+@pytest.mark.parametrize("head", range(6))
+def test_a_micro_batch_that_is_cleared_in_place_of_its_step_is_seen_on_any_head(head):
+    heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(6))
+    _, optimizer = wrapped(model=heads, steps=2)
+    for rows in (1, 2, 3, 4, 5):  # the third window is not watched
+        optimizer.zero_grad()
+        optimizer.backward(sum(mse(one, *regression(rows)) for one in heads), weight=rows)
+        optimizer.step()
+    optimizer.backward(mse(heads[head], *regression(2)), weight=2)
+    with pytest.raises(WindowError, match="no step"):
+        optimizer.zero_grad()
+
+
 # Gradients that no backward pass brings: the random programs add them, and compare with the large batch.
 
 
@@ -205,17 +225,6 @@ def test_gradients_that_do_not_fit_are_refused(gradients, says):
     with pytest.raises((TypeError, ValueError), match=says):
         optimizer.add_gradients(gradients(model))
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_gradients_by_hand_that_weigh_nothing_are_zeros_for_the_parameters_they_reach():
-    model, optimizer = wrapped(steps=2)
-    reached, *others = model.parameters()
-    nothing = {reached: torch.full_like(reached, float("nan"))}
-    for gradients, weight in (({p: torch.ones_like(p) for p in others[:1]}, 2), (nothing, 0)):
-        optimizer.add_gradients(gradients, weight)
-        optimizer.step()
-    assert reached.grad.count_nonzero() == 0
-    assert all(p.grad is None for p in others[1:])
 
 
 # Parameters that come and go: between windows as in a plain loop, inside of an open one by add_param_group alone.

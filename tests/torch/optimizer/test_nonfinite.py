@@ -98,6 +98,18 @@ def test_unscaling_as_the_window_closes_is_exact_and_inside_an_open_window_or_be
         train(model, optimizer, FOUR, scaler=scaler, before_step=lambda: scaler.unscale_(optimizer))
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_micro_batch_that_weighs_nothing_after_an_overflow_does_not_halve_again(by_name):
+    (model, optimizer), scaler = wrapped(steps=4), scaler_of(1024.0)
+    for factor, weight, batch in zip([float("inf"), 1, 1, 1], [2, 0, 2, 2], FOUR, strict=True):
+        loss = scaler.scale(mse(model, *batch) * factor)
+        optimizer.backward({"a": (loss, weight)} if by_name else loss, None if by_name else weight)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 512
+    assert optimizer.updates == 0
+
+
 def mixed(how, weights=None, **options):
     """Micro-batches that come through a GradScaler ("s"), or not ("p"), or have no backward pass ("-")."""
     micro_batches, (model, optimizer), scaler = (

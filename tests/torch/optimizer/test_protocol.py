@@ -456,6 +456,8 @@ def test_a_wrapper_goes_with_its_last_reference_and_leaves_the_model_as_it_found
     for _ in range(2):
         _, optimizer = wrapped(model=model, steps=2)
         train(model, optimizer, [regression(2)], scaler=scaler_of(1.0))
+        loop = iter(optimizer.batches([regression(2)] * 2, weight=lambda _: 0))
+        next(loop)  # in which gradients are multiplied by 0 on their way
         assert hooks_of(model)
         gone = weakref.ref(optimizer)
         del optimizer

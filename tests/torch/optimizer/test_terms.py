@@ -77,16 +77,17 @@ def test_a_sum_for_each_loss_but_the_first_and_none_for_one():
         assert numbers(optimizer.state_dict()["gradaccum"]) == empty
 
 
-def test_losses_that_weigh_nothing_and_those_of_one_graph_one_after_the_other():
-    model, optimizer, _ = with_heads(steps=2)
+@pytest.mark.parametrize("window", [DATA[:2], DATA[1:2]])
+def test_losses_that_weigh_nothing_and_those_of_one_graph_one_after_the_other(window):
+    model, optimizer, _ = with_heads(steps=len(window))
     before = Heads()
-    for x, _ in DATA[:2]:
+    for x, _ in window:
         optimizer.backward({"ignores 1": losses(model, x, torch.ones(len(x), dtype=torch.long))["ignores 1"]})
         optimizer.step()
     assert not optimizer.updated
     assert_same(model, before, 0)
-    plain(before, sgd(before.parameters()), DATA[:2])
-    for x, y in DATA[:2]:
+    plain(before, sgd(before.parameters()), window)
+    for x, y in window:
         for name, term in losses(model, x, y).items():
             optimizer.backward({name: term}, retain_graph=True)
         optimizer.step()
@@ -126,11 +127,16 @@ WAYS = {
 }
 
 
+@pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize(("first", "second"), [("terms", "single"), ("terms", "plain"), ("terms", "terms")])
 @pytest.mark.parametrize("turned", [False, True])
-def test_single_losses_and_losses_by_name_in_one_window_are_refused(first, second, turned, stepped):
+def test_single_losses_and_losses_by_name_in_one_window_are_refused(first, second, turned, stepped, watched):
     model, optimizer, _ = with_heads()
+    for _ in range(0 if watched else 2 * optimizer.steps):
+        WAYS["plain"](model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
     first, second = (WAYS[second], WAYS[first]) if turned else (WAYS[first], WAYS[second])
     refused = pytest.raises(WindowError, match="others as a single loss")
     if first is second:

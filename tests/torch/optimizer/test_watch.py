@@ -125,6 +125,54 @@ def test_an_edit_is_seen_where_the_last_parameter_gets_no_gradient(windows, ends
         train(model, optimizer, [regression(2)] * 3, before_step=lambda: EDITS[edit](model))
 
 
+class Passed(torch.autograd.Function):
+    """The same tensors; what a pass doesn't reach has no gradient at all, where zeros are usual."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.heads = nn.Linear(5, 4), nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.trunk(x))
+        return Passed.apply(*(head(hidden) for head in self.heads))
+
+
+def loss_of_both(model, x, y):
+    return sum(nn.functional.mse_loss(output, y) for output in model(x))
+
+
+def second_loss(model, x, y):
+    """The first head's has had its pass by then."""
+    first, second = model(x)
+    nn.functional.mse_loss(first, y).backward(retain_graph=True)
+    return nn.functional.mse_loss(second, y)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_passes_that_bring_some_parameters_no_gradient_are_right_and_edits_beside_them_are_seen(steps):
+    model, optimizer = wrapped(model=TwoHeads(), steps=steps)
+    batches = parts([2] * 5 * steps)
+    train(model, optimizer, batches, loss=second_loss)
+    windows = [batches[i : i + steps] for i in range(0, len(batches), steps)]
+    assert_same(model, large(windows, loss=loss_of_both, model=TwoHeads()))
+    if steps == 2:
+        train(model, optimizer, batches[:1], loss=second_loss)
+        with pytest.raises(WindowError, match="edited inside"):
+            train(model, optimizer, batches[:1], loss=second_loss, before_step=lambda: EDITS["mul_"](model))
+
+
 def test_a_window_whose_gradients_arrive_at_other_parameters_is_watched_there():
     heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(6))
     _, optimizer = wrapped(model=heads, steps=2)

@@ -1,15 +1,19 @@
 """What a micro-batch weighs: rows, class weights, tokens, sums, nothing; and the losses that are reported."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from gradaccum.torch import TrainStep
-from tests.reference import relative_error
-from tests.torch.optimizer.loops import parts, train, values, wrapped
-from tests.torch.problems import mse, regression, sgd
+from tests.reference import FLOAT64, relative_error, windows_of
+from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, scaler_of, train, values, wrapped
+from tests.torch.problems import join, mse, network, regression, sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
+
+SIZES = [3, 1, 4, 2, 5]
 
 
 def test_half_precision_sums_survive_large_token_counts():
@@ -88,3 +92,71 @@ def test_the_loss_is_of_this_windows_losses_where_its_first_micro_batch_told_non
     optimizer.backward(loss, weight=1)
     optimizer.step()
     assert torch.equal(optimizer.loss, loss.detach())
+
+
+def test_gradients_by_hand_follow_a_loss_scale_that_grows_with_each_micro_batch():
+    """No backward pass of the model says that another one begins."""
+    (model, optimizer), scaler = wrapped(steps=len(SIZES)), scaler_of(8.0, 1)
+    for batch in parts(SIZES):
+        twin = copy.deepcopy(model)
+        gradients = torch.autograd.grad(scaler.scale(mse(twin, *batch)), [*twin.parameters()])
+        optimizer.add_gradients(gradients, weight=len(batch[0]))
+        scaler.step(optimizer)
+        scaler.update()
+    assert_same(model, large([parts(SIZES)]))
+
+
+@pytest.mark.parametrize("make", ["backward", "TrainStep"])
+def test_a_hook_that_writes_to_a_losss_gradient_writes_to_that_alone(make):
+    model, optimizer = wrapped(steps=2)
+
+    def doubled(model, x, y):
+        loss = mse(model, x, y)
+        loss.register_hook(lambda gradient: gradient.mul_(2))
+        return loss
+
+    if make == "TrainStep":
+        step = TrainStep(model, sgd(model.parameters()), compute_loss=doubled, micro_batch_size=2)
+    for window in windows_of(parts([2] * 6), 2):
+        if make == "TrainStep":
+            step(*join(window))
+        else:
+            train(model, optimizer, window, loss=doubled, weigh=by_rows)
+    assert_same(model, large(windows_of(parts([2] * 6), 2), loss=lambda *batch: 2 * mse(*batch)))
+
+
+@pytest.mark.parametrize("own", [0, 7])
+def test_a_weight_that_comes_with_the_loss_takes_the_place_of_that_of_batches(own):
+    model, optimizer = wrapped(steps=2)
+    for x, y in optimizer.batches(parts(SIZES), weight=lambda _: own):
+        optimizer.backward(mse(model, x, y), weight=len(x))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, large(windows_of(parts(SIZES), 2)))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_windows_first_micro_batch_that_is_cleared_and_run_again_counts_once(by_name):
+    (model, optimizer), batches = wrapped(steps=2), parts([2, 3] * 4)
+    for window in windows_of(batches, 2):
+        before = values(model)
+        for number, batch in enumerate((window[0], *window)):
+            optimizer.zero_grad()
+            loss, weight = mse(model, *batch), len(batch[0])
+            optimizer.backward({"a": (loss, weight)} if by_name else loss, None if by_name else weight)
+            if number:
+                optimizer.step()
+        plain = network()
+        plain.load_state_dict(dict(zip(plain.state_dict(), before, strict=True)))
+        assert relative_error([optimizer.loss], [mse(plain, *join(window))]) <= FLOAT64
+
+
+def test_gradients_by_hand_that_weigh_nothing_are_zeros_for_the_parameters_they_reach():
+    model, optimizer = wrapped(steps=2)
+    reached, *others = model.parameters()
+    nothing = {reached: torch.full_like(reached, float("nan"))}
+    for gradients, weight in (({p: torch.ones_like(p) for p in others[:1]}, 2), (nothing, 0)):
+        optimizer.add_gradients(gradients, weight)
+        optimizer.step()
+    assert reached.grad.count_nonzero() == 0
+    assert all(p.grad is None for p in others[1:])

@@ -283,7 +283,11 @@ def masked(model, x, mask, y):
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("make", ["sgd", "adam"])
-@pytest.mark.parametrize("options", [{}, {"blocks": Blocks("0", update="in_backward")}], ids=["", "in_backward"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"blocks": "0"}, {"blocks": Blocks("0", update="in_backward")}],
+    ids=["", "after_backward", "in_backward"],
+)
 @pytest.mark.parametrize(
     "how",
     [

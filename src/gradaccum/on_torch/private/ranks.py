@@ -29,6 +29,11 @@ def timeout_of(group: Any) -> timedelta | None:
     return None
 
 
+def gloo_timeout(group: Any) -> Callable[[], timedelta]:
+    """How long this process group over gloo waits, at any time that this is called."""
+    return functools.partial(getattr, group._get_backend(torch.device("cpu")).options, "_timeout")
+
+
 # DistributedDataParallel.
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.private import default_store, timeout_of
+from gradaccum.on_torch.private import default_store, gloo_timeout, timeout_of
 
 WIDTH = 24
 """Numbers in a message. All messages have the same size, so that even mismatched ones meet, and are told apart."""
@@ -53,7 +53,6 @@ class Channel:
     def __init__(self, members: Sequence[int] = (0,), group: dist.ProcessGroup | None = None) -> None:
         self.size, self.rank = len(members), 0
         self.line: Line | None = None
-        self._sent: tuple[tuple[float, ...], Tensor] = ((), torch.empty(0))
         if self.size == 1:
             return
         Channel.made += 1
@@ -74,30 +73,25 @@ class Channel:
         """Send these numbers, and wait for every rank's: a row of `WIDTH` numbers for each."""
         return self.receive(self.send(*numbers))
 
-    def send(self, *numbers: float) -> tuple[Any, Tensor]:
+    def send(self, *numbers: float) -> tuple[list[Any], list[float]]:
         """Begin an exchange, which `receive` ends."""
-        if numbers != self._sent[0]:
-            filled = [*numbers, *[0.0] * (WIDTH - len(numbers))]
-            self._sent = numbers, torch.tensor(filled, dtype=torch.float64)
-        mine = self._sent[1]
+        mine = [*numbers, *[0.0] * (WIDTH - len(numbers))]
         if self.line is None:
-            return None, mine[None]
-        received = torch.empty(self.size, WIDTH, dtype=torch.float64)
+            return [], mine
         try:
-            return self.line.begin().allgather([list(received)], [mine]), received
+            return self.line.send(mine), mine
         except RuntimeError as error:
             raise self._gone(error) from error
 
-    def receive(self, message: tuple[Any, Tensor]) -> list[list[float]]:
+    def receive(self, message: tuple[list[Any], list[float]]) -> list[list[float]]:
         """What `exchange` returns."""
-        work, received = message
-        if self.line is not None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._gone(error) from error
-            self.line.met += 1
-        return received.tolist()
+        sent, mine = message
+        if self.line is None:
+            return [mine]
+        try:
+            return self.line.receive(sent, mine)
+        except RuntimeError as error:
+            raise self._gone(error) from error
 
     def _gone(self, error: RuntimeError) -> WindowError:
         return WindowError(
@@ -158,11 +152,36 @@ class Line:
         self.name, self.timeout = name, timeout
         self.group = weakref.ref(group)  # torch holds it until the process group is destroyed
         self.begun = self.met = 0
-        """Collectives, and in how many of them all ranks have met."""
-        self.posted: list[tuple[Any, Tensor]] = []
+        """Exchanges, and in how many of them all ranks have met."""
+        self.posted: list[tuple[list[Any], list[float]]] = []
+        self._rank, self._others = group.rank(), [rank for rank in range(group.size()) if rank != group.rank()]
+        self._timeout_now = gloo_timeout(group)
+        self._received = torch.empty(len(self._others), WIDTH, dtype=torch.float64)
+        self._rows = [[row] for row in self._received]
+        self._expect(group)
+
+    def _expect(self, group: Any) -> None:
+        """Be ready for the next message of each other rank, which then needs no thread to send it."""
+        self._arriving = [group.recv(row, rank, 0) for row, rank in zip(self._rows, self._others)]
+
+    def send(self, numbers: list[float]) -> list[Any]:
+        """These numbers are on their way to each other rank."""
+        group, mine = self.begin(), [torch.tensor(numbers, dtype=torch.float64)]
+        return [group.send(mine, rank, 0) for rank in self._others]
+
+    def receive(self, sent: list[Any], mine: list[float]) -> list[list[float]]:
+        """Wait for what each rank has sent in an exchange, of those that are begun the earliest."""
+        timeout = self._timeout_now()
+        for work in [*self._arriving, *sent]:
+            work.wait(timeout)
+        found: list[list[float]] = self._received.tolist()
+        found.insert(self._rank, mine)
+        self.met += 1
+        self._expect(self.group())
+        return found
 
     def begin(self) -> Any:
-        """The group, for one more collective."""
+        """The group, for one more exchange."""
         group = self.group()
         if group is None:
             raise ValueError("The process group has been destroyed, so the ranks can't exchange messages.")
@@ -171,14 +190,7 @@ class Line:
 
     def release(self) -> None:
         """The channel is gone. Where ranks may not have met in all that was begun, nobody uses the group again."""
-        for work, _ in self.posted:
-            with contextlib.suppress(RuntimeError):
-                if work.is_completed():
-                    work.wait()
-                    self.met += 1
-        self.posted = []
-        if self.met == self.begun:
-            Line.idle.append(self)
+        Line.idle.append(self)  # with messages that may still be on their way
 
 
 def _meet(members: Sequence[int], timeout: timedelta | None) -> Line:
@@ -186,7 +198,8 @@ def _meet(members: Sequence[int], timeout: timedelta | None) -> Line:
     store, (meeting, place) = default_store(), _place(members)
     # A group that all ranks know by the same name, and in which as much has been sent, can be used again.
     Line.idle = [line for line in Line.idle if line.group() is not None]
-    fit = [line for line in Line.idle if line.name.startswith(meeting) and line.timeout == timeout]
+    free = [line for line in Line.idle if line.met == line.begun]
+    fit = [line for line in free if line.name.startswith(meeting) and line.timeout == timeout]
     offered = {f"{line.name} {line.begun}": line for line in fit}
     store.set(f"{place}/offers/{dist.get_rank()}", "\n".join(offered))
     if store.add(f"{place}/arrived", 1) == len(members):

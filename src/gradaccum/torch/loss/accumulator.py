@@ -309,7 +309,8 @@ class LossAccumulator:
         if self._losses and self.divisor is None:
             raise ValueError(_BOTH)
         weight = weight if self._adds else self._noted(weight)
-        self._by_passes.append(read_early(weight))
+        noted = isinstance(weight, Tensor) and not self._adds
+        self._by_passes.append(self._of_means[-1] if noted else read_early(weight))
         if is_zero(weight):
             return WeightedLoss(None, weight=weight, weightless=(loss,))
         if self._adds and not self._multiples:

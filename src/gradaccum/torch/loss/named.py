@@ -311,8 +311,7 @@ class NamedSums(GradientBuffer):
         named = list(terms.items())
         for index, (name, (loss, weight)) in enumerate(named):
             if not weight:
-                with resyncing():
-                    self.reach(loss)
+                self.reach(loss)
                 continue
             self.sums.setdefault(name, [])
             factor = weight / self._unit(name) if self._losses.reduction == "mean" else 1.0

@@ -35,6 +35,9 @@ _NOT_COUNTED = (
     "pass on all ranks at once. Return {name: loss} from `compute_loss`, and give weight=lambda *batch: {name: number}."
 )
 
+_ROWS = ("rows of all ranks",)
+"""A name that no loss has."""
+
 Window = LossAccumulator
 """What adds up the losses and the gradients of a large batch."""
 
@@ -122,8 +125,8 @@ class GlobalBatch(Listener):
         self._met, self._window = True, None
         if not self.ranks.is_distributed:
             return LossAccumulator(objective, batch, mine, named=True, counted=own)
-        totals = self.ranks.sum_by_name({name: float(total) for name, total in mine.items()})
-        rows = self.ranks.sum_number(batch.rows) if totals else 0.0
+        totals = self.ranks.sum_by_name({_ROWS: batch.rows, **{name: float(total) for name, total in mine.items()}})
+        rows = totals.pop(_ROWS)
         return LossAccumulator(objective, batch, dict(totals), named=True, counted=own, rows=rows)
 
     def close(self, window: Window, state: WindowState) -> tuple[Tensor, Weight | None, bool]:

@@ -64,8 +64,8 @@ class Passes:
 class _Watched:
     """Some parameters, and their gradients as autograd alone leaves them. Hooks hold the lists, and no optimizer."""
 
-    def __init__(self, parameters: list[Tensor], passes: Passes, in_views: bool) -> None:
-        self.parameters, self.in_views = parameters, in_views
+    def __init__(self, parameters: list[Tensor], passes: Passes, in_views: bool, looking: bool = True) -> None:
+        self.parameters, self.in_views, self.looking = parameters, in_views, looking
         self.nothing, self.none = [None] * len(parameters), [0] * len(parameters)
         self.gradients: list[Tensor | None] = [*self.nothing]  # of this window: while kept, their ids stay theirs
         self.bases = [*self.none]  # their versions before anything had arrived
@@ -81,11 +81,19 @@ class _Watched:
 
     def _hook(self, i: int, passes: Passes) -> Callable[[Tensor], None]:
         gradients, bases, arrivals, seen = self.gradients, self.bases, self.arrivals, self.seen
+        looking = self.looking
 
         def arrived(parameter: Tensor) -> None:
+            known = gradients[i]
+            # A function may return None for what a pass doesn't reach, as DDP's does with `find_unused_parameters`.
+            if looking and known is not None and known is parameter.grad and known._version == bases[i] + arrivals[i]:
+                return
+            gradient = parameter.grad if known is None else known
+            if gradient is None:
+                return
             passes.arrivals += 1
             arrivals[i] += 1
-            if gradients[i] is None and (gradient := parameter.grad) is not None:  # the first one: it is the sum now
+            if known is None:  # the first one: it is the sum now
                 gradients[i], bases[i], seen[i] = gradient, gradient._version - arrivals[i], arrivals[i]
             if not passes.unfinished:
                 passes.begin()
@@ -127,7 +135,7 @@ class _Watched:
         if gradient is before:
             if gradient is left and self.bases[i] == version:  # of views, this is the first that a gradient reached
                 return "left" if self.in_views or counts_versions(gradient) else None
-            edited = gradient._version != self.bases[i] + self.arrivals[i]
+            edited = gradient._version > self.bases[i] + self.arrivals[i]  # fewer may have arrived than were counted
             return "edited" if edited and counts_versions(gradient) else None
         if gradient is None or not arrived:
             return "cleared"
@@ -164,10 +172,10 @@ class GradientMonitor:
         self.watch_all()
         self.restart(closed=True)
 
-    def _watch(self, parameters: list[Tensor]) -> None:
+    def _watch(self, parameters: list[Tensor], looking: bool = True) -> None:
         for hook in self._watched.hooks:
             hook.remove()
-        self._watched = _Watched(parameters, self.passes, self._in_views)
+        self._watched = _Watched(parameters, self.passes, self._in_views, looking)
 
     def watch_all(self) -> None:
         self._watch(_leaves(self._parameters()))
@@ -219,7 +227,7 @@ class GradientMonitor:
             most = max(arrivals, default=0)
             likely = [p for p, count in zip(self._watched.parameters, arrivals) if count == most > 0]
             if likely:
-                self._watch([likely[i] for i in sorted({0, len(likely) // 2, len(likely) - 1})])
+                self._watch([likely[i] for i in sorted({0, len(likely) // 2, len(likely) - 1})], looking=False)
                 self.looking, self.passes.on_end, self._values = False, None, None
         self.restart(closed=True)
 

@@ -192,9 +192,7 @@ class GradientWindow(Listener):
             self.losses.add(window.micro_batches, loss, one.weight, one.given)
         elif not self.ranks.sharded:
             self.loss_scale.rescale_()  # no backward pass will do it
-            self.be_special()
-            with self.monitor.resyncing():
-                self.buffer.reach(loss)
+            self.buffer.reach(loss)
             return
         self._run_backward(loss, factor, retain_graph, create_graph)
 
@@ -223,7 +221,7 @@ class GradientWindow(Listener):
         window, one, named = self.window, self.window.micro_batch, self.named
         if named is None or self.noise is not None or self.ranks.sharded or one.default_given:
             raise not_by_name_error()
-        if not named.sums and (window.weight > 0 or one.weight is not None or self.passes.arrivals):
+        if not named.sums and (window.weight > 0 or one.weight):
             raise mixed_terms_error()
         if self.ranks.is_distributed and not self.ranks.waits:
             raise WindowError(
@@ -374,7 +372,7 @@ class GradientWindow(Listener):
 
     def _settle(self) -> None:
         """Whether there is more in this window than gradients that autograd adds up."""
-        more = self.buffer.restored is not None or self.loss_scale.in_use or self.by_name or self._failure is not None
+        more = self.buffer.restored is not None or self.loss_scale.in_use or self.by_name
         self.special = self._always_special or more
         looks = self.screened is not None or self.noise is not None or self.ranks.sharded or self.monitor.looking
         self.passes.ordinary = self.passes.open = self.window.is_open and not (more or looks)
