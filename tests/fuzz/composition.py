@@ -161,6 +161,10 @@ def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
     leaves_traces = scenario.loss == "tokens" or (kind == "TrainStep" and scenario.norm)
     if (scenario.scaler or scenario.nonfinite != "propagate") and not leaves_traces:
         events += ["inf"] * (8 if kind == "wrapper" else 3)
+    if scenario.scaler < 0:
+        events += ["no pass"] * 8
+    if scenario.way == "names":
+        events += ["save"] * 4
     often = chance.choice([0.1, 0.2, 0.4])
     if alone:  # a few kinds, each of which meets itself and the others
         events = [chance.choice(events) for _ in range(chance.choice([1, 2, 4, 20]))]

@@ -12,14 +12,13 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import gradaccum.torch.optimizer.batches as batches_module
 from gradaccum import WindowError
 from tests.reference import FLOAT64, relative_error, windows_of
 from tests.torch.optimizer.loops import assert_same, large, parts, train, values, wrapped
-from tests.torch.problems import mse, network, regression, sgd, split
+from tests.torch.problems import mse, network, regression, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -309,53 +308,22 @@ class Pair:
     y: torch.Tensor
 
 
-def packed(lengths):
-    generator = torch.Generator().manual_seed(len(lengths))
-    rows = [torch.randn(length, 5, generator=generator, dtype=torch.float64) for length in lengths]
-    return pack_sequence(rows, enforce_sorted=False), torch.ones(len(lengths), 3, dtype=torch.float64)
+def sequences(lengths):
+    return [torch.randn(length, 5) for length in lengths]
 
 
-def jagged(lengths):
-    generator = torch.Generator().manual_seed(len(lengths))
-    rows = [torch.randn(length, 5, generator=generator, dtype=torch.float64) for length in lengths]
-    return torch.nested.nested_tensor(rows, layout=torch.jagged), torch.ones(len(lengths), 3, dtype=torch.float64)
-
-
-def last_of(x):
-    return nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0].sum(1)
-
-
+IN_FRONT = [[torch.randn(rows, 8, 9), torch.randn(rows, 7, 9)] for rows in (5, 5, 3)]  # with a short last batch
 KINDS = {
-    "dataclasses": ([Pair(*part) for part in parts([4, 1, 3])], lambda m, b: mse(m, b.x, b.y), lambda b: len(b.x)),
-    "packed sequences": (
-        [packed(lengths) for lengths in ([3, 1], [1, 2, 2], [4])],
-        lambda m, b: mse(m, last_of(b[0]), b[1]),
-        lambda b: len(b[1]),
-    ),
-    "jagged tensors": (
-        [jagged(lengths)[0] for lengths in ([2, 3], [1, 4, 2], [3])],
-        lambda m, b: torch.stack([m(row).square().mean() for row in b.unbind()]).mean(),
-        lambda b: len(b.unbind()),
-    ),
+    "dataclasses": ([Pair(*part) for part in parts([4, 1, 3])], [4, 1, 3]),
+    "packed sequences": ([(pack_sequence(sequences(n), enforce_sorted=False),) for n in ([3, 1], [1, 2, 2])], [2, 3]),
+    "jagged tensors": ([torch.nested.nested_tensor(sequences([1, 4, 2]), layout=torch.jagged)], [3]),
+    "sequences in front": (IN_FRONT, [5, 5, 3]),
 }
 
 
-@pytest.mark.parametrize(("batches", "loss", "rows"), KINDS.values(), ids=KINDS)
-def test_batches_are_counted_by_their_rows_also_where_they_are(batches, loss, rows):
-    (model, optimizer), alone = wrapped(steps=3), network()
-    for batch in optimizer.batches(batches):
-        loss(model, batch).backward()
-        optimizer.step()
-    (sum(loss(alone, batch) * rows(batch) for batch in batches) / sum(map(rows, batches))).backward()
-    sgd(alone.parameters()).step()
-    assert optimizer.updates == 1
-    assert_same(model, alone)
-
-
-def test_sequences_in_front_and_a_short_last_batch_are_counted_by_their_rows():
-    batches = [[torch.randn(rows, 8, 9), torch.randn(rows, 7, 9)] for rows in (5, 5, 3)]
-    _, optimizer = wrapped(steps=3)
-    assert len([optimizer.step() for _ in optimizer.batches(batches)]) == 3
+@pytest.mark.parametrize(("batches", "rows"), KINDS.values(), ids=KINDS)
+def test_batches_are_weighed_by_their_rows_also_where_they_are(batches, rows):
+    assert [*map(batches_module.BatchWeight(), batches)] == rows
 
 
 # Several optimizers in one loop, each parameter in exactly one.

@@ -181,16 +181,6 @@ def test_losses_by_name_are_refused_with(keywords, run, error, says):
         run(optimizer, found) if run else optimizer.backward(found)
 
 
-def test_a_name_given_twice_in_one_micro_batch_is_refused():
-    model, optimizer, found = with_heads()
-    optimizer.backward({"rows": found["rows"]}, retain_graph=True)
-    with pytest.raises(ValueError, match="'rows' came twice in one micro-batch"):
-        optimizer.backward({"rows": found["rows"]})
-    optimizer.backward({"rare": found["rare"]})
-    optimizer.step()
-    optimizer.backward({"rows": losses(model, *DATA[0])["rows"]})  # the next micro-batch has its own
-
-
 def test_a_micro_batch_of_nothing_but_detached_losses_is_named(caplog):
     _, optimizer, found = with_heads()
     optimizer.backward({name: (loss.detach(), weight) for name, (loss, weight) in found.items()})
