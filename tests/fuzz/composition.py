@@ -14,8 +14,8 @@ ON_ALL_RANKS = ("save", "forward error")
 
 
 OF_WRAPPER = [
-    *("save", "save", "skip", "flush", "step error", "loader error", "zero_grad", "freeze"),
-    *("break", "discard", "by hand", "by hand", "reload", "reload", "no pass", "no pass", "save inside", "save inside"),
+    *("save", "save", "skip", "flush", "step error", "loader error", "zero_grad", "freeze", "break", "discard"),
+    *("by hand", "by hand", "reload", "reload", "no pass", "no pass", "save inside", "save inside"),
 ]
 
 
@@ -161,7 +161,7 @@ def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
     leaves_traces = scenario.loss == "tokens" or (kind == "TrainStep" and scenario.norm)
     if (scenario.scaler or scenario.nonfinite != "propagate") and not leaves_traces:
         events += ["inf"] * (8 if kind == "wrapper" else 3)
-    if scenario.scaler < 0:
+    if kind == "wrapper" and scenario.scaler < 0:
         events += ["no pass"] * 8
     if scenario.way == "names":
         events += ["save"] * 4
