@@ -16,7 +16,7 @@ from benchmarks.harness import arguments, publish, ratios, table
 from gradaccum.integrations.transformers import MicroBatchTrainer
 
 ROWS, MICRO, LONGEST, WORDS = 64, 8, 128, 1000
-UPDATES, CALLS, PROVEN = 3, 21, 11
+UPDATES, CALLS, PROVEN = 3, 17, 11
 """Updates of a call, calls of each trainer, and those before updates are ordinary: 1, 2, 4, ..., 32 are proven."""
 
 

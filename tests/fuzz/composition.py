@@ -40,7 +40,7 @@ def random_scenario(seed: int, kind: str | None = None, engine: str = "") -> Sce
     nonfinite = chance.rarely(["skip_window", "skip_micro_batch"], "propagate") if kind == "wrapper" else "propagate"
     if engine.endswith("fsdp2") and nonfinite == "skip_micro_batch":
         nonfinite = "skip_window"
-    scaler = chance.rarely([1, 3, 1000, -1, -1] if alone else [1000], 0, 0.3) if not engine.endswith("unused") else 0
+    scaler = chance.rarely([1, 3, 1000, *([-1, -1] if alone else [])], 0, 0.3)
     dtype = chance.rarely(["float32", "autocast"], "float64", 0.15)
     first: dict[str, Any] = {
         "kind": kind,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -79,19 +79,8 @@ def _changed(record: Any) -> Iterator[str]:
             yield f"{field.name}={value!r}"
 
 
-def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
-    """The smallest scenario on the way down that still fails."""
-    smaller = True
-    while smaller:
-        smaller = False
-        for candidate in _simpler(scenario):
-            if fails(candidate):
-                scenario, smaller = candidate, True
-                break
-    return scenario
-
-
-def _simpler(scenario: Scenario) -> Iterator[Scenario]:
+def simpler(scenario: Scenario) -> Iterator[Scenario]:
+    """What a failing one is shrunk to, in one step."""
     for name in ("epochs", "others"):
         epochs = getattr(scenario, name)
         for i, epoch in enumerate(epochs):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests import fuzzing
 from tests.fuzz import runs
 from tests.fuzz.composition import random_scenario, sensible
-from tests.fuzz.scenario import MicroBatch, Scenario, shrunk
+from tests.fuzz.scenario import MicroBatch, Scenario, simpler
 from tests.torch.distributed.processes import Processes, Raised
 
 ENGINES = ("ddp", "ddp unused", "fsdp2", "nested fsdp2")
@@ -49,10 +47,7 @@ def on_ranks(scenario: Scenario, ranks: Processes | None) -> list[str]:
 
 
 def check(seed: int, scenario: Scenario, ranks: Processes | None = None) -> None:
-    what = failure(scenario, ranks)
-    if what:
-        small = shrunk(scenario, lambda candidate: sensible(candidate) and bool(failure(candidate, ranks)))
-        pytest.fail(f"seed {seed}: {small}\n{failure(small, ranks) or what}", pytrace=False)
+    fuzzing.check(seed, scenario, lambda one: failure(one, ranks), simpler, sensible)
 
 
 @pytest.mark.parametrize(("kind", "seeds"), [("wrapper", 600), ("TrainStep", 120), ("chunked", 8)])
@@ -164,22 +159,16 @@ def test_what_was_found_on_ranks_is_exact(scenario: Scenario, ranks: Processes) 
 
 @pytest.mark.fuzz
 def test_random_runs_are_right_or_refused(ranks: Processes) -> None:
-    """For FUZZ_SECONDS (600), from FUZZ_SEED (0) on; every eighth run on two ranks."""
-    first, seconds = int(os.environ.get("FUZZ_SEED", "0")), float(os.environ.get("FUZZ_SECONDS", "600"))
-    end, found, counts = time.monotonic() + seconds, [], Counter[str]()
-    for seed in itertools.count(first):
-        if time.monotonic() > end:
-            break
+    """Every eighth run on two ranks."""
+    counts = Counter[str]()
+
+    def run(seed: int) -> str:
         engine = ENGINES[seed // 8 % len(ENGINES)] if seed % 8 == 0 else ""
         kind = ("wrapper", "TrainStep")[seed // 32 % 2] if engine else None
         scenario = random_scenario(seed, kind, engine)
         if not sensible(scenario):
-            continue
+            return ""
         counts[scenario.engine or scenario.kind] += 1
-        try:
-            check(seed, scenario, ranks)
-        except pytest.fail.Exception as failed:
-            found.append(str(failed))
-            print(failed, flush=True)
-    print(f"{dict(counts)} from seed {first}", flush=True)
-    assert not found, f"{len(found)} runs are wrong:\n" + "\n".join(found)
+        return fuzzing.failed(check, seed, scenario, ranks)
+
+    fuzzing.for_a_while(run, counts)

@@ -99,14 +99,6 @@ def test_clipping_of_a_window_that_is_dropped_is_not_done_in_the_next_one():
     assert training.run().error() <= FLOAT64
 
 
-def test_a_prepared_schedule_that_is_stepped_in_a_hook_steps_once_per_update():
-    training = Training()
-    schedule = training.accelerator.prepare(torch.optim.lr_scheduler.StepLR(training.optimizer, 1, 0.5))
-    training.optimizer.register_step_post_hook(lambda *_: schedule.step())
-    training.run()
-    assert schedule.scheduler.last_epoch == training.optimizer.updates == 2
-
-
 def test_clipping_of_other_parameters_is_accelerates_own_and_of_two_optimizers_at_once_refused():
     training, other = Training(), network(1)
     clip = training.accelerator.clip_grad_norm_

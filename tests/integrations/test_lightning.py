@@ -90,18 +90,28 @@ class Meddling(Module):
             super().optimizer_zero_grad(*arguments)
 
 
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
 @pytest.mark.parametrize(
     ("hook", "batch", "change", "found"),
     [
         *(("optimizer_zero_grad", window, lambda p: None, "left") for window in (2, 3, 4, 6)),
         *(("on_after_backward", batch, lambda p: p.grad.mul_(2), "edited") for batch in (1, 3, 9, 11)),
         *(("training_step", batch, lambda p: setattr(p, "grad", None), "cleared") for batch in (2, 4, 10, 12, 24)),
+        *(
+            ("training_step", batch, lambda p: p.register_post_accumulate_grad_hook(halve), "edited")
+            for batch in (1, 9)
+        ),
     ],
 )
 def test_what_is_done_to_gradients_inside_a_window_is_named(hook, batch, change, found):
-    """Windows 3, 5 and 6 are none that are looked at."""
+    """Windows 3, 5 and 6 are none that are looked at. In them a hook that edits in each pass is named in the third."""
+    module, before = Meddling(hook, batch, change), batch - 1 if found == "left" else (batch - 1) // 4
     with pytest.raises(WindowError, match=f"were {found} inside an open window.*gradient_clip_val"):
-        fit(Meddling(hook, batch, change), 4, max_epochs=2)
+        fit(module, 4, max_epochs=2)
+    assert module.trainer.global_step == before
 
 
 def test_a_finished_gradient_may_be_edited():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gradaccum.on_jax import scan
-from tests.jax.problems import assert_same, at_once, in_micro_batches
+from tests.jax.comparisons import assert_same, at_once, in_micro_batches
 
 OWN = {"b01f_01io->b01f"}
 RANDOM = np.random.default_rng(0)

@@ -1,36 +1,27 @@
 """`info_nce` in tiles against the whole matrix of pairs."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from gradaccum.jax.losses import info_nce
-from tests.jax.problems import assert_refused, assert_same
+from tests import contrastive
+from tests.contrastive import COLUMNS, OF_A, PAIRS, assert_refused, each_refused, unit_rows
+from tests.jax.comparisons import assert_same
 from tests.reference import FLOAT32
 
-ROWS, COLUMNS = 23, 31
-OF_A, OF_B = np.arange(ROWS) % 7, np.arange(COLUMNS) % 9  # some have several positives, ids 7 and 8 none
-PAIRS = {
-    "row i and row i": (None, np.eye(ROWS, COLUMNS, dtype=bool)),
-    "ids of the pairs": (OF_A, OF_A[:, None] == np.concatenate([OF_A, np.full(COLUMNS - ROWS, -1)])),
-    "ids of both": ((OF_A, OF_B), OF_A[:, None] == OF_B),
-}
+OPS = types.SimpleNamespace(**vars(jnp), logsumexp=jax.nn.logsumexp)
 
 
 def rows_of(dtype=np.float64):
-    random = np.random.default_rng(0)
-    a, b = (random.normal(size=(count, 6)) for count in (ROWS, COLUMNS))
-    return [jnp.asarray(t / np.linalg.norm(t, axis=1, keepdims=True), dtype) for t in (a, b)]
+    return [jnp.asarray(rows, dtype) for rows in unit_rows()]
 
 
 def plain(a, b, temperature, pairs=PAIRS["row i and row i"][1], symmetric=True):
-    scores, found = a @ b.T / temperature, []
-    for s, p in ((scores, pairs), (scores.T, pairs.T)):
-        has = p.any(1)
-        s, p = s[has], p[has]
-        found.append((jax.nn.logsumexp(s, axis=1) - jnp.where(p, s, 0.0).sum(1) / p.sum(1)).mean())
-    return sum(found) / 2 if symmetric else found[0]
+    return contrastive.info_nce(OPS, a, b, temperature, pairs, symmetric=symmetric)
 
 
 def with_gradients(loss, *inputs):
@@ -104,28 +95,14 @@ def test_memory_is_linear_in_the_rows():
     assert large < 4096 * 4096  # a quarter of the matrix
 
 
-THREE = jnp.zeros((3, 2, 1))
+@each_refused
+def test_what_is_wrong_is_named(case):
+    assert_refused(case, info_nce, jnp.asarray, "an array")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        ({"a": [[1.0]]}, TypeError, "`a` must be an array. Received: [[1.0]]"),
-        ({"a": THREE}, ValueError, "floats, of shape (rows, size). Received: float64 of shape (3, 2, 1)"),
-        ({"b": jnp.zeros((3, 2), int)}, ValueError, "Received: int64 of shape (3, 2)"),
-        ({"a": jnp.zeros((0, 2))}, ValueError, "(0, 2)"),
-        ({"b": jnp.zeros((3, 4))}, ValueError, "rows of the same size. Received: (3, 2) and (3, 4)"),
-        ({"b": jnp.zeros((2, 2))}, ValueError, "3 rows of a, 2 of b"),
-        ({"temperature": 0}, ValueError, "temperature=0"),
-        ({"temperature": "warm"}, TypeError, "temperature='warm'"),
-        ({"temperature": jnp.ones(2)}, ValueError, "float64 of shape (2,)"),
-        ({"tile": 0}, ValueError, "tile=0"),
-        ({"positives": lambda i, j: i == j}, TypeError, "a tuple of two"),
-        ({"positives": jnp.zeros(3)}, TypeError, "array of ids"),
-        ({"positives": jnp.zeros(4, int)}, ValueError, "(3,). Received: (4,)"),
-        ({"positives": (None, jnp.zeros(3, int))}, TypeError, "a tuple of two"),
-    ],
-)
-def test_what_is_wrong_is_named(arguments, kind, message):
-    right = {"a": jnp.zeros((3, 2)), "b": jnp.zeros((3, 2))}
-    assert_refused(lambda: info_nce(**right | arguments), kind, message)
+def test_no_rows_and_functions_are_refused():
+    a = jnp.zeros((3, 2))
+    with pytest.raises(ValueError, match=r"\(0, 2\)"):
+        info_nce(a[:0], a)
+    with pytest.raises(TypeError, match="a tuple of two"):
+        info_nce(a, a, positives=lambda i, j: i == j)

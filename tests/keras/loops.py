@@ -134,3 +134,25 @@ def train_by_hand(optimizer: Any, variables: list[Any], gradients: Sequence[Sequ
     else:
         for some in tensors:
             optimizer.apply(some, variables)
+
+
+# Gradients that are made up.
+
+SHAPES = [(4, 3), (3,), (3, 2)]
+"""Of the variables that gradients are made up for."""
+
+
+def variables_like(shapes: Sequence[tuple[int, ...]], dtype: str | None = None, seed: int = 0) -> list[Any]:
+    generator = np.random.default_rng(seed)
+    dtype = dtype or keras.backend.floatx()
+    return [keras.Variable(generator.normal(size=shape), dtype=dtype, name=f"w{i}") for i, shape in enumerate(shapes)]
+
+
+def micro_gradients(count, seed=2):
+    generator = np.random.default_rng(seed)
+    return [[generator.normal(size=shape) for shape in SHAPES] for _ in range(count)]
+
+
+def means(gradients, steps):
+    windows = [gradients[start : start + steps] for start in range(0, len(gradients), steps)]
+    return [[np.mean([g[i] for g in window], axis=0) for i in range(len(SHAPES))] for window in windows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -13,8 +13,6 @@ from tests.reference import ragged
 Batch = tuple[np.ndarray, ...]
 ACTIVITY = "l2" if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14) else None
 """An activity regulariser that is a mean over rows: before 3.14, Keras' are sums over them."""
-SHAPES = [(4, 3), (3,), (3, 2)]
-"""Of the variables that gradients are made up for."""
 
 
 def network(seed: int = 0, **hidden: Any) -> keras.Model:
@@ -60,12 +58,6 @@ def sgd() -> Any:
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-def variables_like(shapes: Sequence[tuple[int, ...]], dtype: str | None = None, seed: int = 0) -> list[Any]:
-    generator = np.random.default_rng(seed)
-    dtype = dtype or keras.backend.floatx()
-    return [keras.Variable(generator.normal(size=shape), dtype=dtype, name=f"w{i}") for i, shape in enumerate(shapes)]
-
-
 @keras.saving.register_keras_serializable("tests")
 class HeavyBall(keras.optimizers.Optimizer):
     """A user's own optimizer, as Keras' documentation tells to write one."""
@@ -91,11 +83,38 @@ class HeavyBall(keras.optimizers.Optimizer):
         return super().get_config() | {"momentum": self.momentum}
 
 
-def micro_gradients(count, seed=2):
-    generator = np.random.default_rng(seed)
-    return [[generator.normal(size=shape) for shape in SHAPES] for _ in range(count)]
+class Does(keras.layers.Layer):
+    """What this function does: only numbers tell that some look across rows."""
+
+    def __init__(self, function: Callable[[Any], Any], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.function = function
+
+    def call(self, x, training=None):
+        return self.function(x)
 
 
-def means(gradients, steps):
-    windows = [gradients[start : start + steps] for start in range(0, len(gradients), steps)]
-    return [[np.mean([g[i] for g in window], axis=0) for i in range(len(SHAPES))] for window in windows]
+@keras.saving.register_keras_serializable("tests")
+class AddsLoss(keras.layers.Layer):
+    """Adds a term that is a mean over rows, or a sum."""
+
+    def __init__(self, kind: str = "mean", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.kind = kind
+
+    def call(self, inputs):
+        self.add_loss(0.1 * (keras.ops.mean if self.kind == "mean" else keras.ops.sum)(keras.ops.square(inputs)))
+        return inputs
+
+    def get_config(self):
+        return super().get_config() | {"kind": self.kind}
+
+
+class Traced(keras.layers.Dense):
+    """Counts how often Python runs through it: where a step is compiled, while that is traced."""
+
+    runs = 0
+
+    def call(self, inputs):
+        Traced.runs += 1
+        return super().call(inputs)

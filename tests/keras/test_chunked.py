@@ -14,6 +14,7 @@ from gradaccum import NotEquivalentError
 from gradaccum.keras import backends
 from gradaccum.keras import chunked as proving
 from tests.keras.marks import BACKEND, compiled_on, slow, slow_where_compiled
+from tests.keras.problems import AddsLoss, Does
 from tests.reference import relative_error
 
 ROWS, BATCH, MICRO = 22, 11, 4
@@ -267,23 +268,6 @@ def test_options_that_are_none_are_refused(arguments, options, message):
         chunked(*arguments, **options)
 
 
-class Does(layers.Layer):
-    """What this function does; only numbers tell that some look across rows."""
-
-    def __init__(self, function, **kwargs):
-        super().__init__(**kwargs)
-        self.function = function
-
-    def call(self, x, training=None):
-        return self.function(x)
-
-
-class Adds(layers.Layer):
-    def call(self, x):
-        self.add_loss(ops.mean(x))
-        return x
-
-
 class Assigns(layers.Layer):
     def build(self, shape):
         self.scale = self.add_weight(shape=(), name="scale")
@@ -303,7 +287,7 @@ LAYERS = {
     "products": (lambda: Does(lambda x: ops.matmul(x, ops.transpose(x))), "look across the rows"),
     "three": (lambda: so_many_rows(3), r"row for each row of its inputs.*\(3, 5\) for a micro-batch of [24] rows"),
     "four": (lambda: so_many_rows(4), r"row for each row of its inputs.*\(4, 5\) for a micro-batch of [35] rows"),
-    "add_loss": (Adds, "adds losses in its forward pass"),
+    "add_loss": (AddsLoss, "adds losses in its forward pass"),
     "regularizer": (
         lambda: keras.Sequential([layers.Dense(3, activity_regularizer="l2", name="loud")]), "'loud'"),
     "assigns": (Assigns, "assigns trainable variables.*scale"),

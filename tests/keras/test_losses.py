@@ -1,7 +1,5 @@
 """`info_nce` in tiles against the whole matrix of pairs."""
 
-import re
-
 import keras
 import numpy as np
 import pytest
@@ -9,28 +7,16 @@ from keras import layers, ops
 
 from gradaccum.keras import chunked
 from gradaccum.keras.losses import info_nce
+from tests import contrastive
+from tests.contrastive import COLUMNS, OF_A, PAIRS, ROWS, assert_refused, each_refused, unit_rows
 from tests.keras.marks import BACKEND, compiled_on, slow, slow_where_compiled
 from tests.reference import relative_error
 
-ROWS, COLUMNS = 23, 31
-OF_A, OF_B = np.arange(ROWS) % 7, np.arange(COLUMNS) % 9  # some have several positives, ids 7 and 8 none
-PAIRS = {
-    "row i and row i": (None, np.eye(ROWS, COLUMNS, dtype=bool)),
-    "ids of the pairs": (OF_A - 3, OF_A[:, None] == np.concatenate([OF_A, np.full(COLUMNS - ROWS, -1)])),
-    "ids of both": ((OF_A, OF_B), OF_A[:, None] == OF_B),
-}
-random = np.random.default_rng(0)
-A, B = (random.normal(size=(rows, 6)) / 2 for rows in (ROWS, COLUMNS))
+A, B = unit_rows()
 
 
 def plain(a, b, temperature, pairs, symmetric=True):
-    scores, found = ops.matmul(a, ops.transpose(b)) / temperature, []
-    for s, p in ((scores, pairs), (ops.transpose(scores), pairs.T)):
-        number, p = ops.convert_to_tensor(p.sum(1)), ops.convert_to_tensor(p)
-        positive = ops.sum(ops.where(p, s, ops.zeros_like(s)), axis=1) / ops.cast(ops.maximum(number, 1), s.dtype)
-        has = ops.cast(number > 0, s.dtype)
-        found.append(ops.sum((ops.logsumexp(s, axis=1) - positive) * has) / ops.sum(has))
-    return sum(found) / 2 if symmetric else found[0]
+    return contrastive.info_nce(ops, a, b, temperature, pairs, symmetric=symmetric)
 
 
 class Loss(layers.Layer):
@@ -116,32 +102,15 @@ def test_half_precision_is_summed_in_single(exact):
     assert abs(float(value) - float(expected)) < 1e-6
 
 
-FLOAT_IDS = (
-    "ids, which are integers. Received: float64 of shape (3,). Keras casts an integer `y` to float before a loss of "
-    'compile() sees it: use ops.cast(y, "int32").'
-)
+@slow_where_compiled
+@each_refused
+def test_what_is_wrong_is_named(case):
+    assert_refused(case, info_nce, ops.convert_to_tensor, "a tensor")
 
 
 @slow_where_compiled
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        ({"a": [[1.0]]}, TypeError, "`a` must be a tensor of Keras'"),
-        ({"a": np.zeros((3, 2, 1))}, ValueError, "floats, of shape (rows, size). Received: float64 of shape (3, 2, 1)"),
-        ({"b": np.zeros((3, 2), "int64")}, ValueError, "Received: int64 of shape (3, 2)"),
-        ({"b": np.zeros((3, 4))}, ValueError, "rows of the same size. Received: (3, 2) and (3, 4)"),
-        ({"b": np.zeros((2, 2))}, ValueError, "3 rows of a, 2 of b"),
-        ({"temperature": 0}, ValueError, "temperature=0"),
-        ({"temperature": "warm"}, TypeError, "temperature='warm'"),
-        ({"temperature": np.ones(2)}, ValueError, "shape (2,)"),
-        ({"tile": 0}, ValueError, "tile=0"),
-        ({"positives": lambda i, j: i == j}, TypeError, "a tuple of two"),
-        ({"positives": np.zeros(3)}, TypeError, FLOAT_IDS),
-        ({"positives": np.zeros(4, "int32")}, ValueError, "(3,). Received: (4,)"),
-        ({"positives": (None, np.zeros(3, "int32"))}, TypeError, "a tuple of two"),
-    ],
-)
-def test_what_is_wrong_is_named(arguments, kind, message):
-    right = {"a": np.zeros((3, 2)), "b": np.zeros((3, 2))}
-    with pytest.raises(kind, match=re.escape(message)):
-        info_nce(**right | arguments)
+def test_ids_that_keras_has_cast_and_functions_are_refused():
+    with pytest.raises(TypeError, match=r'Keras casts an integer `y` to float.* use ops.cast\(y, "int32"\)'):
+        info_nce(A, B, positives=np.zeros(ROWS))
+    with pytest.raises(TypeError, match="a tuple of two"):
+        info_nce(A, B, positives=lambda i, j: i == j)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -117,3 +120,21 @@ def sgd(parameters):
 
 def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
+
+
+GENERATORS = {  # that users have
+    "torch.Generator": lambda: torch.Generator().manual_seed(3),
+    "numpy Generator": lambda: np.random.default_rng(3),
+    "numpy Generator of another kind": lambda: np.random.Generator(np.random.MT19937(3)),
+    "numpy RandomState": lambda: np.random.RandomState(3),
+    "random.Random": lambda: random.Random(3),
+}
+
+
+def drawn(generator: Any, *shape: int) -> torch.Tensor:
+    """Uniform numbers from any of these."""
+    if isinstance(generator, torch.Generator):
+        return torch.rand(shape, generator=generator)
+    if isinstance(generator, random.Random):
+        return torch.tensor([generator.random() for _ in range(math.prod(shape))]).view(shape)
+    return torch.from_numpy(generator.uniform(size=shape))

@@ -229,6 +229,15 @@ class Comparison(Generic[SomeRunner]):
         wrong = [one for one in self.compared if not one.error <= tolerance]
         return [one.way for one in sorted(wrong, key=lambda one: -one.error)]
 
+    def raised(self) -> list[Cause]:
+        """What the loss raises in micro-batches, and not on the large batch."""
+        if self.error is None:
+            return []
+        sizes = " + ".join(map(str, next(one.way[1] for one in self.compared if one.failed)))
+        first_line = (str(self.error).strip().splitlines() or [""])[0]
+        message = f"rows the loss raises {type(self.error).__name__}: {first_line} The large batch does not."
+        return [Cause("error", "loss", f"In micro-batches of {sizes} {message} Write it for any number of rows.")]
+
     def unrepeatable(self) -> list[Difference]:
         """How far the rows at once are from themselves when they run once more."""
         return differences_between(self.runner, self.runner.run(None), self.large)

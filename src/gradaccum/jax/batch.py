@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,17 @@ class Batch:
     def axes_of(self, position: int) -> list[int | None]:
         """The axis of each leaf of one of the arguments."""
         return self.axes[self._ends[position] : self._ends[position + 1]]
+
+    def with_others(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[int]
+    ) -> tuple[list[Any], list[int | None], Any]:
+        """The leaves of a call whose batch these arguments are, the axis of each one's rows, and their structure."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        axes: list[int | None] = []
+        for number, argument in enumerate(args):
+            in_batch = number in numbers
+            axes += self.axes_of(numbers.index(number)) if in_batch else [None] * len(jax.tree.leaves(argument))
+        return leaves, axes + [None] * (len(leaves) - len(axes)), structure
 
     def groups(self, micro_batch_size: int) -> list[Group]:
         """The micro-batches, of at most this many rows; sets the `blocks` that they are taken from."""

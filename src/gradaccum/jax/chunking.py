@@ -119,10 +119,10 @@ class _Traced(NamedTuple):
 
 
 class Body:
-    """`fn` with its arguments taken apart.
+    """`fn` with the arrays of a call taken out.
 
     Attributes:
-        shared: Arrays that all micro-batches share: those of the arguments, and of the batch without an axis of rows.
+        shared: Arrays that all micro-batches share.
         rows: The arrays with rows, and `axes` the axis of each one's.
         keys: Of the argument that is a key.
         structure: Of the outputs, once it is traced.
@@ -131,34 +131,28 @@ class Body:
     def __init__(
         self, fn: Callable[..., Any], args: Any, kwargs: Any, batches: Any, key_numbers: Any, batch: Batch
     ) -> None:
-        self.fn, self.batches, self.key_numbers, self.batch = fn, batches, key_numbers, batch
-        others = [arg for n, arg in enumerate(args) if n not in (*batches, *key_numbers)]
-        leaves, self._others = jax.tree.flatten((others, kwargs))
-        self.count, self._other_leaves = len(args), leaves
+        self.fn, self.batch = fn, batch
+        leaves, axes, self._arguments = batch.with_others(args, kwargs, batches)
+        self._leaves = leaves
+        numbers = dict(enumerate(n for n, arg in enumerate(args) for _ in jax.tree.leaves(arg)))
+        rows = [n for n, axis in enumerate(axes) if axis is not None]
+        keys = [n for n in range(len(leaves)) if numbers.get(n) in key_numbers]
+        others = [n for n, leaf in enumerate(leaves) if _is_array(leaf) and n not in (*rows, *keys)]
+        self._positions = [*others, *rows, *keys]
         # In an enclosing `shard_map`: else each micro-batch's gradients would be summed over the devices.
-        varying = varying_axes([leaf for leaf in batch.leaves if _is_array(leaf)])
-        self._positions = [n for n, leaf in enumerate(batch.leaves) if batch.axes[n] is not None]
-        self._whole = [n for n, leaf in enumerate(batch.leaves) if batch.axes[n] is None and _is_array(leaf)]
-        self._dynamic = [n for n, leaf in enumerate(leaves) if _is_array(leaf)]
-        self.rows = [jnp.asarray(batch.leaves[n]) for n in self._positions]
-        self.axes = [batch.axes[n] or 0 for n in self._positions]
-        self.shared = [as_varying(jnp.asarray(leaves[n]), varying) for n in self._dynamic]
-        self.shared += [jnp.asarray(batch.leaves[n]) for n in self._whole]
-        self.keys, self._keys = jax.tree.flatten([args[n] for n in key_numbers])
+        varying = varying_axes([leaves[n] for n in rows])
+        self.shared = [as_varying(jnp.asarray(leaves[n]), varying) for n in others]
+        self.rows, self.axes = [jnp.asarray(leaves[n]) for n in rows], [axes[n] or 0 for n in rows]
+        self.keys = [leaves[n] for n in keys]
         self.structure: Any = None
         self._paths: list[str] = []
         self._traced: dict[int, _Traced] = {}
 
     def __call__(self, shared: list[Any], rows: list[Any], keys: list[Any]) -> list[Any]:
         """The outputs for one micro-batch, flat."""
-        others, whole = _filled(self._other_leaves, self._dynamic, shared), shared[len(self._dynamic) :]
-        remaining, kwargs = jax.tree.unflatten(self._others, others)
-        leaves = _filled(_filled(self.batch.leaves, self._whole, whole), self._positions, rows)
-        parts = dict(zip(self.batches, jax.tree.unflatten(self.batch.structure, leaves)))
-        parts |= dict(zip(self.key_numbers, jax.tree.unflatten(self._keys, keys)))
-        rest = iter(remaining)
-        outputs = self.fn(*(parts[n] if n in parts else next(rest) for n in range(self.count)), **kwargs)
-        found, self.structure = jax.tree_util.tree_flatten_with_path(outputs)
+        leaves = _filled(self._leaves, self._positions, [*shared, *rows, *keys])
+        args, kwargs = jax.tree.unflatten(self._arguments, leaves)
+        found, self.structure = jax.tree_util.tree_flatten_with_path(self.fn(*args, **kwargs))
         self._paths = [f"outputs{jax.tree_util.keystr(path)}" for path, _ in found]
         return [jnp.asarray(leaf) for _, leaf in found]
 

@@ -152,9 +152,9 @@ def _part_of_scalar(
     valid = _count(ops.ones_like(weights) if mask is None else mask, None, dtype)
     weighed = valid if weights is None else _count(mask, weights, dtype)
     count = ops.stop_gradient(ops.cast(ops.stack([weighed, valid]), dtype))
-    if total is None or (isinstance(share, float) and share == 1.0):
+    if isinstance(share, float) and share == 1.0:
         return value, count
-    weighed, valid = ops.unstack(ops.cast(total, dtype), 2)
+    weighed, valid = ops.unstack(count / share if total is None else ops.cast(total, dtype), 2)
     if reduction == "sum":
         return ops.cast(scalar, dtype) * weighed, count
     factor = ops.cast(weighed != 0, dtype) if reduction == "mean_with_sample_weight" else weighed / _not_zero(valid)

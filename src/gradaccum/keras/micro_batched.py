@@ -15,7 +15,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from gradaccum.core.equivalence import Cause, Equivalence
+from gradaccum.core.equivalence import Equivalence
 from gradaccum.core.proof import Comparison, even_ways
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import rows_of
@@ -172,10 +172,10 @@ def _checked(
     step, ways = MicroBatchedStep(model, rows, batch_norm, verify=False), even_ways(rows, micro_batch_size)
     step.trial(max(ways[0][1]), batch_norm).check_states(rows)
     runner = StepRunner(step, data, rows, batch_norm, tolerance)
-    comparison = Comparison(runner, ways, "raise")
+    comparison = Comparison(runner, ways, "differs")
     comparison.check_loss()
-    found, causes = comparison.judged() or [], list[Cause]()
-    for order, sizes in comparison.failing(runner.tolerance)[:1]:
+    found, causes = comparison.judged() or [], comparison.raised()
+    for order, sizes in comparison.failing(runner.tolerance)[:1] if not causes else ():
         parts = np.split(np.asarray(order), np.cumsum(sizes)[:-1])
         trained, moving, _, metrics = step.state()
         causes = find_causes(model, (trained, moving, metrics), data, parts, found, runner.tolerance, batch_norm)

@@ -1,13 +1,11 @@
 """Random runs of other people's trainers: the large batch's, or refused for a reason that is known."""
 
-import itertools
 import logging
-import os
-import time
 
 import pytest
 import transformers
 
+from tests.fuzzing import for_a_while
 from tests.integrations.fuzz import accelerate_runs, lightning_runs, trainer_runs
 from tests.integrations.transformers.problems import MODELS
 
@@ -49,14 +47,4 @@ def test_some_random_runs_are_the_large_batchs(kind, seeds, tmp_path):
 @pytest.mark.fuzz
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_runs_are_the_large_batchs(kind, tmp_path):
-    """For FUZZ_SECONDS (600) each, from FUZZ_SEED (0) on."""
-    end = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", "600"))
-    found, first = [], int(os.environ.get("FUZZ_SEED", "0"))
-    for seed in itertools.count(first):
-        if time.monotonic() > end:
-            break
-        if problem := KINDS[kind](seed, str(tmp_path)):
-            found.append(problem)
-            print(problem, flush=True)
-    print(f"{kind}: {seed - first} runs from seed {first}", flush=True)
-    assert not found, f"{len(found)} runs are wrong:\n" + "\n".join(found)
+    for_a_while(lambda seed: KINDS[kind](seed, str(tmp_path)), kind)

@@ -10,18 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from gradaccum.jax import chunked
-from tests.jax.problems import (
-    BATCH,
-    PARAMS,
-    assert_refused,
-    assert_same,
-    at_once,
-    mesh_of,
-    network,
-    outputs,
-    placed,
-    rows,
-)
+from tests.jax.comparisons import assert_refused, assert_same, at_once, mesh_of, placed
+from tests.jax.problems import BATCH, PARAMS, network, outputs, rows
 from tests.reference import FLOAT32, FLOAT64
 
 X = rows(7)[0]

@@ -6,7 +6,8 @@ import pytest
 
 from gradaccum import NotEquivalentError
 from gradaccum.jax import check_equivalence, chunked
-from tests.jax.problems import PARAMS, assert_refused, network, outputs, rows, squared_error
+from tests.jax.comparisons import assert_refused
+from tests.jax.problems import PARAMS, network, outputs, rows, squared_error
 
 BATCH = rows(8)
 LABELLED = {"x": BATCH[0], "y": jnp.asarray([1, -1, 2, -1, 0, 1, 2, 0])}

@@ -6,8 +6,6 @@ What is refused may be the large batch's by its numbers (a loss that is constant
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections import Counter
 from logging.handlers import BufferingHandler
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import gradaccum.jax
 from gradaccum.core.sizes import even_sizes
+from tests.fuzzing import failed, for_a_while
 from tests.jax.fuzz.pieces import ENDINGS, MIXING, ROW_WISE, data, parameters
 from tests.reference import ragged
 
@@ -154,27 +153,10 @@ def test_each_piece_alone_is_exact_or_refused() -> None:
     assert not [wrong for program, _ in ALONE if (wrong := failed(check, program, Counter()))]
 
 
-def failed(function: Any, *args: Any) -> str:
-    """What an assertion in it says."""
-    try:
-        function(*args)
-    except AssertionError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.fuzz
 def test_random_losses_are_exact_or_refused() -> None:
-    """For FUZZ_SECONDS (600), from FUZZ_SEED (0) on."""
-    first, seconds = int(os.environ.get("FUZZ_SEED", "0")), float(os.environ.get("FUZZ_SECONDS", "600"))
-    end, found, counts, number = time.monotonic() + seconds, [], Counter[str](), first
-    while time.monotonic() < end:
-        if wrong := failed(run, number, 10, counts):
-            found.append(f"seed {number}: {wrong}")
-            print(found[-1], flush=True)
-        number += 1
-    print(f"{dict(counts)} from seed {first}", flush=True)
-    assert not found, f"{len(found)} losses are wrong:\n" + "\n".join(found)
+    counts = Counter[str]()
+    for_a_while(lambda number: failed(run, number, 10, counts), counts)
 
 
 def test_the_fuzzer_sees_what_is_wrong() -> None:

@@ -18,7 +18,8 @@ from jax import lax
 
 import gradaccum.jax
 from gradaccum.jax import check_equivalence
-from tests.jax.problems import assert_large_batch, mesh_of, taken
+from tests.jax.comparisons import assert_large_batch, mesh_of
+from tests.jax.problems import taken
 
 RANDOM = np.random.default_rng(0)
 KEY, STATE = jax.random.key(0), {"n": jnp.zeros((), int), "u": jnp.ones(())}
@@ -92,6 +93,16 @@ def in_single(denominator, says=""):
         return tokens(v.astype(jnp.float32), x.astype(jnp.float32), mask) / denominator(mask.sum())
 
     return case(loss, says, weight=lambda mask: mask.astype(jnp.float32).sum())
+
+
+def by_confidence(detached):
+    """A mean weighed by what follows from the parameters, and its weight, which a gradient doesn't flow through."""
+
+    def loss(v, x, z):
+        each = jax.nn.sigmoid(z @ v)
+        return {"it": (((x @ v) ** 2 * each).sum() / detached(each.sum()), lax.stop_gradient(each.sum()))}
+
+    return case(loss)[0]
 
 
 def by_position(labels, w, x, numbers=jnp):
@@ -302,6 +313,10 @@ SILENT = {
         case(lambda w, x, labels: (jnp.zeros((len(x), 5)).at[jnp.arange(len(x)), labels].set(1.0) * (x @ w)).mean()),
     "class weights": case(class_weighed, weight=lambda labels: jnp.arange(1.0, 6.0)[labels].sum()),
     "convolutions and pools": case(pooled),
+    "a mean over a detached sum": (by_confidence(lax.stop_gradient), "", 3, {}),
+    "two sums in one guard": case(
+        lambda v, x, mask, soft: tokens(v, x, mask) / jnp.where(soft.sum() + mask.sum() > 0, mask.sum(), 1), **COUNTED
+    ),
     "a statistic times 0": case(lambda v, x: ((x @ v) ** 2).mean() + 0.0 * jnp.var(x @ v)),
     "ctc": case(
         lambda w, text: optax.ctc_loss(
@@ -314,6 +329,9 @@ SILENT = {
         case(lambda v, x, keys: ((x @ v) * jax.vmap(lambda k: jax.random.bernoulli(k, 0.5))(keys)).mean()),
     "keys by ids": case(folded),
     "noise on parameters": case(lambda v, x, key: ((x @ (v + jax.random.normal(key, v.shape))) ** 2).mean()),
+    "parameters for each row, repeated": case(lambda v, x: (jnp.tile(v, (len(x), 1)) * x).mean()),
+    "parameters for each row, one behind the other":
+        case(lambda v, x: (jnp.tile(v**2, len(x)).reshape(x.shape) * x + jnp.tile(v[:1] * x[:, :2], (1, 2))).mean()),
     "buckets": case(lambda v, x: ((x @ v) * jnp.searchsorted(jnp.arange(3.0), x[:, 0])).mean()),
     "masks with what all rows share": case(lambda w, x, mask: (x @ w[:, :3] * (mask | (jnp.arange(3) == 0))).mean()),
     # Custom derivatives.
@@ -374,6 +392,7 @@ REFUSED = {
         case(lambda v, x, mask: token_mean(v, x, mask) + (x @ v).mean(), "Return them as {name: (loss, weight)}"),
     "a wrong weight of several":
         case(lambda v, x, mask: {"t": (token_mean(v, x, mask), len(x))}, "As to the loss 't': It divides by"),
+    "a mean over a sum that a gradient flows through": (by_confidence(lambda s: s), ACROSS, 3, {}),
     "contrastive": case(contrastive, "`dot_general` at test_verdict.py:"),
     "two views": case(
         lambda w, x, z: -jax.nn.log_softmax(
@@ -482,6 +501,14 @@ LINES = {
         lambda v, x, mask: token_mean(v, x, mask) * mask.sum() / (mask.sum() + 1), "(1 becomes 2)",
         weight=lambda mask: mask.sum() + 1,
     ),
+    **{
+        f"a weight that is 1 where nothing counts, {how}": case(over(lambda n: jnp.maximum(n, 1)), A_SUM, weight=weight)
+        for how, weight in {
+            "by the larger": lambda mask: jnp.maximum(mask.sum(), 1),
+            "by where": lambda mask: jnp.where(mask.any(), mask.sum(), 1),
+            "by a branch": lambda mask: lax.cond(mask.sum() == 0, lambda: 1, lambda: mask.sum()),
+        }.items()
+    },
     "a mean as weight":
         case(lambda v, x, mask: tokens(v, x, mask) / mask.mean(), A_SUM, weight=lambda mask: mask.mean()),
     "a weight by a statistic": case(

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import gradaccum.jax
 from gradaccum.jax import updated, windowed
-from tests.jax.problems import PARAMS, assert_refused, assert_same, mesh_of, placed, rows, squared_error, taken
+from tests.jax.comparisons import assert_refused, assert_same, mesh_of, placed
+from tests.jax.problems import PARAMS, rows, squared_error, taken
 from tests.reference import FLOAT64, WINDOWS, ragged, windows_of
 
 ONES = jnp.ones(3)

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 
 import gradaccum.jax
 from gradaccum.core.noise import Norms
-from tests.jax.problems import PARAMS, assert_same, errors, outputs, rows
+from tests.jax.comparisons import assert_same
+from tests.jax.problems import PARAMS, errors, outputs, rows
 
 KEYS = {"typed": jax.random.key(3), "raw": jax.random.PRNGKey(3), "rbg": jax.random.key(3, impl="rbg")}
 STATE = {"mean": jnp.zeros(5), "calls": 0}
@@ -45,7 +46,7 @@ class Case(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         return {
-            "argnums": (0, 1) if self.of_rows else 0, "batch_argnums": (1, 2), "in_axes": (int(self.columns), 0),
+            "argnums": (0, 1) if self.of_rows else 0, "batch_argnums": (1, 2), "in_axes": (-int(self.columns), 0),
             "has_aux": self.aux, "aux": {name: how for name, how in HOWS.items() if name not in self.without},
             "rng_argnum": 3 if self.key else None, "state_argnum": 4 if self.state else None,
             "weight": (lambda x, more: more["mask"].sum()) if self.over == "tokens" else None,

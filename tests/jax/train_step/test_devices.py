@@ -10,21 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradaccum.jax
-from tests.jax.problems import (
-    assert_same,
-    at_once,
-    counted,
-    errors,
-    in_micro_batches,
-    masked_error,
-    mesh_of,
-    network,
-    outputs,
-    placed,
-    rows,
-    squared_error,
-    taken,
-)
+from tests.jax.comparisons import assert_same, at_once, in_micro_batches, mesh_of, placed
+from tests.jax.problems import counted, errors, masked_error, network, outputs, rows, squared_error, taken
 from tests.jax.train_step.test_calls import Case, by_hand
 
 ALL = P()
@@ -101,6 +88,14 @@ def test_on_explicit_axes_a_call_is_what_it_is_on_one_device(name):
     step = in_micro_batches(case.loss, case.size, **case.options).lower(*args).compile()
     assert case.over == "both" or not collectives(in_loops(step.as_text()))
     assert_same(step(*args), by_hand(case))
+
+
+@pytest.mark.parametrize("aux", ["last", {"none": "sum"}])
+def test_what_is_said_of_an_aux_that_there_is_none_of_changes_nothing(aux):
+    mesh = mesh_of("Explicit")
+    args = placed(network(), mesh, ALL), placed(rows(64), mesh)
+    step = in_micro_batches(squared_error, 16, aux=aux).lower(*args).compile()
+    assert not collectives(in_loops(step.as_text()))
 
 
 def test_devices_and_micro_batches_share_no_random_numbers():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import gradaccum.jax
-from tests.jax.problems import assert_refused, network, outputs, rows, squared_error
+from tests.jax.comparisons import assert_refused
+from tests.jax.problems import network, outputs, rows, squared_error
 
 AUTO, SIZE, INT = {"micro_batch_size": "auto"}, {"micro_batch_size": 4}, "`micro_batch_size` must be an int >= 1"
 

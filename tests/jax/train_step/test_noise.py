@@ -12,21 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import gradaccum.jax
 from gradaccum.core.noise import Norms
-from tests.jax.problems import (
-    BATCH,
-    PARAMS,
-    assert_same,
-    at_once,
-    counted,
-    in_micro_batches,
-    masked_error,
-    mesh_of,
-    placed,
-    rows,
-    squared_error,
-    stacked,
-    taken,
-)
+from tests.jax.comparisons import assert_same, at_once, in_micro_batches, mesh_of, placed
+from tests.jax.problems import BATCH, PARAMS, counted, masked_error, rows, squared_error, stacked, taken
+from tests.jax.train_step.test_calls import squared
 
 
 def slope(w, x):
@@ -60,12 +48,7 @@ def test_what_a_scan_over_updates_stacks_is_the_list_of_them():
 
 def of_rows(loss_fn, batch, start, stop):
     """The squared norm of the mean gradient of some rows, by plain JAX."""
-    gradients = at_once(loss_fn)(PARAMS, taken(batch, start, stop))[1]
-    return sum(float((abs(np.asarray(leaf)) ** 2).sum()) for leaf in jax.tree.leaves(gradients))
-
-
-def assert_norms(norms, *expected):
-    assert_same(norms, Norms(*expected))
+    return squared(at_once(loss_fn)(PARAMS, taken(batch, start, stop))[1])
 
 
 @pytest.mark.parametrize("size", [2, 11])
@@ -82,7 +65,7 @@ def test_on_explicit_axes_each_device_measures_a_micro_batch_of_its_own():
     *found, norms = step(placed(PARAMS, mesh, P()), placed(batch, mesh))
     assert_same(tuple(found), at_once(masked_error)(PARAMS, batch))
     small = np.mean([of_rows(masked_error, batch, *part) for part in ((14, 16), (16, 19), (24, 27))])
-    assert_norms(norms, small, 3 / (1 / 2 + 1 / 3 + 1 / 3), of_rows(masked_error, batch, 0, 32), 32)
+    assert_same(norms, Norms(small, 3 / (1 / 2 + 1 / 3 + 1 / 3), of_rows(masked_error, batch, 0, 32), 32))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -96,4 +79,4 @@ def test_under_shard_map_the_norms_are_those_of_the_devices_own_rows(check_vma):
 
     batch = rows(32)
     small, large = (np.mean([of_rows(squared_error, batch, n, n + size) for n in range(0, 32, 8)]) for size in (3, 8))
-    assert_norms(step(PARAMS, batch), small, 3, large, 8)
+    assert_same(step(PARAMS, batch), Norms(small, 3, large, 8))

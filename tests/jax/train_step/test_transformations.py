@@ -9,19 +9,8 @@ from jax.experimental import checkify
 
 import gradaccum.jax
 from gradaccum.jax.train_step.auto_size import Trial, fastest
-from tests.jax.problems import (
-    PARAMS,
-    assert_large_batch,
-    assert_same,
-    at_once,
-    counted,
-    in_micro_batches,
-    masked_error,
-    network,
-    rows,
-    squared_error,
-    stacked,
-)
+from tests.jax.comparisons import assert_large_batch, assert_same, at_once, in_micro_batches
+from tests.jax.problems import PARAMS, counted, masked_error, network, rows, squared_error, stacked
 
 
 def over_models(value_and_grad):

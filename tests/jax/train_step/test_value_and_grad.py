@@ -7,19 +7,8 @@ import optax
 import pytest
 
 import gradaccum.jax
-from tests.jax.problems import (
-    BATCH,
-    PARAMS,
-    assert_large_batch,
-    assert_same,
-    at_once,
-    errors,
-    in_micro_batches,
-    network,
-    outputs,
-    rows,
-    squared_error,
-)
+from tests.jax.comparisons import assert_large_batch, assert_same, at_once, in_micro_batches
+from tests.jax.problems import BATCH, PARAMS, errors, network, outputs, rows, squared_error
 from tests.reference import FLOAT32
 
 X, Y = BATCH
@@ -105,24 +94,6 @@ def test_loss_and_gradients_are_the_large_batches(name):
 
 def test_a_batch_smaller_than_the_micro_batch_is_plain_jax_bit_for_bit():
     assert_large_batch(squared_error, 8, PARAMS, rows(3), within=0)
-
-
-@pytest.mark.parametrize(
-    "optimizer", [pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.slow, id="sgd"), optax.adam(0.1)]
-)
-def test_a_training_loop_over_ragged_batches_matches_plain_jax(optimizer):
-    """The user's loop: any optax optimizer, a clip and a schedule come after it, and see one gradient per update."""
-    schedule = optax.scale_by_schedule(optax.linear_schedule(1, 0.1, 5))
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optimizer, schedule)
-
-    def train(value_and_grad):
-        update, params, state = jax.jit(optimizer.update), PARAMS, optimizer.init(PARAMS)
-        for seed, count in enumerate([12, 12, 12, 7]):
-            updates, state = update(value_and_grad(params, rows(count, seed))[1], state, params)
-            params = optax.apply_updates(params, updates)
-        return params, state
-
-    assert_same(train(in_micro_batches(squared_error, 5)), train(at_once(squared_error)))
 
 
 def test_float32_is_exact_to_1e_6():

@@ -20,7 +20,7 @@ from gradaccum.errors import NotEquivalentError, WindowError
 from tests.keras.fuzz.scenario import Scenario
 from tests.keras.loops import ends
 from tests.keras.marks import BACKEND
-from tests.keras.problems import Batches, join, network
+from tests.keras.problems import AddsLoss, Batches, join, network
 from tests.keras.train_step.cases import OverWeights, squares
 from tests.reference import keras_updates, windows_of
 
@@ -164,22 +164,6 @@ def _plain(scenario: Scenario, *fits: list[list[Any]]) -> list[Any]:
 
 STEPS, SIZE = 4, 4
 """Of what goes from layer to layer: (rows, steps, size)."""
-
-
-@keras.saving.register_keras_serializable("fuzz")
-class AddsLoss(layers.Layer):
-    """Adds a term that is a mean over rows, or a sum."""
-
-    def __init__(self, kind: str = "mean", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.kind = kind
-
-    def call(self, inputs: Any) -> Any:
-        self.add_loss(0.1 * (ops.mean if self.kind == "mean" else ops.sum)(ops.square(inputs)))
-        return inputs
-
-    def get_config(self) -> dict[str, Any]:
-        return super().get_config() | {"kind": self.kind}
 
 
 class Own(layers.Layer):

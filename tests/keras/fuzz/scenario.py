@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -143,14 +143,8 @@ def sensible(s: Scenario) -> bool:
     return not (s.event and s.per_execution > 1)
 
 
-def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
-    """The smallest scenario on the way down that still fails."""
-    while smaller := next((one for one in filter(sensible, _simpler(scenario)) if fails(one)), None):
-        scenario = smaller
-    return scenario
-
-
-def _simpler(scenario: Scenario) -> Iterator[Scenario]:
+def simpler(scenario: Scenario) -> Iterator[Scenario]:
+    """What a failing one is shrunk to, in one step."""
     for field in dataclasses.fields(scenario):
         value = getattr(scenario, field.name)
         longer = isinstance(value, tuple) and len(value) < len(field.default)  # and would be shortened again, for ever

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections import Counter
 
 import keras
 import pytest
 
+from tests import fuzzing
 from tests.keras.fuzz import runs
-from tests.keras.fuzz.scenario import Scenario, random_scenario, sensible, shrunk
+from tests.keras.fuzz.scenario import Scenario, random_scenario, sensible, simpler
 from tests.keras.marks import BACKEND, slow, slow_where_compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # they are part of the outcome
@@ -26,15 +26,12 @@ def failure(scenario: Scenario) -> str:
 
 
 def check(seed: int, scenario: Scenario) -> None:
-    what = failure(scenario)
-    if what:
-        small = shrunk(scenario, lambda candidate: bool(failure(candidate)))
-        pytest.fail(f"seed {seed}: {small}\n{failure(small) or what}", pytrace=False)
+    fuzzing.check(seed, scenario, failure, simpler, sensible)
 
 
 def test_shrinking_ends() -> None:
     for seed in range(20):
-        assert len(shrunk(random_scenario(seed), lambda candidate: True).batches) == 1
+        assert len(fuzzing.shrunk(random_scenario(seed), sensible, simpler).batches) == 1
 
 
 BATCHES = {"kind": "micro_batched", "batches": (11, 11), "micro": 4}
@@ -81,20 +78,14 @@ def test_some_random_runs_are_right_or_refused(kind: str, float64: float) -> Non
 
 @pytest.mark.fuzz
 def test_random_runs_are_right_or_refused(float64: float) -> None:
-    """For FUZZ_SECONDS (600), from FUZZ_SEED (0) on, of one FUZZ_KIND or all."""
-    first, seconds = int(os.environ.get("FUZZ_SEED", "0")), float(os.environ.get("FUZZ_SECONDS", "600"))
-    end, found, counts = time.monotonic() + seconds, [], Counter[str]()
-    for seed in itertools.count(first):
-        if time.monotonic() > end:
-            break
+    """Of one FUZZ_KIND or all."""
+    counts = Counter[str]()
+
+    def run(seed: int) -> str:
         scenario = random_scenario(seed, os.environ.get("FUZZ_KIND"))
         if not sensible(scenario):
-            continue
-        counts[scenario.kind] += 1
-        try:
-            check(seed, scenario)
-        except pytest.fail.Exception as failed:
-            found.append(str(failed))
-            print(failed, flush=True)
-    print(f"{BACKEND}: {dict(counts)} from seed {first}", flush=True)
-    assert not found, f"{len(found)} runs are wrong:\n" + "\n".join(found)
+            return ""
+        counts[f"{BACKEND}, {scenario.kind}"] += 1
+        return fuzzing.failed(check, seed, scenario)
+
+    fuzzing.for_a_while(run, counts)

@@ -9,20 +9,19 @@ import pytest
 import gradaccum
 from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizers import Adam, BatchOptimizer, Optimizer
-from tests.keras.loops import assert_updates, ends, error, fit, train_by_hand
-from tests.keras.marks import BACKEND, compiled_on, slow, slow_where_compiled
-from tests.keras.problems import (
+from tests.keras.loops import (
     SHAPES,
-    HeavyBall,
-    adam,
+    assert_updates,
+    ends,
+    error,
+    fit,
     means,
     micro_gradients,
-    network,
-    regression,
-    sgd,
-    split,
+    train_by_hand,
     variables_like,
 )
+from tests.keras.marks import BACKEND, compiled_on, slow, slow_where_compiled
+from tests.keras.problems import HeavyBall, adam, network, regression, sgd, split
 from tests.reference import keras_updates, relative_error, windows_of
 
 on_jax = compiled_on("jax")

@@ -15,7 +15,7 @@ from gradaccum.keras.callbacks import GradientAccumulation
 from gradaccum.keras.optimizers import BatchOptimizer, Optimizer
 from tests.keras.loops import assert_updates, callback, ends, error, fit, logged, updated, wrapped
 from tests.keras.marks import BACKEND, compiled_on, slow, slow_where_compiled
-from tests.keras.problems import Batches, adam, join, network, regression, sgd, split
+from tests.keras.problems import Batches, Traced, adam, join, network, regression, sgd, split
 from tests.reference import WINDOWS, windows_of
 
 LossScale = keras.optimizers.LossScaleOptimizer
@@ -52,14 +52,6 @@ def test_an_epoch_of_windows_matches_the_large_batches(window, make, fit_bound):
     micro_batches = split(regression(sum(sizes)), sizes)
     model = fit(wrapped(make(), steps), micro_batches, epochs=2)
     assert_updates(model, windows_of(micro_batches, steps) * 2, fit_bound, make)
-
-
-class Traced(keras.layers.Dense):
-    runs = 0
-
-    def call(self, x):
-        Traced.runs += 1
-        return super().call(x)
 
 
 @pytest.mark.parametrize("where", ["callback", "optimizer"])
@@ -129,36 +121,55 @@ def after_one_that_failed(model):
     fit(model, FIVE)
 
 
+def longer_than_an_epoch(model):
+    fit(model, FIVE[:3], epochs=3)
+
+
+def with_another_fit_between_epochs(model):
+    nested = callback("on_epoch_end", lambda model, epoch: epoch or fit(model, FIVE[2:]))
+    fit(model, FIVE, GradientAccumulation(), nested, epochs=2)
+
+
+def interrupted_and_then_flushed(model):
+    for after in (5, 7):  # two micro-batches into the second window, and one into the third
+        with pytest.raises(KeyboardInterrupt):
+            fit(model, [*SEVEN, SEVEN[0]], GradientAccumulation(), ends(after))
+    assert model.optimizer.flush()
+    fit(model, SEVEN)
+
+
+SEVEN = split(regression(26), [4] * 6 + [2])
 FITS = {
-    # what trains the network: (steps, the windows)
+    # what trains the network: (steps, the windows, what is logged)
     from_a_generator: (3, [FIVE[:3], FIVE[3:]]),
     in_steps_per_epoch: (2, [[FIVE[i] for i in window] for window in ([0, 1], [2], [3, 4], [0])]),
     seen_by_validation_and_callbacks: (3, [FIVE[:3], FIVE[3:]] * 2),
     with_validation_in_the_middle: (3, [FIVE[:3], FIVE[3:]] * 2),
     stopped_inside_of_an_epoch: (2, [FIVE[:2], FIVE[2:3]]),
     after_one_that_failed: (3, [FIVE[:3], FIVE[3:]]),
-}
-
-
-SLOW = [with_validation_in_the_middle, after_one_that_failed] if BACKEND == "tensorflow" else []
+    longer_than_an_epoch: (
+        8, [FIVE[:3]] * 3,
+        "A window of 8 micro-batches is longer than an epoch of 3: one update per epoch, of 3 micro-batches",
+    ),
+    with_another_fit_between_epochs: (3, [FIVE[:3], FIVE[3:], FIVE[2:], FIVE[:3], FIVE[3:]]),
+    interrupted_and_then_flushed: (
+        3, [SEVEN[:3], *windows_of(SEVEN, 3), *windows_of(SEVEN, 3)],
+        "The last fit() was interrupted inside a window, whose 2 micro-batches are discarded. To update with them, "
+        "call optimizer.flush() before fit().",
+    ),
+}  # fmt: skip
+SLOW = {with_validation_in_the_middle, after_one_that_failed, with_another_fit_between_epochs}
+SLOW = SLOW if BACKEND == "tensorflow" else set()
 
 
 @pytest.mark.parametrize("train", [slow(train) if train in SLOW else train for train in FITS])
-def test_windows_and_epochs_of_a_fit(train, fit_bound):
-    steps, windows = FITS[train]
-    train(model := wrapped(sgd(), steps))
-    assert_updates(model, windows, fit_bound)
-    assert "train_step" not in vars(model)
-
-
-def test_more_steps_than_batches_makes_one_update_per_epoch_and_says_so(caplog, fit_bound):
-    micro_batches = split(regression(11), [4, 4, 3])
+def test_windows_and_epochs_of_a_fit(train, fit_bound, caplog):
+    steps, windows, *said = FITS[train]
     with warnings_of(caplog):
-        model = fit(wrapped(sgd(), 8), micro_batches, epochs=3)
-    assert_updates(model, [micro_batches] * 3, fit_bound)
-    assert logged(caplog) == [
-        "A window of 8 micro-batches is longer than an epoch of 3: one update per epoch, of 3 micro-batches"
-    ]
+        train(model := wrapped(sgd(), steps))
+    assert_updates(model, windows, fit_bound)
+    assert logged(caplog) == said
+    assert "train_step" not in vars(model)
 
 
 @on_jax
@@ -304,23 +315,6 @@ def test_a_window_whose_rows_are_known_too_late_is_named_and_exact_if_all_are_eq
     ] * (not flush)
 
 
-def test_a_window_in_which_fit_was_interrupted_is_discarded_by_the_next_one_and_kept_by_flush(caplog, fit_bound):
-    batches = split(regression(26), [4] * 6 + [2])
-    model = wrapped(sgd(), 3)
-    with warnings_of(caplog):
-        for after in (5, 7):  # two micro-batches into the second window, and one into the third
-            with pytest.raises(KeyboardInterrupt):
-                fit(model, [*batches, batches[0]], GradientAccumulation(), ends(after))
-        assert model.optimizer.flush()
-        fit(model, batches)
-    first, second, third = batches[:3], batches[3:6], batches[6:]
-    assert_updates(model, [first, first, second, third, first, second, third], fit_bound)
-    assert logged(caplog) == [
-        "The last fit() was interrupted inside a window, whose 2 micro-batches are discarded. To update with them, "
-        "call optimizer.flush() before fit()."
-    ]
-
-
 @on_jax
 @pytest.mark.parametrize("first", [False, slow(True)])
 def test_a_window_that_a_backup_restores_is_discarded_where_its_epoch_begins_anew(first, tmp_path, caplog, fit_bound):
@@ -424,16 +418,6 @@ def test_inputs_without_targets_must_have_the_same_number_of_rows(jit):
 
 
 # Several fits, and what is named.
-
-
-@on_jax
-def test_a_fit_inside_of_on_epoch_end_leaves_the_outer_one_exact(fit_bound):
-    batches = split(regression(22), [4, 4, 4, 4, 4, 2])
-    nested = callback("on_epoch_end", lambda model, epoch: epoch or fit(model, batches[3:]))
-    model = fit(wrapped(sgd(), 4), batches, GradientAccumulation(), nested, epochs=2)
-    windows = [batches[:4], batches[4:]]
-    assert_updates(model, [*windows, batches[3:], *windows], fit_bound)
-    assert "train_step" not in vars(model)
 
 
 def test_a_fit_inside_of_an_epoch_of_another_is_an_error_that_names_it():

@@ -8,9 +8,9 @@ import pytest
 import gradaccum
 import runai.ga.keras
 from scripts.stubs import path_of, stub
-from tests.keras.loops import error
+from tests.keras.loops import error, variables_like
 from tests.keras.marks import BACKEND, compiled_on
-from tests.keras.problems import adam, network, regression, split, variables_like
+from tests.keras.problems import adam, network, regression, split
 from tests.reference import relative_error
 
 LINE = "Wrapping 'Adam' Keras optimizer with GA of 4 steps\n"

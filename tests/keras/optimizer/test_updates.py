@@ -11,20 +11,9 @@ import pytest
 
 import gradaccum.keras
 from gradaccum.keras.optimizers import BatchOptimizer, Optimizer
-from tests.keras.loops import error, fit, logged, train_by_hand, updated
+from tests.keras.loops import SHAPES, error, fit, logged, means, micro_gradients, train_by_hand, updated, variables_like
 from tests.keras.marks import BACKEND, compiled_on, slow
-from tests.keras.problems import (
-    SHAPES,
-    HeavyBall,
-    adam,
-    means,
-    micro_gradients,
-    network,
-    regression,
-    sgd,
-    split,
-    variables_like,
-)
+from tests.keras.problems import HeavyBall, adam, network, regression, sgd, split
 from tests.reference import relative_error, windows_of
 
 LossScale, on_jax = keras.optimizers.LossScaleOptimizer, compiled_on("jax")

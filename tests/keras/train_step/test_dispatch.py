@@ -12,6 +12,7 @@ from keras import layers, losses
 from gradaccum.keras.micro_batched import micro_batched
 from gradaccum.keras.train_step.proof import Proof
 from tests.keras.marks import BACKEND
+from tests.keras.problems import Traced
 
 if BACKEND == "torch":
     pytest.skip("PyTorch runs a loop of Python's", allow_module_level=True)
@@ -19,16 +20,6 @@ if BACKEND == "torch":
 ROWS, UPDATES = 24, 3
 random = np.random.default_rng(5)
 X, Y = random.normal(size=(ROWS, 5)).astype("float32"), random.normal(size=(ROWS, 3)).astype("float32")
-
-
-class Traced(layers.Dense):
-    """Counts how often Python runs through it: while a step is traced, and never while it runs."""
-
-    runs = 0
-
-    def call(self, inputs):
-        Traced.runs += 1
-        return super().call(inputs)
 
 
 def compiled(micro_batch_size, verify=False):

@@ -23,25 +23,11 @@ if BACKEND != "torch":
 import torch  # not in the processes of the other backends
 
 from gradaccum.on_torch.memory import MemoryMeter
+from tests.torch.train_step.problems import OUT, Backward
 
 ROWS = 64
 random = np.random.default_rng(3)
 X, Y = random.normal(size=(ROWS, 5)), random.normal(size=(ROWS, 3))
-
-
-class Backward(torch.autograd.Function):
-    """Identity that runs out of memory in the backward pass above a number of rows."""
-
-    @staticmethod
-    def forward(ctx, x, limit):
-        ctx.limit = limit
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if len(grad) > ctx.limit:
-            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
-        return grad, None
 
 
 class Probe(layers.Layer):
@@ -62,7 +48,7 @@ class Probe(layers.Layer):
         forward, backward = self.limits
         self.seen.assign_add(float(len(x)))
         if len(x) > forward and x.device.type != "meta":  # where Keras infers shapes
-            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+            raise torch.OutOfMemoryError(OUT)
         return Backward.apply(x, backward)
 
 

@@ -150,6 +150,13 @@ def of_scalars(reduction):
     weighed = {**loose, "sample_weight": ZERO_OR_CANCELLING}
     return {
         f"a scalar, weights that are zero or cancel, {reduction}": (classifier, compiled, X, CLASSES, weighed),
+        f"a scalar and even weights, {reduction}": (
+            classifier,
+            compiled,
+            X,
+            CLASSES,
+            {**loose, "sample_weight": np.full(ROWS, 2.0)},
+        ),
         f"a scalar and masks, {reduction}": (tagger, compiled, MASKED, TAGS, loose),
         f"a scalar, masks and weights, {reduction}": (
             tagger,
@@ -193,6 +200,20 @@ def test_every_built_in_loss_is_tested_here_or_refused():
     kinds = {name: kind for name, kind in vars(losses).items() if isinstance(kind, type) and kind is not losses.Loss}
     built_in = {name for name, kind in kinds.items() if issubclass(kind, losses.Loss)}
     assert built_in == {*ADDITIVE, *BY_AXIS, "Circle", "CTC"}
+
+
+@slow_where_compiled
+def test_weights_of_two_losses_that_are_almost_even_count_as_they_are(exact):
+    def train(wrap):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((5,))
+        model = wrap(keras.Model(inputs, [layers.Dense(3)(inputs), layers.Dense(3)(inputs)]))
+        model.compile(keras.optimizers.SGD(0.1), [losses.MeanSquaredError("mean_with_sample_weight") for _ in range(2)])
+        model.train_on_batch(X, [np.eye(3)[CLASSES]] * 2, [1 + 8e-6 * np.linspace(0, 1, ROWS)] * 2)
+        return model.get_weights()
+
+    split = functools.partial(micro_batched, micro_batch_size=MICRO, verify=False)
+    assert relative_error(train(split), train(lambda model: model)) <= exact
 
 
 @slow_where_compiled

@@ -41,18 +41,23 @@ def assert_same(found, expected, tolerance=FLOAT64):
 
 def assert_exact(module, loss, *inputs, size=4, tolerance=FLOAT64, passes=1, **options):
     """`loss(module, *inputs)` at once and with a chunked copy: what it returns, gradients of parameters and inputs,
-    buffers. Of several values that it returns, the first one is the loss."""
+    buffers, which stay the same tensors and which the recomputation doesn't move. Of several values that it returns,
+    the first one is the loss."""
     inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
     own = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     small = chunked(copy.deepcopy(module), size, **options)
+    tensors = dict(small.named_buffers())
     for _ in range(passes):
         found = [loss(module, *inputs), loss(small, *own)]
         expected, actual = (one if isinstance(one, tuple) else (one,) for one in found)
         assert_same(actual, expected, tolerance)
+        moved = [buffer.clone() for buffer in small.buffers()]
         expected[0].backward()
         actual[0].backward()
+        torch.testing.assert_close([*small.buffers()], moved, rtol=0, atol=0)
     assert_same([*gradients(small), *(x.grad for x in own)], [*gradients(module), *(x.grad for x in inputs)], tolerance)
     assert relative_error(map(torch.nan_to_num, small.buffers()), map(torch.nan_to_num, module.buffers())) <= tolerance
+    assert all(tensors[name] is buffer for name, buffer in small.named_buffers())
     return small
 
 

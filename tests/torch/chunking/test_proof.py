@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import random
 import re
 import warnings
 from itertools import product
@@ -15,9 +14,10 @@ from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch import chunked
+from gradaccum.torch.losses import info_nce, sigmoid_loss
 from tests.reference import FLOAT64, relative_error
 from tests.torch.chunking.problems import assert_same, encoder, frozen, gradients, loss_of
-from tests.torch.problems import MIXING, Does
+from tests.torch.problems import GENERATORS, MIXING, Does, drawn
 
 ROWS, SIZE = 11, 4
 
@@ -381,11 +381,19 @@ def test_a_call_that_cannot_be_made_in_micro_batches_is_refused_by_name(name, ke
         small(*[x.clone() if isinstance(x, torch.Tensor) else x for x in inputs])
 
 
+OF_ROWS = {
+    "chunked Linear": lambda: chunked(linear(), 2),
+    "info_nce": lambda: lambda x: info_nce(x, x),
+    "sigmoid_loss": lambda: lambda x: sigmoid_loss(x, x),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
-def test_transforms_of_torch_func_around_it_are_refused(transform):
-    small = chunked(linear(), 2)
-    with pytest.raises(NotImplementedError, match="chunked Linear is called inside of a transform of torch.func"):
-        transform(lambda x: small(x).sum())(torch.randn(4, 6, 3))
+def test_transforms_of_torch_func_around_what_runs_twice_are_refused(transform, name):
+    of, x = OF_ROWS[name](), torch.randn(6, 3) if transform is torch.func.grad else torch.randn(4, 6, 3)
+    with pytest.raises(NotImplementedError, match=f"{name} is called inside of a transform of torch.func"):
+        transform(lambda x: of(x).sum())(x)
 
 
 # The second pass is the first one again, whatever has happened in between.
@@ -473,28 +481,14 @@ def test_what_is_edited_between_forward_and_backward_is_an_error(what):
         loss.backward()
 
 
-def of_numpy(generator, rows):
-    return torch.from_numpy(generator.random((rows, 3)))
-
-
-GENERATORS = {
-    "torch": (lambda: torch.Generator().manual_seed(0), lambda g, n: torch.rand(n, 3, generator=g)),
-    "numpy": (lambda: np.random.default_rng(0), of_numpy),
-    "numpy, the old one": (lambda: np.random.RandomState(0), lambda g, n: torch.from_numpy(g.rand(n, 3))),
-    "numpy, Mersenne twister": (lambda: np.random.Generator(np.random.MT19937(0)), of_numpy),
-    "python": (lambda: random.Random(0), lambda g, n: torch.tensor([[g.random()] * 3 for _ in range(n)])),
-}
-
-
 @pytest.mark.parametrize("where", ["an attribute", "an attribute of a chunked one inside", "an input"])
 @pytest.mark.parametrize("make", GENERATORS)
 def test_a_generator_of_the_users_draws_the_same_again(make, where):
-    generator, draw = GENERATORS[make]
-    generators, nested = [generator(), generator()], "inside" in where
+    generators, nested = [GENERATORS[make]() for _ in range(2)], "inside" in where
     kept, given = ([None] * 2, generators) if where == "an input" else (generators, [None] * 2)
 
     def run(m, x, one):
-        return m.linear(x) * draw(one or m.generator, len(x))
+        return m.linear(x) * drawn(one or m.generator, len(x), 3)
 
     whole, module = (Does(run, linear=nn.Linear(5, 3), generator=one) for one in kept)
     module.load_state_dict(whole.state_dict())
@@ -503,7 +497,7 @@ def test_a_generator_of_the_users_draws_the_same_again(make, where):
     loss_of(torch.cat([whole(rows, given[0]) for rows in parts])).backward()
     loss_of(small(x, given[1])).backward()
     assert_same(gradients(module), gradients(whole))
-    assert torch.equal(*(draw(one, 2) for one in generators))
+    assert torch.equal(*(drawn(one, 2) for one in generators))
 
 
 @pytest.mark.parametrize("calls", [1, 2])

@@ -4,11 +4,12 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import contrastive
+
 
 def rows_of(seed, rows, columns, size=6, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    a, b = (torch.randn(count, size, generator=generator, dtype=torch.float64) for count in (rows, columns))
-    return [F.normalize(t, dim=1).to(dtype).requires_grad_() for t in (a, b)]
+    sides = contrastive.unit_rows(rows, columns, size, seed)
+    return [torch.from_numpy(side).to(dtype).requires_grad_() for side in sides]
 
 
 def of_pairs(a, b, positives, ignored):
@@ -18,14 +19,7 @@ def of_pairs(a, b, positives, ignored):
 
 
 def plain_info_nce(a, b, temperature, positives=None, ignored=None, symmetric=True):
-    positives, ignored = of_pairs(a, b, positives, ignored)
-    scores = (a @ b.T / temperature).masked_fill(ignored, -float("inf"))
-    found = []
-    for s, p in ((scores, positives), (scores.T, positives.T)):
-        has = p.any(1)
-        s, p = s[has], p[has]
-        found.append((s.logsumexp(1) - torch.where(p, s, 0.0).sum(1) / p.sum(1)).mean())
-    return sum(found) / 2 if symmetric else found[0]
+    return contrastive.info_nce(torch, a, b, temperature, *of_pairs(a, b, positives, ignored), symmetric)
 
 
 def plain_sigmoid(a, b, temperature, bias, positives=None, ignored=None):

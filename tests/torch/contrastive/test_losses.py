@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch.losses import info_nce, sigmoid_loss
+from tests.contrastive import COLUMNS, ROWS, assert_refused, each_refused
 from tests.reference import FLOAT32, FLOAT64, relative_error
 from tests.torch.contrastive.problems import Largest, plain_info_nce, plain_sigmoid, rows_of, same
 
-ROWS, COLUMNS = 23, 31
 OF_A, OF_B = torch.arange(ROWS) % 7, torch.arange(COLUMNS) % 9  # some have several positives, ids 7 and 8 none
 IGNORED = torch.arange(ROWS)[:, None] + torch.arange(COLUMNS) % 5 == 6
 FOURTH = torch.arange(ROWS)[:, None] * torch.arange(COLUMNS) % 4 == 1
@@ -267,34 +267,12 @@ def test_hooks_see_the_finished_gradient_once_under_create_graph(loss):
 # What is refused.
 
 
-@one_each
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
-def test_transforms_of_torch_func_are_refused_by_name(transform, loss):
-    a, b = (t.detach() for t in rows_of(6, ROWS, ROWS))
-    with pytest.raises(NotImplementedError, match=f"{loss.__name__} is called inside of a transform of torch.func"):
-        transform(lambda a: loss(a, b))(a if transform is torch.func.grad else a[None])
-
-
 GOOD = rows_of(14, 4, 4)
 ERRORS = {
-    "a list": (([1.0], GOOD[1]), {}, TypeError, "`a` must be a dense tensor. Received: .1.0. of type list"),
-    "ints": ((GOOD[0].long(), GOOD[1]), {}, ValueError, "`a` must be a dense tensor of floats, of shape"),
-    "a vector": ((GOOD[0], GOOD[1][0]), {}, ValueError, r"`b` must be .* Received: float64 of shape \(6,\)"),
-    "other sizes": ((GOOD[0], GOOD[1][:, :3]), {}, ValueError, r"rows of the same size.*\(4, 6\) and \(4, 3\)"),
-    "fewer rows of b": ((GOOD[0], GOOD[1][:3]), {}, ValueError, "4 rows of a, 3 of b. Swap them, or pass pos"),
-    "no tile": (GOOD, {"tile": 0}, ValueError, "`tile` must be an int >= 1"),
-    "temperature 0": (GOOD, {"temperature": 0}, ValueError, "positive number.*Received: temperature=0"),
-    "temperature NaN": (GOOD, {"temperature": float("nan")}, ValueError, "Received: temperature=nan"),
     "negative": (GOOD, {"temperature": torch.tensor(-1.0)}, ValueError, "Received: temperature=-1.0"),
-    "a temperature per row": (GOOD, {"temperature": torch.ones(4)}, ValueError, r"float32 of shape \(4,\)"),
     "no temperature": (GOOD, {"temperature": None}, TypeError, "`temperature` must be a positive number"),
     "a matrix": (GOOD, {"positives": torch.eye(4) > 0}, TypeError, r"lambda rows, columns: matrix\[rows\]\[:, col"),
     "float ids": (GOOD, {"ignore": torch.ones(4)}, TypeError, "`ignore` must be a tensor of ids, which are integers"),
-    "too few ids": (GOOD, {"positives": torch.arange(3)}, ValueError, "must have an id for each row"),
-    "ids as a list": (GOOD, {"positives": [1, 2, 3, 4]}, TypeError, "a tuple of two"),
-    "ids of the pairs of fewer": (
-        (GOOD[0], GOOD[1][:3]), {"positives": torch.arange(4)}, ValueError, r"positives=\(ids_of_a, ids_of_b\)",
-    ),
     "a function of another shape": (
         GOOD, {"positives": lambda i, j: i == j}, ValueError, r"must return a bool tensor .* here \(4, 4\)",
     ),
@@ -302,6 +280,12 @@ ERRORS = {
     "no bias": (GOOD, {"bias": None}, TypeError, "0.0 adds nothing"),
     "bias NaN": (GOOD, {"bias": float("nan")}, ValueError, "Received: bias=nan"),
 }  # fmt: skip
+
+
+@one_each
+@each_refused
+def test_what_is_wrong_is_named(case, loss):
+    assert_refused(case, loss, torch.from_numpy, "a dense tensor")
 
 
 @pytest.mark.parametrize("case", ERRORS)

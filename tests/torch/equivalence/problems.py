@@ -1,24 +1,26 @@
-"""Modules and losses that the check and the proof of the first update both look at."""
+"""Modules, rows and losses that the check and the proof of the first update both look at."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.torch.problems import Does
+
 CE = nn.CrossEntropyLoss()
 
 
-class Apply(nn.Module):
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def of(function):
     """A module of one function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+    return Does(lambda m, *inputs: function(*inputs))
 
 
 def net(*middle):
+    """6 -> 8 -> 4, with these modules or functions between."""
+    middle = [part if isinstance(part, nn.Module) else of(part) for part in middle]
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), *middle, nn.Linear(8, 4))
 
 
@@ -30,23 +32,3 @@ def with_gradient_hook(hook):
 
 def token_mean(model, x, y):
     return F.cross_entropy(model(x), y)
-
-
-def counted(x, y):
-    return (y != -100).sum()
-
-
-class Codebook(nn.Module):
-    """Vector quantisation whose codes follow an average of what they stand for."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("code", torch.randn(5, 8))
-
-    def forward(self, h):
-        nearest = torch.cdist(h, self.code).argmin(1)
-        quantised = self.code[nearest]
-        with torch.no_grad():
-            for index in nearest.unique():
-                self.code[index] = 0.9 * self.code[index] + 0.1 * h[nearest == index].mean(0)
-        return h + (quantised - h).detach()

@@ -49,10 +49,6 @@ class Doing(Layer):
         return x, shared
 
 
-def as_it_is(layer, x):
-    return x
-
-
 class Network(nn.Module):
     """Embeddings, blocks, and a head whose weight is the embeddings'; functions say how blocks are called.
 
@@ -92,7 +88,7 @@ def network(**options):
     return Network(**options).double()
 
 
-def doing(do, kept=lambda layer, x: None, places=(0, 1, 2), **options):
+def doing(do=lambda layer, x: x, kept=lambda layer, x: None, places=(0, 1, 2), **options):
     """A network some of whose blocks do something of their own."""
     model = network(**options)
     for place in places:

@@ -15,21 +15,11 @@ from tests.reference import FLOAT64, relative_error
 from tests.torch.chunking.problems import seeded
 from tests.torch.layers.problems import WAYS, Layer, batches, doing, loss_of, network, trained
 from tests.torch.layers.test_refused import OPTIONS as REFUSED
-
-MADE = {
-    "torch.Generator": lambda: torch.Generator().manual_seed(3),
-    "numpy Generator": lambda: np.random.default_rng(3),
-    "numpy RandomState": lambda: np.random.RandomState(3),
-    "random.Random": lambda: random.Random(3),
-}
+from tests.torch.problems import GENERATORS, drawn
 
 
 def masked(x, generator):
-    if isinstance(generator, torch.Generator):
-        return x * (torch.rand(x.shape, generator=generator) < 0.5)
-    if isinstance(generator, random.Random):
-        return x * torch.tensor([generator.random() < 0.5 for _ in range(x.numel())]).view(x.shape)
-    return x * torch.as_tensor(generator.uniform(size=tuple(x.shape)) < 0.5)
+    return x * (drawn(generator, *x.shape) < 0.5)
 
 
 class Drawing(Layer):
@@ -79,7 +69,7 @@ HOW = {  # where the generator is that is drawn from: a network
 def drawn_by(kind, how, **options):
     """What an update makes, and where the generator stands."""
     global GLOBAL
-    GLOBAL = generator = MADE[kind]()
+    GLOBAL = generator = GENERATORS[kind]()
 
     def compute_loss(model, ids, labels):
         return loss_of(model, masked(ids, generator) if "loss" in how else ids, labels)
@@ -93,7 +83,7 @@ def assert_same_place(here, there):
     assert there.moved(here) == []
 
 
-RUNS = [(kind, how, "without a proof") for kind in MADE for how in HOW]
+RUNS = [(kind, how, "without a proof") for kind in GENERATORS for how in HOW]
 RUNS += [
     ("torch.Generator", how, way)
     for how in ("passed to blocks", "global of blocks", "before blocks")
@@ -115,7 +105,7 @@ def test_a_proof_and_a_pass_that_counts_leave_generators_where_they_were(kind):
     plain, _ = drawn_by(kind, "before blocks", blocks=None)
     proven, _ = drawn_by(kind, "before blocks", blocks=None, verify=True)
     assert relative_error(proven, plain) <= FLOAT64
-    generator, expected, model = MADE[kind](), MADE[kind](), nn.Linear(3, 3)
+    generator, expected, model = GENERATORS[kind](), GENERATORS[kind](), nn.Linear(3, 3)
 
     def compute_loss(model, x):
         y, kept = model(x), masked(torch.ones(x.shape).double(), generator) + 0.5

@@ -1,26 +1,24 @@
-"""Layer by layer, TrainStep makes the large batch's update."""
+"""Layer by layer, TrainStep makes the large batch's update; in the backward pass and with blocks on the CPU, too."""
 
+import copy
 import functools
+import os
+import resource
+import shutil
+import signal
 import types
+import weakref
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from tests.torch.layers.problems import (
-    OPTIMIZERS,
-    WAYS,
-    Layer,
-    Network,
-    assert_same_updates,
-    batches,
-    build,
-    doing,
-    late,
-    loss_of,
-    network,
-)
+from gradaccum.errors import WindowError
+from gradaccum.torch.measure.fake_memory import LiveBytes
+from tests.reference import relative_error
+from tests.torch.layers import problems
+from tests.torch.layers.problems import OPTIMIZERS, WAYS, Layer, assert_same_updates, batches, build, loss_of, network
 from tests.torch.problems import Does, Held
 
 SIZE, DEPTH = 4, 3
@@ -197,7 +195,7 @@ CASES = {  # the model, the loss, options
         loss_of,
         {},
     ),
-    "a weight of a later block": (late, loss_of, {}),
+    "a weight of a later block": (problems.late, loss_of, {}),
     "hooks that the loss registers and removes": (network, captured, {}),
     "a graph between the blocks": (lambda: network(between=torch.tanh), loss_of, {}),
     "skips around the blocks": (lambda: network(between=torch.tanh, skips=True), loss_of, {}),
@@ -244,15 +242,10 @@ def counts(layer, x):
 
 
 def test_second_passes_move_no_attributes():
-    model = doing(counts)
-    model.forward = lambda ids: Network.forward(model, counts(model, ids))  # as wrappers of models do
+    model = problems.doing(counts)
+    model.forward = lambda ids: type(model).forward(model, counts(model, ids))  # as wrappers of models do
     build(model)(*batches()[0])
     assert [module.calls for module in (model, *model.layers)] == [-(-len(batches()[0][0]) // 3)] * 4
-
-
-@pytest.mark.parametrize(("name", "size"), [("sgd", 1), ("adam", 3), ("sgd", "auto")])
-def test_micro_batches_of_any_size_make_the_large_batchs_update(name, size):
-    assert_same_updates(network(), batches(count=2), loss_of, OPTIMIZERS[name], size)
 
 
 def token_mean(model, ids, labels):
@@ -267,15 +260,28 @@ def several(model, ids, labels):
     return {"words": (loss, labels.numel()), "size": (outputs.square().mean(), len(ids))}
 
 
-@pytest.mark.parametrize("terms", [token_mean, several])
-def test_means_over_tokens_terms_and_groups_compose(terms):
-    assert_same_updates(network(), batches(8), terms=terms, size=4, groups=2, blocks="layers")
+COMPOSED = {
+    "micro-batches of one row": {"size": 1},
+    "Adam": {"make": OPTIMIZERS["adam"], "size": 3},
+    "as many rows as fit": {"size": "auto"},
+    **{
+        f"{terms.__name__} by name, and groups": {"terms": terms, "rows": 8, "size": 4, "groups": 2, "blocks": "layers"}
+        for terms in (token_mean, several)
+    },
+    "a mean over tokens with its weight": {
+        "loss": lambda *batch: token_mean(*batch)["tokens"][0], "rows": 8, "size": 4,
+        "compute_loss": lambda *batch: token_mean(*batch)["tokens"],
+    },
+    "a closure that evaluates the window again": {  # three steps amplify rounding
+        "make": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3), "tolerance": 1e-9,
+    },
+}  # fmt: skip
 
 
-def test_a_mean_over_tokens_is_weighed_by_them():
-    mean = lambda *batch: token_mean(*batch)["tokens"][0]  # noqa: E731
-    pair = lambda *batch: token_mean(*batch)["tokens"]  # noqa: E731
-    assert_same_updates(network(), batches(8), mean, size=4, compute_loss=pair)
+@pytest.mark.parametrize("name", COMPOSED)
+def test_with_any_size_optimizer_and_loss_it_is_the_large_batchs_update(name):
+    options = {"rows": 7, **COMPOSED[name]}
+    assert_same_updates(network(), batches(options.pop("rows"), 1 if "closure" in name else 2), **options)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -285,13 +291,6 @@ def test_the_last_block_runs_once_where_backward_does(way):
         layer.inner.register_forward_hook(lambda *_, place=place: calls.append(place))
     build(model, micro_batch_size=2, **{**WAYS[way], "verify": False})(*batches(7, count=1)[0])
     assert [calls.count(place) for place in range(3)] == [4 * 2, 4 * 2, 4 * (2 if "CPU" in way else 1)]
-
-
-def test_a_closure_evaluates_the_window_again():
-    def lbfgs(parameters):
-        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
-
-    assert_same_updates(network(), batches(count=1), make=lbfgs, tolerance=1e-9)  # three steps amplify rounding
 
 
 def test_logits_are_those_of_one_micro_batch_and_the_blocks_keep_no_activations():
@@ -342,3 +341,195 @@ def test_a_users_own_exception_comes_as_it_is(where, verify):
     with pytest.raises(OfTheUser, match="on purpose"):
         build(model, verify=verify)(*batches()[0])
     assert all(map(torch.equal, model.parameters(), before))
+
+
+# Blocks that are updated in the backward pass.
+
+IN_BACKWARD = {"update": "in_backward"}
+RATES = {"Adafactor": {"lr": 0.1}, "ASGD": {"lr": 0.1}, "Rprop": {"lr": 0.01}}
+NAMES = [
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+]  # fmt: skip
+if torch.optim.Adagrad([nn.Parameter(torch.ones(1))]).state:
+    NAMES.remove("Adagrad")  # torch 2.10 makes its state beforehand: it is refused, by name
+
+
+def build_in_backward(model, optimizer=None, **options):
+    optimizer = OPTIMIZERS["adam"](model.parameters()) if optimizer is None else optimizer
+    return build(model, optimizer, **IN_BACKWARD | options)
+
+
+def of_torch(name, foreach):
+    options = {"lr": 1e-2, **RATES.get(name, {}), "foreach": foreach}
+    return lambda parameters: getattr(torch.optim, name)(parameters, **options)
+
+
+def fused(parameters):
+    listed = list(parameters)
+    groups = [{"params": listed[:4], "lr": 0.1}, {"params": listed[4:]}]
+    return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+
+def two_optimizers(parameters):
+    listed = list(parameters)
+    return [torch.optim.SGD(listed[::2], lr=0.1), torch.optim.Adam(listed[1::2], lr=0.01)]
+
+
+MAKE = {f"{name}, foreach={n % 2 == 0}": of_torch(name, n % 2 == 0) for n, name in enumerate(NAMES)}
+MAKE |= {f"{name}, foreach={each}": of_torch(name, each) for name in ("Adam", "SGD") for each in (False, True)}
+
+
+MAKE |= {"fused, of two groups": fused, "several": two_optimizers}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_in_backward_each_optimizer_of_torch_makes_the_large_batchs_update(name):
+    verify = MAKE[name] in (fused, two_optimizers)
+    assert_same_updates(network(), batches(count=2), loss_of, MAKE[name], 3, verify=verify, **IN_BACKWARD)
+
+
+def test_in_backward_schedulers_hooks_and_counters_see_one_update():
+    model, seen = network(), []
+    parameters = list(model.parameters())
+    optimizer = OPTIMIZERS["adam"](parameters)
+    scheduler, step = torch.optim.lr_scheduler.StepLR(optimizer, 1), build_in_backward(model, optimizer)
+    optimizer.register_step_post_hook(lambda optimizer, *_: seen.append(len(optimizer.param_groups[0]["params"])))
+    groups = [*optimizer.param_groups]
+    for batch in batches():
+        step(*batch)
+        scheduler.step()
+    assert seen == [len(parameters)] * 3
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+    assert all(one is other for one, other in zip(groups, optimizer.param_groups, strict=True))
+    assert len(optimizer.state_dict()["state"]) == len(parameters)
+    assert all(p.grad is None for p in parameters)
+
+
+def test_in_backward_no_more_gradients_are_alive_than_one_blocks_and_those_outside():
+    model, alive = network(depth=5), []
+    inside = [id(p) for p in model.layers.parameters()]
+
+    def count(_):
+        alive.append(sum(p.numel() for p in model.parameters() if p.grad is not None))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    build_in_backward(model, verify=False)(*batches()[0])
+    outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    assert max(alive) <= outside + sum(p.numel() for p in model.layers[0].parameters())
+
+
+def test_a_gradient_that_has_been_used_is_gone_before_the_next_block_runs():
+    model, gradients, alive = network(), [], []
+
+    def arrived(parameter):
+        gradients[:] = [] if parameter.grad is None else [weakref.ref(parameter.grad)]
+
+    def runs(*_):
+        if torch.is_grad_enabled():
+            alive.append(gradients[0]() is not None)
+
+    model.layers[2].inner.weight.register_post_accumulate_grad_hook(arrived)
+    model.layers[1].inner.register_forward_hook(runs)
+    build_in_backward(model, verify=False)(*batches()[0])
+    assert alive == [False] * 3
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_in_backward_an_error_in_the_middle_says_what_has_been_updated(error):
+    model = network()
+    step, before = build_in_backward(model, verify=False), copy.deepcopy(model)
+
+    def fail(layer, args):
+        if torch.is_grad_enabled():
+            raise error("on purpose")
+
+    model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises((torch.OutOfMemoryError, WindowError)) as raised:
+        step(*batches()[0])
+    assert "6 of 23 parameters have been updated with this batch" in str(raised.value)
+    assert "those of the blocks 'layers.2'" in str(raised.value)
+    assert isinstance(raised.value, torch.OutOfMemoryError) == (error is torch.OutOfMemoryError)
+    for layer, changed in (("layers.0", False), ("layers.1", False), ("layers.2", True), ("norm", False)):
+        found = relative_error(model.get_submodule(layer).parameters(), before.get_submodule(layer).parameters())
+        assert (found > 0) == changed, layer
+    assert step.updates == 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+# Elsewhere: here that is the CPU, and each comes as a copy.
+
+
+def build_on_cpu(model, **options):
+    return build(model, **{"blocks": "layers", "on": "cpu", **options})
+
+
+def test_a_block_comes_once_per_forward_pass_and_once_in_backward_and_its_own_parameters_stay_where_they_are():
+    model, copied = network(), []
+    step, places = build_on_cpu(model, verify=False, update="in_backward"), [id(p) for p in model.parameters()]
+    offloaded = step._layers.offloaded
+    copies = offloaded._copies
+    offloaded._copies = lambda place: copied.append(place) or copies(place)
+    step(*batches(rows=15)[0])
+    assert [copied.count(place) for place in range(3)] == [5 + 1] * 3  # five forward passes, and one turn
+    assert [id(p) for p in model.parameters()] == places
+    assert all(type(layer) is Layer for layer in model.layers)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_error_in_a_block_leaves_it_at_home(grad):
+    model = network()
+    step, own = build_on_cpu(model, verify=False), [id(p) for p in model.parameters()]
+
+    def fail(layer, args):
+        if torch.is_grad_enabled() == grad:
+            raise RuntimeError("on purpose")
+
+    hook = model.layers[1].register_forward_pre_hook(fail)
+    with problems.unchanged(model), pytest.raises(RuntimeError, match="on purpose"):
+        step(*batches()[0])
+    hook.remove()
+    assert [id(p) for p in model.parameters()] == own
+    assert step(*batches()[0]).isfinite()
+
+
+def test_offloaded_activations_make_the_same_update_and_leave_no_files(tmp_path):
+    seen, model = [], network()
+    model.layers[2].register_forward_hook(lambda *_: seen.append(len(os.listdir(tmp_path))))
+    options = {"make": OPTIMIZERS["adam"], "size": 3, "update": "in_backward"}
+    assert_same_updates(model, batches(), offload=str(tmp_path), **options)
+    assert max(seen) >= 6  # of three blocks and three micro-batches
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_waits_in_files_takes_no_memory(tmp_path):
+    peaks = []
+    for offload in (tmp_path, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 64), nn.Sequential(*(nn.Tanh() for _ in range(9)), nn.Linear(64, 2)))
+        options = {"loss_fn": nn.MSELoss(), "compute_loss": None, "micro_batch_size": 8, "verify": False}
+        step = build(model, blocks=list(model[1]), offload=offload, **options)
+        with LiveBytes() as live:
+            step(torch.randn(64, 4), torch.randn(64, 2))
+        peaks.append(live.peak)
+    assert peaks[0] < 0.4 * peaks[1]
+
+
+def test_a_folder_without_room_is_an_error_that_names_it_and_nothing_is_updated(tmp_path):
+    model = network()
+    step = build_on_cpu(model, on=None, update="in_backward", offload=tmp_path, verify=False)
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+        full = rf"could not be written to the folder of\s+offload='{tmp_path}'"
+        with problems.unchanged(model), pytest.raises(OSError, match=full):
+            step(*batches()[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    shutil.rmtree(tmp_path)
+    with problems.unchanged(model), pytest.raises(OSError, match="it is gone"):
+        step(*batches()[0])
+    tmp_path.mkdir()
+    torch.manual_seed(0)
+    assert step(*batches()[0]).isfinite()

@@ -8,18 +8,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from gradaccum.errors import NotEquivalentError, WindowError
-from tests.torch.layers.problems import (
-    OPTIMIZERS,
-    Layer,
-    as_it_is,
-    batches,
-    build,
-    doing,
-    late,
-    loss_of,
-    network,
-    unchanged,
-)
+from tests.torch.layers.problems import OPTIMIZERS, Layer, batches, build, doing, late, loss_of, network, unchanged
 
 IN_BACKWARD, ON_CPU, AUTO = {"update": "in_backward"}, {"blocks": "layers", "on": "cpu"}, {"blocks": "auto"}
 
@@ -99,7 +88,7 @@ AGAIN = r"the block 'layers\.{}' failed there.*If it reads what the model"
 KEPT = {
     "a mean over rows": (lambda: doing(remembers, places=[1]), {}, r"the block 'layers\.1' \(mean\)"),
     "a loss that a block leaves in an attribute": (
-        lambda: doing(as_it_is, leaves_a_loss, places=[1]),
+        lambda: doing(kept=leaves_a_loss, places=[1]),
         {"compute_loss": lambda model, *batch: loss_of(model, *batch) + model.layers[1].penalty},
         r"the block 'layers\.1' \(penalty\)",
     ),

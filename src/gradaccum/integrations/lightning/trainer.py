@@ -25,6 +25,7 @@ from gradaccum.torch.watch import GradientMonitor, Modification, counts_versions
 _NAMES = (
     PrivateName("trainer", "fit_loop._should_accumulate", "says whether a batch closes its window"),
     PrivateName("trainer", "fit_loop._skip_backward", "weight averaging's last epoch makes no update"),
+    PrivateName("trainer", "precision_plugin.backward", "is where a backward pass begins and ends"),
     PrivateName("trainer", "fit_loop.epoch_loop.automatic_optimization._optimizer_step", "closes a short window"),
     PrivateName("trainer", "fit_loop.epoch_loop.batch_progress.is_last_batch", "counts that update"),
     PrivateName("trainer", "fit_loop.epoch_loop.update_lr_schedulers", "steps the schedulers after it"),
@@ -191,6 +192,17 @@ class PassMonitor(GradientMonitor):
             for hook in self._watched.hooks:
                 hook.remove()
             self._watched.hooks = []
+
+    def counted(self, last_next: bool = False) -> None:
+        """A pass has ended. One that wrote twice to a gradient may have edited it: the next ones are looked at."""
+        watched = self._watched
+        if not self.looking:
+            for parameter, gradient, version in zip(watched.parameters, watched.gradients, watched.bases):
+                if gradient is not None and parameter.grad is gradient and gradient._version > version + 1:
+                    if counts_versions(gradient):
+                        self.watch_all()
+                    break
+        super().counted(last_next)
 
     def before_pass(self, first: bool) -> Modification | None:
         """What was done to the gradients since the pass before; or, before the window's first, what was not."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from gradaccum.core.equivalence import Cause, Equivalence
+from gradaccum.core.equivalence import Equivalence
 from gradaccum.core.proof import Comparison, even_ways
 from gradaccum.jax.equivalence.causes import find_causes
 from gradaccum.jax.equivalence.trial import Trial
@@ -85,10 +85,8 @@ def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None
     comparison = Comparison(trial, even_ways(trial.rows, micro_batch_size), "differs")
     comparison.check_loss()
     differences, verdict, allowed = comparison.judged() or [], trial.verdict(), trial.tolerance
-    failing, causes = comparison.failing(allowed), list[Cause]()
-    if comparison.error is not None:
-        causes = [_failure(comparison)]
-    elif failing:
+    failing, causes = comparison.failing(allowed), comparison.raised()
+    if failing and not causes:
         causes = [find_causes(trial, failing, differences, verdict)]
     notes = []
     if trial.holds_keys:
@@ -102,12 +100,3 @@ def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None
         else:
             known_exact(trial.loss_fn)
     return comparison.record(differences, causes, allowed, notes)
-
-
-def _failure(comparison: Comparison) -> Cause:
-    """What the loss raises in micro-batches, and not on the large batch."""
-    sizes = next(one.way[1] for one in comparison.compared if one.failed)
-    first_line = (str(comparison.error).strip().splitlines() or [""])[0]
-    message = f"rows the loss raises {type(comparison.error).__name__}: {first_line} The large batch does not."
-    of = " + ".join(map(str, sizes))
-    return Cause("error", "loss", f"In micro-batches of {of} {message} Write it for any number of rows.")

@@ -2,33 +2,33 @@
 
 The loss is traced for the numbers of rows that it will be given, and nothing is evaluated. An axis whose length differs
 between the traces has the rows. `walk` follows all traces side by side, equation by equation, and describes each array
-by a `Value`:
+by a `Value` (`algebra`):
 
 - `place`: the axis of its rows, or None.
 - `terms`: what it is the sum of. A term is each row's `own` number (a function of that row, and of what all rows share,
   such as parameters), or the same for any rows. Without an axis of rows, an own term is a *sum over the rows*.
-- Each term has a `factor`: powers of symbols. A symbol is a number that takes all rows to know: their COUNT, or one sum
-  over them of the batch alone, such as the number of its tokens.
+- Each term has a `scale`, for what takes all rows to know: the number of rows, or sums over them. It is known in a few
+  imagined batches, in which each sum is another number, and once 0. () is 1 in all of them.
 - `flaw`: that neither is true, and why. What follows from a flaw has it.
 
-So `((x @ p) ** 2 * mask).sum() / mask.sum()` comes to one term, own / S, with the symbol S for the sum of the mask. A
-mean over rows is own / COUNT. A loss of terms own / W, with W the sum that `weight` returns, and of terms that are the
-same for any rows, is the weighted mean of its micro-batches. Everything else is wrong, and its terms or its flaw say
-why.
+So `((x @ p) ** 2 * mask).sum() / mask.sum()` comes to one term, own times what 1 / S is for the sum S of the mask. A
+mean over rows is own / rows. A loss of terms own / W, with W the sum that `weight` returns, and of terms that are the
+same for any rows, is the weighted mean of its micro-batches: own terms times W are the same in all imagined batches,
+but for those with W = 0, which weigh nothing. Everything else is wrong, and its terms or its flaw say why.
 
-The algebra: sums join terms, products multiply factors, and any other function is one of plain rows (all of its terms
-are own or shared, without a factor), or else a flaw. A sum over the batch that meets rows becomes a factor, if others
-may be divided by it: it is a single number, and does not follow from what is differentiated. What is computed from such
-a sum alone (`max(sum, 1)`, `sum > 0`) is computed at some points, its `curve`, and is a power of the sum if it goes so.
+The algebra: sums join terms, products multiply scales, and any other function is one of plain rows (all of its terms
+are own or shared, of scale 1), or else a flaw. A sum over the batch that meets rows becomes a scale. What is computed
+from such sums alone (`max(sum, 1)`, `sum > 0`) is computed in the imagined batches, and a choice by it counts in those
+in which it is made. A custom derivative is judged by the gradient that it makes, which is traced with the loss.
 A flaw is certain, and the loss is refused, unless it is `soft`: picking the diagonal of pairs of rows, or adding up
 rows in another order, may take it back. Then the judgement says that it can't tell.
 
 To add a primitive, ask what it does to each row, and add it to the table at the end of `rules`:
 
 - Entry by entry: to the list of these.
-- Across some axes, and entry by entry on the others: `_across(axes)`, or `_across(axes, linear=True)` for sums.
-  `"cumsum": _across(_named, linear=True)` works across the axis in its parameter, so rows in that axis are mixed, and
-  rows in another one are not.
+- Across some axes, and entry by entry on the others: `_law(across=axes)`, or `_law(_linear, axes)` for sums.
+  `"cumsum": _law(_linear, _named)` works across the axis in its parameter, so rows in that axis are mixed, and rows in
+  another one are not.
 - Anything else, such as one that holds a jaxpr: a rule `(equation, inputs) -> output`, which raises `mixes()` or
   `unknown(why)` where terms can't say what it does; `_split` is a short one. `equation.made` describes an output.
 - A test in tests/jax/loss: a loss with it that passes in silence, and one across the rows that is refused.
@@ -40,29 +40,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from gradaccum.jax.batch import equations
+from gradaccum.jax.loss import algebra
+from gradaccum.jax.loss.algebra import COUNT, ONE, Flaw, Lost, Place, Scale, Source, Term, Value
 from gradaccum.jax.loss.rules import RULES
-from gradaccum.jax.loss.walk import (
-    COUNT,
-    LAYOUT,
-    ONE,
-    ROWS,
-    SHARED,
-    Factor,
-    Flaw,
-    Lost,
-    Place,
-    Source,
-    Term,
-    Value,
-    Walk,
-    exponent,
-    is_integral,
-    line,
-    power,
-)
+from gradaccum.jax.loss.walk import LAYOUT, Walk, is_integral, is_ours, line
 
 _ROWS = 6
 """The smaller number of rows that a loss is traced for where no sizes are known; the other one is twice that."""
@@ -79,7 +65,7 @@ class LossSpec(NamedTuple):
     axes: list[int | None]
     """Of each input, the axis of its rows, or None."""
     roots: list[int]
-    """Of each input, DIFFERENTIATED, FRESH, and a bit for each leaf of the state, as of `Value.roots`."""
+    """Of each input, algebra.DIFFERENTIATED, FRESH, and a bit for each leaf of the state, as of `Value.roots`."""
     reduction: str
     unit: int = 1
     """What a number of rows must be a multiple of."""
@@ -102,18 +88,14 @@ def judge(spec: LossSpec) -> Verdict:
     """Whether the loss of a batch follows from those of its micro-batches."""
     try:
         rows, traces, names = _traces(spec)
+        if own := [each for each in equations(traces[-1].jaxpr) if _has_own_derivative(each)]:
+            rows, traces, names = _traces(spec._replace(function=_graded(spec)))
     except Exception as error:  # it is written for other numbers of rows
         return Verdict(
             "unknown", (f"It can't be traced for other numbers of rows: {str(error).strip().partition(chr(10))[0]}")
         )
     walk = Walk(rows, RULES)
-    inputs = [
-        Value(
-            frozenset([Term(axis is not None)]), None if axis is None else Place(axis),
-            number=walk.number("input", n), roots=roots, integral=is_integral(kind.dtype),
-        )
-        for n, (kind, axis, roots) in enumerate(zip(traces[-1].in_avals, spec.axes, spec.roots))
-    ]  # fmt: skip
+    inputs = [_input(n, *each, walk) for n, each in enumerate(zip(traces[-1].in_avals, spec.axes, spec.roots))]
     try:
         found = walk.run(traces, inputs)
     except Lost:
@@ -121,15 +103,8 @@ def judge(spec: LossSpec) -> Verdict:
     except Exception as error:  # what looks at a loss must not keep it from training
         return Verdict("unknown", f"It can't be followed: {type(error).__name__}: {error}")
     losses, weights, more = jax.tree.unflatten(names, found)
-    statistics = set().union(*(walk.ancestors(value.number) for value in more["statistics"]))
-    verdicts = []
-    for name, loss in losses.items():
-        verdict = _of_loss(loss, weights.get(name), spec.reduction, walk, statistics)
-        about = f"As to the loss {name!r}: " if name else ""
-        verdicts.append(verdict._replace(message=f"{about}{verdict.message}"))
+    verdicts = [*_of_losses(losses, weights, more, inputs, spec.reduction, walk, own)]
     wrong = [verdict for verdict in verdicts if verdict.kind not in ("exact", "unknown")]
-    if walk.added and (spec.reduction == "sum" or len(losses) > 1):  # it is added once per micro-batch
-        wrong.append(_mixes(walk.added[0])._replace(certain=True))
     if wrong:
         return max(wrong, key=lambda verdict: verdict.certain)
     verdicts.append(_of_one_row(spec, rows, traces))
@@ -137,6 +112,24 @@ def judge(spec: LossSpec) -> Verdict:
     for (how, path), value in more["aux"].items():
         verdicts.append(_of_aux(how, path, value, weights.get(""), spec.reduction, walk))
     return next((verdict for verdict in verdicts if verdict.kind != "exact"), EXACT)
+
+
+def _of_losses(
+    losses: Any, weights: Any, more: Any, inputs: list[Value], reduction: str, walk: Walk, own: list[Any]
+) -> Iterator[Verdict]:
+    statistics = set().union(*(walk.ancestors(value.number) for value in more["statistics"]))
+    for name, loss in losses.items():
+        verdict = _of_loss(loss, weights.get(name), reduction, walk, statistics)
+        if verdict.kind == "exact" and (found := more["gradients"].get(name)):
+            verdict = _of_gradients(found, inputs, weights.get(name), reduction, walk, own) or verdict
+        yield verdict._replace(message=f"As to the loss {name!r}: {verdict.message}" if name else verdict.message)
+
+
+def _input(n: int, kind: Any, axis: int | None, roots: int, walk: Walk) -> Value:
+    place = None if axis is None else Place(axis)
+    roots |= algebra.FLOWING if roots & algebra.DIFFERENTIATED else 0
+    number, integral = walk.number("input", n), is_integral(kind.dtype)
+    return Value(frozenset([Term(axis is not None)]), place, None, number, roots, integral=integral)
 
 
 def _traces(spec: LossSpec) -> tuple[tuple[int, ...], list[Any], Any]:
@@ -157,6 +150,44 @@ def _traced(spec: LossSpec, rows: int) -> Any:
     return jax.make_jaxpr(spec.function, return_shape=True)(spec.kinds(rows))
 
 
+def _graded(spec: LossSpec) -> Callable[[list[Any]], Any]:
+    """The loss with its gradients, by name and by the position of their input: what runs under differentiation."""
+
+    def function(values: list[Any]) -> Any:
+        inputs = {
+            n: value
+            for n, (value, roots) in enumerate(zip(values, spec.roots))
+            if roots & algebra.DIFFERENTIATED and jnp.issubdtype(value.dtype, jnp.floating)
+        }
+
+        def named(name: str) -> Any:
+            def loss(some: dict[int, Any]) -> Any:
+                found = spec.function([some.get(n, value) for n, value in enumerate(values)])
+                return found[0][name], found
+
+            return jax.value_and_grad(loss, has_aux=True)(inputs)
+
+        found = {name: named(name) for name in jax.eval_shape(spec.function, values)[0]}
+        ((_, (_, weights, more)), _), *_ = found.values()
+        losses = {name: loss for name, ((loss, _), _) in found.items()}
+        return losses, weights, more | {"gradients": {name: gradients for name, (_, gradients) in found.items()}}
+
+    return function
+
+
+def _has_own_derivative(equation: Any) -> bool:
+    """Whether it is a custom derivative that is not JAX' own, nor what `jax.custom_gradient` makes of others."""
+    if not equation.primitive.name.startswith(("custom_vjp", "custom_jvp")):
+        return False
+
+    def path(of: Any) -> str:
+        return (getattr(getattr(of, "debug_info", None), "func_src_info", None) or "").rpartition(" at ")[2]
+
+    params = equation.params
+    function, rule = path(params["call_jaxpr"].jaxpr), path(params.get("bwd", params.get("jvp_jaxpr_fun")))
+    return not (is_ours(function) and is_ours(rule) and "custom_derivatives" not in function)
+
+
 def _of_one_row(spec: LossSpec, rows: tuple[int, ...], traces: list[Any]) -> Verdict:
     """Whether the loss of a single row does what it does for more; JAX leaves some layout out there, so it is not
     followed: its operations are the same, and so are its numbers, or they go with the rows."""
@@ -164,7 +195,7 @@ def _of_one_row(spec: LossSpec, rows: tuple[int, ...], traces: list[Any]) -> Ver
         return EXACT
     done = [list(_done(closed)) for closed in (_traced(spec, 1)[0], *traces)]
     alike = len({len(each) for each in done}) == 1 and all(
-        (isinstance(some[0], float) and exponent(some, (1, *rows)) is not None) or len({*some}) == 1
+        (isinstance(some[0], float) and algebra.exponent(some, (1, *rows)) is not None) or len({*some}) == 1
         for some in zip(*done)
     )
     return EXACT if alike else Verdict("unknown", "Its operations for one row differ from those for more.")
@@ -214,7 +245,7 @@ def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: 
     elif value.flaw is not None:
         why = "" if value.flaw.kind == "unknown" else f"{_at(value.flaw.source)}."
     else:
-        plain = not value.own or (value.place == Place(0) and not any(term.factor for term in value.terms))
+        plain = not value.own or (value.place == Place(0) and not any(term.scale for term in value.terms))
         why = "" if plain else f"{_at(walk.first_sum(value))}."
     over = ["what the loss is a mean over" if weight is not None else "rows"] if how == "mean" else []
     return Verdict("aux", _AUX[how].format(path, *over, why)) if why else EXACT
@@ -224,21 +255,34 @@ def _of_loss(
     loss: Value, weight: Value | None, reduction: str, walk: Walk, statistics: frozenset[int] | set[int] = frozenset()
 ) -> Verdict:
     if loss.flaw is not None:
-        return _of_flaw(loss.flaw, statistics)
+        verdict = _of_flaw(loss.flaw, statistics)
+        return verdict._replace(certain=verdict.certain and not (loss.flaw.kind == "mixed" and walk.has_branches))
     if loss.place is not None:
         return Verdict("unknown", "Its result still has an axis of rows.")
     if weight is not None and weight.flaw is not None and weight.flaw.kind == "unknown":
         return Verdict("unknown", f"`weight` uses {_at(weight.flaw.source)}, which is not followed.")
-    is_sum = weight is None or weight.terms in ({Term(True)}, {Term(False, ROWS)}, SHARED)
-    divisor = ONE if reduction == "sum" else ROWS
-    try:
-        divisor = divisor if weight is None or reduction == "sum" else walk.factor(weight)
-    except Lost:
-        is_sum = False
-    if weight is not None and (weight.flaw is not None or not is_sum):
-        why = "what it returns for the batch is not the sum of what it returns for micro-batches"
-        return Verdict("unknown", f"`weight` must be a sum over the rows: {why}.")
-    return _of_terms(loss, divisor, weight is not None, reduction, walk)
+    divisor = ONE if reduction == "sum" else walk.batches.count
+    if weight is not None:
+        rows = {Term(own, scale) for own, scale in ((True, ONE), (False, ONE), (False, walk.batches.count))}
+        if weight.flaw is not None or len(weight.terms) != 1 or not weight.terms <= rows:
+            why = "what it returns for the batch is not the sum of what it returns for micro-batches"
+            return Verdict("unknown", f"`weight` must be a sum over the rows: {why}.")
+        divisor = walk.factor(weight)
+    return _of_terms(loss, divisor, weight, reduction, walk)
+
+
+def _of_gradients(
+    gradients: dict[int, Value], inputs: list[Value], weight: Value | None, reduction: str, walk: Walk, own: list[Any]
+) -> Verdict | None:
+    """Whether gradients follow from those of micro-batches as the loss does, where custom derivatives make them."""
+    for n, gradient in gradients.items():
+        place = None if gradient.place == inputs[n].place else gradient.place
+        found = _of_loss(gradient.but(place=place), weight, reduction, walk)
+        if found.kind == "unknown":
+            return found
+        if found.kind != "exact":
+            return _by_derivative(own)
+    return None
 
 
 def _of_flaw(flaw: Flaw, statistics: frozenset[int] | set[int]) -> Verdict:
@@ -258,40 +302,59 @@ def _of_flaw(flaw: Flaw, statistics: frozenset[int] | set[int]) -> Verdict:
     return verdict._replace(certain=flaw.certain)
 
 
-def _of_terms(loss: Value, divisor: Factor, is_weighed: bool, reduction: str, walk: Walk) -> Verdict:
-    shared = ONE if reduction == "mean" else ROWS  # of a mean it comes out as it is, of a sum what goes with the rows
-    wrong = [term for term in loss.terms if term not in (Term(True, power(divisor, -1)), Term(False, shared))]
+def _of_terms(loss: Value, divisor: Scale, weight: Value | None, reduction: str, walk: Walk) -> Verdict:
+    named, is_weighed, flowing = walk.batches.named, weight is not None, _flowing(weight, walk)
+    off = {term: _off(term, divisor, reduction, walk) for term in loss.terms}
+    names = {term: named(algebra.power(term.scale, -1)) for term in loss.terms}
+    wrong = [term for term in loss.terms if off[term] or names[term] in flowing]
     if not wrong:
         return Verdict("unknown", walk.doubts[0]) if walk.doubts else EXACT
-    divisors = {power(term.factor, -1) for term in loss.terms if term.own}
-    if (mixing := _mixing(wrong, loss, divisors, walk)) is not None:
-        return _mixes(mixing)._replace(certain=True)
+    if all(algebra.is_choice(off[term]) and names[term] not in flowing for term in wrong):
+        return _mixes(walk.first_sum(loss))  # but for a choice where a sum is 0, it is right
+    divisors = {names[term] for term in loss.terms if term.own}
+    if _is_mixed(wrong, names, divisors, walk):
+        return _mixes(walk.first_sum(loss))._replace(certain=not walk.has_branches)
     same_for_all = is_weighed and divisor == ONE  # right where micro-batches have as many rows
-    verdict = _by_divisors(wrong, loss, divisors, divisor if is_weighed else None, reduction, walk)
+    verdict = _by_divisors(wrong, loss, divisors, named(divisor) if is_weighed else None, reduction, walk)
     return verdict._replace(certain=verdict.kind != "unknown" and not same_for_all)
 
 
-def _mixing(wrong: list[Term], loss: Value, divisors: set[Factor], walk: Walk) -> Source | None:
-    """What multiplies rows by what takes all rows to know; None where the loss is a sum of means, or of sums."""
-    symbols = [(symbol, degree) for term in wrong for symbol, degree in term.factor if symbol != COUNT]
-    if mixing := [walk.sources[symbol] for symbol, degree in symbols if degree != -1 or symbol in walk.bound]:
-        return min(mixing, key=lambda source: source.number)
-    if all(len(each) <= 1 for each in divisors) and not (len(divisors) > 1 and ONE in divisors):
-        return None
-    return walk.sources[symbols[0][0]] if symbols else walk.first_sum(loss)
+def _flowing(weight: Value | None, walk: Walk) -> set[Any]:
+    """Sums that a gradient flows through, which a mean isn't over; if `weight` has one, too, that is another error."""
+    return walk.flowing if weight is None or not weight.roots & algebra.FLOWING else set()
+
+
+def _is_mixed(wrong: list[Term], names: dict[Term, Any], divisors: set[Any], walk: Walk) -> bool:
+    """Whether it is no sum of means, and of sums: rows are multiplied by what takes all rows to know."""
+    if (len(divisors) > 1 and "" in divisors) or any(names[term] in walk.bound for term in wrong):
+        return True
+    if all(algebra.is_by_rows(algebra.ordinary(term.scale)) for term in wrong):
+        return False
+    return None in divisors or not all(term.own or algebra.is_by_rows(term.scale) for term in wrong)
+
+
+def _off(term: Term, divisor: Scale, reduction: str, walk: Walk) -> Scale:
+    """What keeps a term from being right: ONE, if it is; what weighs nothing is left out."""
+    shared = ONE if reduction == "mean" else algebra.power(walk.batches.count, -1)  # of a sum it goes with the rows
+    scale = algebra.times(term.scale, divisor if term.own else shared)
+    if not (scale and divisor):
+        return scale
+    return algebra.scaled(x if y else algebra.NONE for x, y in zip(scale, divisor))
 
 
 def _by_divisors(
-    wrong: list[Term], loss: Value, divisors: set[Factor], weight: Factor | None, reduction: str, walk: Walk
+    wrong: list[Term], loss: Value, divisors: set[Any], weight: Any, reduction: str, walk: Walk
 ) -> Verdict:
     """Why it isn't exact, where it is a sum of means or of sums; `weight` is what that returns, if there is one."""
-    named = " and ".join(_divisor(factor, walk) for factor in sorted(divisors, key=str))
+    if None in divisors:
+        return _by_another_count()
+    named = " and ".join(sorted(_divisor(symbol, walk) for symbol in divisors))
     if len(divisors) > 1:
         each = "{name: (loss, weight)}, each with what it is a mean over"
         return Verdict("weight", f"It is a sum of means over {named}. Return them as {each}.")
-    if all(symbol == COUNT for term in wrong for symbol, _ in term.factor):
-        return _by_count(wrong, loss, reduction)
-    if weight is not None and COUNT not in dict(weight):
+    if all(algebra.is_by_rows(term.scale) for term in wrong):
+        return _by_count(wrong, loss, reduction, walk)
+    if weight is not None and weight != COUNT:
         return Verdict("unknown", f"It divides by {named}. Whether `weight` equals that is unknown.")
     weighed, asked = ("rows", "") if reduction == "mean" else ("nothing, as sums", 'reduction="mean" and ')
     return Verdict(
@@ -301,18 +364,18 @@ def _by_divisors(
     )
 
 
-def _by_count(wrong: list[Term], loss: Value, reduction: str) -> Verdict:
+def _by_count(wrong: list[Term], loss: Value, reduction: str, walk: Walk) -> Verdict:
     """Where nothing but the number of rows is a factor."""
-    factors = {term.factor for term in wrong if term.own}
+    divisors = {walk.batches.named(algebra.power(term.scale, -1)) for term in wrong if term.own}
     as_mean = "counted once per micro-batch. Return a mean over rows plus the term."
-    if not factors:
+    if not divisors:
         how = f"that is multiplied by the number of rows, or, next to a sum over them, {as_mean}"
         return Verdict("regulariser", f"It has a term without rows (a regulariser) {how}")
-    if factors == {power(ROWS, -1)} and reduction == "sum":
+    if divisors == {COUNT} and reduction == "sum":
         return Verdict("weight", 'It is a mean over rows, but was treated as a sum. Pass reduction="mean".')
-    if factors == {power(ROWS, -1)}:
+    if divisors == {COUNT}:
         return Verdict("weight", "It is a mean over rows, but `weight` says otherwise. Leave `weight` out.")
-    if factors != {ONE}:
+    if divisors != {""}:
         return _by_another_count()
     if all(term.own for term in loss.terms):
         return Verdict("reduction", 'It is a sum over its rows, but was treated as a mean. Pass reduction="sum".')
@@ -326,13 +389,6 @@ def _by_another_count(where: str = "") -> Verdict:
 
 
 def _mixes(source: Source | None, statistics: set[int] | frozenset[int] = frozenset()) -> Verdict:
-    if source is not None and source.primitive.startswith(("custom_v", "custom_j")):
-        return Verdict(
-            "loss",
-            f"The custom derivative of {_at(source)} does more than multiply each row's gradient by a number of that "
-            "row: it clips or normalises gradients, say, or averages them over rows. Applied to micro-batches it gives "
-            "another gradient than applied to the large batch. Apply it once, to the gradients of the update.",
-        )
     if source is not None and source.number in statistics:
         return Verdict(
             "batch_norm",
@@ -349,11 +405,21 @@ def _mixes(source: Source | None, statistics: set[int] | frozenset[int] = frozen
     )
 
 
-def _divisor(factor: Factor, walk: Walk) -> str:
-    symbols = [symbol for symbol, _ in factor]
-    if symbols == [COUNT] or not symbols:
-        return "rows" if symbols else "nothing"
-    where = line(walk.sources[symbols[0]].info)
+def _by_derivative(own: list[Any]) -> Verdict:
+    places = dict.fromkeys(_at(Source(each.primitive.name, each.source_info)) for each in own)
+    return Verdict(
+        "loss",
+        f"The custom derivative of {' or '.join(places)} does more than multiply each row's gradient by a number of "
+        "that row: it clips or normalises gradients, say, or averages them over rows. Applied to micro-batches it "
+        "gives another gradient than applied to the large batch. Apply it once, to the gradients of the update.",
+        certain=True,
+    )
+
+
+def _divisor(symbol: Any, walk: Walk) -> str:
+    if symbol in ("", COUNT):
+        return symbol or "nothing"
+    where = line(walk.sources[symbol].info)
     return f"what is summed at {where}" if where else "a sum"
 
 

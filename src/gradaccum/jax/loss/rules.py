@@ -9,117 +9,147 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from gradaccum.jax.loss import walk as walks
-from gradaccum.jax.loss.derivatives import check_derivative, kinds_of
-from gradaccum.jax.loss.walk import SHARED, Equation, Flaw, Place, Rule, Term, Terms, Value, mixes, union, unknown
+from gradaccum.jax.loss import algebra
+from gradaccum.jax.loss.algebra import NONE, SHARED, Flaw, Lost, Place, Term, Terms, Value, mixes, union, unknown
+from gradaccum.jax.loss.walk import Equation, Rule, is_integral, joined
 
 _ROUNDS = 6  # times that a loop's body is looked at until what is known of its carry stays
 _COMPUTED: dict[str, Callable[..., Any]] = {
-    "abs": abs, "add": operator.add, "add_any": operator.add, "clamp": lambda a, x, b: min(max(a, x), b),
-    "div": operator.truediv, "eq": operator.eq, "ge": operator.ge, "gt": operator.gt,
-    "le": operator.le, "log": math.log, "lt": operator.lt, "max": max, "min": min, "mul": operator.mul,
-    "ne": operator.ne, "neg": operator.neg, "pow": operator.pow, "rsqrt": lambda x: x**-0.5,
-    "select_n": lambda which, *cases: cases[int(which)], "sqrt": lambda x: x**0.5, "square": lambda x: x * x,
+    "abs": abs, "add": operator.add, "add_any": operator.add, "and": operator.and_,
+    "clamp": lambda a, x, b: min(max(a, x), b), "div": operator.truediv, "eq": operator.eq, "ge": operator.ge,
+    "gt": operator.gt, "le": operator.le, "log": math.log, "lt": operator.lt, "max": max, "min": min,
+    "mul": operator.mul, "ne": operator.ne, "neg": operator.neg, "not": operator.not_, "or": operator.or_,
+    "pow": operator.pow, "rsqrt": lambda x: x**-0.5, "sqrt": lambda x: x**0.5, "square": lambda x: x * x,
     "sub": operator.sub,
 }  # fmt: skip
-"""What comes of numbers that are known, or known as functions of one sum over the batch."""
+"""What comes of numbers that are known in imagined batches."""
 
 
 # Entry by entry.
 
 
-def _computed(e: Equation, inputs: list[Value], compute: Callable[..., Any] | None = None) -> Value | None:
-    of = {value.of for value in inputs if value.of is not None}
-    compute = compute or _COMPUTED.get(e.name)
-    if compute is None or len(of) > 1 or not inputs or any(value.curve is None for value in inputs):
+def _computed(inputs: list[Value], compute: Callable[..., Any] | None) -> list[Any] | None:
+    """An output in each of the imagined batches, where all inputs are known there."""
+    if compute is None or not inputs or any(value.lanes is None for value in inputs):
         return None
-    try:
-        curve = [compute(*numbers) for numbers in zip(*(value.curve for value in inputs))]
-    except (ArithmeticError, TypeError, ValueError):
-        return None
-    return e.known(curve, of.pop() if of else None)
+
+    def one(*numbers: Any) -> Any:
+        try:
+            found = compute(*numbers)
+        except (ArithmeticError, TypeError, ValueError):
+            return NONE
+        is_none = isinstance(found, complex) or found != found or any(x != x for x in numbers)
+        return NONE if is_none else found
+
+    lanes = [one(*numbers) for numbers in zip(*(value.lanes or () for value in inputs))]
+    return None if any(x != x for n, x in enumerate(lanes) if not algebra.is_empty(n)) else lanes
 
 
-def _entries(terms: Callable[[Equation, list[Value]], Terms] = lambda e, values: e.function(values)) -> Rule:
-    """An operation entry by entry, whose output has these terms."""
+def _law(
+    terms: Callable[[Equation, list[Value]], Terms] = Equation.function,
+    across: Callable[[Equation], Collection[int]] = lambda e: (),
+    soft: str = "",
+    compute: Callable[..., Any] | None = None,
+) -> Rule:
+    """An operation across some axes, and entry by entry on the others, whose outputs have these terms."""
 
-    def rule(e: Equation, inputs: list[Value]) -> Value:
-        if e.name == "max" and inputs[0].known and inputs[0].known[0] == -np.inf:
-            return inputs[1]
-        if (found := _computed(e, inputs)) is not None:
-            return found
+    def rule(e: Equation, inputs: list[Value]) -> list[Value]:
+        lanes = _computed(inputs, compute or _COMPUTED.get(e.name))
+        if lanes is not None and terms is Equation.function:
+            return [e.valued(lanes)]
         place, values = e.aligned(inputs)
-        return e.made(inputs, SHARED if e.absorbed(inputs) else terms(e, values), place)
+        if place is not None and place.axis in across(e):
+            raise mixes(soft)
+        found = SHARED if e.absorbed(inputs) else terms(e, values)
+        if lanes is not None:
+            return [e.valued(lanes, found)]
+        return [e.made(inputs, found, e.placed(place, n), n) for n in range(len(e.outputs))]
 
     return rule
 
 
-def _power(e: Equation, inputs: list[Value]) -> Value:
-    known = {"square": [2], "integer_pow": [e.params.get("y")]}.get(e.name, inputs[-1].known)
-    if not known or len({*known}) > 1 or (e.name == "pow" and known[0] not in (-2, -1, 2)):
-        return _entries()(e, inputs)
-    found = _computed(e, inputs[:1], lambda x: x ** int(known[0]))
-    return found or _entries(lambda e, values: e.power_of(values[0], int(known[0])))(e, inputs[:1])
+def _linear(e: Equation, values: list[Value]) -> Terms:
+    return union(values)
+
+
+def _largest(e: Equation, inputs: list[Value]) -> Any:
+    return inputs[1] if inputs[0].known == -np.inf else _law()(e, inputs)
+
+
+def _power(e: Equation, inputs: list[Value]) -> Any:
+    degree = {"square": 2, "integer_pow": e.params.get("y")}.get(e.name, inputs[-1].known)
+    if degree is None or (e.name == "pow" and degree not in (-2, -1, 2)):
+        return _law()(e, inputs)
+    compute = lambda x: x ** int(degree)  # noqa: E731
+    return _law(lambda e, values: e.power_of(values[0], int(degree)), compute=compute)(e, inputs[:1])
 
 
 def _multiplied(e: Equation, inputs: list[Value]) -> Value:
     """`mul`, and `and`: 0 whatever the other is, if one is."""
-    if any(value.known is not None and not any(value.known) for value in inputs):
-        return e.known(0 if e.name == "mul" else False)
-    return _entries(lambda e, values: e.product(*values) if e.name == "mul" else e.function(values))(e, inputs)
+    if any(value.known is not None and not value.known for value in inputs):
+        return e.valued(0 if e.name == "mul" else False)
+    return _law(lambda e, values: e.product(*values) if e.name == "mul" else e.function(values))(e, inputs)
 
 
 def _converted(e: Equation, inputs: list[Value]) -> Value:
     old, new = (variables[0].aval.dtype for variables in (e.traced[-1].invars, e.traced[-1].outvars))
-    if not walks.is_integral(new):
+    if not is_integral(new):
         return inputs[0]
     wide = new.itemsize >= 4 and np.can_cast(old, np.int64) and new.kind == "i"  # that they fit is taken for true
-    if walks.is_integral(old) and (np.can_cast(old, new) or wide):
+    if is_integral(old) and (np.can_cast(old, new) or wide):
         return inputs[0]
-    convert = bool if str(new) == "bool" else int
-    return _computed(e, inputs, convert) or _entries()(e, inputs)
+    return _law(compute=bool if str(new) == "bool" else int)(e, inputs)
 
 
 def _added(e: Equation, inputs: list[Value]) -> Value:
-    found: Value = _entries(lambda e, values: union(values))(e, inputs)
+    (found,) = _law(_linear)(e, inputs)
     for a, b in (inputs, inputs[::-1]):  # a shift of all rows by the largest may cancel out behind a logarithm
         is_largest = b.flaw is not None and b.flaw.source.primitive in ("reduce_max", "reduce_min") and b.scalar
         if is_largest and a.place is not None and b.flaw is not None and b.flaw.certain:
-            return found.but(flaw=b.flaw._replace(soft=walks.SHIFT))
+            return found.but(flaw=b.flaw._replace(soft=algebra.SHIFT))
     return found
 
 
 def _compared(e: Equation, inputs: list[Value]) -> Value:
     a, b = inputs[0], inputs[-1]
-    if e.name == "lt" and e.walk.is_position(a.number) and b.choice == 0 and b.known:
-        return e.known(False)
+    if e.name == "lt" and e.walk.is_position(a.number) and b.known == 0:
+        return e.valued(False)
     # A number for all rows is taken to be finite.
     if (e.name == "is_finite" or a.number == b.number) and a.place is None and a.flaw is None and a.own:
-        return e.known(e.name in ("is_finite", "eq", "le", "ge"))
-    return _entries()(e, inputs)
+        return e.valued(e.name in ("is_finite", "eq", "le", "ge"))
+    return _law()(e, inputs)
 
 
 def _select(e: Equation, inputs: list[Value]) -> Value:
     """`select_n`: one of several numbers, entry by entry."""
     which, *cases = inputs
-    if which.choice is not None and _is_answered(which, cases[which.choice]):
-        return cases[which.choice]
-    if (computed := _computed(e, inputs)) is not None:
-        return computed
+    if which.lanes is not None:
+        return _chosen(e, which, cases)
     place, (which, *cases) = e.aligned(inputs)
-    if which.own and (which.place is None or any(term.factor for term in which.terms)):
+    if which.own and (which.place is None or any(term.scale for term in which.terms)):
         return e.made(inputs, e.function([which, *cases]), place)
-    return e.made(inputs, frozenset(Term(term.own or which.own, term.factor) for term in union(cases)), place)
+    return e.made(inputs, frozenset(Term(term.own or which.own, term.scale) for term in union(cases)), place)
 
 
-def _is_answered(which: Value, picked: Value) -> bool:
-    """Whether a condition is known; if it asks for a sum over the batch, then where that is 0, what it picks is nothing
-    that counts: it is divided by the sum, or follows from it alone."""
-    divided = bool(picked.terms) and all((which.of, -1) in term.factor for term in picked.terms)
-    return which.of is None or (picked.flaw is None and (divided or picked.of == which.of))
+def _chosen(e: Equation, which: Value, cases: Sequence[Any], n: int = 0) -> Value:
+    """One of several numbers, by a condition that is known in imagined batches: each counts where it is chosen."""
+    asked = which.lanes or ()
+    picks = [int(x) if x == x else -1 for x in asked]
+    given = {number: cases[number] for number in sorted({*picks} - {-1})}
+    if len(given) == 1:
+        return given.popitem()[1]
+    e.walk.has_branches |= not algebra.is_by_rows(algebra.ordinary(tuple(1.0 + x for x in asked)))
+    place, values = e.aligned(list(given.values()))
+    counts = [[NONE if each < 0 else float(each == number) for each in picks] for number in given]
+    terms = union(value.but(terms=algebra.counted(value.terms, each)) for value, each in zip(values, counts))
+    if all(value.lanes is not None for value in values):
+        return e.valued([given[number].lanes[n] if number in given else NONE for n, number in enumerate(picks)], terms)
+    found = e.made(values, terms, e.placed(place, n), n)
+    return found.but(roots=found.roots | which.roots)
 
 
 def _iota(e: Equation, inputs: list[Value]) -> Value:
@@ -133,32 +163,20 @@ def _iota(e: Equation, inputs: list[Value]) -> Value:
 def _drawn(e: Equation, inputs: list[Value]) -> Value:
     """Random numbers, and keys, from a key: each row's own where its key is, or where micro-batches have their own."""
     key, *data = inputs
-    place, roots = e.grown(), walks.roots_of(inputs) & (walks.STATE - 1)  # a state of random numbers is meant to move
+    # A state of random numbers is meant to move.
+    place, roots = e.grown(), algebra.roots_of(inputs) & (algebra.STATE - 1)
     by_position = any(value.flaw is not None and value.flaw.kind == "position" for value in data)
     if key.flaw is None and key.place is None and (by_position or (place is not None and not any(v.own for v in data))):
-        if roots & walks.FRESH:
+        if roots & algebra.FRESH:
             return e.made([key], frozenset([Term(True)]), place).but(roots=roots)
         return e.made([key], SHARED, None).but(roots=roots, flaw=Flaw("random", e.source))
     if key.own:
         inputs = [key, *(value for value in data if value.flaw is None or value.flaw.kind != "position")]
-    place = place or walks.common_place(inputs)
+    place = place or algebra.common_place(inputs)
     return e.made(inputs, e.function([e.lifted(value, place) for value in inputs]), place).but(roots=roots)
 
 
 # Across some axes, and entry by entry on the others.
-
-
-def _across(axes: Callable[[Equation], Collection[int]], linear: bool = False, soft: str = "") -> Rule:
-    """An operation across these axes, and entry by entry on the others: any function, or linear."""
-
-    def rule(e: Equation, inputs: list[Value]) -> list[Value]:
-        place, values = e.aligned(inputs)
-        if place is not None and place.axis in axes(e):
-            raise mixes(soft)
-        terms = union(values) if linear else e.function(values)
-        return [e.made(inputs, terms, e.placed(place, n), n) for n in range(len(e.outputs))]
-
-    return rule
 
 
 def _last(count: int) -> Callable[[Equation], Collection[int]]:
@@ -179,23 +197,22 @@ def _windows(e: Equation) -> Collection[int]:
 def _solved(e: Equation, inputs: list[Value]) -> Any:
     """Of a right side each column (or row) by itself, if all rows share the matrix."""
     side = len(e.shapes[1]) - (2 if e.params["left_side"] else 1)
-    return _across(_last(2) if inputs[0].depends else lambda e: (side,))(e, inputs)
+    return _law(across=_last(2) if inputs[0].depends else lambda e: (side,))(e, inputs)
 
 
 def _extreme(e: Equation, inputs: list[Value]) -> Any:
     """The largest, the product, ...: of what is the same for all rows it may be of rows, too."""
     value = inputs[0]
-    counts = e.name in ("reduce_prod", "reduce_xor") and value.flaw is None and {*(value.known or (0,))} != {1}
+    counts = e.name in ("reduce_prod", "reduce_xor") and value.flaw is None and value.known != 1
     if value.axis in e.params["axes"] and not value.own and counts:
-        raise walks.Lost("count")
+        raise Lost("count")
     if value.axis in e.params["axes"] and e.name not in ("argmax", "argmin") and not value.own:
         return e.made(inputs, e.function([value]), None)
     if e.name == "reduce_or" and value.axis >= 0 and value.free and e.outputs[0] == ():  # whether a sum isn't 0
         total = e.walk.total(value)
-        e.walk.sources.setdefault(total, e.source)
-        e.walk.curves.setdefault(total, walks.POINTS[True] * len(e.walk.rows))
-        return e.known(True, total)
-    return _across(_named)(e, inputs)
+        e.walk.sources |= {total: e.walk.sources.get(total, e.source), e.number: e.source}
+        return e.valued([x != 0 for x in e.walk.batches.sum_at(total, True)])
+    return _law(across=_named)(e, inputs)
 
 
 # Entries change their places.
@@ -207,7 +224,7 @@ def _moved(to: Callable[[Equation, Place], Place | None] = Equation.placed) -> R
         if value.scalar and value.place is None and value.flaw is None:
             return value
         found = e.made(inputs, value.terms, value.place and to(e, value.place))
-        return found.but(curve=value.curve, of=value.of)
+        return found.but(lanes=value.lanes)
 
     return rule
 
@@ -223,7 +240,7 @@ def _reshaped(e: Equation, place: Place) -> Place:
             outer, inner = before // ahead, after // behind
             if outer * e.walk.rows[-1] * inner == length:
                 return Place(axis, outer, inner)
-    raise mixes(walks.FREE)  # groups of rows perhaps, which may be whole in each micro-batch
+    raise mixes(algebra.FREE)  # groups of rows perhaps, which may be whole in each micro-batch
 
 
 def _cut(e: Equation, place: Place, first: int, last: int, stride: int = 1) -> Place:
@@ -232,7 +249,7 @@ def _cut(e: Equation, place: Place, first: int, last: int, stride: int = 1) -> P
     if (first, last, stride) == (0, e.shapes[0][place.axis], 1):
         return place
     if stride != 1 or first % block or last % block:
-        raise mixes(walks.MOVED)
+        raise mixes(algebra.MOVED)
     return place._replace(outer=(last - first) // block)
 
 
@@ -255,15 +272,20 @@ def _split(e: Equation, inputs: list[Value]) -> list[Value]:
     return [e.made(inputs, value.terms, each, n) for n, each in enumerate(places)]
 
 
-def _broadcast(e: Equation, inputs: list[Value]) -> Value:
-    (value, *_), grown = inputs, e.grown()
-    place = value.place and value.place._replace(axis=e.params["broadcast_dimensions"][value.axis])
+def _repeated(e: Equation, inputs: list[Value]) -> Value:
+    """`broadcast_in_dim` and `tile`: what rows share becomes each row's, where the output grows with them."""
+    (value, *_), grown, place = inputs, e.grown(), inputs[0].place
+    if place is not None:
+        if e.name == "tile":
+            place = place._replace(outer=place.outer * e.params["reps"][place.axis])
+        else:
+            place = place._replace(axis=e.params["broadcast_dimensions"][place.axis])
     if place is not None and (grown is None or grown.axis != place.axis):
-        raise mixes(walks.PAIRS)
+        raise mixes(algebra.PAIRS)
     if place is None and value.flaw is None:
         value, place = e.lifted(value, grown), grown
-    if value.scalar and (value.flaw is None or value.curve is not None):
-        return value.but(place=None if value.flaw else place)
+    if value.scalar and value.flaw is None:
+        return value.but(place=place)
     return e.made(inputs, value.terms, place).but(scalar=value.scalar)
 
 
@@ -287,7 +309,7 @@ def _concatenated(e: Equation, inputs: list[Value]) -> Value:
 def _sum(e: Equation, inputs: list[Value]) -> Value:
     (value,) = inputs
     over_rows = value.axis in e.params["axes"]
-    terms = walks.summed(value.terms) if over_rows else value.terms
+    terms = e.walk.summed(value.terms) if over_rows else value.terms
     found = e.made(inputs, terms, None if over_rows else e.placed(value.place))
     if e.outputs[0] == ():
         found = found.but(number=e.walk.total(value))
@@ -306,8 +328,8 @@ def _over_devices(e: Equation, inputs: list[Value]) -> Any:
         """The sum over devices: of all parts of a sum over rows, that sum."""
         if split & {*axes} and value.place is not None and value.own:
             raise mixes()
-        if value.roots & walks.LOCAL and {*axes} == split:
-            return e.walk.as_sum(value.but(roots=value.roots & ~walks.LOCAL))
+        if value.roots & algebra.LOCAL and {*axes} == split:
+            return e.walk.as_sum(value.but(roots=value.roots & ~algebra.LOCAL))
         return e.made([value], value.terms, value.place, n)
 
     return [of_all(*pair) for pair in enumerate(inputs)]
@@ -324,7 +346,7 @@ def _contracted(where: Callable[[Equation, Place | None, Place | None], Place | 
         place = rows and where(e, left, right)
         terms = e.product(*(e.lifted(value, rows) for value in inputs))
         over_rows = place is None and rows is not None
-        found = e.made(inputs, walks.summed(terms) if over_rows else terms, place)
+        found = e.made(inputs, e.walk.summed(terms) if over_rows else terms, place)
         return e.walk.added_up(e, found) if over_rows else found
 
     return rule
@@ -371,74 +393,57 @@ def _by_position(e: Equation, indices: Value, axes: Sequence[int], rows: Place |
     return [e.walk.values[column] for column in columns if column not in asked] if asked else None
 
 
-def _gathered(e: Equation, inputs: list[Value]) -> Value:
-    """Rows of the indices, or of the operand in an axis that stays whole; or each row's own, by position."""
-    (operand, indices), numbers = inputs, e.params["dimension_numbers"]
-    rows = operand.place
-    if (others := _by_position(e, indices, numbers.start_index_map, rows)) is not None:
-        place = e.grown()
-        return e.made([operand, *others], _picked(e, operand, others, place), place)
-    if e.absorbed(inputs) is None and rows is not None:
-        if rows.axis in numbers.operand_batching_dims:
-            other = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(rows.axis)]
-            if indices.place != rows._replace(axis=other):
-                raise mixes()
-        elif e.params["slice_sizes"][rows.axis] != e.shapes[0][rows.axis]:
-            raise mixes(walks.MOVED)
-        elif indices.place is not None:
-            raise mixes(walks.PAIRS)
-    place = e.placed(indices.place or rows)
-    return e.made(inputs, _picked(e, operand, [indices], place), place)
-
-
-def _picked(e: Equation, operand: Value, indices: Sequence[Value], place: Place | None) -> Terms:
-    """Entries of the operand; an index that takes several rows to know is another one in each micro-batch."""
-    own = any(term.own for term in e.function([e.lifted(each, place) for each in indices]))
-    return frozenset(Term(term.own or own, term.factor) for term in e.lifted(operand, place).terms)
-
-
-def _scattered(e: Equation, inputs: list[Value]) -> Value:
-    """Into each row at its own indices; into all rows at the same ones; or sums into what has no rows (histograms)."""
-    (operand, indices, updates), numbers = inputs, e.params["dimension_numbers"]
-    place = operand.place
-    others = _by_position(e, indices, numbers.scatter_dims_to_operand_dims, place)
+def _indexed(e: Equation, inputs: list[Value]) -> Value:
+    """`gather` and `scatter`: rows that stay whole, or that each have indices of their own, by position or in a batch
+    axis; of what has no rows, entries for each row, and sums over them (histograms)."""
+    (operand, indices, *updates), numbers, rows = inputs, e.params["dimension_numbers"], inputs[0].place
+    to = numbers.scatter_dims_to_operand_dims if updates else numbers.start_index_map
+    others = _by_position(e, indices, to, rows)
     by = [indices] if others is None else others
-    if e.absorbed([operand, updates, *by]) is not None:
-        return e.made(inputs, SHARED, None)
-    if place is not None and place.axis in numbers.operand_batching_dims:  # its own, in the axes that are named for it
-        other = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(place.axis)]
-        of_scatter = [axis for axis in range(len(e.shapes[2])) if axis not in numbers.update_window_dims]
-        moved = indices.place not in (None, place._replace(axis=other))
-        if moved or updates.place not in (None, place._replace(axis=of_scatter[other])):
-            raise unknown(e.name)
-    elif others is not None:
-        inputs = [operand, updates, *others]
-    elif indices.is_shared:
-        updates, place = _in_windows(e, operand, updates)
-    else:
-        adds = e.name.endswith("add") and operand.terms <= SHARED and e.function([indices])
-        if not adds or place is not None or indices.place is None or updates.place is None:
-            raise unknown(e.name)
-        own = frozenset(Term(True, term.factor) for term in updates.terms)
-        return e.walk.added_up(e, e.made(inputs, operand.terms | own, None))
-    a, b = e.lifted(operand, place), e.lifted(updates, place)
-    terms = a.terms | e.product(a, b) if e.name == "scatter-mul" else union([a, b])
-    return e.made(inputs, _picked(e, a.but(terms=terms), by, place), place)
+    used = [operand, *updates, *by]
+    if e.absorbed(used) is not None:
+        return e.made(used, SHARED, None)
+    if rows is None and updates and updates[0].place is not None:
+        return _tallied(e, operand, updates[0], by)
+    if rows is not None and others is None:
+        _check_rows(e, rows, indices, used)
+    place = e.placed(rows or indices.place)
+    terms = union(e.lifted(value, place) for value in (operand, *updates))
+    if e.name == "scatter-mul":
+        terms |= e.product(e.lifted(operand, place), e.lifted(updates[0], place))
+    own = any(term.own for term in e.function([e.lifted(each, place) for each in by]))
+    return e.made(used, frozenset(Term(term.own or own, term.scale) for term in terms), place)
 
 
-def _in_windows(e: Equation, operand: Value, updates: Value) -> tuple[Value, Place | None]:
-    """Updates at indices that all rows share, which come in whole rows, and where these lie in the result."""
+def _check_rows(e: Equation, rows: Place, indices: Value, used: list[Value]) -> None:
+    """Each row has indices of its own, or stays whole."""
+    if rows.axis in e.params["dimension_numbers"].operand_batching_dims:
+        if {value.place[1:] for value in used if value.place is not None} != {rows[1:]}:
+            raise mixes()
+    elif _part(e, rows.axis) != e.shapes[0][rows.axis]:
+        raise mixes(algebra.MOVED if e.name == "gather" else "")
+    elif indices.place is not None:
+        raise mixes(algebra.PAIRS)
+
+
+def _tallied(e: Equation, operand: Value, updates: Value, by: list[Value]) -> Value:
+    """Sums over the rows, by each row's own indices."""
+    in_windows = updates.axis in e.params["dimension_numbers"].update_window_dims
+    if in_windows or not e.name.endswith("add") or not operand.terms <= SHARED:
+        raise unknown(e.name)
+    e.function(by)
+    own = frozenset(Term(True, term.scale) for term in updates.terms)
+    return e.walk.added_up(e, e.made([operand, updates, *by], operand.terms | own, None))
+
+
+def _part(e: Equation, axis: int) -> int:
+    """How much of this axis of the operand each index stands for."""
+    if e.name == "gather":
+        return int(e.params["slice_sizes"][axis])
     numbers = e.params["dimension_numbers"]
-    windows = numbers.update_window_dims
-    kept = [axis for axis in range(len(e.shapes[0])) if axis not in numbers.inserted_window_dims]
-    if updates.place is not None and updates.axis not in windows:
-        raise mixes()
-    updates = updates.but(place=updates.place and updates.place._replace(axis=kept[windows.index(updates.axis)]))
-    place = walks.common_place([operand, updates])
-    part = windows[kept.index(place.axis)] if place is not None and place.axis in kept else None
-    if place is not None and (part is None or e.shapes[2][part] != e.shapes[0][place.axis]):
-        raise mixes()
-    return updates, place
+    single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = [each for each in range(len(e.shapes[0])) if each not in single]
+    return e.shapes[2][numbers.update_window_dims[kept.index(axis)]] if axis in kept else 1
 
 
 def _dynamic(e: Equation, inputs: list[Value]) -> Value:
@@ -449,7 +454,7 @@ def _dynamic(e: Equation, inputs: list[Value]) -> Value:
     place, values = e.aligned(inputs[:count])
     part = e.params["slice_sizes"] if count == 1 else e.shapes[1]
     if place is not None and part[place.axis] != e.shapes[0][place.axis]:
-        raise mixes(walks.MOVED if count == 1 else "")
+        raise mixes(algebra.MOVED if count == 1 else "")
     return e.made(inputs, union(values), place)
 
 
@@ -474,13 +479,6 @@ def _called(e: Equation, inputs: list[Value]) -> list[Value]:
         e.walk.callers.pop()
 
 
-def _with_own_derivative(e: Equation, inputs: list[Value]) -> list[Value]:
-    """`custom_vjp` and `custom_jvp`: forward, and what they do with the gradients of their outputs."""
-    outputs = _called(e, inputs)
-    check_derivative(e, inputs, outputs)
-    return outputs
-
-
 def _carry(e: Equation, body: Callable[[list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
     """What is known of a loop's carry in any round."""
 
@@ -489,8 +487,8 @@ def _carry(e: Equation, body: Callable[[list[Value]], list[Value]], carry: list[
 
     numbers = [e.walk.number("carry", (id(e.traced[-1]), n), value.number) for n, value in enumerate(carry)]
     for _ in range(_ROUNDS):
-        carry = [value.but(number=number, of=None, curve=None) for number, value in zip(numbers, carry)]
-        after = [walks.joined(e.walk, *pair) for pair in zip(carry, body(carry))]
+        carry = [value.but(number=number, lanes=None) for number, value in zip(numbers, carry)]
+        after = [joined(e.walk, *pair) for pair in zip(carry, body(carry))]
         if all(facts(a) == facts(b) for a, b in zip(carry, after)):
             return after
         carry = after
@@ -501,9 +499,7 @@ def _scanned(e: Equation, inputs: list[Value]) -> list[Value]:
     first, second = e.params["num_consts"], e.params["num_consts"] + e.params["num_carry"]
     consts, carry, entries = inputs[:first], inputs[first:second], inputs[second:]
     if any(value.axis == 0 for value in entries):
-        if carry:
-            raise unknown("scan over rows")
-        return e.walk.run([_mapped(each) for each in e.traced], inputs)
+        return e.walk.run([_mapped(each, first, second) for each in e.traced], inputs)
     lengths = e.each("length")
     if len({*lengths}) > 1:
         raise unknown(f"{lengths[0]} rounds for {e.walk.rows[0]} rows")
@@ -519,14 +515,26 @@ def _scanned(e: Equation, inputs: list[Value]) -> list[Value]:
 def _entry(value: Value, number: int, axes: int) -> Value:
     """What one round of a scan gets of an array, with an axis less, or has as its part of one, with an axis more."""
     place = value.place and value.place._replace(axis=value.axis + axes)
-    return value.but(number=number, place=place, scalar=False, of=None, curve=None)
+    return value.but(number=number, place=place, scalar=False, lanes=None)
 
 
-def _mapped(traced: Any) -> Any:
-    """A scan without a carry, as `vmap` has it."""
-    count = traced.params["num_consts"]
-    axes = [None] * count + [0] * (len(traced.invars) - count)
-    return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(traced.params["jaxpr"]), axes))(*kinds_of(traced.invars))
+def _mapped(traced: Any, first: int, second: int) -> Any:
+    """A scan over rows as `vmap` has it, whose carry is a sum over them: each round adds to it."""
+    closed = traced.params["jaxpr"]
+    for before, after in zip(closed.jaxpr.invars[first:second], closed.jaxpr.outvars):
+        users = [each for each in closed.jaxpr.eqns if before in each.invars]
+        adds = [each.primitive.name in ("add", "add_any") and each.outvars == [after] for each in users]
+        if adds != [True] or any(before is each for each in closed.jaxpr.outvars):
+            raise unknown("scan over rows")
+
+    def rows(*given: Any) -> list[Any]:
+        carry = given[first:second]
+        begin = [jnp.zeros_like(each) for each in carry]
+        axes = [None] * second + [0] * (len(given) - second)
+        found = jax.vmap(jaxpr_as_fun(closed), axes)(*given[:first], *begin, *given[second:])
+        return [*(a + b.sum(0) for a, b in zip(carry, found)), *found[len(carry) :]]
+
+    return jax.make_jaxpr(rows)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.invars))
 
 
 def _looped(e: Equation, inputs: list[Value]) -> list[Value]:
@@ -542,16 +550,15 @@ def _looped(e: Equation, inputs: list[Value]) -> list[Value]:
 def _branched(e: Equation, inputs: list[Value]) -> list[Value]:
     which, *rest = inputs
     branches = list(zip(*e.each("branches")))
-    if which.choice is not None:
-        found = e.walk.run(branches[which.choice], rest)
-        if not all(_is_answered(which, value) for value in found):
-            raise mixes(walks.FREE)
-        return found
+    if which.lanes is not None:
+        chosen = {int(x) for x in which.lanes if x == x}
+        each = [e.walk.run(branch, rest) if n in chosen else [] for n, branch in enumerate(branches)]
+        return [_chosen(e, which, [some[n] if some else None for some in each], n) for n in range(len(e.outputs))]
     if not which.is_shared:
         raise unknown("cond")
     found, *others = (e.walk.run(each, rest) for each in branches)
     for other in others:
-        found = [walks.joined(e.walk, *pair) for pair in zip(found, other)]
+        found = [joined(e.walk, *pair) for pair in zip(found, other)]
     return [value.but(roots=value.roots | which.roots) for value in found]
 
 
@@ -584,8 +591,8 @@ def _mesh_axes(spec: Any, axis: int) -> frozenset[str]:
 def _check_joined(value: Value, spec: Any, split: frozenset[str]) -> None:
     """An output has the devices' rows behind each other, or none and the same on all devices."""
     elsewhere = value.place is not None and _mesh_axes(spec, value.axis) != split
-    if value.flaw is None and (elsewhere or value.roots & walks.LOCAL):
-        raise mixes(walks.FREE)
+    if value.flaw is None and (elsewhere or value.roots & algebra.LOCAL):
+        raise mixes(algebra.FREE)
 
 
 def _solves(e: Equation, inputs: list[Value]) -> list[Value]:
@@ -603,23 +610,25 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
 RULES: dict[str, Rule] = {
     "": _other,
     **_each(
-        "copy copy_p real conj reduce_precision stop_gradient optimization_barrier pcast pvary pbroadcast reshard name "
+        "copy copy_p reduce_precision optimization_barrier pcast pvary pbroadcast reshard name "
         "sharding_constraint random_wrap random_unwrap device_put mesh_cast",
         lambda e, inputs: list(inputs),
     ),
+    "stop_gradient": lambda e, inputs: [value.but(roots=value.roots & ~algebra.FLOWING) for value in inputs],
     # Entry by entry.
     **_each(
         "abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz "
-        "complex cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag le_to lgamma "
-        "log log1p logistic lt_to max min nextafter not or polygamma population_count random_gamma_grad "
+        "cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac le_to lgamma "
+        "log log1p logistic lt_to min nextafter not or polygamma population_count random_gamma_grad "
         "regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin "
         "sinh sqrt tan tanh xor zeta",
-        _entries(),
+        _law(),
     ),
+    "max": _largest,
     **_each("add add_any sub", _added),
-    "neg": _entries(lambda e, values: union(values)),
+    **_each("neg complex real imag conj", _law(_linear)),
     **_each("mul and", _multiplied),
-    "div": _entries(lambda e, values: e.product(values[0], values[1].but(terms=e.power_of(values[1], -1)))),
+    "div": _law(lambda e, values: e.product(values[0], values[1].but(terms=e.power_of(values[1], -1)))),
     **_each("square integer_pow pow", _power),
     **_each("eq ne lt le gt ge is_finite", _compared),
     "select_n": _select,
@@ -627,27 +636,26 @@ RULES: dict[str, Rule] = {
     "iota": _iota,
     **_each("random_bits random_split random_fold_in", _drawn),
     # Across some axes, and entry by entry on the others.
-    "cumsum": _across(_named, linear=True),
-    **_each("cumprod cummax cummin cumlogsumexp", _across(_named)),
-    "sort": _across(_named, soft=walks.MOVED),
-    "rev": _across(_named, linear=True, soft=walks.MOVED),
-    "stack": _across(lambda e: (), linear=True),
-    "pad": _across(lambda e: [n for n, each in enumerate(e.params["padding_config"]) if any(each)], linear=True),
-    "reduce_window_sum": _across(_windows, linear=True),
-    **_each("reduce_window_max reduce_window_min reduce_window", _across(_windows)),
-    "top_k": lambda e, inputs: _across(_named if {"axis", "dimension"} & {*e.params} else _last(1))(e, inputs),
-    "approx_top_k": _across(_named),
-    **_each("cholesky eigh eig lu qr svd", _across(_last(2))),
-    "fft": lambda e, inputs: _across(_last(len(e.params["fft_lengths"])))(e, inputs),
+    "cumsum": _law(_linear, _named),
+    **_each("cumprod cummax cummin cumlogsumexp", _law(across=_named)),
+    "sort": _law(across=_named, soft=algebra.MOVED),
+    "rev": _law(_linear, _named, algebra.MOVED),
+    "stack": _law(_linear),
+    "pad": _law(_linear, lambda e: [n for n, each in enumerate(e.params["padding_config"]) if any(each)]),
+    "reduce_window_sum": _law(_linear, _windows),
+    **_each("reduce_window_max reduce_window_min reduce_window", _law(across=_windows)),
+    "top_k": lambda e, inputs: _law(across=_named if {"axis", "dimension"} & {*e.params} else _last(1))(e, inputs),
+    "approx_top_k": _law(across=_named),
+    **_each("cholesky eigh eig lu qr svd", _law(across=_last(2))),
+    "fft": lambda e, inputs: _law(_linear, _last(len(e.params["fft_lengths"])))(e, inputs),
     "triangular_solve": _solved,
     **_each("reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin reduce_xor", _extreme),
     # Entries change their places.
     **_each("squeeze transpose", _moved()),
     **_each("expand_dims reshape", _moved(_reshaped)),
     "slice": _moved(_sliced),
-    "tile": _moved(lambda e, place: place._replace(outer=place.outer * e.params["reps"][place.axis])),
     "split": _split,
-    "broadcast_in_dim": _broadcast,
+    **_each("broadcast_in_dim tile", _repeated),
     "concatenate": _concatenated,
     # Sums, which may be over the rows.
     "reduce_sum": _sum,
@@ -655,12 +663,13 @@ RULES: dict[str, Rule] = {
     "dot_general": _contracted(_dot),
     "conv_general_dilated": _contracted(_convolution),
     # By indices.
-    "gather": _gathered,
-    **_each("scatter scatter-add scatter-mul", _scattered),
+    **_each("gather scatter scatter-add scatter-mul", _indexed),
     **_each("dynamic_slice dynamic_update_slice", _dynamic),
     # Holding jaxprs.
-    **_each("pjit jit closed_call core_call remat remat2 checkpoint", _called),
-    **_each("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr", _with_own_derivative),
+    **_each(
+        "pjit jit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr",
+        _called,
+    ),
     "scan": _scanned,
     "while": _looped,
     "cond": _branched,

@@ -1,218 +1,40 @@
-"""Follows rows through the traces of a loss: what is known of an array, its algebra, and the walk over the equations.
-
-The idea stands on top of `judge`, and what each primitive does in `rules`.
-"""
+"""Follows rows through the traces of a loss, equation by equation; what each primitive does is in `rules`."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import Literal
 
-Symbol = Any
-"""A number that takes all rows to know, and is a factor: `COUNT`, or the number of a sum over the rows."""
-Factor = frozenset[tuple[Symbol, int]]
-"""Powers of symbols; the empty one is 1."""
-COUNT = "rows"
-ONE: Factor = frozenset()
-ROWS: Factor = frozenset([(COUNT, 1)])
-_MOST = 12
-"""Terms that a number may have."""
-
-
-class Term(NamedTuple):
-    """A summand: each row's own number, or one that is the same for any rows, times a factor."""
-
-    own: bool
-    factor: Factor = ONE
-
-
-Terms = frozenset[Term]
-"""What a number is the sum of; none for 0."""
-SHARED: Terms = frozenset([Term(False)])
-
-
-class Place(NamedTuple):
-    """Where an array has its rows: in an axis of `outer * rows * inner` entries."""
-
-    axis: int
-    outer: int = 1
-    inner: int = 1
-
-
-class Source(NamedTuple):
-    """An operation of the loss, by JAX' `source_info`, and the number of what it computes; the smallest is first."""
-
-    primitive: str
-    info: Any = None
-    number: int = -1
-
-
-MOVED, PAIRS, LINEAR, FREE, SHIFT = "moved", "pairs", "linear", "free", "shift"
-"""How a flaw may be taken back: some rows are gone or in another order; an entry is of two rows, and the diagonal may
-be picked; only linear operations came since; it may be the same for all micro-batches; a shift may cancel."""
-
-
-class Flaw(NamedTuple):
-    """Why nothing is known of a number: rows are "mixed" in it, it follows from their "position" or in no known way
-    from their "count", it is "random" for each row, or it is "unknown"; `soft`, if it may be taken back."""
-
-    kind: str
-    source: Source
-    soft: str = ""
-    why: str = ""
-
-    @property
-    def certain(self) -> bool:
-        return self.kind == "random" or (self.kind != "unknown" and not self.soft)
-
-
-class Lost(Exception):
-    """Raised by a rule for an output that terms can't express: the `Flaw` that it has, by default where the rule is."""
-
-    def __init__(self, kind: str, soft: str = "", source: Source | None = None, why: str = "") -> None:
-        super().__init__(kind)
-        self.kind, self.soft, self.source, self.why = kind, soft, source, why
-
-
-def mixes(soft: str = "", source: Source | None = None) -> Lost:
-    return Lost("mixed", soft, source)
-
-
-def unknown(why: str) -> Lost:
-    return Lost("unknown", why=why)
-
-
-DIFFERENTIATED, FRESH, LOCAL = 1, 2, 4
-"""Bits of `Value.roots`: it follows from what is differentiated; from a key or a state that micro-batches don't share;
-from one device's part of a sum over the rows of several. Those from `STATE` on are the state's leaves."""
-STATE = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """What is known of an array."""
-
-    terms: Terms = frozenset()
-    place: Place | None = None  # where its rows are; None without such an axis
-    flaw: Flaw | None = None  # if there is one, neither terms nor place count
-    number: int = -1  # equal for arrays that are computed alike
-    roots: int = 0  # what it follows from
-    scalar: bool = False  # all entries (of a row) are one number
-    integral: bool = False  # its entries are whole numbers
-    of: Symbol = None  # the sum over the batch that it is a function of, and of nothing else
-    curve: tuple[Any, ...] | None = None  # this function, or this number, at each number of rows and at `POINTS`
-
-    @property
-    def own(self) -> bool:
-        return any(term.own for term in self.terms)
-
-    @property
-    def depends(self) -> bool:
-        """Whether it follows from rows."""
-        return self.own or self.flaw is not None
-
-    @property
-    def axis(self) -> int:
-        return -1 if self.place is None else self.place.axis
-
-    @property
-    def known(self) -> tuple[Any, ...] | None:
-        """The number that all entries are, at each number of rows."""
-        return self.curve if self.of is None else None
-
-    @property
-    def choice(self) -> int | None:
-        """What it is as a condition, if that is the same for any rows (and any sum that isn't 0)."""
-        is_one = self.curve is not None and len({*self.curve}) == 1 and isinstance(self.curve[0], bool | int)
-        return int(self.curve[0]) if is_one and self.curve is not None else None
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether it is the same for any rows."""
-        return self.terms <= SHARED and self.place is None and self.flaw is None
-
-    @property
-    def free(self) -> bool:
-        """Whether it follows from the batch, and not from what is differentiated."""
-        return not self.roots & DIFFERENTIATED
-
-    def but(self, **changes: Any) -> Value:
-        return dataclasses.replace(self, **changes)
-
-
-# The algebra of terms.
-
-
-def times(a: Factor, b: Factor) -> Factor:
-    powers = dict(a)
-    for symbol, degree in b:
-        if isinstance(symbol, tuple) and symbol in powers:  # a gradient stays a factor once
-            raise mixes()
-        powers[symbol] = powers.get(symbol, 0) + degree
-    return frozenset((symbol, degree) for symbol, degree in powers.items() if degree)
-
-
-def power(factor: Factor, degree: int) -> Factor:
-    if degree != 1 and any(isinstance(symbol, tuple) for symbol, _ in factor):
-        raise mixes()
-    return frozenset((symbol, each * degree) for symbol, each in factor)
-
-
-def exponent(numbers: Sequence[float], rows: Sequence[int]) -> int | None:
-    """The d of  numbers ~ rows ** d,  if there is one up to 2."""
-    for degree in (0, 1, -1, 2, -2):
-        parts = [number / count**degree for number, count in zip(numbers, rows)]
-        if max(abs(part - parts[-1]) for part in parts) <= 1e-5 * abs(parts[-1]):
-            return degree
-    return None
-
-
-def union(values: Iterable[Value]) -> Terms:
-    """Of a sum, and of whatever is linear in all of these numbers."""
-    return _limited(term for value in values for term in value.terms)
-
-
-def _limited(terms: Iterable[Term]) -> Terms:
-    found = frozenset(terms)
-    if len(found) > _MOST:
-        raise unknown("too many denominators")
-    return found
-
-
-def summed(terms: Terms) -> Terms:
-    """After a sum over the rows."""
-    return frozenset(term if term.own else Term(False, times(term.factor, ROWS)) for term in terms)
-
-
-def common_place(values: Iterable[Value]) -> Place | None:
-    """Where arrays of one shape have their rows."""
-    places = {value.place: value.own for value in values if value.place is not None}
-    if len(own := [place for place in places if places[place]] or list(places)) > 1:
-        raise mixes(PAIRS)
-    return own[0] if own else None
-
-
-def roots_of(values: Iterable[Value]) -> int:
-    return functools.reduce(lambda roots, value: roots | value.roots, values, 0)
-
-
-# The walk.
+from gradaccum.jax.loss import algebra
+from gradaccum.jax.loss.algebra import (
+    NONE,
+    ONE,
+    PAIRS,
+    SHARED,
+    Flaw,
+    Lost,
+    Place,
+    Source,
+    Term,
+    Terms,
+    Value,
+    mixes,
+    unknown,
+)
 
 _SHAPES = {
     "axis_size", "batch_group_count", "feature_group_count", "inline", "length", "lhs_shape", "name", "new_sizes",
-    "out_sharding", "rhs_shape", "shape", "sharding", "size", "sizes",
+    "out_sharding", "reps", "rhs_shape", "shape", "sharding", "size", "sizes",
 }  # fmt: skip
 """Parameters that go with the rows where shapes do, which is looked at; the length of a scan is by its rule."""
-_EXTENTS = {"limit_indices", "padding_config", "reps", "slice_sizes", "start_indices"}
+_EXTENTS = {"limit_indices", "padding_config", "slice_sizes", "start_indices"}
 """Of all axes but that of the rows, they are the same."""
 _LINEAR = {
     "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "cumsum", "dynamic_slice",
@@ -231,8 +53,8 @@ _SAME_TOTAL = {"expand_dims", "reduce_sum", "reshape", "rev", "squeeze", "transp
 _STEPS = {"argmax", "argmin", "ceil", "convert_element_type", "floor", "round", "sign"}
 """Of a statistic of the batch they may be the same for all micro-batches, as comparisons may."""
 _BOUNDS = {"abs", "clamp", "max", "min"}
-POINTS = {True: (1, 2, 5, 1000, 1000000), False: (0.25, 1, 5, 1000, 1000000)}
-"""Sums of whole numbers, and of others, at which a function of one is looked at."""
+_GUARDS = {"add", "add_any", "clamp", "max", "min", "select_n", "sub"}
+"""What keeps a sum from being 0 as a denominator."""
 Rule = Callable[["Equation", list[Value]], Any]
 """From what is known of an operation's inputs to what is known of its output, or of all of its outputs in a list."""
 
@@ -264,7 +86,9 @@ class Equation:
         for name in sorted(self.params.keys() - _SHAPES):
             found = [_plain(each.params.get(name)) for each in self.traced]
             if name in _EXTENTS and isinstance(found[0], tuple):
-                found = [[n for axis, n in enumerate(each) if axis != first.axis and not first.curve] for each in found]
+                found = [
+                    [n for axis, n in enumerate(each) if axis != first.axis and first.lanes is None] for each in found
+                ]
             for value, rows in zip(found, self.walk.rows):
                 if repr(value) != repr(found[-1]):  # NaN is not itself
                     raise unknown(f"{name}={value} for {rows} rows, {name}={found[-1]} for {self.walk.rows[-1]}")
@@ -289,7 +113,7 @@ class Equation:
 
     def aligned(self, inputs: Sequence[Value]) -> tuple[Place | None, list[Value]]:
         """Where arrays of one shape have their rows, and all of them as these rows have them."""
-        place = common_place(inputs)
+        place = algebra.common_place(inputs)
         return place, [self.lifted(value, place) for value in inputs]
 
     def lifted(self, value: Value, place: Place | None) -> Value:
@@ -302,46 +126,67 @@ class Equation:
         if a.place is None and b.place is None and a.own and b.own:
             a, b = (a, b) if b.free and b.scalar else (b, a)
             b = b.but(terms=frozenset([Term(False, self.walk.factor(b))]))
-        return _limited(Term(x.own or y.own, times(x.factor, y.factor)) for x in a.terms for y in b.terms)
+        return algebra.limited(Term(x.own or y.own, algebra.times(x.scale, y.scale)) for x in a.terms for y in b.terms)
 
     def power_of(self, value: Value, degree: int) -> Terms:
         """A power, which of a number with rows must be of a single term."""
         if value.place is None and (value.own or len(value.terms) > 1):
-            return frozenset([Term(False, power(self.walk.factor(value), degree))])
-        if len({term.factor for term in value.terms}) != 1:
+            return frozenset([Term(False, algebra.power(self.walk.factor(value), degree))])
+        if len({term.scale for term in value.terms}) != 1:
             return self.function([value])
-        return frozenset([Term(value.own, power(next(iter(value.terms)).factor, degree))])
+        return frozenset([Term(value.own, algebra.power(next(iter(value.terms)).scale, degree))])
 
     def function(self, values: Sequence[Value]) -> Terms:
         """Of any function, entry by entry: one of plain rows, or of what is the same for any rows."""
-        symbols = {symbol for value in values for term in value.terms for symbol, _ in term.factor}
-        causes = [self.walk.sources[symbol] for symbol in symbols - {COUNT}]
-        if all(value.place is None for value in values):
-            causes += [self.walk.first_sum(value) for value in values if value.own]
-        if causes:
-            raise mixes(source=min(causes, key=lambda source: source.number))
-        if symbols:
+        sums = [value for value in values if value.own] if all(value.place is None for value in values) else []
+        scales = {term.scale for value in values for term in value.terms} - {ONE}
+        if sums or not all(map(algebra.is_by_rows, scales)):
+            sums += [value for value in values if any(term.scale for term in value.terms)]
+            is_choice = all(value.place is not None for value in sums) and all(map(algebra.is_choice, scales))
+            source = min(map(self.walk.first_sum, sums), key=lambda source: source.number)
+            raise mixes(algebra.FREE if is_choice else "", source)
+        if scales:
             raise Lost("count")
         return frozenset([Term(any(value.own for value in values))])
 
     def made(self, inputs: Sequence[Value], terms: Terms, place: Place | None, n: int = 0) -> Value:
         """An output that follows from these inputs."""
-        flaw, roots = self.absorbed(inputs), roots_of(inputs)
+        flaw, roots = self.absorbed(inputs), algebra.roots_of(inputs)
         integral = is_integral(self.dtypes[n])
         return Value(
             frozenset() if flaw else terms,
             None if flaw else place,
             flaw,
             self.number if n == 0 else self.walk.number("output", n, self.number),
-            roots & ~DIFFERENTIATED if integral else roots,  # no gradient goes through whole numbers
+            # No gradient goes through whole numbers.
+            roots & ~(algebra.DIFFERENTIATED | algebra.FLOWING) if integral else roots,
             scalar=math.prod(self.outputs[n]) == (self.outputs[n][place.axis] if place and not flaw else 1),
             integral=integral or (self.name in _INTEGRAL and all(value.integral for value in inputs)),
         )
 
-    def known(self, curve: Any, of: Symbol = None) -> Value:
-        """An output that is this number, or this function of a sum over the batch."""
-        curve = curve if isinstance(curve, list) else [curve] * len(self.walk.rows) * len(POINTS[True])
-        return self.walk.curved(tuple(curve), of, self).but(place=self.grown(), roots=roots_of(self.values))
+    def valued(self, lanes: Any, terms: Terms | None = None) -> Value:
+        """An output that is this number in each imagined batch; of these terms, if its operation says so."""
+        lanes = tuple(lanes) if isinstance(lanes, list) else (lanes,) * algebra.SAMPLES * len(self.walk.rows)
+        sums = [value for value in self.values if value.lanes is not None and value.known is None]
+        if len(sums) == 1 and self.name in _GUARDS:
+            lanes, terms = self._guarded(sums[0], lanes, terms)
+        return self.walk.valued(lanes, self.number, terms).but(place=self.grown(), roots=algebra.roots_of(self.values))
+
+    def _guarded(self, value: Value, lanes: Any, terms: Terms | None) -> tuple[Any, Terms | None]:
+        """A sum that a constant has changed: the same sum, but for rounding, and perhaps where it is 0; with a doubt,
+        if it hardly changes where it is large."""
+        was = value.lanes or ()
+        off = [abs(y / x - 1) if x and x == x and y == y else 0.0 for x, y in zip(was, lanes)]
+        rounding = _rounding(str(self.dtypes[0]), 0.25 in was)
+        if max(off) <= rounding:
+            lanes = tuple(x if x or abs(y) <= rounding else y for x, y in zip(was, lanes))
+            return lanes, value.terms if lanes == was else terms
+        if max((change for change, x in zip(off, was) if abs(x) >= 1000), default=1.0) < 1e-2:
+            worst = off.index(max(off))
+            change = f"({was[worst]:g} becomes {lanes[worst]:.14g}), and each micro-batch changes its own"
+            self.walk.doubts.append(f"`{self.name}` at {line(self.info)} changes a sum over the batch {change}.")
+            return was, value.terms
+        return lanes, terms
 
     # Flaws.
 
@@ -352,22 +197,24 @@ class Equation:
             kind = "position"
         bounds = _BOUNDS if any(not value.free for value in self.values) else set()
         if kind == "mixed" and self._asks(_STEPS | bounds):
-            soft = soft or FREE
+            soft = soft or algebra.FREE
         number = self.number if n == 0 else self.walk.number("output", n, self.number)
         source = error.source or self.source._replace(number=number)
-        flaw = self.absorbed(self.values) or Flaw(kind, source, soft, error.why)
-        return Value(frozenset(), None, flaw, number, roots_of(self.values), scalar=self.outputs[n] == ())
+        is_moved = soft == algebra.MOVED  # rows by the order of others: their positions don't count
+        others = [each for each in self.values if not (is_moved and each.flaw and each.flaw.kind == "position")]
+        flaw = self.absorbed(others) or Flaw(kind, source, soft, error.why)
+        return Value(frozenset(), None, flaw, number, algebra.roots_of(self.values), scalar=self.outputs[n] == ())
 
     def absorbed(self, values: Sequence[Value]) -> Flaw | None:
         """The flaw of what follows from these: the gravest that they have, if it can't be taken back here."""
         if not (flaws := _flaws_of(values)):
             return None
-        shifts = [flaw for flaw in flaws if flaw.soft == SHIFT]
+        shifts = [flaw for flaw in flaws if flaw.soft == algebra.SHIFT]
         if shifts and self.name in ("add", "add_any", "sub") and len({flaw.source for flaw in flaws}) == 1:
             return shifts[0]
         flaw = self._gravest(flaws)
         if flaw.kind == "mixed" and self._asks(_STEPS):
-            return flaw._replace(soft=FREE)
+            return flaw._replace(soft=algebra.FREE)
         if {each.kind for each in flaws} == {"position"} and self.grown_axes() > 1:
             return flaw._replace(soft=PAIRS)
         return flaw._replace(soft=self._settled(values, {each.soft for each in flaws})) if flaw.soft else flaw
@@ -387,15 +234,15 @@ class Equation:
         """How the output's flaw may be taken back, where those of the inputs may."""
         rows = [value.flaw and value.flaw.source for value in values if value.depends]
         meets, fewer = len({*rows}) > 1, self.grown_axes(inputs=True) > self.grown_axes()
-        if stays := softs & {FREE, SHIFT}:
+        if stays := softs & {algebra.FREE, algebra.SHIFT}:
             return min(stays)
         if PAIRS in softs and self.name in ("mul", "select_n") and len(rows) > 1:
-            return LINEAR
+            return algebra.LINEAR
         if PAIRS in softs or self.grown_axes() > 1:
-            return PAIRS if not fewer else FREE if self.name in _PICKS else ""
-        if MOVED in softs and (self.name in ("concatenate", "gather", "sort") if meets else not fewer):
-            return MOVED
-        return LINEAR if self.name in _LINEAR or (self.name in _BILINEAR and len(rows) == 1) else ""
+            return PAIRS if not fewer else algebra.FREE if self.name in _PICKS else ""
+        if algebra.MOVED in softs and (self.name in ("concatenate", "gather", "sort") if meets else not fewer):
+            return algebra.MOVED
+        return algebra.LINEAR if self.name in _LINEAR or (self.name in _BILINEAR and len(rows) == 1) else ""
 
 
 def _plain(value: Any) -> Any:
@@ -409,18 +256,17 @@ class Walk:
     """The traces of a loss for several numbers of rows, side by side; `rules` by primitive, and of all others at ""."""
 
     def __init__(self, rows: tuple[int, ...], rules: dict[str, Rule]) -> None:
-        self.rows, self.rules = rows, rules
+        self.rows, self.rules, self.batches = rows, rules, algebra.Batches(rows)
         self.keys: list[tuple[Any, ...]] = []  # by number: a primitive, its parameters, the numbers of its inputs
         self.values: dict[int, Value] = {}
         self.positions: set[int] = set()  # of what is 0, 1, 2, ... along the rows
-        self.sources: dict[Symbol, Source] = {}  # of sums over the rows
-        self.bound: set[Symbol] = set()  # those that follow from what is differentiated
-        self.curves: dict[Symbol, tuple[Any, ...]] = {}  # of sums over the batch: the points that they are looked at
+        self.sources: dict[algebra.Symbol, Source] = {}  # of sums over the rows
+        self.bound: set[algebra.Symbol] = set()  # those that follow from what is differentiated
+        self.flowing: set[algebra.Symbol] = set()  # those that a gradient flows through
+        self.has_branches = False  # whether there is a choice by a sum over the batch that may be either
         self.doubts: list[str] = []  # what was taken for true
-        self.added: list[Source] = []  # derivatives that add to a gradient what is the same for any rows
         self.callers: list[tuple[str, Any]] = []  # functions that are being walked through, and who has called them
         self.split: frozenset[str] = frozenset()  # axes of devices that the rows are split over, inside a `shard_map`
-        self.is_derivative = False
         self._numbers: dict[Any, int] = {}
 
     def number(self, name: str, detail: Any, *inputs: int) -> int:
@@ -460,35 +306,40 @@ class Walk:
         sums = [self.sources[each] for each in self.ancestors(value.number) if each in self.sources]
         return min(sums, key=lambda source: source.number, default=Source("sum"))
 
-    def factor(self, value: Value) -> Factor:
+    def factor(self, value: Value) -> algebra.Scale:
         """A number without rows as a factor of others: what is the same for any rows, or one sum over the batch."""
+        if value.lanes is not None:
+            return algebra.scaled(value.lanes)
         if not value.own:
-            factors = {term.factor for term in value.terms} or {ONE}
-            if len(factors) > 1:
+            scales = {term.scale for term in value.terms} or {ONE}
+            if len(scales) > 1:
                 raise Lost("count")
-            return factors.pop()
+            return scales.pop()
         if len(value.terms) > 1 or not value.scalar:
             raise mixes(source=self.first_sum(value))
-        symbol = value.number if value.of is None else value.of
+        symbol = self.number("local", None, value.number) if value.roots & algebra.LOCAL else value.number
         self.bound |= set() if value.free else {symbol}
-        if value.roots & LOCAL:
-            symbol = self.number("local", None, symbol)
+        self.flowing |= {symbol} if value.roots & algebra.FLOWING else set()
         self.sources.setdefault(symbol, self.first_sum(value))
-        return times(next(iter(value.terms)).factor, frozenset([(symbol, 1)]))
+        return algebra.times(next(iter(value.terms)).scale, algebra.scaled(self.batches.sum_at(symbol, value.integral)))
+
+    def summed(self, terms: Terms) -> Terms:
+        """After a sum over the rows."""
+        return frozenset(
+            term if term.own else Term(False, algebra.times(term.scale, self.batches.count)) for term in terms
+        )
 
     def added_up(self, e: Equation, found: Value, over_rows: bool = True) -> Value:
         """A sum over the rows, and a part of it where devices have parts of the rows."""
         self.sources.setdefault(found.number, e.source._replace(number=found.number))
         if self.split and over_rows:
-            return found.but(roots=found.roots | LOCAL)
-        return found if found.roots & LOCAL else self.as_sum(found)
+            return found.but(roots=found.roots | algebra.LOCAL)
+        return found if found.roots & algebra.LOCAL else self.as_sum(found)
 
     def as_sum(self, value: Value) -> Value:
-        """A sum over the batch, which others may be divided by: functions of it are computed at some points."""
-        if not (value.scalar and value.free and value.terms == {Term(True)}):
-            return value
-        curve = self.curves[value.number] = POINTS[value.integral] * len(self.rows)
-        return value.but(of=value.number, curve=curve)
+        """A sum over the batch alone, of which functions are computed in imagined batches."""
+        is_sum = value.scalar and value.free and value.terms == {Term(True)}
+        return value.but(lanes=self.batches.sum_at(value.number, value.integral)) if is_sum else value
 
     def run(self, jaxprs: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
         """What is known of the outputs of a jaxpr, closed or not, of which there is one for each number of rows."""
@@ -551,50 +402,25 @@ class Walk:
         return found.but(terms=frozenset(), place=None, flaw=flaw)
 
     def _known(self, given: Sequence[Any]) -> Value:
-        """A number that each trace knows."""
-        curve = [np.ravel(each)[0].item() for each in given for _ in POINTS[True]]
-        return self.curved(curve, kind=str(getattr(given[-1], "dtype", type(given[-1]).__name__)))
+        """A number that each trace knows: a power of the number of rows, if it is nearly one."""
+        numbers = [np.ravel(each)[0].item() for each in given]
+        if len({*numbers}) > 1 and all(numbers) and (degree := algebra.exponent(numbers, self.rows)) is not None:
+            exact = [numbers[-1] * (rows / self.rows[-1]) ** degree for rows in self.rows]
+            off = max(abs(x / y - 1) for x, y in zip(numbers, exact))
+            if off > _rounding(str(getattr(given[-1], "dtype", type(given[-1]).__name__))):
+                what = "A number that is written down goes with the number of rows"
+                self.doubts.append(f"{what}, but for {off:.1g} of it.")
+            numbers = exact
+        lanes = tuple(NONE if x != x else x for x in numbers for _ in range(algebra.SAMPLES))
+        return self.valued(lanes, self.number("value", tuple(map(repr, lanes))))
 
-    def curved(self, curve: Sequence[Any], of: Symbol = None, e: Equation | None = None, kind: str = "") -> Value:
-        """What is known of a number that is known, or known as a function of one sum over the batch."""
-        number = self.number("value", tuple(map(repr, curve))) if of is None or e is None else e.number
-        found = Value(SHARED, None, None, number, 0, True, _are_integral(curve), of, tuple(curve))
-        if of is None and _is_constant(curve):
-            return found if curve[-1] else found.but(terms=frozenset())
-        degrees = self._degrees(curve, of, e, kind)
-        if degrees is None and of is None:
-            return found.but(terms=frozenset(), flaw=Flaw("count", Source("constant", number=number)))
-        if degrees is None or (of is not None and degrees[0] == 0):
-            is_free = degrees is not None or isinstance(curve[0], bool)
-            return found.but(terms=frozenset(), flaw=Flaw("mixed", self.sources[of], FREE if is_free else ""))
-        by_sum, by_rows = degrees
-        factor = frozenset([(COUNT, by_rows)]) if by_rows else ONE
-        if by_sum in (0, 1):
-            return found.but(terms=frozenset([Term(by_sum == 1, factor)]))
-        return found.but(terms=frozenset([Term(False, times(factor, frozenset([(of, by_sum)])))]))
-
-    def _degrees(self, curve: Sequence[Any], of: Symbol, e: Equation | None, kind: str) -> tuple[int, int] | None:
-        """The powers of the sum, and of the number of rows, that it goes with; roughly, if it does for large sums."""
-        points = self.curves.get(of, (1,) * len(curve))
-        rows = [rows for rows in self.rows for _ in POINTS[True]]
-        if not all(curve):
-            return None
-        rounding = _rounding(kind if e is None else str(e.dtypes[0]), points)
-        for by_sum, by_rows in itertools.product((0, 1, -1, 2, -2) if of is not None else (0,), (0, 1, -1, 2, -2)):
-            parts = [y / (x**by_sum * n**by_rows) for x, y, n in zip(points, curve, rows)]
-            off = [abs(part / parts[-1] - 1) for part in parts]
-            if max(off) <= rounding:
-                return by_sum, by_rows
-            if by_rows and max(off) <= 1e-5:
-                what = f"`{e.name}` at {line(e.info)}" if e else "A number that is written down"
-                self.doubts.append(f"{what} goes with the number of rows, but for {max(off):.1g} of it.")
-                return by_sum, by_rows
-            if e is not None and by_sum and max(each for each, x in zip(off, points) if x >= 1000) < 1e-2:
-                worst = off.index(max(off))
-                change = f"({points[worst]:g} becomes {curve[worst]:.14g}), and each micro-batch changes its own"
-                self.doubts.append(f"`{e.name}` at {line(e.info)} changes a sum over the batch {change}.")
-                return by_sum, by_rows
-        return None
+    def valued(self, lanes: tuple[Any, ...], number: int, terms: Terms | None = None) -> Value:
+        """What is known of a number that is known in each imagined batch."""
+        found = Value(SHARED, None, None, number, 0, True, _are_integral(lanes), lanes)
+        if (known := found.known) is not None:
+            number = self.number("value", repr(known))
+            return found.but(number=number, terms=SHARED if known else frozenset())
+        return found.but(terms=frozenset([Term(False, algebra.scaled(lanes))]) if terms is None else terms)
 
     def place_of(self, shapes: Sequence[Sequence[int]]) -> Place | None:
         """Where an array has its rows by its shapes: the axis that differs."""
@@ -617,9 +443,9 @@ def joined(walk: Walk, a: Value, b: Value) -> Value:
     number = a.number if a.number == b.number else walk.number("either", None, a.number, b.number)
     flaws = [value.flaw for value in (a, b) if value.flaw is not None]
     if len({value.place for value in (a, b) if value.place is not None and value.own}) > 1:
-        flaws = flaws or [Flaw("mixed", Source("cond", number=number), FREE)]
+        flaws = flaws or [Flaw("mixed", Source("cond", number=number), algebra.FREE)]
     flaw = min(flaws, key=lambda flaw: not flaw.certain, default=None)
-    terms, place = (frozenset(), None) if flaw else (a.terms | b.terms, common_place([a, b]))
+    terms, place = (frozenset(), None) if flaw else (a.terms | b.terms, algebra.common_place([a, b]))
     return Value(terms, place, flaw, number, a.roots | b.roots, a.scalar and b.scalar, a.integral and b.integral)
 
 
@@ -632,6 +458,14 @@ def is_number(value: Any) -> bool:
 
 def is_integral(dtype: Any) -> bool:
     return str(dtype).startswith(("bool", "int", "uint"))
+
+
+def _rounding(kind: str, is_small: bool = False) -> float:
+    return 4.1e-12 if kind == "float64" else 4.1e-8 if is_small else 1.1e-6
+
+
+def _are_integral(curve: Sequence[Any]) -> bool:
+    return all(not isinstance(each, float) or each.is_integer() for each in curve)
 
 
 # Where in the user's code.
@@ -656,20 +490,6 @@ def _flaws_of(values: Sequence[Value]) -> list[Flaw]:
     if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
         return [flaw for flaw in flaws if flaw.kind != "position"] or flaws
     return flaws
-
-
-def _rounding(kind: str, points: Sequence[Any]) -> float:
-    if kind == "float64":
-        return 4.1e-12
-    return 4.1e-8 if 0.25 in points else 1.1e-6
-
-
-def _is_constant(curve: Sequence[Any]) -> bool:
-    return len({*curve}) == 1 or any(each != each for each in curve)  # NaN
-
-
-def _are_integral(curve: Sequence[Any]) -> bool:
-    return all(not isinstance(each, float) or each.is_integer() for each in curve)
 
 
 def _is_one_number(array: Any) -> bool:

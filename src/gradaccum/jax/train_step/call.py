@@ -77,14 +77,7 @@ class Call:
 
     def leaves(self) -> tuple[list[Any], list[int | None], Any]:
         """The leaves of all arguments and keywords, the axis of each one's rows, if it has any, and their structure."""
-        leaves, structure = jax.tree.flatten((self.args, self.kwargs))
-        axes: list[int | None] = []
-        for number, argument in enumerate(self.args):
-            if number in self.options.batches:
-                axes += self.batch.axes_of(self.options.batches.index(number))
-            else:
-                axes += [None] * len(jax.tree.leaves(argument))
-        return leaves, axes + [None] * (len(leaves) - len(axes)), structure
+        return self.batch.with_others(self.args, self.kwargs, self.options.batches)
 
     @property
     def is_traced(self) -> bool:

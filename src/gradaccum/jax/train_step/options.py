@@ -113,6 +113,8 @@ def checked_options(loss_fn: Any, **keywords: Any) -> Options:
             raise ValueError(
                 f"`aux` must be one of {', '.join(map(repr, AUX))}, or a pytree of these. Received: {how!r}."
             )
+    if not keywords["has_aux"]:
+        keywords["aux"] = None  # what is said of nothing must not decide how devices share the work
     return Options(loss_fn=loss_fn, **keywords)
 
 

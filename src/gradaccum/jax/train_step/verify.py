@@ -123,4 +123,5 @@ def _more(call: Call, outcome: Any, names: list[str]) -> dict[str, Any]:
         "statistics": [x for x in moving if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)],
         "state": {(name, STATE << n): leaf for n, (name, leaf) in enumerate(zip(names, state))},
         "aux": {key: leaf for key, leaf in aux.items() if key[0] != "last"},
+        "gradients": {},
     }

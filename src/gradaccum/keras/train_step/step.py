@@ -152,6 +152,7 @@ class MicroBatchedStep:
         model, rows = self.model, rows_of(data)
         compiled = [private.compiled_losses(model), private.compiled_metrics(model), model.optimizer]
         if not all(one is other for one, other in zip(compiled, self._built)):
+            self.check_states(rows)  # before TensorFlow makes variables in a trace that an error would end
             self.training.build(data)
             self.training.forget()
             self._warn(stacklevel=2)
@@ -324,7 +325,7 @@ class _Pass:
         ):
             scaled, loss, y_pred = step.training.compute(*unpack(micro_batch))
         for index, count in measured.divisors.items() if step.backend.lazy_divisors else ():
-            count = ops.stop_gradient(count)
+            count = ops.cast(ops.stop_gradient(count), keras.backend.floatx())
             self.totals.setdefault(index, ops.where(count != 0, count, ops.ones_like(count)) / share)
             self.found[index] = self.found.get(index, 0) + count
             self.is_one_loss &= not (model.losses or count.shape) and len(measured.calls) == 1
@@ -336,7 +337,8 @@ class _Pass:
             ((index, total),) = self.found.items()
             ratio = self.totals[index] / ops.where(total != 0, total, ops.ones_like(total))
             return ops.where(total != 0, ratio, ops.zeros_like(ratio))
-        if any(bool(ops.any(ops.abs(self.totals[i] - n) > 1e-5 * ops.abs(n))) for i, n in self.found.items()):
+        close = 1e-12 if keras.backend.floatx() == "float64" else 1e-6
+        if any(bool(ops.any(ops.abs(self.totals[i] - n) > close * ops.abs(n))) for i, n in self.found.items()):
             self.step.counts_first = True
             raise RestartWindow
         return None

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradaccum.on_torch.private.autograd import run_backward
+
 
 def default_store() -> Any:
     """Where all ranks can leave word for each other, without a collective."""
@@ -53,7 +55,7 @@ def reduce_by_hand(model: DistributedDataParallel, parameters: int, device: torc
     output.register_hook(lambda _: [reducer._autograd_hook(index) for index in reversed(range(parameters))] and None)
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([])
-    output.backward(inputs=[leaf])
+    run_backward([output], [output.detach()])
 
 
 def reduces_exactly(model: DistributedDataParallel, parameters: Sequence[Tensor]) -> bool:

@@ -11,7 +11,7 @@ import enum
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -117,26 +117,28 @@ class Channel:
     def gather(self, mine: Any) -> list[Any]:
         """Every rank's object, by rank: anything that can be pickled."""
         objects = [mine] * self.size
-        if self.line is not None:
-            group = self.line.begin()
-            try:
+        with self._collective() as group:
+            if group is not None:
                 dist.all_gather_object(objects, mine, group=group)
-            except RuntimeError as error:
-                raise self._gone(error) from error
-            self.line.met += 1
         return objects
 
     def broadcast(self, mine: Any, source: int) -> Any:
         """The object of the rank `source`, on every rank."""
         objects = [mine]
-        if self.line is not None:
-            group = self.line.begin()
-            try:
+        with self._collective() as group:
+            if group is not None:
                 dist.broadcast_object_list(objects, group=group, group_src=source)
-            except RuntimeError as error:
-                raise self._gone(error) from error
-            self.line.met += 1
         return objects[0]
+
+    @contextlib.contextmanager
+    def _collective(self) -> Iterator[Any]:
+        group = None if self.line is None else self.line.begin()
+        try:
+            yield group
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        if self.line is not None:
+            self.line.met += 1
 
 
 class Line:
@@ -157,12 +159,12 @@ class Line:
         self._rank, self._others = group.rank(), [rank for rank in range(group.size()) if rank != group.rank()]
         self._timeout_now = gloo_timeout(group)
         self._received = torch.empty(len(self._others), WIDTH, dtype=torch.float64)
-        self._rows = [[row] for row in self._received]
-        self._expect(group)
+        self._expect()
 
-    def _expect(self, group: Any) -> None:
+    def _expect(self) -> None:
         """Be ready for the next message of each other rank, which then needs no thread to send it."""
-        self._arriving = [group.recv(row, rank, 0) for row, rank in zip(self._rows, self._others)]
+        if (group := self.group()) is not None:
+            self._arriving = [group.recv([row], rank, 0) for row, rank in zip(self._received, self._others)]
 
     def send(self, numbers: list[float]) -> list[Any]:
         """These numbers are on their way to each other rank."""
@@ -177,7 +179,7 @@ class Line:
         found: list[list[float]] = self._received.tolist()
         found.insert(self._rank, mine)
         self.met += 1
-        self._expect(self.group())
+        self._expect()
         return found
 
     def begin(self) -> Any:
