@@ -14,8 +14,8 @@ ON_ALL_RANKS = ("save", "forward error")
 
 
 OF_WRAPPER = [
-    *("save", "save", "skip", "flush", "step error", "loader error", "zero_grad", "freeze"),
-    *("break", "discard", "by hand", "by hand", "reload"),
+    *("save", "save", "skip", "flush", "step error", "loader error", "zero_grad", "freeze", "break", "discard"),
+    *("by hand", "by hand", "reload", "reload", "no pass", "no pass", "save inside", "save inside"),
 ]
 
 
@@ -40,7 +40,7 @@ def random_scenario(seed: int, kind: str | None = None, engine: str = "") -> Sce
     nonfinite = chance.rarely(["skip_window", "skip_micro_batch"], "propagate") if kind == "wrapper" else "propagate"
     if engine.endswith("fsdp2") and nonfinite == "skip_micro_batch":
         nonfinite = "skip_window"
-    scaler = chance.rarely([1, 3, 1000], 0)
+    scaler = chance.rarely([1, 3, 1000, *([-1, -1] if alone else [])], 0, 0.3)
     dtype = chance.rarely(["float32", "autocast"], "float64", 0.15)
     first: dict[str, Any] = {
         "kind": kind,
@@ -72,7 +72,7 @@ def random_scenario(seed: int, kind: str | None = None, engine: str = "") -> Sce
 
 def _of_wrapper(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
     ways = ["plain", "closure", "backward", "backward", "batches", "batches", "batches backward"]
-    way = chance.choice([*ways, *(["names"] if alone else [])])
+    way = chance.choice([*ways, *(["names"] * 2 if alone else [])])
     two = alone and way in ("plain", "batches") and chance.rarely([True], False)
     loader = chance.rarely([*FRESH] if alone else ["generator", "iterator", "stream", "stateful"], "list", 0.4)
     return {
@@ -90,7 +90,8 @@ def _of_wrapper(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
 def _of_train_step(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
     losses = ["ignored", "classes", "told", "sum", "terms"]
     if alone:
-        losses += ["across", "tokens", *(["penalty"] if dtype != "autocast" else [])]
+        losses += ["across", "tokens", *(["penalty"] if dtype != "autocast" else []), *["names", "groups", "pairs"] * 2]
+        losses.append("weighed sum")
     found: dict[str, Any] = {
         "micro": chance.choice([1, 2, 3, 4, 100, *([0] if alone else [])]),
         "memory": chance.rarely([1, 2, 3, 6], 0, 0.15) if alone else 0,
@@ -99,21 +100,26 @@ def _of_train_step(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
         "norm": chance.rarely(["exact", "exact", "warn", "micro", "pooled", "frozen"], "", 0.25) if alone else "",
         "batch": chance.rarely(["dict", "columns", "shared"], "tuple", 0.3),
         "loader": chance.rarely([*FRESH, "refilled", "array refilled"], "list", 0.3) if alone else "list",
+        "way": chance.rarely(["loop"], "", 0.2) if alone else "",
     }
+    if found["loss"] in ("groups", "pairs"):
+        found |= {"batch": "tuple", "micro": max(found["micro"], 3) if found["micro"] else 0, "memory": 0, "norm": ""}
+    if found["loss"] in ("groups", "pairs", "names"):
+        found |= {"dropout": False, "norm": found["norm"] if found["norm"] in ("exact", "frozen") else ""}
     if found["norm"] in ("warn", "micro", "pooled"):
         found |= {"micro": 4, "memory": 0}
     if found["loss"] == "tokens":
         found |= {"norm": "", "dropout": False, "chunk": 0, "checkpoint": "", "batch": "tuple", "loader": "list"}
     if alone and dtype == "float64" and found["optimizers"] == 1 and chance.rarely([True], False, 0.1):
         found |= {"optimizer": "lbfgs", "dropout": False, "hook": "", "noise": False, "schedule": "", "norm": ""}
-        found |= {"clip": None}
+        found |= {"clip": None, "way": ""}
     if alone and chance.rarely([True], False):
         blocks = chance.choice(["after_backward", "in_backward"])
         found["loss"] = "rows" if found["loss"] == "penalty" else found["loss"]  # which finds no graph in blocks
         found |= {"blocks": blocks, "blocks_on": chance.rarely(["cpu"], "", 0.3)}
         found |= {"noise": False, "norm": "" if found["norm"] == "exact" else found["norm"]}
         if blocks == "in_backward":
-            found |= {"micro": found["micro"] or 3, "hook": "", "clip": None, "scaler": 0}
+            found |= {"micro": found["micro"] or 3, "hook": "", "clip": None, "scaler": 0, "way": ""}
     if found.get("dropout", True):
         found |= {"memory": 0, "micro": found["micro"] or 2}
     return found
@@ -137,7 +143,7 @@ def _of_chunked(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
 
 
 def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
-    kind, engine = scenario.kind, scenario.engine
+    kind, engine, alone = scenario.kind, scenario.engine, not scenario.engine
     weighed = kind == "wrapper" and chance.rarely([True], False, 0.4)
     errors = ["forward error", "backward error", "oom", "backward oom", "eval"]
     events = {
@@ -155,15 +161,22 @@ def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
     leaves_traces = scenario.loss == "tokens" or (kind == "TrainStep" and scenario.norm)
     if (scenario.scaler or scenario.nonfinite != "propagate") and not leaves_traces:
         events += ["inf"] * (8 if kind == "wrapper" else 3)
-    often = chance.choice([0.1, 0.1, 0.3])
+    if kind == "wrapper" and scenario.scaler < 0:
+        events += ["no pass"] * 8
+    if scenario.way == "names":
+        events += ["save"] * 4
+    often = chance.choice([0.1, 0.2, 0.4])
+    if alone:  # a few kinds, each of which meets itself and the others
+        events = [chance.choice(events) for _ in range(chance.choice([1, 2, 4, 20]))]
     fewest = 2 if scenario.norm else 1
-    ordinary = kind == "wrapper" and not engine  # many windows, most of whose micro-batches have as many rows
+    ordinary = kind == "wrapper" and alone  # many windows, most of whose micro-batches have as many rows
     alike = chance.rarely([2, 3], 0, 0.5) if ordinary else 0
 
     def micro_batch() -> MicroBatch:
         rows = alike or chance.choice([fewest, 2, 3, 4, 7])
         if kind != "wrapper":
             rows = chance.choice([5, 8, 11, 19] if scenario.norm else [2, 3, 5, 8, 11, 19])
+            rows += rows % 2 if scenario.loss == "pairs" else 0
         weight = chance.choice([None, None, 0.0, 0.5, 3.0]) if weighed else None
         return MicroBatch(rows, weight, chance.randint(0, 1) if heads else 0, chance.rarely(events, "", often))
 
@@ -171,7 +184,10 @@ def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
 
     def epochs() -> tuple[tuple[MicroBatch, ...], ...]:
         longest = chance.choice([4, 8, 16] if ordinary else [3, 6, 9]) if scenario.optimizer != "lbfgs" else 2
-        return tuple(tuple(micro_batch() for _ in range(chance.randint(1, longest))) for _ in range(count))
+        lengths = [chance.randint(1, longest) for _ in range(count)]
+        return tuple(
+            tuple(_fitting(scenario, micro_batch(), n + 1 == length) for n in range(length)) for length in lengths
+        )
 
     own = epochs()
     others = epochs() if engine else ()
@@ -182,6 +198,15 @@ def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
         "epochs": tuple(one for one, _ in pairs) if engine else own,
         "others": tuple(other for _, other in pairs),
     }
+
+
+def _fitting(scenario: Scenario, one: MicroBatch, is_last: bool) -> MicroBatch:
+    """Without an event that can't be there."""
+    in_batches = scenario.way.startswith("batches")
+    if one.event == "save inside" and in_batches and not is_last and scenario.losses == 1 and not scenario.norm:
+        return dataclasses.replace(one, weight=0.0)
+    fits = one.event != "save inside" and (one.event != "no pass" or in_batches or scenario.way == "plain")
+    return one if fits else dataclasses.replace(one, event="")
 
 
 def _agreeing(scenario: Scenario, own: Any, others: Any) -> Any:
@@ -210,13 +235,12 @@ def sensible(scenario: Scenario) -> bool:
         "inf" in events and not scenario.scaler and scenario.nonfinite == "propagate",
         # What fails when blocks have been updated can't be taken back.
         scenario.blocks == "in_backward" and events & {"backward error", "backward oom", "step error"},
-        scenario.scaler and any(one.event == "inf" and one.weight == 0 for one in every),
         # Where nothing goes backward, nothing fails there.
         events & {"backward error", "backward oom"} and (scenario.frozen == "trunk" or "freeze" in events),
         any(one.event.startswith("backward") and one.weight == 0 for one in every),
         # What a new run would not know.
-        "save" in events and events & {"freeze", "loader error"},
-        "step error" in events and (scenario.scaler or scenario.optimizers > 1),
+        events & {"save", "save inside"} and events & {"freeze", "loader error"},
+        "step error" in events and (scenario.scaler or scenario.optimizers > 1 or scenario.way == "loop"),
         scenario.way == "closure" and scenario.kind == "wrapper" and (scenario.scaler or scenario.losses > 1),
         # Gradients by hand come of no other pass, and not through recomputation.
         "by hand" in events and (scenario.way in ("closure", "names") or scenario.checkpoint or scenario.chunk),
@@ -231,8 +255,10 @@ def sensible(scenario: Scenario) -> bool:
         scenario.checkpoint == "reentrant" and scenario.loss == "penalty",
         scenario.checkpoint and scenario.norm,  # which moves twice then, in a plain loop
         scenario.frozen == "head" and "freeze" in events,
-        # A GradScaler refuses an optimizer without gradients.
-        scenario.scaler and scenario.optimizers > 1 and (scenario.frozen or "freeze" in events),
+        # A GradScaler that has seen no gradient can't tell its next scale.
+        "no pass" in events and scenario.scaler > 0,
+        # It refuses an optimizer without gradients, and infinity doesn't reach it.
+        scenario.optimizers > 1 and (scenario.frozen or "freeze" in events) and (scenario.scaler or "inf" in events),
         # Differences, of which float32 rounds more than 1e-6 away.
         scenario.norm and scenario.dtype == "float32",
         scenario.loss == "tokens" and (scenario.chunk or scenario.checkpoint or scenario.dropout or scenario.norm),
@@ -244,8 +270,8 @@ def sensible(scenario: Scenario) -> bool:
         scenario.norm and scenario.kind == "TrainStep" and "inf" in events,
         scenario.others and at_once and lengths[0] != lengths[1],
         scenario.others and not _agree(scenario),
-        # A rank that leaves between windows when the other has no more batches is one that breaks off its loop.
-        scenario.others and scenario.way.startswith("batches") and _leaves_between_windows(scenario),
+        # A rank that leaves when the other has no more batches is one that breaks off its loop.
+        scenario.others and scenario.way.startswith("batches") and _leaves_alone(scenario),
     ]
     return not any(impossible)
 
@@ -254,15 +280,11 @@ def _by_micro_batch(scenario: Scenario) -> bool:
     return scenario.kind != "wrapper" and (scenario.dropout or scenario.norm in ("warn", "micro", "pooled"))
 
 
-def _leaves_between_windows(scenario: Scenario) -> bool:
+def _leaves_alone(scenario: Scenario) -> bool:
     pairs = [
         pair for one, two in zip(scenario.epochs, scenario.others, strict=True) for pair in ((one, two), (two, one))
     ]
-    return any(
-        one.event == "gone" and i >= len(other) and i % scenario.steps == 0
-        for own, other in pairs
-        for i, one in enumerate(own)
-    )
+    return any(one.event == "gone" and i >= len(other) for own, other in pairs for i, one in enumerate(own))
 
 
 def _agree(scenario: Scenario) -> bool:

@@ -16,7 +16,8 @@ class MicroBatch:
     (before it is there): raised once. oom, backward oom: no memory for many of its rows. zero_grad: `model.zero_grad()`
     after it. eval: an evaluation before it; of a chunked module, its mode changes between the passes. freeze: the
     trunk's `requires_grad` is switched. gone: an error ends this rank's loop. break: the epoch ends with it. discard:
-    after it. by hand: its gradients are added. reload: the optimizer's own state is loaded before it.
+    after it. by hand: its gradients are added. reload: the optimizer's own state is loaded before it. no pass: a step
+    alone. save inside: as save, with a pass, perhaps, and no step; it weighs nothing.
     """
 
     rows: int = 2
@@ -35,7 +36,8 @@ class Scenario:
     others: tuple[tuple[MicroBatch, ...], ...] = ()  # the epochs of a second rank
     engine: str = ""  # ddp, ddp unused, fsdp2, or nested fsdp2
     sync: str = "window"
-    way: str = "backward"  # plain, closure, backward, names (losses by name), batches, or batches backward
+    way: str = "backward"
+    """plain, closure, backward, names (losses by name), batches, or batches backward; of TrainStep: loop, one's own."""
     steps: int = 2
     lengths: str = ""  # what windows' lengths depend on: nothing, epoch, or update
     micro: int = 3  # rows of a micro-batch; 0: as many as fit, found by trying
@@ -44,13 +46,14 @@ class Scenario:
     optimizers: int = 1  # 2: one for the trunk, one for the rest
     schedule: str = ""  # the learning rate's: exponential, or cycle
     loss: str = "rows"
-    """rows, ignored, classes, told, sum, terms, penalty, across (its rows, which no micro-batches can), tokens."""
+    """rows, ignored, classes, told, sum, weighed sum, terms, penalty, across (its rows, which no micro-batches can),
+    tokens, names (several losses, each a mean over something else), pairs, groups (of rows, across which it looks)."""
     blocks: str = ""  # of TrainStep: layer by layer, with these updates: after_backward, or in_backward
     blocks_on: str = ""  # where the blocks live: where they compute, or on another device: cpu
     batch: str = "tuple"  # of TrainStep: tuple, dict, columns (rows in the last dimension), shared (has no rows)
     clip: float | None = None
     nonfinite: str = "propagate"
-    scaler: int = 0  # growth interval of a GradScaler; 0 without one
+    scaler: int = 0  # growth interval of a GradScaler; 0 without one; -1: its scale is another for each micro-batch
     hook: str = ""
     """step: on the finished gradient; parameter, clamp: on a parameter's; module: on outputs and their gradients."""
     losses: int = 1

@@ -18,8 +18,12 @@ from tests.fuzz.problem import (
     Gone,
     Injected,
     Model,
+    ids_of,
+    in_groups,
+    is_there,
     limit,
     loss_of,
+    named_losses,
     parts_of,
     rows_of,
     split_sizes,
@@ -36,6 +40,9 @@ LOSS_FNS: dict[str, dict[str, Any]] = {
 }
 
 
+WEIGHED = ("ignored", "classes", "told", "tokens", "weighed sum")
+
+
 class _Split:
     """A model, its optimizers, and the TrainStep that trains it."""
 
@@ -50,13 +57,16 @@ class _Split:
         if scenario.hook == "step" or "step error" in events or not scenario.blocks:  # which refuse such hooks
             for optimizer in self.inner:
                 optimizer.register_step_pre_hook(self._before_update)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=scenario.scaler or 1)
+        interval = max(1, scenario.scaler)
+        self.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=256.0, growth_interval=interval, enabled=scenario.scaler != 0
+        )
         self.step = TrainStep(
             self.used,
             self.inner if scenario.optimizers > 1 else self.inner[0],
             micro_batch_size=scenario.micro or "auto",
             max_tokens=scenario.micro * 4 + 4 if scenario.loss == "tokens" else None,
-            clip_grad_norm=scenario.clip,
+            clip_grad_norm=scenario.clip if scenario.way != "loop" else None,
             scaler=self.scaler if scenario.scaler else None,
             autocast=torch.bfloat16 if scenario.dtype == "autocast" else None,
             accumulate_dtype=torch.float64 if scenario.wide else None,
@@ -64,6 +74,8 @@ class _Split:
             sync=scenario.sync,  # type: ignore[arg-type]  # one of the two
             batch_norm=scenario.norm or "warn",  # type: ignore[arg-type]  # one of the five
             batch_dims=_dims(scenario),
+            groups={"pairs": 2, "groups": lambda *batch: batch[3]}.get(scenario.loss),
+            verify=scenario.seed % 4 > 0 or scenario.loss == "across",
             blocks=Blocks("layers", update=scenario.blocks, on=scenario.blocks_on or None) if scenario.blocks else None,  # type: ignore[arg-type]  # what they take
             **self._loss(),
         )
@@ -84,18 +96,45 @@ class _Split:
             if scenario.dtype == "autocast":
                 arguments = {name: value.float() if name == "weight" else value for name, value in arguments.items()}
             return {"loss_fn": nn.CrossEntropyLoss(**arguments)}
-        if scenario.loss in ("ignored", "classes", "told", "tokens"):
-            return {"compute_loss": lambda model, *batch: self._compute(model, *batch, tell=True)}
-        return {"compute_loss": self._compute, "reduction": "sum" if scenario.loss == "sum" else "mean"}
+        by_batch: Any = None
+        if scenario.loss in (*WEIGHED, "names") and scenario.seed % 2:
+            by_batch = lambda *batch: self._weight(*self._parts(batch)[1:])  # noqa: E731
+        return {
+            "compute_loss": functools.partial(self._compute, by_batch is None),
+            "weight": by_batch,
+            "reduction": "sum" if scenario.loss.endswith("sum") or self._summed else "mean",
+        }
 
-    def _compute(self, model: Any, *batch: Any, tell: bool = False) -> Any:
+    @property
+    def _summed(self) -> bool:
+        return self.scenario.loss == "names" and self.scenario.seed % 3 == 0
+
+    def _parts(self, batch: Any) -> tuple[Any, Tensor, int]:
         if self.scenario.batch == "dict":
-            x, y, head = batch[0]["rows"], batch[0]["others"][0], batch[0]["head"]
-        else:
-            x, y, head, *_ = batch
-        x = x.T if self.scenario.batch == "columns" else x
-        loss = loss_of(self.scenario, model, x, y, head)
-        return (loss, weight_of(self.scenario, y)) if tell else loss
+            return batch[0]["rows"], batch[0]["others"][0], batch[0]["head"]
+        x, y, head, *_ = batch
+        return x.T if self.scenario.batch == "columns" else x, y, head
+
+    def _weight(self, y: Tensor, head: int) -> Any:
+        if self.scenario.loss != "names":
+            return weight_of(self.scenario, y)
+        every = {0: (y != 0).sum(), 1: int((y != 1).sum()), 2: len(y), 3: float(len(y))}
+        return {name: weight for name, weight in every.items() if is_there(self.scenario, name, weight)}
+
+    def _compute(self, tells: bool, model: Any, *batch: Any) -> Any:
+        scenario, (x, y, head) = self.scenario, self._parts(batch)
+        if scenario.loss in ("pairs", "groups"):
+            return in_groups(model(x, head), batch[3])
+        if scenario.loss == "names":
+            found = named_losses(scenario, model, x, y, head)
+            sums = {name: loss * w if w else loss.nan_to_num() for name, (loss, w) in found.items()}
+            losses = sums if self._summed else {name: loss for name, (loss, _) in found.items()}
+            told = {name: (loss, found[name][1]) for name, loss in losses.items()} if tells else losses
+            return list(told.values()) if len(told) == 4 and scenario.seed % 7 == 0 else told  # names are numbers
+        loss = loss_of(scenario, model, x, y, head)
+        if scenario.loss == "weighed sum":
+            loss = loss * weight if (weight := weight_of(scenario, y)) else loss.nan_to_num()
+        return (loss, weight_of(scenario, y)) if tells and scenario.loss in WEIGHED else loss
 
     def call(self, one: MicroBatch, x: Any, y: Tensor) -> Tensor:
         """Hand a batch over."""
@@ -108,7 +147,25 @@ class _Split:
             batch = x.T.contiguous(), y, one.head
         elif self.scenario.batch == "shared":
             batch = (*batch, torch.arange(3.0))
-        return self.step(*batch)
+        if self.scenario.loss in ("pairs", "groups"):
+            batch = (*batch, ids_of(self.scenario, len(y)))
+        return self._loop(batch) if self.scenario.way == "loop" else self.step(*batch)
+
+    def _loop(self, batch: Any) -> Tensor:
+        """One's own, which clips and steps."""
+        for optimizer in self.inner:
+            optimizer.zero_grad()
+        loss = self.step.backward(*batch)
+        if all(p.grad is None for p in self.model.parameters()):
+            return loss  # nothing weighs anything
+        for optimizer in self.inner if self.scenario.scaler else []:
+            self.scaler.unscale_(optimizer)
+        if self.scenario.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.scenario.clip)
+        for optimizer in self.inner:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        return loss
 
     def resumed(self) -> _Split:
         """A new run that goes on from this one's files."""
@@ -143,9 +200,10 @@ class _Ordinary:
     def passes(self, one: MicroBatch, x: Any, y: Tensor) -> Tensor:
         """The large batch's, or those of its micro-batches where each is computed by itself. Returns the loss."""
         scenario = self.scenario
+        self.losses: dict[Any, Tensor] = {}
         if not (scenario.dropout or scenario.norm in ("warn", "micro", "pooled")):
             with autocast(scenario):
-                loss = loss_of(scenario, self.model, x, y, one.head)
+                loss = self._loss(one, x, y)
             loss.backward()
             return loss.detach()
         sizes, whole_weight = split_sizes(len(y), scenario.micro), weight_of(scenario, y)
@@ -155,7 +213,7 @@ class _Ordinary:
             weight = weight_of(scenario, targets)
             share = 1.0 if scenario.loss == "sum" else weight / whole_weight if whole_weight else 0.0
             with autocast(scenario):
-                own = loss_of(scenario, self.model, rows, targets, one.head)
+                own = self._loss(one, rows, targets)
             own = own * share if weight else own.detach().zero_()
             losses.append(own.detach())
             if own.requires_grad:
@@ -163,6 +221,16 @@ class _Ordinary:
         if pooled is not None:
             self.model.load_state_dict({**self.model.state_dict(), **pooled})
         return torch.stack(losses).sum()
+
+    def _loss(self, one: MicroBatch, x: Any, y: Tensor) -> Tensor:
+        scenario = self.scenario
+        if scenario.loss in ("pairs", "groups"):
+            return in_groups(self.model(x, one.head), ids_of(scenario, len(y)))
+        if scenario.loss != "names":
+            return loss_of(scenario, self.model, x, y, one.head)
+        found = named_losses(scenario, self.model, x, y, one.head)
+        self.losses = {name: loss.detach() for name, (loss, weight) in found.items() if weight}
+        return sum(loss for loss, weight in found.values() if weight)  # type: ignore[return-value]  # one always weighs
 
     def step(self, one: MicroBatch, x: Any, y: Tensor, seed: int) -> Tensor:
         """The update. Returns the loss."""
@@ -174,8 +242,9 @@ class _Ordinary:
             if not losses or not self.scenario.dropout:
                 torch.manual_seed(seed)
             losses.append(self.passes(one, x, y))
+            self.norm = None
             if self.scenario.clip is not None:
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.scenario.clip)
+                self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.scenario.clip)
             return losses[-1]
 
         if self.scenario.optimizer == "lbfgs":
@@ -236,7 +305,8 @@ def run_train_step(scenario: Scenario, rank: int, flipped: tuple[int, ...] = ())
             for model in (run.model, *(each.model for each in (oracle, *others))):
                 freeze(model)
         infinite = [float("inf") if other.event == "inf" else 1.0 for other in ones]
-        run.model.fault.prepare(one.event, max(1, scenario.micro // 2))
+        fits = 3 if scenario.loss in ("pairs", "groups") else 1
+        run.model.fault.prepare(one.event, max(fits, scenario.micro // 2))
         run.fails_to_step = one.event == "step error"
         before = _everything(run) if "error" in one.event else []
         torch.manual_seed(number)
@@ -259,6 +329,16 @@ def run_train_step(scenario: Scenario, rank: int, flipped: tuple[int, ...] = ())
                 expected = oracle.step(one, x, y, number)
                 losses = [each.step(one, x, y, number) for each in others] or [loss]
                 found["loss"] = max(found["loss"], *[abs((each / expected - 1).item()) for each in losses])
+                if (
+                    not flipped
+                    and not scenario.engine
+                    and scenario.optimizer != "lbfgs"
+                    and scenario.dtype == "float64"
+                ):
+                    means = [run.step.losses.get(name) for name in oracle.losses]
+                    found["losses"] = max(found.get("losses", 0.0), apart(means, [*oracle.losses.values()]))
+                    if scenario.way != "loop":
+                        found["norm"] = max(found.get("norm", 0.0), apart([run.step.grad_norm], [oracle.norm]))
                 for schedule in run.schedules:
                     schedule.step()
             if scenario.dropout and not torch.equal(random, torch.get_rng_state()):

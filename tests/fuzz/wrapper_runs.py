@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
+import pickle
 from typing import Any
 
 import torch
@@ -74,9 +76,19 @@ def weight_in_window(scenario: Scenario, one: MicroBatch) -> float:
     return one.rows if one.weight is None else one.weight
 
 
+def given(scenario: Scenario, weight: float) -> Any:
+    """A weight as users count it: a number, or a tensor."""
+    return torch.tensor(weight) if scenario.seed % 3 == 1 else weight
+
+
 def weights_of_terms(scenario: Scenario, one: MicroBatch) -> list[float]:
     """What each loss by name is a mean over: they differ."""
     return [weight_in_window(scenario, one), *(one.rows + 1.0 for _ in range(1, scenario.losses))]
+
+
+def unscales(scenario: Scenario) -> bool:
+    """Whether the loop calls `scaler.unscale_` as a window closes."""
+    return scenario.scaler != 0 and scenario.seed % 4 == 0 and scenario.way != "names"
 
 
 def overflows(scenario: Scenario, one: MicroBatch) -> int:
@@ -91,12 +103,11 @@ def seed_of(rank: int, number: int, i: int) -> int:
 class _Wrapped:
     """A model and its wrapped optimizers."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, copied: Any = None) -> None:
         self.scenario = scenario
-        self.model = Model(scenario)
+        self.model, self.optimizers = (Model(scenario), []) if copied is None else copied
         self.used = several(scenario, self.model)
-        self.optimizers = []
-        for number, parameters in enumerate(parts_of(scenario, self.model)):
+        for number, parameters in enumerate(parts_of(scenario, self.model) if copied is None else ()):
             inner = OPTIMIZERS[scenario.optimizer](parameters)
             optimizer = Optimizer(
                 inner,
@@ -109,10 +120,12 @@ class _Wrapped:
                 noise_scale=scenario.noise,
                 sync=scenario.sync,  # type: ignore[arg-type]  # one of the two
             )
-            optimizer.register_step_pre_hook(self._before_update)
             self.optimizers.append(optimizer)
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(self._before_update)
         self.fails_to_step = False
-        self.finished: list[list[Any]] = [[] for _ in self.optimizers]  # of each update: loss, and norm before clipping
+        self.finished: list[list[Any]] = [[] for _ in self.optimizers]
+        """Of each update: loss, norm before clipping, and the means of losses by name."""
         self.trace: list[tuple[bool, int, int, bool]] = []
         """Of each step: whether it closes its window; updates, micro-batches in the open window, `updated` after it."""
         kind = scenario.schedule
@@ -124,8 +137,9 @@ class _Wrapped:
         if self.in_hook:
             for optimizer, schedule in zip(self.optimizers, self.schedules):
                 optimizer.register_step_post_hook(lambda *_, schedule=schedule: schedule.step())
+        interval = scenario.scaler if scenario.scaler > 0 else 1000
         self.scaler = torch.amp.GradScaler(
-            "cpu", init_scale=256.0, growth_interval=scenario.scaler or 1, enabled=scenario.scaler > 0
+            "cpu", init_scale=256.0, growth_interval=interval, enabled=scenario.scaler != 0
         )
 
     def _steps(self, number: int) -> Any:
@@ -140,24 +154,34 @@ class _Wrapped:
             self.fails_to_step = False
             raise Injected
         if not self.scenario.engine:
-            loss, norm = optimizer.loss, optimizer.grad_norm
-            self.finished[self.optimizers.index(optimizer)].append((loss, norm))
+            means = dict(optimizer.losses)
+            self.finished[self.optimizers.index(optimizer)].append((optimizer.loss, optimizer.grad_norm, means))
         if self.scenario.hook == "step":
             limit(optimizer)
 
     def resumed(self) -> _Wrapped:
         """A new run that goes on from this one's files."""
-        save = copy.deepcopy if self.scenario.engine else saved
+        scenario, objects = self.scenario, (self.model, self.optimizers)
+        save = copy.deepcopy if scenario.engine else saved
         parts = [self.model, *self.optimizers, *self.schedules, self.scaler]
         states = save([part.state_dict() for part in parts])
-        new = _Wrapped(self.scenario)
+        lost = scenario.schedule or scenario.engine or scenario.hook not in ("", "step")  # where objects are copied
+        copied: Any = None
+        if scenario.seed % 3 == 0 and not lost:
+            by_file = scenario.lengths != "update" and not scenario.chunk  # which hold no functions
+            copied = pickle.loads(pickle.dumps(objects)) if by_file else copy.deepcopy(objects)
+        new = _Wrapped(scenario, copied)
         new.finished, new.trace = self.finished, self.trace
         for part, state in zip([new.model, *new.optimizers, *new.schedules, new.scaler], states, strict=True):
-            part.load_state_dict(state)
+            if copied is None or part is new.scaler:
+                part.load_state_dict(state)
+        if scenario.seed % 5 < 2:  # as frameworks do before they go on
+            new.model.zero_grad(set_to_none=scenario.seed % 5 == 1)
         return new
 
     def micro_batch(self, one: MicroBatch, x: Tensor, y: Tensor, seed: int) -> None:
         """The body of a user's loop."""
+        scenario = self.scenario
         if one.event == "gone":
             raise Gone
         if one.event == "skip":
@@ -184,17 +208,22 @@ class _Wrapped:
             return
         finally:
             self.model.fault.calm()
+        if one.event == "save inside":
+            return
         self.fails_to_step = one.event == "step error"
-        closes = [optimizer.closes_next for optimizer in self.optimizers] if self.scenario.way != "closure" else []
+        closes = [optimizer.closes_next for optimizer in self.optimizers] if scenario.way != "closure" else []
+        for optimizer, is_last in zip(self.optimizers, closes):
+            if is_last and unscales(scenario):
+                self.scaler.unscale_(optimizer)
         for optimizer in self.optimizers:
-            if self.scenario.way != "closure":
+            if scenario.way != "closure":
                 with contextlib.suppress(Injected):
                     self.scaler.step(optimizer)
             if self.schedules and optimizer.updated and not self.in_hook:
                 self.schedules[self.optimizers.index(optimizer)].step()
         self.fails_to_step = False
         self.trace += [(c, o.updates, o.micro_batches, o.updated) for c, o in zip(closes, self.optimizers)]
-        self.scaler.update()
+        self.scaler.update(2.0 ** (3 * len(self.trace) % 7) if scenario.scaler < 0 else None)
         if one.event == "zero_grad":
             self.model.zero_grad()
         for optimizer in self.optimizers if one.event == "discard" else []:
@@ -212,13 +241,17 @@ class _Wrapped:
             self.fails_to_step = one.event == "step error"
             optimizer.step(lambda: self._loss(one, x, y, backward=True))
             return
-        weight = weight_in_window(scenario, one) if scenario.way == "backward" else None
+        weight = given(scenario, weight_in_window(scenario, one)) if scenario.way == "backward" else None
+        if one.event == "no pass" or (one.event == "save inside" and scenario.seed % 2):
+            self.scaler.scale(self._loss(one, x, y))
+            return
         if one.event == "by hand":
             self._by_hand(one, x, y, weight)
             return
         if scenario.way == "names":
             losses = [self.scaler.scale(self._loss(one, x, y, part)) for part in range(scenario.losses)]
-            optimizer.backward(dict(enumerate(zip(losses, weights_of_terms(scenario, one), strict=True))))
+            pairs = [*zip(losses, weights_of_terms(scenario, one), strict=True)]
+            optimizer.backward(pairs if scenario.seed % 2 else dict(enumerate(pairs)))
             return
         for part in range(scenario.losses):
             loss = self.scaler.scale(self._loss(one, x, y, part))
@@ -241,6 +274,8 @@ class _Wrapped:
             loss = loss_of(self.scenario, self.used, x, y, one.head, part)
         if one.event == "inf" and part == overflows(self.scenario, one):
             loss = loss * float("inf" if self.scenario.seed % 2 else "nan")
+        if weights_of_terms(self.scenario, one)[part if self.scenario.way == "names" else 0] == 0:
+            loss = loss * float("nan")  # a mean over nothing
         if backward:
             loss.backward()
         return loss
@@ -267,14 +302,14 @@ class ByHand:
         self.number = 0
         """Of the epoch that runs, whether or not it has a pass."""
         self.updates = [0 for _ in self.plain]
-        self.finished: list[list[tuple[float, Any]]] = [[] for _ in self.plain]
-        """Of each update: the window's mean loss, NaN where it isn't known, and the gradient's norm."""
+        self.finished: list[list[tuple[float, Any, dict[int, float]]]] = [[] for _ in self.plain]
+        """Of each update: the window's mean loss, NaN where it isn't known, the gradient's norm, and means by name."""
         self.trace: list[tuple[bool, int, int, bool]] = []
         self.halvings = 0
 
     def micro_batch(self, one: MicroBatch, x: Tensor, y: Tensor, seed: int) -> bool:
         """Its passes. Returns whether they are counted."""
-        if one.event == "skip":
+        if one.event in ("skip", "save inside"):
             return False
         scenario = self.scenario
         if one.event == "freeze":
@@ -300,16 +335,16 @@ class ByHand:
         left_out = infinite and scenario.nonfinite == "skip_micro_batch"
         if infinite:
             weights = [0.0 if left_out else float("inf") for _ in weights]
-            unseen = [all(weight < float("inf") for terms in window for weight, *_ in terms) for window in self.windows]
-            self.halvings += left_out or any(unseen)
+            self.halvings += 1
         for window in self.windows:
             window.append([])
         for loss, weight in zip(losses, weights, strict=True):
             self.model.zero_grad()
-            loss.backward()
+            if one.event != "no pass":
+                loss.backward()
             for part, window in zip(self.parts, self.windows, strict=True):
                 gradients = [None if left_out else p.grad for p in part]
-                known = float("nan") if one.event == "by hand" else loss.item()
+                known = float("nan") if one.event in ("by hand", "no pass") else loss.item()
                 window[-1].append((weight, known, gradients))
         self.model.zero_grad()
         return True
@@ -346,13 +381,14 @@ class ByHand:
         self.windows[number] = []
         if fails or not 0 < sum(weight for terms in window for weight, *_ in terms) < float("inf"):
             return
-        mean, gradients = 0.0, [[] for _ in self.parts[number]]  # type: ignore[var-annotated]
-        for terms in zip(*window, strict=True):
+        means, gradients = {}, [[] for _ in self.parts[number]]  # type: ignore[var-annotated]
+        for name, terms in enumerate(zip(*window, strict=True)):
             divisor = sum(weight for weight, *_ in terms) or 1.0
             if scenario.loss == "sum":
                 divisor = divisor if self.is_weighed else 1.0
                 terms = tuple((float(weight > 0), *found) for weight, *found in terms)  # type: ignore[misc]
-            mean += sum(weight * loss for weight, loss, _ in terms) / divisor
+            if any(weight for weight, *_ in terms):
+                means[name] = sum(weight * loss for weight, loss, _ in terms) / divisor
             for weight, _, found in terms:
                 for own, gradient in zip(gradients, found, strict=True):
                     own.extend([] if gradient is None else [weight / divisor * gradient])
@@ -361,7 +397,7 @@ class ByHand:
         norm = None
         if scenario.clip is not None:
             norm = nn.utils.clip_grad_norm_(self.parts[number], scenario.clip)
-        self.finished[number].append((mean, norm))
+        self.finished[number].append((sum(means.values()), norm, means if scenario.way == "names" else {}))
         if scenario.hook == "step":
             limit(self.plain[number])
         self.plain[number].step()
@@ -430,6 +466,7 @@ def run_wrapper(scenario: Scenario, rank: int) -> dict[str, float]:
         for r, epochs in enumerate(ranks)
     ]
     oracle = _expected(scenario, data)
+    without_files = dataclasses.replace(scenario, epochs=_without_files(scenario.epochs))
     for number, epoch in enumerate(ranks[rank]):
         run = _epoch(run, scenario, epoch, data[rank][number], rank, number)
     found = {"parameters": relative_error(whole(run.model.parameters()), oracle.model.parameters())}
@@ -438,12 +475,16 @@ def run_wrapper(scenario: Scenario, rank: int) -> dict[str, float]:
         return found
     found["trace"] = float(run.trace != oracle.trace)
     for seen, right in zip(run.finished, oracle.finished, strict=True):
-        for (loss, norm), (mean, whole_norm) in zip(seen, right):
+        for (loss, norm, means), (mean, whole_norm, whole_means) in zip(seen, right):
             if scenario.way.endswith("backward") or scenario.way == "names":
-                error = abs(loss.item() / mean - 1) if mean == mean else 0.0
+                unknown = mean != mean or (loss is None and unscales(scenario))
+                error = 0.0 if unknown else abs(loss.item() / mean - 1)
                 found["loss"] = max(error, found.get("loss", 0.0))
             if scenario.dtype == "float64":
                 found["norm"] = max(apart([norm], [whole_norm]), found.get("norm", 0.0))
+            for name in {*means, *whole_means}:
+                error = abs(means[name].item() / whole_means[name] - 1)
+                found["means"] = max(error, found.get("means", 0.0))
     if scenario.scaler == 1000:  # it doesn't grow
         found["scale"] = abs(run.scaler.get_scale() * 2**oracle.halvings / 256 - 1)
     for optimizer, plain in zip(run.optimizers, oracle.plain, strict=True):
@@ -452,7 +493,19 @@ def run_wrapper(scenario: Scenario, rank: int) -> dict[str, float]:
         rates = [abs(a["lr"] / b["lr"] - 1) for a, b in zip(optimizer.param_groups, plain.param_groups, strict=True)]
         found["learning rate"] = max(rates)
     found["buffers"] = relative_error(buffers_of(run.model), buffers_of(oracle.model))
+    if without_files != scenario and scenario.losses == 1:
+        again = _Wrapped(without_files)
+        for number, epoch in enumerate(without_files.epochs):
+            again = _epoch(again, without_files, epoch, data[rank][number], rank, number)
+        same = all(map(torch.equal, run.model.parameters(), again.model.parameters()))
+        found["bits"] = 0.0 if same else float("inf")
     return found
+
+
+def _without_files(epochs: tuple[Epoch, ...]) -> tuple[Epoch, ...]:
+    """The epochs without checkpoints."""
+    plain = {"save": "", "reload": ""}
+    return tuple(tuple(dataclasses.replace(one, event=plain.get(one.event, one.event)) for one in e) for e in epochs)
 
 
 def state_of(optimizer: Any) -> list[Tensor | None]:
@@ -469,7 +522,7 @@ def _epoch(run: _Wrapped, scenario: Scenario, epoch: Epoch, data: list[Any], ran
     with_batches = scenario.way.startswith("batches")
     weight: Any = None
     if any(one.weight is not None for one in epoch):
-        weight = lambda batch: weight_in_window(scenario, epoch[int(batch[2])])  # noqa: E731
+        weight = lambda batch: given(scenario, weight_in_window(scenario, epoch[int(batch[2])]))  # noqa: E731
     faults = [i for i, one in enumerate(epoch) if one.event == "loader error"]
     first, state = 0, None
     loader = loader_of(scenario.loader, data, faults, Injected())
@@ -486,7 +539,7 @@ def _epoch(run: _Wrapped, scenario: Scenario, epoch: Epoch, data: list[Any], ran
                 run.micro_batch(epoch[i], x, y, seed_of(rank, number, i))
                 if epoch[i].event == "flush":
                     run.flush()
-                if epoch[i].event == "save" and i + 1 < len(epoch):
+                if epoch[i].event.startswith("save") and (i + 1 < len(epoch) or not with_batches):
                     has_place = with_batches and not faults and (scenario.lengths or scenario.seed % 2)
                     state = batches.state_dict() if has_place else None
                     run, first = run.resumed(), i + 1

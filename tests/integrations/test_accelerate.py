@@ -302,6 +302,50 @@ def test_an_accelerate_that_lacks_a_name_or_distributes_otherwise_is_refused(mon
         prepare_optimizer(accelerator, sgd(model_parameters()), 3)
 
 
+# A wrapped optimizer that Accelerate prepares; what it makes of an epoch is in fuzz/accelerate_runs.py.
+
+
+class Prepared(Training):
+    def __init__(self, scale=None, accumulated=1, **options):
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
+        self.accelerator.scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+        self.model, self.loader = self.accelerator.prepare(network(), loader())
+        self.wrapped = Optimizer(sgd(self.model.parameters()), **{"steps": 3} | options)
+        self.optimizer = self.accelerator.prepare(self.wrapped)
+
+
+LEFT = {"propagate": WINDOWS[1:], "skip_micro_batch": [[*range(10)], WINDOWS[1]]}
+
+
+@pytest.mark.parametrize(("nonfinite", "left"), LEFT.items())
+def test_an_overflow_of_a_prepared_one_costs_a_window_or_a_micro_batch_and_halves_the_scale_once(nonfinite, left):
+    training = Prepared(8.0, nonfinite=nonfinite)
+    training.run(training.wrapped.batches(training.loader), bad=2)
+    assert training.accelerator.scaler.get_scale() == 4.0
+    assert training.error(left) <= FLOAT64
+
+
+def test_accelerates_own_accumulation_and_clipping_are_refused_around_a_wrapped_one():
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2\) accumulates as well.*Remove it"):
+        Prepared(accumulated=2).run([*loader()])
+    with pytest.raises(WindowError, match=r"by clipping perhaps.*Pass clip_grad_norm= to the wrapper"):
+        training = Prepared()
+        for batch in training.loader:
+            training.accelerator.backward(mse(training.model, *batch))
+            training.accelerator.clip_grad_norm_(training.model.parameters(), 1e-2)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_wrapped_around_a_prepared_optimizer_it_is_refused_and_the_advice_can_be_followed(scale):
+    training = Training(scale)
+    inner = sgd(network().parameters())
+    with pytest.raises(ValueError, match=r"accelerate has prepared .*Received: AcceleratedOptimizer.*Wrap first, then"):
+        Optimizer(training.accelerator.prepare(inner), steps=3)
+    training.accelerator.prepare(Optimizer(inner, steps=3))
+
+
 def test_gradients_that_are_edited_otherwise_inside_a_window_are_noticed():
     training = Training()
     with pytest.raises(WindowError, match="edited inside an open window"):

@@ -1,4 +1,6 @@
-"""Random loops of Accelerate's around `prepare_optimizer`, against the naive loop over each window's rows."""
+"""Random loops of Accelerate's, around `prepare_optimizer` or a wrapped optimizer that Accelerate prepares, against the
+naive loop over each window's rows.
+"""
 
 import os
 import random
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradaccum.integrations.accelerate import prepare_optimizer
+from gradaccum.torch.optim import Optimizer
 from tests.integrations.fuzz.lightning_runs import OPTIMIZERS
 
 CLIPS = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
@@ -38,6 +41,11 @@ class Run:
         self.schedule = choose.choice([None, None, "prepared", "hook", "if updated"])
         whole = self.schedule is None and self.how in ("plain", "backward") and len(self.steps) == 1
         self.saved = choose.randint(1, -(-self.count // self.rows)) if whole and choose.random() < 0.7 else None
+        self.wraps_first = choose.choice([False, False, True])
+        if self.wraps_first:  # Accelerate's own clipping and scheduler know of no windows
+            self.clip = self.clip if self.clip != ("value", 0.01) else None
+            self.schedule = self.schedule and "if updated"
+            self.scale = None if self.how == "backward" else self.scale
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(self.count, 4, dtype=torch.float64, generator=generator)
         y = torch.randint(3, (self.count,), generator=generator)
@@ -60,7 +68,12 @@ class Run:
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=self.scale)
         self.trained = self.accelerator.prepare(self.model())
         inner = OPTIMIZERS[self.optimizer](self.trained.parameters())
-        self.wrapped = prepare_optimizer(self.accelerator, inner, self.steps if len(self.steps) > 1 else self.steps[0])
+        steps = self.steps if len(self.steps) > 1 else self.steps[0]
+        if not self.wraps_first:
+            self.wrapped = self.prepared = prepare_optimizer(self.accelerator, inner, steps)
+            return
+        self.wrapped = Optimizer(inner, steps, clip_grad_norm=self.clip and self.clip[1])
+        self.prepared = self.accelerator.prepare(self.wrapped)
 
     def micro_batch(self, batch, schedule):
         loss = self.loss(self.trained, *batch)
@@ -68,13 +81,13 @@ class Run:
             self.wrapped.backward(loss, weight=counted(batch))
         else:
             self.accelerator.backward(loss)
-        if self.clip is not None:
+        if self.clip is not None and not self.wraps_first:
             clip = getattr(self.accelerator, f"clip_grad_{self.clip[0]}_")
             assert clip(self.trained.parameters(), self.clip[1]) is None
-        self.wrapped.step()
+        self.prepared.step()
         if self.schedule == "prepared" or (self.schedule == "if updated" and self.wrapped.updated):
             schedule.step()
-        self.wrapped.zero_grad()
+        self.prepared.zero_grad()
 
     def train(self, folder):
         self.prepare()
@@ -92,6 +105,9 @@ class Run:
                 self.micro_batch(batch, schedule)
                 if epoch == 0 and index == self.saved:
                     break
+            flushes = self.wraps_first and self.how in ("plain", "backward") and not (epoch == 0 and self.saved)
+            if flushes and self.wrapped.flush() and schedule is not None:
+                schedule.step()
             if epoch == 0 and self.saved:
                 self.accelerator.save_state(folder)
                 self.prepare()

@@ -12,15 +12,13 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import gradaccum.torch.optimizer.batches as batches_module
 from gradaccum import WindowError
-from tests.fuzz.loaders import loader_of
 from tests.reference import FLOAT64, relative_error, windows_of
 from tests.torch.optimizer.loops import assert_same, large, parts, train, values, wrapped
-from tests.torch.problems import mse, network, regression, sgd, split
+from tests.torch.problems import mse, network, regression, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -162,52 +160,6 @@ def test_breaking_off_and_going_on_with_the_same_iterator_loses_no_batch(after):
             seen.append(index)
     assert seen == list(range(6))
     assert [*optimizer.batches(iter(PAIRS[:2]))] == PAIRS[:2], "another iterator has its own"
-
-
-@pytest.mark.parametrize("kind", ["stateful", "list", "DataLoader"])
-@pytest.mark.parametrize("after", [1, 4, 6])
-def test_batches_resume_behind_the_last_one_that_was_handed_out_and_the_next_epoch_is_a_whole_one(kind, after):
-    _, optimizer = wrapped(steps=2)
-    batches = optimizer.batches(loader_of(kind, SIX))
-    for _ in itertools.islice(batches, after):
-        optimizer.step()
-        saved, window = batches.state_dict(), optimizer.state_dict()
-    assert saved["batches"] == after
-    _, resumed = wrapped(steps=2)
-    again = resumed.batches(loader_of(kind, SIX))
-    again.load_state_dict(saved)
-    resumed.load_state_dict(window)
-    rest = [(batch, resumed.step())[0] for batch in again]
-    assert len(rest) == 6 - after
-    assert all(all(map(torch.equal, got, expected)) for got, expected in zip(rest, SIX[after:], strict=True))
-    assert (resumed.epoch, resumed.steps, resumed.updates) == (1, 2, 3)
-    assert len([resumed.step() for _ in again]) == 6
-    assert (resumed.epoch, resumed.updates) == (2, 6)
-
-
-@pytest.mark.parametrize("at", range(5))
-def test_a_checkpoint_that_is_loaded_in_the_loops_body_leaves_the_batch_its_weight_and_its_place(at):
-    (model, optimizer), ragged = wrapped(steps=3), parts([3, 1, 4, 2, 2])
-    for number, batch in enumerate(optimizer.batches(ragged)):
-        if number == at:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        train(model, optimizer, [batch])
-    assert_same(model, large(windows_of(ragged, 3)))
-    assert (optimizer.epoch, optimizer.micro_batches) == (1, 0)
-
-
-@pytest.mark.parametrize("ending", ["the last batch is skipped", "a break"])
-def test_a_loop_in_whose_body_a_checkpoint_was_loaded_ends_as_any_other(ending):
-    (model, optimizer), batches = wrapped(steps=4), parts([2, 2, 2])
-    for number, batch in enumerate(optimizer.batches(batches)):
-        if number == 0:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        if number < 2:
-            train(model, optimizer, [batch])
-        elif ending == "a break":
-            break
-    assert_same(model, large([batches[:2]] if ending != "a break" else []))
-    assert (optimizer.epoch, optimizer.micro_batches) == (1, 0)
 
 
 def test_a_checkpoint_that_is_loaded_after_an_error_has_ended_a_loop_is_what_the_next_loop_goes_on_with():
@@ -385,53 +337,22 @@ class Pair:
     y: torch.Tensor
 
 
-def packed(lengths):
-    generator = torch.Generator().manual_seed(len(lengths))
-    rows = [torch.randn(length, 5, generator=generator, dtype=torch.float64) for length in lengths]
-    return pack_sequence(rows, enforce_sorted=False), torch.ones(len(lengths), 3, dtype=torch.float64)
+def sequences(lengths):
+    return [torch.randn(length, 5) for length in lengths]
 
 
-def jagged(lengths):
-    generator = torch.Generator().manual_seed(len(lengths))
-    rows = [torch.randn(length, 5, generator=generator, dtype=torch.float64) for length in lengths]
-    return torch.nested.nested_tensor(rows, layout=torch.jagged), torch.ones(len(lengths), 3, dtype=torch.float64)
-
-
-def last_of(x):
-    return nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0].sum(1)
-
-
+IN_FRONT = [[torch.randn(rows, 8, 9), torch.randn(rows, 7, 9)] for rows in (5, 5, 3)]  # with a short last batch
 KINDS = {
-    "dataclasses": ([Pair(*part) for part in parts([4, 1, 3])], lambda m, b: mse(m, b.x, b.y), lambda b: len(b.x)),
-    "packed sequences": (
-        [packed(lengths) for lengths in ([3, 1], [1, 2, 2], [4])],
-        lambda m, b: mse(m, last_of(b[0]), b[1]),
-        lambda b: len(b[1]),
-    ),
-    "jagged tensors": (
-        [jagged(lengths)[0] for lengths in ([2, 3], [1, 4, 2], [3])],
-        lambda m, b: torch.stack([m(row).square().mean() for row in b.unbind()]).mean(),
-        lambda b: len(b.unbind()),
-    ),
+    "dataclasses": ([Pair(*part) for part in parts([4, 1, 3])], [4, 1, 3]),
+    "packed sequences": ([(pack_sequence(sequences(n), enforce_sorted=False),) for n in ([3, 1], [1, 2, 2])], [2, 3]),
+    "jagged tensors": ([torch.nested.nested_tensor(sequences([1, 4, 2]), layout=torch.jagged)], [3]),
+    "sequences in front": (IN_FRONT, [5, 5, 3]),
 }
 
 
-@pytest.mark.parametrize(("batches", "loss", "rows"), KINDS.values(), ids=KINDS)
-def test_batches_are_counted_by_their_rows_also_where_they_are(batches, loss, rows):
-    (model, optimizer), alone = wrapped(steps=3), network()
-    for batch in optimizer.batches(batches):
-        loss(model, batch).backward()
-        optimizer.step()
-    (sum(loss(alone, batch) * rows(batch) for batch in batches) / sum(map(rows, batches))).backward()
-    sgd(alone.parameters()).step()
-    assert optimizer.updates == 1
-    assert_same(model, alone)
-
-
-def test_sequences_in_front_and_a_short_last_batch_are_counted_by_their_rows():
-    batches = [[torch.randn(rows, 8, 9), torch.randn(rows, 7, 9)] for rows in (5, 5, 3)]
-    _, optimizer = wrapped(steps=3)
-    assert len([optimizer.step() for _ in optimizer.batches(batches)]) == 3
+@pytest.mark.parametrize(("batches", "rows"), KINDS.values(), ids=KINDS)
+def test_batches_are_weighed_by_their_rows_also_where_they_are(batches, rows):
+    assert [*map(batches_module.BatchWeight(), batches)] == rows
 
 
 # Several optimizers in one loop, each parameter in exactly one.

@@ -141,35 +141,6 @@ def test_get_state_dict_and_set_state_dict_take_the_wrapper_for_an_optimizer(mak
     assert_same(again, model, 0)
 
 
-# Lightning calls zero_grad() on the model when it has restored, and on the optimizer.
-
-CLEARED = {
-    "model.zero_grad()": lambda model, optimizer: model.zero_grad(),
-    "optimizer.zero_grad()": lambda model, optimizer: optimizer.zero_grad(),
-    "by hand": lambda model, optimizer: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
-}
-
-
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("clear", CLEARED.values(), ids=CLEARED)
-def test_a_restored_window_survives_what_frameworks_clear_before_they_go_on(clear, scaled, nonfinite):
-    def scaler():
-        return scaler_of(8.0) if scaled else None
-
-    model, optimizer = start(nonfinite=nonfinite)
-    train(model, optimizer, PARTS[:2], weigh=by_rows, scaler=scaler())
-    state = optimizer.state_dict()
-    model, optimizer = resumed(model, optimizer, adam, steps=4, nonfinite=nonfinite)
-    clear(model, optimizer)
-    assert optimizer.micro_batches == 2
-    again = optimizer.state_dict()["gradaccum"]["gradients"]
-    assert all(torch.equal(again[i], state["gradaccum"]["gradients"][i]) for i in again)
-    train(model, optimizer, PARTS[2:4], weigh=by_rows, scaler=scaler())
-    assert optimizer.updates == 1
-    assert_same(model, large([PARTS[:4]], adam))
-
-
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_restored_window_may_end_with_a_micro_batch_that_weighs_nothing(scaled):
     model, optimizer = start()
@@ -177,12 +148,6 @@ def test_a_restored_window_may_end_with_a_micro_batch_that_weighs_nothing(scaled
     model, optimizer = resumed(model, optimizer, adam, steps=4)
     train(model, optimizer, PARTS[3:4], weigh=lambda *_: 0, scaler=scaler_of(8.0) if scaled else None)
     assert optimizer.updates == 1
-    assert_same(model, large([PARTS[:3]], adam))
-
-
-def test_a_restored_window_can_be_flushed_at_once():
-    model, optimizer = resumed(*start(done=3), adam, steps=4)
-    assert optimizer.flush()
     assert_same(model, large([PARTS[:3]], adam))
 
 
@@ -254,27 +219,6 @@ def test_a_checkpoint_between_backward_and_step_is_refused_in_an_open_window(sav
     train(model, optimizer, PARTS[:1], weigh=weigh)
     with refused:
         train(model, optimizer, PARTS[1:2], weigh=weigh, before_step=lambda: save(optimizer))
-
-
-@pytest.mark.parametrize("when", ["before backward", "after backward", "after optimizer.backward()"])
-def test_a_checkpoint_inside_a_weightless_batch_holds_the_window(when):
-    model, optimizer = start(sgd, steps=5)
-    given, numbers = [*PARTS[:2], regression(2, seed=7), *PARTS[2:4]], iter([2, 3, 0, 1])
-    for index, batch in enumerate(optimizer.batches(given, weight=lambda part: next(numbers))):
-        optimizer.zero_grad()
-        loss = mse(model, *batch)
-        if index < 2 or when == "after backward":
-            loss.backward()
-        elif when == "after optimizer.backward()":
-            optimizer.backward(loss)
-        if index == 2:
-            model, optimizer = resumed(model, optimizer, steps=5)
-            break
-        optimizer.step()
-    assert optimizer.micro_batches == 2
-    train(model, optimizer, given[3:], weigh=by_rows)
-    optimizer.flush()
-    assert_same(model, large([PARTS[:4]]))
 
 
 @pytest.mark.parametrize("save", [lambda o: o.state_dict(), pickle.dumps, copy.deepcopy])

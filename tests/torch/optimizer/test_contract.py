@@ -18,11 +18,28 @@ from tests.torch.problems import adam, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
 
+
+class Signed(torch.optim.Optimizer):
+    """A user's own."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                count = self.state[p].setdefault("count", 0)
+                p -= group["lr"] * p.grad.tanh() / (1 + count)
+                self.state[p]["count"] = count + 1
+
+
 INNER = {
     "SGD with momentum": sgd,
     "Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "Adam": adam,
     "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "a user's own": Signed,
 }
 
 
@@ -72,38 +89,6 @@ def test_every_torch_optimizer_is_there():
         assert "steps" in inspect.signature(getattr(gradaccum.torch.optim, name)).parameters
     with pytest.raises(AttributeError, match="NotThere"):
         gradaccum.torch.optim.NotThere  # noqa: B018
-
-
-class Signed(torch.optim.Optimizer):
-    """A user's own."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                count = self.state[p].setdefault("count", 0)
-                p -= group["lr"] * p.grad.tanh() / (1 + count)
-                self.state[p]["count"] = count + 1
-
-
-def test_a_custom_optimizer_can_be_wrapped():
-    micro_batches = parts([2, 4, 1])
-    model, optimizer = wrapped(Signed, steps=2)
-    train(model, optimizer, optimizer.batches(micro_batches))
-    assert_same(model, large(windows_of(micro_batches, 2), Signed))
-
-
-def test_a_callable_schedule_is_asked_with_epoch_and_update():
-    asked = []
-    model, optimizer = wrapped(steps=lambda epoch, update: asked.append((epoch, update)) or 1 + update)
-    for _ in range(2):
-        train(model, optimizer, optimizer.batches(parts([2] * 6)))
-    # windows of 1, 2 and 3 in the first epoch; then 4, and the 2 that are left of a window of 5
-    assert optimizer.updates == 5
-    assert list(dict.fromkeys(asked)) == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4)]
 
 
 # Optimizers that are wrapped by name show the arguments of the inner one, to people and to type checkers.

@@ -1,6 +1,5 @@
 """A wrapped optimizer is a torch optimizer: hooks, schedulers, groups, closures, gradients of every kind."""
 
-import copy
 import gc
 import logging
 import pickle
@@ -15,7 +14,7 @@ import gradaccum.torch
 from gradaccum import NoiseSchedule, WindowError
 from gradaccum.on_torch import grad_buffer
 from tests.reference import FLOAT64, relative_error, windows_of
-from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, scaler_of, train, values, wrapped
+from tests.torch.optimizer.loops import assert_same, large, parts, scaler_of, train, values, wrapped
 from tests.torch.problems import Operations, adam, classes, join, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -446,22 +445,6 @@ def test_autocast_in_bfloat16_runs_like_the_plain_loop():
 
 
 # What a window leaves alone, and what it costs.
-
-
-@pytest.mark.parametrize("through", ["pickle", "deepcopy"])
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])
-def test_a_copy_made_in_the_middle_of_a_window_goes_on_alike(through, nonfinite):
-    pair = wrapped(adam, steps={0: 3}, nonfinite=nonfinite, clip_grad_norm=1.0)
-    train(*pair, RAGGED[:2], weigh=by_rows)
-    copied = pickle.loads(pickle.dumps(pair)) if through == "pickle" else copy.deepcopy(pair)
-    assert copied[1].micro_batches == 2
-    for each in (pair, copied):
-        train(*each, RAGGED[2:], weigh=by_rows)
-        each[1].flush()
-        assert each[1].updates == 2
-    assert_same(pair[0], large(windows_of(RAGGED, 3), adam, clip_grad_norm=1.0))
-    assert_same(copied[0], pair[0], 0)
-    assert pair[1].loss == copied[1].loss
 
 
 def hooks_of(model):

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import WindowError
-from tests.reference import FLOAT64, relative_error, windows_of
+from tests.reference import FLOAT64, relative_error
 from tests.torch.optimizer.loops import assert_same, parts, scaler_of, wrapped
-from tests.torch.problems import adam, join, sgd
+from tests.torch.problems import join, sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -61,68 +61,6 @@ def plain(model, optimizer, window, losses=losses):
     return {name: loss.detach() for name, loss in found.items()}
 
 
-def as_names(found):
-    return found
-
-
-def as_list_of_sums(found):
-    """A list of pairs, for `reduction="sum"`."""
-    return [(loss * weight if weight else loss.nan_to_num(), weight) for loss, weight in found.values()]
-
-
-@pytest.mark.parametrize("form", [as_names, as_list_of_sums])
-@pytest.mark.parametrize("make", [sgd, adam])
-@pytest.mark.parametrize("steps", [1, 2, 3, 7])
-@pytest.mark.parametrize("way", ["batches", "flush", "model.zero_grad()"])
-def test_a_window_is_the_step_of_the_sum_of_its_means(way, steps, make, form):
-    sums = form is as_list_of_sums
-    model, optimizer, _ = with_heads(make, steps, reduction="sum" if sums else "mean")
-    reference = Heads()
-    inner = make(reference.parameters())
-    found, expected = [], [plain(reference, inner, window) for window in windows_of(DATA, steps) * 2]
-    for _ in range(2):
-        for x, y in optimizer.batches(DATA) if way == "batches" else DATA:
-            if way != "model.zero_grad()":
-                optimizer.zero_grad()
-            elif not optimizer.micro_batches:
-                model.zero_grad()
-            optimizer.backward(form(losses(model, x, y)))
-            optimizer.step()
-            if optimizer.updated:
-                found.append((optimizer.loss, optimizer.losses))
-        if optimizer.flush():
-            found.append((optimizer.loss, optimizer.losses))
-    assert_same(model, reference)
-    assert len(found) == len(expected) == optimizer.updates
-    names = (
-        {i: name for i, name in enumerate(losses(model, *DATA[0]))} if sums else {name: name for name in expected[0]}
-    )
-    for (loss, means), window in zip(found, expected, strict=True):
-        assert {names[name] for name in means} == window.keys()
-        assert relative_error(means.values(), [window[names[name]] for name in means]) <= FLOAT64
-        assert relative_error([loss], [sum(window.values())]) <= FLOAT64
-
-
-def test_a_window_under_a_moving_scale_goes_on_from_a_file_bit_for_bit(tmp_path):
-    def train(stop):
-        (model, optimizer, _), scaler = with_heads(adam, steps=5), scaler_of(512.0, 2)
-        for index, (x, y) in enumerate(DATA):
-            if index == stop:
-                torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-                _, optimizer = wrapped(adam, model, steps=5)
-                optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-            optimizer.zero_grad()
-            optimizer.backward({n: (scaler.scale(loss), w) for n, (loss, w) in losses(model, x, y).items()})
-            scaler.step(optimizer)
-            scaler.update()
-        assert optimizer.updated
-        return [*model.parameters(), *optimizer.losses.values()]
-
-    expected = train(None)
-    for stop in (1, 3):
-        assert all(map(torch.equal, train(stop), expected))
-
-
 def test_a_sum_for_each_loss_but_the_first_and_none_for_one():
     def numbers(value):
         nested = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
@@ -136,7 +74,6 @@ def test_a_sum_for_each_loss_but_the_first_and_none_for_one():
         optimizer.step()
         assert numbers(optimizer.state_dict()["gradaccum"]) - empty <= copies * size + 10
         optimizer.discard()
-        assert optimizer.loss is None
         assert numbers(optimizer.state_dict()["gradaccum"]) == empty
 
 
@@ -242,42 +179,6 @@ def test_losses_by_name_are_refused_with(keywords, run, error, says):
     _, optimizer, found = with_heads(**keywords)
     with pytest.raises(error, match=says):
         run(optimizer, found) if run else optimizer.backward(found)
-
-
-def one(**options):
-    return torch.ones((), **options)
-
-
-@pytest.mark.parametrize(
-    ("terms", "message"),
-    [
-        (lambda: {"a": one()}, "loss term 'a' comes without its weight"),
-        (lambda: [one()], "loss term 0 comes without its weight"),
-        (lambda: {"a": (one(), -1)}, "loss term 'a': A weight must be"),
-        (lambda: {"a": (one(), float("nan"))}, "loss term 'a': A weight must be"),
-        (lambda: {"a": (torch.ones(3), 1)}, "loss term 'a' must be a scalar"),
-        (lambda: {"a": (1.0, 1)}, "loss term 'a' must be a tensor"),
-        (lambda: {"a": (one(requires_grad=True), one(requires_grad=True))}, "must not require a gradient"),
-        (lambda: {"a": (one(requires_grad=True), torch.tensor(True))}, "loss term 'a': A weight must be"),
-        (dict, "no terms.*a weight of 0"),
-    ],
-)
-def test_what_is_no_loss_with_its_weight_is_an_error_that_names_the_term(terms, message):
-    _, optimizer, found = with_heads()
-    with pytest.raises((TypeError, ValueError), match=message):
-        optimizer.backward(terms())
-    optimizer.backward(found)  # nothing has happened
-    optimizer.step()
-
-
-def test_a_name_given_twice_in_one_micro_batch_is_refused():
-    model, optimizer, found = with_heads()
-    optimizer.backward({"rows": found["rows"]}, retain_graph=True)
-    with pytest.raises(ValueError, match="'rows' came twice in one micro-batch"):
-        optimizer.backward({"rows": found["rows"]})
-    optimizer.backward({"rare": found["rare"]})
-    optimizer.step()
-    optimizer.backward({"rows": losses(model, *DATA[0])["rows"]})  # the next micro-batch has its own
 
 
 def test_a_micro_batch_of_nothing_but_detached_losses_is_named(caplog):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from gradaccum import NotEquivalentError
 from gradaccum.torch import check_equivalence
 from tests.reference import FLOAT64
-from tests.torch.train_step.problems import OPTIMIZERS, OUT, randn
+from tests.torch.train_step.problems import OUT, randn
 from tests.torch.train_step.steps import assert_same_updates, step_of
 
 IDS = torch.tensor([11, 5, 7, 2, 30, 8, 9, 1]).repeat_interleave(torch.tensor([3, 1, 4, 2, 3, 4, 1, 2]))
@@ -72,27 +72,6 @@ def terms(model, x):
 
 
 APART = torch.randperm(len(IDS), generator=torch.Generator().manual_seed(3))
-PROGRAMS = {  # name: (data, loss, groups, sizes)
-    "pairs of preferences": (rows(26), dpo, 2, (2, 3, 6, 7, 26, 64, "auto")),
-    "a query with its hard negatives": (rows(28), negatives, 4, (4, 5, 12, "auto")),
-    **{
-        f"answers to a prompt, {'apart' if order is APART else 'together'}, by {type(groups(order)).__name__}":
-            (answers(order), grpo, groups(order), (4, 5, 9, "auto"))
-        for order in (slice(None), APART) for groups in (lambda order: by_prompt, lambda order: IDS[order])
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_groups_make_the_large_batchs_update_in_micro_batches_of_any_size(name, make):
-    data, loss, groups, sizes = PROGRAMS[name]
-    for size in sizes:
-        model = Policy()
-        step = assert_same_updates(model, data, loss, make, compute_loss=loss, micro_batch_size=size, groups=groups)
-        assert isinstance(groups, int) is False or all(found % groups == 0 for found in model.sizes)
-        assert size in ("auto", 64) or max(model.sizes[1:]) <= max(size, 16) or not isinstance(groups, int)
-        assert step.micro_batch_size is not None
 
 
 def test_terms_and_groups_go_together():

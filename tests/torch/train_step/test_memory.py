@@ -2,78 +2,16 @@
 
 import random
 import weakref
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from gradaccum.errors import NotEquivalentError
-from tests.reference import FLOAT32, FLOAT64, relative_error
+from tests.reference import FLOAT64, relative_error
 from tests.torch.train_step.problems import OPTIMIZERS, OUT, Fragile, Of, batches, network, plain_loss
 from tests.torch.train_step.steps import assert_same_updates, by_hand, left_as_it_was, step_of
-
-LOSS = nn.CrossEntropyLoss()
-CLASS_WEIGHTS = torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64)
-
-
-def class_mean(model, x, y):
-    return F.cross_entropy(model(x), y, weight=CLASS_WEIGHTS.to(x.dtype))
-
-
-def mean_and_weight(model, x, y):
-    return class_mean(model, x, y), float(CLASS_WEIGHTS[y].sum())
-
-
-def terms(model, x, y):
-    outputs = model(x)
-    weight = (y != 1).sum()
-    return {"ce": (F.cross_entropy(outputs, y, ignore_index=1), weight), "z": (outputs.square().mean(), len(x))}
-
-
-def summed(model, x, y):
-    return F.cross_entropy(model(x), y, reduction="sum")
-
-
-def two(parameters):
-    return [OPTIMIZERS["sgd"](parameters[:2]), OPTIMIZERS["adam"](parameters[2:])]
-
-
-AROUND = {
-    "SGD": {"loss_fn": LOSS},
-    "Adam": {"make": "adam", "loss_fn": LOSS},
-    "clipping": {"loss_fn": LOSS, "clip_grad_norm": 0.1},
-    "a scaler": {"loss_fn": LOSS, "scaler": 2.0**10},
-    "a scaler and clipping": {"loss_fn": LOSS, "scaler": 2.0**10, "clip_grad_norm": 0.1},
-    "wider sums": {"loss_fn": LOSS, "accumulate_dtype": torch.float64, "tolerance": FLOAT32},
-    "the noise scale": {"loss_fn": LOSS, "noise_scale": True},
-    "sums": {"loss": summed, "reduction": "sum"},
-    "several optimizers": {"make": two, "loss_fn": LOSS},
-    "LBFGS": {"make": partial(torch.optim.LBFGS, lr=0.1, max_iter=4), "loss_fn": LOSS},
-    "a weight": {"loss": class_mean, "compute_loss": mean_and_weight},
-    "terms": {"terms": terms},
-    "terms in evaluation": {"terms": terms, "dropout": 0.5},
-    "groups": {"groups": torch.arange(13) // 3, "loss_fn": LOSS},
-}
-LIMITS = [(4, 99), (99, 4), (6, 3), (1, 99), (99, 1)]
-
-
-@pytest.mark.parametrize("size", [6, 13, "auto"])
-@pytest.mark.parametrize(
-    ("around", "limits"),
-    [(a, own) for a in AROUND for own in (LIMITS if a in ("SGD", "Adam", "a weight") else LIMITS[:2])],
-    ids=str,
-)
-def test_the_update_is_exact_when_micro_batches_do_not_fit_with(around, limits, size):
-    keywords = {"micro_batch_size": size, "batch_norm": "micro", "verify": False, **AROUND[around]}
-    if "scaler" in keywords:
-        keywords["scaler"] = torch.amp.GradScaler("cpu", init_scale=keywords["scaler"])
-    dtype, dropout = torch.float32 if around == "wider sums" else torch.float64, keywords.pop("dropout", 0.0)
-    models = [Fragile(*own, dropout=dropout).to(dtype).train(not dropout) for own in (limits, (99, 99))]
-    step = assert_same_updates(models[0], batches(dtype=dtype), reference=models[1], **keywords)
-    assert step.micro_batch_size <= min(limits)
 
 
 @pytest.mark.parametrize("limits", [(6, 99), (99, 6)], ids=["forward", "backward"])

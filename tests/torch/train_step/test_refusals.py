@@ -103,7 +103,6 @@ CALLS = {
         "a head that isn't there": (lambda: step_of(network(), head="nowhere"), "no module 'nowhere'"),
         "a mean that is to be a sum": (lambda: step_of(network(), reduction="sum"), "contradicts"),
         "one value per row": (lambda: step_of(network(), loss_fn=nn.MSELoss(reduction="none")), "reduction='none'"),
-        "a loss of no scalar": (call(X, compute_loss=lambda model, x: model(x).mean(1)), "must be a scalar"),
         "three arguments": (call(X, Y, Y), r"takes batches of \(x, y\). Received: 3 arguments"),
         "no rows": (call(X[:0], Y[:0]), "0 rows"),
         "rows that don't match": (
@@ -201,9 +200,9 @@ def test_a_weight_for_each_row_that_the_loss_holds_is_refused_by_name(loss, shap
         step(torch.randn(12, 3), (targets,) if nested else targets)
 
 
-# What is no loss with its weight.
+# What is no loss with its weight, in a step and in a wrapped optimizer's backward pass.
 
-ALONE = {
+NO_WEIGHT = {
     "no weight": (lambda m, x: {"a": (m(x).mean(), 1), "b": m(x).mean()}, "loss term 'b' comes without its weight"),
     "no weight in a list": (lambda m, x: [m(x).mean(), m(x).mean()], "loss term 0 comes without its weight"),
     **{
@@ -216,6 +215,13 @@ ALONE = {
     "a differentiable weight": (
         lambda m, x: {"a": (m(x).mean(), m(x).exp().sum())}, "'a': A weight must not require a gradient"
     ),
+    "no tensor": (lambda m, x: {"a": (1.0, 3)}, "loss term 'a' must be a tensor"),
+    "no scalar": (lambda m, x: {"a": (m(x), 3)}, "loss term 'a' must be a scalar"),
+    "no terms": (lambda m, x: {}, "has no terms.*a weight of 0"),
+    "a single one of no scalar": (lambda m, x: m(x), r"must be a scalar.*shape \(4, 1\)"),
+    "a single one that is no tensor": (lambda m, x: None, "must be a tensor. Received: loss=None"),
+}  # fmt: skip
+IN_A_STEP = {
     "a single one": (lambda m, x: (m(x).mean(), m(x).exp().sum()), "A weight must not require a gradient"),
     "in the first micro-batch only": (
         lambda m, x: (m(x).mean(), 4) if len(x) == 4 else m(x).mean(),
@@ -225,11 +231,8 @@ ALONE = {
         lambda m, x: (m(x).mean(), 3) if len(x) == 3 else m(x).mean(),
         "must return .loss, weight. always or never",
     ),
-    "no tensor": (lambda m, x: {"a": (1.0, 3)}, "loss term 'a' must be a tensor"),
-    "no scalar": (lambda m, x: {"a": (m(x), 3)}, "loss term 'a' must be a scalar"),
     "pairs in a tuple": (lambda m, x: ((m(x).mean(), 1), (m(x).mean(), 1)), "a tuple of 2 pairs"),
     "detached": (lambda m, x: {"a": (m(x).mean().detach(), 1)}, "None of the losses requires a gradient: 'a'"),
-    "no terms": (lambda m, x: {}, "has no terms.*a weight of 0"),
     "sometimes": (lambda m, x: {"a": (m(x).mean(), 1)} if len(x) == 4 else m(x).mean(), "always or never"),
 }  # fmt: skip
 BESIDE_WEIGHT = {
@@ -244,9 +247,19 @@ BESIDE_WEIGHT = {
 
 @pytest.mark.parametrize(
     ("compute_loss", "message", "weight"),
-    [*((*case, None) for case in ALONE.values()), *BESIDE_WEIGHT.values()],
-    ids=[*ALONE, *(f"{name} beside `weight`" for name in BESIDE_WEIGHT)],
+    [*((*case, None) for case in {**NO_WEIGHT, **IN_A_STEP}.values()), *BESIDE_WEIGHT.values()],
+    ids=[*NO_WEIGHT, *IN_A_STEP, *(f"{name} beside `weight`" for name in BESIDE_WEIGHT)],
 )
 def test_what_is_no_loss_with_its_weight_is_an_error_that_names_the_term(compute_loss, message, weight):
     with pytest.raises((TypeError, ValueError), match=message):
         step_of(nn.Linear(5, 1), compute_loss=compute_loss, micro_batch_size=4, weight=weight)(torch.randn(7, 5))
+
+
+@pytest.mark.parametrize(("loss", "message"), NO_WEIGHT.values(), ids=NO_WEIGHT)
+def test_a_wrapped_optimizer_refuses_it_before_anything_happens(loss, message):
+    model, x = nn.Linear(5, 1), torch.randn(4, 5)
+    optimizer = gradaccum.torch.optim.SGD(model.parameters(), lr=0.1, steps=2)
+    with pytest.raises((TypeError, ValueError), match=message):
+        optimizer.backward(loss(model, x))
+    assert model.weight.grad is None
+    optimizer.backward({"a": (model(x).mean(), 4)})

@@ -182,16 +182,6 @@ def test_targets_are_known_wherever_they_come_from(shape, targets, verify):
 # Where a user says what the mean is over.
 
 
-def token_mean(model, x, y):
-    mask = y != -100
-    losses = F.cross_entropy(model(x), y, ignore_index=-100, reduction="none")
-    return (losses * mask).sum() / mask.sum()
-
-
-def token_sum(model, x, y):
-    return F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum")
-
-
 def valid(*batch):
     return (batch[-1] != -100).sum()
 
@@ -202,24 +192,6 @@ def with_weight(loss, number=lambda weight: weight):
 
 def by_name(loss):
     return lambda model, *batch: {"tokens": (loss(model, *batch), valid(*batch))}
-
-
-TOLD = {
-    "by a function": {"compute_loss": token_mean, "weight": valid},
-    "with the loss": {"compute_loss": with_weight(token_mean)},
-    "with the loss, as an int": {"compute_loss": with_weight(token_mean, int)},
-    "of a sum": {"compute_loss": token_sum, "weight": valid, "reduction": "sum"},
-    "with a sum": {"compute_loss": with_weight(token_sum), "reduction": "sum"},
-    "of a sum that nothing divides": {"loss": token_sum, "compute_loss": token_sum, "reduction": "sum"},
-}
-
-
-@pytest.mark.parametrize("size", [1, 2])  # of one row, some micro-batches weigh nothing, and their mean is NaN
-@pytest.mark.parametrize("how", TOLD.values(), ids=TOLD)
-def test_what_the_mean_is_over_is_told(how, size):
-    torch.manual_seed(3)
-    data = [(randn(ROWS, 5), classes(6, ignored=-100)) for _ in range(2)]
-    assert_same_updates(MODELS["positions"](), data, **{"loss": token_mean, "micro_batch_size": size, **how})
 
 
 def penalised(share, reduction="mean"):

@@ -241,8 +241,11 @@ class WindowLosses:
         self.entries.append((micro_batch, loss.detach(), weight, name))
         self.weighed = self.weighed or given
 
-    def unscale(self, micro_batch: int, scale: Tensor) -> None:
-        """Losses of this micro-batch came multiplied by a GradScaler's scale."""
+    def unscale(self, micro_batch: int, scale: Tensor | None, live: Tensor | None) -> None:
+        """Losses of this micro-batch came multiplied by a GradScaler's scale: the last one known after `unscale_`."""
+        if (scale := live if scale is None else scale) is None:
+            self.restart()
+            return
         self.entries = [(i, loss / scale if i == micro_batch else loss, w, n) for i, loss, w, n in self.entries]
 
     def names(self, micro_batch: int) -> set[Hashable]:

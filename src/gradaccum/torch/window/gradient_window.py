@@ -347,12 +347,11 @@ class GradientWindow(Listener):
         if not scale.known:
             scale.known = True
             self.build_stages()
-        if not unscaled:
-            self.losses.unscale(self.window.micro_batches, scaled[0])
-            if screened:
-                scale_(self.buffer.gradients(), scaled[0].reciprocal())
-        elif not screened:
+        self.losses.unscale(self.window.micro_batches, scaled[0], scale.live)
+        if unscaled and not screened:
             self._check_unscaled()
+        elif not unscaled and screened:
+            scale_(self.buffer.gradients(), scaled[0].reciprocal())
         if not screened and (weight or scale.in_use or self.ranks.is_distributed):
             scale.add(scaled[0], scaled[1])
             self.monitor.resync()

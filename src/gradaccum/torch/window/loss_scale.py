@@ -75,6 +75,11 @@ class LossScale:
         """What the sum is multiplied by; None where no GradScaler has stepped in this window."""
         return self._scale if self.in_use else None
 
+    @property
+    def live(self) -> Tensor | None:
+        """The scaler's own, if it has ever handed it over."""
+        return self._live
+
     def overflowed(self) -> bool:
         return self.overflow is not None and bool(self.overflow.item())
 
@@ -100,8 +105,12 @@ class LossScale:
         if self._due and live is not None:
             self.rescale_()  # no backward pass has done it
         self.overflow = found_inf.clone() if self.overflow is None else torch.maximum(self.overflow, found_inf)
-        self._live = self._live if live is None else live
-        self._scale = torch.ones_like(found_inf) if live is None else live.detach().clone()  # it is about to change
+        if live is not None:
+            self._live, self._scale = live, live.detach().clone()  # it is about to change
+        elif self._due and self._scale is not None and self._live is not None:
+            self._scale = self._scale / self._live  # no backward pass had brought the sum to what `unscale_` divided by
+        else:
+            self._scale = torch.ones_like(found_inf)
         self._buffer.join_restored(self._scale)
 
     def expect_backward(self) -> None:
