@@ -11,7 +11,8 @@ from torch import nn
 
 import gradaccum.torch
 from gradaccum import WindowError
-from tests.torch.optimizer.loops import assert_same, large, parts, resumed, scaler_of, step, train, wrapped
+from tests.reference import FLOAT64
+from tests.torch.optimizer.loops import assert_same, large, parts, resumed, scaler_of, step, train, values, wrapped
 from tests.torch.problems import Operations, mse, network, sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -196,3 +197,20 @@ def test_a_window_that_is_resumed_may_go_on_with_a_scaler_or_without(first):
     train(model, optimizer, micro_batches[2:], scaler=None if first else scaler)
     assert optimizer.updates == 1
     assert_same(model, large([micro_batches]))
+
+
+@pytest.mark.parametrize("goes_on", ["flush", "a micro-batch"])
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_window_that_was_saved_with_or_without_an_overflow_ends_so_when_it_is_resumed(overflows, goes_on):
+    (model, optimizer), scaler, micro_batches = wrapped(steps=3), scaler_of(8.0), parts([2] * 3)
+    factor, before = float("inf") if overflows else 1.0, values(model)
+    train(model, optimizer, micro_batches[:2], loss=lambda *batch: mse(*batch) * factor, scaler=scaler)
+    model, optimizer = resumed(model, optimizer, steps=3)
+    if goes_on == "flush":
+        assert optimizer.flush() is not overflows
+    else:
+        train(model, optimizer, micro_batches[2:], scaler=scaler)
+        assert (optimizer.updated, optimizer.micro_batches) == (not overflows, 0)
+    expected = large([] if overflows else [micro_batches[: 2 if goes_on == "flush" else 3]])
+    assert_same(model, expected, 0.0 if overflows else FLOAT64)
+    assert not overflows or all(map(torch.equal, model.parameters(), before))
