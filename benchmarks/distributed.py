@@ -43,20 +43,15 @@ def network() -> nn.Module:
 
 
 class Contender:
-    """A model with its way to train windows; counts what it sends."""
+    """A model with its way to train windows."""
 
     def __init__(self, way: str = "by hand") -> None:
         self.model = DistributedDataParallel(network())
-        self.model.register_comm_hook(self, _counted)
-        self.bytes = self.reductions = 0
-        self.ranks: Any = None
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         if way == "wrapped":
             self.optimizer = Optimizer(self.optimizer, steps=STEPS, model=self.model)
-            self.ranks = self.optimizer._windows.ranks
         elif way == "TrainStep":
             self.step = TrainStep(self.model, self.optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=self.rows)
-            self.ranks = self.step.ranks
         elif way == "message":
             self.message = Message(self.model)
         elif way == "Accelerate":
@@ -65,17 +60,6 @@ class Contender:
 
     rows = 0
     message: Any = None
-
-    def begin(self) -> None:
-        """Count from here on."""
-        self.bytes = self.reductions = 0
-        self.messages = 0 if self.ranks is None else self.ranks.channel.line.begun
-
-    def sent(self, windows: int) -> list[str]:
-        """Bytes, reductions and messages of a window."""
-        messages = 0 if self.ranks is None else self.ranks.channel.line.begun - self.messages
-        counts = [f"{count / windows:.3g}" for count in (self.reductions, messages)]
-        return [f"{self.bytes / windows / 2**20:.2f} MiB", *counts]
 
     def wrapped(self, batches: Iterable[Any]) -> None:
         for x, y in batches:
@@ -108,13 +92,6 @@ class Contender:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    def every_micro_batch(self, batches: Iterable[Any]) -> None:
-        for i, (x, y) in enumerate(batches):
-            (nn.functional.cross_entropy(self.model(x), y) / STEPS).backward()
-            if (i + 1) % STEPS == 0:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-
 
 class Message:
     """Exchanged during a backward pass: sent when the first gradient is there, read before the first reduction."""
@@ -142,11 +119,6 @@ class Message:
 
 
 # DDP reads the annotations of its hooks, which may not be postponed.
-def _counted(state, bucket):  # type: ignore[no-untyped-def]
-    state.bytes += bucket.buffer().numel() * bucket.buffer().element_size()
-    state.reductions += 1
-    work = dist.all_reduce(bucket.buffer().div_(RANKS), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
 
 
 def _accelerator() -> Any:
@@ -167,7 +139,6 @@ WAYS: dict[str, tuple[str, Callable[..., None]]] = {
     RIVAL: ("by hand", Contender.no_sync),
     "by hand, again": ("by hand", Contender.no_sync),
     "by hand, with a message": ("message", Contender.no_sync),
-    "DDP, every micro-batch": ("by hand", Contender.every_micro_batch),
 }
 
 
@@ -195,8 +166,8 @@ class Timed:
         return [after - before for before, after in itertools.pairwise(self._stamps)], used / windows
 
 
-Found = dict[str, tuple[Ratio, Ratio, Ratio, list[str]]]
-"""By contender: its time and its processor time, those of windows that look, and what it sends."""
+Found = dict[str, tuple[Ratio, Ratio, Ratio]]
+"""By contender: its time and its processor time, and the time of windows that look."""
 
 
 def measured(rank: int, rows: int, warm_up: int, builds: int) -> Found:
@@ -207,18 +178,15 @@ def measured(rank: int, rows: int, warm_up: int, builds: int) -> Found:
     ]
     large = [[*map(torch.cat, zip(*batches[i : i + STEPS], strict=True))] for i in range(0, len(batches), STEPS)]
     Contender.rows = rows
-    shuffle, ratios = random.Random(0), {name: ([], [], []) for name in WAYS}
-    sent = dict[str, list[str]]()
+    shuffle, ratios = random.Random(0), {name: (list[float](), list[float](), list[float]()) for name in WAYS}
     for _ in range(builds):
         timed = {n: Timed(w, train, large if train is Contender.split else batches) for n, (w, train) in WAYS.items()}
         warming = {name: one.run(warm_up)[0] for name, one in timed.items()}
         for _ in range((warm_up - 1) // ROUND):
             found = {}
             for name in shuffle.sample(list(timed), len(timed)):
-                timed[name].contender.begin()
                 walls, used = timed[name].run(ROUND)
                 found[name] = statistics.median(walls), used
-                sent[name] = timed[name].contender.sent(ROUND)
             for name, mine in found.items():
                 for of, one, other in zip(ratios[name], mine, found[RIVAL]):
                     of.append(one / other)
@@ -228,7 +196,7 @@ def measured(rank: int, rows: int, warm_up: int, builds: int) -> Found:
             ratios[name][2].extend(walls[i] / ordinary for i in looking)
         del timed
         gc.collect()
-    return {name: (*map(ratio_of, of), sent[name]) for name, of in ratios.items()}
+    return {name: (ratio_of(wall), ratio_of(used), ratio_of(looks)) for name, (wall, used, looks) in ratios.items()}
 
 
 def main() -> None:
@@ -240,24 +208,17 @@ def main() -> None:
         wall = {name: ratio for name, (ratio, *_) in run.items()}
         recorded(wall, RIVAL, rounds[rows], f"2 ranks, {rows} rows a micro-batch")
     first = found[16]
-    lines = [[name, *(ratio for run in found.values() for ratio in run[name][:2]), *first[name][3]] for name in WAYS]
+    lines = [[name, *(run[name][0] for run in found.values())] for name in WAYS]
     looks = ", ".join(f"{first[name][2]} ({name})" for name in OURS)
-    numbers = ", ".join(f"{count} (at {rows} rows)" for rows, count in rounds.items())
     text = (
-        f"{RANKS} ranks over gloo, windows of {STEPS} micro-batches, a 784-512-512-10 network. Relative to the "
-        "hand-written loop: time, and what all threads of a rank compute. A round compares the median of "
-        f"{ROUND} windows of each, none of them one that looks; here are medians of {numbers} rounds. Sent, per "
-        "window: gradient bytes that each rank gives to its reductions, of which there is one for each of DDP's "
-        "buckets; and messages (with `batches()`, two more per epoch). The loop by hand with a message exchanges one "
-        "of the same size at the same places, and does nothing else of ours. What the same loop takes once more shows "
-        "the noise.\n\n"
+        f"{RANKS} ranks over gloo, windows of {STEPS} micro-batches, a 784-512-512-10 network. Time relative to "
+        f"`no_sync` by hand (ordinary windows).\n\n"
     )
-    head = ["", *(f"{what}, {rows} rows" for rows in sizes for what in ("time", "processor"))]
-    after = f"\n\nWindows 4, 8, 16 and 32, which look at everything, at 16 rows: {looks} of an ordinary one by hand."
+    after = f"\n\nWatched windows: {looks} of an ordinary one."
     publish(
         "distributed",
         "Two ranks",
-        text + table([*head, "sent", "reductions", "messages"], lines) + after,
+        text + table(["", *(f"{rows} rows" for rows in sizes)], lines) + after,
         ["torch", "accelerate"],
         options,
         ours=OURS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -11,7 +10,7 @@ from examples.demo.progress import Progress
 from torch import nn
 
 import gradaccum.torch
-from benchmarks.harness import arguments, keep_freed_memory, publish, ratios, seconds, table
+from benchmarks.harness import arguments, keep_freed_memory, publish, ratios, table
 from gradaccum.on_torch.noise import NoiseChoice
 
 loss_function = nn.CrossEntropyLoss()
@@ -140,18 +139,10 @@ def main() -> None:
     both = {"without": by_train_step(make, batches, False), "layer_norm": by_train_step(make, batches, "layer_norm")}
     by_layers = ratios(both, "without", rounds, about="by normalization layers")["layer_norm"]
     name, estimators = compared(options.quick)
-    reading = gradaccum.torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=0.1, steps=2, noise_scale=True)
-    for _ in range(1000):
-        reading.backward((torch.randn(4) * reading.param_groups[0]["params"][0]).sum(), weight=1)
-        reading.step()
-        reading.zero_grad()
-    milliseconds = statistics.median(seconds(lambda: reading.noise_scale) for _ in range(9)) * 1e3
     wrapped, stepped = (f"{min(column):.2f} to {max(column):.2f}" for column in list(zip(*rows, strict=True))[1:])
     overhead = f"{wrapped} for a wrapped optimizer, and {stepped} for `TrainStep`"
     body = f"""Time with `noise_scale=True` relative to the time without, on four networks, in windows of 4
 micro-batches with Adam (one thread, median of {rounds} rounds): {overhead}.
-
-Reading `noise_scale` after 500 windows takes {milliseconds:.1f} ms.
 
 `noise_scale="layer_norm"` takes {by_layers} of the time without, with the two transformer layers. The two estimates,
 with their 95 % intervals, in one training (two transformer layers of width 64 on {name}, 128 rows in micro-batches of

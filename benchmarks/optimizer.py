@@ -207,11 +207,11 @@ def watched(rounds: int) -> dict[str, Ratio]:
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, make in NETWORKS.items():
-            for way, contender in {"the wrapped optimizer": wrapped, "TrainStep": split}.items():
+            for way, contender in {"wrapped": wrapped, "TrainStep": split}.items():
                 window = contender(make, batches[name], STEPS)
                 times = [seconds(window, CLOCK) for _ in range(64)]
                 ordinary = statistics.median(times[16:31] + times[32:63])
-                found.setdefault(f"{way} on {name}", []).extend(times[n - 1] / ordinary for n in (16, 32, 64))
+                found.setdefault(f"{way}, {name}", []).extend(times[n - 1] / ordinary for n in (16, 32, 64))
     return recorded({what: ratio_of(times) for what, times in found.items()}, "an ordinary window", rounds, "watched")
 
 
@@ -264,13 +264,13 @@ def main() -> None:
     per_network = per_micro_batch(rounds, count)
     _, looking, skipping = only_finite(rounds, count).values()
     _, clipping = with_clipping(rounds, count).values()
-    looks = ", ".join(f"{ratio:.1f} ordinary windows for {what}" for what, ratio in watched(rounds).items())
+    looks = ", ".join(f"{ratio:.1f} ({what})" for what, ratio in watched(rounds).items())
     body = f"""Time per micro-batch of 16 rows in windows of 4 with SGD, relative to the loop written by hand (one
 thread, median of {rounds} rounds, windows 129 to 224). TrainStep is compared with a loop that splits the same batches.
 
 {per_network}
 
-- Windows 1, 2, 4, 8, ... are watched or proven: {looks}.
+- Windows 1, 2, 4, 8, ... are watched or proven, and take {looks} ordinary ones.
 - With `nonfinite="skip_window"`, {skipping} on the first network; a loop by hand that tests the norm takes {looking}.
 - With `clip_grad_norm=`, {clipping} of a loop by hand that clips.
 - In windows of 256, {long_windows(rounds):.2f} of the time per micro-batch in windows of 4.

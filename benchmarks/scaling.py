@@ -77,13 +77,8 @@ def main() -> None:
         rows.append([steps, window / unit, model[0] / window, every / unit, model[1] / every])
     head = ["steps", "one reduction", "model / measured", "a reduction each", "model / measured"]
     block = (
-        f"{RANKS} ranks over gloo, one core each, {ROWS} rows in a micro-batch, a 784-512-512-10 network. The model's "
-        "inputs "
-        "(passes, a reduction, an optimizer's step) are measured separately in the same rounds. Times of an update, "
-        "relative to windows of one step:\n\n"
-        f"{table(head, rows)}\n\n"
-        f"A reduction takes {statistics.median(parts['reduction']) / job.seconds:.2f} of a micro-batch's passes, whose "
-        f"spread is {job.spread:.2f}."
+        f"{RANKS} ranks over gloo, one core each, {ROWS} rows in a micro-batch, a 784-512-512-10 network. Times of an "
+        f"update, relative to windows of one step:\n\n{table(head, rows)}"
     )
     once, each = ([row[column] for row in rows] for column in (2, 4))
     in_short = (

@@ -168,14 +168,14 @@ def main() -> None:
             contenders = {name: timed(name, *run) for name, run in runs.items()}
             found |= ratios(contenders, rival, rounds, about=network)
         rows.append([network, *(found[key] for key in HEAD)])
-    looks = " and ".join(
-        f"{ratio:.1f} ordinary windows with `{name}`"
+    looks = ", ".join(
+        f"{ratio:.1f} (`{name}`)"
         for name, ratio in recorded({name: ratio_of(w) for name, w in watched.items()}, "a window", rounds).items()
     )
     body = (
         f"Time of windows {FIRST} to {LAST} of {STEPS} micro-batches of {ROWS} rows, against the trainer's own "
-        "accumulation, which is exact only for equal batches and full windows (one thread). Windows 1, 2, 4, 8, ... "
-        f"are watched, and take {looks}.\n\n" + table(["network", *HEAD.values()], rows)
+        f"accumulation (one thread). Watched windows take {looks} ordinary ones.\n\n"
+        + table(["network", *HEAD.values()], rows)
     )
     publish(
         "trainers",
