@@ -16,7 +16,6 @@ def test_the_pages_blocks_run(path, tmp_path, fresh_process):
 
 @pytest.mark.slow  # tests/demo makes the claim of PyTorch's side
 def test_in_the_demo_accumulated_is_the_large_batch_and_each_run_is_pytorchs(tmp_path, fresh_process):
-    pytest.importorskip("torch")
     done = fresh_process(program("jax", tmp_path), tmp_path)
     assert done.ok, done.stderr
     assert done.stdout.splitlines()[-1] == "equal"

@@ -17,8 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
@@ -27,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-import gradaccum
 from gradaccum.on_torch.arguments import checked_choice
+from gradaccum.torch.watch import level_of_the_user
 
 
 def batch_norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -70,24 +68,6 @@ def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
             stacklevel=level_of_the_user(),
         )
     return bool(layers)
-
-
-_OTHERS = tuple(os.path.join(os.path.realpath(package.__path__[0]), "") for package in (gradaccum, torch))
-
-
-@functools.lru_cache(maxsize=256)
-def is_of_the_user(filename: str) -> bool:
-    """Whether code of this file is neither ours nor PyTorch's, nor that of a context manager between them."""
-    inside = os.path.realpath(filename).startswith(_OTHERS)
-    return not (inside or filename.startswith("<") or filename == contextlib.__file__)
-
-
-def level_of_the_user() -> int:
-    """The `stacklevel`, for a caller of this function, of the user's first line."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and not is_of_the_user(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 @contextlib.contextmanager

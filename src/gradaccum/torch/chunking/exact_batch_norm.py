@@ -31,8 +31,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.torch.batch_norm import BatchNormPolicy, Pool, is_of_the_user, move_running_statistics, summed_over_ranks
+from gradaccum.torch.batch_norm import BatchNormPolicy, Pool, move_running_statistics, summed_over_ranks
 from gradaccum.torch.chunking.two_passes import Inputs, Passes, tensors_of, with_tensors, without_tensors
+from gradaccum.torch.watch import is_of_the_user
 
 
 def run_exact(

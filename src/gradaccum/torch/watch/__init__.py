@@ -4,6 +4,8 @@ from gradaccum.torch.watch.messages import (
     callers,
     check_outside_of_trainers,
     failed_error,
+    is_of_the_user,
+    level_of_the_user,
     modification_error,
     untouched_error,
 )
@@ -19,6 +21,8 @@ __all__ = [
     "check_outside_of_trainers",
     "counts_versions",
     "failed_error",
+    "is_of_the_user",
+    "level_of_the_user",
     "modification_error",
     "parameters_of",
     "untouched_error",

@@ -1,10 +1,16 @@
-"""The errors and warnings about gradients that were modified inside an open window."""
+"""The errors and warnings about gradients that were modified inside an open window, and where warnings point to."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import sys
 from typing import Any
 
+import torch
+
+import gradaccum
 from gradaccum.errors import WindowError
 
 SEVERAL_PASSES = (
@@ -76,3 +82,21 @@ def check_outside_of_trainers() -> None:
             "batches exactly, with the inner optimizer and without gradient_accumulation_steps; or write the loop with "
             "optimizer.batches() or gradaccum.torch.TrainStep."
         )
+
+
+_OTHERS = tuple(os.path.join(os.path.realpath(package.__path__[0]), "") for package in (gradaccum, torch))
+
+
+@functools.lru_cache(maxsize=256)
+def is_of_the_user(filename: str) -> bool:
+    """Whether code of this file is neither ours nor PyTorch's, nor that of a context manager between them."""
+    inside = os.path.realpath(filename).startswith(_OTHERS)
+    return not (inside or filename.startswith("<") or filename == contextlib.__file__)
+
+
+def level_of_the_user() -> int:
+    """The `stacklevel`, for a caller of this function, of the user's first line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and not is_of_the_user(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -29,8 +29,7 @@ from gradaccum.core.window import Window
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.noise import inside_step
 from gradaccum.schedule import Schedule
-from gradaccum.torch.batch_norm import level_of_the_user
-from gradaccum.torch.watch import ParameterMonitor, parameters_of
+from gradaccum.torch.watch import ParameterMonitor, level_of_the_user, parameters_of
 from gradaccum.torch.window.gradient_window import GradientWindow
 
 logger = logging.getLogger("gradaccum")
