@@ -114,6 +114,29 @@ def test_what_is_done_to_gradients_inside_a_window_is_named(hook, batch, change,
     assert module.trainer.global_step == before
 
 
+class MeddlingOnce(Module):
+    """Edits one gradient of window `window`, or makes a backward pass of its own inside of it."""
+
+    def __init__(self, window, own_pass):
+        super().__init__()
+        self.window, self.own_pass = window, own_pass
+
+    def on_train_batch_end(self, outputs, batch, index):
+        if index % 3 == 0 and self.trainer.global_step == self.window - 1:
+            parameter = list(self.parameters())[1]
+            if self.own_pass:
+                parameter.square().sum().backward()
+            else:
+                parameter.grad.mul_(3)
+
+
+@pytest.mark.parametrize("own_pass", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 4, 8])
+def test_windows_1_2_4_and_8_are_watched(window, own_pass):
+    with pytest.raises(WindowError, match="inside an open window"):
+        fit(MeddlingOnce(window, own_pass), 3, max_epochs=2)
+
+
 def test_a_finished_gradient_may_be_edited():
     fit(Meddling("on_after_backward", 12, lambda p: p.grad.mul_(2)), 4, max_epochs=2)
 

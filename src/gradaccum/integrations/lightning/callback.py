@@ -135,7 +135,6 @@ class GradientAccumulation(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # In the middle of an epoch Lightning goes on without on_train_epoch_start.
         trainer.accumulate_grad_batches = self._schedule(trainer.current_epoch)
-        self._monitor = PassMonitor(self._parameters)
         if is_overridden("on_train_batch_start", pl_module):
             hook = pl_module.on_train_batch_start
 
@@ -163,6 +162,7 @@ class GradientAccumulation(Callback):
         count_updates(trainer, self._replaced)
         self._others.meet_between_batches(self._replaced)
         self._begin()
+        self._monitor = PassMonitor(self._parameters)
         if self._restored is not None:
             restored, self._restored = self._restored, None
             self._restore(restored, trainer)

@@ -207,7 +207,8 @@ class PassMonitor(GradientMonitor):
     def before_pass(self, first: bool) -> Modification | None:
         """What was done to the gradients since the pass before; or, before the window's first, what was not."""
         if not first:
-            return self.modification()
+            # Hooks have counted what came by a backward pass that isn't the loop's.
+            return "edited" if self.looking and self.passes.arrivals else self.modification()
         if self.looking or self._watched.left is None:  # hooks tell
             return None
         for parameter, gradient, version in zip(self._watched.parameters, *self._watched.left):
