@@ -468,6 +468,8 @@ LINES = {
         lambda v, x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x).mean() + v.sum(),
         "pure_callback",
     ),
+    "a sum over what is the same for any rows":
+        case(lambda v, x: ((x @ v) ** 2).sum(), A_SUM, weight=lambda x: 1.0),
     # What goes with the number of rows.
     "a number of rounds":
         case(lambda v, x: lax.fori_loop(0, len(x), lambda i, a: a * 0.9, 1.0) * (x @ v).mean(), "2 rounds"),

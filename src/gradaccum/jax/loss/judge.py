@@ -263,7 +263,7 @@ def _of_loss(
         return Verdict("unknown", f"`weight` uses {_at(weight.flaw.source)}, which is not followed.")
     divisor = ONE if reduction == "sum" else walk.batches.count
     if weight is not None:
-        rows = {Term(own, scale) for own, scale in ((True, ONE), (False, ONE), (False, walk.batches.count))}
+        rows = {Term(True), Term(False, walk.batches.count)}
         if weight.flaw is not None or len(weight.terms) != 1 or not weight.terms <= rows:
             why = "what it returns for the batch is not the sum of what it returns for micro-batches"
             return Verdict("unknown", f"`weight` must be a sum over the rows: {why}.")
