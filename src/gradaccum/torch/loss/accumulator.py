@@ -36,9 +36,6 @@ class LossSum:
         self.losses: list[Entry] = []
         self.weights: dict[int, Weight] = {}  # of its micro-batches
 
-    def total(self) -> float:
-        return math.fsum(map(float, self.weights.values()))
-
 
 class LossAccumulator:
     """The losses of one window, by name. They stay until the next one begins; nothing is computed until somebody asks.
@@ -81,14 +78,15 @@ class LossAccumulator:
 
     def means(self) -> dict[Hashable, Tensor]:
         """The window's mean of the losses of each name, of no dimensions."""
-        found = {}
+        found, plain = {}, self.adds and not self.weighed
         for name, one in self.sums.items():
-            losses = [entry for entry in one.losses if entry[2] not in self.dropped]
-            counts = [weight for i, weight in one.weights.items() if i not in self.dropped]
-            if losses:
-                plain = self.adds and not self.weighed
-                found[name] = weighted_sum(losses, 1.0 if plain else math.fsum(map(float, counts)))
+            if losses := [entry for entry in one.losses if entry[2] not in self.dropped]:
+                found[name] = weighted_sum(losses, 1.0 if plain else self.weight(name))
         return found
+
+    def weight(self, name: Hashable) -> float:
+        """What the micro-batches' losses of this name weigh."""
+        return math.fsum(float(w) for i, w in self.sums[name].weights.items() if i not in self.dropped)
 
     def mean(self) -> Tensor | None:
         means = list(self.means().values())
@@ -124,7 +122,7 @@ class LossAccumulator:
 
     def weights(self) -> dict[Hashable, float]:
         """What each loss weighs by now."""
-        return {name: self.sums[name].total() for name in (() if self.buffer is None else self.buffer.sums)}
+        return {name: self.weight(name) for name in (() if self.buffer is None else self.buffer.sums)}
 
     def fold(self, totals: Mapping[Hashable, float] | None = None) -> None:
         """Divide each sum by its total, over all ranks if they are given, and add them up in `p.grad`."""
@@ -147,19 +145,6 @@ class LossAccumulator:
         for index, loss, weight, *name in state["losses"]:
             loss = loss.to(device, copy=True).reshape(())
             self.add(index, loss, weight, state["losses_weighed"], name[0] if name else None)
-
-    def state_of_names(self, scale: Tensor | None) -> list[dict[str, Any]]:
-        """Each loss's name, weights and sum, copied; the first one's sum is `copies`."""
-        found = {} if self.buffer is None else self.buffer.copies_of_others(scale)
-        return [
-            {
-                "name": name,
-                "weights": [*self.sums[name].weights.values()],
-                "unit": self.sums[name].unit,
-                "gradients": gradients,
-            }
-            for name, gradients in found.items()
-        ]
 
 
 class NamedBuffer(GradientBuffer):
@@ -235,18 +220,18 @@ class NamedBuffer(GradientBuffer):
         super().close()
         self.sums, self._restored = {}, {}
 
-    def copies_of_others(self, scale: Tensor | None) -> dict[Hashable, dict[int, Tensor]]:
+    def copies_by_name(self, scale: Tensor | None) -> list[dict[str, Any]]:
         """`copies` of each loss's sum; of the first one, which is in `p.grad`, nothing."""
-        return {
-            name: {
-                index: s.clone() if scale is None or name in self._restored else s * scale.reciprocal().to(s)
-                for index, s in enumerate(self._restored.get(name, sums))
-                if s is not None
-            }
-            for name, sums in self.sums.items()
-        }
+        found = []
+        for name, sums in self.sums.items():
+            restored = self._restored.get(name)
+            factor = None if scale is None or restored is not None else scale.reciprocal()
+            held = enumerate(sums if restored is None else restored)
+            copies = {i: s.clone() if factor is None else s * factor.to(s) for i, s in held if s is not None}
+            found.append({"name": name, "gradients": copies})
+        return found
 
-    def restore_others(self, state: Sequence[Mapping[str, Any]]) -> None:
+    def restore_by_name(self, state: Sequence[Mapping[str, Any]]) -> None:
         self.used = self.used or bool(state)
         for saved in state:
             found = saved["gradients"]

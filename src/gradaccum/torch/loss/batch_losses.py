@@ -41,16 +41,15 @@ class WeightedLoss(NamedTuple):
     """What a micro-batch's forward pass has found."""
 
     parts: dict[Hashable, tuple[Tensor, Weight, Weight]]
-    """By name: the micro-batch's own loss; what its gradient is multiplied by; how often it counts in the sum."""
-    weights: dict[Hashable, Weight] = {}  # noqa: RUF012 - nobody changes it
-    """What the losses weigh, where the total is not known beforehand, or is to be compared."""
-    share: Weight | None = None  # a single loss's part of the total
+    """By name: the micro-batch's own loss, what its gradient is multiplied by, and what it weighs."""
+    told: Weight | None = None  # what a single loss weighs, where the forward pass alone tells
+    share: Weight | None = None  # its part of the total, where that is known beforehand
     weightless: Sequence[Tensor] = ()  # losses that weigh nothing, of those that had a forward pass
 
     @property
-    def ends(self) -> dict[Hashable, tuple[Tensor, Weight, Weight]]:
+    def ends(self) -> list[tuple[Tensor, Weight, Weight]]:
         """The parts that go backward: of several losses not those that are detached."""
-        return {name: part for name, part in self.parts.items() if name is None or part[0].requires_grad}
+        return [part for name, part in self.parts.items() if name is None or part[0].requires_grad]
 
     @property
     def ran(self) -> bool:
@@ -81,6 +80,7 @@ class BatchLosses(LossAccumulator):
     """What the summed gradients are to be divided by; None where they are complete as they are."""
     _sum: Tensor | None = None
     _arriving: Weight = 0.0
+    _passes = 0
     _start: tuple[Weight, Tensor] = 0.0, torch.empty(0)
     _factor: Weight | None = None
     """What every loss is multiplied by that is given to `run`; where rows are counted, those of `_times` rows."""
@@ -118,7 +118,7 @@ class BatchLosses(LossAccumulator):
         self._begin(total)  # type: ignore[arg-type]  # a dict, if any
 
     def restart(self) -> None:
-        for name in ("ran", "divisor", "_has_gradient", "_sum", "_arriving"):
+        for name in ("ran", "divisor", "_has_gradient", "_sum", "_arriving", "_passes"):
             vars(self).pop(name, None)
         self._begin(None if self._by_forward else self.totals)
 
@@ -264,27 +264,30 @@ class BatchLosses(LossAccumulator):
         return None
 
     def forward(self, micro_batch: Batch, share: bool = False) -> WeightedLoss:
-        """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `backward` does."""
+        """Run the forward pass of a micro-batch and weigh its losses. Changes nothing here: `backward` does."""
         objective, known = self.objective, None
         if self.named:
-            return self._forward_named(micro_batch)
-        if not self._summed or share:
-            known = one_weight(objective.total(micro_batch))
-            if self._same is None:
-                known = self._noted(known)
-            if objective.weight is not None and is_zero(known):
-                return self._of_nothing(micro_batch)
-        loss, weight = objective.evaluate(micro_batch, self._summed)
-        if weight is not None:
-            return self._weighed_by_forward(loss, weight)
+            known = _by_batch(objective, micro_batch)
+        elif share or not self._summed:
+            known = {None: one_weight(objective.total(micro_batch))}
+        if known is not None and self._same is None:
+            known = {name: self._noted(weight) for name, weight in known.items()}
+        if known is not None and objective.weight is not None and all(map(is_zero, known.values())):
+            return self._of_nothing(micro_batch)
+        loss, told = objective.evaluate(micro_batch, self._summed)
+        if self.named:
+            return self._weighed_by_name(_checked(told, objective), known, micro_batch.rows)
+        if told is not None:
+            return self._weighed_by_forward(loss, told)
         if self.divisor is not None:
             raise ValueError(_BOTH)
-        part = None if known is None or not self._knows_total else ratio(known, self._total)
+        weight = None if known is None else known[None]
+        part = None if weight is None or not self._knows_total else ratio(weight, self._total)
         if self._same is not None:
             return WeightedLoss({None: (loss, self._same, 1.0)}, share=part)
         assert part is not None
-        assert known is not None
-        return WeightedLoss({None: (where_any(loss, known), part, known)}, share=part)
+        assert weight is not None
+        return WeightedLoss({None: (where_any(loss, weight), part, weight)}, share=part)
 
     def _of_nothing(self, micro_batch: Batch) -> WeightedLoss:
         return WeightedLoss({}, weightless=() if self.skips else self.objective.losses(micro_batch))
@@ -312,10 +315,9 @@ class BatchLosses(LossAccumulator):
         noted = isinstance(weight, Tensor) and not self.adds
         self._by_passes.append(self._of_means[-1] if noted else read_early(weight))
         if is_zero(weight):
-            return WeightedLoss({}, {None: weight}, weightless=(loss,))
-        times = 1.0 if self.adds else weight
-        part = loss if self.adds else where_any(loss, weight), ratio(times, self._unit_of(weight)), times
-        return WeightedLoss({None: part}, {None: weight})
+            return WeightedLoss({}, weight, weightless=(loss,))
+        factor = ratio(1.0 if self.adds else weight, self._unit_of(weight))
+        return WeightedLoss({None: (loss if self.adds else where_any(loss, weight), factor, weight)}, weight)
 
     def _unit_of(self, weight: Weight) -> Weight:
         """What a sum is a multiple of whose weights only the forward passes tell: its first weight."""
@@ -325,19 +327,13 @@ class BatchLosses(LossAccumulator):
             return 1.0
         return torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
 
-    def _forward_named(self, micro_batch: Batch) -> WeightedLoss:
-        objective = self.objective
-        known = _by_batch(objective, micro_batch)
-        known = known and {name: self._noted(weight) for name, weight in known.items()}
-        if known is not None and all(is_zero(weight) for weight in known.values()):
-            return self._of_nothing(micro_batch)
-        terms = _checked(objective.evaluate(micro_batch)[1], objective)
+    def _weighed_by_name(self, terms: Terms, known: Totals | None, rows: int) -> WeightedLoss:
         terms = {name: term._replace(weight=self._noted(term.weight)) for name, term in terms.items()}
         found = weighed(terms, known)
         if self.totals is None:
-            if micro_batch.rows != self._batch_rows:
+            if rows != self._batch_rows:
                 raise RestartWindow
-            self.totals = counted(objective, [terms])
+            self.totals = counted(self.objective, [terms])
             self._known = [float(total) for total in self.totals.values()]
         for name in found:
             if name not in self.totals:
@@ -346,36 +342,30 @@ class BatchLosses(LossAccumulator):
                     "must have the same terms each time they are evaluated; where one is missing, it weighs 0."
                 )
         parts = {
-            name: (where_any(value, weight), self.factor(name, weight), 1.0 if self.adds else weight)
-            for name, (value, weight) in found.items()
+            name: (wide(where_any(x, weight)), self.factor(name, weight), weight) for name, (x, weight) in found.items()
         }
-        nothing = [term.loss for name, term in terms.items() if name not in found]
-        return WeightedLoss(parts, {name: weight for name, (_, weight) in found.items()}, weightless=nothing)
+        return WeightedLoss(parts, weightless=[term.loss for name, term in terms.items() if name not in found])
 
     def backward(self, weighted: WeightedLoss, scaled: Callable[[Tensor], Tensor] | None = None) -> None:
         """Run the backward pass, if there is one, and count the micro-batch."""
-        ends, by_forward = weighted.ends, None if self.named else weighted.weights.get(None)
+        ends, told = weighted.ends, weighted.told
         if ends:
-            if by_forward is not None:  # what arrives of this pass is a multiple of it, should the rest fail
-                self._unit = self._unit_of(by_forward)
-            self._arriving = 1.0 if by_forward is None or self._unit is None else self._unit
-            losses = [loss if scaled is None else scaled(loss) for loss, _, _ in ends.values()]
-            starts = [self.objective.start(loss, part[1]) for loss, part in zip(losses, ends.values(), strict=True)]
+            if told is not None:  # what arrives of this pass is a multiple of it, should the rest fail
+                self._unit = self._unit_of(told)
+            self._arriving = 1.0 if told is None or self._unit is None else self._unit
+            losses = [loss if scaled is None else scaled(loss) for loss, _, _ in ends]
+            starts = [self.objective.start(loss, factor) for loss, (_, factor, _) in zip(losses, ends, strict=True)]
             run_backward(losses, starts, self.retain_graph)
             self._has_gradient = True
         self.ran = self.ran or weighted.ran
         self._sum, self._arriving = None, 0.0
-        for name, (loss, _, times) in weighted.parts.items():
-            if name not in self.sums:
-                self.sums[name] = LossSum(self.unit(name, times))
-            self.sums[name].losses.append((wide(loss.detach()) if self.named else loss.detach(), times, 0))
-        for name, weight in weighted.weights.items():
-            weights = self.sums[name].weights
-            weights[len(weights)] = weight
-        if by_forward is not None:
-            share = by_forward if self._unit is None else ratio(by_forward, self._unit)
+        self._passes += 1
+        for name, (loss, _, weight) in weighted.parts.items():
+            self.add(self._passes, loss, weight, True, name)
+        if told is not None:
+            unit = 1.0 if self._unit is None else self._unit
+            share, self.sums[None].unit = ratio(told, unit), unit
             self.divisor = share if self.divisor is None else self.divisor + share
-            self.sums[None].unit = 1.0 if self._unit is None else self._unit
 
 
 def batch_losses(objective: Objective, batch: Batch) -> BatchLosses:

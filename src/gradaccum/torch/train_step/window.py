@@ -305,7 +305,7 @@ class TrainPasses(Passes):
 
     def backward(self, piece: Slice, weighted: WeightedLoss) -> None:
         if self._layers is not None and (ends := weighted.ends):
-            self.window.retain_graph = any(self._layers.shares(loss) for loss, _, _ in ends.values())
+            self.window.retain_graph = any(self._layers.shares(loss) for loss, _, _ in ends)
         self.window.backward(weighted, self._scale)
         if weighted.weightless or not weighted.ends:
             self._weighs_nothing(piece, weighted)
