@@ -128,7 +128,7 @@ class BatchLosses(LossAccumulator):
             self.sums[None] = LossSum(self._total)
         # What the window weighs, on the host or on its way there: as forward passes tell, and as was known before.
         self._by_passes: list[_Number] = []
-        self._of_means: list[_Number] = []  # what single means are over that went backward unread
+        self._of_means: list[_Number] = []  # what means are over that went backward unread
         self._known: list[_Number] = [t if type(t) is float else read_early(t) for t in (totals or {}).values()]
 
     # What they add up to.
@@ -149,7 +149,7 @@ class BatchLosses(LossAccumulator):
     def empty(self) -> bool:
         """Whether the window weighs nothing. What a device counts has arrived, as its copy began before the passes."""
         weights = self._known if self.divisor is None else self._by_passes
-        return not any([weight if type(weight) is float else weight() for weight in weights])  # type: ignore[operator]  # else a function
+        return not any(map(_read, weights))
 
     @property
     def sum(self) -> Tensor:
@@ -198,7 +198,7 @@ class BatchLosses(LossAccumulator):
                 "only averaged; another loss must train the model."
             )
         # A mean over nothing is NaN, and so is its gradient, whatever that is multiplied by.
-        if self._of_means and not all([weight if type(weight) is float else weight() for weight in self._of_means]):  # type: ignore[operator]  # else a function
+        if self._of_means and not all(map(_read, self._of_means)):
             self.objective.found.empty = True
             raise RestartWindow
         if self._counted is None:
@@ -366,6 +366,10 @@ class BatchLosses(LossAccumulator):
             unit = 1.0 if self._unit is None else self._unit
             share, self.sums[None].unit = ratio(told, unit), unit
             self.divisor = share if self.divisor is None else self.divisor + share
+
+
+def _read(number: _Number) -> float:
+    return number() if callable(number) else number
 
 
 def batch_losses(objective: Objective, batch: Batch) -> BatchLosses:

@@ -165,10 +165,14 @@ Entry = tuple[Tensor, Weight, int]
 
 def weighted_sum(losses: list[Entry], divisor: Weight = 1.0) -> Tensor:
     """`sum_i times_i * loss_i / divisor` of scalars: in float64 where that waits for no device, else there."""
-    if all([type(loss) is Tensor and loss.is_cpu for loss, _, _ in losses]):
-        dtypes = {loss.dtype for loss, _, _ in losses}
+    total, dtypes = 0.0, set[torch.dtype]()
+    for loss, times_, _ in losses:
+        if type(loss) is not Tensor or not loss.is_cpu:
+            break
+        total += loss.item() * (times_ if type(times_) is float else float(times_))
+        dtypes |= {loss.dtype}
+    else:
         dtype = dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
-        total = sum([loss.item() * float(times_) for loss, times_, _ in losses])
         return torch.scalar_tensor(total / float(divisor), dtype=dtype)
     groups: dict[Any, tuple[Weight, list[Tensor]]] = {}
     for loss, times_, _ in losses:
