@@ -55,9 +55,9 @@ class Source(NamedTuple):
     number: int = -1
 
 
-MOVED, PAIRS, LINEAR, FREE, SHIFT = "moved", "pairs", "linear", "free", "shift"
-"""How a flaw may be taken back: some rows are gone or in another order; an entry is of two rows, and the diagonal may
-be picked; only linear operations came since; it may be the same for all micro-batches; a shift may cancel."""
+PAIRS, MOVED, FREE = "pairs", "moved", "free"
+"""How a flaw may be taken back: an entry is of two rows, and the diagonal may be picked, until pairs are added up; rows
+are in another order, until they meet others; or in a way that isn't followed: it may be the same for all batches."""
 
 
 class Flaw(NamedTuple):

@@ -14,6 +14,8 @@ from jax.extend.core import Literal
 
 from gradaccum.jax.loss import algebra
 from gradaccum.jax.loss.algebra import (
+    FREE,
+    MOVED,
     NONE,
     ONE,
     PAIRS,
@@ -36,16 +38,11 @@ _SHAPES = {
 """Parameters that go with the rows where shapes do, which is looked at; the length of a scan is by its rule."""
 _EXTENTS = {"limit_indices", "padding_config", "slice_sizes", "start_indices"}
 """Of all axes but that of the rows, they are the same."""
-_LINEAR = {
-    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "cumsum", "dynamic_slice",
-    "expand_dims", "gather", "neg", "pad", "psum", "reduce_sum", "reshape", "rev", "slice", "split", "squeeze",
-    "stop_gradient", "sub", "transpose",
-}  # fmt: skip
 _PICKS = {"dynamic_slice", "gather", "slice", "split"}
-_BILINEAR = {"conv_general_dilated", "div", "dot_general", "mul"}
 _INTEGRAL = {
-    *_LINEAR, "abs", "dot_general", "max", "min", "mul", "reduce_max", "reduce_min", "scatter-add", "select_n", "sort",
-    "square",
+    *_PICKS, "abs", "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "cumsum",
+    "dot_general", "expand_dims", "max", "min", "mul", "neg", "pad", "psum", "reduce_max", "reduce_min", "reduce_sum",
+    "reshape", "rev", "scatter-add", "select_n", "sort", "square", "squeeze", "stop_gradient", "sub", "transpose",
 }  # fmt: skip
 """Of whole numbers they give whole numbers."""
 LAYOUT = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
@@ -144,7 +141,7 @@ class Equation:
             sums += [value for value in values if any(term.scale for term in value.terms)]
             is_choice = all(value.place is not None for value in sums) and all(map(algebra.is_choice, scales))
             source = min(map(self.walk.first_sum, sums), key=lambda source: source.number)
-            raise mixes(algebra.FREE if is_choice else "", source)
+            raise mixes(FREE if is_choice else "", source)
         if scales:
             raise Lost("count")
         return frozenset([Term(any(value.own for value in values))])
@@ -197,52 +194,44 @@ class Equation:
             kind = "position"
         bounds = _BOUNDS if any(not value.free for value in self.values) else set()
         if kind == "mixed" and self._asks(_STEPS | bounds):
-            soft = soft or algebra.FREE
+            soft = soft or FREE
         number = self.number if n == 0 else self.walk.number("output", n, self.number)
         source = error.source or self.source._replace(number=number)
-        is_moved = soft == algebra.MOVED  # rows by the order of others: their positions don't count
-        others = [each for each in self.values if not (is_moved and each.flaw and each.flaw.kind == "position")]
-        flaw = self.absorbed(others) or Flaw(kind, source, soft, error.why)
+        flaw = self.absorbed(self.values) or Flaw(kind, source, soft, error.why)
         return Value(frozenset(), None, flaw, number, algebra.roots_of(self.values), scalar=self.outputs[n] == ())
 
     def absorbed(self, values: Sequence[Value]) -> Flaw | None:
         """The flaw of what follows from these: the gravest that they have, if it can't be taken back here."""
-        if not (flaws := _flaws_of(values)):
+        flaws = [value.flaw for value in values if value.flaw is not None]
+        if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
+            flaws = [flaw for flaw in flaws if flaw.kind != "position"] or flaws
+        if not flaws:
             return None
-        shifts = [flaw for flaw in flaws if flaw.soft == algebra.SHIFT]
-        if shifts and self.name in ("add", "add_any", "sub") and len({flaw.source for flaw in flaws}) == 1:
-            return shifts[0]
-        flaw = self._gravest(flaws)
-        if flaw.kind == "mixed" and self._asks(_STEPS):
-            return flaw._replace(soft=algebra.FREE)
-        if {each.kind for each in flaws} == {"position"} and self.grown_axes() > 1:
-            return flaw._replace(soft=PAIRS)
-        return flaw._replace(soft=self._settled(values, {each.soft for each in flaws})) if flaw.soft else flaw
-
-    def _gravest(self, flaws: list[Flaw]) -> Flaw:
         order = ("random", "mixed", "position", "count", "unknown")
         flaw = min(flaws, key=lambda flaw: (not flaw.certain, order.index(flaw.kind), flaw.source.number))
         if flaw.source.info is None:  # of a constant: it shows where it is used
             flaw = flaw._replace(source=self.source._replace(number=flaw.source.number))
-        return flaw
+        if flaw.kind == "mixed" and self._asks(_STEPS):
+            return flaw._replace(soft=FREE)
+        if flaw.kind == "position" and self.grown_axes() > 1:
+            return flaw._replace(soft=PAIRS)
+        meets = len({value.flaw and value.flaw.source for value in values if value.depends}) > 1
+        return flaw._replace(soft=self._settled({each.soft for each in flaws}, meets)) if flaw.soft else flaw
+
+    def _settled(self, softs: set[str], meets: bool) -> str:
+        """How the output's flaw may be taken back, where those of the inputs may, which meet other rows or don't."""
+        fewer = self.grown_axes(inputs=True) > self.grown_axes()
+        if FREE in softs:
+            return FREE
+        if PAIRS not in softs:
+            return FREE if fewer else "" if meets and self.name not in ("concatenate", "gather", "sort") else MOVED
+        if fewer:
+            return FREE if self.name in _PICKS else ""
+        return FREE if meets and self.name in ("mul", "select_n") else PAIRS
 
     def _asks(self, names: Collection[str]) -> bool:
         """Whether it gives a number for all rows that may be the same for all micro-batches, whatever is mixed."""
         return (str(self.dtypes[0]) == "bool" or self.name in names) and self.grown_axes() == 0
-
-    def _settled(self, values: Sequence[Value], softs: set[str]) -> str:
-        """How the output's flaw may be taken back, where those of the inputs may."""
-        rows = [value.flaw and value.flaw.source for value in values if value.depends]
-        meets, fewer = len({*rows}) > 1, self.grown_axes(inputs=True) > self.grown_axes()
-        if stays := softs & {algebra.FREE, algebra.SHIFT}:
-            return min(stays)
-        if PAIRS in softs and self.name in ("mul", "select_n") and len(rows) > 1:
-            return algebra.LINEAR
-        if PAIRS in softs or self.grown_axes() > 1:
-            return PAIRS if not fewer else algebra.FREE if self.name in _PICKS else ""
-        if algebra.MOVED in softs and (self.name in ("concatenate", "gather", "sort") if meets else not fewer):
-            return algebra.MOVED
-        return algebra.LINEAR if self.name in _LINEAR or (self.name in _BILINEAR and len(rows) == 1) else ""
 
 
 def _plain(value: Any) -> Any:
@@ -443,7 +432,7 @@ def joined(walk: Walk, a: Value, b: Value) -> Value:
     number = a.number if a.number == b.number else walk.number("either", None, a.number, b.number)
     flaws = [value.flaw for value in (a, b) if value.flaw is not None]
     if len({value.place for value in (a, b) if value.place is not None and value.own}) > 1:
-        flaws = flaws or [Flaw("mixed", Source("cond", number=number), algebra.FREE)]
+        flaws = flaws or [Flaw("mixed", Source("cond", number=number), FREE)]
     flaw = min(flaws, key=lambda flaw: not flaw.certain, default=None)
     terms, place = (frozenset(), None) if flaw else (a.terms | b.terms, algebra.common_place([a, b]))
     return Value(terms, place, flaw, number, a.roots | b.roots, a.scalar and b.scalar, a.integral and b.integral)
@@ -483,13 +472,6 @@ def _frames(info: Any) -> list[Any]:
     """The calls that led to an operation, the innermost first, without JAX' own."""
     frames = getattr(getattr(info, "traceback", None), "frames", None) or []
     return [frame for frame in frames if not is_ours(frame.file_name)]
-
-
-def _flaws_of(values: Sequence[Value]) -> list[Flaw]:
-    flaws = [value.flaw for value in values if value.flaw is not None]
-    if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
-        return [flaw for flaw in flaws if flaw.kind != "position"] or flaws
-    return flaws
 
 
 def _is_one_number(array: Any) -> bool:
