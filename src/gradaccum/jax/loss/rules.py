@@ -87,7 +87,9 @@ def _power(e: Equation, inputs: list[Value]) -> Any:
 def _multiplied(e: Equation, inputs: list[Value]) -> Value:
     """`mul`, and `and`: 0 whatever the other is, if one is."""
     if any(value.known is not None and not value.known for value in inputs):
-        return e.valued(0 if e.name == "mul" else False)
+        scales = [value.lanes or term.scale for value in inputs for term in value.terms if value.lanes or term.scale]
+        holes = [any(x != x for x in numbers) for numbers in zip(*scales)]
+        return e.valued([NONE if hole else 0 for hole in holes] or 0 if e.name == "mul" else False)
     return _law(lambda e, values: e.product(*values) if e.name == "mul" else e.function(values))(e, inputs)
 
 
@@ -202,7 +204,7 @@ def _extreme(e: Equation, inputs: list[Value]) -> Any:
     if e.name == "reduce_or" and value.axis >= 0 and value.free and e.outputs[0] == ():  # whether a sum isn't 0
         total = e.walk.total(value)
         e.walk.sources |= {total: e.walk.sources.get(total, e.source), e.number: e.source}
-        return e.valued([x != 0 for x in e.walk.batches.sum_at(total, True)])
+        return e.valued([x != 0 for x in e.walk.batches.sum_at(total, value.but(integral=True))])
     is_shift = e.name in ("reduce_max", "reduce_min") and e.outputs[0] == ()  # of all numbers, which may cancel out
     return _law(across=_named, soft=algebra.FREE if is_shift else "")(e, inputs)
 

@@ -45,6 +45,8 @@ _INTEGRAL = {
     "reshape", "rev", "scatter-add", "select_n", "sort", "square", "squeeze", "stop_gradient", "sub", "transpose",
 }  # fmt: skip
 """Of whole numbers they give whole numbers."""
+_POSITIVE = _INTEGRAL - {"neg", "pad", "sub"} | {"div", "integer_pow", "pow", "rsqrt", "sqrt"}
+"""Of positive numbers they give positive ones."""
 LAYOUT = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
 _SAME_TOTAL = {"expand_dims", "reduce_sum", "reshape", "rev", "squeeze", "transpose"}
 _STEPS = {"argmax", "argmin", "ceil", "convert_element_type", "floor", "round", "sign"}
@@ -137,14 +139,14 @@ class Equation:
         """Of any function, entry by entry: one of plain rows, or of what is the same for any rows."""
         sums = [value for value in values if value.own] if all(value.place is None for value in values) else []
         scales = {term.scale for value in values for term in value.terms} - {ONE}
+        if not sums and all(map(algebra.is_one, scales)):
+            return frozenset([Term(any(value.own for value in values), functools.reduce(algebra.times, scales, ONE))])
         if sums or not all(map(algebra.is_by_rows, scales)):
             sums += [value for value in values if any(term.scale for term in value.terms)]
             is_choice = all(value.place is not None for value in sums) and all(map(algebra.is_choice, scales))
             source = min(map(self.walk.first_sum, sums), key=lambda source: source.number)
             raise mixes(FREE if is_choice else "", source)
-        if scales:
-            raise Lost("count")
-        return frozenset([Term(any(value.own for value in values))])
+        raise Lost("count")
 
     def made(self, inputs: Sequence[Value], terms: Terms, place: Place | None, n: int = 0) -> Value:
         """An output that follows from these inputs."""
@@ -159,6 +161,8 @@ class Equation:
             roots & ~(algebra.DIFFERENTIATED | algebra.FLOWING) if integral else roots,
             scalar=math.prod(self.outputs[n]) == (self.outputs[n][place.axis] if place and not flaw else 1),
             integral=integral or (self.name in _INTEGRAL and all(value.integral for value in inputs)),
+            positive=self.name in ("exp", "exp2", "logistic")
+            or (self.name in _POSITIVE and all(value.positive or (value.known or 0) > 0 for value in inputs)),
         )
 
     def valued(self, lanes: Any, terms: Terms | None = None) -> Value:
@@ -173,7 +177,7 @@ class Equation:
         """A sum that a constant has changed: the same sum, but for rounding, and perhaps where it is 0; with a doubt,
         if it hardly changes where it is large."""
         was = value.lanes or ()
-        off = [abs(y / x - 1) if x and x == x and y == y else 0.0 for x, y in zip(was, lanes)]
+        off = [abs(y / x - 1) if x and y == y else 0.0 for x, y in zip(was, lanes)]
         rounding = _rounding(str(self.dtypes[0]), 0.25 in was)
         if max(off) <= rounding:
             lanes = tuple(x if x or abs(y) <= rounding else y for x, y in zip(was, lanes))
@@ -310,7 +314,7 @@ class Walk:
         self.bound |= set() if value.free else {symbol}
         self.flowing |= {symbol} if value.roots & algebra.FLOWING else set()
         self.sources.setdefault(symbol, self.first_sum(value))
-        return algebra.times(next(iter(value.terms)).scale, algebra.scaled(self.batches.sum_at(symbol, value.integral)))
+        return algebra.times(next(iter(value.terms)).scale, algebra.scaled(self.batches.sum_at(symbol, value)))
 
     def summed(self, terms: Terms) -> Terms:
         """After a sum over the rows."""
@@ -328,7 +332,7 @@ class Walk:
     def as_sum(self, value: Value) -> Value:
         """A sum over the batch alone, of which functions are computed in imagined batches."""
         is_sum = value.scalar and value.free and value.terms == {Term(True)}
-        return value.but(lanes=self.batches.sum_at(value.number, value.integral)) if is_sum else value
+        return value.but(lanes=self.batches.sum_at(value.number, value)) if is_sum else value
 
     def run(self, jaxprs: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
         """What is known of the outputs of a jaxpr, closed or not, of which there is one for each number of rows."""
@@ -378,6 +382,8 @@ class Walk:
         last, shapes = given[-1], [np.shape(each) for each in given]
         is_traced, number = isinstance(last, jax.core.Tracer), self.number("constant", id(last))
         found = Value(SHARED, self.place_of(shapes), None, number, integral=is_integral(getattr(last, "dtype", None)))
+        if not is_traced and is_number(last):
+            found = found.but(positive=bool((np.asarray(last) > 0).all()))
         if is_traced or not is_number(last) or (np.size(last) != 1 and all(each is last for each in given)):
             return found
         if all(map(_is_one_number, given)):
@@ -405,11 +411,12 @@ class Walk:
 
     def valued(self, lanes: tuple[Any, ...], number: int, terms: Terms | None = None) -> Value:
         """What is known of a number that is known in each imagined batch."""
-        found = Value(SHARED, None, None, number, 0, True, _are_integral(lanes), lanes)
+        found = Value(SHARED, None, None, number, 0, True, _are_integral(lanes), lanes=lanes)
         if (known := found.known) is not None:
             number = self.number("value", repr(known))
             return found.but(number=number, terms=SHARED if known else frozenset())
-        return found.but(terms=frozenset([Term(False, algebra.scaled(lanes))]) if terms is None else terms)
+        constant = len({x for x in lanes if x == x}) == 1  # but where it is 0 / 0
+        return found.but(terms=frozenset([Term(False, algebra.scaled(lanes))]) if terms is None or constant else terms)
 
     def place_of(self, shapes: Sequence[Sequence[int]]) -> Place | None:
         """Where an array has its rows by its shapes: the axis that differs."""
