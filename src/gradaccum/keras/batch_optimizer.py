@@ -37,8 +37,8 @@ class SizesRule(StepsRule):
         """The window with one more micro-batch, of so many rows; None: not known, so as many as were promised."""
         left, most = counts.rows_left, self.maximum_batch_size
         rows = where(left < most, left, most) if rows is None else rows
-        counts = counted(counts, rows, updated=0, by_rows=1, rows_left=left - rows)
-        return Added(counts, rows, None, (counts.weight >= self.desired_batch_size) | (counts.rows_left <= 0))
+        counts = counted(counts, rows, updated=0, unit=1, rows_left=left - rows)
+        return Added(counts, rows, (counts.weight >= self.desired_batch_size) | (counts.rows_left <= 0))
 
     def closed(self, counts: Counts, updated: Any) -> Counts:
         """The counts of the window that follows; in the next epoch, less the rows that were too many in this one."""
