@@ -11,7 +11,6 @@ from torch import nn
 
 import gradaccum.torch
 from gradaccum import WindowError
-from tests.reference import FLOAT64
 from tests.torch.optimizer.loops import assert_same, large, parts, refused, resumed, scaler_of, step, train, wrapped
 from tests.torch.problems import Operations, mse
 
@@ -88,18 +87,6 @@ def test_unscaling_before_clipping_or_inside_an_open_window_is_named(clips, says
 
     with refused(says, model):
         train(model, optimizer, FOUR, scaler=scaler, before_step=unscale)
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_micro_batch_that_weighs_nothing_after_an_overflow_does_not_halve_again(by_name):
-    (model, optimizer), scaler = wrapped(steps=4), scaler_of(1024.0)
-    for factor, weight, batch in zip([float("inf"), 1, 1, 1], [2, 0, 2, 2], FOUR, strict=True):
-        loss = scaler.scale(mse(model, *batch) * factor)
-        optimizer.backward({"a": (loss, weight)} if by_name else loss, None if by_name else weight)
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.get_scale() == 512
-    assert optimizer.updates == 0
 
 
 def mixed(how, weights=None, **options):
@@ -184,15 +171,3 @@ def test_a_window_that_is_resumed_may_go_on_with_a_scaler_or_without(before, aft
     train(model, optimizer, ALIKE[2:], scaler=scaler if after else None)
     assert optimizer.updates == 1
     assert_same(model, large([ALIKE]))
-
-
-@pytest.mark.parametrize("rest", [[], ALIKE[2:3]])
-@pytest.mark.parametrize("factor", [1.0, torch.inf])
-def test_a_window_that_was_saved_with_or_without_an_overflow_ends_so_when_it_is_resumed(factor, rest):
-    (model, optimizer), scaler = wrapped(steps=3), scaler_of(8.0)
-    train(model, optimizer, ALIKE[:2], loss=lambda *batch: mse(*batch) * factor, scaler=scaler)
-    model, optimizer = resumed(model, optimizer, steps=3)
-    train(model, optimizer, rest, scaler=scaler)
-    optimizer.flush()
-    assert (optimizer.updates, optimizer.micro_batches) == (factor == 1.0, 0)
-    assert_same(model, large([[*ALIKE[:2], *rest]] if factor == 1.0 else []), FLOAT64 if factor == 1.0 else 0.0)
