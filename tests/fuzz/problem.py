@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from gradaccum.torch import chunked
 from tests.fuzz.scenario import MicroBatch, Scenario
 from tests.reference import relative_error
+from tests.torch.problems import Does
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -101,28 +102,15 @@ class Checkpointed(nn.Module):
         return checkpoint(self.module, x, use_reentrant=self.reentrant)
 
 
-class _ByChunk(nn.Module):
-    """What a chunked module computes."""
-
-    def __init__(self, module: nn.Module, size: int) -> None:
-        super().__init__()
-        self.module, self.size = module, size
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.module(rows) for rows in x.split(split_sizes(len(x), self.size))])
+def _by_chunk(model: Does, x: Tensor) -> Tensor:
+    return torch.cat([model.module(rows) for rows in x.split(split_sizes(len(x), model.size))])
 
 
-class _Tokens(nn.Module):
+def _of_tokens(model: Does, batch: dict[str, Tensor]) -> Tensor:
     """Each token's outputs look at the ones before it that aren't padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        mask = batch["attention_mask"].to(self.embedding.weight.dtype)[..., None]
-        seen = (self.embedding(batch["input_ids"]) * mask).cumsum(1)
-        return torch.tanh(seen / mask.cumsum(1).clamp(min=1.0))
+    mask = batch["attention_mask"].to(model.embedding.weight.dtype)[..., None]
+    seen = (model.embedding(batch["input_ids"]) * mask).cumsum(1)
+    return torch.tanh(seen / mask.cumsum(1).clamp(min=1.0))
 
 
 class _Layer(nn.Module):
@@ -150,7 +138,7 @@ class Model(nn.Module):
         if scenario.checkpoint:
             trunk = Checkpointed(trunk, scenario.checkpoint == "reentrant")
         if scenario.chunk and not scenario.norm:
-            trunk = _ByChunk(trunk, scenario.chunk) if alone else chunked(trunk, scenario.chunk)
+            trunk = Does(_by_chunk, module=trunk, size=scenario.chunk) if alone else chunked(trunk, scenario.chunk)
         self.trunk = trunk
         self.layers = nn.ModuleList(_Layer(scenario.dropout) for _ in range(3 if scenario.blocks else 0))
         if scenario.blocks and scenario.unused:
@@ -174,7 +162,7 @@ class Model(nn.Module):
     @staticmethod
     def _trunk(scenario: Scenario) -> nn.Module:
         if scenario.loss == "tokens":
-            return _Tokens()
+            return Does(_of_tokens, embedding=nn.Embedding(11, 6))
         layers: list[nn.Module] = [nn.Linear(5, 6, bias=not scenario.norm), nn.Tanh()]
         if scenario.norm:
             layers.insert(1, nn.BatchNorm1d(6))

@@ -92,6 +92,9 @@ EXACT = {
     ),
     "unscale_ after a scale that moved without a pass": Scenario(epochs=(NO_PASS,), way="plain", scaler=-1),
     "the loss where unscale_ has divided": Scenario(epochs=((MicroBatch(),) * 2,), scaler=3),
+    "a loader that goes on from its own state": Scenario(
+        seed=1, epochs=((MicroBatch(event="save"), MicroBatch(rows=3), MicroBatch()),), way="batches", loader="stateful"
+    ),
 }
 
 
