@@ -270,7 +270,7 @@ class ByHand(Script):
             with problem.autocast(scenario):
                 losses.append(loss_of(scenario, self.model, x, y, one.head, part))
             if one.event in ("backward error", "backward oom"):
-                self.discard()
+                self.windows = [[] for _ in self.plain]
                 return False
         weights = weights_of_terms(scenario, one)
         if not named:
@@ -294,9 +294,6 @@ class ByHand(Script):
         self.model.zero_grad()
         return True
 
-    def discard(self) -> None:
-        self.windows = [[] for _ in self.plain]
-
     def close_full(self, one: MicroBatch, counted: bool, with_batches: bool, is_last: bool) -> None:
         """After a micro-batch: the windows that are full, or that it ends."""
         for number, window in enumerate(self.windows):
@@ -311,7 +308,7 @@ class ByHand(Script):
         if one.event == "flush":
             self.flush(ends_epoch=not with_batches)
         if one.event == "discard" or (one.event == "break" and with_batches):
-            self.discard()
+            self.windows = [[] for _ in self.plain]
 
     def flush(self, ends_epoch: bool) -> None:
         for number, _ in enumerate(self.windows):

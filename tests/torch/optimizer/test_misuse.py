@@ -245,19 +245,12 @@ def test_a_group_that_joins_an_open_window_has_its_part_of_it_from_there_on_and_
     _, optimizer = wrapped(model=model[0], steps=3)
     inner = sgd(plain[0].parameters())
 
-    def micro_batch(batch):
-        optimizer.zero_grad()
-        loss, weight = mse(model, *batch), len(batch[0])
-        if "by name" in how:
-            optimizer.backward({"a": (loss / 2, weight), "b": (loss / 2, weight)}, retain_graph=True)
-        else:
-            optimizer.backward(loss, weight=weight)
-        optimizer.step()
+    def halves(*batch):
+        return dict.fromkeys("ab", (mse(*batch) / 2, len(batch[-1])))
 
-    for _ in range(windows - 1):
-        [micro_batch(batch) for batch in micro_batches]
-        torch_updates(plain, inner, [join(micro_batches)], mse)
-    [micro_batch(batch) for batch in micro_batches[:2]]
+    weighed = {"loss": halves, "weigh": lambda *batch: None} if "by name" in how else {"weigh": by_rows}
+    train(model, optimizer, micro_batches * (windows - 1) + micro_batches[:2], **weighed)
+    torch_updates(plain, inner, [join(micro_batches)] * (windows - 1), mse)
     if "restored" in how:
         optimizer.load_state_dict(optimizer.state_dict())
     with pytest.raises(WindowError, match="have gradients already"):
@@ -265,7 +258,7 @@ def test_a_group_that_joins_an_open_window_has_its_part_of_it_from_there_on_and_
     assert len(optimizer.param_groups) == 1
     model[2].zero_grad()
     optimizer.add_param_group({"params": [*model[2].parameters()]})
-    micro_batch(micro_batches[2])
+    train(model, optimizer, micro_batches[2:], **weighed)
     plain.zero_grad()
     (mse(plain, *micro_batches[2]) * 4 / 8).backward()
     inner.add_param_group({"params": [*plain[2].parameters()]})
