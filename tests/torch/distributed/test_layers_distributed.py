@@ -1,5 +1,7 @@
 """Layer by layer on several ranks."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -85,11 +87,11 @@ class SpareBlock(Block):
         return x * self.some if len(x) == 2 else x
 
 
-def changed(change, **options):
+def changed(change):
     """Makes a network, and does something to it."""
 
     def make():
-        model = Network(**options)
+        model = Network()
         change(model)
         return model
 
@@ -97,13 +99,17 @@ def changed(change, **options):
 
 
 spare = changed(lambda model: model.layers.__setitem__(1, SpareBlock().double()))
-dropping_out = changed(lambda model: None, dropout=0.5)
+dropping_out = functools.partial(Network, dropout=0.5)
 tied = changed(lambda model: setattr(model.layers[2].down, "weight", model.layers[0].down.weight))  # in two blocks
-frozen = changed(
-    lambda model: [p.requires_grad_(False) for p in (*model.layers[0].parameters(), model.layers[2].down.bias)]
-)
 synchronised = changed(lambda model: setattr(model.layers[1], "dropout", nn.SyncBatchNorm(6, dtype=torch.float64)))
-borrowing = changed(lambda model: None, between=lambda model, x: model.norm(x) + model.layers[-1].down.bias)
+borrowing = functools.partial(Network, between=lambda model, x: model.norm(x) + model.layers[-1].down.bias)
+
+
+def frozen():
+    model = Network()
+    for part in (model.layers[0], model.layers[2].down.bias):
+        part.requires_grad_(False)
+    return model
 
 
 def shard(model, **options):
@@ -277,7 +283,7 @@ EVEN = [[6, 9], [6, 9]]
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-@pytest.mark.parametrize(("build", "mixed"), [(dropping_out, False), (Chain, True)])
+@pytest.mark.parametrize(("build", "mixed"), [(dropping_out, False), (Chain, True)], ids=["dropout", "mixed"])
 @on_ranks()
 def test_sharded_blocks_draw_the_dropout_masks_and_round_as_accumulation_without_blocks(rank, build, mixed):
     found, expected = [], Oracle(build())

@@ -15,7 +15,8 @@ from gradaccum.torch.measure import estimate_ways
 from gradaccum.torch.measure.estimates import estimate_size, suggest_micro_batch_size
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of, micro_batch_peak, optimizer_bytes
 from tests.torch.distributed.processes import fresh_process
-from tests.torch.layers.problems import network
+from tests.torch.layers.problems import Layer
+from tests.torch.problems import Does
 
 EXAMPLE = pathlib.Path(__file__).parents[3] / "examples" / "torch" / "large_models.py"
 LOSS = {"loss_fn": nn.CrossEntropyLoss()}
@@ -130,7 +131,17 @@ def test_the_optimizers_state_counts():
 
 
 def large(device="cpu"):
-    model = network(size=16, depth=4, vocabulary=64).float().to(device)
+    """Blocks between an embedding and a large head, whose weights are tied."""
+
+    def run(model, ids):
+        x = model.embedding(ids)
+        shared = torch.cat([x, x], -1)
+        for layer in model.layers:
+            x, shared = layer(x, shared)
+        return model.head(x)
+
+    layers = nn.ModuleList(Layer(16) for _ in range(4))
+    model = Does(run, embedding=nn.Embedding(64, 16), layers=layers, head=nn.Linear(16, 64, bias=False)).to(device)
     model.head.weight = model.embedding.weight
     return model
 
