@@ -13,7 +13,8 @@ from gradaccum.on_torch.random_state import RandomState
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error
 from tests.torch.chunking.problems import seeded
-from tests.torch.layers.problems import WAYS, Layer, batches, doing, loss_of, network, trained
+from tests.torch.layers import problems
+from tests.torch.layers.problems import WAYS, Layer, batches, doing, loss_of, network, token_mean, trained
 from tests.torch.layers.test_refused import OPTIONS as REFUSED
 from tests.torch.problems import GENERATORS, drawn
 
@@ -148,21 +149,13 @@ def spectral():
     return nn.Sequential(stem, nn.Sequential(two, three, nn.BatchNorm1d(6)), nn.Linear(6, 3)).double()
 
 
-def token_mean(model, ids, labels):
-    return nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=0)
-
-
-def counted(ids, labels):
-    return (labels != 0).sum()
-
-
 OPTIONS = {
     "clip_grad_value": {"clip_grad_value": 0.01},
     "loss_fn": {"loss_fn": lambda outputs, y: nn.functional.mse_loss(outputs.mean(2), y + 0.0), "compute_loss": None},
     "compute_loss": {"compute_loss": lambda *batch: dict.fromkeys("ab", (loss_of(*batch), len(batch[1])))},
-    "weight": {"compute_loss": token_mean, "weight": counted},
-    "weight returned": {"compute_loss": lambda *batch: (token_mean(*batch), counted(*batch[1:]))},
-    "reduction": {"compute_loss": lambda *batch: token_mean(*batch) * counted(*batch[1:]), "reduction": "sum"},
+    "weight": {"compute_loss": token_mean, "weight": problems.counted},
+    "weight returned": {"compute_loss": problems.with_its_weight},
+    "reduction": {"compute_loss": lambda *batch: token_mean(*batch) * problems.counted(*batch[1:]), "reduction": "sum"},
     "batch_dims": {"compute_loss": lambda model, ids, y: loss_of(model, ids, y.T), "batch_dims": (0, 1)},
     "groups": {"groups": 2},
     "head": {"head": "head"},

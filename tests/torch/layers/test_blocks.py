@@ -66,6 +66,11 @@ def checkpointed(layer, *arguments):
     return torch.utils.checkpoint.checkpoint(layer, *arguments, use_reentrant=False)
 
 
+def then_in_place(layer, *arguments):
+    x, shared = layer(*arguments)
+    return torch.tanh_(x), shared
+
+
 class Reentrant(Layer):
     """Passes no gradient on where its input wants none, as reentrant checkpoints do."""
 
@@ -181,7 +186,7 @@ CASES = {  # the model, the loss, options
     ),
     "a weight of a later block": (problems.late, loss_of, {}),
     "hooks that the loss registers and removes": (network, captured, {}),
-    "a graph between the blocks": (lambda: network(between=torch.tanh), loss_of, {}),
+    "a graph between the blocks, in place": (lambda: network(call=then_in_place), loss_of, {}),
     "skips around the blocks": (lambda: network(between=torch.tanh, skips=True), loss_of, {}),
     "checkpoints around the blocks": (lambda: network(call=checkpointed), loss_of, {}),
     "reentrant checkpoints over a frozen stem": (lambda: over_a_frozen_stem(False), loss_of, NO_PROOF),
@@ -232,34 +237,25 @@ def test_second_passes_move_no_attributes():
     assert [module.calls for module in (model, *model.layers)] == [-(-len(batches()[0][0]) // 3)] * 4
 
 
-def token_mean(model, ids, labels):
-    loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=0, reduction="sum")
-    count = (labels != 0).sum()
-    return {"tokens": (loss / count, count)}
-
-
 def several(model, ids, labels):
     outputs = model(ids)
     loss = nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
     return {"words": (loss, labels.numel()), "size": (outputs.square().mean(), len(ids))}
 
 
+def tokens(*batch):
+    return {"tokens": problems.with_its_weight(*batch)}
+
+
 COMPOSED = {
     "micro-batches of one row": {"size": 1},
-    "Adam": {"make": OPTIMIZERS["adam"], "size": 3},
     "as many rows as fit": {"size": "auto"},
-    **{
-        f"{terms.__name__} by name, and groups": {"terms": terms, "rows": 8, "size": 4, "groups": 2, "blocks": "layers"}
-        for terms in (token_mean, several)
-    },
-    "a mean over tokens with its weight": {
-        "loss": lambda *batch: token_mean(*batch)["tokens"][0], "rows": 8, "size": 4,
-        "compute_loss": lambda *batch: token_mean(*batch)["tokens"],
-    },
-    "a closure that evaluates the window again": {  # three steps amplify rounding
-        "make": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3), "tolerance": 1e-9,
-    },
-}  # fmt: skip
+    "several losses by name, and groups": {"terms": several, "rows": 8, "size": 4, "groups": 2},
+    "a loss by name, and groups": {"terms": tokens, "rows": 8, "size": 4, "groups": 2},
+    "a mean with its weight": {"loss": problems.token_mean, "compute_loss": problems.with_its_weight, "size": 4},
+    # Three steps amplify rounding.
+    "a closure": {"make": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), "tolerance": 1e-9},
+}
 
 
 @pytest.mark.parametrize("name", COMPOSED)

@@ -1,4 +1,4 @@
-"""Models as people have them, layer by layer: those of transformers, from tiny configs, and a ResNet."""
+"""Models as people have them, layer by layer: those of transformers, from tiny configs."""
 
 import functools
 
@@ -140,21 +140,3 @@ def test_checkpointing_inside_blocks_goes_on():
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
     assert_same_updates(model.train(), text(), mean_loss)
-
-
-def residual(channels):
-    convolutions = [nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2)]
-    return Does(
-        lambda m, x: torch.relu_(x + m.two(torch.relu(m.norm(m.one(x))))),
-        **dict(zip(("one", "two"), convolutions)), norm=nn.GroupNorm(2, channels),
-    )  # fmt: skip
-
-
-def test_a_resnet_with_layers_between_its_blocks():
-    torch.manual_seed(0)
-    stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
-    one, two = (nn.Sequential(residual(4), residual(4)) for _ in range(2))
-    model = nn.Sequential(stem, one, nn.AvgPool2d(2), two, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    data = [(batch["pixel_values"], batch["labels"]) for (batch,) in images()]
-    loss = lambda model, x, y: nn.functional.cross_entropy(model(x), y)  # noqa: E731
-    assert_same_updates(model.double(), data, loss, blocks=[*one, *two])

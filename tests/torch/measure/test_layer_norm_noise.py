@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import gradaccum.torch
-from gradaccum import NoiseSchedule
 from gradaccum.torch import TrainStep
 from tests.torch.problems import sgd
 
@@ -172,28 +171,6 @@ def test_windows_to_which_another_backward_pass_has_added_are_left_out_with_a_li
             optimizer.step()
     assert optimizer.noise_scale.updates == 2
     assert "2 of 4 windows are left out of the noise scale" in caplog.text
-
-
-def test_steps_may_follow_it_and_go_on_from_a_checkpoint():
-    def training():
-        model = Network()
-        return model, over(model, NoiseSchedule(2, 8, every=3, scale_learning_rate=None))
-
-    (x, y), states = data(16), []
-    for resumed in (False, True):
-        model, optimizer = training()
-        for number in range(12):
-            if resumed and number == 5:
-                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-                model, optimizer = training()
-                model.load_state_dict(saved[0])
-                optimizer.load_state_dict(saved[1])
-            rows = slice(number % 4 * 4, number % 4 * 4 + 4)
-            train(model, optimizer, x[rows], y[rows], 4, weight=4)
-        states.append(optimizer.noise_scale.measured)
-    assert len(states[0]) > 2
-    for one, other in zip(*states, strict=True):
-        assert one == pytest.approx(other, rel=1e-12)
 
 
 def test_it_leaves_the_model_as_it_was_and_copies_and_pickles_tell_nobody():

@@ -177,9 +177,10 @@ batches = functools.partial(rows, noise=40.0)
 FOUR = [4]
 
 
-def scheduled(schedule, lr=0.0, make=torch.optim.SGD, **keywords):
-    model = Linear()
-    return model, Optimizer(make(model.parameters(), lr=lr, **keywords), schedule)
+def scheduled(schedule, lr=0.0, model=None, noise_scale=True, **keywords):
+    model = model or Linear()
+    inner = torch.optim.SGD(model.parameters(), lr=lr, **keywords)
+    return model, Optimizer(inner, schedule, model=model, noise_scale=noise_scale)
 
 
 def trained(model, optimizer, data):
@@ -257,12 +258,14 @@ def test_hooks_of_the_inner_optimizer_see_its_own_learning_rate(before, tensor):
     assert float(inner.param_groups[0]["lr"]) == pytest.approx(0.01 * 1.5**3)
 
 
-@pytest.mark.parametrize("stop", [40, 101, 163])
-def test_training_goes_on_bit_for_bit_from_a_checkpoint(stop):
+@pytest.mark.parametrize(("stop", "by"), [(40, True), (101, True), (163, True), (101, "layer_norm")])
+def test_training_goes_on_bit_for_bit_from_a_checkpoint(stop, by):
     """Between decisions, in open windows, too."""
 
     def make():
-        return scheduled(NoiseSchedule(2, 16, every=30, scale_learning_rate="linear"), lr=0.01, momentum=0.9)
+        schedule = NoiseSchedule(2, 16, every=30, scale_learning_rate="linear")
+        model = nn.LayerNorm(5, bias=False, dtype=torch.float64) if by == "layer_norm" else Linear()
+        return scheduled(schedule, lr=0.01, momentum=0.9, model=model, noise_scale=by)
 
     data, one, other = batches(FOUR * 400), make(), make()
     trained(*one, data[:stop])
