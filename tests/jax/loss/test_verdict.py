@@ -288,13 +288,9 @@ WRONG_CONVOLUTIONS = {
 }  # fmt: skip
 
 SILENT = {
-    "a weighed mean, guarded by where":
-        case(lambda v, x, mask: jnp.where(mask.sum() > 0, token_mean(v, x, mask), 0.0), **COUNTED),
     "a count, in a branch":
         case(lambda v, x, mask: lax.cond(mask.sum() > 0, lambda: token_mean(v, x, mask), lambda: 0.0), **COUNTED),
     "1 where there is nothing": case(over(lambda n: jnp.where(n == 0, 1, n)), **COUNTED),
-    "at least 1, of whole numbers":
-        case(over(lambda n: jnp.maximum(n, 1), lambda mask, soft: mask.astype(int)), **COUNTED),
     "1e-12 more": case(over(lambda n: n + 1e-12), **COUNTED),
     "1e-13 more than numbers": case(over(lambda n: n + 1e-13, lambda mask, soft: soft), weight=lambda soft: soft.sum()),
     "1e-8 more in single precision": in_single(lambda n: n + jnp.float32(1e-8)),
