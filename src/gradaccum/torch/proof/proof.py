@@ -152,17 +152,20 @@ class Proof:
     def _compared(
         self, objective: Objective, few: Batch, way: int, parameters: dict[str, Tensor], state: ModuleState
     ) -> Comparison[BatchRunner]:
-        """The rows at once and in micro-batches: in one way, quickly where the last proof drew nothing; then in all."""
+        """The rows at once and in micro-batches: in one way, quickly where nothing was drawn so far; then in all."""
         gradients = self._in_micro_batches
         ways, casts = interleaved_ways([unit.tolist() for unit in few.units()]), objective.autocast is not None
 
         def run(ways: Sequence[Way], idle: torch.dtype | None, *, closely: bool = False) -> Comparison[BatchRunner]:
             self.scale.power = 0
-            runner = BatchRunner(
-                objective, few, gradients, parameters, state, neutral=self.exact, scale=self.scale, idle=idle
-            )
+            how: dict[str, Any] = {"generators": self._generators, "scale": self.scale}
+            runner = BatchRunner(objective, few, gradients, parameters, state, neutral=self.exact, idle=idle, **how)
             comparison = Comparison(runner, ways)
-            (comparison.judged if closely else comparison.differences)()
+            if closely:
+                comparison.judged()
+            elif comparison.large:
+                runner.rng.rest()
+                comparison.differences()
             return comparison
 
         one, idle = [ways[way % len(ways)]], self._unused.get(casts)
@@ -171,7 +174,7 @@ class Proof:
         with contextlib.suppress(Exception) if self.quick else contextlib.nullcontext():
             found = run(one, idle)
             if not found.wrong and (found.found is not None or not self.quick):
-                if not (self.quick or found.runner.rng.used):
+                if not found.runner.rng.used:
                     self._unused[casts] = found.runner.rng.precision
                 return found
         self.quick = False

@@ -19,6 +19,7 @@ from gradaccum.on_torch.adapter.arrays import TorchRunner, sample
 from gradaccum.on_torch.adapter.probes import Trace
 from gradaccum.on_torch.adapter.rng import RowwiseRng, watched
 from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.random_state import held_generators
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
 from gradaccum.torch.buffers import ModuleState
@@ -51,7 +52,7 @@ class LoweredScale:
 class BatchRunner(TorchRunner):
     """Runs rows of a batch on a model and a loss, each time from the state that these have now.
 
-    `idle`: nothing draws random numbers, and this is what is computed in.
+    `generators`, `rng`: as for `RowwiseRng`.
     """
 
     def __init__(
@@ -62,14 +63,13 @@ class BatchRunner(TorchRunner):
         parameters: Mapping[str, Tensor],
         state: ModuleState,
         *,
-        neutral: bool = False,
+        generators: Sequence[Any] = (),
         scale: LoweredScale | None = None,
-        idle: torch.dtype | None = None,
+        **rng: Any,
     ) -> None:
         self.objective, self.gradients, self._parameters, self.state = objective, gradients, parameters, state
         self._scale, self.batch = scale or LoweredScale(None), batch
-        super().__init__(RowwiseRng(batch.rows, neutral=neutral, idle=idle), objective.device, batch.rows)
-        self.rng.holds(*objective.modules.values(), objective.evaluate)
+        super().__init__(RowwiseRng(batch.rows, generators, **rng), objective.device, batch.rows)
 
     def tensors(self) -> list[Tensor]:
         return list(self._parameters.values())
@@ -203,9 +203,9 @@ class Trial(BatchRunner):
             gradients = functools.partial(accumulate, batch_norm=batch_norm)
         self.by_train_step = gradients is not in_micro_batches
         """Whether TrainStep adds up, so that what it says about the model is what there is to know."""
-        super().__init__(
-            copied, batch.map(converted), gradients, trained, ModuleState(copied.modules), neutral=self.by_train_step
-        )
+        generators, state = held_generators(*copied.modules.values(), copied.evaluate), ModuleState(copied.modules)
+        few = batch.map(converted)
+        super().__init__(copied, few, gradients, trained, state, generators=generators, neutral=self.by_train_step)
         self.device, self._is_frozen = str(device), batch_norm == "frozen"
 
     @property
