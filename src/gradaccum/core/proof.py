@@ -61,6 +61,8 @@ class Outcome:
     """None where they aren't to be compared."""
     floors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """The smallest scale by which an array's error is measured, where it averages what nearly cancels."""
+    weighs: bool = True
+    """False of micro-batches whose total weight is 0, with which no update is made."""
 
     def parts(self) -> dict[Key, Array | None]:
         named = {"loss": self.losses, "gradient": self.gradients, "buffer": self.buffers or {}}
@@ -154,6 +156,10 @@ class Compared(NamedTuple):
         return math.inf if self.failed else max((gap.error for gap in self.gaps.values()), default=0.0)
 
 
+class WeightlessError(ValueError):
+    """The rows weigh nothing, so that no update is made with them."""
+
+
 class Comparison(Generic[SomeRunner]):
     """The same rows at once and in micro-batches, cut in one or several ways.
 
@@ -168,6 +174,7 @@ class Comparison(Generic[SomeRunner]):
         self.found: list[Difference] | None = None  # the largest difference of each array; None without any
         self.compared: list[Compared] = []  # the ways that have run
         self.error: Exception | None = None  # of the last way that could not
+        self.weighs = True  # whether these rows do
 
     def restart(self) -> None:
         vars(self).pop("large", None)
@@ -183,7 +190,7 @@ class Comparison(Generic[SomeRunner]):
                 raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
 
     def differences(self) -> list[Difference] | None:
-        """The largest difference of each array over all ways; None without finite gradients to compare with.
+        """The largest difference of each array over all ways; None without finite gradients, or weights, to compare.
 
         Raises what the last way raised, where none could run.
         """
@@ -191,7 +198,13 @@ class Comparison(Generic[SomeRunner]):
         skips, finite = self.failed == "skip", True
         if skips and not (gradients and self.runner.is_finite([*self.large.losses.values()])):
             return None
-        self.compared = [*self._all_ways()]
+        try:
+            self.compared = [*self._all_ways()]
+        except WeightlessError:
+            if skips:
+                self.weighs = False
+                return None
+            raise
         if skips:  # as reading them has shown
             gaps = [gap for one in self.compared[:1] for (part, _), gap in one.gaps.items() if part == "gradient"]
             finite = all(gap.finite for gap in gaps) if gaps else self.runner.is_finite(gradients)
@@ -278,6 +291,10 @@ class Comparison(Generic[SomeRunner]):
                 if self.failed == "differs":
                     yield Compared(way, {}, failed=True)
                 continue
+            if not micro_batches.weighs:
+                raise WeightlessError(
+                    "The total weight of this batch is 0, so no update is made with it: there is nothing to compare."
+                )
             yield Compared(way, _gaps(self.runner, micro_batches, large))
 
     def _of_rounding(self, keys: Set[Key], closely: Set[Key]) -> tuple[dict[Key, float], dict[Key, float]]:

@@ -1,5 +1,6 @@
 """The first update proves itself: what would make it wrong is refused by name, and nothing that is right is."""
 
+import contextlib
 import logging
 import random
 import sys
@@ -331,6 +332,36 @@ BESIDE_A_SCALER = [
 def test_beside_a_grad_scaler_what_no_scale_makes_right_in_micro_batches_is_a_difference(loss, scale, message):
     with pytest.raises(gradaccum.NotEquivalentError, match=message):
         in_float16(loss)(X[:16], scale * SIGNS)
+
+
+def guarded(model, x, y, added=0.0):
+    """A mean over targets that are not ignored, and 0 where all are."""
+    return F.cross_entropy(model(x), y, reduction="sum") / ((y != -100).sum() + added).clamp(min=1)
+
+
+def counted(x, y):
+    return (y != -100).sum()
+
+
+WEIGHED = {
+    "weight=": lambda added: {"compute_loss": lambda *batch: guarded(*batch, added), "weight": counted},
+    "loss and weight": lambda added: {"compute_loss": lambda m, *batch: (guarded(m, *batch, added), counted(*batch))},
+    "by name": lambda added: {"compute_loss": lambda m, *batch: {"a": (guarded(m, *batch, added), counted(*batch))}},
+}
+
+
+@pytest.mark.parametrize("how", WEIGHED)
+def test_batches_that_weigh_nothing_make_no_update_and_leave_the_proof_to_the_next(how, unnamed):
+    nothing = torch.full_like(Y, -100)
+    for added in (0.0, 1.0):  # in micro-batches, adding 1 to the divisor counts more than once
+        step = train_step(net(), **WEIGHED[how](added))
+        assert all(step(X, nothing).isnan() for _ in range(9))
+        with refusal() if added else contextlib.nullcontext():
+            step(X, IGNORED)
+        assert step(X, nothing).isnan()
+        assert step.updates == (not added)
+    with pytest.raises(ValueError, match="total weight of this batch is 0, so no update is made with it"):
+        check_equivalence(net(), (X, nothing), **WEIGHED[how](0.0))
 
 
 # When, and at what price.

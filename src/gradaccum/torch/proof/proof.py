@@ -25,6 +25,7 @@ from gradaccum.core.proof import (
     Comparison,
     ProofSchedule,
     Way,
+    WeightlessError,
     interleaved_ways,
     ragged_ways,
     with_fewer_rows,
@@ -138,6 +139,7 @@ class Proof:
             self._could_not(tried[-1].rows if tried else 0, error)
             return False
         if found.found is None:
+            self._attempts -= not found.weighs  # as no update is made with it, either
             self.schedule.postpone()
             return False
         runner, wrong = found.runner, found.wrong
@@ -362,6 +364,8 @@ class _Check:
         second = Comparison(drawn, [_ways(drawn.batch, None)[-1]], first.failed)
         try:
             second.judged()
+        except WeightlessError:  # what these rows drew weighs nothing
+            pass
         except Exception:  # the loss may have its own idea of which rows go together
             if self.trial.by_train_step:
                 raise

@@ -115,7 +115,9 @@ class BatchRunner(TorchRunner):
                 if parameter.requires_grad:
                     gradients[name] = None if parameter.grad is None else self.kept(parameter.grad.detach().to_dense())
                     parameter.grad = None
-            return Outcome({"loss": loss.detach().clone()}, gradients, self.left())
+            # What weighs nothing leaves no gradient, and a loss of 0 / 0.
+            weighs = way is None or any(g is not None for g in gradients.values()) or not bool(loss.isnan())
+            return Outcome({"loss": loss.detach().clone()}, gradients, self.left(), weighs=weighs)
 
     def kept(self, gradient: Tensor) -> Tensor:
         """What is compared of a gradient."""
