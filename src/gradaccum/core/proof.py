@@ -64,6 +64,10 @@ class Outcome:
     weighs: bool = True
     """False of micro-batches whose total weight is 0, with which no update is made."""
 
+    def arrived(self) -> list[Array]:
+        """The gradients that there are."""
+        return [gradient for gradient in self.gradients.values() if gradient is not None]
+
     def parts(self) -> dict[Key, Array | None]:
         named = {"loss": self.losses, "gradient": self.gradients, "buffer": self.buffers or {}}
         return {(part, name): array for part, arrays in named.items() for name, array in arrays.items()}  # type: ignore[misc]  # one of the three
@@ -194,24 +198,16 @@ class Comparison(Generic[SomeRunner]):
 
         Raises what the last way raised, where none could run.
         """
-        gradients = [gradient for gradient in self.large.gradients.values() if gradient is not None]
-        skips, finite = self.failed == "skip", True
-        if skips and not (gradients and self.runner.is_finite([*self.large.losses.values()])):
+        arrived = self.large.arrived()
+        if self.failed == "skip" and not (arrived and self.runner.is_finite([*self.large.losses.values()])):
             return None
-        try:
-            self.compared = [*self._all_ways()]
-        except WeightlessError:
-            if skips:
-                self.weighs = False
-                return None
-            raise
-        if skips:  # as reading them has shown
-            gaps = [gap for one in self.compared[:1] for (part, _), gap in one.gaps.items() if part == "gradient"]
-            finite = all(gap.finite for gap in gaps) if gaps else self.runner.is_finite(gradients)
-            self.compared = self.compared if finite else []
+        self.compared = [*self._all_ways()]
+        if not self.weighs:
+            return None
+        finite = self._is_finite(arrived)
+        self.compared = self.compared if finite else []
         self.found = worst(self.compared) or None
-        overflown = not finite or any(d.part == "gradient" and math.isinf(d.error) for d in self.found or ())
-        if (overflown and self.runner.lower_scale()) or (finite and self.runner.replace_noise()):
+        if self._starts_over(finite):
             self.restart()
             return self.differences()
         if finite and not self.compared:
@@ -279,6 +275,18 @@ class Comparison(Generic[SomeRunner]):
             device=self.runner.device,
         )
 
+    def _is_finite(self, gradients: Sequence[Array]) -> bool:
+        """Whether those of the rows at once are, as reading them has shown, if anything was compared with them."""
+        if self.failed != "skip":
+            return True
+        gaps = [gap for one in self.compared[:1] for (part, _), gap in one.gaps.items() if part == "gradient"]
+        return all(gap.finite for gap in gaps) if gaps else self.runner.is_finite(gradients)
+
+    def _starts_over(self, finite: bool) -> bool:
+        """Whether all of it is to run again, with a lower scale or without noise."""
+        overflown = not finite or any(d.part == "gradient" and math.isinf(d.error) for d in self.found or ())
+        return (overflown and self.runner.lower_scale()) or (finite and self.runner.replace_noise())
+
     def _all_ways(self) -> Iterator[Compared]:
         large = self.large
         for way in self.ways:
@@ -291,7 +299,8 @@ class Comparison(Generic[SomeRunner]):
                 if self.failed == "differs":
                     yield Compared(way, {}, failed=True)
                 continue
-            if not micro_batches.weighs:
+            self.weighs = micro_batches.weighs
+            if not self.weighs and self.failed != "skip":
                 raise WeightlessError(
                     "The total weight of this batch is 0, so no update is made with it: there is nothing to compare."
                 )

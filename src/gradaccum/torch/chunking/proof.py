@@ -26,7 +26,7 @@ from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.on_torch.random_state import held_generators
 from gradaccum.on_torch.state import as_found
-from gradaccum.torch.batch_norm import in_eval_mode
+from gradaccum.torch.batch_norm import frozen
 from gradaccum.torch.buffers import Contents, ModuleContents, gradients_kept, left_as_found
 from gradaccum.torch.chunking.two_passes import (
     Inputs,
@@ -196,7 +196,7 @@ class _Runner(TorchRunner):
     @contextlib.contextmanager
     def _passes(self, neutral: bool) -> Iterator[None]:
         """Passes run, with random numbers of their own."""
-        with in_eval_mode(self.module) if neutral else contextlib.nullcontext(), self.rng:
+        with frozen(self.module, lends=True) if neutral else contextlib.nullcontext(), self.rng:
             try:
                 yield
             finally:

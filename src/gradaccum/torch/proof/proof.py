@@ -39,7 +39,7 @@ from gradaccum.on_torch.adapter.kinds import BatchKinds, rows_to_prove
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.random_state import held_generators
-from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mode
+from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, frozen
 from gradaccum.torch.buffers import ModuleState, gradients_kept, left_as_found, owners_of_buffers, warn_of_buffers
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import what_is_cut
@@ -126,7 +126,7 @@ class Proof:
         def attempt(most: int) -> Comparison[BatchRunner]:
             tried.append(batch.take(torch.tensor(rows_to_prove(batch, most))))
             with (
-                contextlib.nullcontext() if self.exact else in_eval_mode(objective.model),
+                contextlib.nullcontext() if self.exact else frozen(objective.model, lends=True),
                 left_as_found(objective.modules, [*parameters.values()], [objective.device], self._generators) as state,
                 eager(),
                 torch.enable_grad(),
@@ -266,9 +266,9 @@ class Proof:
     def _on_a_copy(self, few: Batch) -> Equivalence | None:
         """What a check on a copy in float64 finds; None where there can't be one."""
         try:
-            with in_eval_mode(self.objective.model), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of parts that training never sees
-                return certify(self.objective, few, None, device=self.objective.device)
+                return certify(self.objective, few, None, device=self.objective.device, batch_norm=None)
         except Exception as error:
             logger.debug("The cause can't be looked for on a copy: %s", error)
             return None
@@ -287,9 +287,12 @@ def certify(
     device: torch.device,
     tolerance: float = IN_FLOAT64,
     size: int | None = None,
-    batch_norm: BatchNormChoice = "warn",
+    batch_norm: BatchNormChoice | None = "warn",
 ) -> Equivalence:
-    """Compare the batch at once with several ragged partitions of its rows, and name what makes a difference."""
+    """Compare the batch at once with several ragged partitions of its rows, and name what makes a difference.
+
+    With `batch_norm=None`, BatchNorm is as in proofs.
+    """
     if cause := input_cause(batch):
         return Equivalence((), tolerance, (cause,), device=str(device))
     if batch.rows < 2:

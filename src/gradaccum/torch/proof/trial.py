@@ -172,7 +172,7 @@ class Trial(BatchRunner):
         device: torch.device,
         dtype: torch.dtype | None = torch.float64,
         tolerance: float,
-        batch_norm: BatchNormChoice = "warn",
+        batch_norm: BatchNormChoice | None = "warn",
     ) -> None:
         self.original, self.allowed = objective, tolerance
         self.notes: list[str] = []  # what the comparison had to leave out
@@ -208,7 +208,7 @@ class Trial(BatchRunner):
         generators, state = held_generators(*copied.modules.values(), copied.evaluate), ModuleState(copied.modules)
         few = batch.map(converted)
         super().__init__(copied, few, gradients, trained, state, generators=generators, neutral=self.by_train_step)
-        self.device, self._is_frozen = str(device), batch_norm == "frozen"
+        self.device, self._batch_norm = str(device), batch_norm
 
     @property
     def tolerance(self) -> float:
@@ -216,7 +216,9 @@ class Trial(BatchRunner):
 
     @contextlib.contextmanager
     def passes(self, rows: Tensor | None = None) -> Iterator[None]:
-        with frozen(self.objective.model) if self._is_frozen else contextlib.nullcontext(), super().passes(rows):
+        lends, freezes = self._batch_norm is None, self._batch_norm in (None, "frozen")
+        norm = frozen(self.objective.model, lends=lends) if freezes else contextlib.nullcontext()
+        with norm, super().passes(rows):
             yield
 
     def kept(self, gradient: Tensor) -> Tensor:
