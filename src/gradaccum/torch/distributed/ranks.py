@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import after_backward
-from gradaccum.torch.distributed.channel import WIDTH, Channel, Kind, Settings, by_rank
+from gradaccum.torch.distributed.channel import Channel, Kind, Settings, by_rank
 from gradaccum.torch.distributed.engine import Engine
 from gradaccum.torch.distributed.fsdp import DIFFERENT_PASSES
+from gradaccum.torch.distributed.line import WIDTH
 
 logger = logging.getLogger("gradaccum")
 
