@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gradaccum.core.numpy_arrays import ArrayRunner
-from gradaccum.core.proof import Comparison, Outcome, even_ways
+from gradaccum.core.proof import Comparison, Outcome, even_ways, interleaved_ways
 
 ROWS = 8
 X = np.random.default_rng(0).normal(size=(ROWS, 3))
@@ -83,3 +83,15 @@ def test_rounding_is_no_difference_and_hides_none(name):
     found = [d.name for d in comparison.judged() if not d.error <= runner.tolerance]
     assert found == (["w"] if wrong else [])
     assert bool(comparison.failing(runner.tolerance)) == wrong
+
+
+@pytest.mark.parametrize("count", range(6, 17))
+def test_what_is_cut_in_two_has_all_neighbours_apart_in_one_of_two_ways_and_unequal_ends_in_both(count):
+    apart = set()
+    for rows, sizes in interleaved_ways([[n] for n in range(count)])[2:]:
+        few, many = sorted((rows[: sizes[0]], rows[sizes[0] :]), key=len)
+        assert sorted(rows) == list(range(count))
+        assert 2 <= len(few) < len(many)
+        apart |= {n for n in range(count - 1) if (n in few) != (n + 1 in few)}
+        assert np.mean(few) < np.mean(many) - 0.5 or np.mean(few) > np.mean(many) + 0.5
+    assert apart == set(range(count - 1))

@@ -39,9 +39,9 @@ def _measured(actual: Any, expected: Any) -> Measured:
     ours, theirs = (np.zeros(given.shape) if one is None else _wide(one) for one in (actual, expected))
     finite = np.isfinite(theirs)
     if ours.shape != theirs.shape or not np.array_equal(np.isfinite(ours), finite):
-        return Measured(math.inf, largest(theirs), int(theirs.size))
+        return Measured(math.inf, largest(theirs), int(theirs.size), bool(finite.all()))
     difference = np.where(finite, ours, 0) - np.where(finite, theirs, 0)
-    return Measured(largest(difference), largest(theirs), int(theirs.size))
+    return Measured(largest(difference), largest(theirs), int(theirs.size), bool(finite.all()))
 
 
 def _wide(array: Any) -> np.ndarray:

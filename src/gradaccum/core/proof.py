@@ -61,6 +61,12 @@ class Outcome:
     """None where they aren't to be compared."""
     floors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """The smallest scale by which an array's error is measured, where it averages what nearly cancels."""
+    weighs: bool = True
+    """False of micro-batches whose total weight is 0, with which no update is made."""
+
+    def arrived(self) -> list[Array]:
+        """The gradients that there are."""
+        return [gradient for gradient in self.gradients.values() if gradient is not None]
 
     def parts(self) -> dict[Key, Array | None]:
         named = {"loss": self.losses, "gradient": self.gradients, "buffer": self.buffers or {}}
@@ -75,6 +81,8 @@ class Measured(NamedTuple):
     scale: float
     """`max|b|` over its finite numbers."""
     entries: int
+    finite: bool = True
+    """Whether all numbers of b are."""
 
     def error(self, floor: float = 0.0) -> float:
         scale = max(self.scale, floor)
@@ -137,6 +145,7 @@ class Gap(NamedTuple):
     error: float
     distance: float
     entries: int
+    finite: bool = True
 
 
 class Compared(NamedTuple):
@@ -149,6 +158,10 @@ class Compared(NamedTuple):
     @property
     def error(self) -> float:
         return math.inf if self.failed else max((gap.error for gap in self.gaps.values()), default=0.0)
+
+
+class WeightlessError(ValueError):
+    """The rows weigh nothing, so that no update is made with them."""
 
 
 class Comparison(Generic[SomeRunner]):
@@ -165,6 +178,7 @@ class Comparison(Generic[SomeRunner]):
         self.found: list[Difference] | None = None  # the largest difference of each array; None without any
         self.compared: list[Compared] = []  # the ways that have run
         self.error: Exception | None = None  # of the last way that could not
+        self.weighs = True  # whether these rows do
 
     def restart(self) -> None:
         vars(self).pop("large", None)
@@ -180,17 +194,20 @@ class Comparison(Generic[SomeRunner]):
                 raise ValueError(f"The large batch's own loss is {loss}: there is nothing to compare.")
 
     def differences(self) -> list[Difference] | None:
-        """The largest difference of each array over all ways; None without finite gradients to compare with.
+        """The largest difference of each array over all ways; None without finite gradients, or weights, to compare.
 
         Raises what the last way raised, where none could run.
         """
-        finite = self._is_finite() if self.failed == "skip" else True
-        if finite is None:
+        arrived = self.large.arrived()
+        if self.failed == "skip" and not (arrived and self.runner.is_finite([*self.large.losses.values()])):
             return None
-        self.compared = [*self._all_ways()] if finite else []
+        self.compared = [*self._all_ways()]
+        if not self.weighs:
+            return None
+        finite = self._is_finite(arrived)
+        self.compared = self.compared if finite else []
         self.found = worst(self.compared) or None
-        overflown = not finite or any(d.part == "gradient" and math.isinf(d.error) for d in self.found or ())
-        if (overflown and self.runner.lower_scale()) or (finite and self.runner.replace_noise()):
+        if self._starts_over(finite):
             self.restart()
             return self.differences()
         if finite and not self.compared:
@@ -222,7 +239,8 @@ class Comparison(Generic[SomeRunner]):
     @property
     def wrong(self) -> list[Difference]:
         """What is found to differ by more than rounding."""
-        return [difference for difference in self.found or () if not difference.error <= self.runner.tolerance]
+        allowed = self.runner.tolerance
+        return [difference for difference in self.found or () if not difference.error <= allowed]
 
     def failing(self, tolerance: float) -> list[Way]:
         """The ways that differ by more, the worst first."""
@@ -257,12 +275,17 @@ class Comparison(Generic[SomeRunner]):
             device=self.runner.device,
         )
 
-    def _is_finite(self) -> bool | None:
-        """Whether the gradients of the rows at once are finite; None where there is nothing to compare with."""
-        gradients = [gradient for gradient in self.large.gradients.values() if gradient is not None]
-        if not gradients or not self.runner.is_finite([*self.large.losses.values()]):
-            return None
-        return self.runner.is_finite(gradients)
+    def _is_finite(self, gradients: Sequence[Array]) -> bool:
+        """Whether those of the rows at once are, as reading them has shown, if anything was compared with them."""
+        if self.failed != "skip":
+            return True
+        gaps = [gap for one in self.compared[:1] for (part, _), gap in one.gaps.items() if part == "gradient"]
+        return all(gap.finite for gap in gaps) if gaps else self.runner.is_finite(gradients)
+
+    def _starts_over(self, finite: bool) -> bool:
+        """Whether all of it is to run again, with a lower scale or without noise."""
+        overflown = not finite or any(d.part == "gradient" and math.isinf(d.error) for d in self.found or ())
+        return (overflown and self.runner.lower_scale()) or (finite and self.runner.replace_noise())
 
     def _all_ways(self) -> Iterator[Compared]:
         large = self.large
@@ -276,6 +299,11 @@ class Comparison(Generic[SomeRunner]):
                 if self.failed == "differs":
                     yield Compared(way, {}, failed=True)
                 continue
+            self.weighs = micro_batches.weighs
+            if not self.weighs and self.failed != "skip":
+                raise WeightlessError(
+                    "The total weight of this batch is 0, so no update is made with it: there is nothing to compare."
+                )
             yield Compared(way, _gaps(self.runner, micro_batches, large))
 
     def _of_rounding(self, keys: Set[Key], closely: Set[Key]) -> tuple[dict[Key, float], dict[Key, float]]:
@@ -328,7 +356,7 @@ def _gaps(runner: Runner, actual: Outcome, expected: Outcome) -> dict[Key, Gap]:
         if part == "buffer" and not (one.distance or one.scale):  # a buffer of zeros, or a move that isn't one
             continue
         floor = max(expected.floors.get(name, 0.0), SMALL * largest if part == "gradient" else 0.0)
-        found[part, name] = Gap(one.error(floor), one.distance, one.entries if part != "loss" else 1)
+        found[part, name] = Gap(one.error(floor), one.distance, one.entries if part != "loss" else 1, one.finite)
     return found
 
 
@@ -353,8 +381,8 @@ def _largest(compared: Iterable[Compared]) -> dict[Key, Gap]:
     for one in compared:
         gaps: dict[Key, Gap] = {("loss", "loss"): Gap(math.inf, math.inf, 1)} if one.failed else one.gaps
         for key, gap in gaps.items():
-            error, distance, _ = found.get(key, gap)
-            found[key] = Gap(max(error, gap.error), max(distance, gap.distance), gap.entries)
+            known = found.get(key, gap)
+            found[key] = gap._replace(error=max(known.error, gap.error), distance=max(known.distance, gap.distance))
     return found
 
 
@@ -382,7 +410,7 @@ def with_fewer_rows(
 class ProofSchedule:
     """When a batch is to be proven, and how much of it: the first of each kind, and the 2nd, 4th, 8th, ... of all.
 
-    The rows are cut in one way, into three parts, and at the next proof in the other one.
+    The rows are cut into three parts, and where it is repeated into two, in one way and in the other.
 
     Example:
         >>> schedule = ProofSchedule()
@@ -414,22 +442,24 @@ class ProofSchedule:
             self._looked_at = rows
             return rows, 0
         self._repetitions += 1
-        return min(rows, ENOUGH), self._repetitions % 2
+        return min(rows, ENOUGH), 2 + self._repetitions % 2
 
 
-def informative_rows(order: Sequence[int], sorts: Iterable[Sequence[int]], ends: Iterable[int], most: int) -> list[int]:
+def informative_rows(
+    order: Sequence[int], sorts: Iterable[tuple[int, Sequence[int]]], ends: Iterable[int], most: int
+) -> list[int]:
     """Up to so many rows that tell most, in this order of all rows.
 
-    Of each of the `sorts` of rows (with a missing label, padding, a weight of zero, a class) there are two, the rarest
-    sorts first: others wouldn't hold them, and what a loss does with them shows where one part has more of them. They
-    are half of the rows at most, and with the `ends`, rows with the least and the most of something, three quarters.
-    The rest is evenly spread over the order.
+    Of each of the `sorts` of rows (with a missing label, padding, a weight of zero, a class), of which the number and
+    two rows are given, there are these two, the rarest sorts first: others wouldn't hold them, and what a loss does
+    with them shows where one part has more of them. They are half of the rows at most, and with the `ends`, rows with
+    the least and the most of something, three quarters. The rest is evenly spread over the order.
 
     Example:
-        >>> informative_rows([3, 1, 2, 0, 4], [[1, 2, 3], [0], range(5)], [4], 4)
+        >>> informative_rows([3, 1, 2, 0, 4], [(3, [1, 2]), (1, [0]), (5, [0, 1])], [4], 4)
         [3, 1, 0, 4]
     """
-    rare = [row for sort in sorted(sorts, key=len) if len(sort) < len(order) for row in sort[:2]]
+    rare = [row for count, two in sorted(sorts, key=lambda sort: sort[0]) if count < len(order) for row in two]
     others = [order[place * (len(order) - 1) // max(1, most - 1)] for place in range(most)]
     chosen = dict[int, None]()
     for candidates, limit in ((rare, most // 2), (ends, 3 * most // 4), ([*others, *order], most)):
@@ -457,13 +487,18 @@ def informative_units(rows: Sequence[int], units: Sequence[Sequence[int]], most:
 
 
 def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
-    """The two ways to cut sorted rows: the extremes apart, and mixed; parts of unequal sizes, of two units or more.
+    """Ways to cut sorted rows into unequal parts, those of two units or more: two into three parts, and two into two.
 
-    The first way deals what follows the lowest third to two parts, so that neighbours are apart.
+    One part has less than another of what the rows are sorted by, in all but the second way, which mixes them. The
+    first one deals what follows the lowest third to two parts, so that neighbours are apart; so they are in at least
+    one of the last two.
 
     Example:
-        >>> interleaved_ways([[0], [1], [2], [3], [4], [5], [6], [7]])
-        [([0, 1, 3, 6, 2, 4, 5, 7], [2, 2, 4]), ([0, 3, 6, 1, 4, 7, 2, 5], [4, 2, 2])]
+        >>> for way in interleaved_ways([[0], [1], [2], [3], [4], [5], [6], [7]]): print(way)
+        ([0, 1, 3, 6, 2, 4, 5, 7], [2, 2, 4])
+        ([0, 3, 6, 1, 4, 7, 2, 5], [4, 2, 2])
+        ([0, 2, 4, 1, 3, 5, 6, 7], [3, 5])
+        ([0, 1, 2, 4, 6, 3, 5, 7], [5, 3])
     """
     count, order = len(units), list(range(len(units)))
     first, mixed = max(2, count // 3), [*order[::3], *order[1::3], *order[2::3]]
@@ -472,11 +507,16 @@ def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
     elif count < 6:
         plans = [(order, [first, count - first]), (mixed, [count - 2, 2])]
     else:
-        rest = order[first:]
-        dealt = rest[1::3] if len(rest) > 5 else rest[1::2]
-        others = [place for place in rest if place not in dealt]
-        first_plan = [*order[:first], *dealt, *others], [first, len(dealt), len(others)]
-        plans = [first_plan, (mixed, [count - first - 2, 2, first])]
+        rest, few = order[first:], 3 * count // 8
+        dealt, low, high = rest[1::3] if len(rest) > 5 else rest[1::2], order[: 2 * few : 2], order[count % 2 + 1 :: 2]
+        high = high[-few:]
+        others, above, below = ([n for n in order if n not in part] for part in (order[:first] + dealt, low, high))
+        plans = [
+            ([*order[:first], *dealt, *others], [first, len(dealt), len(others)]),
+            (mixed, [count - first - 2, 2, first]),
+            ([*low, *above], [few, count - few]),
+            ([*below, *high], [count - few, few]),
+        ]
     return _of_units(units, plans)
 
 

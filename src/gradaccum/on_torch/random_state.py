@@ -138,7 +138,7 @@ _DEEPEST = 3
 
 _PLAIN = (Tensor, str, bytes, int, float, complex, type(None), enum.Enum, types.ModuleType, torch.dtype, torch.device)
 
-_NOBODYS = ("builtins", "torch", "keras", "transformers")
+_NOBODYS = ("builtins", "torch", "keras", "transformers", "gradaccum")
 """Packages whose code draws from generators that it is given, and takes long to look through."""
 
 _OF_MODULES = frozenset(vars(nn.Module()))

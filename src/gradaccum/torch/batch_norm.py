@@ -71,17 +71,31 @@ def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
 
 
 @contextlib.contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
-    """BatchNorm as in eval mode inside the block, everything else as it is."""
+def frozen(module: nn.Module, *, lends: bool = False) -> Iterator[None]:
+    """BatchNorm as in eval mode inside the block, everything else as it is: of windows, and of what proves them.
+
+    Layers without running statistics are refused; or, where `lends`, have a mean of 0 and a variance of 1 meanwhile.
+    """
     layers = batch_norms(module)
     without = [(path, layer) for path, layer in layers if layer.running_mean is None]
-    if without:
+    if without and not lends:
         raise ValueError(
             'batch_norm="frozen" normalises with running statistics, and these layers keep none: '
             f"{described(without)}. Build them with track_running_stats=True."
         )
-    with in_eval_mode(module):
+    modes = [(layer, layer.training) for _, layer in layers]
+    try:
+        for layer, _ in modes:
+            layer.training = False
+        for _, layer in without:
+            place = next(iter(layer.parameters()), torch.zeros(layer.num_features))
+            layer.running_mean, layer.running_var = (place.new_full((layer.num_features,), n) for n in (0.0, 1.0))
         yield
+    finally:
+        for _, layer in without:
+            layer.running_mean = layer.running_var = None
+        for layer, training in modes:
+            layer.training = training
 
 
 def ranks_of(layer: nn.Module | None) -> int:
@@ -99,26 +113,6 @@ def summed_over_ranks(layer: nn.Module | None, *tensors: Tensor) -> list[Tensor]
     joined = torch.cat(tensors)
     torch.distributed.all_reduce(joined, group=getattr(layer, "process_group", None))
     return list(joined.split([len(tensor) for tensor in tensors]))
-
-
-@contextlib.contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """BatchNorm layers in eval mode; those without running statistics get neutral ones meanwhile."""
-    modes = [(layer, layer.training) for _, layer in batch_norms(model)]
-    lent = [layer for layer, _ in modes if layer.running_mean is None]
-    try:
-        for layer, _ in modes:
-            layer.training = False
-        for layer in lent:
-            place = next(iter(layer.parameters()), torch.zeros(layer.num_features))
-            layer._buffers["running_mean"] = place.new_zeros(layer.num_features)
-            layer._buffers["running_var"] = place.new_ones(layer.num_features)
-        yield
-    finally:
-        for layer in lent:
-            layer._buffers["running_mean"] = layer._buffers["running_var"] = None
-        for layer, training in modes:
-            layer.training = training
 
 
 @dataclasses.dataclass

@@ -65,12 +65,11 @@ class Contents:
     def put_back(self) -> None:
         """Make it what it was."""
         for holder, content in self._held:
-            _set(holder, content)
+            if holder or content:  # mostly they are empty
+                _set(holder, content)
 
 
 def _set(holder: Any, content: Any) -> None:
-    if not (holder or content):  # as mostly
-        return
     is_dict = content and isinstance(holder, dict)
     if is_dict and holder.keys() == content.keys() and all(map(is_, holder.values(), content.values())):
         return

@@ -1,5 +1,6 @@
 """The first update proves itself: what would make it wrong is refused by name, and nothing that is right is."""
 
+import contextlib
 import logging
 import random
 import sys
@@ -45,8 +46,12 @@ def update(model, batch=XY, **keywords):
     train_step(model, **keywords)(*batch)
 
 
+def refusal():
+    return pytest.raises(gradaccum.NotEquivalentError)
+
+
 def refused(*arguments, **keywords):
-    with pytest.raises(gradaccum.NotEquivalentError) as raised:
+    with refusal() as raised:
         update(*arguments, **keywords)
     return str(raised.value)
 
@@ -329,6 +334,36 @@ def test_beside_a_grad_scaler_what_no_scale_makes_right_in_micro_batches_is_a_di
         in_float16(loss)(X[:16], scale * SIGNS)
 
 
+def guarded(model, x, y, added=0.0):
+    """A mean over targets that are not ignored, and 0 where all are."""
+    return F.cross_entropy(model(x), y, reduction="sum") / ((y != -100).sum() + added).clamp(min=1)
+
+
+def counted(x, y):
+    return (y != -100).sum()
+
+
+WEIGHED = {
+    "weight=": lambda added: {"compute_loss": lambda *batch: guarded(*batch, added), "weight": counted},
+    "loss and weight": lambda added: {"compute_loss": lambda m, *batch: (guarded(m, *batch, added), counted(*batch))},
+    "by name": lambda added: {"compute_loss": lambda m, *batch: {"a": (guarded(m, *batch, added), counted(*batch))}},
+}
+
+
+@pytest.mark.parametrize("how", WEIGHED)
+def test_batches_that_weigh_nothing_make_no_update_and_leave_the_proof_to_the_next(how, unnamed):
+    nothing = torch.full_like(Y, -100)
+    for added in (0.0, 1.0):  # in micro-batches, adding 1 to the divisor counts more than once
+        step = train_step(net(), **WEIGHED[how](added))
+        assert all(step(X, nothing).isnan() for _ in range(9))
+        with refusal() if added else contextlib.nullcontext():
+            step(X, IGNORED)
+        assert step(X, nothing).isnan()
+        assert step.updates == (not added)
+    with pytest.raises(ValueError, match="total weight of this batch is 0, so no update is made with it"):
+        check_equivalence(net(), (X, nothing), **WEIGHED[how](0.0))
+
+
 # When, and at what price.
 
 
@@ -428,7 +463,7 @@ def test_a_repetition_looks_at_fewer_rows_and_splits_them_in_the_other_way():
     sizes = sizes_of(net())
     seen = [sizes(*XY)[:-3] for _ in range(4)]
     assert [sum(rows) for rows in seen] == [2 * 16, 2 * 8, 0, 2 * 8]
-    assert seen[1:] == [[8, 4, 2, 2], [], [8, 2, 2, 4]]
+    assert seen[1:] == [[8, 5, 3], [], [8, 3, 5]]
 
 
 def test_what_a_repetition_sees_is_compared_in_all_ways_before_anything_is_said(unnamed):
@@ -439,8 +474,9 @@ def test_what_a_repetition_sees_is_compared_in_all_ways_before_anything_is_said(
     calls.clear()
     with pytest.raises(gradaccum.NotEquivalentError, match="Found on 8 rows"):
         step(*XY)
-    assert calls[:4] == [8, 4, 2, 2]
-    assert [2, 2, 4, 4, 2, 2] in [calls[place : place + 6] for place in range(len(calls))]
+    assert calls[:3] == [8, 5, 3]
+    ways = [2, 2, 4, 4, 2, 2, 3, 5, 5, 3]
+    assert ways in [calls[place : place + len(ways)] for place in range(len(calls))]
 
 
 def test_it_is_repeated_at_batches_2_4_8_and_every_1024():

@@ -164,12 +164,13 @@ def few_rows(data: Any, count: int) -> list[int]:
         for leaf in tree.flatten(part):
             numbers = _numbers(leaf, limit)
             if numbers is not None:
-                shown, of_rows = _told(numbers, closely)
-                sorts += shown
+                signs, of_rows = _told(numbers, closely)
+                sorts += signs
                 features += of_rows
     order = np.lexsort(features[::-1]) if features else np.arange(limit)
     ends = [int(end(feature)) for feature in features for end in (np.argmin, np.argmax)]
-    return informative_rows(order.tolist(), [np.flatnonzero(sort).tolist() for sort in sorts], ends, count)
+    shown = [(len(rows), rows[:2].tolist()) for rows in map(np.flatnonzero, sorts)]
+    return informative_rows(order.tolist(), shown, ends, count)
 
 
 def _numbers(leaf: Any, limit: int) -> np.ndarray | None:

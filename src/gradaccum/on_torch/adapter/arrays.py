@@ -26,8 +26,8 @@ def measure(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measur
     The ends of all are read in one go. What isn't finite counts where the other one is.
 
     Example:
-        >>> measure([(torch.tensor([1.0, 4.5]), torch.tensor([1.0, 4.0])), (None, torch.tensor([2.0]))])
-        [Measured(distance=0.5, scale=4.0, entries=2), Measured(distance=2.0, scale=2.0, entries=1)]
+        >>> measure([(torch.tensor([1.0, 4.5]), torch.tensor([1.0, 4.0]))])
+        [Measured(distance=0.5, scale=4.0, entries=2, finite=True)]
     """
     found = [_comparable(actual, expected) for actual, expected in pairs]
     both = [pair for pair in found if not isinstance(pair, Measured)]
@@ -50,11 +50,12 @@ def _comparable(actual: Tensor | None, expected: Tensor | None) -> Measured | tu
 
 
 def _measured(ours: Tensor, theirs: Tensor, distance: float, scale: float) -> Measured:
-    if not (math.isfinite(distance) and math.isfinite(scale)):
-        finite = theirs.isfinite()
-        same = ours.isfinite().equal(finite)
-        distance, scale = _largest((ours - theirs)[finite]) if same else math.inf, _largest(theirs[finite])
-    return Measured(distance, scale, theirs.numel())
+    finite = math.isfinite(scale)
+    if not (finite and math.isfinite(distance)):
+        there = theirs.isfinite()
+        same = ours.isfinite().equal(there)
+        distance, scale = _largest((ours - theirs)[there]) if same else math.inf, _largest(theirs[there])
+    return Measured(distance, scale, theirs.numel(), finite)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -69,12 +70,13 @@ def _wide(tensor: Tensor) -> Tensor:
 def _read(tensors: Sequence[Tensor]) -> list[float]:
     """The largest absolute values, NaN where there is one, each device waited for once."""
     # A norm takes ten times as long on a CPU as both ends.
-    ends = [torch.stack([*torch.aminmax(t.abs() if t.is_complex() else t)]).double() for t in tensors]
-    values = {
-        device: iter(torch.stack([e for e in ends if e.device == device]).abs().amax(1).tolist())
-        for device in {end.device for end in ends}
-    }
-    return [next(values[end.device]) for end in ends]
+    ends = [end for t in tensors for end in torch.aminmax(t.abs() if t.is_complex() else t)]
+    kinds = {(end.device, end.dtype): list[Tensor]() for end in ends}
+    for end in ends:
+        kinds[end.device, end.dtype].append(end)
+    values = {kind: iter(torch.stack(own).double().abs().tolist()) for kind, own in kinds.items()}
+    numbers = [next(values[end.device, end.dtype]) for end in ends]
+    return [*map(max, numbers[::2], numbers[1::2])]
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -166,28 +166,35 @@ def rows_to_prove(batch: Batch, most: int) -> list[int]:
             scores += 2 * (values >= 0).cpu() + values.cpu().double() / (1.0 + values.abs().max().item())
         else:
             scores += ((values != 0) & (values != -100)).flatten(1).sum(1).cpu()
-    sorts, ends = list[Sequence[int]](), [int(scores.argmin()), int(scores.argmax())]
-    for column in _columns(batch):
-        values = column.double()
-        sorts.append(values.nonzero().flatten().tolist())
-        ends += [int(values.argmin()), int(values.argmax())]
+    sorts, ends = list[tuple[int, Sequence[int]]](), [int(scores.argmin()), int(scores.argmax())]
+    for columns in _columns(batch):  # of one device each, which is waited for once
+        there = (columns != 0).byte()
+        first = there.argmax(1)
+        second = there.scatter(1, first[:, None], 0).argmax(1)
+        found = torch.stack([there.sum(1), first, second, columns.argmin(1), columns.argmax(1)], 1)
+        for count, one, other, least, greatest in found.tolist():
+            sorts.append((count, (one, other)[:count]))
+            ends += [least, greatest]
     rows = informative_rows(scores.argsort(stable=True).tolist(), sorts, ends, most)
     return rows if batch.groups is None else informative_units(rows, [unit.tolist() for unit in batch.units()], most)
 
 
 def _columns(batch: Batch) -> Iterator[Tensor]:
     """Numbers of each row: how much of it is missing, below zero, zero, a class, or the least or the most of all."""
-    plain = [(path, leaf, dim) for path, leaf, dim in batch.leaves if _is_plain(leaf) and not leaf.is_complex()]
-    for path, leaf, dim in plain:
+    for path, leaf, dim in batch.leaves:
+        if not _is_plain(leaf) or leaf.is_complex():
+            continue
         nowhere = leaf.dtype.is_floating_point and leaf.abs().amin().item() > 0  # neither 0 nor NaN
-        for key, vary in variations(path, leaf.dtype, leaf.dim(), True):
-            if not (nowhere and key in (_MISSING, _ZERO)):
-                yield vary(leaf, dim)
-    for _, leaf, dim in plain:
-        least, most = batch.ends(leaf) if leaf.dtype is not torch.bool else (0, 0)
-        is_class = leaf.dim() == 1 and leaf.dtype in _WHOLE and most - least < CLASSES
-        for value in range(int(least), int(most) + 1) if is_class else {least, most}:
-            yield _equal(value, leaf, dim)
+        varies = variations(path, leaf.dtype, leaf.dim(), True)
+        found = [vary(leaf, dim) for key, vary in varies if not (nowhere and key in (_MISSING, _ZERO))]
+        if leaf.dtype is not torch.bool:
+            least, most = batch.ends(leaf)
+            rows = leaf.detach().movedim(dim, 0).flatten(1) if leaf.dim() > 1 else leaf.detach()[:, None]
+            if leaf.dim() == 1 and leaf.dtype in _WHOLE and most - least < CLASSES:
+                found += (leaf == torch.arange(least, most + 1, device=leaf.device)[:, None]).unbind()
+            else:
+                found += [rows.amin(1) == least, rows.amax(1) == most]
+        yield torch.stack(found).double()
 
 
 def _in_the_models(modes: list[bool]) -> Iterator[tuple[bool, int, bool]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.random_state import RandomState, all_generators, held_generators
+from gradaccum.on_torch.random_state import RandomState, all_generators
 
 
 class RowwiseRng(TorchDispatchMode):
@@ -23,10 +23,13 @@ class RowwiseRng(TorchDispatchMode):
     the large batch's shape; a micro-batch takes its rows of it. As the generator moves by one number per operation,
     whatever the shapes, the micro-batches stay in step with the large batch, and checkpointing replays as ever.
 
-    `idle`: a proof has shown that nothing is drawn, and that this is what is computed in. Then it looks at nothing.
+    Every pass begins with those of `generators` that are NumPy's or Python's as they are now. `idle`: a proof has shown
+    that nothing is drawn, and that this is what is computed in. Then it looks at nothing.
     """
 
-    def __init__(self, rows: int, *, neutral: bool = False, idle: torch.dtype | None = None) -> None:
+    def __init__(
+        self, rows: int, generators: Iterable[Any] = (), *, neutral: bool = False, idle: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.rows = rows
         self.neutral = neutral
@@ -36,11 +39,16 @@ class RowwiseRng(TorchDispatchMode):
         self.used = False  # whether anything has drawn random numbers
         self._drawn: set[str] = set()
         self._draws = self._draws_of_all = 0  # in the pass that runs, and in one of the large batch
-        self._own, self._begun = RandomState(()), RandomState(())
+        own = [one for one in generators if not (self._idle or isinstance(one, torch.Generator))]
+        self._own, self._begun = RandomState(own), RandomState(())
         self._ends: dict[Any, RandomState] = {}
         self._shapes: dict[int, torch.Size] = {}
         self._taken: Tensor | None = None
         self._generators: list[tuple[torch.Generator, Tensor]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which is off, where a proof runs, and takes as long as the operation if asked for each
 
     def __enter__(self) -> Any:
         return self if self._idle else super().__enter__()
@@ -56,6 +64,10 @@ class RowwiseRng(TorchDispatchMode):
         self.neutral = self.neutral or replaced
         return replaced
 
+    def rest(self) -> None:
+        """Look at nothing from now on, if all rows at once have drawn nothing."""
+        self._idle = self._idle or not self.used
+
     def start(self, taken: Tensor | None) -> None:
         if self._idle:
             return
@@ -63,13 +75,6 @@ class RowwiseRng(TorchDispatchMode):
         self._taken = taken
         random_state.seed(0)
         self._begun = RandomState([*all_generators()[1:], *self._own.states])
-
-    def holds(self, *things: Any) -> None:
-        """These are what runs: every pass begins with their generators of NumPy's and Python's as they are now."""
-        if self._idle:
-            return
-        held = [g for g in held_generators(*things) if not isinstance(g, torch.Generator)]
-        self._own.states |= RandomState(g for g in held if g not in self._own.states).states
 
     def rewind(self) -> None:
         if self._idle:
@@ -105,7 +110,9 @@ class RowwiseRng(TorchDispatchMode):
             )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if (draws := _DRAWS.get(func)) is None:
+            draws = _DRAWS[func] = torch.Tag.nondeterministic_seeded in func.tags
+        if draws:
             return self._random(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         known = not isinstance(result, Tensor) or result.dtype is self.precision
@@ -244,6 +251,9 @@ def _rrelu(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
     given["noise"].copy_(slopes.where(template <= 0, torch.ones_like(slopes)))  # which backward reads
     return template * given["noise"]
 
+
+_DRAWS: dict[Any, bool] = {}
+"""Whether these operations draw random numbers."""
 
 _SAMPLERS: dict[str, Callable[[Tensor, dict[str, Any], RowwiseRng], Any]] = {
     "bernoulli": _bernoulli,

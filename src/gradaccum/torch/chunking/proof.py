@@ -26,7 +26,7 @@ from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.on_torch.random_state import held_generators
 from gradaccum.on_torch.state import as_found
-from gradaccum.torch.batch_norm import in_eval_mode
+from gradaccum.torch.batch_norm import frozen
 from gradaccum.torch.buffers import Contents, ModuleContents, gradients_kept, left_as_found
 from gradaccum.torch.chunking.two_passes import (
     Inputs,
@@ -78,8 +78,9 @@ def prove(
         picked = torch.linspace(0, rows - 1, count).round().long()
         with torch.no_grad():
             few = map_leaves(_leaf_like, take(inputs, picked, batch_dims), inputs)
-        with _alone(module, few):
-            how = {"exact": exact, "neutral": neutral, "trims": trims}
+        generators = held_generators(module, *few)
+        with _alone(module, few, generators):
+            how = {"generators": generators, "exact": exact, "neutral": neutral, "trims": trims}
             runner = _Runner(module, in_micro_batches, few, count, batch_dims, **how)
             # Single rows are cut as much as any micro-batch cuts them; 5 and 3 are in step with no period.
             sizes = [1] * count if trims or count == 2 else [count // 2 + 1, count - count // 2 - 1]
@@ -103,9 +104,9 @@ def prove(
 
 
 @contextlib.contextmanager
-def _alone(module: nn.Module, few: Inputs) -> Iterator[None]:
+def _alone(module: nn.Module, few: Inputs, generators: Sequence[Any]) -> Iterator[None]:
     """Nothing around a module counts while it is proven, and nothing of it is moved."""
-    devices, generators = accelerators([*tensors_of(few), *module.parameters()]), held_generators(module, *few)
+    devices = accelerators([*tensors_of(few), *module.parameters()])
     _proven.append(module)
     try:
         with (
@@ -129,14 +130,13 @@ class _Runner(TorchRunner):
     """Runs the same rows at once and in micro-batches, from the same state."""
 
     def __init__(
-        self, module: nn.Module, in_micro_batches: Any, few: Inputs, rows: int, batch_dims: BatchDims, **how: bool
+        self, module: nn.Module, in_micro_batches: Any, few: Inputs, rows: int, batch_dims: BatchDims, **how: Any
     ) -> None:
         self.module, self._in_micro_batches, self.few, self._batch_dims = module, in_micro_batches, few, batch_dims
         self._exact, self._neutral = how["exact"], how["neutral"]
         self._place = next(iter(accelerators([*module.parameters(), *tensors_of(few)])), torch.device("cpu"))
         # Where rows are not what is cut, noise that belongs to no row is replaced by its mean at once.
-        super().__init__(RowwiseRng(rows, neutral=how["exact"] or how["trims"]), self._place, rows)
-        self.rng.holds(module, *few)
+        super().__init__(RowwiseRng(rows, how["generators"], neutral=how["exact"] or how["trims"]), self._place, rows)
         self.state = ModuleContents(module)
         self._alive: list[tuple[Tensor, str]] = []
         """What has a graph and is held by somebody when the rows have run at once, and where it was made."""
@@ -196,7 +196,7 @@ class _Runner(TorchRunner):
     @contextlib.contextmanager
     def _passes(self, neutral: bool) -> Iterator[None]:
         """Passes run, with random numbers of their own."""
-        with in_eval_mode(self.module) if neutral else contextlib.nullcontext(), self.rng:
+        with frozen(self.module, lends=True) if neutral else contextlib.nullcontext(), self.rng:
             try:
                 yield
             finally:

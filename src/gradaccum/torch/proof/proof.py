@@ -25,6 +25,7 @@ from gradaccum.core.proof import (
     Comparison,
     ProofSchedule,
     Way,
+    WeightlessError,
     interleaved_ways,
     ragged_ways,
     with_fewer_rows,
@@ -38,7 +39,7 @@ from gradaccum.on_torch.adapter.kinds import BatchKinds, rows_to_prove
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.random_state import held_generators
-from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, in_eval_mode
+from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, frozen
 from gradaccum.torch.buffers import ModuleState, gradients_kept, left_as_found, owners_of_buffers, warn_of_buffers
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.padding import what_is_cut
@@ -125,7 +126,7 @@ class Proof:
         def attempt(most: int) -> Comparison[BatchRunner]:
             tried.append(batch.take(torch.tensor(rows_to_prove(batch, most))))
             with (
-                contextlib.nullcontext() if self.exact else in_eval_mode(objective.model),
+                contextlib.nullcontext() if self.exact else frozen(objective.model, lends=True),
                 left_as_found(objective.modules, [*parameters.values()], [objective.device], self._generators) as state,
                 eager(),
                 torch.enable_grad(),
@@ -138,6 +139,7 @@ class Proof:
             self._could_not(tried[-1].rows if tried else 0, error)
             return False
         if found.found is None:
+            self._attempts -= not found.weighs  # as no update is made with it, either
             self.schedule.postpone()
             return False
         runner, wrong = found.runner, found.wrong
@@ -152,17 +154,20 @@ class Proof:
     def _compared(
         self, objective: Objective, few: Batch, way: int, parameters: dict[str, Tensor], state: ModuleState
     ) -> Comparison[BatchRunner]:
-        """The rows at once and in micro-batches: in one way, quickly where the last proof drew nothing; then in all."""
+        """The rows at once and in micro-batches: in one way, quickly where nothing was drawn so far; then in all."""
         gradients = self._in_micro_batches
         ways, casts = interleaved_ways([unit.tolist() for unit in few.units()]), objective.autocast is not None
 
         def run(ways: Sequence[Way], idle: torch.dtype | None, *, closely: bool = False) -> Comparison[BatchRunner]:
             self.scale.power = 0
-            runner = BatchRunner(
-                objective, few, gradients, parameters, state, neutral=self.exact, scale=self.scale, idle=idle
-            )
+            how: dict[str, Any] = {"generators": self._generators, "scale": self.scale}
+            runner = BatchRunner(objective, few, gradients, parameters, state, neutral=self.exact, idle=idle, **how)
             comparison = Comparison(runner, ways)
-            (comparison.judged if closely else comparison.differences)()
+            if closely:
+                comparison.judged()
+            elif comparison.large:
+                runner.rng.rest()
+                comparison.differences()
             return comparison
 
         one, idle = [ways[way % len(ways)]], self._unused.get(casts)
@@ -171,7 +176,7 @@ class Proof:
         with contextlib.suppress(Exception) if self.quick else contextlib.nullcontext():
             found = run(one, idle)
             if not found.wrong and (found.found is not None or not self.quick):
-                if not (self.quick or found.runner.rng.used):
+                if not found.runner.rng.used:
                     self._unused[casts] = found.runner.rng.precision
                 return found
         self.quick = False
@@ -261,9 +266,9 @@ class Proof:
     def _on_a_copy(self, few: Batch) -> Equivalence | None:
         """What a check on a copy in float64 finds; None where there can't be one."""
         try:
-            with in_eval_mode(self.objective.model), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of parts that training never sees
-                return certify(self.objective, few, None, device=self.objective.device)
+                return certify(self.objective, few, None, device=self.objective.device, batch_norm=None)
         except Exception as error:
             logger.debug("The cause can't be looked for on a copy: %s", error)
             return None
@@ -282,9 +287,12 @@ def certify(
     device: torch.device,
     tolerance: float = IN_FLOAT64,
     size: int | None = None,
-    batch_norm: BatchNormChoice = "warn",
+    batch_norm: BatchNormChoice | None = "warn",
 ) -> Equivalence:
-    """Compare the batch at once with several ragged partitions of its rows, and name what makes a difference."""
+    """Compare the batch at once with several ragged partitions of its rows, and name what makes a difference.
+
+    With `batch_norm=None`, BatchNorm is as in proofs.
+    """
     if cause := input_cause(batch):
         return Equivalence((), tolerance, (cause,), device=str(device))
     if batch.rows < 2:
@@ -359,6 +367,8 @@ class _Check:
         second = Comparison(drawn, [_ways(drawn.batch, None)[-1]], first.failed)
         try:
             second.judged()
+        except WeightlessError:  # what these rows drew weighs nothing
+            pass
         except Exception:  # the loss may have its own idea of which rows go together
             if self.trial.by_train_step:
                 raise

@@ -19,6 +19,7 @@ from gradaccum.on_torch.adapter.arrays import TorchRunner, sample
 from gradaccum.on_torch.adapter.probes import Trace
 from gradaccum.on_torch.adapter.rng import RowwiseRng, watched
 from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.random_state import held_generators
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
 from gradaccum.torch.buffers import ModuleState
@@ -51,7 +52,7 @@ class LoweredScale:
 class BatchRunner(TorchRunner):
     """Runs rows of a batch on a model and a loss, each time from the state that these have now.
 
-    `idle`: nothing draws random numbers, and this is what is computed in.
+    `generators`, `rng`: as for `RowwiseRng`.
     """
 
     def __init__(
@@ -62,14 +63,13 @@ class BatchRunner(TorchRunner):
         parameters: Mapping[str, Tensor],
         state: ModuleState,
         *,
-        neutral: bool = False,
+        generators: Sequence[Any] = (),
         scale: LoweredScale | None = None,
-        idle: torch.dtype | None = None,
+        **rng: Any,
     ) -> None:
         self.objective, self.gradients, self._parameters, self.state = objective, gradients, parameters, state
         self._scale, self.batch = scale or LoweredScale(None), batch
-        super().__init__(RowwiseRng(batch.rows, neutral=neutral, idle=idle), objective.device, batch.rows)
-        self.rng.holds(*objective.modules.values(), objective.evaluate)
+        super().__init__(RowwiseRng(batch.rows, generators, **rng), objective.device, batch.rows)
 
     def tensors(self) -> list[Tensor]:
         return list(self._parameters.values())
@@ -115,7 +115,9 @@ class BatchRunner(TorchRunner):
                 if parameter.requires_grad:
                     gradients[name] = None if parameter.grad is None else self.kept(parameter.grad.detach().to_dense())
                     parameter.grad = None
-            return Outcome({"loss": loss.detach().clone()}, gradients, self.left())
+            # What weighs nothing leaves no gradient, and a loss of 0 / 0.
+            weighs = way is None or any(g is not None for g in gradients.values()) or not bool(loss.isnan())
+            return Outcome({"loss": loss.detach().clone()}, gradients, self.left(), weighs=weighs)
 
     def kept(self, gradient: Tensor) -> Tensor:
         """What is compared of a gradient."""
@@ -170,7 +172,7 @@ class Trial(BatchRunner):
         device: torch.device,
         dtype: torch.dtype | None = torch.float64,
         tolerance: float,
-        batch_norm: BatchNormChoice = "warn",
+        batch_norm: BatchNormChoice | None = "warn",
     ) -> None:
         self.original, self.allowed = objective, tolerance
         self.notes: list[str] = []  # what the comparison had to leave out
@@ -203,10 +205,10 @@ class Trial(BatchRunner):
             gradients = functools.partial(accumulate, batch_norm=batch_norm)
         self.by_train_step = gradients is not in_micro_batches
         """Whether TrainStep adds up, so that what it says about the model is what there is to know."""
-        super().__init__(
-            copied, batch.map(converted), gradients, trained, ModuleState(copied.modules), neutral=self.by_train_step
-        )
-        self.device, self._is_frozen = str(device), batch_norm == "frozen"
+        generators, state = held_generators(*copied.modules.values(), copied.evaluate), ModuleState(copied.modules)
+        few = batch.map(converted)
+        super().__init__(copied, few, gradients, trained, state, generators=generators, neutral=self.by_train_step)
+        self.device, self._batch_norm = str(device), batch_norm
 
     @property
     def tolerance(self) -> float:
@@ -214,7 +216,9 @@ class Trial(BatchRunner):
 
     @contextlib.contextmanager
     def passes(self, rows: Tensor | None = None) -> Iterator[None]:
-        with frozen(self.objective.model) if self._is_frozen else contextlib.nullcontext(), super().passes(rows):
+        lends, freezes = self._batch_norm is None, self._batch_norm in (None, "frozen")
+        norm = frozen(self.objective.model, lends=lends) if freezes else contextlib.nullcontext()
+        with norm, super().passes(rows):
             yield
 
     def kept(self, gradient: Tensor) -> Tensor:

@@ -230,7 +230,7 @@ class TrainStep:
 
         A batch in which nothing counts, as its targets are all ignored, makes no update, and its loss is NaN.
         """
-        return self._call(batch, self._make_update)
+        return self._call(batch)
 
     def backward(self, *batch: Any) -> Tensor:
         """Leave the finished gradient of this batch in `.grad`, as a plain loop's `loss.backward()` does.
@@ -249,20 +249,20 @@ class TrainStep:
             >>> loss = step.backward(torch.randn(10, 4), torch.randn(10, 1))
             >>> optimizer.step()
         """
-        return self._call(batch, self._leave_gradients)
+        return self._call(batch, leaves=True)
 
-    def _call(self, arguments: tuple[Any, ...], run: Callable[[Batch], Tensor]) -> Tensor:
+    def _call(self, arguments: tuple[Any, ...], *, leaves: bool = False) -> Tensor:
         try:
             batch = self.objective.batch(arguments)
             if self._layers is None:
-                return self._guarded(batch, run)
+                return self._guarded(batch, leaves)
             with self._layers.reachable():
-                return self._guarded(batch, run)
+                return self._guarded(batch, leaves)
         except BaseException:
             self.ranks.abort(notified=True)
             raise
 
-    def _guarded(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
+    def _guarded(self, batch: Batch, leaves: bool) -> Tensor:
         if batch.rows == 0 and not self.ranks.is_distributed:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
         batch, state = self.batcher.grouped(batch), self._state
@@ -272,8 +272,11 @@ class TrainStep:
             self._is_checked = True
         state.open()
         try:
+            if leaves:
+                self._options.check_backward()
+                self.update.check_empty()
             self._prove(batch)
-            loss = run(batch)
+            loss = self._leave_gradients(batch) if leaves else self._make_update(batch)
             self._proof.tell()
         except BaseException as error:
             self.update.abandon()
@@ -300,8 +303,6 @@ class TrainStep:
         return self._finished(batch).loss
 
     def _leave_gradients(self, batch: Batch) -> Tensor:
-        self._options.check_backward()
-        self.update.check_empty()
         finished = self._finished(batch)
         if not finished.weighs:
             self._windows.clear()
@@ -322,6 +323,7 @@ class TrainStep:
         if not self._proof.is_due(batch, self._state.modes, self.batcher.text(batch)):
             return
         self.proving = True
+        self.update.buffer.clear()  # of the last update's gradients, beside which the proof's would take memory
         try:
             self.batcher.plan(batch)  # max_tokens judges the padding
             with proof_of(self._layers), self._windows.oom.around():
