@@ -69,20 +69,6 @@ def test_a_contrastive_loss_in_fit_makes_the_large_batchs_updates(float64, way):
     assert relative_error(fitted(lambda tower: proving(tower, MICRO), **way), expected) <= float64
 
 
-def test_what_is_saved_is_the_model_it_came_from(tmp_path):
-    plain = encoder()
-    config = plain.get_config()
-    model = chunked(plain, MICRO)
-    assert model is plain
-    assert model.get_config() == config
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert type(loaded) is keras.Sequential
-    assert "call" not in vars(loaded)
-    assert relative_error(loaded.get_weights(), model.get_weights()) == 0
-    assert "call" not in vars(keras.models.clone_model(model))
-
-
 # One call, and its gradients.
 
 

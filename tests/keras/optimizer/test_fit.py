@@ -420,6 +420,12 @@ def test_inputs_without_targets_must_have_the_same_number_of_rows(jit):
             fit(model, [with_shared((np.ones((rows, 5), "float32"),))] * 2)
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="where only the run tells")
+def test_a_micro_batch_of_no_rows_is_an_error():
+    with pytest.raises(Exception, match="must have the same number of rows, 1 or more"):
+        fit(compiled_with(Optimizer(sgd(), 2)), [TWO[0], tuple(array[:0] for array in TWO[0])])
+
+
 # Several fits, and what is named.
 
 

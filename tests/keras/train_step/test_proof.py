@@ -303,26 +303,6 @@ def test_trains_with(name):
 # When an update is proved, and with which rows.
 
 
-def test_rows_are_mixed_at_the_next_fit_once_a_variable_that_the_loss_reads_has_changed():
-    class Coupled(losses.Loss):
-        def __init__(self):
-            super().__init__(name="coupled")
-            self.strength = keras.Variable(0.0, trainable=False)
-
-        def call(self, t, p):
-            return squares(t, p) + self.strength * ops.var(p)
-
-    if BACKEND == "jax":
-        pytest.skip("On JAX, such a variable is a constant of the compiled step")
-    loss, model = Coupled(), micro_batched(linear(), 8)
-    model.compile(optimizer="sgd", loss=loss)
-    for _ in range(2):
-        model.fit(X, Y, batch_size=ROWS, verbose=0)
-    loss.strength.assign(1.0)
-    with pytest.raises(NotEquivalentError, match="'coupled'"):
-        model.fit(X, Y, batch_size=ROWS, verbose=0)
-
-
 def of_one_class(t, p):
     t = ops.reshape(t, (-1,))
     values = squares(ops.one_hot(ops.cast(t, "int32"), 3, dtype=p.dtype), p)
