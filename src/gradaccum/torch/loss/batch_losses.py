@@ -347,6 +347,8 @@ class BatchLosses(LossAccumulator):
             self._arriving = 1.0 if told is None or self._unit is None else self._unit
             losses = [loss if scaled is None else scaled(loss) for loss, _, _ in ends]
             starts = [self.objective.start(loss, factor) for loss, (_, factor, _) in zip(losses, ends, strict=True)]
+            if len(starts) > 1:  # a hook of the user's may write to one of them
+                starts = [start.clone() for start in starts]
             run_backward(losses, starts, self.retain_graph)
             self._has_gradient = True
         self.ran = self.ran or weighted.ran
