@@ -59,7 +59,7 @@ class Does(nn.Module):
         super().__init__()
         self.run = run
         for name, part in parts.items():
-            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+            if part is None or (isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter)):
                 self.register_buffer(name, part)
             else:
                 setattr(self, name, part)

@@ -155,6 +155,24 @@ def test_the_update_and_the_loss_are_those_of_all_ranks_rows(rank, engine, sizes
         assert messages[-1] + others["all_reduce"] == 2  # who takes part, with which weight and loss; the reduction
 
 
+@pytest.mark.parametrize("kind", ["classes", "told", "weight"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@on_ranks()
+def test_a_batch_in_which_no_ranks_rows_weigh_anything_makes_no_update(rank, engine, kind):
+    keywords, plain = KINDS[kind]
+    oracle, used = Oracle(network()), spread(engine, network())
+    step = step_of(used, micro_batch_size=3, **keywords)
+    for number, own in enumerate(zip(*data([[4, 5, 3], [3, 6, 4]]), strict=True)):
+        nothing = number != 1
+        if nothing:
+            own = [(x, torch.full_like(y, 1 if kind == "classes" else 0)) for x, y in own]
+        else:
+            oracle.update(concatenated(own), lambda m, rows: plain(m, *rows))
+        assert step(*own[rank]).isnan() == nothing
+        oracle.check(used)
+    assert step.updates == 1
+
+
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2 at once"])
 @on_ranks()
 def test_parameters_that_no_rank_uses_are_left_alone(rank, engine):

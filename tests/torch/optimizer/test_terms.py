@@ -117,6 +117,14 @@ def test_detached_losses_are_averaged_beside_others(first):
         assert relative_error([mean], [expected[name][0]]) <= FLOAT64
 
 
+def test_the_graph_is_gone_after_the_last_of_them():
+    _, optimizer, found = with_heads()
+    optimizer.backward(found)
+    for loss, _ in found.values():
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+
+
 # What is refused, or named.
 
 

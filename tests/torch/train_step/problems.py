@@ -3,8 +3,10 @@
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
+
+from tests.torch.problems import Does as Of
 
 OUT = "CUDA out of memory (simulated)"
 OPTIMIZERS = {
@@ -33,19 +35,6 @@ def zeros(*shape):
 
 def plain_loss(model, x, y):
     return F.cross_entropy(model(x), y)
-
-
-class Of(nn.Module):
-    """A module of these modules and buffers, whose forward pass is a function of itself and its arguments."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            self.register_buffer(name, part) if part is None or isinstance(part, Tensor) else setattr(self, name, part)
-
-    def forward(self, *args, **keywords):
-        return self.function(self, *args, **keywords)
 
 
 def linear(inputs, outputs):

@@ -100,13 +100,6 @@ def test_another_shape_starts_another_search_and_small_changes_do_not(monkeypatc
     assert len(set(sizes(80))) > 2
 
 
-def test_batch_norm_never_gets_a_single_row():
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    step = step_of(model, batch_norm="micro", verify=True)
-    for rows in (13, 16, 2):
-        step(*batches(rows)[0])
-
-
 # How much memory there is.
 
 

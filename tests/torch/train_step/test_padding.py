@@ -446,7 +446,7 @@ def with_a_cache(batch, rows):
 @pytest.mark.parametrize(
     ("make", "rows", "pack", "named"),
     [
-        *((mixing, rows, causal_lm, r"'layers.1' \(Of\)") for rows in (len(LENGTHS), 2)),
+        *((mixing, rows, causal_lm, r"'layers.1' \(Does\)") for rows in (len(LENGTHS), 2)),
         (partial(tiny, "llama"), 11, with_a_cache, r"'model.layers.0.self_attn' \(LlamaAttention\)"),
     ],
     ids=["many rows", "two rows", "transformers with a cache"],

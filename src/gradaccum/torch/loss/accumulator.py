@@ -112,13 +112,12 @@ class LossAccumulator:
     ) -> None:
         """Add a micro-batch's losses, and the gradient of each to its own sum; detached ones have none."""
         assert self.buffer is not None
-        later = [name for name, term in terms.items() if term.loss.requires_grad]
+        keeps, later = how.pop("retain_graph"), [name for name, term in terms.items() if term.loss.requires_grad]
         for name, (loss, weight) in terms.items():
             self.add(micro_batch, loss, weight, True, name)
             with self.buffer.at(name, resyncing):
                 if loss.requires_grad:
-                    how["retain_graph"] = how["retain_graph"] if name == later[-1] else True
-                    run(loss, self.factor(name, weight), **how)
+                    run(loss, self.factor(name, weight), retain_graph=keeps if name == later[-1] else True, **how)
 
     def weights(self) -> dict[Hashable, float]:
         """What each loss weighs by now."""

@@ -60,13 +60,10 @@ class WeightedLoss(NamedTuple):
 class BatchLosses(LossAccumulator):
     """Adds up the losses and the gradients of a large batch's micro-batches.
 
-    Where the total weight is known beforehand, the weighted losses add up to the large batch's loss and gradient as
-    they are. Where only the forward pass tells, they are kept in multiples of the first weight, and `divisor` is what
-    the sums are to be divided by in the end. The factors cost nothing: each is where its backward pass starts, in
-    place of 1.
-
-    Several losses (`named`) must have their totals known before the first backward pass: from the batch, from a
-    counting pass (`counted`), or, where one micro-batch is the whole batch, from its own forward pass.
+    Where only the forward pass tells what a single loss weighs, `divisor` is what the sums are to be divided by in the
+    end. Factors cost nothing: each is where its backward pass starts, in place of 1. Several losses (`named`) have
+    their totals from the batch, from a counting pass (`counted`), or, where one micro-batch is the whole batch, from
+    its own forward pass.
     """
 
     attempts = 0  # how often the weights of several losses were other than counted
@@ -78,7 +75,6 @@ class BatchLosses(LossAccumulator):
     ran = _has_gradient = False
     divisor: Weight | None = None
     """What the summed gradients are to be divided by; None where they are complete as they are."""
-    _sum: Tensor | None = None
     _arriving: Weight = 0.0
     _passes = 0
     _start: tuple[Weight, Tensor] = 0.0, torch.empty(0)
@@ -118,7 +114,7 @@ class BatchLosses(LossAccumulator):
         self._begin(total)  # type: ignore[arg-type]  # a dict, if any
 
     def restart(self) -> None:
-        for name in ("ran", "divisor", "_has_gradient", "_sum", "_arriving", "_passes"):
+        for name in ("ran", "divisor", "_has_gradient", "_arriving", "_passes"):
             vars(self).pop(name, None)
         self._begin(None if self._by_forward else self.totals)
 
@@ -154,38 +150,34 @@ class BatchLosses(LossAccumulator):
     @property
     def sum(self) -> Tensor:
         """What the weighted losses add up to so far, of several in the order of their totals; without a graph."""
-        if self._sum is None:
-            found = {name: weighted_sum(one.losses, one.unit) for name, one in self.sums.items() if one.losses}
-            if None in found and not self.named:
-                self._sum = found[None]
-                return self._sum
-            parameter, device = next(self.objective.model.parameters(), torch.zeros(())), self.objective.device
-            some = next(iter(found.values()), torch.zeros((), dtype=parameter.dtype))
-            zero = torch.zeros_like(wide(some), device=device)
-            names = list(self.totals or ()) if self.named else []
-            self._sum = torch.stack([found.get(name, zero).to(device) for name in names]) if names else zero
-        return self._sum
-
-    def take(self, sums: Tensor) -> None:
-        self._sum = sums
+        found = {name: weighted_sum(one.losses, one.unit) for name, one in self.sums.items() if one.losses}
+        if found and not self.named:
+            return found[None]
+        parameter, device = next(self.objective.model.parameters(), torch.zeros(())), self.objective.device
+        some = next(iter(found.values()), torch.zeros((), dtype=parameter.dtype))
+        zero = torch.zeros_like(wide(some), device=device)
+        names = list(self.totals or ()) if self.named else []
+        return torch.stack([found.get(name, zero).to(device) for name in names]) if names else zero
 
     @property
     def loss(self) -> Tensor:
         """The large batch's loss so far, without a graph; NaN where it weighs nothing, as 0 / 0 is."""
         return self.finished()[0]
 
-    def finished(self) -> tuple[Tensor, bool]:
-        """The large batch's loss, and whether it weighs anything."""
-        weighs = not self.empty
-        if not weighs or not (self.sums if self.named else self.sums[None].losses):
-            return torch.full((), float("nan"), device=self.objective.device), weighs
-        loss = self.sum.sum() if self.named else self.sum
-        return loss if self.divisor is None else loss / self.divisor, weighs
+    def finished(self) -> tuple[Tensor, bool, dict[Hashable, Tensor]]:
+        """The large batch's loss, and whether it weighs anything; of several losses, the mean of each."""
+        loss, weighs = self.sum, not self.empty
+        if self.named:
+            losses, loss = self.each(loss), loss.sum()
+        else:
+            losses, loss = {}, loss if self.divisor is None else loss / self.divisor
+        if not (weighs and (self.sums if self.named else self.sums[None].losses)):
+            loss = torch.full((), float("nan"), device=self.objective.device)
+        return loss, weighs, losses
 
-    @property
-    def losses(self) -> dict[Hashable, Tensor]:
+    def each(self, sums: Tensor) -> dict[Hashable, Tensor]:
         """Of several losses, the mean of each over the large batch; NaN where it weighs nothing."""
-        pairs = zip(self.totals.items(), self.sum, strict=True) if self.named and self.totals else ()
+        pairs = zip(self.totals.items(), sums, strict=True) if self.named and self.totals else ()
         return {
             name: mean.where(torch.as_tensor(total, device=mean.device) > 0, math.nan) for (name, total), mean in pairs
         }
@@ -355,10 +347,12 @@ class BatchLosses(LossAccumulator):
             self._arriving = 1.0 if told is None or self._unit is None else self._unit
             losses = [loss if scaled is None else scaled(loss) for loss, _, _ in ends]
             starts = [self.objective.start(loss, factor) for loss, (_, factor, _) in zip(losses, ends, strict=True)]
+            if len(starts) > 1:  # a hook of the user's may write to one of them
+                starts = [start.clone() for start in starts]
             run_backward(losses, starts, self.retain_graph)
             self._has_gradient = True
         self.ran = self.ran or weighted.ran
-        self._sum, self._arriving = None, 0.0
+        self._arriving = 0.0
         self._passes += 1
         for name, (loss, _, weight) in weighted.parts.items():
             self.add(self._passes, loss, weight, True, name)
@@ -372,9 +366,18 @@ def _read(number: _Number) -> float:
     return number() if callable(number) else number
 
 
-def batch_losses(objective: Objective, batch: Batch) -> BatchLosses:
-    totals = _by_batch(objective, batch)
-    return BatchLosses(objective, batch, totals, named=totals is not None or bool(objective.found.terms))
+def batch_losses(objective: Objective, batch: Batch, count: Callable[[], list[Terms] | None]) -> BatchLosses:
+    """With the totals that the batch tells; of several losses else those of a counting pass, if one is needed."""
+    if objective.weight is None and not objective.found.terms:  # as mostly
+        return BatchLosses(objective, batch)
+    if objective.weight is not None:
+        totals = _by_batch(objective, batch)
+        return BatchLosses(objective, batch, totals, named=totals is not None)
+    found = count()
+    if not objective.found.terms:  # any more
+        return BatchLosses(objective, batch)
+    totals = None if found is None else counted(objective, found)
+    return BatchLosses(objective, batch, totals, named=True, counted=totals)
 
 
 def counted(objective: Objective, forwarded: Sequence[Terms]) -> Totals:

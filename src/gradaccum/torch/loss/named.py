@@ -142,7 +142,10 @@ def added(terms: Terms, totals: Totals | None = None, divided: bool = False) -> 
     values = [
         times(wide(where_any(loss, weight)), ratio(1.0, weight) if divided else 1.0) for loss, weight in found.values()
     ]
-    return summed(values or [wide(term.loss) for term in terms.values()])
+    first, *others = values or [wide(term.loss) for term in terms.values()]
+    for value in others:
+        first = first + value.to(first.device)
+    return first
 
 
 def wide(loss: Tensor) -> Tensor:
@@ -150,13 +153,6 @@ def wide(loss: Tensor) -> Tensor:
     if loss.dtype in (torch.float32, torch.float64):  # as most are
         return loss
     return loss.to(torch.promote_types(loss.dtype, torch.float32))
-
-
-def summed(values: list[Tensor]) -> Tensor:
-    total = values[0]
-    for value in values[1:]:
-        total = total + (value if value.device == total.device else value.to(total.device))
-    return total
 
 
 Entry = tuple[Tensor, Weight, int]
@@ -173,7 +169,7 @@ def weighted_sum(losses: list[Entry], divisor: Weight = 1.0) -> Tensor:
         dtypes |= {loss.dtype}
     else:
         dtype = dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
-        return torch.scalar_tensor(total / float(divisor), dtype=dtype)
+        return torch.scalar_tensor(total / float(divisor) if divisor else 0.0, dtype=dtype)
     groups: dict[Any, tuple[Weight, list[Tensor]]] = {}
     for loss, times_, _ in losses:
         key = id(times_) if isinstance(times_, Tensor) else times_

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from gradaccum.torch.distributed import (
     check_detected,
     detect_ranks,
 )
-from gradaccum.torch.loss import BatchLosses, Objective, Terms, Totals, Weight, counted
+from gradaccum.torch.loss import BatchLosses, Objective, Terms, Totals, Weight, batch_losses, counted
 from gradaccum.torch.optimizer import needs_closure
 from gradaccum.torch.train_step.options import Options
 from gradaccum.torch.train_step.update import Update
@@ -37,9 +37,6 @@ _NOT_COUNTED = (
 
 _ROWS = ("rows of all ranks",)
 """A name that no loss has."""
-
-Window = BatchLosses
-"""What adds up the losses and the gradients of a large batch."""
 
 
 class GlobalBatch(Listener):
@@ -55,36 +52,27 @@ class GlobalBatch(Listener):
         ranks.attach(self)
         self._met = False  # whether the ranks have told each other what kind of loss they have
 
-    def open(self, objective: Objective, batch: Batch, count: Callable[[], list[Terms] | None]) -> Window:
+    def open(self, objective: Objective, batch: Batch, count: Callable[[], list[Terms] | None]) -> BatchLosses:
         """A window over this rank's rows, whose parts are shares of all ranks' loss, where their weight is known.
 
         They must be so in the backward pass already: it spans the ranks where SyncBatchNorm does.
         """
-        if objective.weight is None and not self.ranks.is_distributed and not objective.found.terms:  # as mostly
-            return BatchLosses(objective, batch)
-        mine = objective.total(batch) if self.ranks.is_distributed or objective.weight is not None else None
+        if not self.ranks.is_distributed:
+            return batch_losses(objective, batch, count)
+        mine, found = objective.total(batch), objective.found
         if isinstance(mine, dict):
             return self._of_terms(objective, batch, mine, None)
-        unknown = self.ranks.is_distributed and not self._met
-        if objective.weight is None and (objective.found.terms or unknown):
-            window = self._counted(objective, batch, count())
-            if objective.found.terms:
+        if objective.weight is None and (found.terms or not self._met):  # some rank may have several
+            forwarded = count()
+            if found.terms and forwarded is None:
+                raise ValueError(_NOT_COUNTED)
+            totals = None if forwarded is None else counted(objective, forwarded if found.terms else [])
+            window = self._of_terms(objective, batch, totals or {}, totals)
+            found.terms = found.terms or bool(window.totals)
+            if found.terms:
                 return window
-        if not self.ranks.is_distributed:
-            return BatchLosses(objective, batch)
         self._window = self._of_one_loss(objective, batch, None if mine is None else float(mine))
         return self._window
-
-    def _counted(self, objective: Objective, batch: Batch, forwarded: list[Terms] | None) -> BatchLosses:
-        """A window of several losses, if some rank has several, in which case `found.terms` says so afterwards."""
-        totals = None if forwarded is None else counted(objective, forwarded if objective.found.terms else [])
-        if objective.found.terms and totals is None:
-            if self.ranks.is_distributed:
-                raise ValueError(_NOT_COUNTED)
-            return BatchLosses(objective, batch, named=True)
-        window = self._of_terms(objective, batch, totals or {}, totals)
-        objective.found.terms = objective.found.terms or bool(window.totals)
-        return window
 
     def _of_one_loss(self, objective: Objective, batch: Batch, mine: float | None) -> BatchLosses:
         ranks, self._mine = self.ranks, None
@@ -107,8 +95,8 @@ class GlobalBatch(Listener):
         return 1.0 if self._window is None else self._window.take_unit(unit)
 
     def reopen(
-        self, window: Window, objective: Objective, batch: Batch, count: Callable[[], list[Terms] | None]
-    ) -> Window:
+        self, window: BatchLosses, objective: Objective, batch: Batch, count: Callable[[], list[Terms] | None]
+    ) -> BatchLosses:
         """The window that begins once more, with the arguments of `open`. Exchanges nothing with other ranks."""
         if not self.ranks.is_distributed:
             new = self.open(objective, batch, count)
@@ -121,17 +109,16 @@ class GlobalBatch(Listener):
 
     def _of_terms(self, objective: Objective, batch: Batch, mine: Totals, own: Totals | None) -> BatchLosses:
         self._met, self._window = True, None
-        if not self.ranks.is_distributed:
-            return BatchLosses(objective, batch, mine, named=True, counted=own)
         totals = self.ranks.sum_by_name({_ROWS: batch.rows, **{name: float(total) for name, total in mine.items()}})
         rows = totals.pop(_ROWS)
         return BatchLosses(objective, batch, dict(totals), named=True, counted=own, rows=rows)
 
-    def close(self, window: Window, state: WindowState) -> tuple[Tensor, Weight | None, bool]:
-        """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs."""
+    def close(
+        self, window: BatchLosses, state: WindowState
+    ) -> tuple[Tensor, bool, dict[Hashable, Tensor], Weight | None]:
+        """Over all ranks' rows: the loss; whether anything weighs; several losses; what gradients are divided by."""
         if not self.ranks.is_distributed:
-            loss, weighs = window.finished()
-            return loss, window.divisor, weighs
+            return *window.finished(), window.divisor
         known = window.unit_and_weight() or (None if self._mine is None else (self._unit, self._mine))
         unit, weight = (1.0, 0.0) if known is None else known
         # A few numbers go with the ranks' message; on a device they are added up there, and nobody waits for them.
@@ -151,12 +138,12 @@ class GlobalBatch(Listener):
         sums, divisor, weighs = self._finished(
             window, sums, self.ranks.reduced_unit, total.weight if total.given else None
         )
-        if window.named:
-            window.take(sums)
         loss = sums.sum()
-        return loss if weighs else torch.full_like(loss, float("nan")), divisor, weighs
+        return loss if weighs else torch.full_like(loss, float("nan")), weighs, window.each(sums), divisor
 
-    def _finished(self, window: Window, sums: Tensor, unit: float, weight: float | None) -> tuple[Tensor, Weight, bool]:
+    def _finished(
+        self, window: BatchLosses, sums: Tensor, unit: float, weight: float | None
+    ) -> tuple[Tensor, Weight, bool]:
         """The losses over all ranks' rows; what the gradients are to be divided by; whether anything weighs."""
         weighs, divisor = not window.empty, 1 / self.ranks.size
         if weight is not None:
@@ -164,7 +151,7 @@ class GlobalBatch(Listener):
             sums = sums / weight if weighs else sums
         return sums.to(window.sum.dtype), divisor, weighs
 
-    def of_all_ranks(self, window: Window) -> InAdvance | Window:
+    def of_all_ranks(self, window: BatchLosses) -> InAdvance | BatchLosses:
         """The window, as those see it who use gradients of blocks before all of them are reduced."""
         return InAdvance(window, self.ranks, self._finished) if self.ranks.is_distributed else window
 
@@ -172,7 +159,7 @@ class GlobalBatch(Listener):
 class InAdvance:
     """The window of all ranks of a sharded model, when all losses are in, and before gradients are reduced."""
 
-    def __init__(self, window: Window, ranks: Ranks, finished: Callable[..., tuple[Tensor, Weight, bool]]) -> None:
+    def __init__(self, window: BatchLosses, ranks: Ranks, finished: Callable[..., tuple[Tensor, Weight, bool]]) -> None:
         self._window, self._ranks, self._finished = window, ranks, finished
         self.loss = torch.tensor(float("nan"))
         self.divisor: Weight | None = None

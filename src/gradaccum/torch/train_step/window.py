@@ -26,8 +26,8 @@ from gradaccum.torch.buffers import WindowBuffers
 from gradaccum.torch.chunking import chunked
 from gradaccum.torch.distributed import Ranks, run_by_blocks, run_together
 from gradaccum.torch.layers import Layers
-from gradaccum.torch.loss import MIXED_TERMS, Objective, Term, Terms, WeightedLoss
-from gradaccum.torch.train_step.global_batch import GlobalBatch, Window, inside
+from gradaccum.torch.loss import MIXED_TERMS, BatchLosses, Objective, Term, Terms, WeightedLoss
+from gradaccum.torch.train_step.global_batch import GlobalBatch, inside
 from gradaccum.torch.train_step.micro_batcher import EXACT_MICRO_BATCH_SIZE, MicroBatcher
 from gradaccum.torch.train_step.update import Update
 
@@ -164,8 +164,8 @@ class WindowRunner:
             self.clear()
             again = functools.partial(self._count, batch, sizes, False)
             window = self._global_batch.reopen(window, self.objective, batch, again)
-        loss, divisor, weighs = self._global_batch.close(window, self.state)
-        finished = Finished(loss, weighs, window.losses if window.named else {})
+        loss, weighs, losses, divisor = self._global_batch.close(window, self.state)
+        finished = Finished(loss, weighs, losses)
         if not weighs:
             if not self.ranks.is_distributed:
                 self.buffer.clear()  # of the zeros of what weighs nothing
@@ -179,7 +179,7 @@ class WindowRunner:
         self.batcher.close(plan, batch)
         return finished
 
-    def _run(self, batch: Batch, window: Window, plan: Plan) -> None:
+    def _run(self, batch: Batch, window: BatchLosses, plan: Plan) -> None:
         passes = TrainPasses(self, window, batch)
         self.buffers.open()
         with self.batch_norm.window(looks=self.state.looks):
@@ -226,7 +226,7 @@ class WindowRunner:
                 logger.warning(_NOT_REACHED, piece.size)
                 return
 
-    def _run_blocks(self, layers: Layers, window: Window, plan: Plan, passes: TrainPasses) -> None:
+    def _run_blocks(self, layers: Layers, window: BatchLosses, plan: Plan, passes: TrainPasses) -> None:
         ranks, oom, fits = self.ranks, self.oom, self.ranks.sharded or self.proving
 
         def forward_and_loss(piece: Slice) -> None:
@@ -258,7 +258,7 @@ class WindowRunner:
 class TrainPasses(Passes):
     """The forward and the backward pass of each micro-batch of one batch."""
 
-    def __init__(self, runner: WindowRunner, window: Window, batch: Batch) -> None:
+    def __init__(self, runner: WindowRunner, window: BatchLosses, batch: Batch) -> None:
         self.window, self._runner, self._batch = window, runner, batch
         self.weightless: list[Slice] = []  # the micro-batches that weigh nothing
         self._norm, self._layers, self._noise = runner.batch_norm, runner.layers, runner.noise
