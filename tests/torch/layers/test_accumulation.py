@@ -37,11 +37,11 @@ def given(wrap):
     return lambda generator: network(layer=Drawing, call=lambda layer, *x: layer(*x, given=wrap(generator)))
 
 
-def with_attributes(generator, on=lambda model: [model], **options):
-    """A network that has the generator as an attribute of some modules, and in a list."""
+def with_attributes(value, on=lambda model: [model], **options):
+    """A network that has the generator, or a list with it, as an attribute of some modules."""
     model = network(layer=Drawing, **options)
     for module in on(model):
-        module.generator, module.generators = generator, [generator]
+        module.generator = value
     return model
 
 
@@ -60,7 +60,7 @@ HOW = {  # where the generator is that is drawn from: a network
         generator, shared=lambda model, x: masked(model.position(x), model.generator)
     ),
     "in a list, before blocks": lambda generator: with_attributes(
-        generator, shared=lambda model, x: masked(model.position(x), model.generators[0])
+        [generator], shared=lambda model, x: masked(model.position(x), model.generator[0])
     ),
     "after blocks": after_blocks,
     "in the loss, before the model": lambda generator: network(),
@@ -72,9 +72,10 @@ def drawn_by(kind, how, **options):
     global GLOBAL
     GLOBAL = generator = GENERATORS[kind]()
 
-    def compute_loss(model, ids, labels):
-        return loss_of(model, masked(ids, generator) if "loss" in how else ids, labels)
+    def in_loss(model, ids, labels):
+        return loss_of(model, masked(ids, generator), labels)
 
+    compute_loss = in_loss if "loss" in how else loss_of  # the latter knows no generator
     found = trained(HOW[how](generator), compute_loss=compute_loss, **{"verify": False, **options})
     return found, RandomState([generator])
 
