@@ -98,6 +98,7 @@ def halve(parameter):
     ("hook", "batch", "change", "found"),
     [
         *(("optimizer_zero_grad", window, lambda p: None, "left") for window in (2, 3, 4, 6)),
+        *(("clipped, optimizer_zero_grad", window, lambda p: None, "left") for window in (2, 3, 4, 6)),
         *(("on_after_backward", batch, lambda p: p.grad.mul_(2), "edited") for batch in (1, 3, 9, 11)),
         *(("training_step", batch, lambda p: setattr(p, "grad", None), "cleared") for batch in (2, 4, 10, 12, 24)),
         *(
@@ -108,33 +109,71 @@ def halve(parameter):
 )
 def test_what_is_done_to_gradients_inside_a_window_is_named(hook, batch, change, found):
     """Windows 3, 5 and 6 are none that are looked at. In them a hook that edits in each pass is named in the third."""
-    module, before = Meddling(hook, batch, change), batch - 1 if found == "left" else (batch - 1) // 4
+    clip = {"gradient_clip_val": 0.05} if hook.startswith("clipped") else {}
+    module = Meddling(hook.rpartition(" ")[2], batch, change)
+    before = batch - 1 if found == "left" else (batch - 1) // 4
     with pytest.raises(WindowError, match=f"were {found} inside an open window.*gradient_clip_val"):
-        fit(module, 4, max_epochs=2)
+        fit(module, 4, max_epochs=2, **clip)
     assert module.trainer.global_step == before
 
 
 class MeddlingOnce(Module):
-    """Edits one gradient of window `window`, or makes a backward pass of its own inside of it."""
+    """Does something to one parameter inside of a window, behind its first batch or before its first backward pass."""
 
-    def __init__(self, window, own_pass):
+    def __init__(self, window, change, first=False):
         super().__init__()
-        self.window, self.own_pass = window, own_pass
+        self.window, self.change, self.first = window, change, first
+
+    def meddle(self, index, first):
+        if index % 3 == 0 and self.trainer.global_step == self.window - 1 and first == self.first:
+            self.change([*self.parameters()][1])
+
+    def training_step(self, batch, index):
+        self.meddle(index, True)
+        return super().training_step(batch, index)
 
     def on_train_batch_end(self, outputs, batch, index):
-        if index % 3 == 0 and self.trainer.global_step == self.window - 1:
-            parameter = list(self.parameters())[1]
-            if self.own_pass:
-                parameter.square().sum().backward()
-            else:
-                parameter.grad.mul_(3)
+        self.meddle(index, False)
 
 
-@pytest.mark.parametrize("own_pass", [False, True])
-@pytest.mark.parametrize("window", [1, 2, 4, 8])
-def test_windows_1_2_4_and_8_are_watched(window, own_pass):
+def make_a_pass(parameter):
+    parameter.square().sum().backward()
+
+
+def swap(parameter, factor=2.0):
+    """As averaged weights are swapped for validation, and back."""
+    parameter.data.mul_(factor)
+    parameter.data.div_(factor)
+
+
+WATCHED = pytest.mark.parametrize("window", [1, 2, 4, 8])
+
+
+@WATCHED
+@pytest.mark.parametrize("change", [make_a_pass, lambda parameter: parameter.grad.mul_(3)], ids=["a pass", "an edit"])
+def test_windows_1_2_4_and_8_are_watched(window, change):
     with pytest.raises(WindowError, match="inside an open window"):
-        fit(MeddlingOnce(window, own_pass), 3, max_epochs=2)
+        fit(MeddlingOnce(window, change), 3, max_epochs=2)
+
+
+@WATCHED
+@pytest.mark.parametrize("change", [lambda parameter: parameter.data.clamp_(-0.1, 0.1), swap], ids=["clamp", "swap"])
+def test_parameters_that_change_inside_a_watched_window_are_named(window, change, caplog):
+    fit(MeddlingOnce(window, change), 3, max_epochs=2)
+    assert caplog.text.count("The parameters changed inside an open window") == (change is not swap)
+
+
+@WATCHED
+def test_gradients_of_a_pass_before_the_windows_first_are_cleared_by_lightning_or_named(window):
+    module = MeddlingOnce(window, make_a_pass, first=True)
+    fit(module, 3, max_epochs=2)
+    assert error(module, windows(3) * 2) <= FLOAT64
+    module = MeddlingOnce(window, make_a_pass, first=True)
+    module.optimizer_zero_grad = lambda epoch, index, optimizer: (
+        None if module.trainer.global_step == window - 1 else optimizer.zero_grad()
+    )
+    with pytest.raises(WindowError, match="were left inside an open window"):
+        fit(module, 3, max_epochs=2)
 
 
 def test_a_finished_gradient_may_be_edited():
