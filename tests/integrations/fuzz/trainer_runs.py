@@ -63,6 +63,8 @@ def beside(choose, kind, more):
         more["include_num_input_tokens_seen"] = "all"
     if choose.random() < 0.03:
         more |= {"torch_compile": True, "torch_compile_backend": "eager"}
+    if "loss" in extra and choose.random() < 0.5:
+        extra["func"] = True
     return extra
 
 
@@ -116,9 +118,10 @@ def trainer(cls, start, data, folder, extra, micro, collate, more):
     trained = copy.deepcopy(start)
     if extra.get("frozen"):
         next(iter(trained.parameters())).requires_grad_(False)
-    if loss := extra.get("loss"):
-        cls = type(f"{cls.__name__}With{loss}", (problems.Loss, cls), {"kind": loss})
     keywords = {"callbacks": [Orders(extra["order"])] if "order" in extra else []} | micro
+    if loss := extra.get("loss"):
+        own = type(f"{cls.__name__}With{loss}", (problems.Loss, cls), {"kind": loss})
+        cls, keywords["compute_loss_func"] = (cls, own.of_outputs(trained)) if extra.get("func") else (own, None)
     if extra.get("groups"):
         left = [p for p in trained.parameters() if p.requires_grad]
         groups = [{"params": left[::2], "lr": 0.1}, {"params": left[1::2], "lr": 0.02, "weight_decay": 0.1}]

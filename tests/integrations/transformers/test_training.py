@@ -112,14 +112,6 @@ def test_in_half_precision_it_is_no_further_from_the_stock_trainer_than_that_is_
     assert 1e-4 < rounding < 0.2
 
 
-@pytest.mark.slow
-def test_fp16_on_a_cpu_is_float32_as_for_the_stock_trainer(tmp_path):
-    start = model(TEXTS)
-    stock, found = both(start, tmp_path, fp16=True)
-    assert found.accelerator.scaler is None
-    assert error(start, stock, found) <= 1e-5
-
-
 def test_training_twice_and_evaluating_in_between_goes_on_as_the_stock_trainer_does(tmp_path):
     start = model(TEXTS).double()
     runs = both(start, tmp_path, optim="sgd", learning_rate=0.1)

@@ -4,7 +4,6 @@ Other models, losses and settings: fuzz/trainer_runs.py.
 """
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -124,43 +123,13 @@ def assert_same(
     return found
 
 
-def func(loss, shifted=False):
+def func(loss):
     """A compute_loss_func of one of the losses over (logits, labels, count)."""
 
     def compute(outputs, labels, num_items_in_batch=None):
-        logits = outputs["logits"]
-        logits, labels = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
-        return loss(logits.transpose(1, 2), labels, num_items_in_batch)
+        return loss(outputs["logits"].transpose(1, 2), labels, num_items_in_batch)
 
     return {"compute_loss_func": compute}
-
-
-QUICK = {("mean of rows", "rows"), ("mean of rows", "tokens"), ("using the count", "rows"), ("mean of sums", "rows")}
-QUICK.add(("shifted by one", "tokens"))
-LOSSES = ("mean of rows", "using the count", "mean of sums", "shifted by one", "ignoring the count")
-FOUND_OUT = [
-    pytest.param(*each, marks=() if each in QUICK else SLOW) for each in itertools.product(LOSSES, ("rows", "tokens"))
-]
-
-
-@pytest.mark.parametrize(("loss", "by"), FOUND_OUT)
-def test_what_a_compute_loss_func_is_a_mean_over_is_found_out(loss, by, tmp_path):
-    trainer = func(problems.LOSSES.get(loss, problems.MEANS["ignoring the count"]), shifted=loss == "shifted by one")
-    assert_same(TOKENS, tmp_path, micro=BY_ROWS if by == "rows" else BY_TOKENS, trainer=trainer)
-
-
-def test_a_compute_loss_in_a_subclass_may_ignore_the_count(tmp_path):
-    cls, stock = (
-        type("Ignoring", (problems.Loss, each), {"kind": "ignoring the count"})
-        for each in (MicroBatchTrainer, transformers.Trainer)
-    )
-    found = assert_same("Llama", tmp_path, cls, stock)
-    assert found._gradaccum_large_batch.denominator.left[-1] == "labels shifted by one"
-
-
-@pytest.mark.parametrize("kind", ["Llama", TOKENS])
-def test_label_smoothing_is_the_large_batchs(kind, tmp_path):
-    assert_same(kind, tmp_path, label_smoothing_factor=0.1)
 
 
 def test_a_loss_across_the_batch_is_refused_before_anything_changes(tmp_path):
