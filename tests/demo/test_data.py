@@ -5,7 +5,6 @@ import gzip
 import hashlib
 
 import numpy as np
-import pooch
 import pytest
 import requests
 from examples.demo import data as module
@@ -166,8 +165,3 @@ def test_files_belong_together(tmp_path, progress):
         (folder / f"t10k-{kind}-ubyte.gz").write_bytes(gzip.compress(fashion_mnist.idx(array.astype(np.uint8))))
         with pytest.raises(DataError, match=message) if message else contextlib.nullcontext():
             load(folder=folder, progress=progress)
-
-
-def test_the_cache_is_the_users(monkeypatch):
-    monkeypatch.undo()
-    assert module._cache().is_relative_to(pooch.os_cache("gradaccum"))

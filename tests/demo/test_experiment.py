@@ -8,8 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from examples.demo import processes, text, text_torch
-from examples.demo.data import load
+from examples.demo import processes, text_torch
 from examples.demo.findings import findings
 from examples.demo.guide import Epoch, Outcome, Run, Setup, initial_parameters, perform, plans
 from examples.demo.guide_torch import train
@@ -68,15 +67,6 @@ def test_each_run_makes_the_oracles_updates_and_learns(data, key):
     learning = run(Setup(batch_size=32, steps=4, epochs=20, learning_rate=0.1), data, key).epochs
     assert learning[-1].train_loss < 0.7 * learning[0].train_loss
     assert learning[-1].accuracy > 0.5
-
-
-def test_the_losses_are_means_over_all_rows(data):
-    setup = Setup(batch_size=32, steps=4, epochs=1, dtype="float64", learning_rate=0.0)
-    runs = [run(setup, data, key) for key in "ab"]
-    first = [run.first_gradients for run in runs]
-    assert relative_error(first[1], first[0]) <= FLOAT64
-    losses = {round(run.epochs[0].train_loss, 12) for run in runs}
-    assert len(losses) == 1, "with learning rate 0 every run sees the same rows with the same parameters"
 
 
 def test_activations_grow_with_the_rows_and_the_peak_holds_parameters_and_gradients(data):
@@ -207,13 +197,6 @@ def test_the_report_counts_what_was_made_and_one_of_neither_part_is_refused():
         findings(None)
 
 
-def test_the_digits_are_trained_from_the_same_rows():
-    with Progress() as progress:
-        digits = load("digits", progress=progress)
-    large, accumulated = (run(Setup(epochs=1, dtype="float64"), digits, key) for key in "ab")
-    assert relative_error(accumulated.parameters, large.parameters) <= FLOAT64
-
-
 # The attention network on text: ours is the large batch, the loop that people write is not, and that is shown.
 
 # 40 rows: a window of 32 and a last one of 8, which is 4 micro-batches
@@ -283,10 +266,3 @@ def test_the_memory_is_the_reports_first_number_and_its_bars_have_one_scale():
         report = findings(as_if(distance), outcome(1e-13))
         assert not report.ok
         assert "but ANOTHER training" in report.summary.splitlines()[0]
-
-
-def test_it_runs_in_a_process_of_its_own(capsys):
-    small = dataclasses.replace(SETUP, epochs=1, rows=16, batch_size=16)
-    with Progress() as progress:
-        assert text.perform(small, progress).ok
-    assert "times less memory" in capsys.readouterr().err
