@@ -82,17 +82,6 @@ def test_activations_grow_with_the_rows_and_the_peak_holds_parameters_and_gradie
     assert accumulated.peak_bytes < 3 * parameters, "a second copy of the gradients"
 
 
-def test_initial_parameters_are_those_of_the_seed_and_plans_have_the_same_effective_batch_size():
-    first, again, other = (initial_parameters(784, seed) for seed in (0, 0, 1))
-    assert [p.shape for p in first] == [(784, 512), (512,), (512, 512), (512,), (512, 10), (10,)]
-    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not np.array_equal(first[0], other[0])
-    assert np.abs(first[0]).max() <= 784**-0.5
-    assert [(plan.micro_batch_size, plan.steps) for plan in plans(Setup(batch_size=64, steps=4))] == [(64, 1), (16, 4)]
-    with pytest.raises(ValueError, match=r"must be a multiple of the steps. Received: 64 and 3"):
-        Setup(batch_size=64, steps=3)
-
-
 def test_a_run_whose_command_was_killed_ends_without_a_word(monkeypatch, capsys):
     monkeypatch.setattr("signal.signal", lambda *arguments: None)  # this process is no child
     here, there = multiprocessing.Pipe(duplex=False)
@@ -188,15 +177,6 @@ def test_what_needs_a_word_has_one(higher):
     assert any("multiplies matrices in float32" in text for text in texts) is higher
 
 
-def test_the_report_counts_what_was_made_and_one_of_neither_part_is_refused():
-    result = outcome(updates=1)
-    report = findings(None, dataclasses.replace(result, setup=dataclasses.replace(result.setup, epochs=1)))
-    assert "after 1 update by" in report.summary
-    assert " 1 epoch of 60,000 rows" in shown(report, Text)[0].text
-    with pytest.raises(ValueError, match="one of the two parts"):
-        findings(None)
-
-
 # The attention network on text: ours is the large batch, the loop that people write is not, and that is shown.
 
 # 40 rows: a window of 32 and a last one of 8, which is 4 micro-batches
@@ -233,14 +213,6 @@ def test_a_row_is_predicted_from_its_past_and_padding_counts_for_nothing():
     means = [loss_of(model, *batch).item() for batch in each]
     expected = sum(count * mean for count, mean in zip(counts, means, strict=True)) / sum(counts)
     assert loss_of(model, *whole).item() == pytest.approx(expected, rel=FLOAT64)
-
-
-def test_the_rows_are_pythons_own_names_and_paragraphs_each_once():
-    rows = python_text(30)
-    assert len(rows) == len(set(rows)) > TextSetup.rows + 32
-    assert {"ArgumentParser", "deepcopy"} & set(rows)
-    assert max(map(len, rows)) == 30
-    assert rows == python_text(30)
 
 
 def as_if(distance):

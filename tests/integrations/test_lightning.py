@@ -18,7 +18,7 @@ from gradaccum.torch.optim import Optimizer
 from tests.documents import ROOT
 from tests.integrations import lightning_problems as problems
 from tests.integrations.lightning_problems import MARKS, GradientAccumulation, Module, Scaled, data, lightning
-from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+from tests.reference import FLOAT32, FLOAT64, relative_error
 from tests.torch.problems import adam, classes, mse, network, sgd
 from tests.torch.test_calls import Calls
 
@@ -336,42 +336,13 @@ def test_a_window_that_weighs_nothing_makes_no_update(caplog):
 # Where training stops inside a window.
 
 
-class Scheduled(Module):
-    interval = "step"
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return [optimizer], [{"scheduler": scheduler, "interval": self.interval}]
-
-
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-@pytest.mark.parametrize("put", ["on the class", "on one module"])
-def test_a_hook_that_ends_epochs_inside_a_window_is_put_back_and_schedulers_step_after_the_last_update(put, interval):
-    """A hook that the user had put on one module was deleted from it when training ended."""
-    asked = []
-
-    def hook(batch, index):
-        asked.append(index)
-        return -1 if index == 6 else None
-
-    there = {"on_train_batch_start": lambda _, *batch: hook(*batch)} if put == "on the class" else {}
-    module = type("Ending", (Scheduled,), {"interval": interval, **there})()
-    if put == "on one module":
-        module.on_train_batch_start = hook
-    one = fit(module, 4, max_epochs=2)
-    model, large = network(), windows(4, count=6)
-    inner = sgd(model.parameters())
-    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    for _ in range(2):
-        after = schedule.step if interval == "step" else None
-        torch_updates(model, inner, [tuple(t[w] for t in data()) for w in large], mse, after_update=after)
-        if interval == "epoch":
-            schedule.step()
-    assert one.global_step == 2 * len(large)
-    assert relative_error(module.network.parameters(), model.parameters()) <= FLOAT64
-    assert module.lr_schedulers().last_epoch == schedule.last_epoch
-    assert vars(module).get("on_train_batch_start") is (None if put == "on the class" else hook)
+def test_a_hook_of_one_module_that_ends_epochs_inside_a_window_is_put_back():
+    """It was deleted when training ended. Schedulers, and a hook of the class: fuzz/lightning_runs.py."""
+    asked, module = [], Module()
+    module.on_train_batch_start = hook = lambda batch, index: -1 if asked.append(index) or index == 6 else None
+    assert fit(module, 4, max_epochs=2).global_step == 4
+    assert error(module, windows(4, count=6) * 2) <= FLOAT64
+    assert vars(module)["on_train_batch_start"] is hook
     assert asked == [*range(7)] * 2
 
 

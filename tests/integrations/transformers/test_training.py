@@ -192,21 +192,6 @@ def test_flattened_sequences_are_cut_by_their_positions(tmp_path):
     assert seen[-4:] == [3, 3, 2, 2]
 
 
-def test_running_out_of_memory_costs_a_micro_batch_and_no_update(tmp_path):
-    failed = []
-
-    class Full(MicroBatchTrainer):
-        def compute_loss(self, model, inputs, *arguments, **keywords):
-            if inputs["input_ids"].numel() > 30 and not self._gradaccum_large_batch.step.proving:
-                failed.append(len(inputs["input_ids"]))
-                raise torch.OutOfMemoryError("out of memory")
-            return super().compute_loss(model, inputs, *arguments, **keywords)
-
-    start = model(TEXTS).double()
-    assert error(start, *both(start, tmp_path, cls=Full, micro={"micro_batch_size": 8})) <= FLOAT64
-    assert failed == [8, 4]
-
-
 # Padding that a micro-batch's rows have in common.
 
 
