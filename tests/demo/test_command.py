@@ -182,5 +182,5 @@ def test_what_is_missing_is_reported_with_the_extra_before_training(library, tmp
     assert result.stderr.splitlines() == [result.stderr.strip()]
     assert library in result.stderr
     assert 'pip install "gradaccum[cli]"' in result.stderr
-    monkeypatch.setattr("gradaccum.cli.commands.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert_one_clear_line(invoke("--framework", "keras"), "keras is not installed", 'pip install "gradaccum[keras]"')

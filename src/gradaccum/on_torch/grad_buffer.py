@@ -106,8 +106,7 @@ class GradientBuffer:
         restored, self.restored = self.restored, None
         if scale is not None:
             scale_([s for s in restored if s is not None], scale)
-        pairs = zip(self.get(), restored, strict=True)
-        self.set([r if a is None else a if r is None else a.add_(r.to(a.dtype)) for a, r in pairs])
+        self.set(joined(self.get(), restored))
 
     def reach(self, *losses: Tensor) -> None:
         """Add the gradient of losses that weigh nothing: zero, for the parameters that they depend on."""
@@ -268,6 +267,17 @@ def _give(parameter: Tensor, dtype: torch.dtype | None) -> None:
     parameter.grad = None
     parameter.grad_dtype = dtype
     parameter.grad = gradient.to(dtype)
+
+
+@torch.no_grad()
+def joined(sums: Sums, more: Sums) -> Sums:
+    """Both added up, in the first one's tensors where that can be."""
+    pairs = zip(sums, more, strict=True)
+    return [m if s is None else s if m is None else _added(s, m) for s, m in pairs]
+
+
+def _added(one: Tensor, other: Tensor) -> Tensor:
+    return one + other if one.is_sparse or other.is_sparse else one.add_(other.to(one.dtype))
 
 
 @torch.no_grad()

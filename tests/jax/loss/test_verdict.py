@@ -302,7 +302,14 @@ SILENT = {
         case(lambda v, x, mask: ((x @ v)[:, None] ** 2 * mask / mask.sum()).sum(), **COUNTED),
     "counted in two steps":
         case(lambda v, x, mask: tokens(v, x, mask) / mask.sum(-1).sum(), weight=lambda mask: mask.astype(float).sum()),
-    "divided by what it is multiplied with": case(lambda v, x, mask: token_mean(v, x, mask) * mask.mean()),
+    "divided by what it is multiplied with, which is never 0": case(
+        lambda v, x, soft: tokens(v, x, jnp.exp(soft)) / jnp.exp(soft).sum() * jnp.exp(soft).mean()
+    ),
+    "a sum over itself, or 1 where it is 0": case(
+        lambda v, x, mask: (x @ v).mean() * jnp.where(mask.any(), mask.sum() / mask.sum(), 1.0)
+    ),
+    "a sum over itself, where the micro-batch weighs nothing":
+        case(lambda v, x, mask: token_mean(v, x, mask) * mask.sum() / mask.sum(), **COUNTED),
     "mean(where=)":
         case(lambda v, x, mask: jnp.mean((x @ v)[:, None], where=mask[:, :1]), weight=lambda mask: mask[:, :1].sum()),
     "targets that are NaN, weighed":
@@ -438,6 +445,8 @@ REFUSED = {
     "a forward function, as jvp": case(lambda v, x: (centred_too(x @ v) ** 2).mean(), ACROSS),
     # Statistics of the batch.
     "halves of the batch": case(lambda w, x: (lambda a, b: (a * b).mean())(*jnp.split(x @ w, 2)), ACROSS, size=4),
+    "a batch mixed with its reverse":
+        case(lambda v, x: jnp.tanh((0.7 * x + 0.3 * x[::-1]) @ v).mean(), ACROSS),
     "a system of all rows":
         case(lambda v, x: (x @ jnp.linalg.solve(x.T @ x + jnp.eye(4), x.T @ (x @ v))).mean(), ACROSS),
     "statistics of devices": case(rows_on_devices(lambda h: h - h.mean(0)), ACROSS, size=4),
@@ -534,6 +543,25 @@ LINES = {
         case(lambda v, x, mask: token_mean(v, x, mask) + jnp.where(mask.any(1).sum() > 0, v[0], 0), DECIDED, **COUNTED),
     "a branch by a mean that may be below 0":
         case(lambda v, x, mask: lax.cond(x.sum() > 0, lambda: token_mean(v, x, mask), lambda: 0.0), DECIDED, **COUNTED),
+    # What is 0 / 0 in a micro-batch alone.
+    **{
+        f"{how} where nothing counts": case(loss, "is 0, it is 0 / 0 or infinite", **options)
+        for how, loss, options in [
+            ("a sum over itself", lambda v, x, mask: (x @ v).mean() * (mask.sum() / mask.sum()), {}),
+            ("a mean times its denominator", lambda v, x, mask: token_mean(v, x, mask) * mask.mean(), {}),
+            ("a sum of it", lambda v, x, mask: token_mean(v, x, mask) * mask.sum(), {"reduction": "sum"}),
+            ("a row's function of it",
+             lambda v, x, mask: jnp.tanh(x @ v * (mask.sum() / mask.sum())).mean(), {}),
+            ("a penalty times 1", lambda v, x, mask: (x @ v).mean() + (v**2).sum() * (mask.sum() / mask.sum()), {}),
+            ("0 times a mean", lambda v, x, mask: (x @ v).mean() + 0.0 * token_mean(v, x, mask), {}),
+            ("a logarithm less itself",
+             lambda v, x, mask: (x @ v).mean() + (jnp.log(mask.sum()) - jnp.log(mask.sum())), {}),
+            ("a root over itself",
+             lambda v, x, mask: (x @ v).mean() * jnp.sqrt(mask.sum()) / jnp.sqrt(mask.sum()), {}),
+            ("a mean over others",
+             lambda v, x, mask, soft: token_mean(v, x, mask) * soft.sum() / soft.sum(), COUNTED),
+        ]
+    },
     # Others.
     "a loss that isn't NaN, where something else is so": case(
         lambda v, x: (lambda it: jnp.where(jnp.isfinite(it) & (x.mean() > 0), 2 * it, 0.0))((x @ v).mean()), DECIDED

@@ -2,9 +2,11 @@
 
 import copy  # no postponed annotations here: DDP reads those of its hooks
 import gc
+import socket
 from collections import Counter
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum import WindowError
 from gradaccum.core.noise import NoiseSchedule
 from gradaccum.torch import Blocks
+from gradaccum.torch.distributed import line
 from gradaccum.torch.distributed.channel import Channel, Kind
 from gradaccum.torch.optim import Optimizer
 from tests.reference import FLOAT64, relative_error
@@ -376,30 +379,38 @@ def test_a_model_is_as_it_was_found_when_its_wrapper_is_gone(rank, engine):
 
 
 @on_ranks()
-def test_optimizers_that_come_one_after_the_other_use_one_process_group(rank):
+def test_optimizers_that_come_one_after_the_other_leave_no_connection_open(rank):
+    """Rank 1's last message is heard by nobody, and later ones arrive."""
+    held = set()
     for i in range(4):
-        with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
-            train(rank, [[4, 2], [3, 3]], 2)
-        assert i == 0 or new_group.call_count == 0
-        gc.collect()
-        dist.barrier()
-
-
-@on_ranks()
-def test_a_process_group_in_which_ranks_have_not_met_is_not_used_again(rank):
-    """Rank 1's last message is heard by nobody; later ones arrive."""
-    gc.collect()
-    used = set()
-    for i in range(3):
+        train(rank, [[4, 2], [3, 3]], 2)
         channel = Channel([0, 1])
-        assert channel.line is not None
-        used.add(channel.line.name)
         assert [numbers[:2] for numbers in channel.exchange(i, rank)] == [[i, 0], [i, 1]]
+        assert channel.gather({"of": rank}) == [{"of": 0}, {"of": 1}]
         if rank == 1:
             channel.post(7)
         del channel
+        gc.collect()
+        held.add(len(psutil.Process().net_connections()))
         dist.barrier()
-    assert len(used) == 3
+    assert len(held) == 1
+
+
+@on_ranks()
+def test_ranks_find_each_other_among_strangers(rank):
+    """Others call where a rank listens, and the first address that it gives is nobody's."""
+    addresses, listening = line._addresses, line._listening
+
+    def called(callers):
+        listener = listening(callers)
+        for message in (b"", b"hello", bytes(20)):
+            with socket.create_connection(("127.0.0.1", listener.getsockname()[1])) as one:
+                one.sendall(message)
+        return listener
+
+    with mock.patch.multiple(line, _addresses=lambda: ["255.255.255.255", *addresses()], _listening=called):
+        channel = Channel([0, 1])
+    assert channel.exchange(5, rank)[1 - rank][:2] == [5, 1 - rank]
 
 
 FREEZING = {"yyyn": "", "yyny": "", "ynny": "", "nyyy": "", "nnny": "does not reduce"}

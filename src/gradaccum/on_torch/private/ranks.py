@@ -21,19 +21,21 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-def timeout_of(group: Any) -> timedelta | None:
-    """How long this process group waits; None if unknown, which gives torch's default of half an hour."""
+def host_of(store: Any) -> str | None:
+    """Where the process is that serves this store; None where it is a file."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", None)
+
+
+def timeout_of(group: Any) -> Callable[[], timedelta | None]:
+    """How long this process group waits, at any time that this is called; None if unknown: torch's half an hour."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):
-            timeout = group._get_backend(torch.device(device)).options._timeout
-            if isinstance(timeout, timedelta):
-                return timeout
-    return None
-
-
-def gloo_timeout(group: Any) -> Callable[[], timedelta]:
-    """How long this process group over gloo waits, at any time that this is called."""
-    return functools.partial(getattr, group._get_backend(torch.device("cpu")).options, "_timeout")
+            options = group._get_backend(torch.device(device)).options
+            if isinstance(options._timeout, timedelta):
+                return functools.partial(getattr, options, "_timeout")
+    return lambda: None
 
 
 # DistributedDataParallel.

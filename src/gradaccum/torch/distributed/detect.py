@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum.torch.distributed.channel import Channel, Settings, stay_away
+from gradaccum.torch.distributed.channel import Channel, Settings
 from gradaccum.torch.distributed.ddp import Replicas
 from gradaccum.torch.distributed.engine import Engine
 from gradaccum.torch.distributed.fsdp import Shards, is_sharded, members_of, sharded_modules
+from gradaccum.torch.distributed.line import stay_away
 from gradaccum.torch.distributed.ranks import Ranks
 
 logger = logging.getLogger("gradaccum")

@@ -1,14 +1,13 @@
 """What a loss divides by, and how micro-batches add up to the large batch's."""
 
-from gradaccum.torch.loss.accumulator import LossAccumulator, WeightedLoss, accumulator, counted
+from gradaccum.torch.loss.accumulator import LossAccumulator, NamedBuffer
+from gradaccum.torch.loss.batch_losses import BatchLosses, WeightedLoss, batch_losses, counted
 from gradaccum.torch.loss.named import (
     MIXED_TERMS,
-    NamedSums,
     Term,
     Terms,
     Totals,
     Weight,
-    WindowLosses,
     checked_scalar,
     checked_terms,
     mixed_terms_error,
@@ -18,16 +17,16 @@ from gradaccum.torch.loss.objective import Objective, referred
 
 __all__ = [
     "MIXED_TERMS",
+    "BatchLosses",
     "LossAccumulator",
-    "NamedSums",
+    "NamedBuffer",
     "Objective",
     "Term",
     "Terms",
     "Totals",
     "Weight",
     "WeightedLoss",
-    "WindowLosses",
-    "accumulator",
+    "batch_losses",
     "checked_scalar",
     "checked_terms",
     "counted",

@@ -1,414 +1,243 @@
-"""What a large batch's micro-batches add up to in a `TrainStep`: its loss, or losses, and its gradient."""
+"""Adds up the losses of a window's micro-batches, by name: gradients and means. A single loss has the name None.
+
+    large batch's loss  =  sum_j  sum_i w_ij l_ij / W_j       with  W_j = sum_i w_ij,  over names j and micro-batches i
+
+What loss j adds to its sum of gradients is `w_ij / u_j` times its gradient, or `1 / u_j` times, where losses are sums.
+Where `W_j` is known before the first backward pass, the unit `u_j` is `W_j`: the gradients of all losses add up in one
+place, and are complete (`TrainStep`; `BatchLosses` finds the totals). Elsewhere the unit is the first weight, and the
+sum is divided by `W_j / u_j` when the window closes; until then each of several losses has a sum of its own (a wrapped
+optimizer's window; `NamedBuffer` holds them).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradaccum.on_torch.batch import Batch, read_early
-from gradaccum.on_torch.oom_retry import RestartWindow
-from gradaccum.on_torch.private import run_backward
-from gradaccum.torch.loss.named import (
-    MIXED_TERMS,
-    Terms,
-    Totals,
-    Weight,
-    is_zero,
-    ratio,
-    read_totals,
-    summed,
-    times,
-    weighed,
-    weighted_sum,
-    where_any,
-    wide,
-)
-from gradaccum.torch.loss.objective import Objective, one_weight
+from gradaccum.core.window import Reduction
+from gradaccum.on_torch.foreach import all_finite, scale_
+from gradaccum.on_torch.grad_buffer import GradientBuffer, Sums, joined
+from gradaccum.torch.loss.named import Entry, Terms, Totals, Weight, ratio, weighted_sum
 
-ROUNDING = 1e-6
-"""Relative difference of two sums of the same weights, in other orders."""
-
-_BOTH = "`compute_loss` must return (loss, weight) always or never. Received: both in one batch."
+Resyncing = Callable[[], contextlib.AbstractContextManager[None]]
+"""Returns a context in which the sum may be changed."""
 
 
-class WeightedLoss(NamedTuple):
-    """One micro-batch's share of the large batch's loss: `factor * loss`."""
+class LossSum:
+    """What one loss has added up to."""
 
-    loss: Tensor | None  # the micro-batch's own; None where it weighs nothing
-    factor: Weight = 1.0
-    weight: Weight | None = None  # what `compute_loss` returned; None where the total is known beforehand
-    share: Weight | None = None  # its part of that total
-    weightless: Sequence[Tensor] = ()  # losses that weigh nothing, of those that had a forward pass
-    terms: dict[Hashable, tuple[Tensor, Weight]] | None = None  # what each of several losses adds, and weighs
-
-    @property
-    def ran(self) -> bool:
-        """Whether there was a forward pass."""
-        return self.loss is not None or bool(self.weightless) or self.terms is not None
+    def __init__(self, unit: Weight) -> None:
+        self.unit = unit
+        self.losses: list[Entry] = []
+        self.weights: dict[int, Weight] = {}  # of its micro-batches
 
 
 class LossAccumulator:
-    """Adds up the losses and the gradients of a window's micro-batches.
+    """The losses of one window, by name. They stay until the next one begins; nothing is computed until somebody asks.
 
-    Where the total weight is known beforehand, the weighted losses add up to the large batch's loss and gradient as
-    they are. Where only the forward pass tells, they are kept in multiples of the first weight, and `divisor` is what
-    the sums are to be divided by in the end. The factors cost nothing: each is where its backward pass starts, in
-    place of 1.
-
-    Several losses (`named`) have a total each, and gradients that add up in the same place. So their totals must be
-    known before the first backward pass: from the batch, from a counting pass (`counted`), or, where one micro-batch
-    is the whole batch, from its own forward pass.
+    `totals`: what each divides by, where that is known. `buffer`: what holds the gradients, where it isn't.
     """
 
-    attempts = 0  # how often the weights of several losses were other than counted
-    retain_graph = False  # parts of the graphs go backward once more after the loss has
-    waits = False  # for devices, to read weights, as no window restarts by itself
-    skips = True  # a micro-batch known to weigh nothing has no forward pass: not where buffers move in it
+    totals: Totals | None = None
+    buffer: NamedBuffer | None = None
+    over = weighed = False
+    """Whether the window has closed; whether the user has said what a loss weighs."""
 
-    # What passes change; `restart` has it as it is here.
-    ran = _has_gradient = False
-    divisor: Weight | None = None
-    """What the summed gradients are to be divided by; None where they are complete as they are."""
-    _sum: Tensor | None = None
-    _rescaled = 1.0
-    _arriving: Weight = 0.0
-    _start: tuple[Weight, Tensor] = 0.0, torch.empty(0)
-    _factor: Weight | None = None
-    """What every loss is multiplied by that is given to `run`; where rows are counted, those of `_factor_of` rows."""
-    _factor_of: int | None = None
-
-    def __init__(
-        self,
-        objective: Objective,
-        batch: Batch,
-        total: Weight | Totals | None = None,
-        *,
-        named: bool = False,
-        counted: Totals | None = None,
-        rows: float = 0.0,
-        unit: Weight | None = None,
-        multiples: bool = False,
-    ) -> None:
-        self.objective, self.named, self._batch_rows = objective, named, batch.rows
-        self._summed = objective.renew(batch)
-        self.total: Any = one_weight(objective.total(batch)) if total is None and not named else total
-        self._counted, self._by_forward, self._rows = counted, named and total is None, rows or float(batch.rows)
-        self._unit = self._given_unit = unit
-        self._multiples, self._adds = multiples, self._summed or objective.reduction == "sum"
-        # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
-        self._same: Weight | None = None
-        if not named and (self._adds or self.total is None):
-            self._same = 1.0 if self.total is None else ratio(1.0, self.total)  # type: ignore[arg-type]  # no dict
-        # Where micro-batches divide by what is known without a look at them: by nothing of theirs, or by their rows.
-        self._by_rows = not named and self._same is None and objective.divides_by_rows
-        if objective.weight is None:
-            self._factor = self._same
-        self._begin()
+    def __init__(self, reduction: Reduction, buffer: NamedBuffer | None = None) -> None:
+        self.adds, self.buffer = reduction == "sum", buffer
+        self.restart()
 
     def restart(self) -> None:
-        for name in ("ran", "divisor", "_has_gradient", "_sum", "_rescaled", "_arriving"):
-            vars(self).pop(name, None)
-        self._unit = self._given_unit
-        self._begin()
+        self.sums: dict[Hashable, LossSum] = {}
+        self.dropped: set[int] = set()  # micro-batches that don't count
+        self.over = self.weighed = False
 
-    def _begin(self) -> None:
-        # By name, None for a single one: the losses, and what each is multiplied by; and their weights.
-        self._losses: dict[Hashable, list[tuple[Tensor, Weight]]] = {}
-        self._weights: dict[Hashable, list[Weight]] = {}
-        # What the window weighs, on the host or on its way there: as forward passes tell, and as was known before.
-        self._by_passes: list[Callable[[], float] | float] = []
-        self._of_means: list[Callable[[], float] | float] = []  # what single means are over that went backward unread
-        if self._by_forward:
-            self.total = None
-        totals = self.total.values() if isinstance(self.total, dict) else () if self.total is None else (self.total,)
-        self._known: list[Callable[[], float] | float] = [t if type(t) is float else read_early(t) for t in totals]
+    def unit(self, name: Hashable, weight: Weight) -> Weight:
+        if name in self.sums:
+            return self.sums[name].unit
+        return self.totals[name] if self.totals is not None else 1.0 if self.adds else weight
 
-    # What they add up to.
+    def factor(self, name: Hashable, weight: Weight) -> Weight:
+        """What the gradient of a loss is multiplied by."""
+        return ratio(1.0 if self.adds else weight, self.unit(name, weight))
 
-    @property
-    def is_mean(self) -> bool:
-        return self.named or self.total is not None or self.divisor is not None
+    def add(self, micro_batch: int, loss: Tensor, weight: Weight, given: bool = True, name: Hashable = None) -> None:
+        if self.over:
+            self.restart()
+        if name not in self.sums:
+            self.sums[name] = LossSum(self.unit(name, weight))
+        one = self.sums[name]
+        one.losses.append((loss.detach(), 1.0 if self.adds else weight, micro_batch))
+        one.weights[micro_batch] = weight
+        self.weighed = self.weighed or given
 
-    def multiple(self, weighted: WeightedLoss, rows: int) -> Weight:
-        """Ratio of the first micro-batch's summed gradient to its mean gradient; of several losses, an estimate."""
-        if self.named:
-            return rows / self._rows
-        if self.divisor is not None:
-            return self.divisor
-        return float(rows) if weighted.share is None else weighted.share
+    def means(self) -> dict[Hashable, Tensor]:
+        """The window's mean of the losses of each name, of no dimensions."""
+        found, plain = {}, self.adds and not self.weighed
+        for name, one in self.sums.items():
+            if losses := [entry for entry in one.losses if entry[2] not in self.dropped]:
+                found[name] = weighted_sum(losses, 1.0 if plain else self.weight(name))
+        return found
 
-    @property
-    def empty(self) -> bool:
-        """Whether the window weighs nothing. What a device counts has arrived, as its copy began before the passes."""
-        weights = self._known if self.divisor is None else self._by_passes
-        if any([weight if type(weight) is float else weight() for weight in weights]):  # type: ignore[operator]  # else a function
-            return False
-        return self.named or bool(weights)
+    def weight(self, name: Hashable) -> float:
+        """What the micro-batches' losses of this name weigh."""
+        return math.fsum(float(w) for i, w in self.sums[name].weights.items() if i not in self.dropped)
 
-    @property
-    def sum(self) -> Tensor:
-        """What the weighted losses add up to so far, of several in the order of their totals; without a graph."""
-        if self._sum is None and not self.named and self._losses:
-            self._sum = weighted_sum(self._losses[None])
-        elif self._sum is None:
-            found = {name: weighted_sum(losses) for name, losses in self._losses.items()}
-            parameter, device = next(self.objective.model.parameters(), torch.zeros(())), self.objective.device
-            some = next(iter(found.values()), torch.zeros((), dtype=parameter.dtype))
-            zero = torch.zeros_like(wide(some), device=device)
-            names = list(self.total or ()) if self.named else []
-            self._sum = torch.stack([found.get(name, zero).to(device) for name in names]) if names else zero
-        return self._sum
+    def mean(self) -> Tensor | None:
+        means = list(self.means().values())
+        return torch.stack(means).sum() if len(means) > 1 else means[0] if means else None
 
-    def take(self, sums: Tensor) -> None:
-        self._sum = sums
-
-    @property
-    def loss(self) -> Tensor:
-        """The large batch's loss so far, without a graph; NaN where it weighs nothing, as 0 / 0 is."""
-        return self.finished()[0]
-
-    def finished(self) -> tuple[Tensor, bool]:
-        """The large batch's loss, and whether it weighs anything."""
-        weighs = not self.empty
-        if not weighs or not self._losses:
-            return torch.full((), float("nan"), device=self.objective.device), weighs
-        loss = self.sum.sum() if self.named else self.sum
-        return loss if self.divisor is None else loss / self.divisor, weighs
-
-    @property
-    def losses(self) -> dict[Hashable, Tensor]:
-        """Of several losses, the mean of each over the large batch; NaN where it weighs nothing."""
-        pairs = zip(self.total.items(), self.sum, strict=True) if self.named and self.total else ()
-        return {
-            name: mean.where(torch.as_tensor(total, device=mean.device) > 0, math.nan) for (name, total), mean in pairs
-        }
-
-    def check(self) -> None:
-        """All micro-batches are in: the weights of several losses must add up to what was counted before."""
-        if self.named and self._losses and not self._has_gradient:
-            raise ValueError(
-                f"None of the losses requires a gradient: {', '.join(map(repr, self._losses))}. Detached losses are "
-                "only averaged; another loss must train the model."
-            )
-        # A mean over nothing is NaN, and so is its gradient, whatever that is multiplied by.
-        if not all([weight if type(weight) is float else weight() for weight in self._of_means]):  # type: ignore[operator]  # else a function
-            self.objective.found.empty = True
-            raise RestartWindow
-        if self._counted is None:
+    def unscale(self, micro_batch: int, scale: Tensor | None, live: Tensor | None) -> None:
+        """Losses of this micro-batch came multiplied by a GradScaler's scale: the last one known after `unscale_`."""
+        if (scale := live if scale is None else scale) is None:
+            self.restart()
             return
-        found = read_totals(self._weights)
-        for name, total in self._counted.items():
-            now = found.get(name, 0.0)
-            if math.isclose(now, float(total), rel_tol=ROUNDING):
-                continue
-            if not self.attempts and self.total == self._counted:
-                self.attempts = 1
-                raise RestartWindow
-            raise ValueError(
-                f"The weights of the loss term {name!r} add up to {float(total):g} in the pass that counts them, and "
-                f"to {now:g} in the micro-batches themselves: they are random, or depend on how rows are split. If the "
-                "batch determines them, give weight=lambda *batch: {name: number}; else draw random numbers before the "
-                "batch is split, and give a fixed `micro_batch_size`."
-            )
+        for one in self.sums.values():
+            one.losses = [((x / scale).reshape(()) if i == micro_batch else x, n, i) for x, n, i in one.losses]
 
-    # Several ranks.
+    # Several losses whose totals are known when the window closes.
 
-    def unit_and_weight(self) -> tuple[float, float] | None:
-        """The factor that makes the ranks' sums add up, and what this rank's sum weighs then; None: they do already."""
-        if self.divisor is None:
-            return None
-        unit = 1.0 if self._unit is None else float(self._unit)
-        return unit, float(self.divisor) * unit
+    @property
+    def by_name(self) -> bool:
+        """Whether this window's losses came by name."""
+        return self.buffer is not None and bool(self.buffer.sums)
 
-    def own_unit(self) -> float:
-        """In a backward pass: what its gradients are multiples of; 0 where it is none of a micro-batch that counts."""
-        return float(self._arriving)
+    def backward_each(
+        self, micro_batch: int, terms: Terms, resyncing: Resyncing, run: Callable[..., None], **how: Any
+    ) -> None:
+        """Add a micro-batch's losses, and the gradient of each to its own sum; detached ones have none."""
+        assert self.buffer is not None
+        later = [name for name, term in terms.items() if term.loss.requires_grad]
+        for name, (loss, weight) in terms.items():
+            self.add(micro_batch, loss, weight, True, name)
+            with self.buffer.at(name, resyncing):
+                if loss.requires_grad:
+                    how["retain_graph"] = how["retain_graph"] if name == later[-1] else True
+                    run(loss, self.factor(name, weight), **how)
 
-    def take_unit(self, unit: float) -> float:
-        """Have other ranks' unit, in the window's first backward pass. Returns the factor of what arrives there."""
-        self._rescaled = (self.own_unit() or unit) / unit
-        self._unit = self._given_unit = unit
-        return self._rescaled
+    def weights(self) -> dict[Hashable, float]:
+        """What each loss weighs by now."""
+        return {name: self.weight(name) for name in (() if self.buffer is None else self.buffer.sums)}
 
-    # A micro-batch.
+    def fold(self, totals: Mapping[Hashable, float] | None = None) -> None:
+        """Divide each sum by its total, over all ranks if they are given, and add them up in `p.grad`."""
+        assert self.buffer is not None
+        totals = self.weights() if totals is None else totals
+        self.buffer.fold({name: float(self.sums[name].unit) / totals[name] for name in self.buffer.sums})
 
-    def run(self, micro_batch: Batch) -> WeightedLoss | None:
-        """Both passes of a micro-batch, where its factor is known as mostly; else the forward pass: its loss, weighed.
+    # Files.
 
-        Not for a sharded model, or with a GradScaler.
-        """
-        if self.divisor is not None or (self._factor is None and not self._by_rows):
-            return self.forward(micro_batch)
-        loss, weight = self.objective.evaluate(micro_batch, self._summed)
-        if weight is not None:
-            return self._weighed_by_forward(loss, weight)
-        if self._by_rows and micro_batch.rows != self._factor_of:
-            self._factor, self._factor_of = ratio(float(micro_batch.rows), self.total), micro_batch.rows
-        factor = self._factor
-        assert factor is not None
-        run_backward((loss,), (self._start_of(loss, factor),), self.retain_graph)
-        self.ran = True
-        self._losses.setdefault(None, []).append((loss.detach(), factor))
-        return None
+    def state_dict(self) -> dict[str, Any]:
+        losses = [
+            [i, loss.clone(), one.weights[i], *([] if name is None else [name])]
+            for name, one in self.sums.items()
+            for loss, _, i in one.losses
+        ]
+        return {"losses": losses, "losses_weighed": self.weighed}
 
-    def _start_of(self, loss: Tensor, factor: Weight) -> Tensor:
-        """Where this backward pass begins; the same tensor as long as factors are the same."""
-        before, start = self._start
-        # A hook of the user's may have written to it.
-        if before is not factor or start.dtype is not loss.dtype or start.device != loss.device or start._version:
-            start = self.objective.start(loss, factor)
-            self._start = factor, start
-        return start
-
-    def forward(self, micro_batch: Batch, share: bool = False) -> WeightedLoss:
-        """Run the forward pass of a micro-batch and weigh its loss. Changes nothing here: `backward` does."""
-        objective, known = self.objective, None
-        if self.named:
-            return self._forward_named(micro_batch)
-        if not self._summed or share:
-            known = one_weight(objective.total(micro_batch))
-            if self._same is None:
-                known = self._noted(known)
-            if objective.weight is not None and is_zero(known):
-                return self._of_nothing(micro_batch)
-        loss, weight = objective.evaluate(micro_batch, self._summed)
-        if weight is not None:
-            return self._weighed_by_forward(loss, weight)
-        if self.divisor is not None:
-            raise ValueError(_BOTH)
-        if known is None or self.total is None:
-            return WeightedLoss(loss, 1.0 if self._same is None else self._same)
-        part = ratio(known, self.total)
-        if self._same is not None:
-            return WeightedLoss(loss, self._same, None, part)
-        return WeightedLoss(where_any(loss, known), part, share=part)
-
-    def _of_nothing(self, micro_batch: Batch) -> WeightedLoss:
-        return WeightedLoss(None, weightless=() if self.skips else self.objective.losses(micro_batch))
-
-    def _noted(self, weight: Any) -> Any:
-        """A mean's weight. It stays on its device, which nobody waits for, until one is 0."""
-        if not isinstance(weight, Tensor):
-            return weight
-        if self.waits or self.objective.found.empty:
-            return float(weight)
-        self._of_means.append(read_early(weight))
-        return weight
-
-    def _weighed_by_forward(self, loss: Tensor, weight: Weight | Terms) -> WeightedLoss:
-        if isinstance(weight, dict):
-            if self.objective.weight is not None:
-                raise ValueError(f"`weight` must return a number for each of the loss terms {list(weight)}.")
-            if self._losses:
-                raise ValueError(MIXED_TERMS)
-            raise RestartWindow  # as now is known
-        if self._losses and self.divisor is None:
-            raise ValueError(_BOTH)
-        weight = weight if self._adds else self._noted(weight)
-        noted = isinstance(weight, Tensor) and not self._adds
-        self._by_passes.append(self._of_means[-1] if noted else read_early(weight))
-        if is_zero(weight):
-            return WeightedLoss(None, weight=weight, weightless=(loss,))
-        if self._adds and not self._multiples:
-            return WeightedLoss(loss, weight=weight)
-        unit = self._unit if self._unit is not None else _unit(weight)
-        if self._adds:
-            return WeightedLoss(loss, ratio(1.0, unit), weight=weight)
-        return WeightedLoss(where_any(loss, weight), ratio(weight, unit), weight=weight)
-
-    def _forward_named(self, micro_batch: Batch) -> WeightedLoss:
-        objective = self.objective
-        known = _by_batch(objective, micro_batch)
-        known = known and {name: self._noted(weight) for name, weight in known.items()}
-        if known is not None and all(is_zero(weight) for weight in known.values()):
-            return self._of_nothing(micro_batch)
-        terms = _checked(objective.evaluate(micro_batch)[1], objective)
-        terms = {name: term._replace(weight=self._noted(term.weight)) for name, term in terms.items()}
-        found = weighed(terms, known)
-        if self.total is None:
-            if micro_batch.rows != self._batch_rows:
-                raise RestartWindow
-            self.total = counted(objective, [terms])
-            self._known = list(self.total.values())
-        parts: dict[Hashable, tuple[Tensor, Weight]] = {}
-        for name, (value, weight) in found.items():
-            if name not in self.total:
-                raise ValueError(
-                    f"The loss term {name!r} is not among those that were counted: {list(self.total)}. The same rows "
-                    "must have the same terms each time they are evaluated; where one is missing, it weighs 0."
-                )
-            factor = ratio(1.0 if objective.reduction == "sum" else weight, self.total[name])
-            parts[name] = times(wide(where_any(value, weight)), factor), weight
-        detached = {name: (part.detach(), weight) for name, (part, weight) in parts.items()}
-        attached = [part for part, _ in parts.values() if part.requires_grad]
-        nothing = [term.loss for name, term in terms.items() if name not in found]
-        return WeightedLoss(summed(attached) if attached else None, weightless=nothing, terms=detached)
-
-    def backward(self, weighted: WeightedLoss, scaled: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Run the backward pass, if there is one, and count the micro-batch."""
-        loss, factor, weight, terms = weighted.loss, weighted.factor, weighted.weight, weighted.terms
-        if loss is not None:
-            if weight is not None and self._unit is None and (self._multiples or not self._adds):
-                self._unit = _unit(weight)  # what arrives of this pass is a multiple of it, should the rest fail
-            self._arriving = 1.0 if weight is None or self._unit is None else self._unit
-            end = loss if scaled is None else scaled(loss)
-            run_backward((end,), (self._start_of(end, factor),), self.retain_graph)
-            self._has_gradient = True
-        self.ran = self.ran or weighted.ran
-        self._sum, self._arriving = None, 0.0
-        if terms is not None:
-            self._add_terms(terms)
-            return
-        if self._rescaled != 1.0:
-            factor, self._rescaled = factor * self._rescaled, 1.0
-        if loss is not None:
-            self._losses.setdefault(None, []).append((loss.detach(), factor))
-        if weight is not None:
-            self._add_weight(weight)
-
-    def _add_terms(self, terms: dict[Hashable, tuple[Tensor, Weight]]) -> None:
-        for name, (part, weight) in terms.items():
-            self._losses.setdefault(name, []).append((part, 1.0))
-            self._weights.setdefault(name, []).append(weight)
-
-    def _add_weight(self, weight: Weight) -> None:
-        share = weight if self._unit is None else ratio(weight, self._unit)
-        self.divisor = share if self.divisor is None else self.divisor + share
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self.restart()
+        for index, loss, weight, *name in state["losses"]:
+            loss = loss.to(device, copy=True).reshape(())
+            self.add(index, loss, weight, state["losses_weighed"], name[0] if name else None)
 
 
-def accumulator(objective: Objective, batch: Batch) -> LossAccumulator:
-    totals = _by_batch(objective, batch)
-    return LossAccumulator(objective, batch, totals, named=totals is not None or bool(objective.found.terms))
+class NamedBuffer(GradientBuffer):
+    """The sum in `p.grad`; with several losses that of the first one, and beside it a sum for each other one."""
 
+    def __init__(self, parameters: Callable[[], list[Tensor]], dtype: torch.dtype | None = None) -> None:
+        self.used = False  # whether losses have ever come by name
+        self.sums: dict[Hashable, Sums] = {}
+        """Of each loss, for each parameter; empty where it is in `p.grad`, or nothing has arrived."""
+        self._restored: dict[Hashable, Sums] = {}
+        """A checkpoint's sums, until the next micro-batch is in."""
+        super().__init__(parameters, dtype)
 
-def counted(objective: Objective, forwarded: Sequence[Terms]) -> Totals:
-    """The totals of the micro-batches of a counting pass."""
-    weights: dict[Hashable, list[Weight]] = {}
-    for terms in forwarded:
-        for name, term in _checked(terms, objective).items():
-            weights.setdefault(name, []).append(term.weight)
-    return dict(read_totals(weights))
+    def prepare(self) -> None:
+        super().prepare()
+        for held in (self.restored, *self.sums.values(), *self._restored.values()):
+            if held:  # the parameters that were added come last
+                held += [None] * (len(self.parameters()) - len(held))
 
+    @contextlib.contextmanager
+    def at(self, name: Hashable, resyncing: Resyncing) -> Iterator[None]:
+        """Meanwhile gradients join the sum of this loss."""
+        self.sums.setdefault(name, [])
+        first = next(iter(self.sums))
+        if name != first:
+            self._swap(first, name, resyncing)
+        try:
+            yield
+        finally:
+            if name != first:
+                self._swap(name, first, resyncing)
 
-def _unit(weight: Weight) -> Weight:
-    return torch.where(weight > 0, weight, 1.0) if isinstance(weight, Tensor) else weight
+    def _swap(self, out: Hashable, into: Hashable, resyncing: Resyncing) -> None:
+        with resyncing():
+            self.sums[out] = self.get()
+            self.set(self.sums[into] or [None] * len(self.sums[out]))
+            self.sums[into] = []
 
+    def fold(self, factors: Mapping[Hashable, float]) -> None:
+        """Multiply each sum by its factor, and add them up in `p.grad`."""
+        for number, (name, sums) in enumerate(self.sums.items()):
+            scale_([s for s in (sums if number else self.gradients()) if s is not None], factors[name])
+            if number and sums:
+                self.set(joined(self.get(), sums))
+                self.sums[name] = []
 
-def _by_batch(objective: Objective, batch: Batch) -> Totals | None:
-    totals = objective.total(batch) if objective.weight is not None else None
-    return totals if isinstance(totals, dict) else None
+    def expose(self, accepting: Resyncing) -> None:
+        """Have an overflow of any loss in `p.grad`, where a GradScaler looks for it."""
+        others = [s for sums in self.sums.values() for s in sums if s is not None]
+        shown = [g for g in self.gradients() if not g.is_sparse]
+        if others and shown:
+            smallest = min(shown, key=Tensor.numel)
+            with torch.no_grad(), accepting():
+                smallest += torch.where(all_finite(others).to(smallest.device), 0.0, math.inf).to(smallest.dtype)
 
+    def everything(self) -> list[Tensor]:
+        beside = [*self.sums.values(), *self._restored.values()]
+        return super().everything() + [s for sums in beside for s in sums if s is not None]
 
-def _checked(terms: object, objective: Objective) -> Terms:
-    if isinstance(terms, dict):
-        return terms
-    if objective.weight is not None:
-        raise ValueError(
-            "`weight` names loss terms, and the loss is one number. Return {name: loss} from `compute_loss`, or a "
-            "number from `weight`."
-        )
-    raise ValueError(MIXED_TERMS)
+    def join_restored(self, scale: Tensor | None = None) -> None:
+        super().join_restored(scale)
+        restored, self._restored = self._restored, {}
+        for name, sums in restored.items():
+            if scale is not None:
+                scale_([s for s in sums if s is not None], scale)
+            self.sums[name] = joined(self.sums[name] or [None] * len(sums), sums)
+
+    def clear(self, set_to_none: bool = True) -> None:
+        super().clear(set_to_none)
+        self.sums, self._restored = {}, {}
+
+    def close(self) -> None:
+        super().close()
+        self.sums, self._restored = {}, {}
+
+    def copies_by_name(self, scale: Tensor | None) -> list[dict[str, Any]]:
+        """`copies` of each loss's sum; of the first one, which is in `p.grad`, nothing."""
+        found = []
+        for name, sums in self.sums.items():
+            restored = self._restored.get(name)
+            factor = None if scale is None or restored is not None else scale.reciprocal()
+            held = enumerate(sums if restored is None else restored)
+            copies = {i: s.clone() if factor is None else s * factor.to(s) for i, s in held if s is not None}
+            found.append({"name": name, "gradients": copies})
+        return found
+
+    def restore_by_name(self, state: Sequence[Mapping[str, Any]]) -> None:
+        self.used = self.used or bool(state)
+        for saved in state:
+            found = saved["gradients"]
+            self.sums[saved["name"]] = []
+            if found:
+                self._restored[saved["name"]] = [
+                    found[index].detach().to(p.device, copy=True) if index in found else None
+                    for index, p in enumerate(self.parameters())
+                ]

@@ -149,14 +149,6 @@ class Objective:
         """Whether every loss is a mean over rows, unless its forward pass says otherwise."""
         return self.weight is None and self.reduction == "mean" and not self._by_targets
 
-    def by_targets(self, batch: Batch) -> bool:
-        """Whether the loss divides by a number that its targets say, so that sums of it are what adds up."""
-        if not self._by_targets:
-            return False
-        targets = self._targets(batch)
-        # Floating-point targets are class probabilities, over which the mean is one over rows.
-        return targets is None or not targets.is_floating_point()
-
     def _targets(self, batch: Batch) -> Tensor | None:
         if len(batch.tree) != 2:
             return None
@@ -190,8 +182,9 @@ class Objective:
         if not self._by_targets:
             return False
         assert self.loss_fn is not None
-        self._summed = summed(self.loss_fn, self._summed)
-        return self.by_targets(batch)
+        self._summed, targets = summed(self.loss_fn, self._summed), self._targets(batch)
+        # Floating-point targets are class probabilities, over which the mean is one over rows.
+        return targets is None or not targets.is_floating_point()
 
     def start(self, loss: Tensor, factor: Weight) -> Tensor:
         """Where the backward pass of a loss begins that counts so many times: costs nothing, as it is in place of 1."""

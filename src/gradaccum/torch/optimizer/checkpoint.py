@@ -106,8 +106,8 @@ def window_state(windows: Windows) -> dict[str, Any]:
     state["overflow"] = scale.overflowed()
     if open_.screened is not None:
         state["weights"], state["counted"] = list(open_.window.weights), open_.screened.counted()
-    if open_.by_name and open_.named is not None:
-        state["terms"] = open_.named.state_of_terms(scale.scale)
+    if open_.named is not None and open_.losses.by_name:
+        state["terms"] = open_.named.copies_by_name(scale.scale)
     return {**state, "gradients": open_.buffer.copies(scale.scale), **open_.losses.state_dict()}
 
 
@@ -130,7 +130,7 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
             open_.buffer.restore(state["gradients"])
             open_.loss_scale.restore(state["overflow"])
         if open_.named is not None:
-            open_.named.load_terms(state.get("terms", ()))
+            open_.named.restore_by_name(state.get("terms", ()))
             if open_.named.used:
                 ranks.reduce_manually()
             open_.build_stages()

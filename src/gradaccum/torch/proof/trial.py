@@ -22,7 +22,7 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
 from gradaccum.torch.buffers import ModuleState
-from gradaccum.torch.loss import LossAccumulator, Objective, Terms, accumulator, counted
+from gradaccum.torch.loss import BatchLosses, Objective, Terms, batch_losses, counted
 
 Gradients = Callable[[Objective, Batch, Sequence[int]], Tensor]
 """Runs the rows of a batch in micro-batches of these sizes, in order, as an update does: takes each of them by
@@ -139,12 +139,12 @@ def in_micro_batches(objective: Objective, batch: Batch, sizes: Sequence[int]) -
     """What `TrainStep` does with a batch, in a few lines: a loop over micro-batches, weighed as it weighs them."""
     ends = torch.tensor(sizes).cumsum(0).tolist()
     parts = [slice(stop - size, stop) for size, stop in zip(sizes, ends, strict=True)]
-    window = accumulator(objective, batch)
-    if window.named and window.total is None:
+    window = batch_losses(objective, batch)
+    if window.named and window.totals is None:
         modules = [module for root in objective.modules.values() for module in root.modules()]
         with as_found(modules, objective.device), torch.no_grad():
             found: list[Terms] = [objective.evaluate(batch.take(part))[1] for part in parts]  # type: ignore[misc]  # terms
-        window = LossAccumulator(objective, batch, counted(objective, found), named=True)
+        window = BatchLosses(objective, batch, counted(objective, found), named=True)
     window.waits = True
     for part in parts:
         window.backward(window.forward(batch.take(part)))

@@ -23,7 +23,7 @@ from gradaccum.torch.distributed import (
     check_detected,
     detect_ranks,
 )
-from gradaccum.torch.loss import LossAccumulator, Objective, Terms, Totals, Weight, counted
+from gradaccum.torch.loss import BatchLosses, Objective, Terms, Totals, Weight, counted
 from gradaccum.torch.optimizer import needs_closure
 from gradaccum.torch.train_step.options import Options
 from gradaccum.torch.train_step.update import Update
@@ -38,7 +38,7 @@ _NOT_COUNTED = (
 _ROWS = ("rows of all ranks",)
 """A name that no loss has."""
 
-Window = LossAccumulator
+Window = BatchLosses
 """What adds up the losses and the gradients of a large batch."""
 
 
@@ -48,7 +48,7 @@ class GlobalBatch(Listener):
     def __init__(self, ranks: Ranks, sums: GradientBuffer, *, in_blocks: bool = False) -> None:
         self.ranks = ranks
         self._sums, self._in_blocks = sums, in_blocks
-        self._window: LossAccumulator | None = None
+        self._window: BatchLosses | None = None
         self._mine: float | None = None
         """What this rank's rows weigh, where its sum is a multiple of `_unit` and that was known beforehand."""
         self._unit = 1.0
@@ -61,7 +61,7 @@ class GlobalBatch(Listener):
         They must be so in the backward pass already: it spans the ranks where SyncBatchNorm does.
         """
         if objective.weight is None and not self.ranks.is_distributed and not objective.found.terms:  # as mostly
-            return LossAccumulator(objective, batch)
+            return BatchLosses(objective, batch)
         mine = objective.total(batch) if self.ranks.is_distributed or objective.weight is not None else None
         if isinstance(mine, dict):
             return self._of_terms(objective, batch, mine, None)
@@ -71,22 +71,22 @@ class GlobalBatch(Listener):
             if objective.found.terms:
                 return window
         if not self.ranks.is_distributed:
-            return LossAccumulator(objective, batch)
+            return BatchLosses(objective, batch)
         self._window = self._of_one_loss(objective, batch, None if mine is None else float(mine))
         return self._window
 
-    def _counted(self, objective: Objective, batch: Batch, forwarded: list[Terms] | None) -> LossAccumulator:
+    def _counted(self, objective: Objective, batch: Batch, forwarded: list[Terms] | None) -> BatchLosses:
         """A window of several losses, if some rank has several, in which case `found.terms` says so afterwards."""
         totals = None if forwarded is None else counted(objective, forwarded if objective.found.terms else [])
         if objective.found.terms and totals is None:
             if self.ranks.is_distributed:
                 raise ValueError(_NOT_COUNTED)
-            return LossAccumulator(objective, batch, named=True)
+            return BatchLosses(objective, batch, named=True)
         window = self._of_terms(objective, batch, totals or {}, totals)
-        objective.found.terms = objective.found.terms or bool(window.total)
+        objective.found.terms = objective.found.terms or bool(window.totals)
         return window
 
-    def _of_one_loss(self, objective: Objective, batch: Batch, mine: float | None) -> LossAccumulator:
+    def _of_one_loss(self, objective: Objective, batch: Batch, mine: float | None) -> BatchLosses:
         ranks, self._mine = self.ranks, None
         # What a sharded model adds up over the ranks on the way has one unit from the start.
         unit = (1.0 if self._in_blocks else None) if ranks.unit is None else ranks.unit
@@ -95,11 +95,9 @@ class GlobalBatch(Listener):
             if total and not ranks.sharded:
                 # Where passes span the ranks, as with SyncBatchNorm, all of them need one unit from the start.
                 ranks.unit = total / ranks.size
-            return LossAccumulator(
-                objective, batch, total, unit=unit if ranks.sharded else None, multiples=ranks.sharded
-            )
+            return BatchLosses(objective, batch, total, unit=unit if ranks.sharded else None, multiples=ranks.sharded)
         self._mine, self._unit = mine, ranks.unit
-        return LossAccumulator(objective, batch, self._unit)
+        return BatchLosses(objective, batch, self._unit)
 
     def own_unit(self) -> float:
         return 1.0 if self._window is None else self._window.own_unit()
@@ -121,13 +119,13 @@ class GlobalBatch(Listener):
         window.restart()
         return window
 
-    def _of_terms(self, objective: Objective, batch: Batch, mine: Totals, own: Totals | None) -> LossAccumulator:
+    def _of_terms(self, objective: Objective, batch: Batch, mine: Totals, own: Totals | None) -> BatchLosses:
         self._met, self._window = True, None
         if not self.ranks.is_distributed:
-            return LossAccumulator(objective, batch, mine, named=True, counted=own)
+            return BatchLosses(objective, batch, mine, named=True, counted=own)
         totals = self.ranks.sum_by_name({_ROWS: batch.rows, **{name: float(total) for name, total in mine.items()}})
         rows = totals.pop(_ROWS)
-        return LossAccumulator(objective, batch, dict(totals), named=True, counted=own, rows=rows)
+        return BatchLosses(objective, batch, dict(totals), named=True, counted=own, rows=rows)
 
     def close(self, window: Window, state: WindowState) -> tuple[Tensor, Weight | None, bool]:
         """The loss over all ranks' rows; what the summed gradients are to be divided by; whether anything weighs."""

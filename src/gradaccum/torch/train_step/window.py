@@ -304,23 +304,23 @@ class TrainPasses(Passes):
             raise OneRow(_ONE_ROW.format(error=error)) from error
 
     def backward(self, piece: Slice, weighted: WeightedLoss) -> None:
-        if self._layers is not None and weighted.loss is not None:
-            self.window.retain_graph = self._layers.shares(weighted.loss)
+        if self._layers is not None and (ends := weighted.ends):
+            self.window.retain_graph = any(self._layers.shares(loss) for loss, _, _ in ends)
         self.window.backward(weighted, self._scale)
-        if weighted.loss is None or weighted.weightless:
+        if weighted.weightless or not weighted.ends:
             self._weighs_nothing(piece, weighted)
-        if not self._plain:
-            self._note(piece, weighted)
-        if self._moves and weighted.ran and piece.size < self._batch.rows:
+        if self._moves and weighted.ran and (piece.size < self._batch.rows or self._layers is not None):
             self._runner.buffers.micro_batch(self._runner.state.moved(), piece.size)
+        if not self._plain:  # blocks may run again there, from the buffers that they have found
+            self._note(piece, weighted)
 
     def _weighs_nothing(self, piece: Slice, weighted: WeightedLoss) -> None:
         """The micro-batch, or one of its losses. What that alone leads to has a gradient of zero, as of all rows."""
         losses = weighted.weightless
         if self._layers is None and self._runner.ranks.sharded:
-            if weighted.loss is None and losses:
+            if losses and not weighted.ends:
                 self._backward_of_nothing(sum(losses[1:], losses[0]))
-            elif weighted.loss is None:
+            elif not weighted.ends:
                 self.idle(self.take(piece))
         elif losses and self._layers is None:  # else blocks aren't in the graph
             self._runner.buffer.reach(*losses)
@@ -331,7 +331,7 @@ class TrainPasses(Passes):
         """Have blocks, the noise scale and BatchNorm know that this micro-batch counts."""
         if self._layers is not None:
             self._layers.commit(piece)
-        if self._noise is not None and self._noise.waiting and weighted.loss is not None:
+        if self._noise is not None and self._noise.waiting and weighted.ends:
             self._noise.counts_rows = True
             sums, multiple = self._runner.buffer.gradients(), self.window.multiple(weighted, piece.size)
             self._noise.micro_batch(sums, piece.size, self._runner.scale() * multiple)

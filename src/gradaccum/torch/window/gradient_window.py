@@ -13,12 +13,11 @@ checkpoint, micro-batches that are screened) makes a window `special`: then each
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -33,9 +32,9 @@ from gradaccum.on_torch.private import run_backward
 from gradaccum.on_torch.stages import Stage, Unscale, WindowTotal, gradient_stages
 from gradaccum.torch.distributed import Listener, Ranks, Total
 from gradaccum.torch.loss import (
-    NamedSums,
+    LossAccumulator,
+    NamedBuffer,
     Terms,
-    WindowLosses,
     checked_scalar,
     checked_terms,
     mixed_terms_error,
@@ -70,7 +69,7 @@ class GradientWindow(Listener):
         accumulate_dtype: torch.dtype | None = None,
         nonfinite: Nonfinite = "propagate",
     ) -> None:
-        self.window, self.losses = Window(reduction=reduction), WindowLosses(reduction)
+        self.window = Window(reduction=reduction)
         self.ranks, self.noise = ranks, noise
         self._options: dict[str, Any] = {
             "skip_nonfinite": nonfinite == "skip_window",
@@ -81,7 +80,8 @@ class GradientWindow(Listener):
             "accumulates_wide": accumulate_dtype is not None,
         }
         self.screened = ScreenedBuffer(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
-        self.named = NamedSums(parameters, accumulate_dtype, self.losses) if self.screened is None else None
+        self.named = NamedBuffer(parameters, accumulate_dtype) if self.screened is None else None
+        self.losses = LossAccumulator(reduction, self.named)
         self.buffer: GradientBuffer = self.screened or self.named  # type: ignore[assignment]  # one of the two is there
         if ranks.is_distributed:
             self.buffer.attach(ranks.engine.pending, ranks.engine.bucket_views)
@@ -136,10 +136,6 @@ class GradientWindow(Listener):
         self.arrival_scale.set(1.0)
         self.buffer.release()
 
-    @property
-    def by_name(self) -> bool:
-        return self.named is not None and bool(self.named.sums)
-
     # A micro-batch, until it is counted.
 
     def expect_nothing(self) -> None:
@@ -153,7 +149,7 @@ class GradientWindow(Listener):
         arriving = float(weight > 0)
         if weight == 0:
             self.be_special()
-        elif window.reduction == "mean" and weight != window.unit and not self.by_name:
+        elif window.reduction == "mean" and weight != window.unit and not self.losses.by_name:
             if self.ranks.is_distributed and not self.ranks.manual_reduce and window.unit is not None:
                 arriving = weight / window.unit
             else:  # a gradient that comes through loss.backward() joins the sum as it is, so the sum takes its unit
@@ -181,7 +177,7 @@ class GradientWindow(Listener):
                 self._backward_named(checked_terms(loss, weight), retain_graph, create_graph)
                 return
             loss = checked_scalar(loss, "`loss`")
-        if self.special and self.by_name:
+        if self.special and self.losses.by_name:
             raise mixed_terms_error()
         if one.weight is None and not window.micro_batches:
             self.losses.restart()
@@ -197,7 +193,8 @@ class GradientWindow(Listener):
         self._run_backward(loss, factor, retain_graph, create_graph)
 
     def _backward_named(self, terms: Terms, retain_graph: bool | None, create_graph: bool) -> None:
-        window, one, counts = self.window, self.window.micro_batch, [n for n, (_, weight) in terms.items() if weight]
+        window, one = self.window, self.window.micro_batch
+        counts = {name: term for name, term in terms.items() if term.weight}
         named = self._checked_names(counts)
         if not named.used:
             named.used = True
@@ -211,12 +208,12 @@ class GradientWindow(Listener):
             window.weigh(float(bool(counts)))
         if not counts:
             self.loss_scale.rescale_()  # no backward pass will do it
-        for name in counts:
-            self.losses.add(window.micro_batches, *terms[name], True, name)
-        run = functools.partial(self._run_backward, create_graph=create_graph)
-        named.backward(terms, self.monitor.resyncing, run, retain_graph)
+        if nothing := [loss for loss, weight in terms.values() if not weight]:
+            self.buffer.reach(*nothing)
+        how = {"retain_graph": retain_graph, "create_graph": create_graph}
+        self.losses.backward_each(window.micro_batches, counts, self.monitor.resyncing, self._run_backward, **how)
 
-    def _checked_names(self, names: list[Hashable]) -> NamedSums:
+    def _checked_names(self, names: Iterable[Hashable]) -> NamedBuffer:
         """Where losses by name add up; raises if they cannot."""
         window, one, named = self.window, self.window.micro_batch, self.named
         if named is None or self.noise is not None or self.ranks.sharded or one.default_given:
@@ -228,11 +225,13 @@ class GradientWindow(Listener):
                 "On several ranks, named losses, backward({name: (loss, weight)}), came after a first window without: "
                 "since then the ranks reduce a single loss in its backward pass. Use names from the first window on."
             )
-        for name in self.losses.names(window.micro_batches).intersection(names) if named.sums else ():
-            raise ValueError(
-                f"The loss term {name!r} came twice in one micro-batch. One weight can't describe two means over the "
-                "same rows: give each its own name, or add them first, backward({'a': (loss_1 + loss_2, weight)})."
-            )
+        for name in set(named.sums).intersection(names):
+            if window.micro_batches in self.losses.sums[name].weights:
+                raise ValueError(
+                    f"The loss term {name!r} came twice in one micro-batch. One weight can't describe two means over "
+                    "the same rows: give each its own name, or add them first, "
+                    "backward({'a': (loss_1 + loss_2, weight)})."
+                )
         return named
 
     def _run_backward(self, loss: Tensor, factor: float, retain_graph: bool | None, create_graph: bool) -> None:
@@ -280,7 +279,7 @@ class GradientWindow(Listener):
 
     def add_gradients(self, gradients: Sequence[Tensor | None], weight: Any) -> None:
         self.check_sum()
-        if self.by_name:
+        if self.losses.by_name:
             raise mixed_terms_error()
         one, before = self.window.micro_batch, self.passes.arrivals
         factor = self.window.weigh(weight)
@@ -307,7 +306,7 @@ class GradientWindow(Listener):
             monitor.forget_values()  # `unscale_` has changed them, and raises no version
         self.check_sum()
         if self.passes.arrivals != one.weighed:
-            if self.by_name:
+            if self.losses.by_name:
                 raise mixed_terms_error()
             if one.weight is not None and one.factor != 1.0:
                 raise mixed_error()
@@ -372,7 +371,7 @@ class GradientWindow(Listener):
 
     def _settle(self) -> None:
         """Whether there is more in this window than gradients that autograd adds up."""
-        more = self.buffer.restored is not None or self.loss_scale.in_use or self.by_name
+        more = self.buffer.restored is not None or self.loss_scale.in_use or self.losses.by_name
         self.special = self._always_special or more
         looks = self.screened is not None or self.noise is not None or self.ranks.sharded or self.monitor.looking
         self.passes.ordinary = self.passes.open = self.window.is_open and not (more or looks)
@@ -429,9 +428,8 @@ class GradientWindow(Listener):
         return True
 
     def _fold(self, total: WindowTotal) -> bool:
-        assert self.named is not None
-        if self.named.sums:
-            self.named.fold()
+        if self.losses.by_name:
+            self.losses.fold()
             total.divisor = None
         return True
 
@@ -439,12 +437,13 @@ class GradientWindow(Listener):
         """Make the sum and its weight those of all ranks."""
         window, ranks, scale, manual_reduce = self.window, self.ranks, self.loss_scale, not self.ranks.reduced
         weights = window.weight, window.weights_given, window.largest
-        mine = Total(*weights, *scale.agreement(), window.equal, idle=not window.micro_batches)
+        mine = Total(*weights, *scale.agreement(not manual_reduce), window.equal, idle=not window.micro_batches)
         self._folded = False
         everybody = ranks.total(mine, self._rescale)
         scale.agree(ranks.loss_scale)
         window.weight, window.weights_given = everybody.weight, everybody.given
-        total.scale, total.overflow = everybody.scale or None, everybody.overflow
+        is_divided = scale.unscaled and not manual_reduce
+        total.scale, total.overflow = None if is_divided else everybody.scale or None, everybody.overflow
         if everybody.scale and manual_reduce and ranks.sharded and not everybody.overflow:
             # The scaler has not seen what FSDP kept; each rank has looked at its shard.
             finite = all_finite(self.buffer.gradients())
@@ -457,9 +456,9 @@ class GradientWindow(Listener):
     def _rescale(self, unit: float, scale: float) -> None:
         """All ranks are about to reduce: bring the sum to one unit and scale, those of losses by name to one sum."""
         self.loss_scale.bring_to(scale)
-        named = self.named
-        if named is not None and named.used and (totals := self.ranks.sum_by_name(named.totals())):
-            named.fold(totals)
+        used = self.named is not None and self.named.used
+        if used and (totals := self.ranks.sum_by_name(self.losses.weights())):
+            self.losses.fold(totals)
             self._folded = True
         elif self.window.reduction == "mean" and (factor := self.window.rescale(unit)) != 1.0:
             self.buffer.scale_(factor)
