@@ -16,7 +16,7 @@ from examples.demo.guide import Setup, perform
 from examples.demo.processes import RunError
 from examples.demo.progress import Progress
 
-from gradaccum.cli.group import DIFFERENT, BadInput, Commands, Failed, checked_output, require_framework, save
+from gradaccum.cli.commands import DIFFERENT, BadInput, Commands, Failed, checked_output, require_framework, save
 
 __all__ = ["demo", "main"]
 

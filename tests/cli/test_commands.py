@@ -176,7 +176,7 @@ def test_nothing_fits_is_exit_code_1_and_everything_takes_an_ordinary_step(file)
 
 
 def test_a_keras_model_is_told_to_be_one_where_there_is_no_pytorch(file, monkeypatch):
-    monkeypatch.setattr("gradaccum.cli.group.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for model, part in (
         (type("Model", (), {"__module__": "keras.src.models"})(), "this is a Keras model"),
         (object(), 'pip install "gradaccum[torch]"'),

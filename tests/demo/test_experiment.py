@@ -8,8 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from examples.demo import processes, text, text_torch
-from examples.demo.data import load
+from examples.demo import processes, text_torch
 from examples.demo.findings import findings
 from examples.demo.guide import Epoch, Outcome, Run, Setup, initial_parameters, perform, plans
 from examples.demo.guide_torch import train
@@ -70,15 +69,6 @@ def test_each_run_makes_the_oracles_updates_and_learns(data, key):
     assert learning[-1].accuracy > 0.5
 
 
-def test_the_losses_are_means_over_all_rows(data):
-    setup = Setup(batch_size=32, steps=4, epochs=1, dtype="float64", learning_rate=0.0)
-    runs = [run(setup, data, key) for key in "ab"]
-    first = [run.first_gradients for run in runs]
-    assert relative_error(first[1], first[0]) <= FLOAT64
-    losses = {round(run.epochs[0].train_loss, 12) for run in runs}
-    assert len(losses) == 1, "with learning rate 0 every run sees the same rows with the same parameters"
-
-
 def test_activations_grow_with_the_rows_and_the_peak_holds_parameters_and_gradients(data):
     setup = Setup(batch_size=32, steps=4, epochs=1, dtype="float32")
     large, accumulated = (run(setup, data, key) for key in "ab")
@@ -90,17 +80,6 @@ def test_activations_grow_with_the_rows_and_the_peak_holds_parameters_and_gradie
     for each in (large, accumulated):
         assert each.peak_bytes > 2 * parameters
     assert accumulated.peak_bytes < 3 * parameters, "a second copy of the gradients"
-
-
-def test_initial_parameters_are_those_of_the_seed_and_plans_have_the_same_effective_batch_size():
-    first, again, other = (initial_parameters(784, seed) for seed in (0, 0, 1))
-    assert [p.shape for p in first] == [(784, 512), (512,), (512, 512), (512,), (512, 10), (10,)]
-    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not np.array_equal(first[0], other[0])
-    assert np.abs(first[0]).max() <= 784**-0.5
-    assert [(plan.micro_batch_size, plan.steps) for plan in plans(Setup(batch_size=64, steps=4))] == [(64, 1), (16, 4)]
-    with pytest.raises(ValueError, match=r"must be a multiple of the steps. Received: 64 and 3"):
-        Setup(batch_size=64, steps=3)
 
 
 def test_a_run_whose_command_was_killed_ends_without_a_word(monkeypatch, capsys):
@@ -198,22 +177,6 @@ def test_what_needs_a_word_has_one(higher):
     assert any("multiplies matrices in float32" in text for text in texts) is higher
 
 
-def test_the_report_counts_what_was_made_and_one_of_neither_part_is_refused():
-    result = outcome(updates=1)
-    report = findings(None, dataclasses.replace(result, setup=dataclasses.replace(result.setup, epochs=1)))
-    assert "after 1 update by" in report.summary
-    assert " 1 epoch of 60,000 rows" in shown(report, Text)[0].text
-    with pytest.raises(ValueError, match="one of the two parts"):
-        findings(None)
-
-
-def test_the_digits_are_trained_from_the_same_rows():
-    with Progress() as progress:
-        digits = load("digits", progress=progress)
-    large, accumulated = (run(Setup(epochs=1, dtype="float64"), digits, key) for key in "ab")
-    assert relative_error(accumulated.parameters, large.parameters) <= FLOAT64
-
-
 # The attention network on text: ours is the large batch, the loop that people write is not, and that is shown.
 
 # 40 rows: a window of 32 and a last one of 8, which is 4 micro-batches
@@ -252,14 +215,6 @@ def test_a_row_is_predicted_from_its_past_and_padding_counts_for_nothing():
     assert loss_of(model, *whole).item() == pytest.approx(expected, rel=FLOAT64)
 
 
-def test_the_rows_are_pythons_own_names_and_paragraphs_each_once():
-    rows = python_text(30)
-    assert len(rows) == len(set(rows)) > TextSetup.rows + 32
-    assert {"ArgumentParser", "deepcopy"} & set(rows)
-    assert max(map(len, rows)) == 30
-    assert rows == python_text(30)
-
-
 def as_if(distance):
     """As if ours had ended this far from the large batch."""
     far = [("whole batch", 0.0, 30), ("ours", distance, 2), ("written", 0.3, 2)]
@@ -283,10 +238,3 @@ def test_the_memory_is_the_reports_first_number_and_its_bars_have_one_scale():
         report = findings(as_if(distance), outcome(1e-13))
         assert not report.ok
         assert "but ANOTHER training" in report.summary.splitlines()[0]
-
-
-def test_it_runs_in_a_process_of_its_own(capsys):
-    small = dataclasses.replace(SETUP, epochs=1, rows=16, batch_size=16)
-    with Progress() as progress:
-        assert text.perform(small, progress).ok
-    assert "times less memory" in capsys.readouterr().err

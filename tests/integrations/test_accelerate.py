@@ -1,8 +1,5 @@
 """`prepare_optimizer`: Accelerate's own loop makes the large batch's updates."""
 
-import contextlib
-import sys
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -15,6 +12,7 @@ from gradaccum.integrations.accelerate import prepare_optimizer
 from gradaccum.torch.optim import Optimizer
 from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.problems import mse, network, regression, sgd
+from tests.torch.test_calls import Calls
 
 
 @pytest.fixture(autouse=True)
@@ -216,44 +214,22 @@ def test_an_open_micro_batch_makes_few_calls_with_any_number_of_parameters(layer
     optimizer, calls = prepare_optimizer(accelerator, sgd(model.parameters()), 4), []
     for _ in range(12):
         accelerator.backward(model(torch.ones(2, 3)).sum())
-        with counted_calls() as count:
+        with Calls() as counted:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        calls.append(count[0])
+        calls.append(counted.names.total())
     assert max(calls[8:11]) <= 60, calls
-
-
-@contextlib.contextmanager
-def counted_calls():
-    """Counts calls of Python functions."""
-    count = [0]
-
-    def profiled(frame, event, argument):
-        count[0] += event == "call"
-
-    sys.setprofile(profiled)
-    try:
-        yield count
-    finally:
-        sys.setprofile(None)
 
 
 # Refused.
 
 
-def model_parameters():
-    return network().parameters()
-
-
-def prepared_twice():
-    training = Training()
-    prepare_optimizer(training.accelerator, training.optimizer, 3)
-
-
-def prepared_by_accelerate():
-    accelerator = Accelerator(cpu=True)
-    prepare_optimizer(accelerator, accelerator.prepare(sgd(model_parameters())), 3)
+def refused(optimizer=None, accelerator=None, accumulated=1):
+    """Prepared for windows of 3: by default plain SGD, and a plain Accelerator."""
+    one = Accelerator(cpu=True, gradient_accumulation_steps=accumulated) if accelerator is None else accelerator
+    inner = sgd(network().parameters())
+    return prepare_optimizer(one, inner if optimizer is None else optimizer(one, inner), 3)
 
 
 def accumulates_later():
@@ -262,27 +238,16 @@ def accumulates_later():
     training.run()
 
 
+PREPARED = r"prepared already. Remove it from accelerator.prepare"
 REFUSED = {
-    "configured twice": (
-        lambda: prepare_optimizer(Accelerator(cpu=True, gradient_accumulation_steps=2), sgd(model_parameters()), 3),
-        r"gradient_accumulation_steps=2\). Remove it",
-    ),
-    "configured later": (
-        accumulates_later, r"both accumulate. Received: Accelerator\(gradient_accumulation_steps=2\)",
-    ),
-    "prepared twice": (prepared_twice, r"prepared already. Remove it from accelerator.prepare"),
-    "prepared by Accelerate": (prepared_by_accelerate, r"prepared already. Remove it from accelerator.prepare"),
-    "wrapped": (
-        lambda: prepare_optimizer(Accelerator(cpu=True), Optimizer(sgd(model_parameters()), 2), 3), "wrapped already",
-    ),
-    "no Accelerator": (
-        lambda: prepare_optimizer(sgd(model_parameters()), Accelerator(cpu=True), 3),
-        "`accelerator` must be an Accelerator. Received: SGD",
-    ),
-    "no optimizer": (
-        lambda: prepare_optimizer(Accelerator(cpu=True), "adam", 3), "`optimizer` must be a torch.optim.Optimizer",
-    ),
-}  # fmt: skip
+    "configured twice": (lambda: refused(accumulated=2), r"gradient_accumulation_steps=2\). Remove it"),
+    "configured later": (accumulates_later, r"both accumulate. Received: Accelerator\(gradient_accumulation_steps=2\)"),
+    "prepared twice": (lambda: refused(lambda one, inner: prepare_optimizer(one, inner, 3)), PREPARED),
+    "prepared by Accelerate": (lambda: refused(lambda one, inner: one.prepare(inner)), PREPARED),
+    "wrapped": (lambda: refused(lambda one, inner: Optimizer(inner, 2)), "wrapped already"),
+    "no Accelerator": (lambda: refused(accelerator=network()), "`accelerator` must be an Accelerator. Received: Seq"),
+    "no optimizer": (lambda: refused(lambda *_: "adam"), "`optimizer` must be a torch.optim.Optimizer"),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -293,13 +258,12 @@ def test_what_accumulates_twice_or_is_of_another_type_is_refused(case):
 
 
 def test_an_accelerate_that_lacks_a_name_or_distributes_otherwise_is_refused(monkeypatch):
-    accelerator = Accelerator(cpu=True)
     monkeypatch.setattr("gradaccum.integrations.accelerate._KNOWN", ())
     with pytest.raises(ValueError, match=r"Received: an Accelerator of type NO. Remove its plugin"):
-        prepare_optimizer(accelerator, sgd(model_parameters()), 3)
+        refused()
     monkeypatch.delattr(Accelerator, "clip_grad_value_")
     with pytest.raises(ValueError, match=r"accelerate 1.*has no clip_grad_value_ in its accelerator"):
-        prepare_optimizer(accelerator, sgd(model_parameters()), 3)
+        refused()
 
 
 # A wrapped optimizer that Accelerate prepares; what it makes of an epoch is in fuzz/accelerate_runs.py.

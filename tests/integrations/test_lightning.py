@@ -14,12 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradaccum import WindowError
-from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.documents import ROOT
 from tests.integrations import lightning_problems as problems
 from tests.integrations.lightning_problems import MARKS, GradientAccumulation, Module, Scaled, data, lightning
-from tests.reference import FLOAT32, FLOAT64, relative_error, torch_updates
+from tests.reference import FLOAT32, FLOAT64, relative_error
 from tests.torch.problems import adam, classes, mse, network, sgd
 from tests.torch.test_calls import Calls
 
@@ -63,7 +62,7 @@ def error(module, large, *arguments, **keywords):
 
 
 class Meddling(Module):
-    """Does something to the gradients in one batch, in a hook or in place of one."""
+    """Does something to its parameters in one batch, in a hook or in place of one."""
 
     def __init__(self, hook, batch, change):
         super().__init__()
@@ -74,8 +73,7 @@ class Meddling(Module):
         self.asked += hook == self.hook
         if hook != self.hook or self.asked != self.batch:
             return False
-        for parameter in self.parameters():
-            self.change(parameter)
+        self.change([*self.parameters()])
         return True
 
     def on_after_backward(self):
@@ -89,56 +87,97 @@ class Meddling(Module):
         if not self.meddle("optimizer_zero_grad"):
             super().optimizer_zero_grad(*arguments)
 
+    def on_train_batch_end(self, outputs, batch, index):
+        self.meddle("on_train_batch_end")
 
-def halve(parameter):
-    parameter.grad.mul_(0.5)
+
+def nothing(parameters):
+    """Gradients stay."""
+
+
+def edit(parameters):
+    for parameter in parameters:
+        parameter.grad.mul_(2)
+
+
+def clear(parameters):
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def edit_in_each_pass(parameters):
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: edit([p]))
+
+
+def edit_one(parameters):
+    parameters[1].grad.mul_(3)
+
+
+def make_a_pass(parameters):
+    parameters[1].square().sum().backward()
+
+
+def clamp(parameters):
+    parameters[1].data.clamp_(-0.1, 0.1)
+
+
+def swap(parameters):
+    """As averaged weights are swapped for validation, and back."""
+    parameters[1].data.mul_(2)
+    parameters[1].data.div_(2)
 
 
 @pytest.mark.parametrize(
-    ("hook", "batch", "change", "found"),
+    ("hook", "batches", "change", "found"),
     [
-        *(("optimizer_zero_grad", window, lambda p: None, "left") for window in (2, 3, 4, 6)),
-        *(("on_after_backward", batch, lambda p: p.grad.mul_(2), "edited") for batch in (1, 3, 9, 11)),
-        *(("training_step", batch, lambda p: setattr(p, "grad", None), "cleared") for batch in (2, 4, 10, 12, 24)),
-        *(
-            ("training_step", batch, lambda p: p.register_post_accumulate_grad_hook(halve), "edited")
-            for batch in (1, 9)
-        ),
+        ("optimizer_zero_grad", (2, 3, 4, 6), nothing, "left"),
+        ("clipped, optimizer_zero_grad", (2, 3, 4, 6), nothing, "left"),
+        ("on_after_backward", (1, 3, 9, 11), edit, "edited"),
+        ("training_step", (2, 4, 10, 12, 24), clear, "cleared"),
+        ("training_step", (1, 9), edit_in_each_pass, "edited"),
     ],
 )
-def test_what_is_done_to_gradients_inside_a_window_is_named(hook, batch, change, found):
+def test_what_is_done_to_gradients_inside_a_window_is_named(hook, batches, change, found):
     """Windows 3, 5 and 6 are none that are looked at. In them a hook that edits in each pass is named in the third."""
-    module, before = Meddling(hook, batch, change), batch - 1 if found == "left" else (batch - 1) // 4
-    with pytest.raises(WindowError, match=f"were {found} inside an open window.*gradient_clip_val"):
-        fit(module, 4, max_epochs=2)
-    assert module.trainer.global_step == before
+    clip = {"gradient_clip_val": 0.05} if hook.startswith("clipped") else {}
+    for batch in batches:
+        module = Meddling(hook.rpartition(" ")[2], batch, change)
+        with pytest.raises(WindowError, match=f"were {found} inside an open window.*gradient_clip_val"):
+            fit(module, 4, max_epochs=2, **clip)
+        assert module.trainer.global_step == (batch - 1 if found == "left" else (batch - 1) // 4)
 
 
-class MeddlingOnce(Module):
-    """Edits one gradient of window `window`, or makes a backward pass of its own inside of it."""
-
-    def __init__(self, window, own_pass):
-        super().__init__()
-        self.window, self.own_pass = window, own_pass
-
-    def on_train_batch_end(self, outputs, batch, index):
-        if index % 3 == 0 and self.trainer.global_step == self.window - 1:
-            parameter = list(self.parameters())[1]
-            if self.own_pass:
-                parameter.square().sum().backward()
-            else:
-                parameter.grad.mul_(3)
+WATCHED = pytest.mark.parametrize("first", [1, 4, 10, 22])  # the first batches of windows 1, 2, 4 and 8 of 3
 
 
-@pytest.mark.parametrize("own_pass", [False, True])
-@pytest.mark.parametrize("window", [1, 2, 4, 8])
-def test_windows_1_2_4_and_8_are_watched(window, own_pass):
+@WATCHED
+@pytest.mark.parametrize("change", [make_a_pass, edit_one])
+def test_windows_1_2_4_and_8_are_watched(first, change):
     with pytest.raises(WindowError, match="inside an open window"):
-        fit(MeddlingOnce(window, own_pass), 3, max_epochs=2)
+        fit(Meddling("on_train_batch_end", first, change), 3, max_epochs=2)
+
+
+@WATCHED
+@pytest.mark.parametrize("change", [clamp, swap])
+def test_parameters_that_change_inside_a_watched_window_are_named(first, change, caplog):
+    fit(Meddling("on_train_batch_end", first, change), 3, max_epochs=2)
+    assert caplog.text.count("The parameters changed inside an open window") == (change is clamp)
+
+
+@WATCHED
+def test_gradients_of_a_pass_before_the_windows_first_are_cleared_by_lightning_or_named(first):
+    module = Meddling("training_step", first, make_a_pass)
+    fit(module, 3, max_epochs=2)
+    assert error(module, windows(3) * 2) <= FLOAT64
+    module = Meddling("training_step", first, make_a_pass)
+    module.optimizer_zero_grad = lambda *_: module.asked == first or module.zero_grad()
+    with pytest.raises(WindowError, match="were left inside an open window"):
+        fit(module, 3, max_epochs=2)
 
 
 def test_a_finished_gradient_may_be_edited():
-    fit(Meddling("on_after_backward", 12, lambda p: p.grad.mul_(2)), 4, max_epochs=2)
+    fit(Meddling("on_after_backward", 12, edit), 4, max_epochs=2)
 
 
 class Counting(Module):
@@ -297,42 +336,13 @@ def test_a_window_that_weighs_nothing_makes_no_update(caplog):
 # Where training stops inside a window.
 
 
-class Scheduled(Module):
-    interval = "step"
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return [optimizer], [{"scheduler": scheduler, "interval": self.interval}]
-
-
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-@pytest.mark.parametrize("put", ["on the class", "on one module"])
-def test_a_hook_that_ends_epochs_inside_a_window_is_put_back_and_schedulers_step_after_the_last_update(put, interval):
-    """A hook that the user had put on one module was deleted from it when training ended."""
-    asked = []
-
-    def hook(batch, index):
-        asked.append(index)
-        return -1 if index == 6 else None
-
-    there = {"on_train_batch_start": lambda _, *batch: hook(*batch)} if put == "on the class" else {}
-    module = type("Ending", (Scheduled,), {"interval": interval, **there})()
-    if put == "on one module":
-        module.on_train_batch_start = hook
-    one = fit(module, 4, max_epochs=2)
-    model, large = network(), windows(4, count=6)
-    inner = sgd(model.parameters())
-    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    for _ in range(2):
-        after = schedule.step if interval == "step" else None
-        torch_updates(model, inner, [tuple(t[w] for t in data()) for w in large], mse, after_update=after)
-        if interval == "epoch":
-            schedule.step()
-    assert one.global_step == 2 * len(large)
-    assert relative_error(module.network.parameters(), model.parameters()) <= FLOAT64
-    assert module.lr_schedulers().last_epoch == schedule.last_epoch
-    assert vars(module).get("on_train_batch_start") is (None if put == "on the class" else hook)
+def test_a_hook_of_one_module_that_ends_epochs_inside_a_window_is_put_back():
+    """It was deleted when training ended. Schedulers, and a hook of the class: fuzz/lightning_runs.py."""
+    asked, module = [], Module()
+    module.on_train_batch_start = hook = lambda batch, index: -1 if asked.append(index) or index == 6 else None
+    assert fit(module, 4, max_epochs=2).global_step == 4
+    assert error(module, windows(4, count=6) * 2) <= FLOAT64
+    assert vars(module)["on_train_batch_start"] is hook
     assert asked == [*range(7)] * 2
 
 
@@ -592,18 +602,3 @@ def test_the_pages_examples_run(monkeypatch):
     assert names["trainer"].global_step == names["manual"].global_step == 6
     examples("migrate/lightning.md")
     assert names["trainer"].global_step == 6
-
-
-def test_train_step_under_manual_optimization_makes_the_large_batches_updates():
-    class Split(Module):
-        automatic_optimization = False
-
-        def on_fit_start(self):
-            self.train_step = TrainStep(self.network, self.optimizers(), loss_fn=nn.MSELoss(), micro_batch_size=2)
-
-        def training_step(self, batch, index):
-            self.train_step(*batch)
-
-    module = Split()
-    assert problems.fit(module, loader(10)).global_step == 3
-    assert error(module, windows(5)) <= FLOAT64

@@ -51,26 +51,28 @@ class ByHand(Module):
         self.optimizers().flush()
 
 
-@PLUGINS
-def test_automatic_optimization_makes_the_large_batches_updates(plugins):
-    module = Module()
-    trainer = fit(module, plugins=plugins)
-    assert module.optimizers().updates == 4
-    assert trainer.global_step == 12, "Lightning counts micro-batches: docs/limits.md"
-    assert error(module.network, SIXES) <= FLOAT64
+AUTOMATIC = {  # options, plugins, rows, and the windows that they make
+    "plain": ({}, [], 24, SIXES),
+    "GradScaler": ({}, [Scaled], 24, SIXES),
+    "clipped": ({"clip_grad_norm": 1e-2}, [], 24, SIXES),
+    # Under a GradScaler Lightning doesn't call step() then, so the window takes another micro-batch.
+    "None first": ({"skipped": [0]}, [], 12, [slice(2, 6), slice(6, 12)]),
+    "None in a window": ({"skipped": [4]}, [], 12, [slice(0, 6), [6, 7, 10, 11]]),
+    "None last": ({"skipped": [5]}, [], 12, [slice(0, 6), slice(6, 10)]),
+    "None first, GradScaler": ({"skipped": [0]}, [Scaled], 14, [slice(2, 8), slice(8, 14)]),
+    "None in a window, GradScaler": ({"skipped": [4]}, [Scaled], 14, [slice(0, 6), [6, 7, 10, 11, 12, 13]]),
+    "None last, GradScaler": ({"skipped": [5]}, [Scaled], 14, [slice(0, 6), [*range(6, 10), 12, 13]]),
+}
 
 
-@PLUGINS
-@pytest.mark.parametrize("skipped", [0, 4, 5])
-def test_a_training_step_that_returns_none_leaves_its_rows_out(skipped, plugins):
-    """Under a GradScaler Lightning doesn't call step() then, so the window takes another micro-batch."""
-    module = Module(skipped=[skipped])
-    fit(module, loader(rows=12 if not plugins else 14), plugins=plugins)
-    rows = [row for row in range(14) if row // 2 != skipped]
-    first = 4 if skipped == 0 and not plugins else 6
-    windows = [rows[:first], rows[first:10] if not plugins else rows[6:12]]
-    assert error(module.network, windows) <= FLOAT64
-    assert module.optimizers().updates == 2
+@pytest.mark.parametrize("case", AUTOMATIC)
+def test_automatic_optimization_makes_the_large_batches_updates(case):
+    options, plugins, rows, windows = AUTOMATIC[case]
+    module = Module(**options)
+    trainer = fit(module, loader(rows=rows), plugins=plugins)
+    assert module.optimizers().updates == len(windows)
+    assert trainer.global_step == rows // 2, "Lightning counts micro-batches: docs/limits.md"
+    assert error(module.network, windows, clip_grad_norm=options.get("clip_grad_norm")) <= FLOAT64
 
 
 def test_manual_optimization_weighs_ragged_batches_and_closes_the_epochs_last_window():
@@ -78,42 +80,6 @@ def test_manual_optimization_weighs_ragged_batches_and_closes_the_epochs_last_wi
     fit(module, loader(5), max_epochs=2)
     assert module.optimizers().updates == 4
     assert error(module.network, [slice(0, 15), slice(15, 24)] * 2) <= FLOAT64
-
-
-def squares(model, x, y):
-    return mse(model, x, y.square())
-
-
-def test_two_wrapped_optimizers_under_manual_optimization_make_the_large_batches_updates():
-    """As in a GAN; windows of 5 and of 3."""
-
-    class Two(ByHand):
-        def configure_optimizers(self):
-            self.other = network()
-            return Optimizer(sgd(self.network.parameters()), steps=5), Optimizer(sgd(self.other.parameters()), steps=3)
-
-        def training_step(self, batch, index):
-            losses = mse(self.network, *batch), squares(self.other, *batch)
-            for optimizer, loss in zip(self.optimizers(), losses, strict=True):
-                optimizer.zero_grad()
-                optimizer.backward(loss, weight=len(batch[0]))
-            for optimizer in self.optimizers():
-                optimizer.step()
-
-        def on_train_epoch_end(self):
-            for optimizer in self.optimizers():
-                optimizer.flush()
-
-    module = Two()
-    fit(module, loader(rows=23))
-    assert error(module.network, [slice(0, 10), slice(10, 20), slice(20, 23)]) <= FLOAT64
-    assert error(module.other, [*SIXES[:3], slice(18, 23)], loss=squares) <= FLOAT64
-
-
-def test_the_wrappers_clipping_is_of_the_large_batches_gradient():
-    module = Module(clip_grad_norm=1e-2)
-    fit(module)
-    assert error(module.network, SIXES, clip_grad_norm=1e-2) <= FLOAT64
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])

@@ -19,7 +19,7 @@ import matplotlib
 import pytest
 
 from gradaccum import extras, report
-from gradaccum.report import Bars, Code, Curve, Curves, Report, Table, Text, format_bytes, format_value, pictures
+from gradaccum.report import Bars, Code, Curve, Curves, Report, Table, Text, pictures
 from tests.cli.results import full_disk
 
 TABLE = Table(["run", "loss", "memory"], [["a < b", 0.123456, "8.1 MiB"], ["[bold]b", None, "12 KiB"]], caption="Both")
@@ -256,13 +256,6 @@ def test_a_table_has_a_cell_for_each_column_quantities_on_the_right_and_may_have
     assert table.numeric == [False, True, True, False]
     report = make(blocks=[table, CURVES])
     assert pickle.loads(pickle.dumps(report)) == report, "a report is a value"
-
-
-def test_values_are_shown_short_and_bytes_in_binary_units():
-    values = [0, -1234567, 12345.678, 1e-6, float("inf"), False]
-    assert [*map(format_value, values)] == ["0", "-1,234,567", "12,346", "1e-06", "inf", "no"]
-    sizes = [0, 1023, 1024, 5 * 2**20, 2**40, 2**51]
-    assert [*map(format_bytes, sizes)] == ["0 B", "1023 B", "1.0 KiB", "5.0 MiB", "1.0 TiB", "2048.0 TiB"]
 
 
 # Files are written whole or not at all, and whether they can be is found out before anything takes long.

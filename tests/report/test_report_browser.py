@@ -11,9 +11,6 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from gradaccum.core.equivalence import Cause, Difference, Equivalence
-from gradaccum.report import Report
-from gradaccum.report.run import parse
 from tests.report.test_report import make
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -31,27 +28,9 @@ addEventListener("load", () => {
 </script></body>"""
 
 
-def checked():
-    named = [("loss", 1e-16, "loss"), ("bn.weight", 1.19, "gradient"), ("bn.mean", np.inf, "buffer")]
-    differences = [Difference(*each) for each in named]
-    cause = Cause("batch_norm", "bn", "'bn' is a BatchNorm1d: it normalises each micro-batch by itself.")
-    return Equivalence(tuple(differences), 1e-9, (cause,), rows=8, partitions=((5, 3),), notes=("Evidence.",)).report()
-
-
-def trained():
-    lines = ['{"start": {"torch": "2.13.0"}}']
-    lines += [
-        f'{{"update": {i}, "loss": {3 / i}, "seconds": 0.01, "micro_batch_size": 16, "peak_memory": {i * 2**20}}}'
-        for i in range(1, 40)
-    ]
-    return parse("run.jsonl", [*lines, '{"update": 40, "lo']).report()
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """All that these hold, in one."""
-    blocks = [block for report in (make(), checked(), trained()) for block in report.blocks]
-    report = Report("Three", blocks, ok=True, summary="Equal.")
+    report = make()
     return report, report.save(tmp_path_factory.mktemp("report") / "report.html")
 
 

@@ -45,6 +45,9 @@ class Module(lightning.LightningModule):
             outputs = outputs + torch.where((y == 0)[:, None], self.rare(x), 0.0)
         return F.cross_entropy(outputs, y)
 
+    def on_train_batch_start(self, batch, index):
+        return -1 if index == self.options["ends"] else None
+
     def training_step(self, batch, index):
         return self.loss(batch)
 
@@ -134,6 +137,10 @@ def wrong(seed, folder):
     stop = choose.randrange(len(used)) if choose.random() < 0.2 else None
     if stop is not None:
         used, saved, epochs, keywords["max_epochs"] = used[: stop + 1], None, 1, 1
+    options["ends"] = None  # where a hook of the module's ends each epoch
+    if stop is None and len(used) > 1 and choose.random() < 0.2:
+        options["ends"] = choose.randrange(1, len(used))
+        used, saved = used[: options["ends"]], None
     path = os.path.join(folder, f"{seed}.ckpt")
     said = f"seed {seed}: {options}, {steps}, {keywords}, rows {rows}, saved {saved}, {kind}, stop {stop}"
 

@@ -1,5 +1,6 @@
 """Random runs of other people's trainers: the large batch's, or refused for a reason that is known."""
 
+import itertools
 import logging
 
 import pytest
@@ -7,7 +8,7 @@ import transformers
 
 from tests.fuzzing import for_a_while
 from tests.integrations.fuzz import accelerate_runs, lightning_runs, trainer_runs
-from tests.integrations.transformers.problems import MODELS
+from tests.integrations.transformers.problems import MEANS, MODELS
 
 KINDS = {"transformers": trainer_runs.wrong, "lightning": lightning_runs.wrong, "accelerate": accelerate_runs.wrong}
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -23,12 +24,16 @@ def quiet():
     transformers.logging.set_verbosity(before)
 
 
-OF_EACH_MODEL = {trainer_runs.scenario(seed)[0]: seed for seed in range(50, -1, -1)}
-"""The first run of each."""
+SCENARIOS = {seed: trainer_runs.scenario(seed) for seed in range(450, -1, -1)}
+OF_EACH_MODEL = {SCENARIOS[seed][0]: seed for seed in range(50, -1, -1)}
+OF_EACH_LOSS = {(x["loss"], "func" in x): seed for seed, (*_, x) in SCENARIOS.items() if x.get("loss") in MEANS}
+"""The first run of each; a loss is that of a subclass, or a compute_loss_func."""
 
 
-def test_there_is_a_run_of_each_model():
+def test_there_is_a_run_of_each_model_and_loss():
     assert OF_EACH_MODEL.keys() == MODELS.keys()
+    assert OF_EACH_LOSS.keys() == {*itertools.product(MEANS, (False, True))}
+    assert any("label_smoothing_factor" in SCENARIOS[seed][4] for seed in OF_EACH_MODEL.values())
 
 
 @pytest.mark.parametrize(
@@ -36,9 +41,10 @@ def test_there_is_a_run_of_each_model():
     [
         ("lightning", range(30)),
         ("accelerate", range(60)),
+        ("transformers", OF_EACH_LOSS.values()),
         *(("transformers", [seed]) for seed in OF_EACH_MODEL.values()),
     ],
-    ids=["lightning", "accelerate", *OF_EACH_MODEL],
+    ids=["lightning", "accelerate", "losses", *OF_EACH_MODEL],
 )
 def test_some_random_runs_are_the_large_batchs(kind, seeds, tmp_path):
     assert not [found for seed in seeds if (found := KINDS[kind](seed, str(tmp_path)))]

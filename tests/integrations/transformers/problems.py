@@ -222,13 +222,21 @@ class Loss:
 
     kind = ""
 
+    @classmethod
+    def of_outputs(cls, model):
+        """The same as a `compute_loss_func`."""
+        shifts = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
+
+        def loss(outputs, labels, num_items_in_batch=None):
+            logits, labels = (outputs["logits"][:, :-1], labels[:, 1:]) if shifts else (outputs["logits"], labels)
+            logits = logits.transpose(1, 2) if logits.dim() == 3 else logits
+            return LOSSES[cls.kind](logits, labels, num_items_in_batch)
+
+        return loss
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs["labels"]
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-        logits = outputs["logits"]
-        if "CausalLM" in type(self.accelerator.unwrap_model(model)).__name__ or "LMHead" in type(model).__name__:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        loss = LOSSES[self.kind](logits.transpose(1, 2) if logits.dim() == 3 else logits, labels, num_items_in_batch)
+        loss = self.of_outputs(self.accelerator.unwrap_model(model))(outputs, inputs["labels"], num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
 

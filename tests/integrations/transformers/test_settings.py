@@ -8,12 +8,11 @@ import pytest
 import torch
 import transformers
 
-from gradaccum import NotEquivalentError, WindowError
+from gradaccum import WindowError
 from gradaccum.integrations.transformers import MicroBatchTrainer, settings
-from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
-from tests.integrations.transformers.problems import TEXTS, arguments, collate, model, rows, sgd, train, updates
-from tests.reference import FLOAT32, FLOAT64, relative_error
+from tests.integrations.transformers.problems import TEXTS, arguments, collate, model, rows, train, updates
+from tests.reference import FLOAT64, relative_error
 
 BY_ROWS, BY_TOKENS = {"micro_batch_size": 4}, {"max_tokens": 36}
 
@@ -135,11 +134,6 @@ def test_this_version_has_every_hook_and_one_that_lacks_any_is_named():
         settings.check_hooks(lacking)
 
 
-def test_without_its_settings_nothing_is_said(tmp_path):
-    settings.check_settings(made(tmp_path, max_grad_norm=0.5, bf16=True), settings.MicroBatches())
-    assert torch.is_grad_enabled()
-
-
 # Wrapped optimizers in the stock Trainer.
 
 
@@ -177,44 +171,3 @@ def test_windows_of_one_are_the_plain_trainers(tmp_path):
         for wrap in (lambda optimizer: optimizer, lambda optimizer: Optimizer(optimizer, steps=1))
     )
     assert relative_error(updates(windowed, start), updates(plain, start)) <= FLOAT64
-
-
-# A causal model: what its loss divides by.
-
-WEIGHTS = {"labels": lambda batch: (batch["labels"] != -100).sum()}
-WEIGHTS["labels[:, 1:]"] = lambda batch: (batch["labels"][:, 1:] != -100).sum()
-TEXT = collate(rows("Llama", 8))
-
-
-def causal_error(trained):
-    """Of the update: llamas compute their loss in float32."""
-    start, plain = model("Llama").double(), model("Llama").double()
-    plain(**TEXT).loss.backward()
-    sgd(plain.parameters()).step()
-    return relative_error(*([b - a for a, b in zip(start.parameters(), m.parameters())] for m in (trained, plain)))
-
-
-@pytest.mark.parametrize("counted", WEIGHTS)
-def test_windows_of_a_causal_model_weigh_the_labels_that_are_shifted(counted):
-    trained = model("Llama").double()
-    optimizer = Optimizer(sgd(trained.parameters()), steps=4)
-    for start in range(0, 8, 2):
-        part = {name: tensor[start : start + 2] for name, tensor in TEXT.items()}
-        optimizer.zero_grad()
-        optimizer.backward(trained(**part).loss, weight=WEIGHTS[counted](part))
-        optimizer.step()
-    assert optimizer.updates == 1
-    assert (causal_error(trained) <= FLOAT32) is (counted == "labels[:, 1:]")
-
-
-@pytest.mark.parametrize("how", [{"micro_batch_size": 2}, {"max_tokens": 24}], ids=str)
-def test_train_step_refuses_a_causal_models_unshifted_weight(how):
-    def step(trained, counted):
-        keywords = {"compute_loss": lambda model, batch: model(**batch).loss, "weight": WEIGHTS[counted]}
-        TrainStep(trained, sgd(trained.parameters()), **keywords, **how)(TEXT)
-
-    with pytest.raises(NotEquivalentError):
-        step(model("Llama").double(), "labels")
-    trained = model("Llama").double()
-    step(trained, "labels[:, 1:]")
-    assert causal_error(trained) <= FLOAT32

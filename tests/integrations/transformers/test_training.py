@@ -112,14 +112,6 @@ def test_in_half_precision_it_is_no_further_from_the_stock_trainer_than_that_is_
     assert 1e-4 < rounding < 0.2
 
 
-@pytest.mark.slow
-def test_fp16_on_a_cpu_is_float32_as_for_the_stock_trainer(tmp_path):
-    start = model(TEXTS)
-    stock, found = both(start, tmp_path, fp16=True)
-    assert found.accelerator.scaler is None
-    assert error(start, stock, found) <= 1e-5
-
-
 def test_training_twice_and_evaluating_in_between_goes_on_as_the_stock_trainer_does(tmp_path):
     start = model(TEXTS).double()
     runs = both(start, tmp_path, optim="sgd", learning_rate=0.1)
@@ -198,21 +190,6 @@ def test_flattened_sequences_are_cut_by_their_positions(tmp_path):
     runs = both(start, tmp_path, rows("Llama", 20), Cut, {"micro_batch_size": 3}, Plain, trainer=collator)
     assert error(start, *runs) <= 1e-6  # Llama's loss is computed in float32
     assert seen[-4:] == [3, 3, 2, 2]
-
-
-def test_running_out_of_memory_costs_a_micro_batch_and_no_update(tmp_path):
-    failed = []
-
-    class Full(MicroBatchTrainer):
-        def compute_loss(self, model, inputs, *arguments, **keywords):
-            if inputs["input_ids"].numel() > 30 and not self._gradaccum_large_batch.step.proving:
-                failed.append(len(inputs["input_ids"]))
-                raise torch.OutOfMemoryError("out of memory")
-            return super().compute_loss(model, inputs, *arguments, **keywords)
-
-    start = model(TEXTS).double()
-    assert error(start, *both(start, tmp_path, cls=Full, micro={"micro_batch_size": 8})) <= FLOAT64
-    assert failed == [8, 4]
 
 
 # Padding that a micro-batch's rows have in common.

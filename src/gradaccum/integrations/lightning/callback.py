@@ -19,8 +19,8 @@ from torch import Tensor
 
 from gradaccum.core.window import Window
 from gradaccum.errors import WindowError
+from gradaccum.integrations.lightning.monitor import Opened, PassMonitor
 from gradaccum.integrations.lightning.trainer import (
-    PassMonitor,
     Ranks,
     Replaced,
     Varying,
@@ -96,8 +96,8 @@ class GradientAccumulation(Callback):
         """Whether the batch in use has had no backward pass, is in it, and is the last of its window."""
         self._left_out: list[tuple[Tensor, bool, Any]] = []
         """Of a batch that weighs nothing: parameters, whether they had no gradient, hooks that keep it out."""
-        self._settings: list[dict[str, Any]] | None = None
-        """Hyperparameters when the window opened, in windows that are looked at."""
+        self._opened: Opened | None = None
+        """The optimizer when the window opened, in windows that are looked at."""
 
     @property
     def micro_batches(self) -> int:
@@ -176,7 +176,7 @@ class GradientAccumulation(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.fit_loop._skip_backward:
             return
-        window = self._window
+        window, monitor = self._window, self._monitor
         if window.micro_batches and batch_idx % trainer.accumulate_grad_batches == 0:
             logger.warning(
                 "Discarding an open window of %d micro-batches: its last batch was None, or training_step returned "
@@ -184,8 +184,15 @@ class GradientAccumulation(Callback):
                 window.micro_batches,
             )
             self._begin()
-        if self._settings is not None:
-            self._check_settings(self._settings)
+        assert monitor is not None
+        if not window.micro_batches:
+            monitor.update_is_over()
+        if self._opened is not None and (changed := self._opened.changed_settings()):
+            logger.warning(
+                "Hyperparameters changed, %s inside an open window: the update uses the last ones. A scheduler with "
+                "interval='step' steps once per update; make other changes in on_before_optimizer_step.",
+                ", ".join(changed),
+            )
         weight = self._weigh(batch)
         largest = self._others.batch(weight, unknown=self._unit is None)
         if self._unit is None:
@@ -230,7 +237,7 @@ class GradientAccumulation(Callback):
             if trainer.world_size == 1:  # else the reduction has written to the gradients
                 self._check_sum()
             if not window.micro_batches:
-                self._settings = self._others.settings.hyperparameters(wait=False)
+                self._opened = Opened(self._others.settings, self._parameters)
         if not self._closes:
             monitor.counted(last_next=window.micro_batches + 2 >= trainer.accumulate_grad_batches)
         window.add()
@@ -258,18 +265,6 @@ class GradientAccumulation(Callback):
             "the finished gradient in on_before_optimizer_step."
         )
 
-    def _check_settings(self, before: list[dict[str, Any]]) -> None:
-        """Hyperparameters belong to an update: name those that have changed between the batches of a window."""
-        pairs = zip(before, self._others.settings.hyperparameters(wait=False), strict=False)
-        changed = {n: f"{n} from {old[n]} to {new.get(n)}" for old, new in pairs for n in old if old[n] != new.get(n)}
-        if changed:
-            self._settings = None  # once in this window
-            logger.warning(
-                "Hyperparameters changed, %s inside an open window: the update uses the last ones. A scheduler with "
-                "interval='step' steps once per update; make other changes in on_before_optimizer_step.",
-                ", ".join(changed.values()),
-            )
-
     # The window's end.
 
     def _close(self, *, manual_reduce: bool = False) -> None:
@@ -282,6 +277,12 @@ class GradientAccumulation(Callback):
         window = self._window
         if self._total is None:  # no backward pass has closed it
             self._close(manual_reduce=True)
+        if self._opened is not None and self._opened.parameters_changed():
+            logger.warning(
+                "The parameters changed inside an open window, by clamping or by loading, perhaps: its gradients were "
+                "computed at different parameter values. Change them in on_train_batch_end, where the callback's "
+                "micro_batches is 0."
+            )
         total = (self._total or 0.0) / (window.unit or 1.0)
         if not total:
             logger.warning("No update: the total weight of this window's %d micro-batches is 0", window.micro_batches)
@@ -294,7 +295,7 @@ class GradientAccumulation(Callback):
     def _begin(self) -> None:
         """An empty window."""
         self._window.close()
-        self._window.unit, self._settings, self._total = self._unit, None, None
+        self._window.unit, self._opened, self._total = self._unit, None, None
         self._in_pass = False
         if self._monitor is not None:
             self._monitor.close()

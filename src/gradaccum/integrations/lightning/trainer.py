@@ -20,7 +20,6 @@ from gradaccum.extras import PrivateName
 from gradaccum.torch.distributed import Channel, Kind, Settings, by_rank
 from gradaccum.torch.optim import Optimizer
 from gradaccum.torch.optimizer import needs_closure
-from gradaccum.torch.watch import GradientMonitor, Modification, counts_versions
 
 _NAMES = (
     PrivateName("trainer", "fit_loop._should_accumulate", "says whether a batch closes its window"),
@@ -178,44 +177,6 @@ def remember_arguments(trainer: Trainer, replaced: Replaced) -> None:
         return found
 
     replaced.put(loop, "_build_kwargs", build_kwargs)
-
-
-class PassMonitor(GradientMonitor):
-    """Watches gradients of a loop that tells when a pass begins and ends: between passes nothing may change.
-
-    So it needs hooks in windows 1, 2, 4, 8, ... alone.
-    """
-
-    def close(self) -> None:
-        super().close()
-        if not self.looking:
-            for hook in self._watched.hooks:
-                hook.remove()
-            self._watched.hooks = []
-
-    def counted(self, last_next: bool = False) -> None:
-        """A pass has ended. One that wrote twice to a gradient may have edited it: the next ones are looked at."""
-        watched = self._watched
-        if not self.looking:
-            for parameter, gradient, version in zip(watched.parameters, watched.gradients, watched.bases):
-                if gradient is not None and parameter.grad is gradient and gradient._version > version + 1:
-                    if counts_versions(gradient):
-                        self.watch_all()
-                    break
-        super().counted(last_next)
-
-    def before_pass(self, first: bool) -> Modification | None:
-        """What was done to the gradients since the pass before; or, before the window's first, what was not."""
-        if not first:
-            # Hooks have counted what came by a backward pass that isn't the loop's.
-            return "edited" if self.looking and self.passes.arrivals else self.modification()
-        if self.looking or self._watched.left is None:  # hooks tell
-            return None
-        for parameter, gradient, version in zip(self._watched.parameters, *self._watched.left):
-            if gradient is not None and parameter.grad is gradient and gradient._version == version:
-                return "left" if counts_versions(gradient) else None
-        self.forget_update()
-        return None
 
 
 _PLACES = {

@@ -9,7 +9,7 @@ from gradaccum.torch.watch.messages import (
     modification_error,
     untouched_error,
 )
-from gradaccum.torch.watch.monitor import GradientMonitor, Modification, ShardedMonitor, counts_versions
+from gradaccum.torch.watch.monitor import GradientMonitor, Modification, ShardedMonitor, Values, counts_versions
 from gradaccum.torch.watch.parameters import ParameterMonitor, parameters_of
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Modification",
     "ParameterMonitor",
     "ShardedMonitor",
+    "Values",
     "callers",
     "check_outside_of_trainers",
     "counts_versions",
