@@ -5,9 +5,7 @@ What is refused may be the large batch's by its numbers (a loss that is constant
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from logging.handlers import BufferingHandler
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -17,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import gradaccum.jax
-from tests.fuzzing import failed, for_a_while
+from tests.fuzzing import failed, for_a_while, listening
 from tests.jax.comparisons import at_once, in_micro_batches
 from tests.jax.fuzz.pieces import ENDINGS, MIXING, ROW_WISE, data, parameters
 
@@ -56,17 +54,14 @@ def programs(draw: Any) -> Program:
 
 def said(program: Program) -> tuple[str, str]:
     """("", ""), or "line" or "refused", and what."""
-    logger, lines = logging.getLogger("gradaccum"), BufferingHandler(1000)
-    logger.addHandler(lines)
-    try:
-        options = ENDINGS[program.ending][1]
-        grad_fn = gradaccum.jax.value_and_grad(program.loss, micro_batch_size=program.most, **options)
-        jax.eval_shape(grad_fn, PARAMETERS, data(program.rows, 1))
-    except ValueError as error:
-        return "refused", str(error)
-    finally:
-        logger.removeHandler(lines)
-    return ("line", lines.buffer[0].getMessage()) if lines.buffer else ("", "")
+    with listening() as lines:
+        try:
+            options = ENDINGS[program.ending][1]
+            grad_fn = gradaccum.jax.value_and_grad(program.loss, micro_batch_size=program.most, **options)
+            jax.eval_shape(grad_fn, PARAMETERS, data(program.rows, 1))
+        except ValueError as error:
+            return "refused", str(error)
+    return ("line", lines[0].getMessage()) if lines else ("", "")
 
 
 def is_exact(program: Program) -> bool | None:

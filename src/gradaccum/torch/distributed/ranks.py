@@ -43,7 +43,7 @@ class Total(NamedTuple):
     weight: float
     given: bool = False  # whether a weight was given anywhere
     largest: float = 0.0  # the largest weight of a micro-batch
-    scale: float = 0.0  # the GradScaler's, that the sum is multiplied by; 0 without one
+    scale: float = 0.0  # the GradScaler's, that the sum is multiplied by; 0 without one, negative if unknown
     next_scale: float = 0.0  # the one that this rank's GradScaler would go on with
     overflow: bool = False  # whether a gradient has overflowed that scale
     equal: bool = False  # whether micro-batches count equally, since nobody has said what they weigh
@@ -324,6 +324,12 @@ class Ranks:
         if reports.differ("settings"):
             self.settings.settle(self.channel)
         total = reports.total
+        if total.scale < 0 and not total.overflow and (reports.partly_idle or reports.scales):
+            raise WindowError(
+                "scaler.unscale_() has divided the gradients of some ranks by a loss scale that it doesn't tell, and "
+                "other ranks had no micro-batch in this window, or another scale. Nothing was updated. Remove it: the "
+                "wrapper unscales, and clips with clip_grad_norm=."
+            )
         if late and reports.scales and not total.overflow:
             logger.warning(
                 "No update: backward passes have reduced gradients in different scales of the ranks' GradScalers: %s. "

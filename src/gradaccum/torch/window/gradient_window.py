@@ -437,12 +437,13 @@ class GradientWindow(Listener):
         """Make the sum and its weight those of all ranks."""
         window, ranks, scale, manual_reduce = self.window, self.ranks, self.loss_scale, not self.ranks.reduced
         weights = window.weight, window.weights_given, window.largest
-        mine = Total(*weights, *scale.agreement(), window.equal, idle=not window.micro_batches)
+        mine = Total(*weights, *scale.agreement(not manual_reduce), window.equal, idle=not window.micro_batches)
         self._folded = False
         everybody = ranks.total(mine, self._rescale)
         scale.agree(ranks.loss_scale)
         window.weight, window.weights_given = everybody.weight, everybody.given
-        total.scale, total.overflow = everybody.scale or None, everybody.overflow
+        is_divided = scale.unscaled and not manual_reduce
+        total.scale, total.overflow = None if is_divided else everybody.scale or None, everybody.overflow
         if everybody.scale and manual_reduce and ranks.sharded and not everybody.overflow:
             # The scaler has not seen what FSDP kept; each rank has looked at its shard.
             finite = all_finite(self.buffer.gradients())
