@@ -233,8 +233,6 @@ _AUX = {
 
 def _of_aux(how: str, path: str, value: Value, weight: Value | None, reduction: str, walk: Walk) -> Verdict:
     """Whether a leaf of the aux is what the option `aux` says of it."""
-    if weight is not None and weight.flaw is not None:
-        return EXACT
     if how != "concat":
         of = weight if how == "mean" else None
         found = _of_loss(value, of, how if reduction == "mean" else "sum", walk)
