@@ -103,6 +103,15 @@ def _converted(e: Equation, inputs: list[Value]) -> Value:
     return _law(compute=bool if str(new) == "bool" else int)(e, inputs)
 
 
+def _added(e: Equation, inputs: list[Value]) -> Value:
+    (found,) = _law(_linear)(e, inputs)
+    for a, b in (inputs, inputs[::-1]):  # a shift of all rows by the largest may cancel out behind a logarithm
+        is_largest = b.flaw is not None and b.flaw.source.primitive in ("reduce_max", "reduce_min") and b.scalar
+        if is_largest and a.place is not None and b.flaw is not None and b.flaw.certain:
+            return found.but(flaw=b.flaw._replace(soft=algebra.FREE))
+    return found
+
+
 def _compared(e: Equation, inputs: list[Value]) -> Value:
     a, b = inputs[0], inputs[-1]
     if e.name == "lt" and e.walk.is_position(a.number) and b.known == 0:
@@ -205,8 +214,7 @@ def _extreme(e: Equation, inputs: list[Value]) -> Any:
         total = e.walk.total(value)
         e.walk.sources |= {total: e.walk.sources.get(total, e.source), e.number: e.source}
         return e.valued([x != 0 for x in e.walk.batches.sum_at(total, value.but(integral=True))])
-    is_shift = e.name in ("reduce_max", "reduce_min") and e.outputs[0] == ()  # of all numbers, which may cancel out
-    return _law(across=_named, soft=algebra.FREE if is_shift else "")(e, inputs)
+    return _law(across=_named)(e, inputs)
 
 
 # Entries change their places.
@@ -618,7 +626,8 @@ RULES: dict[str, Rule] = {
         _law(),
     ),
     "max": lambda e, inputs: inputs[1] if inputs[0].known == -np.inf else _law()(e, inputs),
-    **_each("add add_any sub neg complex real imag conj", _law(_linear)),
+    **_each("add add_any sub", _added),
+    **_each("neg complex real imag conj", _law(_linear)),
     **_each("mul and", _multiplied),
     "div": _law(lambda e, values: e.product(values[0], values[1].but(terms=e.power_of(values[1], -1)))),
     **_each("square integer_pow pow", _power),

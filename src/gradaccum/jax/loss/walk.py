@@ -211,6 +211,9 @@ class Equation:
             flaws = [flaw for flaw in flaws if flaw.kind != "position"] or flaws
         if not flaws:
             return None
+        shifted = [flaw for flaw in flaws if flaw.soft == FREE]  # by the largest of all, which may come back
+        if shifted and self.name in ("add", "add_any", "sub") and len({flaw.source for flaw in flaws}) == 1:
+            return shifted[0]
         order = ("random", "mixed", "position", "count", "unknown")
         flaw = min(flaws, key=lambda flaw: (not flaw.certain, order.index(flaw.kind), flaw.source.number))
         if flaw.source.info is None:  # of a constant: it shows where it is used
