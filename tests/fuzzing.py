@@ -1,13 +1,74 @@
-"""What all fuzzers share: runs for a while, and the smaller run that a failing one is shrunk to."""
+"""What all fuzzers share: a program is drawn from a seed, run, judged, and shrunk to a smaller one that fails, too."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import logging
 import os
+import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import pytest
+
+
+class Chance(random.Random):
+    """A seed's decisions."""
+
+    rare = 0.2
+
+    def rarely(self, values: Any, usual: Any, probability: float | None = None) -> Any:
+        """One of `values`; mostly what is usual."""
+        return self.choice(values) if self.random() < (probability or self.rare) else usual
+
+
+class Program:
+    """A frozen dataclass that shows what is unlike its defaults."""
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in unusual(self))})"
+
+
+def unusual(record: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(record) if getattr(record, f.name) != f.default]
+
+
+def usual(record: Any, name: str) -> Any:
+    """This record, with the default of one of its fields."""
+    return dataclasses.replace(record, **{name: getattr(type(record), name)})
+
+
+def without(items: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+    return items[:index] + items[index + 1 :]
+
+
+def with_other(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:index], item, *items[index + 1 :])
+
+
+class Errors(dict[str, float]):
+    """The largest of each kind; NaN is larger than any."""
+
+    def note(self, kind: str, error: float) -> None:
+        before = self.setdefault(kind, 0.0)
+        if not (error <= before or before != before):
+            self[kind] = error
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[logging.LogRecord]]:
+    """What the library logs meanwhile, which nobody else sees."""
+    logger, lines = logging.getLogger("gradaccum"), BufferingHandler(10**6)
+    logger.addHandler(lines)
+    logger.propagate = False
+    try:
+        yield lines.buffer
+    finally:
+        logger.removeHandler(lines)
+        logger.propagate = True
 
 
 def for_a_while(run: Callable[[int], str], counts: Any = "") -> None:

@@ -74,55 +74,26 @@ def test_equal_weights_cost_no_multiplication(steps, weight):
     assert window.divisor == (steps if isinstance(weight, int) else pytest.approx(steps, rel=1e-12))
 
 
-@pytest.mark.parametrize(
-    ("weights", "factors", "divisor"),
-    [
-        ([0, 10, 5], [0.0, 1.0, 0.5], 1.5),  # weight zero leaves the unit to the next
-        ([0, 0], [0.0, 0.0], 0.0),  # nothing to divide by, visibly
-        ([130_000, 131_072, 65_000], [1.0, 131_072 / 130_000, 0.5], 326_072 / 130_000),  # token counts stay near one
-    ],
-)
-def test_factors_are_relative_to_the_first_weight(weights, factors, divisor):
-    window = Window(steps=len(weights))
-    assert fill(window, weights) == factors
-    assert (window.divisor, window.micro_batches) == (divisor, len(weights))
-
-
-@pytest.mark.parametrize(("defaults", "divisor"), [([None] * 3, 3.0), ([16, 8], 1.5)])
-def test_what_nobody_weighed_weighs_the_same_or_as_its_batch(defaults, divisor):
-    window = Window(steps=len(defaults))
-    for rows in defaults:
-        if rows is not None:
-            window.expect(rows)
-        window.add()
-    assert window.divisor == divisor
-
-
 # Sums.
 
 
-@pytest.mark.parametrize(
-    ("weights", "divisor"), [([None, None], 1.0), ([30, 15], 45.0), ([30, None], 45.0), ([None, 30], 45.0)]
-)
-def test_sums_are_divided_by_the_total_of_weights_where_any_micro_batch_has_one(weights, divisor):
+SUMS = [  # the weights of each micro-batch's losses, and the divisor
+    ([[None], [None]], 1.0), ([[30], [15]], 45.0), ([[30], [None]], 45.0), ([[None], [30]], 45.0),
+    *(([losses, [None]], 45.0) for losses in ([None, 30, None], [30, None, None], [None, None, 30])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("weights", "divisor"), SUMS)
+def test_sums_are_divided_by_the_total_of_weights_where_any_loss_of_a_micro_batch_says_one(weights, divisor):
     window = Window(steps=2, reduction="sum")
-    for weight in weights:
+    for losses in weights:
         window.expect(15)
-        assert window.weigh(weight) == 1.0
+        assert [window.weigh(weight) for weight in losses] == [1.0] * len(losses)
+        if given := [weight for weight in losses if weight]:
+            with pytest.raises(ValueError, match="must have one weight"):
+                window.weigh(given[0] + 1)
         window.add()
     assert window.divisor == divisor
-
-
-def test_of_several_sums_in_a_micro_batch_one_says_the_weight():
-    for weights in ([None, 30, None], [30, None, None], [None, None, 30]):
-        window = Window(steps=1, reduction="sum")
-        for weight in weights:
-            assert window.weigh(weight) == 1.0
-        assert window.add()
-        assert window.divisor == 30.0
-        window.weigh(30)
-        with pytest.raises(ValueError, match="must have one weight"):
-            window.weigh(20)
 
 
 # Several losses over the same rows.

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-import gradaccum
 import runai.ga.torch
 from tests.documents import ROOT
-from tests.reference import relative_error, torch_updates
+from tests.reference import windows_of
+from tests.torch.optimizer.loops import assert_same, large, parts, refused, train
+from tests.torch.problems import mse
 
-x, y = torch.randn(16, 5, dtype=torch.float64), torch.randn(16, 3, dtype=torch.float64)
 ga = runai.ga.torch.optim
+BATCHES = parts([4] * 4)
 
 
 def network():
@@ -27,17 +28,6 @@ def network():
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def train(model, optimizer, divide_by=1, starts=range(0, 16, 4)):
-    """Returns what `updated` was after each step."""
-    updated = []
-    for start in starts:
-        optimizer.zero_grad()
-        (nn.functional.mse_loss(model(x[start : start + 4]), y[start : start + 4]) / divide_by).backward()
-        optimizer.step()
-        updated.append(optimizer.updated)
-    return updated
 
 
 MAKES = {
@@ -52,14 +42,12 @@ MAKES = {
 @pytest.mark.parametrize("how", MAKES)
 def test_windows_are_the_large_batch_and_the_line_says_whether_gradients_are_averaged(how, capsys):
     """Summed, as in the original, whose scripts divide their losses."""
-    model, plain = network(), network()
-    optimizer, summed = MAKES[how](model), how == "summed"
-    reduced = "summed" if summed else "averaged"
+    model, summed = network(), how == "summed"
+    optimizer, reduced = MAKES[how](model), "summed" if summed else "averaged"
     said = f"Wrapping 'SGD' PyTorch optimizer with GA of 2 steps (gradients are {reduced})\n"
     assert capsys.readouterr().out == said
-    train(model, optimizer, divide_by=2 if summed else 1)
-    torch_updates(plain, sgd(plain), [(x[:8], y[:8]), (x[8:], y[8:])], lambda m, a, b: nn.functional.mse_loss(m(a), b))
-    assert relative_error(model.parameters(), plain.parameters()) <= 1e-12
+    train(model, optimizer, BATCHES, loss=lambda *batch: mse(*batch) / (2 if summed else 1))
+    assert_same(model, large(windows_of(BATCHES, 2), lambda _: sgd(plain), model=(plain := network())))
 
 
 def test_what_scripts_read_and_that_the_inner_optimizer_does_not_keep_the_wrapped_one_alive():
@@ -70,7 +58,7 @@ def test_what_scripts_read_and_that_the_inner_optimizer_does_not_keep_the_wrappe
     assert optimizer.optimizer is inner
     for step in range(4):
         assert (optimizer.runai.steps, optimizer.runai.step) == (3, step)
-        train(model, optimizer, starts=[0])
+        train(model, optimizer, BATCHES[:1])
     there = weakref.ref(optimizer)
     gc.disable()
     try:
@@ -91,9 +79,7 @@ class ReadsTheWindow(torch.optim.SGD):
 def test_a_custom_inner_optimizer_finds_the_window_in_itself():
     optimizer = ga.Optimizer(ReadsTheWindow(network().parameters(), lr=0.1), steps=2)
     for wrapped in (optimizer, pickle.loads(pickle.dumps(optimizer))):
-        for _ in range(2):
-            wrapped.backward(wrapped.param_groups[0]["params"][0].sum())
-            wrapped.step()
+        train(wrapped.param_groups[0]["params"], wrapped, [()] * 2, loss=lambda parameters: parameters[0].sum())
         assert (wrapped.optimizer.seen, wrapped.optimizer.at, wrapped.optimizer.runai.step) == (2, 1, 2)
 
 
@@ -106,8 +92,7 @@ class FilesItself(ReadsTheWindow):
 
 def test_what_the_inner_optimizer_finds_goes_into_files_as_numbers():
     optimizer = ga.Optimizer(FilesItself(network().parameters(), lr=0.1), steps=2)
-    optimizer.backward(optimizer.param_groups[0]["params"][0].sum())
-    optimizer.step()
+    train(optimizer.param_groups[0]["params"], optimizer, [()], loss=lambda parameters: parameters[0].sum())
     inner, whole = (pickle.loads(pickle.dumps(each)) for each in (optimizer.optimizer, optimizer))
     assert (inner.runai.steps, inner.runai.step) == (2, 1)
     whole.runai.step = inner.runai.step
@@ -117,17 +102,18 @@ def test_what_the_inner_optimizer_finds_goes_into_files_as_numbers():
 
 
 def test_setting_the_step_shortens_the_next_window_and_an_open_one_is_refused():
-    model = network()
+    model, updated = network(), []
     optimizer = ga.Optimizer(sgd(model), steps=2)
-    train(model, optimizer)
+    train(model, optimizer, BATCHES)
     optimizer.runai.step = 8
     optimizer.runai.steps = 3
     assert (optimizer.steps, optimizer.runai.step) == (3, 8)
     optimizer.runai.step = 10  # 1 into a window of 3
-    assert train(model, optimizer, starts=[0] * 5) == [False, True, False, False, True]
+    train(model, optimizer, BATCHES[:1] * 5, after=lambda: updated.append(optimizer.updated))
+    assert updated == [False, True, False, False, True]
     assert (optimizer.runai.steps, optimizer.runai.step) == (3, 15)
-    train(model, optimizer)
-    with pytest.raises(gradaccum.WindowError, match=r"holds the gradients of 1 micro-batches. Received: runai.step=21"):
+    train(model, optimizer, BATCHES)
+    with refused(r"holds the gradients of 1 micro-batches. Received: runai.step=21", model):
         optimizer.runai.step = 21
 
 
@@ -186,8 +172,7 @@ def test_a_state_dict_of_the_original_goes_on_where_it_was():
     """Its wrapped optimizer was of the inner one's class, and had the numbers beside the parameters' state."""
     model = network()
     plain, optimizer = sgd(model), ga.Optimizer(sgd(network()), steps=2)
-    nn.functional.mse_loss(model(x), y).backward()
-    plain.step()
+    train(model, plain, BATCHES[:1])
     numbers = b"}(X\x05\x00\x00\x00stepsK\x02X\x04\x00\x00\x00stepK\x07u"
     state = pickle.loads(b"\x80\x02crunai.ga.torch.optim\nState\n)\x81" + numbers + b"b.")
     saved = plain.state_dict()
@@ -203,21 +188,14 @@ NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "SGD", "Rprop
 def test_windows_of_summed_losses_are_the_large_batch(name):
     """The original summed gradients, so its losses are sums; `reduction="sum"` is all that is added here."""
 
-    def run(make, rows):
-        model = network()
-        optimizer = make(model.parameters())
-        for a, b in zip(x.split(rows), y.split(rows), strict=True):
-            optimizer.zero_grad()
-            nn.MSELoss(reduction="sum")(model(a), b).backward()
-            optimizer.step()
-        return model.parameters()
-
-    plain = getattr(torch.optim, name)
+    plain, summed = getattr(torch.optim, name), lambda model, x, y: mse(model, x, y) * y.numel()
     for make in (
         lambda p: ga.Optimizer(plain(p), steps=4, reduction="sum"),
         lambda p: getattr(ga, name)(steps=4, params=p, reduction="sum"),
     ):
-        assert relative_error(run(make, 4), run(plain, 16)) <= 1e-12
+        model = network()
+        train(model, make(model.parameters()), BATCHES, loss=summed)
+        assert_same(model, large([BATCHES], plain, summed, network()))
 
 
 def test_every_torch_optimizer_is_there_and_pickles_and_wrong_steps_are_refused():

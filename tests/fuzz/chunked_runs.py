@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.torch import chunked
-from tests.fuzz.problem import Injected, Model, rows_of, split_sizes
+from tests.fuzz.problem import Injected, Model, apart, autocast, buffers_of, rows_of, split_sizes
 from tests.fuzz.scenario import Scenario
-from tests.fuzz.wrapper_runs import apart, autocast, buffers_of
+from tests.fuzzing import Errors
 from tests.reference import relative_error
 
 
@@ -64,50 +64,41 @@ def run_chunked(scenario: Scenario, rank: int) -> dict[str, float]:
         module,
         scenario.micro,
         keep=scenario.keep,
-        batch_norm=scenario.norm or "warn",  # type: ignore[arg-type]  # one of the five
+        batch_norm=scenario.norm or "warn",
         batch_dims={"x": 1 if columns else 0, "scale": None} if columns or scenario.batch == "shared" else 0,
         out_dims=1 if columns else 0,
     )
-    found: dict[str, float] = {}
+    found = Errors()
     scales = [torch.tensor(1.5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    inputs = [torch.ones(0), torch.ones(0)]
     for i, one in enumerate(scenario.epochs[0]):
         x, _ = rows_of(scenario, one, i)
         x = x.T.contiguous() if columns else x
-        losses, random = [], []
-        for number, call in enumerate((small, whole)):
-            scale = {"by": scales[number]} if scenario.batch == "shared" else None
-            inputs[number] = x.clone().requires_grad_(scenario.loss == "penalty")
-            torch.manual_seed(i)
-            fault = module.model.fault
-            failed = False
-            if call is small:
-                fault.prepare(one.event, 1)
-                loss, failed = _small(small, scenario, one, inputs[0], scale)
-                fault.calm()
-            else:
-                with autocast(scenario):
-                    made = [_by_hand(whole, scenario, inputs[1], one.head, scale) for _ in range(scenario.losses)]
-                loss = sum(_loss(each, columns) for each in made)
-                loss.backward()
-            losses.append(loss)
-            random.append(torch.get_rng_state())
-            if failed:
-                break
+        inputs = [x.clone().requires_grad_(scenario.loss == "penalty") for _ in range(2)]
+        given = [{"by": scale} if scenario.batch == "shared" else None for scale in scales]
+        torch.manual_seed(i)
+        module.model.fault.prepare(one.event, 1)
+        loss, failed = _small(small, scenario, one, inputs[0], given[0])
+        module.model.fault.calm()
+        random = torch.get_rng_state()
+        if failed and (one.event == "forward error" or scenario.norm or scenario.dropout):
+            break  # buffers and random numbers are where the failed call has left them
         if failed:
-            if one.event == "forward error" or scenario.norm or scenario.dropout:
-                break  # buffers and random numbers are where the failed call has left them
-            whole.zero_grad(), module.zero_grad()
+            module.zero_grad(), whole.zero_grad()
             scales[0].grad = scales[1].grad = None
             continue
-        found["loss"] = max(found.get("loss", 0.0), abs(losses[0].item() / losses[1].item() - 1))
+        torch.manual_seed(i)
+        with autocast(scenario):
+            made = [_by_hand(whole, scenario, inputs[1], one.head, given[1]) for _ in range(scenario.losses)]
+        expected = sum(_loss(each, columns) for each in made)
+        expected.backward()
+        found.note("loss", abs(loss.item() / expected.item() - 1))
         results = [_gradients(module, scales[0], inputs[0]), _gradients(whole, scales[1], inputs[1])]
         if scenario.dtype == "float32":  # there the promise is about what becomes of parameters
             results = [[None if g is None else p - g / 10 for p, g in zip(module.parameters(), r)] for r in results]
-        found["gradient"] = apart(*results)
-        found["buffers"] = relative_error(buffers_of(module), buffers_of(whole))
-        if not torch.equal(*random):
-            found["random numbers"] = float("inf")
+        found.note("gradient", apart(*results))
+        found.note("buffers", relative_error(buffers_of(module), buffers_of(whole)))
+        if not torch.equal(random, torch.get_rng_state()):
+            found.note("random numbers", float("inf"))
     return found
 
 
@@ -117,7 +108,7 @@ def _small(small: Any, scenario: Scenario, one: Any, x: Tensor, scale: Any) -> t
     try:
         with autocast(scenario):
             made = [small(x, one.head, scale=scale) for _ in range(scenario.losses)]
-        loss = sum(_loss(each, scenario.batch == "columns") for each in made)  # type: ignore[assignment]
+        loss = sum(_loss(each, scenario.batch == "columns") for each in made)
         if one.event == "eval":
             small.eval()
         loss.backward()

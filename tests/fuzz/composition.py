@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from typing import Any
 
 from tests.fuzz.loaders import FRESH
 from tests.fuzz.scenario import MicroBatch, Scenario
+from tests.fuzzing import Chance
 
 ON_ALL_RANKS = ("save", "forward error")
 """Events that happen on every rank at once: nobody loads a checkpoint alone."""
@@ -19,21 +19,9 @@ OF_WRAPPER = [
 ]
 
 
-class _Chance:
-    """A seed's decisions."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self.choice, self.choices, self.randint = self._random.choice, self._random.choices, self._random.randint
-
-    def rarely(self, values: list[Any], usual: Any, probability: float = 0.2) -> Any:
-        """One of `values`; mostly what is usual."""
-        return self.choice(values) if self._random.random() < probability else usual
-
-
 def random_scenario(seed: int, kind: str | None = None, engine: str = "") -> Scenario:
     """The scenario of a seed; most things are as usual in most of them."""
-    chance = _Chance(seed)
+    chance = Chance(seed)
     kind = kind or chance.choices(["wrapper", "TrainStep", "chunked"], [5, 5, 2])[0]
     alone = engine == ""
     heads_vary = engine in ("", "ddp unused", "fsdp2")
@@ -70,7 +58,7 @@ def random_scenario(seed: int, kind: str | None = None, engine: str = "") -> Sce
     return dataclasses.replace(scenario, **_epochs(chance, scenario, heads))
 
 
-def _of_wrapper(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
+def _of_wrapper(chance: Chance, alone: bool, dtype: str) -> dict[str, Any]:
     ways = ["plain", "closure", "backward", "backward", "batches", "batches", "batches backward"]
     way = chance.choice([*ways, *(["names"] * 2 if alone else [])])
     two = alone and way in ("plain", "batches") and chance.rarely([True], False)
@@ -87,7 +75,7 @@ def _of_wrapper(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
     }
 
 
-def _of_train_step(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
+def _of_train_step(chance: Chance, alone: bool, dtype: str) -> dict[str, Any]:
     losses = ["ignored", "classes", "told", "sum", "terms"]
     if alone:
         losses += ["across", "tokens", *(["penalty"] if dtype != "autocast" else []), *["names", "groups", "pairs"] * 2]
@@ -125,7 +113,7 @@ def _of_train_step(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
     return found
 
 
-def _of_chunked(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
+def _of_chunked(chance: Chance, alone: bool, dtype: str) -> dict[str, Any]:
     norm = chance.rarely(["exact", "exact", "warn", "micro", "pooled", "frozen"], "", 0.4)
     return {
         "micro": 4 if norm in ("warn", "micro", "pooled") else chance.choice([1, 2, 3, 4, 100]),
@@ -142,7 +130,7 @@ def _of_chunked(chance: _Chance, alone: bool, dtype: str) -> dict[str, Any]:
     }
 
 
-def _epochs(chance: _Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
+def _epochs(chance: Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
     kind, engine, alone = scenario.kind, scenario.engine, not scenario.engine
     weighed = kind == "wrapper" and chance.rarely([True], False, 0.4)
     errors = ["forward error", "backward error", "oom", "backward oom", "eval"]

@@ -11,17 +11,8 @@ FRESH = ("list", "generator", "iterator", "DataLoader", "workers", "stream", "st
 """Loaders whose batches stay as they are once handed out."""
 
 
-def loader_of(
-    kind: str, batches: list[tuple[Any, ...]], faults: Iterable[int] = (), error: Any = None
-) -> Iterable[Any]:
-    """The batches, as a loader of this kind hands them out.
-
-    Args:
-        kind: As in `Scenario.loader`.
-        batches: What it holds.
-        faults: Before which of them it raises, once.
-        error: What it raises then.
-    """
+def loader_of(kind: str, batches: list[Any], faults: Iterable[int] = (), error: Any = None) -> Iterable[Any]:
+    """The batches, as a loader of this kind hands them out; before some it raises this error, once."""
     if faults:
         return _Interrupted(batches, faults, error)
     if kind == "generator":
@@ -36,7 +27,7 @@ def loader_of(
         return torch.utils.data.DataLoader(_Stream(batches), batch_size=None)
     if kind in ("DataLoader", "workers"):
         workers = 1 if kind == "workers" and len(batches) > 1 else 0
-        return torch.utils.data.DataLoader(batches, batch_size=None, num_workers=workers)  # type: ignore[arg-type]
+        return torch.utils.data.DataLoader(batches, batch_size=None, num_workers=workers)
     return batches
 
 
@@ -44,8 +35,7 @@ class _Interrupted:
     """An iterator that raises before some of its batches, and then goes on."""
 
     def __init__(self, batches: list[Any], faults: Iterable[int], error: Any) -> None:
-        self.batches, self.faults, self.error = iter(batches), {*faults}, error
-        self.number = 0
+        self.batches, self.faults, self.error, self.number = iter(batches), {*faults}, error, 0
 
     def __iter__(self) -> _Interrupted:
         return self

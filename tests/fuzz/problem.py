@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gradaccum.torch import chunked
 from tests.fuzz.scenario import MicroBatch, Scenario
+from tests.reference import relative_error
+from tests.torch.problems import Does
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -97,28 +102,15 @@ class Checkpointed(nn.Module):
         return checkpoint(self.module, x, use_reentrant=self.reentrant)
 
 
-class _ByHand(nn.Module):
-    """What a chunked module computes: chunk by chunk."""
-
-    def __init__(self, module: nn.Module, size: int) -> None:
-        super().__init__()
-        self.module, self.size = module, size
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.module(rows) for rows in x.split(split_sizes(len(x), self.size))])
+def _by_chunk(model: Does, x: Tensor) -> Tensor:
+    return torch.cat([model.module(rows) for rows in x.split(split_sizes(len(x), model.size))])
 
 
-class _Tokens(nn.Module):
+def _of_tokens(model: Does, batch: dict[str, Tensor]) -> Tensor:
     """Each token's outputs look at the ones before it that aren't padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        mask = batch["attention_mask"].to(self.embedding.weight.dtype)[..., None]
-        seen = (self.embedding(batch["input_ids"]) * mask).cumsum(1)
-        return torch.tanh(seen / mask.cumsum(1).clamp(min=1.0))
+    mask = batch["attention_mask"].to(model.embedding.weight.dtype)[..., None]
+    seen = (model.embedding(batch["input_ids"]) * mask).cumsum(1)
+    return torch.tanh(seen / mask.cumsum(1).clamp(min=1.0))
 
 
 class _Layer(nn.Module):
@@ -141,12 +133,12 @@ class Model(nn.Module):
         torch.manual_seed(scenario.seed % 1000)
         trunk: nn.Module = self._trunk(scenario)
         if scenario.norm == "frozen" and alone:
-            trunk[1].train = lambda mode=True: trunk[1]  # type: ignore[index, method-assign, assignment]
-            trunk[1].training = False  # type: ignore[index]
+            trunk[1].train = lambda mode=True: trunk[1]
+            trunk[1].training = False
         if scenario.checkpoint:
             trunk = Checkpointed(trunk, scenario.checkpoint == "reentrant")
         if scenario.chunk and not scenario.norm:
-            trunk = _ByHand(trunk, scenario.chunk) if alone else chunked(trunk, scenario.chunk)
+            trunk = Does(_by_chunk, module=trunk, size=scenario.chunk) if alone else chunked(trunk, scenario.chunk)
         self.trunk = trunk
         self.layers = nn.ModuleList(_Layer(scenario.dropout) for _ in range(3 if scenario.blocks else 0))
         if scenario.blocks and scenario.unused:
@@ -160,9 +152,9 @@ class Model(nn.Module):
         if scenario.frozen:
             (self.trunk if scenario.frozen == "trunk" else self.heads[-1]).requires_grad_(False)
         if scenario.hook in ("parameter", "clamp"):
-            for parameter in self.parameters():
-                if parameter.requires_grad:
-                    parameter.register_hook(_half if scenario.hook == "parameter" else _clamp)
+            half = scenario.hook == "parameter"
+            for parameter in filter(lambda p: p.requires_grad, self.parameters()):
+                parameter.register_hook(lambda g: g * 0.5 if half else g.clamp(-0.02, 0.02))
         if scenario.hook == "module":
             self.heads[0].register_forward_hook(lambda module, inputs, outputs: outputs * 2)
             self.heads[0].register_full_backward_pre_hook(lambda module, gradients: (gradients[0] / 4,))
@@ -170,7 +162,7 @@ class Model(nn.Module):
     @staticmethod
     def _trunk(scenario: Scenario) -> nn.Module:
         if scenario.loss == "tokens":
-            return _Tokens()
+            return Does(_of_tokens, embedding=nn.Embedding(11, 6))
         layers: list[nn.Module] = [nn.Linear(5, 6, bias=not scenario.norm), nn.Tanh()]
         if scenario.norm:
             layers.insert(1, nn.BatchNorm1d(6))
@@ -185,14 +177,6 @@ class Model(nn.Module):
         return self.heads[head](x)
 
 
-def _half(gradient: Tensor) -> Tensor:
-    return gradient * 0.5
-
-
-def _clamp(gradient: Tensor) -> Tensor:
-    return gradient.clamp(-0.02, 0.02)
-
-
 def limit(optimizer: Any, *_: Any) -> None:
     """A user's hook on the finished gradient."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -200,13 +184,91 @@ def limit(optimizer: Any, *_: Any) -> None:
         nn.utils.clip_grad_value_(parameters, 0.02)
 
 
-def parts_of(scenario: Scenario, model: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of each optimizer."""
-    if scenario.optimizers == 1:
-        return [list(model.parameters())]
-    trunk = {id(p) for p in model.trunk.parameters()}  # type: ignore[union-attr]
-    every = list(model.parameters())
-    return [[p for p in every if id(p) in trunk], [p for p in every if id(p) not in trunk]]
+class Script:
+    """A model, over all ranks or `alone`, its plain optimizers and their schedules."""
+
+    def __init__(self, scenario: Scenario, alone: bool = True) -> None:
+        self.scenario, self.model = scenario, Model(scenario, alone)
+        self.used = self.model if alone else several(scenario, self.model)
+        self.parts = [list(self.model.parameters())]
+        if scenario.optimizers > 1:
+            trunk = {*self.model.trunk.parameters()}
+            self.parts = [[p for p in self.parts[0] if (p in trunk) == first] for first in (True, False)]
+        self.plain = [OPTIMIZERS[scenario.optimizer](part) for part in self.parts]
+        self.schedules = schedules_of(scenario, self.plain)
+
+
+def several(scenario: Scenario, model: Any) -> Any:
+    """The model over all ranks."""
+    if not scenario.engine:
+        return model
+    if scenario.engine.startswith("ddp"):
+        return nn.parallel.DistributedDataParallel(model, find_unused_parameters="unused" in scenario.engine)
+    from torch.distributed.fsdp import fully_shard
+
+    for part in (model.trunk, model.heads[0]) if scenario.engine.startswith("nested") else ():
+        fully_shard(part)
+    return fully_shard(model)
+
+
+def schedules_of(scenario: Scenario, optimizers: list[Any]) -> list[Any]:
+    return [SCHEDULES[scenario.schedule](optimizer) for optimizer in optimizers if scenario.schedule]
+
+
+def scaler_of(scenario: Scenario) -> Any:
+    interval = max(1, scenario.scaler)
+    return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=interval, enabled=scenario.scaler != 0)
+
+
+def autocast(scenario: Scenario) -> Any:
+    return torch.autocast("cpu", torch.bfloat16) if scenario.dtype == "autocast" else contextlib.nullcontext()
+
+
+def freeze(model: Model) -> None:
+    """Switch whether the trunk is trained."""
+    for parameter in model.trunk.parameters():
+        parameter.requires_grad_(not parameter.requires_grad)
+
+
+# What there is of it, to compare or to save.
+
+
+def whole(tensors: Any) -> list[Tensor]:
+    """Tensors, of which each rank may hold a part."""
+    return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+
+
+def buffers_of(model: nn.Module) -> list[Tensor]:
+    return [buffer.double() for buffer in model.buffers()]
+
+
+def state_of(optimizer: Any) -> list[Tensor | None]:
+    names = ("momentum_buffer", "exp_avg", "exp_avg_sq", "ax")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [optimizer.state.get(p, {}).get(name) for p in parameters for name in names]
+
+
+def apart(actual: list[Tensor | None], expected: list[Tensor | None]) -> float:
+    """The relative error; infinite where one is None and the other is not."""
+    if [g is None for g in actual] != [g is None for g in expected]:
+        return float("inf")
+    return relative_error([g for g in actual if g is not None], [g for g in expected if g is not None])
+
+
+def saved(states: Any) -> Any:
+    """What a file makes of them."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def states_of(scenario: Scenario, parts: list[Any]) -> Any:
+    """What a new run goes on from: of several ranks, copies."""
+    return (copy.deepcopy if scenario.engine else saved)([part.state_dict() for part in parts])
+
+
+# Batches and losses.
 
 
 def split_sizes(rows: int, most: int) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+
+from tests.fuzzing import Program, unusual, usual, with_other, without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class MicroBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scenario:
+class Scenario(Program):
     """A training run."""
 
     seed: int = 0
@@ -69,48 +70,31 @@ class Scenario:
     noise: bool = False  # the noise scale is measured
     loader: str = "list"  # list, generator, iterator, DataLoader, workers, stream, stateful, refilled, array refilled
 
-    def __str__(self) -> str:
-        return f"Scenario({', '.join(_changed(self))})"
-
-
-def _changed(record: Any) -> Iterator[str]:
-    for field in dataclasses.fields(record):
-        if (value := getattr(record, field.name)) != field.default:
-            yield f"{field.name}={value!r}"
+    @property
+    def ranks(self) -> list[tuple[tuple[MicroBatch, ...], ...]]:
+        """The epochs of each."""
+        return [self.epochs, *([self.others] if self.others else [])]
 
 
 def simpler(scenario: Scenario) -> Iterator[Scenario]:
     """What a failing one is shrunk to, in one step."""
-    for name in ("epochs", "others"):
-        epochs = getattr(scenario, name)
-        for i, epoch in enumerate(epochs):
-            if len(epochs) > 1:
-                both = {n: _without(getattr(scenario, n), i) for n in ("epochs", "others")}
+
+    def changed(name: str, i: int, epoch: tuple[MicroBatch, ...]) -> Scenario:
+        return dataclasses.replace(scenario, **{name: with_other(getattr(scenario, name), i, epoch)})
+
+    places = [(name, i, epoch) for name in ("epochs", "others") for i, epoch in enumerate(getattr(scenario, name))]
+    for name, i, epoch in places:
+        if len(scenario.epochs) > 1:
+            yield dataclasses.replace(scenario, **{n: without(getattr(scenario, n), i) for n in ("epochs", "others")})
+        for j, _ in enumerate(epoch if len(epoch) > 1 else ()):
+            yield changed(name, i, without(epoch, j))
+            if scenario.others:  # on both ranks
+                both = {n: getattr(scenario, n) for n in ("epochs", "others")}
+                both = {n: with_other(e, i, without(e[i], j) or e[i]) for n, e in both.items()}
                 yield dataclasses.replace(scenario, **both)
-            for j, _ in enumerate(epoch):
-                if len(epoch) > 1:
-                    yield dataclasses.replace(scenario, **{name: _with(epochs, i, _without(epoch, j))})
-                    if scenario.others:
-                        both = {n: getattr(scenario, n) for n in ("epochs", "others")}
-                        both = {n: _with(e, i, _without(e[i], j) or e[i]) for n, e in both.items()}
-                        yield dataclasses.replace(scenario, **both)
-    for field in dataclasses.fields(scenario):
-        keeps = field.name in ("seed", "kind", "epochs", "others", "engine")
-        if not keeps and getattr(scenario, field.name) != field.default:
-            yield dataclasses.replace(scenario, **{field.name: field.default})
-    for name in ("epochs", "others"):
-        epochs = getattr(scenario, name)
-        for i, epoch in enumerate(epochs):
-            for j, micro_batch in enumerate(epoch):
-                for field in dataclasses.fields(micro_batch):
-                    if getattr(micro_batch, field.name) != field.default:
-                        simple = dataclasses.replace(micro_batch, **{field.name: field.default})
-                        yield dataclasses.replace(scenario, **{name: _with(epochs, i, _with(epoch, j, simple))})
-
-
-def _without(items: tuple[Any, ...], index: int) -> tuple[Any, ...]:
-    return items[:index] + items[index + 1 :]
-
-
-def _with(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
-    return (*items[:index], item, *items[index + 1 :])
+    for field in unusual(scenario):
+        if field not in ("seed", "kind", "epochs", "others", "engine"):
+            yield usual(scenario, field)
+    for name, i, epoch in places:
+        for j, one in enumerate(epoch):
+            yield from (changed(name, i, with_other(epoch, j, usual(one, field))) for field in unusual(one))

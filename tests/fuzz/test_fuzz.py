@@ -26,15 +26,14 @@ def ranks() -> Iterator[Processes]:
 
 def failure(scenario: Scenario, ranks: Processes | None = None) -> str:
     """What is wrong with a run; empty where it is right, or refused."""
-    outcomes = [runs.outcome(scenario)] if not scenario.engine else on_ranks(scenario, ranks)
+    outcomes = on_ranks(scenario, ranks) if scenario.engine else [runs.outcome(scenario)]
     wrong = [what for what in outcomes if what and not what.startswith("refused")]
-    if len({bool(what) for what in outcomes}) > 1 and not wrong:
-        wrong = [f"refused on one rank only: {outcomes}"]
-    return wrong[0] if wrong else ""
+    if not wrong and len({*map(bool, outcomes)}) > 1:
+        return f"refused on one rank only: {outcomes}"
+    return next(iter(wrong), "")
 
 
-def on_ranks(scenario: Scenario, ranks: Processes | None) -> list[str]:
-    assert ranks is not None
+def on_ranks(scenario: Scenario, ranks: Any) -> list[str]:
     try:
         results = ranks.try_run(runs.on_rank, scenario, limit=runs.LIMIT + 15)
     except AssertionError as error:  # it hung
@@ -67,31 +66,33 @@ def test_a_random_run_of_two_ranks_is_right_or_refused(engine: str, ranks: Proce
             check(seed, scenario, ranks)
 
 
-CLEARED, NOTHING_AFTER = MicroBatch(event="zero_grad"), MicroBatch(weight=0.0)
-FOUND = {
-    "a cleared sum whose unit the next micro-batch changes": {"last": MicroBatch(rows=1), "way": "batches"},
-    "a cleared sum before a micro-batch that weighs nothing": {"last": NOTHING_AFTER},
-    "the same under batches()": {"last": NOTHING_AFTER, "way": "batches"},
-    "a cleared sum whose scale the GradScaler changes": {"last": MicroBatch(), "scaler": 3},
+ONE, NOTHING, SAVED = MicroBatch(), MicroBatch(weight=0.0), MicroBatch(event="save")
+NOTICED = {  # of a sum that is cleared, and one more micro-batch
+    "its unit changes": {"last": MicroBatch(rows=1), "way": "batches"},
+    "it weighs nothing": {"last": NOTHING},
+    "it weighs nothing under batches()": {"last": NOTHING, "way": "batches"},
+    "the GradScaler's scale changes": {"last": ONE, "scaler": 3},
 }
 
 
-@pytest.mark.parametrize("found", FOUND.values(), ids=FOUND)
-def test_what_was_found_stays_noticed(found: dict[str, Any]) -> None:
+@pytest.mark.parametrize("found", NOTICED.values(), ids=NOTICED)
+def test_a_cleared_sum_that_was_found_unnoticed_is_noticed(found: dict[str, Any]) -> None:
     settings = {**found}
-    assert "cleared or replaced" in runs.outcome(Scenario(epochs=((CLEARED, settings.pop("last")),), **settings))
+    epoch = MicroBatch(event="zero_grad"), settings.pop("last")
+    assert "cleared or replaced" in runs.outcome(Scenario(epochs=(epoch,), **settings))
 
 
-NO_PASS = (MicroBatch(), MicroBatch(event="no pass"))
+NO_PASS = (ONE, MicroBatch(event="no pass"))
 EXACT = {
-    "a sum that is saved inside a window": Scenario(
-        epochs=((MicroBatch(event="save"), MicroBatch(rows=3)),), loss="sum"
-    ),
+    "a sum that is saved inside a window": Scenario(epochs=((SAVED, MicroBatch(rows=3)),), loss="sum"),
     "a sum that is weighed in one epoch": Scenario(
-        epochs=((MicroBatch(),), (MicroBatch(weight=0.5),)), way="batches", loss="sum"
+        epochs=((ONE,), (MicroBatch(weight=0.5),)), way="batches", loss="sum"
     ),
     "unscale_ after a scale that moved without a pass": Scenario(epochs=(NO_PASS,), way="plain", scaler=-1),
-    "the loss where unscale_ has divided": Scenario(epochs=((MicroBatch(),) * 2,), scaler=3),
+    "the loss where unscale_ has divided": Scenario(epochs=((ONE,) * 2,), scaler=3),
+    "a loader that goes on from its own state": Scenario(
+        seed=1, epochs=((SAVED, MicroBatch(rows=3), ONE),), way="batches", loader="stateful"
+    ),
 }
 
 
@@ -101,14 +102,8 @@ def test_what_was_found_is_exact(scenario: Scenario) -> None:
 
 
 def test_what_rounding_makes_of_the_oracle_itself_is_no_error_and_more_is() -> None:
-    two_rows = Scenario(
-        seed=298,
-        kind="TrainStep",
-        micro=1,
-        optimizer="adamw",
-        norm="exact",
-        epochs=((MicroBatch(), MicroBatch(rows=3), MicroBatch()),),
-    )
+    epochs, trained = ((ONE, MicroBatch(rows=3), ONE),), {"optimizer": "adamw", "norm": "exact"}
+    two_rows = Scenario(seed=298, kind="TrainStep", micro=1, epochs=epochs, **trained)
     assert max(runs.run_train_step(two_rows, 0).values()) > 1e-12
     assert runs.outcome(two_rows) == ""
     wrong = lambda scenario, rank: {name: 1e-9 for name in ("parameters", "undone")}  # noqa: E731
@@ -116,9 +111,6 @@ def test_what_rounding_makes_of_the_oracle_itself_is_no_error_and_more_is() -> N
         patch.setitem(runs._RUNS, "TrainStep", wrong)
         assert "parameters" in runs.outcome(two_rows)
         assert "undone" in runs.outcome(two_rows)
-
-
-ONE, NOTHING, SAVED = MicroBatch(), MicroBatch(weight=0.0), MicroBatch(event="save")
 
 
 def pair(own: list[MicroBatch], others: list[MicroBatch], engine: str = "ddp", **settings: Any) -> Scenario:

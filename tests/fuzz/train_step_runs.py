@@ -4,66 +4,41 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradaccum.torch import Blocks, TrainStep
+from tests.fuzz import problem
 from tests.fuzz.loaders import loader_of
-from tests.fuzz.problem import (
-    OPTIMIZERS,
-    SCHEDULES,
-    Gone,
-    Injected,
-    Model,
-    ids_of,
-    in_groups,
-    is_there,
-    limit,
-    loss_of,
-    named_losses,
-    parts_of,
-    rows_of,
-    split_sizes,
-    weight_of,
-)
+from tests.fuzz.problem import Gone, Injected, Model, Script, apart, buffers_of, loss_of, state_of, weight_of
 from tests.fuzz.scenario import MicroBatch, Scenario
-from tests.fuzz.wrapper_runs import RANKS_SEED, apart, autocast, buffers_of, freeze, saved, several, state_of, whole
+from tests.fuzzing import Errors
 from tests.reference import relative_error
 
 LOSS_FNS: dict[str, dict[str, Any]] = {
     "rows": {},
     "ignored": {"ignore_index": 0},
-    "classes": {"weight": torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64)},
+    "classes": {"weight": problem.CLASS_WEIGHTS},
 }
-
-
 WEIGHED = ("ignored", "classes", "told", "tokens", "weighed sum")
 
 
-class _Split:
+class _Split(Script):
     """A model, its optimizers, and the TrainStep that trains it."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self.model = Model(scenario)
-        self.used = several(scenario, self.model)
-        self.inner = [OPTIMIZERS[scenario.optimizer](part) for part in parts_of(scenario, self.model)]
-        self.schedules = [SCHEDULES[scenario.schedule](optimizer) for optimizer in self.inner if scenario.schedule]
+        super().__init__(scenario, alone=False)
         self.fails_to_step = False
         events = {one.event for epoch in scenario.epochs for one in epoch}
         if scenario.hook == "step" or "step error" in events or not scenario.blocks:  # which refuse such hooks
-            for optimizer in self.inner:
+            for optimizer in self.plain:
                 optimizer.register_step_pre_hook(self._before_update)
-        interval = max(1, scenario.scaler)
-        self.scaler = torch.amp.GradScaler(
-            "cpu", init_scale=256.0, growth_interval=interval, enabled=scenario.scaler != 0
-        )
+        self.scaler = problem.scaler_of(scenario)
         self.step = TrainStep(
             self.used,
-            self.inner if scenario.optimizers > 1 else self.inner[0],
+            self.plain if scenario.optimizers > 1 else self.plain[0],
             micro_batch_size=scenario.micro or "auto",
             max_tokens=scenario.micro * 4 + 4 if scenario.loss == "tokens" else None,
             clip_grad_norm=scenario.clip if scenario.way != "loop" else None,
@@ -71,12 +46,12 @@ class _Split:
             autocast=torch.bfloat16 if scenario.dtype == "autocast" else None,
             accumulate_dtype=torch.float64 if scenario.wide else None,
             noise_scale=scenario.noise,
-            sync=scenario.sync,  # type: ignore[arg-type]  # one of the two
-            batch_norm=scenario.norm or "warn",  # type: ignore[arg-type]  # one of the five
+            sync=scenario.sync,
+            batch_norm=scenario.norm or "warn",
             batch_dims=_dims(scenario),
             groups={"pairs": 2, "groups": lambda *batch: batch[3]}.get(scenario.loss),
             verify=scenario.seed % 4 > 0 or scenario.loss == "across",
-            blocks=Blocks("layers", update=scenario.blocks, on=scenario.blocks_on or None) if scenario.blocks else None,  # type: ignore[arg-type]  # what they take
+            blocks=Blocks("layers", update=scenario.blocks, on=scenario.blocks_on or None) if scenario.blocks else None,
             **self._loss(),
         )
 
@@ -85,7 +60,7 @@ class _Split:
             self.fails_to_step = False
             raise Injected
         if self.scenario.hook == "step":
-            limit(optimizer)
+            problem.limit(optimizer)
 
     def _loss(self) -> dict[str, Any]:
         scenario = self.scenario
@@ -119,14 +94,14 @@ class _Split:
         if self.scenario.loss != "names":
             return weight_of(self.scenario, y)
         every = {0: (y != 0).sum(), 1: int((y != 1).sum()), 2: len(y), 3: float(len(y))}
-        return {name: weight for name, weight in every.items() if is_there(self.scenario, name, weight)}
+        return {name: weight for name, weight in every.items() if problem.is_there(self.scenario, name, weight)}
 
     def _compute(self, tells: bool, model: Any, *batch: Any) -> Any:
         scenario, (x, y, head) = self.scenario, self._parts(batch)
         if scenario.loss in ("pairs", "groups"):
-            return in_groups(model(x, head), batch[3])
+            return problem.in_groups(model(x, head), batch[3])
         if scenario.loss == "names":
-            found = named_losses(scenario, model, x, y, head)
+            found = problem.named_losses(scenario, model, x, y, head)
             sums = {name: loss * w if w else loss.nan_to_num() for name, (loss, w) in found.items()}
             losses = sums if self._summed else {name: loss for name, (loss, _) in found.items()}
             told = {name: (loss, found[name][1]) for name, loss in losses.items()} if tells else losses
@@ -148,48 +123,42 @@ class _Split:
         elif self.scenario.batch == "shared":
             batch = (*batch, torch.arange(3.0))
         if self.scenario.loss in ("pairs", "groups"):
-            batch = (*batch, ids_of(self.scenario, len(y)))
+            batch = (*batch, problem.ids_of(self.scenario, len(y)))
         return self._loop(batch) if self.scenario.way == "loop" else self.step(*batch)
 
     def _loop(self, batch: Any) -> Tensor:
         """One's own, which clips and steps."""
-        for optimizer in self.inner:
+        for optimizer in self.plain:
             optimizer.zero_grad()
         loss = self.step.backward(*batch)
         if all(p.grad is None for p in self.model.parameters()):
             return loss  # nothing weighs anything
-        for optimizer in self.inner if self.scenario.scaler else []:
+        for optimizer in self.plain if self.scenario.scaler else []:
             self.scaler.unscale_(optimizer)
         if self.scenario.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.scenario.clip)
-        for optimizer in self.inner:
+        for optimizer in self.plain:
             self.scaler.step(optimizer)
         self.scaler.update()
         return loss
 
     def resumed(self) -> _Split:
         """A new run that goes on from this one's files."""
-        save = copy.deepcopy if self.scenario.engine else saved
-        parts = [self.model, *self.inner, *self.schedules, self.scaler, self.step]
-        states = save([part.state_dict() for part in parts])
-        new = _Split(self.scenario)
-        for part, state in zip([new.model, *new.inner, *new.schedules, new.scaler, new.step], states, strict=True):
+        states, new = problem.states_of(self.scenario, self._saved()), _Split(self.scenario)
+        for part, state in zip(new._saved(), states, strict=True):
             part.load_state_dict(state)
         return new
+
+    def _saved(self) -> list[Any]:
+        return [self.model, *self.plain, *self.schedules, self.scaler, self.step]
 
 
 def _dims(scenario: Scenario) -> Any:
     return {"columns": (1, 0, None), "shared": (0, 0, None, None)}.get(scenario.batch, 0)
 
 
-class _Ordinary:
+class _Ordinary(Script):
     """The naive oracle: one ordinary step per batch."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self.model = Model(scenario, alone=True)
-        self.plain = [OPTIMIZERS[scenario.optimizer](part) for part in parts_of(scenario, self.model)]
-        self.schedules = [SCHEDULES[scenario.schedule](optimizer) for optimizer in self.plain if scenario.schedule]
 
     def with_bits_flipped(self, bits: int) -> _Ordinary:
         """This one, with other last bits in each of its parameters."""
@@ -202,17 +171,17 @@ class _Ordinary:
         scenario = self.scenario
         self.losses: dict[Any, Tensor] = {}
         if not (scenario.dropout or scenario.norm in ("warn", "micro", "pooled")):
-            with autocast(scenario):
+            with problem.autocast(scenario):
                 loss = self._loss(one, x, y)
             loss.backward()
             return loss.detach()
-        sizes, whole_weight = split_sizes(len(y), scenario.micro), weight_of(scenario, y)
+        sizes, whole_weight = problem.split_sizes(len(y), scenario.micro), weight_of(scenario, y)
         pooled = _moved_once(self.model, x) if scenario.norm == "pooled" else None
         losses = []
         for rows, targets in zip(x.split(sizes), y.split(sizes), strict=True):
             weight = weight_of(scenario, targets)
             share = 1.0 if scenario.loss == "sum" else weight / whole_weight if whole_weight else 0.0
-            with autocast(scenario):
+            with problem.autocast(scenario):
                 own = self._loss(one, rows, targets)
             own = own * share if weight else own.detach().zero_()
             losses.append(own.detach())
@@ -225,20 +194,19 @@ class _Ordinary:
     def _loss(self, one: MicroBatch, x: Any, y: Tensor) -> Tensor:
         scenario = self.scenario
         if scenario.loss in ("pairs", "groups"):
-            return in_groups(self.model(x, one.head), ids_of(scenario, len(y)))
+            return problem.in_groups(self.model(x, one.head), problem.ids_of(scenario, len(y)))
         if scenario.loss != "names":
             return loss_of(scenario, self.model, x, y, one.head)
-        found = named_losses(scenario, self.model, x, y, one.head)
+        found = problem.named_losses(scenario, self.model, x, y, one.head)
         self.losses = {name: loss.detach() for name, (loss, weight) in found.items() if weight}
-        return sum(loss for loss, weight in found.values() if weight)  # type: ignore[return-value]  # one always weighs
+        return sum(loss for loss, weight in found.values() if weight)
 
     def step(self, one: MicroBatch, x: Any, y: Tensor, seed: int) -> Tensor:
         """The update. Returns the loss."""
         losses = []
-        self._every(lambda optimizer: optimizer.zero_grad())
 
         def closure() -> Tensor:
-            self._every(lambda optimizer: optimizer.zero_grad())
+            self.model.zero_grad()
             if not losses or not self.scenario.dropout:
                 torch.manual_seed(seed)
             losses.append(self.passes(one, x, y))
@@ -251,16 +219,13 @@ class _Ordinary:
             self.plain[0].step(closure)
             return losses[0]
         closure()
-        if self.scenario.hook == "step":
-            self._every(limit)
-        self._every(lambda optimizer: optimizer.step())
+        for optimizer in self.plain:
+            if self.scenario.hook == "step":
+                problem.limit(optimizer)
+            optimizer.step()
         for schedule in self.schedules:
             schedule.step()
         return losses[0]
-
-    def _every(self, do: Callable[[Any], Any]) -> None:
-        for optimizer in self.plain:
-            do(optimizer)
 
 
 def _moved_once(model: Model, x: Any) -> dict[str, Tensor]:
@@ -274,21 +239,17 @@ def _moved_once(model: Model, x: Any) -> dict[str, Tensor]:
 def run_train_step(scenario: Scenario, rank: int, flipped: tuple[int, ...] = ()) -> dict[str, float]:
     """What is wrong: relative errors by name.
 
-    Args:
-        scenario: The run.
-        rank: Of how many there are.
-        flipped: What is asked in its place: how far the oracle moves where these last bits of its first parameters are
-            the others. That is rounding, whoever computes it.
+    With `flipped`, how far the oracle moves where these last bits of its first parameters are the others: that is
+    rounding, whoever computes it.
     """
-    oracle, run = _Ordinary(scenario), _Split(scenario)
+    oracle, run, found = _Ordinary(scenario), _Split(scenario), Errors(parameters=0.0, loss=0.0)
     others = [_Ordinary(scenario).with_bits_flipped(bits) for bits in flipped]
-    ranks = [scenario.epochs, *([scenario.others] if scenario.others else [])]
-    found = {"parameters": 0.0, "loss": 0.0}
-    batches_of = [[one for epoch in epochs for one in epoch] for epochs in ranks]
+    batches_of = [[one for epoch in epochs for one in epoch] for epochs in scenario.ranks]
     data = [
-        [(*rows_of(scenario, one, number + RANKS_SEED * r), number) for number, one in enumerate(ones)]
+        [(*problem.rows_of(scenario, one, number + 500 * r), number) for number, one in enumerate(ones)]
         for r, ones in enumerate(batches_of)
     ]
+    exactly = not scenario.engine and scenario.optimizer != "lbfgs" and scenario.dtype == "float64"
     for number, handed in enumerate(loader_of(scenario.loader, data[rank])):
         batches, ones = [own[number] for own in data], [own[number] for own in batches_of]
         one, (given, targets, _) = ones[rank], handed
@@ -301,9 +262,8 @@ def run_train_step(scenario: Scenario, rank: int, flipped: tuple[int, ...] = ())
             run.model.fault.calm(scenario.memory)
         if one.event == "gone":
             raise Gone
-        if one.event == "freeze":
-            for model in (run.model, *(each.model for each in (oracle, *others))):
-                freeze(model)
+        for each in (run, oracle, *others) if one.event == "freeze" else ():
+            problem.freeze(each.model)
         infinite = [float("inf") if other.event == "inf" else 1.0 for other in ones]
         fits = 3 if scenario.loss in ("pairs", "groups") else 1
         run.model.fault.prepare(one.event, max(fits, scenario.micro // 2))
@@ -312,9 +272,9 @@ def run_train_step(scenario: Scenario, rank: int, flipped: tuple[int, ...] = ())
         torch.manual_seed(number)
         loss = None
         try:
-            loss = run.call(one, _times(given, infinite[rank]), targets)
+            loss = run.call(one, given * infinite[rank] if isinstance(given, Tensor) else given, targets)
         except Injected:
-            found["undone"] = max(found.get("undone", 0.0), apart(_everything(run), before))
+            found.note("undone", apart(_everything(run), before))
         random = torch.get_rng_state()
         run.model.fault.calm(scenario.memory)
         run.fails_to_step = False
@@ -327,42 +287,29 @@ def run_train_step(scenario: Scenario, rank: int, flipped: tuple[int, ...] = ())
                     each.passes(one, x, y)  # it moves buffers, and nothing else
             else:
                 expected = oracle.step(one, x, y, number)
-                losses = [each.step(one, x, y, number) for each in others] or [loss]
-                found["loss"] = max(found["loss"], *[abs((each / expected - 1).item()) for each in losses])
-                if (
-                    not flipped
-                    and not scenario.engine
-                    and scenario.optimizer != "lbfgs"
-                    and scenario.dtype == "float64"
-                ):
+                for each in [each.step(one, x, y, number) for each in others] or [loss]:
+                    found.note("loss", abs((each / expected - 1).item()))
+                if exactly and not flipped:
                     means = [run.step.losses.get(name) for name in oracle.losses]
-                    found["losses"] = max(found.get("losses", 0.0), apart(means, [*oracle.losses.values()]))
+                    found.note("losses", apart(means, [*oracle.losses.values()]))
                     if scenario.way != "loop":
-                        found["norm"] = max(found.get("norm", 0.0), apart([run.step.grad_norm], [oracle.norm]))
+                        found.note("norm", apart([run.step.grad_norm], [oracle.norm]))
                 for schedule in run.schedules:
                     schedule.step()
             if scenario.dropout and not torch.equal(random, torch.get_rng_state()):
-                found["random numbers"] = float("inf")
+                found.note("random numbers", float("inf"))
         if one.event == "save":
             run = run.resumed()
-        for model, inner in [(each.model, each.plain) for each in others] or [(run.model, run.inner)]:
-            errors = {
-                "parameters": relative_error(whole(model.parameters()), oracle.model.parameters()),
-                "buffers": relative_error(buffers_of(model), buffers_of(oracle.model)),
-            }
-            if not scenario.engine and scenario.optimizer != "lbfgs" and scenario.dtype == "float64":
-                pairs = zip(inner, oracle.plain, strict=True)
-                errors["state"] = max(apart(state_of(a), state_of(b)) for a, b in pairs)
-            found.update({name: max(error, found.get(name, 0.0)) for name, error in errors.items()})
+        for each in others or [run]:
+            found.note("parameters", relative_error(problem.whole(each.model.parameters()), oracle.model.parameters()))
+            found.note("buffers", relative_error(buffers_of(each.model), buffers_of(oracle.model)))
+            for pair in zip(each.plain, oracle.plain, strict=True) if exactly else ():
+                found.note("state", apart(*map(state_of, pair)))
     return found
-
-
-def _times(x: Any, factor: float) -> Any:
-    return x * factor if isinstance(x, Tensor) else x
 
 
 def _everything(run: _Split) -> list[Any]:
     """What an error must leave as it was."""
-    states = functools.reduce(lambda all_, optimizer: all_ + state_of(optimizer), run.inner, [])
-    tensors = [*whole(run.model.parameters()), *buffers_of(run.model), *states]
+    states = [tensor for optimizer in run.plain for tensor in state_of(optimizer)]
+    tensors = [*problem.whole(run.model.parameters()), *buffers_of(run.model), *states]
     return [None if tensor is None else tensor.detach().clone() for tensor in tensors]

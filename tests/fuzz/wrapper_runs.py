@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import io
 import pickle
 from typing import Any
 
@@ -13,55 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.torch.optim import Optimizer
+from tests.fuzz import problem
 from tests.fuzz.loaders import loader_of
-from tests.fuzz.problem import OPTIMIZERS, SCHEDULES, Gone, Injected, Model, limit, loss_of, parts_of, rows_of
+from tests.fuzz.problem import Gone, Injected, Script, apart, buffers_of, loss_of, rows_of, state_of
 from tests.fuzz.scenario import MicroBatch, Scenario
+from tests.fuzzing import Errors
 from tests.reference import relative_error
 
-RANKS_SEED = 500
 Epoch = tuple[MicroBatch, ...]
-
-
-def several(scenario: Scenario, model: Any) -> Any:
-    """The model over all ranks."""
-    if not scenario.engine:
-        return model
-    if scenario.engine.startswith("ddp"):
-        return nn.parallel.DistributedDataParallel(model, find_unused_parameters="unused" in scenario.engine)
-    from torch.distributed.fsdp import fully_shard
-
-    if scenario.engine.startswith("nested"):
-        for part in (model.trunk, model.heads[0]):
-            fully_shard(part)
-    return fully_shard(model)
-
-
-def whole(tensors: Any) -> list[Tensor]:
-    """Tensors, of which each rank may hold a part."""
-    return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
-
-
-def buffers_of(model: nn.Module) -> list[Tensor]:
-    return [buffer.double() for buffer in model.buffers()]
-
-
-def apart(actual: list[Tensor | None], expected: list[Tensor | None]) -> float:
-    """The relative error; infinite where one is None and the other is not."""
-    if [g is None for g in actual] != [g is None for g in expected]:
-        return float("inf")
-    return relative_error([g for g in actual if g is not None], [g for g in expected if g is not None])
-
-
-def saved(states: Any) -> Any:
-    """What a file makes of them."""
-    file = io.BytesIO()
-    torch.save(states, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def autocast(scenario: Scenario) -> Any:
-    return torch.autocast("cpu", torch.bfloat16) if scenario.dtype == "autocast" else contextlib.nullcontext()
 
 
 def steps_of(scenario: Scenario, number: int, epoch: int, updates: int) -> int:
@@ -97,7 +55,7 @@ def overflows(scenario: Scenario, one: MicroBatch) -> int:
 
 
 def seed_of(rank: int, number: int, i: int) -> int:
-    return 37 * number + i + RANKS_SEED * rank
+    return 37 * number + i + 500 * rank
 
 
 class _Wrapped:
@@ -105,22 +63,26 @@ class _Wrapped:
 
     def __init__(self, scenario: Scenario, copied: Any = None) -> None:
         self.scenario = scenario
-        self.model, self.optimizers = (Model(scenario), []) if copied is None else copied
-        self.used = several(scenario, self.model)
-        for number, parameters in enumerate(parts_of(scenario, self.model) if copied is None else ()):
-            inner = OPTIMIZERS[scenario.optimizer](parameters)
-            optimizer = Optimizer(
-                inner,
-                steps=self._steps(number),
-                model=self.used,
-                reduction="sum" if scenario.loss == "sum" else "mean",
-                clip_grad_norm=scenario.clip,
-                accumulate_dtype=torch.float64 if scenario.wide else None,
-                nonfinite=scenario.nonfinite,  # type: ignore[arg-type]  # one of the three
-                noise_scale=scenario.noise,
-                sync=scenario.sync,  # type: ignore[arg-type]  # one of the two
-            )
-            self.optimizers.append(optimizer)
+        if copied is not None:
+            self.model, self.optimizers = copied
+            self.used = self.model
+        else:
+            script = Script(dataclasses.replace(scenario, schedule=""), alone=False)
+            self.model, self.used = script.model, script.used
+            self.optimizers = [
+                Optimizer(
+                    inner,
+                    steps=self._steps(number),
+                    model=self.used,
+                    reduction="sum" if scenario.loss == "sum" else "mean",
+                    clip_grad_norm=scenario.clip,
+                    accumulate_dtype=torch.float64 if scenario.wide else None,
+                    nonfinite=scenario.nonfinite,
+                    noise_scale=scenario.noise,
+                    sync=scenario.sync,
+                )
+                for number, inner in enumerate(script.plain)
+            ]
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(self._before_update)
         self.fails_to_step = False
@@ -128,19 +90,14 @@ class _Wrapped:
         """Of each update: loss, norm before clipping, and the means of losses by name."""
         self.trace: list[tuple[bool, int, int, bool]] = []
         """Of each step: whether it closes its window; updates, micro-batches in the open window, `updated` after it."""
-        kind = scenario.schedule
         around = [optimizer.inner if scenario.seed % 2 else optimizer for optimizer in self.optimizers]
-        self.schedules = [SCHEDULES[kind](optimizer) for optimizer in around if kind]
+        self.schedules = problem.schedules_of(scenario, around)
         # The loop's body does not see an update that a skipped last batch, or another rank, makes after it.
         last = {epoch[-1].event for epoch in scenario.epochs}
         self.in_hook = bool(scenario.engine or (scenario.way.startswith("batches") and last - {"", "save", "eval"}))
-        if self.in_hook:
-            for optimizer, schedule in zip(self.optimizers, self.schedules):
-                optimizer.register_step_post_hook(lambda *_, schedule=schedule: schedule.step())
-        interval = scenario.scaler if scenario.scaler > 0 else 1000
-        self.scaler = torch.amp.GradScaler(
-            "cpu", init_scale=256.0, growth_interval=interval, enabled=scenario.scaler != 0
-        )
+        for optimizer, schedule in zip(self.optimizers, self.schedules if self.in_hook else ()):
+            optimizer.register_step_post_hook(lambda *_, schedule=schedule: schedule.step())
+        self.scaler = problem.scaler_of(scenario)
 
     def _steps(self, number: int) -> Any:
         if self.scenario.lengths == "epoch":
@@ -157,16 +114,14 @@ class _Wrapped:
             means = dict(optimizer.losses)
             self.finished[self.optimizers.index(optimizer)].append((optimizer.loss, optimizer.grad_norm, means))
         if self.scenario.hook == "step":
-            limit(optimizer)
+            problem.limit(optimizer)
 
     def resumed(self) -> _Wrapped:
         """A new run that goes on from this one's files."""
         scenario, objects = self.scenario, (self.model, self.optimizers)
-        save = copy.deepcopy if scenario.engine else saved
-        parts = [self.model, *self.optimizers, *self.schedules, self.scaler]
-        states = save([part.state_dict() for part in parts])
+        states = problem.states_of(scenario, [self.model, *self.optimizers, *self.schedules, self.scaler])
         lost = scenario.schedule or scenario.engine or scenario.hook not in ("", "step")  # where objects are copied
-        copied: Any = None
+        copied = None
         if scenario.seed % 3 == 0 and not lost:
             by_file = scenario.lengths != "update" and not scenario.chunk  # which hold no functions
             copied = pickle.loads(pickle.dumps(objects)) if by_file else copy.deepcopy(objects)
@@ -188,7 +143,7 @@ class _Wrapped:
             return
         for optimizer in self.optimizers:
             if one.event == "reload":
-                optimizer.load_state_dict(saved(optimizer.state_dict()))
+                optimizer.load_state_dict(problem.saved(optimizer.state_dict()))
             optimizer.zero_grad()
         if one.event == "eval":
             self.used.eval()
@@ -196,7 +151,7 @@ class _Wrapped:
                 self.used(x, one.head)
             self.used.train()
         if one.event == "freeze":
-            freeze(self.model)
+            problem.freeze(self.model)
         self.model.fault.prepare(one.event, one.rows // 2)
         torch.manual_seed(seed)
         try:
@@ -243,7 +198,8 @@ class _Wrapped:
             return
         weight = given(scenario, weight_in_window(scenario, one)) if scenario.way == "backward" else None
         if one.event == "no pass" or (one.event == "save inside" and scenario.seed % 2):
-            self.scaler.scale(self._loss(one, x, y))
+            for part in range(scenario.losses):  # each loss has a forward pass of its own
+                self.scaler.scale(self._loss(one, x, y, part))
             return
         if one.event == "by hand":
             self._by_hand(one, x, y, weight)
@@ -263,14 +219,14 @@ class _Wrapped:
     def _by_hand(self, one: MicroBatch, x: Tensor, y: Tensor, weight: float | None) -> None:
         losses = [self.scaler.scale(self._loss(one, x, y, part)) for part in range(self.scenario.losses)]
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        found = dict(zip(trained, torch.autograd.grad(sum(losses), trained, allow_unused=True), strict=True))  # type: ignore[arg-type]
+        found = dict(zip(trained, torch.autograd.grad(sum(losses), trained, allow_unused=True), strict=True))
         for optimizer in self.optimizers:
             own = [p for group in optimizer.param_groups for p in group["params"]]
             by_parameter = {p: found[p] for p in own if found.get(p) is not None}
             optimizer.add_gradients([found.get(p) for p in own] if self.scenario.seed % 2 else by_parameter, weight)
 
     def _loss(self, one: MicroBatch, x: Tensor, y: Tensor, part: int = 0, backward: bool = False) -> Tensor:
-        with autocast(self.scenario):
+        with problem.autocast(self.scenario):
             loss = loss_of(self.scenario, self.used, x, y, one.head, part)
         if one.event == "inf" and part == overflows(self.scenario, one):
             loss = loss * float("inf" if self.scenario.seed % 2 else "nan")
@@ -281,21 +237,11 @@ class _Wrapped:
         return loss
 
 
-def freeze(model: Model) -> None:
-    """Switch whether the trunk is trained."""
-    for parameter in model.trunk.parameters():
-        parameter.requires_grad_(not parameter.requires_grad)
-
-
-class ByHand:
+class ByHand(Script):
     """The naive oracle: each micro-batch's own gradient, and at a window's end their weighted mean."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self.model = Model(scenario, alone=True)
-        self.parts = parts_of(scenario, self.model)
-        self.plain = [OPTIMIZERS[scenario.optimizer](part) for part in self.parts]
-        self.schedules = [SCHEDULES[scenario.schedule](optimizer) for optimizer in self.plain if scenario.schedule]
+        super().__init__(scenario)
         self.windows: list[list[list[tuple[float, float, list[Tensor | None]]]]] = [[] for _ in self.plain]
         """Of each optimizer, of each micro-batch, of each loss by name: weight, loss and gradients."""
         self.epochs, self.in_epoch = 0, False
@@ -313,7 +259,7 @@ class ByHand:
             return False
         scenario = self.scenario
         if one.event == "freeze":
-            freeze(self.model)
+            problem.freeze(self.model)
         torch.manual_seed(seed)
         named = scenario.way == "names"
         losses: list[Any] = []
@@ -322,10 +268,10 @@ class ByHand:
                 with torch.no_grad():
                     self.model(x, one.head)
                 return False  # up to the fault, the trunk moves its buffers
-            with autocast(scenario):
+            with problem.autocast(scenario):
                 losses.append(loss_of(scenario, self.model, x, y, one.head, part))
             if one.event in ("backward error", "backward oom"):
-                self.discard()
+                self.windows = [[] for _ in self.plain]
                 return False
         weights = weights_of_terms(scenario, one)
         if not named:
@@ -349,9 +295,6 @@ class ByHand:
         self.model.zero_grad()
         return True
 
-    def discard(self) -> None:
-        self.windows = [[] for _ in self.plain]
-
     def close_full(self, one: MicroBatch, counted: bool, with_batches: bool, is_last: bool) -> None:
         """After a micro-batch: the windows that are full, or that it ends."""
         for number, window in enumerate(self.windows):
@@ -366,7 +309,7 @@ class ByHand:
         if one.event == "flush":
             self.flush(ends_epoch=not with_batches)
         if one.event == "discard" or (one.event == "break" and with_batches):
-            self.discard()
+            self.windows = [[] for _ in self.plain]
 
     def flush(self, ends_epoch: bool) -> None:
         for number, _ in enumerate(self.windows):
@@ -381,12 +324,12 @@ class ByHand:
         self.windows[number] = []
         if fails or not 0 < sum(weight for terms in window for weight, *_ in terms) < float("inf"):
             return
-        means, gradients = {}, [[] for _ in self.parts[number]]  # type: ignore[var-annotated]
+        means, gradients = {}, [[] for _ in self.parts[number]]
         for name, terms in enumerate(zip(*window, strict=True)):
             divisor = sum(weight for weight, *_ in terms) or 1.0
             if scenario.loss == "sum":
                 divisor = divisor if self.is_weighed else 1.0
-                terms = tuple((float(weight > 0), *found) for weight, *found in terms)  # type: ignore[misc]
+                terms = tuple((float(weight > 0), *found) for weight, *found in terms)
             if any(weight for weight, *_ in terms):
                 means[name] = sum(weight * loss for weight, loss, _ in terms) / divisor
             for weight, _, found in terms:
@@ -399,7 +342,7 @@ class ByHand:
             norm = nn.utils.clip_grad_norm_(self.parts[number], scenario.clip)
         self.finished[number].append((sum(means.values()), norm, means if scenario.way == "names" else {}))
         if scenario.hook == "step":
-            limit(self.plain[number])
+            problem.limit(self.plain[number])
         self.plain[number].step()
         if self.schedules:
             self.schedules[number].step()
@@ -410,8 +353,7 @@ class ByHand:
         """Whether this epoch gives weights, which a sum is divided by."""
         if self.scenario.way in ("plain", "closure"):
             return False
-        ranks = self.scenario.epochs, self.scenario.others
-        ones = [one for epochs in ranks for epoch in epochs[self.number : self.number + 1] for one in epoch]
+        ones = [one for epochs in self.scenario.ranks for one in epochs[self.number]]
         return self.scenario.way in ("backward", "names") or any(one.weight is not None for one in ones)
 
 
@@ -419,9 +361,8 @@ def _expected(scenario: Scenario, data: list[list[list[Any]]]) -> ByHand:
     """The whole run, by hand."""
     oracle = ByHand(scenario)
     with_batches = scenario.way.startswith("batches")
-    ranks = [scenario.epochs, *([scenario.others] if scenario.others else [])]
     for number in range(len(scenario.epochs)):
-        own = [epochs[number] for epochs in ranks]
+        own = [epochs[number] for epochs in scenario.ranks]
         oracle.number = number
         if len(own) == 1:
             for i, one in enumerate(own[0]):
@@ -456,65 +397,55 @@ def _windows_of_ranks(scenario: Scenario, epochs: list[Epoch]) -> list[list[tupl
 
 def run_wrapper(scenario: Scenario, rank: int) -> dict[str, float]:
     """What is wrong: relative errors by name."""
-    run = _Wrapped(scenario)
-    ranks = [scenario.epochs, *([scenario.others] if scenario.others else [])]
     data = [
         [
             [(*rows_of(scenario, one, seed_of(r, number, i)), i) for i, one in enumerate(epoch)]
             for number, epoch in enumerate(epochs)
         ]
-        for r, epochs in enumerate(ranks)
+        for r, epochs in enumerate(scenario.ranks)
     ]
-    oracle = _expected(scenario, data)
-    without_files = dataclasses.replace(scenario, epochs=_without_files(scenario.epochs))
-    for number, epoch in enumerate(ranks[rank]):
-        run = _epoch(run, scenario, epoch, data[rank][number], rank, number)
-    found = {"parameters": relative_error(whole(run.model.parameters()), oracle.model.parameters())}
-    found["updates"] = float(sum(abs(o.updates - n) for o, n in zip(run.optimizers, oracle.updates, strict=True)))
+    oracle, run, found = _expected(scenario, data), _trained(scenario, data, rank), Errors()
+    found.note("parameters", relative_error(problem.whole(run.model.parameters()), oracle.model.parameters()))
+    found.note("updates", sum(abs(o.updates - n) for o, n in zip(run.optimizers, oracle.updates, strict=True)))
     if scenario.engine:
         return found
-    found["trace"] = float(run.trace != oracle.trace)
+    found.note("trace", float(run.trace != oracle.trace))
     for seen, right in zip(run.finished, oracle.finished, strict=True):
         for (loss, norm, means), (mean, whole_norm, whole_means) in zip(seen, right):
             if scenario.way.endswith("backward") or scenario.way == "names":
                 unknown = mean != mean or (loss is None and unscales(scenario))
-                error = 0.0 if unknown else abs(loss.item() / mean - 1)
-                found["loss"] = max(error, found.get("loss", 0.0))
+                found.note("loss", 0.0 if unknown else abs(loss.item() / mean - 1))
             if scenario.dtype == "float64":
-                found["norm"] = max(apart([norm], [whole_norm]), found.get("norm", 0.0))
+                found.note("norm", apart([norm], [whole_norm]))
             for name in {*means, *whole_means}:
-                error = abs(means[name].item() / whole_means[name] - 1)
-                found["means"] = max(error, found.get("means", 0.0))
+                found.note("means", abs(means[name].item() / whole_means[name] - 1))
     if scenario.scaler == 1000:  # it doesn't grow
-        found["scale"] = abs(run.scaler.get_scale() * 2**oracle.halvings / 256 - 1)
+        found.note("scale", abs(run.scaler.get_scale() * 2**oracle.halvings / 256 - 1))
     for optimizer, plain in zip(run.optimizers, oracle.plain, strict=True):
         if scenario.dtype == "float64":  # in narrower ones the promise is about parameters
-            found["state"] = max(apart(state_of(optimizer), state_of(plain)), found.get("state", 0.0))
-        rates = [abs(a["lr"] / b["lr"] - 1) for a, b in zip(optimizer.param_groups, plain.param_groups, strict=True)]
-        found["learning rate"] = max(rates)
-    found["buffers"] = relative_error(buffers_of(run.model), buffers_of(oracle.model))
+            found.note("state", apart(state_of(optimizer), state_of(plain)))
+        for own, group in zip(optimizer.param_groups, plain.param_groups, strict=True):
+            found.note("learning rate", abs(own["lr"] / group["lr"] - 1))
+    found.note("buffers", relative_error(buffers_of(run.model), buffers_of(oracle.model)))
+    without_files = dataclasses.replace(scenario, epochs=_without_files(scenario.epochs))
     if without_files != scenario and scenario.losses == 1:
-        again = _Wrapped(without_files)
-        for number, epoch in enumerate(without_files.epochs):
-            again = _epoch(again, without_files, epoch, data[rank][number], rank, number)
+        again = _trained(without_files, data, rank)
         same = all(map(torch.equal, run.model.parameters(), again.model.parameters()))
-        found["bits"] = 0.0 if same else float("inf")
+        found.note("bits", 0.0 if same else float("inf"))
     return found
+
+
+def _trained(scenario: Scenario, data: Any, rank: int) -> _Wrapped:
+    run = _Wrapped(scenario)
+    for number, epoch in enumerate(scenario.ranks[rank]):
+        run = _epoch(run, scenario, epoch, data[rank][number], rank, number)
+    return run
 
 
 def _without_files(epochs: tuple[Epoch, ...]) -> tuple[Epoch, ...]:
     """The epochs without checkpoints."""
     plain = {"save": "", "reload": ""}
     return tuple(tuple(dataclasses.replace(one, event=plain.get(one.event, one.event)) for one in e) for e in epochs)
-
-
-def state_of(optimizer: Any) -> list[Tensor | None]:
-    return [
-        optimizer.state.get(p, {}).get(name)
-        for group in optimizer.param_groups
-        for p in group["params"]
-        for name in ("momentum_buffer", "exp_avg", "exp_avg_sq", "ax")
-    ]
 
 
 def _epoch(run: _Wrapped, scenario: Scenario, epoch: Epoch, data: list[Any], rank: int, number: int) -> _Wrapped:

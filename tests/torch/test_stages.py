@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-import gradaccum.torch
 from gradaccum.on_torch.foreach import clip_value_
 from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.stages import Unscale, WindowTotal, gradient_stages, run_stages
-from tests.reference import FLOAT64, relative_error, windows_of
-from tests.torch.problems import join, mse, network, regression, sgd, split
+from tests.reference import windows_of
+from tests.torch.optimizer.loops import assert_same, large, parts, train, wrapped
+from tests.torch.problems import sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -40,26 +40,18 @@ def test_a_stage_that_finds_nothing_to_update_with_ends_the_list():
     assert not run_stages([Unscale()], WindowTotal(GradientBuffer(list), 1.0, overflow=torch.tensor(True)))
 
 
-@pytest.mark.parametrize("norm", [None, 0.3])
+@pytest.mark.parametrize("norm", [torch.inf, 0.3])
 def test_clipping_by_value_sees_the_finished_gradient_once(norm):
-    sizes = [3, 1, 4, 2, 2]
-    micro_batches = split(regression(sum(sizes)), sizes)
-    model, plain = network(), network()
-    options = {"clip_grad_value": 0.01, "clip_grad_norm": norm}
-    optimizer = gradaccum.torch.optim.Optimizer(sgd(model.parameters()), steps=3, **options)
-    for x, y in optimizer.batches(micro_batches):
-        optimizer.zero_grad()
-        mse(model, x, y).backward()
-        optimizer.step()
-    inner = sgd(plain.parameters())
-    for window in windows_of(micro_batches, 3):
-        inner.zero_grad()
-        mse(plain, *join(window)).backward()
-        if norm is not None:
-            nn.utils.clip_grad_norm_(plain.parameters(), norm)
-        nn.utils.clip_grad_value_(plain.parameters(), 0.01)
-        inner.step()
-    assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
+    def clipped(parameters):
+        optimizer = sgd(parameters := [*parameters])
+        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(parameters, norm) and None)
+        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(parameters, 0.01))
+        return optimizer
+
+    micro_batches = parts([3, 1, 4, 2, 2])
+    model, optimizer = wrapped(steps=3, clip_grad_value=0.01, clip_grad_norm=None if norm == torch.inf else norm)
+    train(model, optimizer, optimizer.batches(micro_batches))
+    assert_same(model, large(windows_of(micro_batches, 3), clipped))
 
 
 def test_clipping_by_value_takes_sparse_gradients():

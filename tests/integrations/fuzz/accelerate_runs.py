@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gradaccum.integrations.accelerate import prepare_optimizer
 from gradaccum.torch.optim import Optimizer
 from tests.integrations.fuzz.lightning_runs import OPTIMIZERS
+from tests.reference import torch_updates
 
 CLIPS = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
 
@@ -34,10 +35,8 @@ class Run:
         if self.how == "plain":  # whose batches weigh the same
             self.rows = choose.choice([n for n in range(1, 6) if self.count % n == 0])
         self.optimizer = choose.choice(sorted(OPTIMIZERS))
-        self.scale, self.clip = (
-            choose.choice([None, None, 256.0]),
-            choose.choice([None, ("norm", 0.05), ("value", 0.01)]),
-        )
+        self.scale = choose.choice([None, None, 256.0])
+        self.clip = choose.choice([None, ("norm", 0.05), ("value", 0.01)])
         self.schedule = choose.choice([None, None, "prepared", "hook", "if updated"])
         whole = self.schedule is None and self.how in ("plain", "backward") and len(self.steps) == 1
         self.saved = choose.randint(1, -(-self.count // self.rows)) if whole and choose.random() < 0.7 else None
@@ -117,24 +116,17 @@ class Run:
                 self.wrapped.flush()
 
     def oracle(self):
-        """Returns the model, the gradient's norms before clipping, and updates."""
-        model, updates = self.model(), 0
-        inner = OPTIMIZERS[self.optimizer](model.parameters())
-        schedule = torch.optim.lr_scheduler.StepLR(inner, 2, 0.7)
+        """Returns the model, and the losses of its updates."""
+        model, windows = self.model(), []
         for epoch in range(self.epochs):
             length = self.rows * self.steps[max(first for first in self.steps if first <= epoch)]
-            for x, y in zip(*(t.split(length) for t in self.data), strict=True):
-                if not (y != -100).any():
-                    continue
-                inner.zero_grad()
-                self.loss(model, x, y).backward()
-                if self.clip is not None:
-                    CLIPS[self.clip[0]](model.parameters(), self.clip[1])
-                inner.step()
-                updates += 1
-                if self.schedule:
-                    schedule.step()
-        return model, updates
+            windows += zip(*(t.split(length) for t in self.data), strict=True)
+        inner = OPTIMIZERS[self.optimizer](model.parameters())
+        if self.clip is not None:
+            inner.register_step_pre_hook(lambda *_: CLIPS[self.clip[0]](model.parameters(), self.clip[1]) and None)
+        after = torch.optim.lr_scheduler.StepLR(inner, 2, 0.7).step if self.schedule else None
+        counted_ones = [window for window in windows if counted(window)]
+        return model, torch_updates(model, inner, counted_ones, self.loss, after_update=after)
 
 
 def wrong(seed, folder):
@@ -148,8 +140,8 @@ def wrong(seed, folder):
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-    if error < 1e-11 and run.wrapped.updates == updates:
+    if error < 1e-11 and run.wrapped.updates == len(updates):
         return ""
     said = {name: value for name, value in vars(run).items() if isinstance(value, int | float | str | dict | tuple)}
     said.pop("data")
-    return f"seed {seed}: {said}\n  {error:.1e}, updates {run.wrapped.updates} of {updates}"
+    return f"seed {seed}: {said}\n  {error:.1e}, updates {run.wrapped.updates} of {len(updates)}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Iterator
-from typing import Any
+
+from tests.fuzzing import Chance, Program, unusual, usual, without
 
 
 @dataclasses.dataclass(frozen=True)
-class Scenario:
+class Scenario(Program):
     """A training run."""
 
     seed: int = 0
@@ -51,10 +51,6 @@ class Scenario:
         """Whether each token has a target, and its mask comes to the loss."""
         return self.kind == "micro_batched" and self.tokens
 
-    def __str__(self) -> str:
-        changed = {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
-        return f"Scenario({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
-
 
 ROWS = ["dense", "layer norm", "conv", "gru", "attention", "group norm", "residual", "distributed", "frozen norm"]
 WORDS = {
@@ -68,11 +64,8 @@ ACROSS = ["dice", "masked mean", "over weights", "variance"]
 
 def random_scenario(seed: int, kind: str | None = None) -> Scenario:
     """The scenario of a seed; most things are as usual in most of them."""
-    chance = random.Random(seed)
-
-    def rarely(values: Any, usual: Any, probability: float = 0.25) -> Any:
-        return chance.choice(values) if chance.random() < probability else usual
-
+    chance = Chance(seed)
+    chance.rare, rarely = 0.25, chance.rarely
     kind = kind or chance.choice(["wrapper", "micro_batched", "chunked", "exact"])
     sizes = [1, 2, 3, 4, 7] if kind == "wrapper" else [2, 3, 5, 8, 12, 20]
     count, even = chance.randint(2, 6), chance.random() < 0.4
@@ -145,11 +138,12 @@ def sensible(s: Scenario) -> bool:
 
 def simpler(scenario: Scenario) -> Iterator[Scenario]:
     """What a failing one is shrunk to, in one step."""
+    for name in unusual(scenario):
+        value, default = getattr(scenario, name), getattr(Scenario, name)
+        longer = isinstance(value, tuple) and len(value) < len(default)  # and would be shortened again, for ever
+        if name not in ("seed", "kind") and not longer:
+            yield usual(scenario, name)
     for field in dataclasses.fields(scenario):
         value = getattr(scenario, field.name)
-        longer = isinstance(value, tuple) and len(value) < len(field.default)  # and would be shortened again, for ever
-        if field.name not in ("seed", "kind") and value != field.default and not longer:
-            yield dataclasses.replace(scenario, **{field.name: field.default})
-        if isinstance(value, tuple) and len(value) > 1:
-            for index in range(len(value)):
-                yield dataclasses.replace(scenario, **{field.name: value[:index] + value[index + 1 :]})
+        for index in range(len(value)) if isinstance(value, tuple) and len(value) > 1 else ():
+            yield dataclasses.replace(scenario, **{field.name: without(value, index)})

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import warnings
 
+import pytest
 import torch
+from torch import nn
 
 import gradaccum.torch
+from gradaccum import WindowError
 from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.problems import join, mse, network, regression, sgd, split
 
@@ -17,21 +22,33 @@ def wrapped(make=sgd, model=None, **options):
     return model, gradaccum.torch.optim.Optimizer(make(model.parameters()), **options)
 
 
+def heads(count=6):
+    return nn.ModuleList(nn.Linear(5, 3) for _ in range(count))
+
+
 def parts(sizes, seed=1):
     """Micro-batches of these sizes, in float64 also where a module's constants are made of them."""
     return split(tuple(t.double() for t in regression(sum(sizes), seed)), list(sizes))
 
 
-def train(model, optimizer, batches, *, loss=mse, weigh=None, scaler=None, before_step=None, after=None):
-    """zero_grad, backward and step on each batch; with `weigh(*batch)`, by `optimizer.backward`."""
+def backward(model, optimizer, batch, *, loss=mse, weigh=None, scaler=None):
+    """A micro-batch's pass; with `weigh(*batch)`, by `optimizer.backward`."""
+    value = loss(model, *batch)
+    value = value if scaler is None else scaler.scale(value)
+    value.backward() if weigh is None else optimizer.backward(value, weight=weigh(*batch))
+
+
+def train(model, optimizer, batches, *, clear="before", scaler=None, before_step=None, after=None, **how):
+    """zero_grad, backward and step on each batch; gradients are cleared before the pass, after the step, or never."""
     for batch in batches:
-        optimizer.zero_grad()
-        value = loss(model, *batch)
-        value = value if scaler is None else scaler.scale(value)
-        value.backward() if weigh is None else optimizer.backward(value, weight=weigh(*batch))
+        if clear == "before":
+            optimizer.zero_grad()
+        backward(model, optimizer, batch, scaler=scaler, **how)
         if before_step is not None:
             before_step()
         step(optimizer, scaler)
+        if clear == "after":
+            optimizer.zero_grad()
         if after is not None:
             after()
 
@@ -67,6 +84,23 @@ def assert_same(model, expected, bound=FLOAT64):
 def values(model):
     """The parameters' values as they are now."""
     return [p.detach().clone() for p in model.parameters()]
+
+
+@contextlib.contextmanager
+def refused(says, *models, error=WindowError):
+    """An error that says so, and leaves the parameters of these as they were."""
+    before = [values(model) for model in models]
+    with pytest.raises(error, match=says):
+        yield
+    assert all(torch.equal(p, old) for model, olds in zip(models, before) for p, old in zip(model.parameters(), olds))
+
+
+@contextlib.contextmanager
+def warned():
+    """The warnings that there are, each time."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
 
 
 def resumed(model, optimizer, make=sgd, **options):

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-import warnings
+import re
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 import gradaccum.torch.optimizer.batches as batches_module
 from gradaccum import WindowError
 from tests.reference import FLOAT64, relative_error, windows_of
-from tests.torch.optimizer.loops import assert_same, large, parts, train, values, wrapped
+from tests.torch.optimizer.loops import assert_same, backward, by_rows, large, parts, refused, train, warned, wrapped
 from tests.torch.problems import mse, network, regression, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -33,121 +33,84 @@ def test_batches_are_yielded_unchanged_and_in_order():
     assert len(optimizer.batches(given)) == 2
 
 
-@pytest.mark.parametrize("how", ["in the loop", "in a hook"])
-def test_an_update_after_the_loop_is_told_to_who_steps_a_schedule_in_it(how, caplog):
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_an_update_after_the_loop_is_told_to_who_steps_a_schedule_in_it(in_hook, caplog):
     model, optimizer = wrapped(steps=3)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    rate, missed = optimizer.param_groups[0]["lr"], how == "in the loop"
-    if not missed:
+    rate = optimizer.param_groups[0]["lr"]
+    if in_hook:
         optimizer.register_step_post_hook(lambda *_: schedule.step())
-    for number, batch in enumerate(optimizer.batches(PAIRS)):
-        if number == 4:
-            continue  # the fourth closes its window after the loop
-        train(model, optimizer, [batch])
-        if missed and optimizer.updated:
-            schedule.step()
+    but_the_last = (batch for number, batch in enumerate(optimizer.batches(PAIRS)) if number != 4)
+    train(model, optimizer, but_the_last, after=lambda: optimizer.updated and not in_hook and schedule.step())
     assert optimizer.updates == 2
-    assert optimizer.param_groups[0]["lr"] == rate * (0.5 if missed else 0.25)
-    assert ("An update was made after the loop" in caplog.text) == missed
+    assert optimizer.param_groups[0]["lr"] == rate * (0.25 if in_hook else 0.5)
+    assert ("An update was made after the loop" in caplog.text) == (not in_hook)
 
 
-@pytest.mark.parametrize("zeroes", ["before backward", "after step"])
-def test_flush_closes_the_short_window_of_a_plain_loop_and_leaves_no_gradient(zeroes):
+@pytest.mark.parametrize("clear", ["before", "after"])
+def test_flush_closes_the_short_window_of_a_plain_loop_and_leaves_no_gradient_as_does_a_loop_of_batches(clear):
     model, optimizer = wrapped(steps=4)
     for _ in range(2):
-        if zeroes == "before backward":
-            train(model, optimizer, PAIRS)
-        else:
-            for x, y in PAIRS:
-                mse(model, x, y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert (optimizer.flush(), optimizer.updated) == (True, True)
-        assert (optimizer.flush(), optimizer.updated) == (False, False)
+        train(model, optimizer, PAIRS, clear=clear)
+        assert [(optimizer.flush(), optimizer.updated) for _ in range(2)] == [(True, True), (False, False)]
         assert all(p.grad is None for p in model.parameters())
     assert optimizer.epoch == 2
-    assert_same(model, large(windows_of(PAIRS, 4) * 2))
+    train(model, optimizer, PAIRS[:2], clear=clear)
+    train(model, optimizer, optimizer.batches(PAIRS[:3]), clear=clear)
+    assert_same(model, large([*windows_of(PAIRS, 4) * 2, PAIRS[:2], PAIRS[:3]]))
 
 
 # Loops that are left.
 
 
-@pytest.mark.parametrize("how", ["break", "islice", "flush, then break"])
+class Flaky(list):
+    """Raises once, if it is told to, before its fourth batch."""
+
+    raises = False
+
+    def __iter__(self):
+        yield from self[:3]
+        if self.raises:
+            self.raises = False
+            raise OSError
+        yield from self[3:]
+
+
+@pytest.mark.parametrize("how", ["break", "islice", "flush, then break", "an error in its body", "the loader's error"])
 def test_leaving_the_loop_discards_the_open_window_with_a_line_unless_it_is_flushed(how, caplog):
-    (model, optimizer), kept = wrapped(steps=2), how.startswith("flush")
-    loop = itertools.islice(optimizer.batches(PAIRS), 3) if how == "islice" else optimizer.batches(PAIRS)
-    for index, batch in enumerate(loop):
-        train(model, optimizer, [batch])
-        if index == 2 and how != "islice":
-            assert not kept or optimizer.flush()
-            break
+    """After an error, when the next loop begins: it is the same epoch's."""
+    (model, optimizer), kept, loader, error = wrapped(steps=2), how.startswith("flush"), Flaky(PAIRS), None
+    loader.raises, loop = how == "the loader's error", optimizer.batches(loader)
+    loop = itertools.islice(loop, 3) if how == "islice" else iter(loop) if "body" in how else loop  # as one is kept
+    try:
+        for index, batch in enumerate(loop):
+            train(model, optimizer, [batch])
+            if index == 2 and how == "an error in its body":
+                raise OSError
+            if index == 2 and how.endswith("break"):
+                assert not kept or optimizer.flush()
+                break
+    except OSError as raised:
+        error = raised
+    assert (optimizer.micro_batches, optimizer.epoch) == ((1, 0) if error else (0, 1))
+    train(model, optimizer, optimizer.batches(loader))
+    assert optimizer.epoch == (1 if error else 2)
     assert ("Discarding an open window of 1 of 2 micro-batches" in caplog.text) == (not kept)
-    assert (optimizer.micro_batches, optimizer.epoch) == (0, 1)
-    train(model, optimizer, optimizer.batches(PAIRS))
     assert_same(model, large([PAIRS[:2], *([PAIRS[2:3]] if kept else []), *windows_of(PAIRS, 2)]))
 
 
-@pytest.mark.parametrize("through", ["loss.backward()", "optimizer.backward()"])
+@pytest.mark.parametrize("weigh", [None, lambda *batch: None], ids=["loss.backward()", "optimizer.backward()"])
 @pytest.mark.parametrize("windows", range(4))
-def test_a_backward_pass_before_which_the_loop_is_left_is_no_part_of_the_next_one(windows, through):
+def test_a_backward_pass_before_which_the_loop_is_left_is_no_part_of_the_next_one(windows, weigh):
     """In loops that clear gradients after their step."""
     model, optimizer = wrapped(steps=2)
-    for number, (x, y) in enumerate(optimizer.batches(SIX + SIX)):
-        loss = mse(model, x, y)
-        loss.backward() if through == "loss.backward()" else optimizer.backward(loss)
+    for number, batch in enumerate(optimizer.batches(SIX + SIX)):
         if number == 2 * windows:
+            backward(model, optimizer, batch, weigh=weigh)
             break
-        optimizer.step()
-        optimizer.zero_grad()
-    for x, y in optimizer.batches(PAIRS):
-        mse(model, x, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, [batch], clear="after", weigh=weigh)
+    train(model, optimizer, optimizer.batches(PAIRS), clear="after")
     assert_same(model, large([*windows_of(SIX[: 2 * windows], 2), *windows_of(PAIRS, 2)]))
-
-
-def test_an_exception_in_the_loop_discards_the_window_when_the_next_loop_begins():
-    model, optimizer = wrapped(steps=4)
-    kept = None
-    try:
-        for batch in optimizer.batches(PAIRS):
-            train(model, optimizer, [batch])
-            if optimizer.micro_batches == 2:
-                raise KeyboardInterrupt
-    except KeyboardInterrupt as error:
-        kept = error  # its traceback keeps the abandoned loop alive
-    train(model, optimizer, optimizer.batches(PAIRS[:4]))
-    del kept
-    assert_same(model, large([PAIRS[:4]]))
-
-
-def test_what_a_plain_loop_leaves_open_is_flushed_before_batches_begin():
-    model, optimizer = wrapped(steps=3)
-    train(model, optimizer, PAIRS[:2])
-    train(model, optimizer, optimizer.batches(PAIRS[:3]))
-    assert_same(model, large([PAIRS[:2], PAIRS[:3]]))
-
-
-def test_a_loader_that_raises_midway_can_be_started_over():
-    class Flaky(list):
-        """Raises once, before its fourth batch."""
-
-        raised = False
-
-        def __iter__(self):
-            yield from self[:3]
-            if not self.raised:
-                self.raised = True
-                raise OSError("disk on fire")
-            yield from self[3:]
-
-    loader, (model, optimizer) = Flaky(PAIRS), wrapped(steps=4)
-    with pytest.raises(OSError, match="disk on fire"):
-        train(model, optimizer, optimizer.batches(loader))
-    assert (optimizer.micro_batches, optimizer.updates) == (3, 0)
-    train(model, optimizer, optimizer.batches(loader))
-    assert optimizer.epoch == 1
-    assert_same(model, large(windows_of(PAIRS, 4)))
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
@@ -228,7 +191,11 @@ def over(*batches, **options):
     ("run", "error", "says"),
     [
         (fetched_ahead, WindowError, r"fetches ahead.*optimizer\.batches\(prefetched\(loader\)\)"),
-        (listed, WindowError, r"fetches ahead.*optimizer\.batches\(prefetched\(loader\)\)"),
+        (
+            listed,
+            WindowError,
+            r"fetches ahead.*optimizer\.batches\(prefetched\(loader\)\).*discard\(\) forgets the loop",
+        ),
         (inside_another_loop, WindowError, r"another loop over the same optimizer's batches\(\)"),
         (split_again, WindowError, r"step\(\) was called twice for one batch"),
         (left_if, WindowError, r"Call step\(\) after"),
@@ -243,22 +210,17 @@ def over(*batches, **options):
 )
 def test_a_loop_is_refused_and_what_to_do_is_said(run, error, says):
     model, optimizer = wrapped(steps=3)
-    with pytest.raises(error, match=says):
+    too_late = run is fetched_ahead  # its first window is closed by then
+    with refused(says, *([] if too_late else [model]), error=error):
         run(model, optimizer)
     optimizer.discard()
+    plain = PAIRS[:3] if run is listed else []
+    train(model, optimizer, plain)
     train(model, optimizer, optimizer.batches(ahead(PAIRS)))
+    expected = large([*windows_of(plain, 3), *windows_of(PAIRS, 3)])
+    assert too_late or relative_error(model.parameters(), expected.parameters()) <= FLOAT64
     for odd in (BOXES, IMAGES):
         assert next(iter(optimizer.batches([odd], weight=lambda batch: 2))) is odd
-
-
-def test_discard_forgets_a_loop_that_was_fetched_ahead():
-    model, optimizer = wrapped(steps=2)
-    batches = list(optimizer.batches(PAIRS[:2]))
-    with pytest.raises(WindowError, match=r"discard\(\) forgets the loop"):
-        train(model, optimizer, batches)
-    optimizer.discard()
-    train(model, optimizer, batches)
-    assert_same(model, large([batches]))
 
 
 def test_states_of_batches_are_named_where_they_are_none_and_batches_are_not_copied():
@@ -300,10 +262,8 @@ def refilled(kind):
 @pytest.mark.parametrize("kind", ["tensors", "a dict", "a list", "NumPy's memory", "NumPy's arrays"])
 def test_a_loader_that_refills_what_is_in_use_is_named_before_anything_is_trained_on(kind):
     model, optimizer = wrapped(steps=3)
-    before = values(model)
-    with pytest.raises(ValueError, match="Fetching the next batch changed the one in use"):
+    with refused("Fetching the next batch changed the one in use", model, error=ValueError):
         train(model, optimizer, optimizer.batches(refilled(kind)))
-    assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_two_buffers_in_turn_and_batches_that_share_memory_and_stay_as_they_are_are_fine():
@@ -358,27 +318,19 @@ def test_batches_are_weighed_by_their_rows_also_where_they_are(batches, rows):
 # Several optimizers in one loop, each parameter in exactly one.
 
 
-def two_optimizers():
-    model = network()
-    return model, *(wrapped(model=layer, steps=3)[1] for layer in (model[0], model[2]))
-
-
 @pytest.mark.parametrize("names", [False, True])
 @pytest.mark.parametrize("batches", [False, True])
 def test_weights_that_reach_another_optimizers_window_are_named(batches, names):
-    model, one, two = two_optimizers()
-    loader = parts([3, 1, 4, 2, 2])
-
-    def train():
+    model, loader = network(), parts([3, 1, 4, 2, 2])
+    one, two = (wrapped(model=layer, steps=3)[1] for layer in (model[0], model[2]))
+    with warned() as caught:
         for x, y in one.batches(two.batches(loader)) if batches else loader:
             one.zero_grad(), two.zero_grad()
             loss, weight = mse(model, x, y), len(x) ** 2
             one.backward({"loss": (loss, weight)}) if names else one.backward(loss, weight=weight)
             one.step(), two.step()
-
-    with pytest.warns(UserWarning, match=r"also reached parameters of another wrapped one.*weight=count") as caught:
-        train()
-    assert len(caught) == 1
+    (said,) = caught
+    assert re.search(r"also reached parameters of another wrapped one.*weight=count", str(said.message))
 
 
 @pytest.mark.parametrize(
@@ -391,18 +343,14 @@ def test_one_outside_of_batches_is_told_where_its_micro_batches_are_not_alike(si
         next(loop)
     first, inside = wrapped(steps=2)
     second, outside = wrapped(steps=2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         for _ in range(2):
             for x, y in inside.batches(split(regression(sum(sizes)), sizes)):
                 for model, optimizer in ((first, inside), (second, outside)):
-                    optimizer.zero_grad()
-                    loss = mse(model, x, y)
-                    optimizer.backward(loss, weight=len(x)) if weighed else loss.backward()
-                    optimizer.step()
+                    train(model, optimizer, [(x, y)], weigh=by_rows if weighed else None)
     told = [warning for warning in caught if "a.batches(b.batches(loader))" in str(warning.message)]
     assert len(told) == (0 if weighed else said)
-    assert all(warning.filename == __file__ for warning in told)
+    assert all(warning.filename == train.__code__.co_filename for warning in told)
     exact = relative_error(first.parameters(), second.parameters()) <= FLOAT64
     assert exact == (weighed or not said)
 

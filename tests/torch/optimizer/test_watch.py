@@ -1,15 +1,17 @@
 """What is done to an open window behind the wrapper's back is seen wherever gradients really arrive, or named."""
 
+import itertools
 import logging
-import warnings
+import re
 
 import pytest
 import torch
 from torch import nn
 
 from gradaccum import WindowError
-from tests.torch.optimizer.loops import assert_same, large, parts, train, values, wrapped
-from tests.torch.problems import mse, network, regression, sgd
+from tests.reference import windows_of
+from tests.torch.optimizer.loops import assert_same, heads, large, parts, refused, step, train, warned, wrapped
+from tests.torch.problems import Does, mse, network, regression, sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -43,7 +45,7 @@ EDITS = {
     "zero_grad()": lambda model: model.zero_grad(),
     "assigned": of_each(assign),
 }
-NO_VERSION = {
+NO_VERSION = {  # which is seen in the first window
     "data.mul_": of_each(lambda p: p.grad.data.mul_(0.5)),
     "data.clamp_": of_each(lambda p: p.grad.data.clamp_(-1e-3, 1e-3)),
     "data.neg_": of_each(lambda p: p.grad.data.neg_()),
@@ -52,76 +54,57 @@ NO_VERSION = {
     "numpy": of_each(lambda p: p.grad.numpy().__imul__(0.5)),
     "one gradient alone": lambda model: model[0].bias.grad.data.mul_(0.5),
 }
-PLACES = [(0, "before step"), (0, "after step"), (1, "before step"), (1, "after step"), (2, "before step")]
+PLACES = [(0, "before"), (0, "after"), (1, "before"), (1, "after"), (2, "before")]
+EDITED = r"edited inside an open window.*clip_grad_norm=(.|\n)*get_total_norm"
 
 
-def assert_refused(edit, index, when, windows=1, steps=3, model=None, says="edited inside an open window"):
+def assert_refused(edit, index, when, windows=1, steps=3, model=None, says=EDITED):
     """An error in the last window, whose gradients are edited in this micro-batch; no update is made with them."""
     model, optimizer = wrapped(model=model, steps=steps)
     train(model, optimizer, [regression(2)] * ((windows - 1) * steps))
-    before = values(model)
-    with pytest.raises(WindowError, match=says):
-        for number in range(steps):
-            here = number == index
-            before_step = (lambda: edit(model)) if here and when == "before step" else None
-            train(model, optimizer, [regression(2)], before_step=before_step)
-            if here and when == "after step":
-                edit(model)
-    assert all(map(torch.equal, model.parameters(), before))
+
+    def edits(here):
+        return lambda: edit(model) if optimizer.micro_batches == here else None
+
+    # Before its step a micro-batch is not counted yet.
+    how = {"before_step": edits(index)} if when == "before" else {"after": edits(index + 1)}
+    with refused(says, model):
+        train(model, optimizer, [regression(2)] * steps, **how)
     optimizer.discard()
     train(model, optimizer, [regression(2)] * steps)
     assert optimizer.updates == windows
 
 
 @pytest.mark.parametrize(("index", "when"), PLACES)
-@pytest.mark.parametrize("windows", [1, 2, 3, 6])
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(
+    ("windows", "edit"), [*itertools.product([1, 2, 3, 6], EDITS), *((1, edit) for edit in NO_VERSION)]
+)
 def test_an_edit_inside_any_window_is_refused(edit, windows, index, when):
     """Also in windows that compare three parameters at their end, where another micro-batch has followed by then."""
-    edited = r"edited inside an open window.*clip_grad_norm=(.|\n)*get_total_norm"
-    says = rf"{edited}|cleared or replaced inside an open window|were assigned"
-    assert_refused(EDITS[edit], index, when, windows, says=says)
+    cleared = "" if edit in NO_VERSION else "|cleared or replaced inside an open window|were assigned"
+    assert_refused((EDITS | NO_VERSION)[edit], index, when, windows, says=EDITED + cleared)
 
 
-@pytest.mark.parametrize(("index", "when"), PLACES)
-@pytest.mark.parametrize("edit", NO_VERSION.values(), ids=NO_VERSION)
-def test_edits_that_raise_no_version_are_seen_in_the_first_window(edit, index, when):
-    assert_refused(edit, index, when)
+def test_an_edit_that_raises_no_version_is_seen_before_a_windows_last_step_however_long_it_is():
+    assert_refused(NO_VERSION["data.clamp_"], 8, "before", steps=9)
 
 
-def test_they_are_seen_before_the_windows_last_step_however_long_it_is():
-    assert_refused(NO_VERSION["data.clamp_"], 8, "before step", steps=9)
-
-
-class WithSpare(nn.Module):
-    """A network, and layers around it that no loss reaches."""
-
-    def __init__(self, frozen):
-        super().__init__()
-        self.front, self.network, self.pooler = nn.Linear(3, 3), network(), nn.Linear(3, 3)
-        for module in frozen(self):
-            module.requires_grad_(False)
-
-    def forward(self, x):
-        return self.network(x)
-
-
-ENDS = {"unused": lambda m: [], "frozen": lambda m: [m.pooler, m.front, m.network[0]], "frozen at first": lambda m: [m]}
+ENDS = {"unused": [], "frozen": ["pooler", "front", "network.0"], "frozen at first": ["pooler", "front", "network"]}
 
 
 @pytest.mark.parametrize("windows", [1, 4])
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize(("edit", "says"), [("zero_grad()", "cleared or replaced"), (CLIP, "edited inside")])
 def test_an_edit_is_seen_where_the_last_parameter_gets_no_gradient(windows, ends, edit, says):
-    model = WithSpare(ENDS[ends])
-
-    if ends != "frozen at first":
-        assert_refused(EDITS[edit], 0, "before step", windows, model=model, says=says)
-        return
-    model, optimizer = wrapped(model=model, steps=3)
-    model.network.requires_grad_(True)
+    spares = {"front": nn.Linear(3, 3), "network": network(), "pooler": nn.Linear(3, 3)}
+    model = Does(lambda model, x: model.network(x), **spares)
+    for name in ENDS[ends]:
+        model.get_submodule(name).requires_grad_(False)
+    _, optimizer = wrapped(model=model, steps=3)
+    if ends == "frozen at first":
+        model.network.requires_grad_(True)
     train(model, optimizer, [regression(2)] * (3 * windows - 3))
-    with pytest.raises(WindowError, match=says):
+    with refused(says, model):
         train(model, optimizer, [regression(2)] * 3, before_step=lambda: EDITS[edit](model))
 
 
@@ -138,54 +121,42 @@ class Passed(torch.autograd.Function):
         return gradients
 
 
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.trunk, self.heads = nn.Linear(5, 4), nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
-
-    def forward(self, x):
-        hidden = torch.tanh(self.trunk(x))
-        return Passed.apply(*(head(hidden) for head in self.heads))
-
-
-def loss_of_both(model, x, y):
-    return sum(nn.functional.mse_loss(output, y) for output in model(x))
+def two_heads():
+    return Does(
+        lambda model, x: Passed.apply(*(head(model.trunk(x)) for head in model.heads)),
+        trunk=network()[:2],
+        heads=nn.ModuleList(nn.Linear(7, 3) for _ in range(2)),
+    )
 
 
 def second_loss(model, x, y):
     """The first head's has had its pass by then."""
-    first, second = model(x)
-    nn.functional.mse_loss(first, y).backward(retain_graph=True)
-    return nn.functional.mse_loss(second, y)
+    first, second = (nn.functional.mse_loss(output, y) for output in model(x))
+    first.backward(retain_graph=True)
+    return second
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_passes_that_bring_some_parameters_no_gradient_are_right_and_edits_beside_them_are_seen(steps):
-    model, optimizer = wrapped(model=TwoHeads(), steps=steps)
+    model, optimizer = wrapped(model=two_heads(), steps=steps)
     batches = parts([2] * 5 * steps)
     train(model, optimizer, batches, loss=second_loss)
-    windows = [batches[i : i + steps] for i in range(0, len(batches), steps)]
-    assert_same(model, large(windows, loss=loss_of_both, model=TwoHeads()))
+    both = lambda model, x, y: sum(nn.functional.mse_loss(output, y) for output in model(x))  # noqa: E731
+    assert_same(model, large(windows_of(batches, steps), loss=both, model=two_heads()))
     if steps == 2:
         train(model, optimizer, batches[:1], loss=second_loss)
-        with pytest.raises(WindowError, match="edited inside"):
+        with refused("edited inside", model):
             train(model, optimizer, batches[:1], loss=second_loss, before_step=lambda: EDITS["mul_"](model))
 
 
 def test_a_window_whose_gradients_arrive_at_other_parameters_is_watched_there():
-    heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(6))
-    _, optimizer = wrapped(model=heads, steps=2)
-
-    def head(number):
-        return lambda _, x, y: mse(heads[number], x, y)
-
+    model, optimizer = wrapped(model=heads(), steps=2)
     for number in (0, 0, 0, 0, 4):
-        train(heads, optimizer, [regression(2)] * 2, loss=head(number))
-    train(heads, optimizer, [regression(2)], loss=head(3))
-    heads.zero_grad()
-    with pytest.raises(WindowError, match="cleared"):
-        train(heads, optimizer, [regression(2)], loss=head(3))
+        train(model[number], optimizer, [regression(2)] * 2)
+    train(model[3], optimizer, [regression(2)])
+    model.zero_grad()
+    with refused("cleared", model):
+        train(model[3], optimizer, [regression(2)])
 
 
 def test_clearing_is_called_clearing_even_if_the_new_gradient_has_the_old_ones_address():
@@ -193,7 +164,7 @@ def test_clearing_is_called_clearing_even_if_the_new_gradient_has_the_old_ones_a
     for _ in range(10):
         train(model, optimizer, [regression(2)])
         model.zero_grad()
-        with pytest.raises(WindowError, match="cleared or replaced"):
+        with refused("cleared or replaced", model):
             train(model, optimizer, [regression(2)])
         optimizer.discard()
 
@@ -221,13 +192,11 @@ def put(model, batch, put_into):
 @pytest.mark.parametrize("put_into", [False, True])
 def test_gradients_that_are_assigned_are_an_error_in_the_first_window(put_into):
     model, optimizer = wrapped(steps=3)
-    before = values(model)
-    with pytest.raises(WindowError, match=r"optimizer.add_gradients\("):
+    with refused(r"optimizer.add_gradients\(", model):
         for batch in BATCHES:
             optimizer.zero_grad()
             put(model, batch, put_into)
             optimizer.step()
-    assert all(map(torch.equal, model.parameters(), before))
 
 
 @pytest.mark.parametrize("how", ["clipped by hand", "assigned", "never cleared"])
@@ -259,9 +228,7 @@ def test_in_a_window_of_one_sum_that_is_to_be_divided_by_its_weight_gradients_ar
 def test_a_loop_without_zero_grad_is_refused_where_the_next_window_would_add_to_the_finished_gradient():
     model, optimizer = wrapped(steps=3)
     with pytest.raises(WindowError, match="left from the last window"):
-        for batch in BATCHES:
-            mse(model, *batch).backward()
-            optimizer.step()
+        train(model, optimizer, BATCHES, clear="never")
     assert (optimizer.updates, optimizer.micro_batches) == (1, 0)
 
 
@@ -273,21 +240,16 @@ def test_gradients_that_are_left_to_the_last_micro_batch_of_an_epoch_are_refused
         for _ in range(2):
             if cleared != "never":
                 optimizer.zero_grad()
-            for batch in optimizer.batches(BATCHES):
-                mse(model, *batch).backward()
-                optimizer.step()
+            train(model, optimizer, optimizer.batches(BATCHES), clear="never")
     assert optimizer.updates == 1
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_the_model_may_clear_its_gradients_between_windows(set_to_none):
     (model, optimizer), alike = wrapped(steps=2), parts([2] * 6)
-    for batch in alike:
-        if not optimizer.micro_batches:
-            model.zero_grad(set_to_none)
-        mse(model, *batch).backward()
-        optimizer.step()
-    assert_same(model, large([alike[:2], alike[2:4], alike[4:]]))
+    clears = lambda: optimizer.updated and model.zero_grad(set_to_none)  # noqa: E731
+    train(model, optimizer, alike, clear="never", after=clears)
+    assert_same(model, large(windows_of(alike, 2)))
 
 
 @pytest.mark.parametrize("end", ["flush", "discard"])
@@ -296,10 +258,8 @@ def test_zeros_stay_zeros_after_flush_and_discard(end, dtype):
     """Weight decay and momentum move what has a gradient of zero, and pass over what has none."""
     options = {} if dtype == torch.float64 else {"accumulate_dtype": torch.float32}
     model, optimizer = wrapped(model=network(dtype=dtype), steps=3, **options)
-    for x, y in BATCHES[:2]:
-        optimizer.zero_grad(set_to_none=False)
-        mse(model, x.to(dtype), y.to(dtype)).backward()
-        optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    train(model, optimizer, [(x.to(dtype), y.to(dtype)) for x, y in BATCHES[:2]], clear="never")
     getattr(optimizer, end)()
     assert all(p.grad is not None and not p.grad.count_nonzero() for p in model.parameters())
 
@@ -307,18 +267,9 @@ def test_zeros_stay_zeros_after_flush_and_discard(end, dtype):
 # What is no error, and may be wrong, is named once.
 
 
-def other_step(model):
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-def clamp(model):
-    with torch.no_grad():
-        model[0].weight.clamp_(-0.3, 0.3)
-
-
 CHANGES = {
-    "clamped": clamp,
-    "another optimizer's step": other_step,
+    "clamped": torch.no_grad()(lambda model: model[0].weight.clamp_(-0.3, 0.3)),
+    "another optimizer's step": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
     "loaded": lambda model: model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}),
     "clamped through data": lambda model: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()],
 }
@@ -330,32 +281,22 @@ def test_parameters_that_change_inside_an_open_window_are_named_once_and_between
     change, only_after_updates, caplog
 ):
     model, optimizer = wrapped(steps=3)
-    train(
-        model,
-        optimizer,
-        optimizer.batches(BATCHES),
-        after=lambda: change(model) if optimizer.updated or not only_after_updates else None,
-    )
+    changes = lambda: change(model) if optimizer.updated or not only_after_updates else None  # noqa: E731
+    train(model, optimizer, optimizer.batches(BATCHES), after=changes)
     assert caplog.text.count("Parameters were changed inside an open window") == (not only_after_updates)
 
 
 @pytest.mark.parametrize("began", [0, 1, 4])
 def test_hooks_on_gradients_are_named_once_in_the_next_watched_window(began):
     model, optimizer = wrapped(steps=2)
-
-    def run():
-        for number, batch in enumerate(2 * BATCHES):
-            for parameter in model.parameters() if number == began else []:
-                parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-            train(model, optimizer, [batch])
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-    assert [each.filename for each in caught] == [train.__code__.co_filename]
-    said = str(caught[0].message)
-    assert said.startswith("4 parameters have hooks on their gradients")
-    assert "not for those that clip" in said
+    with warned() as caught:
+        train(model, optimizer, BATCHES[:began])
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        train(model, optimizer, [*BATCHES[began:], *BATCHES])
+    (said,) = caught
+    assert said.filename == step.__code__.co_filename
+    assert re.match("4 parameters have hooks on their gradients.*not for those that clip", str(said.message))
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
