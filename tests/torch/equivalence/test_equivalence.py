@@ -201,11 +201,6 @@ def contrastive(model, x, y):
     return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)).roll(1))
 
 
-def instance_norm():
-    norm = nn.InstanceNorm1d(2, track_running_stats=True)
-    return nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten(), nn.Linear(6, 4))
-
-
 def centred():
     run = lambda m, x: m.second((h := m.first(x)) - h.detach().mean(0))  # noqa: E731
     return Does(run, first=nn.Linear(6, 8), second=nn.Linear(8, 4))
@@ -263,16 +258,11 @@ DIFFERENT = {
     "a shared input with as many entries as rows": (
         graph, UNCLEAR, CE, "input", "batch[0][1]", "not per-row", "batch_dims=((0, None), 0)",
     ),
-    "rows in the second dimension": (
-        lambda: nn.Sequential(of(lambda x: x.mean(0)), nn.Linear(6, 4)), (torch.randn(5, 16, 6), Y), CE, *INPUT,
-        "batch_dims=(1, 0)",
-    ),
     "rows in the second dimension of as many steps as rows": (
         steps_first, SECOND, CE, *INPUT, "not per-row", "has its rows in dimension 1", "batch_dims=(1, 0)",
     ),
     "a hook that clamps": (lambda: with_gradient_hook(lambda g: g.clamp(-1e-3, 1e-3)), XY, CE, "hook", "0.weight"),
     "a codebook that moves": (lambda: net(Does(quantised, code=torch.randn(5, 8))), XY, CE, "buffer", "2", "code"),
-    "running statistics of InstanceNorm": (instance_norm, XY, CE, "buffer", "1", "running_mean"),
     "a backward pass that mixes": (
         middle(MIXING["a gradient across rows"]), XY, CE, "unknown", "0",
         "The last module whose gradient differs is '0'", "custom backward pass",
@@ -280,15 +270,7 @@ DIFFERENT = {
 }  # fmt: skip
 
 
-REPEAT = (  # what another of its kind is here for
-    *("sample weights", "a mean taken for a sum", "rows in the second dimension"),
-    *("an input with another number of rows", "running statistics of InstanceNorm"),
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in REPEAT else name for name in DIFFERENT]
-)
+@pytest.mark.parametrize("name", DIFFERENT)
 def test_the_culprit_is_named_for(name):
     *setup, kind, where = DIFFERENT[name][:5]
     result = run(*setup)
