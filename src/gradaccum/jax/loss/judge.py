@@ -14,14 +14,15 @@ by a `Value` (`algebra`):
 So `((x @ p) ** 2 * mask).sum() / mask.sum()` comes to one term, own times what 1 / S is for the sum S of the mask. A
 mean over rows is own / rows. A loss of terms own / W, with W the sum that `weight` returns, and of terms that are the
 same for any rows, is the weighted mean of its micro-batches: own terms times W are the same in all imagined batches,
-but for those with W = 0, which weigh nothing. Everything else is wrong, and its terms or its flaw say why.
+but for those with W = 0, which weigh nothing. Where a term is NaN in another one, as S / S is where S = 0, one such
+micro-batch makes the whole gradient NaN, which is logged. Everything else is wrong, and its terms or its flaw say why.
 
 The algebra: sums join terms, products multiply scales, and any other function is one of plain rows (all of its terms
 are own or shared, of scale 1), or else a flaw. A sum over the batch that meets rows becomes a scale. What is computed
 from such sums alone (`max(sum, 1)`, `sum > 0`) is computed in the imagined batches, and a choice by it counts in those
 in which it is made. A custom derivative is judged by the gradient that it makes, which is traced with the loss.
 A flaw is certain, and the loss is refused, unless it is `soft`: picking the diagonal of pairs of rows, or adding up
-rows in another order, may take it back. Then the judgement says that it can't tell.
+rows in another order, may take it back (`PAIRS`, `MOVED`, `FREE`). Then the judgement says that it can't tell.
 
 To add a primitive, ask what it does to each row, and add it to the table at the end of `rules`:
 

@@ -402,9 +402,8 @@ def _indexed(e: Equation, inputs: list[Value]) -> Value:
     if rows is not None and others is None:
         _check_rows(e, rows, indices, used)
     place = e.placed(rows or indices.place)
-    terms = union(e.lifted(value, place) for value in (operand, *updates))
-    if e.name == "scatter-mul":
-        terms |= e.product(e.lifted(operand, place), e.lifted(updates[0], place))
+    lifted = [e.lifted(value, place) for value in (operand, *updates)]
+    terms = union(lifted[:1]) | e.product(*lifted) if e.name == "scatter-mul" else union(lifted)
     own = any(term.own for term in e.function([e.lifted(each, place) for each in by]))
     return e.made(used, frozenset(Term(term.own or own, term.scale) for term in terms), place)
 

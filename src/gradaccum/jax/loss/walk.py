@@ -45,7 +45,7 @@ _INTEGRAL = {
     "reshape", "rev", "scatter-add", "select_n", "sort", "square", "squeeze", "stop_gradient", "sub", "transpose",
 }  # fmt: skip
 """Of whole numbers they give whole numbers."""
-_POSITIVE = _INTEGRAL - {"neg", "pad", "sub"} | {"div", "integer_pow", "pow", "rsqrt", "sqrt"}
+_POSITIVE = _INTEGRAL - {"convert_element_type", "neg", "pad", "sub"} | {"div", "integer_pow", "pow", "rsqrt", "sqrt"}
 """Of positive numbers they give positive ones."""
 LAYOUT = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
 _SAME_TOTAL = {"expand_dims", "reduce_sum", "reshape", "rev", "squeeze", "transpose"}

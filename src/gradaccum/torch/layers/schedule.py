@@ -320,9 +320,9 @@ class _SecondPasses:
             yield
         finally:
             self._contents.put_back()
-            with torch.no_grad():
-                for buffer in self._buffers:
-                    if buffer.moved:
+            if moved := [buffer for buffer in self._buffers if buffer.moved]:
+                with torch.no_grad():
+                    for buffer in moved:
                         buffer.reset()
 
 
