@@ -1,7 +1,7 @@
 """Two ranks (gloo, on this machine): our windows against the hand-written no_sync loop, Accelerate and plain DDP.
 
-A window of ours makes one collective more than the loop by hand: a message of 24 numbers, which says that this rank
-comes to the reduction, and what it weighs. "by hand, with a message" does the same work without the rest of us, so it
+A window of ours makes one exchange more than the loop by hand: a message of 25 numbers, which says that this rank comes
+to the reduction, and what it weighs. "by hand, with a message" does the same work without the rest of us, so it
 is the floor of such a design on this machine. "by hand, again" is the rival once more, in memory of its own: what
 its row differs from 1 is noise.
 
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Ratio, arguments, on_ranks, publish, ratio_of, recorded, table
 from gradaccum.torch import TrainStep
+from gradaccum.torch.distributed import Channel
 from gradaccum.torch.optim import Optimizer
 
 RANKS, STEPS = 2, 4
@@ -97,24 +98,18 @@ class Message:
     """Exchanged during a backward pass: sent when the first gradient is there, read before the first reduction."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.due, self._sent = False, list[Any]()
-        self._group, self._other = dist.new_group(backend="gloo"), 1 - dist.get_rank()
-        self._mine, self._received = torch.zeros(24, dtype=torch.float64), torch.empty(24, dtype=torch.float64)
-        self._arriving = self._group.recv([self._received], self._other, 0)
+        self.due, self._channel, self._sent = False, Channel(range(RANKS)), list[float]()
         parameters = [*model.parameters()]
         parameters[-1].register_post_accumulate_grad_hook(lambda _: self._send())
         parameters[2].register_post_accumulate_grad_hook(lambda _: self._read())  # it fills DDP's first bucket
 
     def _send(self) -> None:
         if self.due:
-            self._sent.append(self._group.send([self._mine], self._other, 0))
+            self._sent = self._channel.send(0.0)
 
     def _read(self) -> None:
         if self.due:
-            self._arriving.wait()
-            self._sent.pop().wait()
-            self._received.tolist()
-            self._arriving = self._group.recv([self._received], self._other, 0)
+            self._channel.receive(self._sent)
             self.due = False
 
 

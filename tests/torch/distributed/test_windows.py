@@ -206,7 +206,13 @@ LOOPS = {
     "micro-batches that a rank passes over": (RAGGED, 2, {"skips": [[1, 5], [0, 3, 4]]}),
     "several models share a window": (UNSUMMED, 2, {"engine": "ddp parts"}),
     "sums": (UNSUMMED, 2, SUMS),
-    "sums over weights": (UNSUMMED, 2, {**SUMS, **FLUSHED, "weights": [[8, 6, 10], [4, 10, 2, 8, 4]]}),
+    **{
+        f"sums over weights, {steps} steps": (
+            *(UNSUMMED, steps),
+            {**SUMS, **FLUSHED, "weights": [[8, 6, 10], [4, 10, 2, 8, 4]], "ddp": VIEWS if steps == 1 else {}},
+        )
+        for steps in (1, 2)
+    },
     **{
         f"losses by name, {steps} steps, {name}": (sizes, steps, {"loss": by_name, "epochs": 2, **FLUSHED})
         for name, sizes, steps in (

@@ -454,22 +454,6 @@ def test_windows_behind_dropped_ones_are_exact(rank, dropped, in_views):
     oracle.check(model)
 
 
-@pytest.mark.parametrize("in_views", [False, True])
-@pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("steps", [1, 2])
-@on_ranks()
-def test_weighed_sums_are_divided_by_their_weight(rank, steps, set_to_none, in_views):
-    how = {"gradient_as_bucket_view": in_views}
-    replica, optimizer = wrap("ddp", model := network(), steps, how, reduction="sum")
-    oracle, ranks = Oracle(model), data(RAGGED)
-    for x, y in ranks[rank]:
-        optimizer.zero_grad(set_to_none)
-        optimizer.backward(cross_entropy(replica(x), y, reduction="sum"), weight=len(x))
-        optimizer.step()
-    oracle.see(ranks, steps)
-    oracle.check(model)
-
-
 FREEZING = {"yyyn": "", "yyny": "", "ynny": "", "nyyy": "", "nnny": "does not reduce"}
 """What is said where the middle layer is trained when DDP wraps it, when the optimizer is built, in two epochs."""
 
