@@ -225,23 +225,20 @@ def test_in_a_window_of_one_sum_that_is_to_be_divided_by_its_weight_gradients_ar
 # Between windows.
 
 
-def test_a_loop_without_zero_grad_is_refused_where_the_next_window_would_add_to_the_finished_gradient():
-    model, optimizer = wrapped(steps=3)
-    with pytest.raises(WindowError, match="left from the last window"):
-        train(model, optimizer, BATCHES, clear="never")
-    assert (optimizer.updates, optimizer.micro_batches) == (1, 0)
-
-
-@pytest.mark.parametrize("cleared", ["never", "at each epoch's start"])
-def test_gradients_that_are_left_to_the_last_micro_batch_of_an_epoch_are_refused(cleared):
-    """It is a window of its own."""
-    model, optimizer = wrapped(steps=5)
+@pytest.mark.parametrize(
+    ("steps", "loop", "cleared"),
+    [(3, False, False), (5, True, False), (5, True, True)],
+    ids=["a plain loop", "the window of an epoch's last micro-batch", "at each epoch's start"],
+)
+def test_a_loop_without_zero_grad_is_refused_where_the_next_window_would_add_to_the_finished_gradient(
+    steps, loop, cleared
+):
+    model, optimizer = wrapped(steps=steps)
     with pytest.raises(WindowError, match="left from the last window"):
         for _ in range(2):
-            if cleared != "never":
-                optimizer.zero_grad()
-            train(model, optimizer, optimizer.batches(BATCHES), clear="never")
-    assert optimizer.updates == 1
+            assert not cleared or optimizer.zero_grad() is None
+            train(model, optimizer, optimizer.batches(BATCHES) if loop else BATCHES, clear="never")
+    assert (optimizer.updates, optimizer.micro_batches) == (1, 0)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
