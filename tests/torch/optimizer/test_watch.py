@@ -331,21 +331,19 @@ def test_a_loop_that_still_accumulates_by_hand_is_named(steps, stepped, said, ca
     assert "if (i + 1) % steps == 0:" in caplog.text
 
 
-def several_losses_of_one_pass(model, x, y):
-    hidden = model(x)
-    return [(hidden - y).square().mean(), (hidden - y).abs().mean()]
-
-
-def several_losses_at_once(model, x, y):
-    return [mse(model, x, y), mse(model, x + 1, y)]
-
-
 def losses_of_two_domains(model, x, y):
     yield mse(model, x, y)
     yield model(x + 1).square().mean() * 0.1
 
 
-@pytest.mark.parametrize("losses", [several_losses_of_one_pass, several_losses_at_once, losses_of_two_domains])
+LOSSES = {
+    "of one pass": lambda model, x, y: [(apart := model(x) - y).square().mean(), apart.abs().mean()],
+    "at once": lambda model, x, y: [mse(model, x, y), mse(model, x + 1, y)],
+    "of two domains": losses_of_two_domains,
+}
+
+
+@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("steps", [2, 3])
 def test_several_losses_in_several_passes_are_at_most_one_line_at_info(losses, steps, caplog):
     caplog.set_level(logging.INFO)
