@@ -1,20 +1,35 @@
 """The wrapped Keras optimizer against Keras' built-in accumulation and the plain optimizer, on each backend.
 
-Time of a `fit` per micro-batch of 16 rows with Adam, as a ratio to the plain optimizer, which makes an update with each
-one; and the peak memory of the process.
+Processor time of a `fit` with Adam per window of 8 micro-batches of 16 rows, as a ratio to the built-in's; the plain
+optimizer makes an update with each micro-batch. Windows 1, 2, 4, 8, ... are watched with the callback, and left out
+with the first one of each `fit`. And the peak memory of the process.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
+import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import WARM_UP, arguments, in_fresh_process, in_short, publish, ratios, received, send, table
+from benchmarks.harness import (
+    WARM_UP,
+    arguments,
+    in_fresh_process,
+    in_short,
+    publish,
+    ratio_of,
+    received,
+    send,
+    table,
+)
 
-NETWORKS = {"784-512-512-10": (784, 512), "32-64-64-10": (32, 64), "1024-2048-2048-10": (1024, 2048)}
-CONTENDERS = ("plain", "built-in", "gradaccum", "gradaccum with callback")
+NETWORKS = {"784-512-512-10": (784, 512, 12), "32-64-64-10": (32, 64, 24), "1024-2048-2048-10": (1024, 2048, 6)}
+"""Features, units, and the windows of a round."""
+CONTENDERS = ("built-in", "plain", "gradaccum", "gradaccum with callback")
 ROWS, STEPS = 16, 8
 BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
 
@@ -25,8 +40,8 @@ from benchmarks import keras_optimizers
 """
 
 
-def contender(name: str, features: int, units: int, batches: int) -> Callable[[], None]:
-    """A function that trains one epoch of micro-batches, 8 to an update where it accumulates."""
+def contender(name: str, features: int, units: int, windows: int) -> Callable[[], list[float]]:
+    """A function that trains one epoch of so many windows. Returns the seconds of those that nobody watches."""
     import keras
 
     import gradaccum.keras
@@ -39,60 +54,84 @@ def contender(name: str, features: int, units: int, batches: int) -> Callable[[]
         optimizer = gradaccum.keras.optimizers.Optimizer(optimizer, steps=STEPS)
     callbacks = [gradaccum.keras.callbacks.GradientAccumulation()] if name.endswith("callback") else []
     model.compile(optimizer=optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    x = np.random.default_rng(0).normal(size=(ROWS * batches, features)).astype("float32")
-    y = np.zeros(ROWS * batches, "int32")
+    x = np.random.default_rng(0).normal(size=(ROWS * STEPS * windows, features)).astype("float32")
+    y = np.zeros(ROWS * STEPS * windows, "int32")
 
-    def epoch() -> None:
-        model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=callbacks)
+    class Clock(keras.callbacks.Callback):
+        done, began = 0, 0.0
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.seconds: list[float] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if (batch + 1) % STEPS == 0:
+                _ = float((logs or {})["loss"])  # waits for it
+                self.done += 1
+                if batch >= STEPS and self.done & (self.done - 1):
+                    self.seconds.append(time.process_time() - self.began)
+                self.began = time.process_time()
+
+    clock = Clock()
+
+    def epoch() -> list[float]:
+        model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[*callbacks, clock])
+        return clock.seconds
 
     return epoch
 
 
-def print_times(networks: list[str], batches: int, rounds: int) -> None:
-    """In the backend's process: a line per network, of the ratios to the plain time."""
+def print_times(networks: list[str], rounds: int) -> None:
+    """In the backend's process: a line per network, of the ratios to the built-in's time."""
     for network in networks:
-        contenders = {name: contender(name, *NETWORKS[network], batches) for name in CONTENDERS}
-        send(ratios(contenders, "plain", rounds, warm_up=-(-WARM_UP * STEPS // batches)))
+        windows = NETWORKS[network][-1]
+        contenders = {name: contender(name, *NETWORKS[network]) for name in CONTENDERS}
+        for epoch in contenders.values():
+            for _ in range(-(-WARM_UP // windows)):
+                epoch()
+        shuffle, times = random.Random(0), {name: list[float]() for name in CONTENDERS}
+        for _ in range(rounds):
+            for name in shuffle.sample(CONTENDERS, len(CONTENDERS)):
+                times[name].append(statistics.median(contenders[name]()))
+        pairs = {name: zip(mine, times["built-in"]) for name, mine in times.items()}
+        send({name: ratio_of([mine / theirs for mine, theirs in pair]) for name, pair in pairs.items()})
 
 
 def print_peak(name: str) -> None:
     """In a process of its own: the peak of a short training of the largest network, in bytes."""
     import resource
 
-    contender(name, *NETWORKS["1024-2048-2048-10"], 3 * STEPS)()
+    contender(name, *NETWORKS["1024-2048-2048-10"][:2], 3)()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def main() -> None:
     options = arguments(__doc__)
-    batches, rounds, processes = (16, 2, 1) if options.quick else (32, 5, 1)
+    rounds = 2 if options.quick else 9
     backends = in_short(BACKENDS) if options.quick else BACKENDS
     networks = [*NETWORKS][:1] if options.quick else [*NETWORKS]
     times, peaks = [], []
     for backend, title in backends.items():
-        printed = in_fresh_process(
-            f"{IN_BACKEND}keras_optimizers.print_times({networks}, {batches}, {rounds})", backend
-        )
+        printed = in_fresh_process(f"{IN_BACKEND}keras_optimizers.print_times({networks}, {rounds})", backend)
         lines = printed.splitlines()[-len(networks) :]
         for network, line in zip(networks, lines, strict=True):
-            found = received(line, "plain", rounds, f"{title}, {network}")
+            found = received(line, "built-in", rounds, f"{title}, {network}")
             times.append([title, network, *(found[name] for name in CONTENDERS[1:])])
-        measured = [
-            [in_fresh_process(f"{IN_BACKEND}keras_optimizers.print_peak({name!r})", backend) for _ in range(processes)]
-            for name in (CONTENDERS[-1:] if options.quick else CONTENDERS)
-        ]
-        peaks.append([statistics.median(map(int, each)) for each in measured])
+        names = CONTENDERS[-1:] if options.quick else CONTENDERS
+        code = f"{IN_BACKEND}keras_optimizers.print_peak"
+        peaks.append([int(in_fresh_process(f"{code}({name!r})", backend)) for name in names])
+    if not options.quick:
+        compared = [[row[i] / row[0] for row in peaks] for i in (1, -1)]
+        spans = [f"{min(some):.2f} to {max(some):.2f}" for some in compared]
     body = (
-        f"Time of `fit` per micro-batch of {ROWS} rows with Adam in windows of {STEPS}, relative to the plain "
-        "optimizer, which makes an update with each micro-batch.\n\n"
-        + table(["backend", "network", *CONTENDERS[1:]], times)
-        + "\n\nThe peak memory of the process that trains 1024-2048-2048-10, relative to the plain optimizer's, is "
-        + ", and ".join(
-            f"{min(row[i] / row[0] for row in peaks):.2f} to {max(row[i] / row[0] for row in peaks):.2f} for {names}"
-            for i, names in ((1, "the built-in"), (-1, "gradaccum with the callback"))
-        )
-        + "."
+        f"Processor time of `fit` per window of {STEPS} micro-batches of {ROWS} rows with Adam, relative to Keras' "
+        "built-in accumulation. The plain optimizer makes an update with each micro-batch. Windows that the callback "
+        "watches (1, 2, 4, 8, ...) are left out.\n\n" + table(["backend", "network", *CONTENDERS[1:]], times)
     )
+    if not options.quick:
+        body += (
+            "\n\nThe peak memory of the process that trains 1024-2048-2048-10, relative to the built-in's, is "
+            f"{spans[0]} for the plain optimizer, and {spans[1]} for gradaccum with the callback."
+        )
     versions = ["keras", "tensorflow-cpu", "jax", "torch"]
     publish(
         "keras_optimizers",

@@ -199,7 +199,8 @@ class _Wrapped:
             return
         weight = given(scenario, weight_in_window(scenario, one)) if scenario.way == "backward" else None
         if one.event == "no pass" or (one.event == "save inside" and scenario.seed % 2):
-            self.scaler.scale(self._loss(one, x, y))
+            for part in range(scenario.losses):  # each loss has a forward pass of its own
+                self.scaler.scale(self._loss(one, x, y, part))
             return
         if one.event == "by hand":
             self._by_hand(one, x, y, weight)

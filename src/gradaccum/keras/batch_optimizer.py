@@ -37,8 +37,8 @@ class SizesRule(StepsRule):
         """The window with one more micro-batch, of so many rows; None: not known, so as many as were promised."""
         left, most = counts.rows_left, self.maximum_batch_size
         rows = where(left < most, left, most) if rows is None else rows
-        counts = counted(counts, rows, updated=0, by_rows=1, rows_left=left - rows)
-        return Added(counts, rows, None, (counts.weight >= self.desired_batch_size) | (counts.rows_left <= 0))
+        counts = counted(counts, rows, updated=0, unit=1, rows_left=left - rows)
+        return Added(counts, rows, (counts.weight >= self.desired_batch_size) | (counts.rows_left <= 0))
 
     def closed(self, counts: Counts, updated: Any) -> Counts:
         """The counts of the window that follows; in the next epoch, less the rows that were too many in this one."""
@@ -197,7 +197,7 @@ def _check_every_fit(model: Any) -> None:
     def checked_fit(*args: Any, **kwargs: Any) -> Any:
         if isinstance(wrapped_optimizer(getattr(model, "optimizer", None)), BatchOptimizer):
             given = inspect.signature(fit).bind(*args, **kwargs)  # positional ones, too
-            given.arguments["callbacks"] = _with_epochs(given.arguments.get("callbacks"), model)
+            given.arguments["callbacks"] = _with_epochs(given.arguments.get("callbacks"))
             args, kwargs = given.args, given.kwargs
         return fit(*args, **kwargs)
 
@@ -205,16 +205,9 @@ def _check_every_fit(model: Any) -> None:
     model.fit = checked_fit
 
 
-def _with_epochs(callbacks: Any, model: Any) -> Any:
+def _with_epochs(callbacks: Any) -> list[Any]:
     """The callbacks, with one that tells the optimizer of epochs first."""
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
     given = callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
-    if any(isinstance(callback, GradientAccumulation) for callback in given):
-        return callbacks if is_list else given
-    own = GradientAccumulation()
-    if not is_list:
-        return [own, *given]
-    callbacks.append(own)
-    own.set_model(model)
-    own.set_params(callbacks.params)
-    return callbacks
+    is_told = any(isinstance(callback, GradientAccumulation) for callback in given)
+    return given if is_told else [GradientAccumulation(), *given]

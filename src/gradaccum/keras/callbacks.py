@@ -120,7 +120,7 @@ class GradientAccumulation(keras.callbacks.Callback):
                 "them, call optimizer.flush() before fit()."
             )
         self._in_window = self._optimizer.micro_batches
-        if self._in_window and not window.read().by_rows:
+        if self._in_window and not window.read().unit:
             logger.warning(
                 "The open window holds %d micro-batches whose rows are not known. Each counts as if it had the next "
                 "one's rows; if not, the update is not the large batch's. To close the window first, call "
@@ -225,17 +225,17 @@ class GradientAccumulation(keras.callbacks.Callback):
             window = self._optimizer.window
             if not (self._batches and window.built) or self._drops_micro_batches:
                 return
-            counts = window.read()
-            if not counts.by_rows:
+            counts = hasattr(vars(self._model).get("train_step"), "own")
+            if not counts or self._model.train_function is not window.counting_function:
                 raise WindowError(
                     "The micro-batches of this epoch were not weighed by their rows: the model's `train_step` was "
-                    "replaced while it trained, or its inputs have no rows. Replace it before fit(), or train without "
-                    "the GradientAccumulation callback."
+                    "replaced while it trained. Replace it before fit(), or train without the GradientAccumulation "
+                    "callback."
                 )
             if not self._model.stop_training:
                 # Where data end inside an execution of several steps, Keras counts all of them, or none.
                 doubt = 0 if self._batches_of_epoch else self._per_execution - 1
-                window.rule.check_epoch(counts, self._batches, doubt)
+                window.rule.check_epoch(window.read(), self._batches, doubt)
 
     def _drive(self) -> None:
         """Pass on rows from now on, counted in the step's own graph, so that nothing waits for a device.
@@ -346,9 +346,14 @@ def _rows_of(data: Any) -> Any:
     """The rows of what `fit` gives a training step: an int, or a scalar tensor where only the run will tell.
 
     They are those of the targets and weights, which have a row each: an input may be shared by all rows. Without
-    targets, all inputs must agree. None where nothing has rows.
+    targets, all inputs must agree.
     """
     leaves = leaves_with_rows(data, PARTS[1:]) or leaves_with_rows(data)
+    if not leaves:
+        raise WindowError(
+            "Micro-batches can't be weighed by their rows: no array of theirs has a dimension. Train without the "
+            "GradientAccumulation callback."
+        )
     known = {leaf.shape[0] for _, leaf in leaves}
     if len(known - {None}) > 1:
         raise ValueError(
@@ -357,5 +362,5 @@ def _rows_of(data: Any) -> Any:
             "what all rows share as an input."
         )
     if None not in known:
-        return known.pop() if known else None
+        return known.pop()
     return backends.running().checked_rows(leaves)

@@ -17,10 +17,10 @@ from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.numpy_arrays import ArrayRunner, largest
 from gradaccum.core.proof import Outcome, Way
 from gradaccum.core.sizes import even_sizes
-from gradaccum.keras import backends, private
-from gradaccum.keras.backends.base import has_rows, is_float
+from gradaccum.keras import private
+from gradaccum.keras.backends.base import is_float
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
-from gradaccum.keras.loss import Measured, coupled_losses, divisors_of, same_rows
+from gradaccum.keras.loss import Measured, as_array, coupled_losses, divisors_of, same_rows, take_rows
 
 _SMALL = 1e-2
 """Tensors that are smaller than the largest gradient by this factor are measured by that one: where a gradient is zero,
@@ -83,18 +83,6 @@ class StepRunner(ArrayRunner):
     def moved_values(self, values: Sequence[Any], seed: int, *, far: bool) -> list[Any]:
         factors = self.factors(seed, far=far)
         return [v * ops.convert_to_tensor(factors(tuple(v.shape)), v.dtype) if is_float(v) else v for v in values]
-
-
-def take_rows(data: Any, rows: np.ndarray) -> Any:
-    """These rows of a batch."""
-    take = backends.running().take_rows
-    return tree.map_structure(lambda leaf: take(leaf, rows) if has_rows(leaf) else leaf, data)
-
-
-def as_array(value: Any) -> np.ndarray:
-    """A tensor as numbers, half precision in float32."""
-    is_narrow = is_float(value) and "64" not in keras.backend.standardize_dtype(value.dtype)
-    return np.array(ops.convert_to_numpy(ops.cast(value, "float32") if is_narrow else value))
 
 
 def precision_of(model: Any) -> str:

@@ -37,7 +37,7 @@ from keras import ops, tree
 
 from gradaccum.core.numpy_arrays import relative_error
 from gradaccum.keras import backends, private
-from gradaccum.keras.backends.base import Scope, has_rows, loss_and_outputs
+from gradaccum.keras.backends.base import Scope, has_rows, is_float, loss_and_outputs
 
 
 @dataclass
@@ -175,6 +175,18 @@ def _count(mask: Any, weights: Any, dtype: Any) -> Any:
     return ops.sum(weights * mask)
 
 
+def take_rows(data: Any, rows: np.ndarray) -> Any:
+    """These rows of a batch."""
+    take = backends.running().take_rows
+    return tree.map_structure(lambda leaf: take(leaf, rows) if has_rows(leaf) else leaf, data)
+
+
+def as_array(value: Any) -> np.ndarray:
+    """A tensor as numbers, half precision in float32."""
+    is_narrow = is_float(value) and "64" not in keras.backend.standardize_dtype(value.dtype)
+    return np.array(ops.convert_to_numpy(ops.cast(value, "float32") if is_narrow else value))
+
+
 def divisors_of(model: Any, state: Sequence[Any], x: Any, y: Any, sample_weight: Any) -> tuple[Measured, Any]:
     """One forward pass without side effects, for what it tells and its loss: masks are known only after it."""
     parts = zip((model.trainable_variables, model.non_trainable_variables, model.metrics_variables), state)
@@ -222,14 +234,14 @@ def _couples_rows(loss: Any, arguments: Sequence[Any], parts: Sequence[np.ndarra
                 if mask is not None:
                     outputs[place] = outputs[place] * 1.0
                     private.set_keras_mask(outputs[place], ops.take(mask, of, axis=0))
-            taken = _taken(y_true, of), tree.pack_sequence_as(y_pred, outputs), _taken(sample_weight, of)
+            taken = take_rows(y_true, of), tree.pack_sequence_as(y_pred, outputs), take_rows(sample_weight, of)
             found, own = _weighed(loss, *taken, share, count)
             count = own if count is None else count  # of the whole batch, which comes first
             return ops.sum(found) * share, None
 
         run = backends.running().value_and_gradients
         (number, _), gradients = run(value, [ops.take(output, of, axis=0) for output in predictions])
-        return _array(number), [np.zeros(1) if gradient is None else _array(gradient) for gradient in gradients]
+        return as_array(number), [np.zeros(1) if gradient is None else as_array(gradient) for gradient in gradients]
 
     whole, gradients = result(np.arange(rows))
     try:
@@ -257,11 +269,3 @@ def same_rows(parts: Sequence[Any], whole: list[np.ndarray], order: np.ndarray, 
         if not (same(found[order], expected) if by_rows else all(same(piece, expected) for piece in pieces)):
             return False
     return True
-
-
-def _taken(data: Any, of: np.ndarray) -> Any:
-    return tree.map_structure(lambda leaf: ops.take(leaf, of, axis=0) if has_rows(leaf) else leaf, data)
-
-
-def _array(tensor: Any) -> np.ndarray:
-    return ops.convert_to_numpy(ops.cast(tensor, "float64" if "float64" in str(tensor.dtype) else "float32"))

@@ -189,7 +189,9 @@ class ModuleState:
             if not isinstance(module, torch.jit.ScriptModule):
                 own = vars(module)
                 self._hold(path, own, own)
-                self._numbers += [(_joined(path, key), own, key) for key, v in own.items() if type(v) in (int, float)]
+                numbers = [key for key, value in own.items() if type(value) in (int, float)]
+                is_ours = type(module).__module__.startswith("gradaccum.")  # a chunked module counts its calls
+                self._numbers += [(_joined(path, key), own, key) for key in numbers if not is_ours]
 
     def _hold(self, path: str, found: Mapping[str, Any], owner: Any) -> None:
         for key, value in found.items():
@@ -373,13 +375,8 @@ def _check_rule(name: str, rule: Any) -> None:
         pass
 
 
-def rules_of(module: nn.Module | None) -> dict[str, BufferRule]:
-    """What users have said of a module's buffers: of its classes, the nearest last, then of itself.
-
-    A chunked module is the one that it stands for.
-    """
-    if module is None:
-        return {}
+def rules_of(module: nn.Module) -> dict[str, BufferRule]:
+    """What users have said of a module's buffers: of its classes, the nearest last, then of itself."""
     module, rules = standing_for(module), dict[str, BufferRule]()
     for kind in reversed(type(module).__mro__) if _of_kinds else ():
         rules.update(_of_kinds.get(kind, {}))
@@ -456,8 +453,9 @@ class _Moved:
     """
 
     def __init__(self, buffer: BufferSnapshot, rows: int) -> None:
-        self.buffer, self.start, self._rows = buffer, buffer.copy, rows
-        rules = rules_of(buffer.module)
+        assert buffer.module is not None
+        self.buffer, self.start, self._rows, self._module = buffer, buffer.copy, rows, standing_for(buffer.module)
+        rules = rules_of(self._module)
         self.rule = rules.get(buffer.name, "mean")
         self.place = [*rules].index(buffer.name) if callable(self.rule) else -1
         """Callable rules come last, as they may look at other buffers, in the order they came in."""
@@ -494,7 +492,7 @@ class _Moved:
 
     def _ruled(self, rule: Callable[..., Any]) -> Tensor:
         """What a callable rule makes of it."""
-        module = None if self.buffer.module is None else standing_for(self.buffer.module)
+        module = self._module
         like, end = self._ends[0], rule(module, None if self.start is None else self.start.clone(), self._ends)
         what = (
             f"The rule for {self.buffer.name!r} of {type(module).__name__} must return a tensor like the buffer's ends"

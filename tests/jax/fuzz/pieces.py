@@ -28,13 +28,14 @@ def parameters() -> Any:
 
 
 def data(rows: int, seed: int) -> Any:
-    """A batch; of positive numbers, that are larger in later rows, for seed 0."""
+    """A batch: for seed 0 of positive numbers, larger in later rows; for 3 nothing counts in the first half."""
     random = np.random.default_rng(seed)
     x, y = random.normal(size=(rows, TIME, WIDTH)), random.normal(size=rows)
     if seed == 0:
         x, y = np.abs(x) * np.linspace(0.2, 1.8, rows)[:, None, None], np.abs(y) * np.linspace(0.2, 1.8, rows)
     mask = random.random((rows, TIME)) < np.linspace(0.3, 0.9, rows)[:, None]
     mask[:, 0] |= seed != 1
+    mask[: (rows + 1) // 2] &= seed != 3
     ids, kinds = random.integers(0, 8, (rows, TIME)), random.integers(0, WIDTH, rows)
     return jax.tree.map(jnp.asarray, {"x": x, "y": y, "mask": mask, "ids": ids, "kinds": kinds})
 
@@ -161,6 +162,7 @@ MIXING: dict[str, Piece] = {
     "rounds": lambda p, b, h: lax.fori_loop(0, len(h), lambda i, c: 0.9 * c, h),
     "more rows than 5": lambda p, b, h: h * (2.0 if len(h) > 5 else 1.0),
     "a count": lambda p, b, h: h * b["mask"].sum(),
+    "a count over itself": lambda p, b, h: h * (b["mask"].sum() / b["mask"].sum()),
     "a mean of the batch": lambda p, b, h: h * b["y"].mean(),
     "above the mean": lambda p, b, h: h * (b["y"] > b["y"].mean())[:, None, None],
     "if the mean": lambda p, b, h: jnp.where(b["y"].mean() > 0.1, h, 2 * h),
@@ -227,6 +229,7 @@ ENDINGS: dict[str, tuple[Piece, dict[str, Any], bool]] = {
     "over rows less 1": (lambda p, b, h: (h**2).sum() / (len(h) - 1), {}, False),
     "over rows to the half": (lambda p, b, h: (h**2).sum() / len(h) ** 0.5, {}, False),
     "tokens without weight": (lambda p, b, h: _tokens(p, b, h) / _count(b), {}, False),
+    "tokens times their count": (lambda p, b, h: _tokens(p, b, h) / _count(b) * b["mask"].mean(), {}, False),
     "tokens by other tokens": (lambda p, b, h: _tokens(p, b, h) / _count(b), SHIFTED, False),
     "rows by tokens": (lambda p, b, h: (h**2).mean(), OVER_TOKENS, False),
     "tokens or many": (lambda p, b, h: _tokens(p, b, h) / jnp.maximum(_count(b), 8), OVER_TOKENS, False),

@@ -169,25 +169,21 @@ ALL = {"aux": True, "key": "typed", "state": True, "noise": True}
 CALLS = {
     "aux of tokens": Case(over="tokens", aux=True, empty=(4, 8)),
     "aux of a sum": Case(over="sum", aux=True),
-    "aux of a single micro-batch": Case(rows=4, aux=True),
     "a first micro-batch without tokens": Case(over="tokens", empty=(0, 4), noise=True),
     "last ones without tokens": Case(over="tokens", empty=(4, 11), noise=True),
     "losses by name": Case(over="both", noise=True),
     "losses by name, one without tokens": Case(over="both", empty=(4, 8)),
-    "losses by name, at once": Case(rows=4, over="both"),
     "a raw key": Case(key="raw"),
     "an rbg key": Case(key="rbg"),
-    "a key of a single micro-batch": Case(rows=4, key="typed"),
-    "a state of a single micro-batch": Case(rows=4, state=True),
     "columns, and gradients of them": Case(columns=True, of_rows=True),
-    "columns at once, and gradients of them": Case(rows=4, columns=True, of_rows=True),
     "gradients of rows, by a sum": Case(over="sum", of_rows=True, noise=True),
-    "a single micro-batch, whose noise tells nothing": Case(rows=3, noise=True),
     "all of it, over tokens": Case(over="tokens", empty=(0, 4), **ALL),
     "all of it, by name": Case(over="both", **ALL),
     "all of it, by rows": Case(of_rows=True, columns=True, **ALL),
+    "all of it, by rows of a single micro-batch": Case(rows=4, of_rows=True, columns=True, **ALL),
+    "all of it, by name in a single micro-batch": Case(rows=4, over="both", **ALL),
 }
-SLOW = {"aux of a sum", "losses by name, at once", "a raw key", "an rbg key", "last ones without tokens"}
+SLOW = {"aux of a sum", "a raw key", "an rbg key", "last ones without tokens"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CALLS])

@@ -88,21 +88,3 @@ def test_the_program_holds_one_loop_over_the_micro_batches_whatever_their_number
         products = re.findall(r"\w+:f32\[(\d+),[^\]]*\] = dot_general", program)
         assert products
         assert str(ROWS) not in products, "the model runs in the loop"
-
-
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's")
-def test_the_graph_holds_one_loop_over_the_micro_batches_whatever_their_number():
-    import tensorflow as tf
-
-    counts, specs = set(), (tf.TensorSpec((ROWS, 5)), tf.TensorSpec((ROWS, 3)))
-    for size in (12, 1):
-        model = compiled(size)
-        model._symbolic_build(data_batch=(X, Y))
-        graph = tf.function(lambda x, y, model=model: model.train_step((x, y))).get_concrete_function(*specs).graph
-        outside = [node.op for node in graph.as_graph_def().node]
-        inside = [node.op for function in graph.as_graph_def().library.function for node in function.node_def]
-        counts.add((len(outside), len(inside)))
-        assert len([op for op in [*outside, *inside] if op in ("While", "StatelessWhile")]) == 1
-        assert "MatMul" in inside
-        assert "MatMul" not in outside, "the model runs in the loop"
-    assert len(counts) == 1, "as many operations"

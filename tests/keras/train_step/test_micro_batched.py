@@ -147,24 +147,15 @@ def within_a_row(name, axis, reduction):
 def of_scalars(reduction):
     compiled = lambda: {"loss": Scalar(reduction=reduction)}  # noqa: E731
     loose = {"tolerance": 1e-6} if BACKEND == "jax" else {}  # where its mean is taken in float32
-    weighed = {**loose, "sample_weight": ZERO_OR_CANCELLING}
+    rows = {
+        "weights that are zero or cancel": (classifier, X, CLASSES, ZERO_OR_CANCELLING),
+        "even weights": (classifier, X, CLASSES, np.full(ROWS, 2.0)),
+        "masks": (tagger, MASKED, TAGS, None),
+        "masks and weights": (tagger, MASKED, TAGS, SPREAD),
+    }
     return {
-        f"a scalar, weights that are zero or cancel, {reduction}": (classifier, compiled, X, CLASSES, weighed),
-        f"a scalar and even weights, {reduction}": (
-            classifier,
-            compiled,
-            X,
-            CLASSES,
-            {**loose, "sample_weight": np.full(ROWS, 2.0)},
-        ),
-        f"a scalar and masks, {reduction}": (tagger, compiled, MASKED, TAGS, loose),
-        f"a scalar, masks and weights, {reduction}": (
-            tagger,
-            compiled,
-            MASKED,
-            TAGS,
-            {**loose, "sample_weight": SPREAD},
-        ),
+        f"a scalar, {name}, {reduction}": (make, compiled, x, y, {**loose, "sample_weight": weights})
+        for name, (make, x, y, weights) in rows.items()
     }
 
 

@@ -18,7 +18,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gradaccum.torch import chunked
+from gradaccum.errors import NotEquivalentError
+from gradaccum.torch import TrainStep, chunked
 from tests.reference import FLOAT32, FLOAT64, relative_error
 from tests.torch.chunking.problems import assert_exact, contrastive, encoder, frozen, gradients, loss_of, seeded
 from tests.torch.problems import Does, Held
@@ -483,6 +484,31 @@ def test_activation_memory_does_not_grow_with_the_batch():
     inside = [live_bytes(chunked(module, 16), torch.randn(rows, 5)) - rows * 8 * 4 for rows in (64, 1024)]
     assert inside[1] <= inside[0]
     assert live_bytes(module, torch.randn(1024, 5)) > 15 * live_bytes(chunked(module, 16), torch.randn(1024, 5))
+
+
+class EachRow(nn.Module):
+    """Goes through its rows one by one."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return torch.cat([self.layer(row[None]) for row in x])
+
+
+@pytest.mark.parametrize("trunk", [lambda layer: chunked(layer, 1), lambda layer: chunked(layer, 2), EachRow])
+def test_a_proof_around_it_assigns_no_random_numbers_to_rows_where_they_are_drawn_for_a_few_at_a_time(trunk, caplog):
+    """It passes with dropout, without a word, and still sees a loss that micro-batches change."""
+    model = nn.Sequential(trunk(nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.3), nn.Tanh())), nn.Linear(6, 2)).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, sgd, loss_fn=nn.MSELoss(), micro_batch_size=4)
+    for rows in (2, 8, 8, 5, 9, 8, 8, 8):
+        step(torch.randn(rows, 5).double(), torch.randn(rows, 2).double())
+    assert caplog.messages == []
+    wrong = TrainStep(model, sgd, loss_fn=lambda p, y: (p - y).mean(0).square().sum(), micro_batch_size=4)
+    with pytest.raises(NotEquivalentError):
+        wrong(torch.randn(8, 5).double(), torch.randn(8, 2).double())
 
 
 def test_the_contrastive_example_follows_the_large_batch_where_naive_accumulation_does_not(tmp_path, capsys):

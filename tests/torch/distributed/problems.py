@@ -159,7 +159,8 @@ def whole(model: nn.Module) -> list[Tensor]:
 
 
 def train_on(model: Any, optimizer: Optimizer, batches: Any, way: str = "plain", scaler: Any = None) -> None:
-    """The user's loop, plain, or with `optimizer.backward`: weighed by rows ("scaled", too), or as losses by name."""
+    """The user's loop, plain ("unscaled" by `unscale_` as windows close), or with `optimizer.backward`: weighed by rows
+    ("scaled", too), or as losses by name."""
     for rows in batches:
         optimizer.zero_grad()
         loss = loss_of(model, rows) if scaler is None else scaler.scale(loss_of(model, rows))
@@ -172,6 +173,8 @@ def train_on(model: Any, optimizer: Optimizer, batches: Any, way: str = "plain",
         if scaler is None:
             optimizer.step()
         else:
+            if way == "unscaled" and optimizer.closes_next:
+                scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
 

@@ -187,6 +187,28 @@ def uneven(rank, way, sync):
         train_on(model, optimizer, optimizer.batches(data(sizes)[rank]), "plain" if scaler else "weighed", scaler)
 
 
+def fail_in(layer):
+    return layer.weight.register_hook(lambda _: 1 / 0)
+
+
+def failed_before(rank, where):
+    """The pass that reduces window 2 fails on all ranks, or leaves a parameter out; the window is dropped, twice."""
+    model = Heads() if where == "unused" else network()
+    replica, optimizer = wrap("ddp", model)
+    rows = data([[4] * 2] * 2)[rank]
+    train_on(replica, optimizer, rows)
+    train_on(replica, optimizer, rows[:1])
+    hook = model.trunk.bias.register_hook(lambda _: None) if where == "unused" else fail_in(model[where])
+    said = error_of(lambda: train_on(replica, optimizer, rows[:1]))
+    assert said.startswith("WindowError: DistributedDataParallel" if where == "unused" else "ZeroDivisionError: ")
+    hook.remove()
+    optimizer.discard()
+    with pytest.raises(WindowError, match="an earlier window's gradients"):
+        train_on(replica, optimizer, rows)
+    optimizer.discard()
+    train_on(replica, optimizer, rows)
+
+
 def penalty_later(rank, of, together):
     """The backward pass of a penalty, for the first time when the third window closes, on some ranks.
 
@@ -285,6 +307,16 @@ REFUSED = {
         for sizes in (UNEVEN, [[], [4, 2, 3]])
         for steps in (1, 2)
     },
+    **{
+        f"a window behind one whose pass failed, {where}": (
+            WINDOW,
+            "an earlier window's gradients",
+            failed_before,
+            where,
+        )
+        for where in (0, 2, "unused")
+    },
+    "names on some ranks": (WINDOW, "by name on rank 0, one loss on rank 1", different_ways, "named", "weighed"),
     "a second backward pass behind a reduction": (WINDOW, REDUCED, penalty_later, (0, 1), False),
     "one after both forward passes": (
         WINDOW,

@@ -1,5 +1,7 @@
 """Layer by layer on several ranks."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -40,13 +42,17 @@ class Block(nn.Module):
         return x + scale * self.dropout(self.down(torch.tanh(self.up(self.place(x)))))
 
 
+def between_blocks(model, x):
+    return model.norm(x)
+
+
 class Network(nn.Module):
     """A stem, blocks with something in between, and a head."""
 
-    def __init__(self, dropout=0.0, blocks=3):
+    def __init__(self, dropout=0.0, blocks=3, between=between_blocks):
         super().__init__()
         torch.manual_seed(0)
-        self.stem, self.norm = nn.Linear(5, 6), nn.LayerNorm(6)
+        self.stem, self.norm, self.between = nn.Linear(5, 6), nn.LayerNorm(6), between
         self.layers = nn.ModuleList(Block(dropout=dropout) for _ in range(blocks))
         self.scale, self.head = nn.Linear(5, 1), nn.Linear(6, 3)
         self.double()
@@ -55,11 +61,8 @@ class Network(nn.Module):
         scale = self.scale(x)
         x = self.stem(x)
         for layer in self.layers:
-            x = self.between(layer(x, scale))
+            x = self.between(self, layer(x, scale))
         return self.head(x)
-
-    def between(self, x):
-        return self.norm(x)
 
 
 class Chain(Network):
@@ -70,13 +73,6 @@ class Chain(Network):
         for layer in self.layers:
             x = layer(x, x.new_ones(()))
         return self.head(self.norm(x)) + self.scale(x.detach()[:, :5])
-
-
-class Borrowing(Network):
-    """Between the blocks, it uses the weights of a later one."""
-
-    def between(self, x):
-        return self.norm(x) + self.layers[-1].down.bias
 
 
 class SpareBlock(Block):
@@ -91,34 +87,28 @@ class SpareBlock(Block):
         return x * self.some if len(x) == 2 else x
 
 
-def spare():
-    model = Network()
-    model.layers[1] = SpareBlock().double()
-    return model
+def changed(change):
+    """Makes a network, and does something to it."""
+
+    def make():
+        model = Network()
+        change(model)
+        return model
+
+    return make
 
 
-def dropping_out():
-    return Network(dropout=0.5)
-
-
-def tied():
-    """Two blocks share a weight."""
-    model = Network()
-    model.layers[2].down.weight = model.layers[0].down.weight
-    return model
+spare = changed(lambda model: model.layers.__setitem__(1, SpareBlock().double()))
+dropping_out = functools.partial(Network, dropout=0.5)
+tied = changed(lambda model: setattr(model.layers[2].down, "weight", model.layers[0].down.weight))  # in two blocks
+synchronised = changed(lambda model: setattr(model.layers[1], "dropout", nn.SyncBatchNorm(6, dtype=torch.float64)))
+borrowing = functools.partial(Network, between=lambda model, x: model.norm(x) + model.layers[-1].down.bias)
 
 
 def frozen():
-    """The first block, and the bias of the last one, stay as they are."""
     model = Network()
-    model.layers[0].requires_grad_(False)
-    model.layers[2].down.bias.requires_grad_(False)
-    return model
-
-
-def synchronised():
-    model = Network()
-    model.layers[1].dropout = nn.SyncBatchNorm(6, dtype=torch.float64)
+    for part in (model.layers[0], model.layers[2].down.bias):
+        part.requires_grad_(False)
     return model
 
 
@@ -293,7 +283,7 @@ EVEN = [[6, 9], [6, 9]]
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-@pytest.mark.parametrize(("build", "mixed"), [(dropping_out, False), (Chain, True)])
+@pytest.mark.parametrize(("build", "mixed"), [(dropping_out, False), (Chain, True)], ids=["dropout", "mixed"])
 @on_ranks()
 def test_sharded_blocks_draw_the_dropout_masks_and_round_as_accumulation_without_blocks(rank, build, mixed):
     found, expected = [], Oracle(build())
@@ -361,7 +351,7 @@ REFUSED = {
         DistributedDataParallel(Network()), blocks=Blocks("auto", update="in_backward")
     ),
     "shared with a parameter already managed by another FSDP group": lambda rows: step_of(shard(tied()))(*rows),
-    "The block 'layers.2' got a gradient after its turn": lambda rows: step_of(shard(Borrowing()))(*rows),
+    "The block 'layers.2' got a gradient after its turn": lambda rows: step_of(shard(borrowing()))(*rows),
 }
 
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from gradaccum.errors import WindowError
 from gradaccum.torch.optim import Optimizer
 from tests.reference import FLOAT32, FLOAT64, relative_error
 from tests.torch.distributed.problems import (
@@ -415,18 +416,49 @@ def test_an_overflow_on_one_rank_costs_all_ranks_one_window_and_one_halving(rank
     scaled(rank, engine, overflow_at, interval, sync)
 
 
-@pytest.mark.parametrize("sizes", [[[4, 3, 2], [2]], [[4, 3, 2, 5, 1], [2, 2, 5, 4]], [[1], [2, 2]]])
+GROWING = [
+    ("plain", [[4, 3, 2], [2]]),
+    ("plain", [[1], [2, 2]]),
+    *[(way, [[4, 3, 2, 5, 1], [2, 2, 5, 4]]) for way in ("plain", "unscaled")],
+    ("unscaled", [[4, 3], [2, 2, 3, 1, 2, 5, 1]]),
+]
+
+
+@pytest.mark.parametrize(("way", "sizes"), GROWING)
 @on_ranks()
-def test_a_scale_that_grows_with_each_micro_batch_costs_no_window_of_ranks_that_have_more_of_them(rank, sizes):
+def test_a_scale_that_grows_with_each_micro_batch_costs_no_window_of_ranks_that_have_more_of_them(rank, way, sizes):
+    """Nor does one that `unscale_` takes out of a sum that a backward pass has reduced, for ranks without any."""
     model, ranks = network(), data(sizes)
     oracle, (used, optimizer) = Oracle(model), wrap("ddp", model, 3)
     for window in windows(ranks, 3) * 2:
         oracle.update(concatenated(window))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
     for _ in range(2):
-        train_on(used, optimizer, optimizer.batches(ranks[rank]), scaler=scaler)
+        train_on(used, optimizer, optimizer.batches(ranks[rank]), way, scaler)
     oracle.check(model)
     assert optimizer.updates == oracle.updates
+
+
+@pytest.mark.parametrize(("sizes", "init"), [([[4, 3, 2], [2]], [1024.0] * 2), ([[4, 3], [2, 2]], [1024.0, 256.0])])
+@on_ranks()
+def test_a_scale_that_only_unscale_knows_is_refused_where_ranks_may_differ_in_it(rank, sizes, init):
+    model, ranks = network(), data(sizes)
+    used, optimizer = wrap("ddp", model, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init[rank])
+    with pytest.raises(WindowError, match=r"unscale_.*had no micro-batch in this window, or another scale"):
+        train_on(used, optimizer, optimizer.batches(ranks[rank]), "unscaled", scaler)
+    assert optimizer.updates == 1
+
+
+@on_ranks()
+def test_where_all_ranks_have_one_scale_unscale_may_keep_it_to_itself(rank):
+    model, ranks = network(), data([[4, 3, 2], [2, 2, 1]])
+    oracle, (used, optimizer) = Oracle(model), wrap("ddp", model, 1)
+    for window in windows(ranks, 1):
+        oracle.update(concatenated(window))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    train_on(used, optimizer, optimizer.batches(ranks[rank]), "unscaled", scaler)
+    oracle.check(model)
 
 
 @pytest.mark.slow

@@ -413,6 +413,63 @@ def test_ranks_find_each_other_among_strangers(rank):
     assert channel.exchange(5, rank)[1 - rank][:2] == [5, 1 - rank]
 
 
+@pytest.mark.parametrize("way", ["named", "scaler"])
+@pytest.mark.parametrize("first", [[[4, 2, 3], []], [[], [4, 2, 3, 1, 2]]])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@on_ranks()
+def test_a_rank_may_have_its_first_micro_batch_in_a_later_window(rank, steps, first, way):
+    replica, optimizer = wrap("ddp", model := network(), steps)
+    oracle = Oracle(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if way == "scaler" else None
+    for epoch, sizes in enumerate((first, RAGGED, RAGGED)):
+        ranks = data(sizes, epoch)
+        batches = optimizer.batches(ranks[rank])
+        train_on(replica, optimizer, batches, "named" if way == "named" else "scaled", scaler)
+        oracle.see(ranks, steps)
+    oracle.check(model)
+
+
+@pytest.mark.parametrize("in_views", [False, True])
+@pytest.mark.parametrize("dropped", ["open", "reduced", "forward pass", "reduced and open"])
+@on_ranks()
+def test_windows_behind_dropped_ones_are_exact(rank, dropped, in_views):
+    """`forward pass`: DDP has prepared to reduce, and the window is dropped before the backward pass."""
+    replica, optimizer = wrap("ddp", model := network(), 2, {"gradient_as_bucket_view": in_views})
+    oracle, ranks = Oracle(model), data([[4, 2, 3, 1], [3, 3, 1, 6]])
+    for times in (1, 2):
+        train_on(replica, optimizer, ranks[rank], "weighed")
+        oracle.see(ranks, 2)
+        for _ in range(times):
+            if dropped != "open":
+                train_on(replica, optimizer, ranks[rank][:1], "weighed")
+            loss = loss_of(replica, ranks[rank][1])
+            if dropped != "forward pass":
+                loss.backward()
+            optimizer.discard()
+            if "and" in dropped:
+                train_on(replica, optimizer, ranks[rank][:1], "weighed")
+                optimizer.discard()
+    train_on(replica, optimizer, ranks[rank], "weighed")
+    oracle.see(ranks, 2)
+    oracle.check(model)
+
+
+@pytest.mark.parametrize("in_views", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+@on_ranks()
+def test_weighed_sums_are_divided_by_their_weight(rank, steps, set_to_none, in_views):
+    how = {"gradient_as_bucket_view": in_views}
+    replica, optimizer = wrap("ddp", model := network(), steps, how, reduction="sum")
+    oracle, ranks = Oracle(model), data(RAGGED)
+    for x, y in ranks[rank]:
+        optimizer.zero_grad(set_to_none)
+        optimizer.backward(cross_entropy(replica(x), y, reduction="sum"), weight=len(x))
+        optimizer.step()
+    oracle.see(ranks, steps)
+    oracle.check(model)
+
+
 FREEZING = {"yyyn": "", "yyny": "", "ynny": "", "nyyy": "", "nnny": "does not reduce"}
 """What is said where the middle layer is trained when DDP wraps it, when the optimizer is built, in two epochs."""
 

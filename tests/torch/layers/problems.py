@@ -112,6 +112,18 @@ def loss_of(model, ids, labels):
     return nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
 
 
+def token_mean(model, ids, labels):
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+def counted(ids, labels):
+    return (labels != 0).sum()
+
+
+def with_its_weight(model, ids, labels):
+    return token_mean(model, ids, labels), counted(ids, labels)
+
+
 def in_blocks(options):
     """These options, with what is meant for `Blocks` in it."""
     given = {name: options[name] for name in ("update", "on") if name in options}

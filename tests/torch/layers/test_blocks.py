@@ -66,6 +66,11 @@ def checkpointed(layer, *arguments):
     return torch.utils.checkpoint.checkpoint(layer, *arguments, use_reentrant=False)
 
 
+def then_in_place(layer, *arguments):
+    x, shared = layer(*arguments)
+    return torch.tanh_(x), shared
+
+
 class Reentrant(Layer):
     """Passes no gradient on where its input wants none, as reentrant checkpoints do."""
 
@@ -91,29 +96,17 @@ def extended(layer, x, y, cache):
     return x + mine.keys.mean(1)
 
 
-def read_by_the_next(layer, x, y, given):
+def in_a_dict(layer, x, y, given):
+    """What the next block reads, a tuple that grows, and a counter."""
     y = y + given.get("last", 0.0)
-    given["last"] = y.sin()
-    return x + y
+    given.update(last=y.sin(), pairs=(*given.get("pairs", ()), y.cos()), calls=given.get("calls", 0) + 1)
+    return x + y * given["pairs"][0] * given["calls"]
 
 
-def in_a_tuple(layer, x, y, given):
-    given["pairs"] = (*given.get("pairs", ()), y.cos())
-    return x + y * given["pairs"][0]
-
-
-def counted(layer, x, y, given):
-    given["calls"] = given.get("calls", 0) + 1
-    return x + y * given["calls"]
-
-
-def left_in_a_list(layer, x, y, given):
-    given.append(y.square().mean(1))
-    return x + y
-
-
-def left_in_an_object(layer, x, y, given):
-    given.total = y.square().mean(1) if layer.place == DEPTH - 1 else None
+def read_by_the_loss(layer, x, y, given):
+    losses, left = given
+    losses.append(y.square().mean(1))
+    left.last = y.cos().mean(1) if layer.place == DEPTH - 1 else None
     return x + y
 
 
@@ -138,17 +131,13 @@ ARGUMENTS = {  # the argument of all blocks, made of keys for each; what a block
         lambda keys: types.SimpleNamespace(layers=[types.SimpleNamespace(keys=k[:, None]) for k in keys.unbind(1)]),
         extended,
     ),
-    "a prefix in an object": (lambda keys: types.SimpleNamespace(scale=keys[:, 0], name="one"), scaled),
     "a prefix in an object that can't be copied": (lambda keys: Uncopied(keys[:, 0]), scaled),
     "an object without a graph that can't be copied": (lambda keys: Uncopied(keys[:, 0].detach().cos()), scaled),
     "a prefix in a partial of C": (
         lambda keys: functools.partial(torch.mul, keys[:, 0]), lambda layer, x, y, given: x + given(y),
     ),
-    "a dict, read by the next": (lambda keys: {}, read_by_the_next),
-    "a tuple in a dict": (lambda keys: {}, in_a_tuple),
-    "a counter in a dict": (lambda keys: {}, counted),
-    "a list, read by the loss": (lambda keys: [], left_in_a_list),
-    "an object, read by the loss": (lambda keys: types.SimpleNamespace(), left_in_an_object),
+    "a dict, read by the next": (lambda keys: {}, in_a_dict),
+    "a list and an object, read by the loss": (lambda keys: ([], types.SimpleNamespace()), read_by_the_loss),
     "an object is returned": (lambda keys: None, in_an_object),
 }  # fmt: skip
 
@@ -166,7 +155,7 @@ def with_arguments(name, freeze=False):
         for layer in model.layers:
             x = layer(x, given)
         x = x.x * x.last if run is in_an_object else x
-        left = given if run is left_in_a_list else [given.total] if run is left_in_an_object else []
+        left = [*given[0], given[1].last] if run is read_by_the_loss else []
         return torch.cat([x, *(loss[:, None] for loss in left)], 1)
 
     layers = nn.ModuleList(Does(block, linear=nn.Linear(SIZE, SIZE), place=place) for place in range(DEPTH))
@@ -197,7 +186,7 @@ CASES = {  # the model, the loss, options
     ),
     "a weight of a later block": (problems.late, loss_of, {}),
     "hooks that the loss registers and removes": (network, captured, {}),
-    "a graph between the blocks": (lambda: network(between=torch.tanh), loss_of, {}),
+    "a graph between the blocks, in place": (lambda: network(call=then_in_place), loss_of, {}),
     "skips around the blocks": (lambda: network(between=torch.tanh, skips=True), loss_of, {}),
     "checkpoints around the blocks": (lambda: network(call=checkpointed), loss_of, {}),
     "reentrant checkpoints over a frozen stem": (lambda: over_a_frozen_stem(False), loss_of, NO_PROOF),
@@ -248,34 +237,25 @@ def test_second_passes_move_no_attributes():
     assert [module.calls for module in (model, *model.layers)] == [-(-len(batches()[0][0]) // 3)] * 4
 
 
-def token_mean(model, ids, labels):
-    loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=0, reduction="sum")
-    count = (labels != 0).sum()
-    return {"tokens": (loss / count, count)}
-
-
 def several(model, ids, labels):
     outputs = model(ids)
     loss = nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
     return {"words": (loss, labels.numel()), "size": (outputs.square().mean(), len(ids))}
 
 
+def tokens(*batch):
+    return {"tokens": problems.with_its_weight(*batch)}
+
+
 COMPOSED = {
     "micro-batches of one row": {"size": 1},
-    "Adam": {"make": OPTIMIZERS["adam"], "size": 3},
     "as many rows as fit": {"size": "auto"},
-    **{
-        f"{terms.__name__} by name, and groups": {"terms": terms, "rows": 8, "size": 4, "groups": 2, "blocks": "layers"}
-        for terms in (token_mean, several)
-    },
-    "a mean over tokens with its weight": {
-        "loss": lambda *batch: token_mean(*batch)["tokens"][0], "rows": 8, "size": 4,
-        "compute_loss": lambda *batch: token_mean(*batch)["tokens"],
-    },
-    "a closure that evaluates the window again": {  # three steps amplify rounding
-        "make": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3), "tolerance": 1e-9,
-    },
-}  # fmt: skip
+    "several losses by name, and groups": {"terms": several, "rows": 8, "size": 4, "groups": 2},
+    "a loss by name, and groups": {"terms": tokens, "rows": 8, "size": 4, "groups": 2},
+    "a mean with its weight": {"loss": problems.token_mean, "compute_loss": problems.with_its_weight, "size": 4},
+    # Three steps amplify rounding.
+    "a closure": {"make": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), "tolerance": 1e-9},
+}
 
 
 @pytest.mark.parametrize("name", COMPOSED)
@@ -327,20 +307,21 @@ class OfTheUser(Exception):
     """Raised by code that is nobody else's."""
 
 
-@pytest.mark.parametrize("where", ["second pass", "backward hook"])
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_users_own_exception_comes_as_it_is(where, verify):
+@pytest.mark.parametrize("where", ["forward pass", "second pass", "backward hook"])
+@pytest.mark.parametrize("way", [{}, {"verify": False}, {"verify": False, "on": "cpu"}], ids=str)
+def test_a_users_own_exception_comes_as_it_is_and_leaves_all_where_it_was(where, way):
     def fail(*_):
-        if where == "backward hook" or torch.is_grad_enabled():
+        if where == "backward hook" or torch.is_grad_enabled() == (where == "second pass"):
             raise OfTheUser("on purpose")
 
     model = network()
-    layer = model.layers[0].inner
-    layer.weight.register_hook(fail) if where == "backward hook" else layer.register_forward_pre_hook(fail)
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(OfTheUser, match="on purpose"):
-        build(model, verify=verify)(*batches()[0])
-    assert all(map(torch.equal, model.parameters(), before))
+    step, layer, own = build(model, blocks="layers", **way), model.layers[1].inner, [id(p) for p in model.parameters()]
+    hook = layer.register_full_backward_hook(fail) if "hook" in where else layer.register_forward_pre_hook(fail)
+    with problems.unchanged(model), pytest.raises(OfTheUser, match="on purpose"):
+        step(*batches()[0])
+    hook.remove()
+    assert [id(p) for p in model.parameters()] == own
+    assert step(*batches()[0]).isfinite()
 
 
 # Blocks that are updated in the backward pass.
@@ -377,8 +358,6 @@ def two_optimizers(parameters):
 
 MAKE = {f"{name}, foreach={n % 2 == 0}": of_torch(name, n % 2 == 0) for n, name in enumerate(NAMES)}
 MAKE |= {f"{name}, foreach={each}": of_torch(name, each) for name in ("Adam", "SGD") for each in (False, True)}
-
-
 MAKE |= {"fused, of two groups": fused, "several": two_optimizers}
 
 
@@ -405,34 +384,24 @@ def test_in_backward_schedulers_hooks_and_counters_see_one_update():
     assert all(p.grad is None for p in parameters)
 
 
-def test_in_backward_no_more_gradients_are_alive_than_one_blocks_and_those_outside():
-    model, alive = network(depth=5), []
+def test_in_backward_gradients_are_gone_before_the_next_block_runs_and_no_more_than_one_blocks_are_alive():
+    model, numbers, used, kept = network(depth=5), [], [], []
     inside = [id(p) for p in model.layers.parameters()]
 
-    def count(_):
-        alive.append(sum(p.numel() for p in model.parameters() if p.grad is not None))
+    def arrived(parameter):
+        numbers.append(sum(p.numel() for p in model.parameters() if p.grad is not None))
+        if parameter is model.layers[2].inner.weight and parameter.grad is not None:
+            used[:] = [weakref.ref(parameter.grad)]
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(count)
+        parameter.register_post_accumulate_grad_hook(arrived)
+    model.layers[1].inner.register_forward_hook(
+        lambda *_: kept.append(used[0]() is not None) if torch.is_grad_enabled() else None
+    )
     build_in_backward(model, verify=False)(*batches()[0])
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    assert max(alive) <= outside + sum(p.numel() for p in model.layers[0].parameters())
-
-
-def test_a_gradient_that_has_been_used_is_gone_before_the_next_block_runs():
-    model, gradients, alive = network(), [], []
-
-    def arrived(parameter):
-        gradients[:] = [] if parameter.grad is None else [weakref.ref(parameter.grad)]
-
-    def runs(*_):
-        if torch.is_grad_enabled():
-            alive.append(gradients[0]() is not None)
-
-    model.layers[2].inner.weight.register_post_accumulate_grad_hook(arrived)
-    model.layers[1].inner.register_forward_hook(runs)
-    build_in_backward(model, verify=False)(*batches()[0])
-    assert alive == [False] * 3
+    assert max(numbers) <= outside + sum(p.numel() for p in model.layers[0].parameters())
+    assert kept == [False] * 3
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
@@ -460,13 +429,9 @@ def test_in_backward_an_error_in_the_middle_says_what_has_been_updated(error):
 # Elsewhere: here that is the CPU, and each comes as a copy.
 
 
-def build_on_cpu(model, **options):
-    return build(model, **{"blocks": "layers", "on": "cpu", **options})
-
-
 def test_a_block_comes_once_per_forward_pass_and_once_in_backward_and_its_own_parameters_stay_where_they_are():
     model, copied = network(), []
-    step, places = build_on_cpu(model, verify=False, update="in_backward"), [id(p) for p in model.parameters()]
+    step, places = build(model, verify=False, on="cpu", **IN_BACKWARD), [id(p) for p in model.parameters()]
     offloaded = step._layers.offloaded
     copies = offloaded._copies
     offloaded._copies = lambda place: copied.append(place) or copies(place)
@@ -476,48 +441,27 @@ def test_a_block_comes_once_per_forward_pass_and_once_in_backward_and_its_own_pa
     assert all(type(layer) is Layer for layer in model.layers)
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_an_error_in_a_block_leaves_it_at_home(grad):
-    model = network()
-    step, own = build_on_cpu(model, verify=False), [id(p) for p in model.parameters()]
-
-    def fail(layer, args):
-        if torch.is_grad_enabled() == grad:
-            raise RuntimeError("on purpose")
-
-    hook = model.layers[1].register_forward_pre_hook(fail)
-    with problems.unchanged(model), pytest.raises(RuntimeError, match="on purpose"):
-        step(*batches()[0])
-    hook.remove()
-    assert [id(p) for p in model.parameters()] == own
-    assert step(*batches()[0]).isfinite()
-
-
-def test_offloaded_activations_make_the_same_update_and_leave_no_files(tmp_path):
-    seen, model = [], network()
-    model.layers[2].register_forward_hook(lambda *_: seen.append(len(os.listdir(tmp_path))))
-    options = {"make": OPTIMIZERS["adam"], "size": 3, "update": "in_backward"}
-    assert_same_updates(model, batches(), offload=str(tmp_path), **options)
-    assert max(seen) >= 6  # of three blocks and three micro-batches
-    assert os.listdir(tmp_path) == []
-
-
-def test_what_waits_in_files_takes_no_memory(tmp_path):
-    peaks = []
+def test_offloaded_activations_make_the_same_update_take_no_memory_and_leave_no_files(tmp_path):
+    seen, peaks, data = [], [], [(torch.randn(64, 4).double(), torch.randn(64, 2).double()) for _ in range(2)]
+    mse = lambda model, x, y: nn.functional.mse_loss(model(x), y)  # noqa: E731
     for offload in (tmp_path, False):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 64), nn.Sequential(*(nn.Tanh() for _ in range(9)), nn.Linear(64, 2)))
-        options = {"loss_fn": nn.MSELoss(), "compute_loss": None, "micro_batch_size": 8, "verify": False}
-        step = build(model, blocks=list(model[1]), offload=offload, **options)
+        blocks = nn.Sequential(*(nn.Tanh() for _ in range(9)), nn.Linear(64, 2))
+        blocks[-1].register_forward_hook(lambda *_: seen.append(len(os.listdir(tmp_path))))
+        model = nn.Sequential(nn.Linear(4, 64), blocks).double()
+        options = {"blocks": list(blocks), "offload": offload, "update": "in_backward", "verify": False}
+        step = assert_same_updates(model, data, mse, OPTIMIZERS["adam"], 8, **options)
         with LiveBytes() as live:
-            step(torch.randn(64, 4), torch.randn(64, 2))
+            step(*data[0])
         peaks.append(live.peak)
+    assert max(seen) >= 8 * 9
     assert peaks[0] < 0.4 * peaks[1]
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_without_room_is_an_error_that_names_it_and_nothing_is_updated(tmp_path):
     model = network()
-    step = build_on_cpu(model, on=None, update="in_backward", offload=tmp_path, verify=False)
+    step = build(model, offload=tmp_path, verify=False, **IN_BACKWARD)
     limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))

@@ -1,4 +1,4 @@
-"""Models as people have them, layer by layer: those of transformers, from tiny configs, and a ResNet."""
+"""Models as people have them, layer by layer: those of transformers, from tiny configs."""
 
 import functools
 
@@ -7,7 +7,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from tests.torch.layers.problems import Layer, assert_same_updates, batches, build, network
+from tests.torch.layers.problems import assert_same_updates, batches, build, network
 from tests.torch.problems import Does, Held
 
 transformers = pytest.importorskip("transformers")
@@ -63,20 +63,20 @@ def mean_loss(model, batch):
     return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
 
 
-def slow(*names):
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+def slow(*cases):
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", *slow("gpt2", "bert", "vit")])
-def test_models_of_transformers_make_the_large_batchs_update(name):
+ALL, SOME, ON_CPU = text(), text()[:1], {"on": "cpu", "verify": False}  # though only some rows have a mask
+OTHERS = [("gpt2", ALL, {}), ("bert", ALL, {}), ("vit", images(), {}), ("gpt2", SOME, ON_CPU), ("bert", SOME, ON_CPU)]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "options"), [("llama", ALL, {}), ("t5", ALL, {}), ("llama", SOME, ON_CPU), *slow(*OTHERS)]
+)
+def test_models_of_transformers_make_the_large_batchs_update_with_blocks_that_live_elsewhere_too(name, data, options):
     model, blocks = model_of(name)
-    assert_same_updates(model, images() if name == "vit" else text(), mean_loss, blocks=blocks)
-
-
-@pytest.mark.parametrize("name", ["llama", *slow("gpt2", "bert")])
-def test_blocks_that_live_elsewhere_make_the_large_batchs_update_though_only_some_rows_have_a_mask(name):
-    model, blocks = model_of(name)
-    assert_same_updates(model, text()[:1], mean_loss, blocks=blocks, on="cpu", verify=False)
+    assert_same_updates(model, data, mean_loss, blocks=blocks, **options)
 
 
 def test_keys_and_values_that_blocks_leave_in_a_cache_are_not_there_when_backward_runs_them_again():
@@ -117,21 +117,20 @@ def test_prefix_tuning_of_a_transformer_makes_the_large_batchs_update(verify):
     assert_same_updates(model, data, lambda model, ids: model(ids), blocks="model.model.layers", verify=verify)
 
 
-class Named(Layer):
-    """A block that returns a ModelOutput."""
-
-    def forward(self, x, shared, *, scale=1.0):
-        x, shared = super().forward(x, shared, scale=scale)
-        return transformers.modeling_outputs.BaseModelOutput(last_hidden_state=x, hidden_states=(shared,))
-
-
 @pytest.mark.parametrize("on", [None, "cpu"])
 def test_blocks_that_return_model_outputs(on):
     def call(layer, x, shared):
         outputs = layer(x, shared)
         return outputs.last_hidden_state, outputs["hidden_states"][0]
 
-    assert_same_updates(network(layer=Named, call=call), batches(count=1), blocks="layers", on=on, verify=False)
+    def named(layer, args, outputs):
+        x, shared = outputs
+        return transformers.modeling_outputs.BaseModelOutput(last_hidden_state=x, hidden_states=(shared,))
+
+    model = network(call=call)
+    for layer in model.layers:
+        layer.register_forward_hook(named)
+    assert_same_updates(model, batches(count=1), blocks="layers", on=on, verify=False)
 
 
 def test_checkpointing_inside_blocks_goes_on():
@@ -141,19 +140,3 @@ def test_checkpointing_inside_blocks_goes_on():
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
     assert_same_updates(model.train(), text(), mean_loss)
-
-
-def residual(channels):
-    run = lambda m, x: torch.relu_(x + m.two(torch.relu(m.norm(m.one(x)))))  # noqa: E731
-    one, two = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
-    return Does(run, one=one, two=two, norm=nn.GroupNorm(2, channels))
-
-
-def test_a_resnet_with_layers_between_its_blocks():
-    torch.manual_seed(0)
-    stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
-    one, two = (nn.Sequential(residual(4), residual(4)) for _ in range(2))
-    model = nn.Sequential(stem, one, nn.AvgPool2d(2), two, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    data = [(batch["pixel_values"], batch["labels"]) for (batch,) in images()]
-    loss = lambda model, x, y: nn.functional.cross_entropy(model(x), y)  # noqa: E731
-    assert_same_updates(model.double(), data, loss, blocks=[*one, *two])

@@ -10,8 +10,6 @@ from torch import nn
 from gradaccum.errors import NotEquivalentError, WindowError
 from tests.torch.layers.problems import OPTIMIZERS, Layer, batches, build, doing, late, loss_of, network, unchanged
 
-IN_BACKWARD, ON_CPU, AUTO = {"update": "in_backward"}, {"blocks": "layers", "on": "cpu"}, {"blocks": "auto"}
-
 
 def changed(change, **options):
     """A network to which something is done."""
@@ -34,7 +32,7 @@ def short(model):
     )
 
 
-def reentrant(*arguments):
+def checkpointed(*arguments):
     return torch.utils.checkpoint.checkpoint(*arguments, use_reentrant=True)
 
 
@@ -42,23 +40,19 @@ def doubled(layer, args):
     args[0].mul_(2)
 
 
+def edits_its_input(place):
+    return changed(lambda model: model.layers[place].register_forward_pre_hook(doubled))
+
+
 CALLS = {
-    "a block that is left out": (lambda: network(order=[0, 1]), "The block 'layers.2' was not called."),
-    "a block that is called twice": (lambda: network(order=[0, 1, 1, 2]), "The block 'layers.1' was called twice."),
-    "another order": (lambda: network(order=[0, 2, 1]), "The block 'layers.1' was not called before 'layers.2'."),
-    "a block that is left out later": (changed(short), "The block 'layers.1' was not called before 'layers.2'."),
-    "a reentrant checkpoint around blocks": (
-        lambda: network(call=reentrant), "The block 'layers.[12]' was called in a backward pass.",
-    ),
-    "a block that edits its input": (
-        changed(lambda model: model.layers[1].register_forward_pre_hook(doubled)),
-        r"The block 'layers.1' edits an input of shape \(2, 5, 6\) in place",
-    ),
-    "a last block that edits its input": (
-        changed(lambda model: model.layers[2].register_forward_pre_hook(doubled)),
-        r"The block 'layers.2' edits an input( of shape \(2, 5, 6\))? in place",
-    ),
-}  # fmt: skip
+    "a block that is left out": (lambda: network(order=[0, 1]), "'layers.2' was not called."),
+    "a block that is called twice": (lambda: network(order=[0, 1, 1, 2]), "'layers.1' was called twice."),
+    "another order": (lambda: network(order=[0, 2, 1]), "'layers.1' was not called before 'layers.2'."),
+    "a block that is left out later": (changed(short), "'layers.1' was not called before 'layers.2'."),
+    "a reentrant checkpoint": (lambda: network(call=checkpointed), "'layers.[12]' was called in a backward pass."),
+    "a block that edits its input": (edits_its_input(1), r"'layers.1' edits an input of shape \(2, 5, 6\) in place"),
+    "a last block that does": (edits_its_input(2), r"'layers.2' edits an input( of shape \(2, 5, 6\))? in place"),
+}
 
 # What blocks keep, or read.
 
@@ -74,6 +68,10 @@ def leaves_a_loss(layer, x):
     layer.penalty = x.square().mean()
 
 
+def with_the_loss_left(model, *batch):
+    return loss_of(model, *batch) + model.layers[1].penalty
+
+
 def leaves_a_condition(model, x):
     for layer in model.layers:
         layer.condition = x[..., :1].cos()
@@ -84,15 +82,12 @@ def reads_a_condition():
     return doing(lambda layer, x: x * layer.condition, shared=leaves_a_condition)
 
 
-AGAIN = r"the block 'layers\.{}' failed there.*If it reads what the model"
+LEFT = {"compute_loss": with_the_loss_left}
 KEPT = {
     "a mean over rows": (lambda: doing(remembers, places=[1]), {}, r"the block 'layers\.1' \(mean\)"),
-    "a loss that a block leaves in an attribute": (
-        lambda: doing(kept=leaves_a_loss, places=[1]),
-        {"compute_loss": lambda model, *batch: loss_of(model, *batch) + model.layers[1].penalty},
-        r"the block 'layers\.1' \(penalty\)",
-    ),
-}  # fmt: skip
+    "a loss in an attribute": (lambda: doing(kept=leaves_a_loss, places=[1]), LEFT, r"block 'layers\.1' \(penalty\)"),
+    "what it reads": (reads_a_condition, {}, r"the block 'layers\.[12]' failed there.*If it reads what the model"),
+}
 
 # Optimizers whose steps are more than each parameter's update.
 
@@ -122,11 +117,6 @@ def by_a_joint_norm(which, least):
     return stepping(normalise)
 
 
-def counts_in_its_groups(optimizer):
-    for group in optimizer.param_groups:
-        group["k"] = group.get("k", 0) + 1
-
-
 def averaging(model):
     """Moves an average of the model's weights, which stands outside of its groups."""
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -143,29 +133,27 @@ ACROSS = "Stepping makes a different update when it steps parameters one by one"
 STEPS = {
     "normalises by the norm of all": (by_a_joint_norm(lambda p: True, 1), ACROSS),
     "normalises large ones by their norm": (by_a_joint_norm(lambda p: p.dim() > 1 and p.numel() > 9, 2), ACROSS),
-    "counts in its groups": (stepping(counts_in_its_groups), ACROSS),
+    "counts in its groups": (stepping(lambda own: [g.update(k=g.get("k", 0) + 1) for g in own.param_groups]), ACROSS),
     "counts in itself": (stepping(lambda optimizer: setattr(optimizer, "count", optimizer.count + 1)), ACROSS),
     "moves an average": (averaging, r"Stepping.step\(\) does more than update its parameters: it calls aten"),
     "evaluates a closure": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS evaluates a closure"),
     "has hooks": (hooked, "SGD has hooks of register_step_pre_hook"),
 }
 
-
+PATHS = "blocks='encoder.layers'. Lists of modules are at 'layers'."
 BLOCKS = {  # what is given for blocks of a network
-    "a number for blocks": (lambda model: 7, TypeError, "nn.ModuleList, its dotted path, a list of .* Received: 7"),
+    "a number": (lambda model: 7, TypeError, "nn.ModuleList, its dotted path, a list of .* Received: 7"),
     "a number among blocks": (lambda model: [model.norm, 3], TypeError, r"Received: blocks\[1\] of type int"),
     "no block": (lambda model: [], ValueError, "at least one module"),
-    "a module of another": (
-        lambda model: [model.norm, Layer(6)], ValueError, r"blocks\[1\], of type Layer, is not a module of the model",
-    ),
-    "a wrong path": (
-        lambda model: "encoder.layers", ValueError, "blocks='encoder.layers'. Lists of modules are at 'layers'.",
-    ),
+    "another's": (lambda model: [model.norm, Layer(6)], ValueError, r"blocks\[1\], of type Layer, is not a module of"),
+    "a wrong path": (lambda model: "encoder.layers", ValueError, PATHS),
     "a block twice": (lambda model: [model.norm, model.norm], ValueError, "The block 'norm' is in `blocks` twice"),
-    "a block in another": (
-        lambda model: [model.layers[0], model.layers[0].inner], ValueError, "blocks 'layers.0' and 'layers.0.inner'",
+    "one in another": (
+        lambda m: [m.layers[0], m.layers[0].inner],
+        ValueError,
+        "blocks 'layers.0' and 'layers.0.inner'",
     ),
-}  # fmt: skip
+}
 OPTIONS = {
     "batch_norm": ("exact", 'batch_norm="exact"'),
     "noise_scale": (True, "noise_scale=True"),
@@ -174,60 +162,41 @@ OPTIONS = {
     "micro_batch_size": ("auto", "give a `micro_batch_size` in rows"),
     "update": ("sometimes", "`update` must be one of 'after_backward', 'in_backward'"),
 }
-FULL = r"optimizers' state needs .* are free. Nothing has been updated"
+WAYS = {"": {}, "in backward": {"update": "in_backward"}, "on the CPU": {"update": "in_backward", "on": "cpu"}}
+IN_BACKWARD, ON_CPU, AUTO = WAYS["in backward"], {"on": "cpu"}, {"blocks": "auto"}
 ROOM = {**IN_BACKWARD, "optimizer": lambda model: OPTIMIZERS["adam"](model.parameters()), "memory_limit": 1}
 INFINITE = {**IN_BACKWARD, "verify": False, "compute_loss": lambda *batch: loss_of(*batch) / 0}
-WAYS = {"": {}, "in backward": IN_BACKWARD, "in backward on the CPU": {**IN_BACKWARD, "on": "cpu"}}
+EXACT = {"offload": "/tmp", "blocks": None, "batch_norm": "exact"}
+VALUE, LATE = ValueError, "updated before their gradient is complete: 'layers.2.norm.weight'"
+COMPILED = functools.partial(torch.compile, backend="eager")
+SHARING = changed(lambda model: setattr(model.layers[0].norm, "weight", model.norm.weight))
+RECURRENT = changed(lambda model: model.layers[1].add_module("rnn", nn.LSTM(2, 2)))
+HOOKED = changed(lambda model: model.layers[1].inner.weight.register_hook(lambda g: g))
 REFUSED = {  # the model, options, the error
     **{
-        f"{name} {way}": (make, {"verify": False, **options}, ValueError, words)
+        f"{name} {way}": (make, {"verify": False, **options}, VALUE, words)
         for name, (make, words) in CALLS.items() for way, options in WAYS.items()
     },
     **{
         f"{name} {way}": (make, {**options, **WAYS[way]}, NotEquivalentError, words)
-        for name, (make, options, words) in KEPT.items() for way in ("", "in backward on the CPU")
+        for name, (make, options, words) in KEPT.items() for way in ("", "on the CPU")
     },
-    "what the model leaves in an attribute": (reads_a_condition, {}, NotEquivalentError, AGAIN.format(1)),
-    "what the model leaves in an attribute, on the CPU": (
-        reads_a_condition, WAYS["in backward on the CPU"], NotEquivalentError, AGAIN.format(2),
-    ),
-    "a gradient that would come after its update": (
-        late, IN_BACKWARD, NotEquivalentError, r"updated before their gradient is complete: 'layers.2.norm.weight'",
-    ),
-    **{
-        f"an optimizer that {name}": (network, {**IN_BACKWARD, "optimizer": make}, ValueError, words)
-        for name, (make, words) in STEPS.items()
-    },
-    **{name: (network, {"blocks": blocks}, error, words) for name, (blocks, error, words) in BLOCKS.items()},
-    **{
-        f"{name}={value!r}": (network, {**IN_BACKWARD, name: value}, ValueError, words)
-        for name, (value, words) in OPTIONS.items()
-    },
-    "no room for the optimizer's state": (network, ROOM, torch.OutOfMemoryError, FULL),
-    "a loss that is not finite": (network, INFINITE, ValueError, "The loss of this batch is inf"),
-    "a model without a list of blocks": (lambda: nn.Linear(2, 2), AUTO, ValueError, "blocks='auto' looks for"),
-    "a model that is compiled whole": (
-        lambda: torch.compile(network(), backend="eager"), AUTO, ValueError, "Compile each block instead",
-    ),
-    "a weight of a layer outside on the CPU": (
-        changed(lambda model: setattr(model.layers[0].norm, "weight", model.norm.weight)), ON_CPU, ValueError,
-        "layers.0.norm.weight is a weight of a module outside the blocks",
-    ),
-    "an LSTM on the CPU": (
-        changed(lambda model: model.layers[1].add_module("rnn", nn.LSTM(2, 2))), ON_CPU, ValueError,
-        "'layers.1' has a LSTM, which keeps references",
-    ),
-    "a hook on a gradient on the CPU": (
-        changed(lambda model: model.layers[1].inner.weight.register_hook(lambda g: g)), ON_CPU, ValueError,
-        r"layers.1.inner.weight has a hook on its gradient",
-    ),
-    "blocks in a folder": (network, {"on": "/tmp"}, ValueError, "`on` must be 'cpu' or None. Received: on='/tmp'"),
-    "a folder that is not there": (network, {"offload": "/no/such/folder"}, ValueError, "a folder that exists"),
+    **{f"that {n}": (network, {**IN_BACKWARD, "optimizer": make}, VALUE, words) for n, (make, words) in STEPS.items()},
+    **{f"{name} for blocks": (network, {"blocks": blocks}, *error) for name, (blocks, *error) in BLOCKS.items()},
+    **{f"{name}={v!r}": (network, {**IN_BACKWARD, name: v}, VALUE, words) for name, (v, words) in OPTIONS.items()},
+    "a gradient that would come after its update": (late, IN_BACKWARD, NotEquivalentError, LATE),
+    "no room for the optimizer's state": (network, ROOM, torch.OutOfMemoryError, "needs .* are free. Nothing has been"),
+    "a loss that is not finite": (network, INFINITE, VALUE, "The loss of this batch is inf"),
+    "a model without a list of blocks": (lambda: nn.Linear(2, 2), AUTO, VALUE, "blocks='auto' looks for"),
+    "a model that is compiled whole": (lambda: COMPILED(network()), AUTO, VALUE, "Compile each block instead"),
+    "a weight of a layer outside": (SHARING, ON_CPU, VALUE, "layers.0.norm.weight is a weight of a module outside the"),
+    "an LSTM on the CPU": (RECURRENT, ON_CPU, VALUE, "'layers.1' has a LSTM, which keeps references"),
+    "a hook on a gradient on the CPU": (HOOKED, ON_CPU, VALUE, r"layers.1.inner.weight has a hook on its gradient"),
+    "blocks in a folder": (network, {"on": "/tmp"}, VALUE, "`on` must be 'cpu' or None. Received: on='/tmp'"),
+    "a folder that is not there": (network, {"offload": "/no/such/folder"}, VALUE, "a folder that exists"),
     "a number for a folder": (network, {"offload": 3}, TypeError, "Received: offload=3"),
-    "a folder without blocks": (network, {"offload": "/tmp", "blocks": None}, ValueError, "or `blocks`"),
-    "a folder for an exact BatchNorm": (
-        network, {"offload": "/tmp", "blocks": None, "batch_norm": "exact"}, TypeError, "must be True or False",
-    ),
+    "a folder without blocks": (network, {"offload": "/tmp", "blocks": None}, VALUE, "or `blocks`"),
+    "a folder for an exact BatchNorm": (network, EXACT, TypeError, "must be True or False"),
 }  # fmt: skip
 
 
@@ -235,12 +204,8 @@ REFUSED = {  # the model, options, the error
 def test_nothing_is_updated_and_refused_by_name_is(name):
     make, options, error, words = REFUSED[name]
     model = make()
-    given = {
-        "blocks": "layers",
-        "micro_batch_size": 2,
-        "optimizer": lambda model: OPTIMIZERS["sgd"](model.parameters()),
-    }
-    given |= options
+    usual = {"micro_batch_size": 2, "optimizer": lambda model: OPTIMIZERS["sgd"](model.parameters())}
+    given = {"blocks": "layers", **usual, **options}
     given |= {key: given[key](model) for key in ("optimizer", "blocks") if callable(given[key])}
     with unchanged(model), pytest.raises(error, match=words):
         build(model, **given)(*batches()[0])
@@ -250,7 +215,7 @@ def test_nothing_is_updated_and_refused_by_name_is(name):
 
 def test_blocks_that_are_not_on_the_cpu_cannot_live_there():
     with pytest.raises(ValueError, match=r"expects the blocks on the CPU. Received: layers.0.norm.weight on meta"):
-        build(network().to("meta"), **ON_CPU)
+        build(network().to("meta"), blocks="layers", **ON_CPU)
 
 
 def test_in_backward_a_step_that_was_replaced_later_is_refused():

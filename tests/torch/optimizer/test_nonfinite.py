@@ -89,6 +89,20 @@ def test_unscaling_before_clipping_or_inside_an_open_window_is_named(clips, says
         train(model, optimizer, FOUR, scaler=scaler, before_step=unscale)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_window_without_a_gradient_goes_through_a_grad_scaler_in_any_dtype(dtype):
+    """GradScaler wants a gradient to look at, and is shown a zero in the dtype of the sum."""
+    model = nn.Linear(2, 1)
+    optimizer = gradaccum.torch.optim.SGD(model.parameters(), lr=0.1, steps=2, accumulate_dtype=dtype)
+    scaler, before = scaler_of(16.0), model.weight.clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(3, 2)).mean())
+        step(optimizer, scaler)
+    assert optimizer.updates == 1
+    assert torch.equal(model.weight, before)
+
+
 def mixed(how, weights=None, **options):
     """Micro-batches that come through a GradScaler ("s"), or not ("p"), or have no backward pass ("-")."""
     (model, optimizer), scaler = wrapped(steps=len(how), **options), scaler_of(16.0)

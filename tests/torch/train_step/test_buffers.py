@@ -209,9 +209,11 @@ def test_each_evaluation_of_a_closure_is_a_window():
     assert_same_updates(model, batches(count=2), make=lbfgs, reference=reference, **LOSS)
 
 
-@pytest.mark.parametrize("place", ["before", "inside", "behind"])
+@pytest.mark.parametrize(
+    ("place", "size"), [*((place, 4) for place in ("before", "inside", "behind")), ("inside", 13), ("inside", "auto")]
+)
 @pytest.mark.parametrize("name", ["spectral norm (hook)", "codebook", "made", "registered"])
-def test_layer_by_layer_buffers_move_once_too(name, place):
+def test_layer_by_layer_buffers_move_once_too(name, place, size):
     def layered():
         torch.manual_seed(0)
         moving, block = MIDDLES[name](), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
@@ -219,7 +221,8 @@ def test_layer_by_layer_buffers_move_once_too(name, place):
         parts = [moving, blocks] if place == "before" else [blocks, moving] if place == "behind" else [blocks]
         return nn.Sequential(nn.Linear(5, 6), *parts, nn.Linear(6, 3)).double()
 
-    assert_same_updates(layered(), reference=layered(), blocks="2" if place == "before" else "1", **LOSS)
+    options = {"blocks": "2" if place == "before" else "1", "micro_batch_size": size, **LOSS}
+    assert_same_updates(layered(), reference=layered(), **options)
 
 
 # Between updates.

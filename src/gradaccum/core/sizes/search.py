@@ -451,9 +451,8 @@ def largest_size(peak: Callable[[int], int], rows: int, allowed: float) -> tuple
         if known[fits] > allowed:
             break
         above = min(size for size in known if known[size] > allowed)
-        line = MemoryLine()
-        line.peaks = {fits: known[fits], above: known[above]}
-        size = min(math.floor(fits + (allowed - known[fits]) / max(line.slope, 1e-9)), above - 1)
+        part = (allowed - known[fits]) / (known[above] - known[fits])
+        size = min(math.floor(fits + part * (above - fits)), above - 1)
         if size <= fits:
             break
         known[size] = peak(size)

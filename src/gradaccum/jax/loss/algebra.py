@@ -18,7 +18,7 @@ Scale = tuple[float, ...]
 ONE: Scale = ()
 COUNT = "rows"
 NONE = float("nan")
-"""Where nothing is said of a batch, as of 0 / 0."""
+"""What a number is in a batch in which it is 0 / 0, or nothing is known of it."""
 SAMPLES, _EMPTY = 8, 4
 """Imagined batches for each number of rows; in one of the first few of them a sum is 0."""
 _ROUNDING = 1e-9
@@ -55,9 +55,9 @@ class Source(NamedTuple):
     number: int = -1
 
 
-MOVED, PAIRS, LINEAR, FREE, SHIFT = "moved", "pairs", "linear", "free", "shift"
-"""How a flaw may be taken back: some rows are gone or in another order; an entry is of two rows, and the diagonal may
-be picked; only linear operations came since; it may be the same for all micro-batches; a shift may cancel."""
+PAIRS, MOVED, FREE = "pairs", "moved", "free"
+"""How a flaw may be taken back: an entry is of two rows, and the diagonal may be picked, until pairs are added up; rows
+are in another order, until they meet others; or in a way that isn't followed: it may be the same for all batches."""
 
 
 class Flaw(NamedTuple):
@@ -108,6 +108,7 @@ class Value:
     roots: int = 0  # what it follows from
     scalar: bool = False  # all entries (of a row) are one number
     integral: bool = False  # its entries are whole numbers
+    positive: bool = False  # its entries are above 0
     lanes: tuple[Any, ...] | None = None  # if it follows from sums over the batch alone, what it is in imagined batches
 
     @property
@@ -126,8 +127,7 @@ class Value:
     @property
     def known(self) -> Any:
         """The number that it is in any batch, if it is one."""
-        found = {x for x in self.lanes if x == x} if self.lanes is not None else {0, 1}
-        return None if len(found) > 1 else found.pop() if found else NONE
+        return self.lanes[0] if self.lanes is not None and len({*self.lanes}) == 1 else None
 
     @property
     def is_shared(self) -> bool:
@@ -148,7 +148,12 @@ def scaled(numbers: Iterable[float]) -> Scale:
     given = [x if math.isfinite(x) else NONE for x in numbers]
     last = next((x for x in reversed(given) if x == x and x), 1)
     found = tuple(NONE if x != x else float(f"{x / last:.12g}") for x in given)
-    return ONE if all(abs(x - 1) <= _ROUNDING or (x != x and is_empty(n)) for n, x in enumerate(found)) else found
+    return ONE if all(abs(x - 1) <= _ROUNDING for x in found) else found
+
+
+def is_one(scale: Scale) -> bool:
+    """Whether it is 1 wherever it is a number."""
+    return all(x != x or abs(x - 1) <= _ROUNDING for x in scale)
 
 
 def is_empty(lane: int) -> bool:
@@ -191,20 +196,27 @@ class Batches:
         self.count = scaled(each for each in rows for _ in range(SAMPLES))  # the number of rows
         self._sums: dict[Symbol, tuple[float, ...]] = {}
 
-    def sum_at(self, symbol: Symbol, is_integral: bool = False) -> tuple[float, ...]:
-        """What a sum is in each of them: once 0, once small, and no two sums alike."""
+    def sum_at(self, symbol: Symbol, value: Value) -> tuple[float, ...]:
+        """What a sum is in each of them: once small, no two alike, and once 0 unless it adds up positive numbers."""
         if symbol not in self._sums:
             n = len(self._sums)
-            numbers = [3 + n, 5 + 2 * n, 7 + 3 * n, 11 + 5 * n, 1 if is_integral else 0.25]
+            numbers = [3 + n, 5 + 2 * n, 7 + 3 * n, 11 + 5 * n, 1 if value.integral else 0.25]
             numbers += [2 + n, 1000 + 7 * n, 1000000 + 11 * n]
-            numbers[n % _EMPTY] = 0
+            numbers[n % _EMPTY] *= value.positive
             self._sums[symbol] = tuple(numbers) * (len(self.count) // SAMPLES)
         return self._sums[symbol]
 
     def named(self, scale: Scale) -> Any:
         """The sum that this goes with where it isn't 0, or COUNT; "" for 1, and None for anything else."""
         sums = {"": ONE, COUNT: self.count} | {symbol: scaled(numbers) for symbol, numbers in self._sums.items()}
-        return next((symbol for symbol, of in sums.items() if not ordinary(times(scale, power(of, -1)))), None)
+        found = {symbol: enumerate(times(scale, power(of, -1))) for symbol, of in sums.items()}
+        return next(
+            (at for at, each in found.items() if all(is_empty(n) or abs(x - 1) <= _ROUNDING for n, x in each)), None
+        )
+
+    def empty_in(self, lane: int) -> Symbol:
+        """The first sum that is 0 in this batch, if there is one."""
+        return next((symbol for symbol, numbers in self._sums.items() if not numbers[lane]), None)
 
 
 def is_by_rows(scale: Scale) -> bool:

@@ -14,14 +14,15 @@ by a `Value` (`algebra`):
 So `((x @ p) ** 2 * mask).sum() / mask.sum()` comes to one term, own times what 1 / S is for the sum S of the mask. A
 mean over rows is own / rows. A loss of terms own / W, with W the sum that `weight` returns, and of terms that are the
 same for any rows, is the weighted mean of its micro-batches: own terms times W are the same in all imagined batches,
-but for those with W = 0, which weigh nothing. Everything else is wrong, and its terms or its flaw say why.
+but for those with W = 0, which weigh nothing. Where a term is NaN in another one, as S / S is where S = 0, one such
+micro-batch makes the whole gradient NaN, which is logged. Everything else is wrong, and its terms or its flaw say why.
 
 The algebra: sums join terms, products multiply scales, and any other function is one of plain rows (all of its terms
 are own or shared, of scale 1), or else a flaw. A sum over the batch that meets rows becomes a scale. What is computed
 from such sums alone (`max(sum, 1)`, `sum > 0`) is computed in the imagined batches, and a choice by it counts in those
 in which it is made. A custom derivative is judged by the gradient that it makes, which is traced with the loss.
 A flaw is certain, and the loss is refused, unless it is `soft`: picking the diagonal of pairs of rows, or adding up
-rows in another order, may take it back. Then the judgement says that it can't tell.
+rows in another order, may take it back (`PAIRS`, `MOVED`, `FREE`). Then the judgement says that it can't tell.
 
 To add a primitive, ask what it does to each row, and add it to the table at the end of `rules`:
 
@@ -203,14 +204,10 @@ def _of_one_row(spec: LossSpec, rows: tuple[int, ...], traces: list[Any]) -> Ver
 
 def _done(closed: Any) -> Iterator[Any]:
     """The operations of a jaxpr but for layout, and the numbers that are written down in it."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    for equation in jaxpr.eqns:
+    for equation in equations(closed.jaxpr):
         if equation.primitive.name not in LAYOUT:
             yield equation.primitive.name
             yield from (float(v.val) for v in equation.invars if isinstance(v, Literal) and np.isfinite(v.val))
-            for value in jax.tree.leaves(equation.params, is_leaf=lambda each: hasattr(each, "eqns")):
-                if hasattr(value, "eqns"):
-                    yield from _done(value)
 
 
 def _of_state(inputs: list[Value], losses: list[Value], state: dict[tuple[str, int], Value]) -> Verdict:
@@ -306,9 +303,10 @@ def _of_terms(loss: Value, divisor: Scale, weight: Value | None, reduction: str,
     named, is_weighed, flowing = walk.batches.named, weight is not None, _flowing(weight, walk)
     off = {term: _off(term, divisor, reduction, walk) for term in loss.terms}
     names = {term: named(algebra.power(term.scale, -1)) for term in loss.terms}
-    wrong = [term for term in loss.terms if off[term] or names[term] in flowing]
+    wrong = [term for term in loss.terms if not algebra.is_one(off[term]) or names[term] in flowing]
     if not wrong:
-        return Verdict("unknown", walk.doubts[0]) if walk.doubts else EXACT
+        doubts = [*walk.doubts, *_holes(loss, divisor, walk)]
+        return Verdict("unknown", doubts[0]) if doubts else EXACT
     if all(algebra.is_choice(off[term]) and names[term] not in flowing for term in wrong):
         return _mixes(walk.first_sum(loss))  # but for a choice where a sum is 0, it is right
     divisors = {names[term] for term in loss.terms if term.own}
@@ -337,9 +335,18 @@ def _off(term: Term, divisor: Scale, reduction: str, walk: Walk) -> Scale:
     """What keeps a term from being right: ONE, if it is; what weighs nothing is left out."""
     shared = ONE if reduction == "mean" else algebra.power(walk.batches.count, -1)  # of a sum it goes with the rows
     scale = algebra.times(term.scale, divisor if term.own else shared)
-    if not (scale and divisor):
-        return scale
-    return algebra.scaled(x if y else algebra.NONE for x, y in zip(scale, divisor))
+    if not any(x == x and x for x in scale):
+        return ONE
+    return tuple(x if y else algebra.NONE for x, y in zip(scale, divisor)) if divisor else scale
+
+
+def _holes(loss: Value, divisor: Scale, walk: Walk) -> Iterator[str]:
+    """Where a micro-batch that isn't left out makes NaN, though the large batch need not."""
+    for lane in range(len(walk.batches.count)):
+        isnt_number = any(term.scale and term.scale[lane] != term.scale[lane] for term in loss.terms)
+        if isnt_number and not (divisor and divisor[lane] == 0):
+            empty = _divisor(walk.batches.empty_in(lane), walk)
+            yield f"In a micro-batch in which {empty} is 0, it is 0 / 0 or infinite, and so the whole gradient is NaN."
 
 
 def _by_divisors(
@@ -419,7 +426,7 @@ def _by_derivative(own: list[Any]) -> Verdict:
 def _divisor(symbol: Any, walk: Walk) -> str:
     if symbol in ("", COUNT):
         return symbol or "nothing"
-    where = line(walk.sources[symbol].info)
+    where = line(walk.sources[symbol].info) if symbol in walk.sources else ""
     return f"what is summed at {where}" if where else "a sum"
 
 

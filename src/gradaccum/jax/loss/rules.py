@@ -87,7 +87,9 @@ def _power(e: Equation, inputs: list[Value]) -> Any:
 def _multiplied(e: Equation, inputs: list[Value]) -> Value:
     """`mul`, and `and`: 0 whatever the other is, if one is."""
     if any(value.known is not None and not value.known for value in inputs):
-        return e.valued(0 if e.name == "mul" else False)
+        scales = [value.lanes or term.scale for value in inputs for term in value.terms if value.lanes or term.scale]
+        holes = [any(x != x for x in numbers) for numbers in zip(*scales)]
+        return e.valued([NONE if hole else 0 for hole in holes] or 0 if e.name == "mul" else False)
     return _law(lambda e, values: e.product(*values) if e.name == "mul" else e.function(values))(e, inputs)
 
 
@@ -99,15 +101,6 @@ def _converted(e: Equation, inputs: list[Value]) -> Value:
     if is_integral(old) and (np.can_cast(old, new) or wide):
         return inputs[0]
     return _law(compute=bool if str(new) == "bool" else int)(e, inputs)
-
-
-def _added(e: Equation, inputs: list[Value]) -> Value:
-    (found,) = _law(_linear)(e, inputs)
-    for a, b in (inputs, inputs[::-1]):  # a shift of all rows by the largest may cancel out behind a logarithm
-        is_largest = b.flaw is not None and b.flaw.source.primitive in ("reduce_max", "reduce_min") and b.scalar
-        if is_largest and a.place is not None and b.flaw is not None and b.flaw.certain:
-            return found.but(flaw=b.flaw._replace(soft=algebra.SHIFT))
-    return found
 
 
 def _compared(e: Equation, inputs: list[Value]) -> Value:
@@ -211,8 +204,9 @@ def _extreme(e: Equation, inputs: list[Value]) -> Any:
     if e.name == "reduce_or" and value.axis >= 0 and value.free and e.outputs[0] == ():  # whether a sum isn't 0
         total = e.walk.total(value)
         e.walk.sources |= {total: e.walk.sources.get(total, e.source), e.number: e.source}
-        return e.valued([x != 0 for x in e.walk.batches.sum_at(total, True)])
-    return _law(across=_named)(e, inputs)
+        return e.valued([x != 0 for x in e.walk.batches.sum_at(total, value.but(integral=True))])
+    is_shift = e.name in ("reduce_max", "reduce_min") and e.outputs[0] == ()  # of all numbers, which may cancel out
+    return _law(across=_named, soft=algebra.FREE if is_shift else "")(e, inputs)
 
 
 # Entries change their places.
@@ -408,9 +402,8 @@ def _indexed(e: Equation, inputs: list[Value]) -> Value:
     if rows is not None and others is None:
         _check_rows(e, rows, indices, used)
     place = e.placed(rows or indices.place)
-    terms = union(e.lifted(value, place) for value in (operand, *updates))
-    if e.name == "scatter-mul":
-        terms |= e.product(e.lifted(operand, place), e.lifted(updates[0], place))
+    lifted = [e.lifted(value, place) for value in (operand, *updates)]
+    terms = union(lifted[:1]) | e.product(*lifted) if e.name == "scatter-mul" else union(lifted)
     own = any(term.own for term in e.function([e.lifted(each, place) for each in by]))
     return e.made(used, frozenset(Term(term.own or own, term.scale) for term in terms), place)
 
@@ -625,8 +618,7 @@ RULES: dict[str, Rule] = {
         _law(),
     ),
     "max": lambda e, inputs: inputs[1] if inputs[0].known == -np.inf else _law()(e, inputs),
-    **_each("add add_any sub", _added),
-    **_each("neg complex real imag conj", _law(_linear)),
+    **_each("add add_any sub neg complex real imag conj", _law(_linear)),
     **_each("mul and", _multiplied),
     "div": _law(lambda e, values: e.product(values[0], values[1].but(terms=e.power_of(values[1], -1)))),
     **_each("square integer_pow pow", _power),

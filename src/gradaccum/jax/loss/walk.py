@@ -14,6 +14,8 @@ from jax.extend.core import Literal
 
 from gradaccum.jax.loss import algebra
 from gradaccum.jax.loss.algebra import (
+    FREE,
+    MOVED,
     NONE,
     ONE,
     PAIRS,
@@ -36,18 +38,15 @@ _SHAPES = {
 """Parameters that go with the rows where shapes do, which is looked at; the length of a scan is by its rule."""
 _EXTENTS = {"limit_indices", "padding_config", "slice_sizes", "start_indices"}
 """Of all axes but that of the rows, they are the same."""
-_LINEAR = {
-    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "cumsum", "dynamic_slice",
-    "expand_dims", "gather", "neg", "pad", "psum", "reduce_sum", "reshape", "rev", "slice", "split", "squeeze",
-    "stop_gradient", "sub", "transpose",
-}  # fmt: skip
 _PICKS = {"dynamic_slice", "gather", "slice", "split"}
-_BILINEAR = {"conv_general_dilated", "div", "dot_general", "mul"}
 _INTEGRAL = {
-    *_LINEAR, "abs", "dot_general", "max", "min", "mul", "reduce_max", "reduce_min", "scatter-add", "select_n", "sort",
-    "square",
+    *_PICKS, "abs", "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "cumsum",
+    "dot_general", "expand_dims", "max", "min", "mul", "neg", "pad", "psum", "reduce_max", "reduce_min", "reduce_sum",
+    "reshape", "rev", "scatter-add", "select_n", "sort", "square", "squeeze", "stop_gradient", "sub", "transpose",
 }  # fmt: skip
 """Of whole numbers they give whole numbers."""
+_POSITIVE = _INTEGRAL - {"convert_element_type", "neg", "pad", "sub"} | {"div", "integer_pow", "pow", "rsqrt", "sqrt"}
+"""Of positive numbers they give positive ones."""
 LAYOUT = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
 _SAME_TOTAL = {"expand_dims", "reduce_sum", "reshape", "rev", "squeeze", "transpose"}
 _STEPS = {"argmax", "argmin", "ceil", "convert_element_type", "floor", "round", "sign"}
@@ -140,14 +139,14 @@ class Equation:
         """Of any function, entry by entry: one of plain rows, or of what is the same for any rows."""
         sums = [value for value in values if value.own] if all(value.place is None for value in values) else []
         scales = {term.scale for value in values for term in value.terms} - {ONE}
+        if not sums and all(map(algebra.is_one, scales)):
+            return frozenset([Term(any(value.own for value in values), functools.reduce(algebra.times, scales, ONE))])
         if sums or not all(map(algebra.is_by_rows, scales)):
             sums += [value for value in values if any(term.scale for term in value.terms)]
             is_choice = all(value.place is not None for value in sums) and all(map(algebra.is_choice, scales))
             source = min(map(self.walk.first_sum, sums), key=lambda source: source.number)
-            raise mixes(algebra.FREE if is_choice else "", source)
-        if scales:
-            raise Lost("count")
-        return frozenset([Term(any(value.own for value in values))])
+            raise mixes(FREE if is_choice else "", source)
+        raise Lost("count")
 
     def made(self, inputs: Sequence[Value], terms: Terms, place: Place | None, n: int = 0) -> Value:
         """An output that follows from these inputs."""
@@ -162,6 +161,8 @@ class Equation:
             roots & ~(algebra.DIFFERENTIATED | algebra.FLOWING) if integral else roots,
             scalar=math.prod(self.outputs[n]) == (self.outputs[n][place.axis] if place and not flaw else 1),
             integral=integral or (self.name in _INTEGRAL and all(value.integral for value in inputs)),
+            positive=self.name in ("exp", "exp2", "logistic")
+            or (self.name in _POSITIVE and all(value.positive or (value.known or 0) > 0 for value in inputs)),
         )
 
     def valued(self, lanes: Any, terms: Terms | None = None) -> Value:
@@ -176,7 +177,7 @@ class Equation:
         """A sum that a constant has changed: the same sum, but for rounding, and perhaps where it is 0; with a doubt,
         if it hardly changes where it is large."""
         was = value.lanes or ()
-        off = [abs(y / x - 1) if x and x == x and y == y else 0.0 for x, y in zip(was, lanes)]
+        off = [abs(y / x - 1) if x and y == y else 0.0 for x, y in zip(was, lanes)]
         rounding = _rounding(str(self.dtypes[0]), 0.25 in was)
         if max(off) <= rounding:
             lanes = tuple(x if x or abs(y) <= rounding else y for x, y in zip(was, lanes))
@@ -197,52 +198,44 @@ class Equation:
             kind = "position"
         bounds = _BOUNDS if any(not value.free for value in self.values) else set()
         if kind == "mixed" and self._asks(_STEPS | bounds):
-            soft = soft or algebra.FREE
+            soft = soft or FREE
         number = self.number if n == 0 else self.walk.number("output", n, self.number)
         source = error.source or self.source._replace(number=number)
-        is_moved = soft == algebra.MOVED  # rows by the order of others: their positions don't count
-        others = [each for each in self.values if not (is_moved and each.flaw and each.flaw.kind == "position")]
-        flaw = self.absorbed(others) or Flaw(kind, source, soft, error.why)
+        flaw = self.absorbed(self.values) or Flaw(kind, source, soft, error.why)
         return Value(frozenset(), None, flaw, number, algebra.roots_of(self.values), scalar=self.outputs[n] == ())
 
     def absorbed(self, values: Sequence[Value]) -> Flaw | None:
         """The flaw of what follows from these: the gravest that they have, if it can't be taken back here."""
-        if not (flaws := _flaws_of(values)):
+        flaws = [value.flaw for value in values if value.flaw is not None]
+        if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
+            flaws = [flaw for flaw in flaws if flaw.kind != "position"] or flaws
+        if not flaws:
             return None
-        shifts = [flaw for flaw in flaws if flaw.soft == algebra.SHIFT]
-        if shifts and self.name in ("add", "add_any", "sub") and len({flaw.source for flaw in flaws}) == 1:
-            return shifts[0]
-        flaw = self._gravest(flaws)
-        if flaw.kind == "mixed" and self._asks(_STEPS):
-            return flaw._replace(soft=algebra.FREE)
-        if {each.kind for each in flaws} == {"position"} and self.grown_axes() > 1:
-            return flaw._replace(soft=PAIRS)
-        return flaw._replace(soft=self._settled(values, {each.soft for each in flaws})) if flaw.soft else flaw
-
-    def _gravest(self, flaws: list[Flaw]) -> Flaw:
         order = ("random", "mixed", "position", "count", "unknown")
         flaw = min(flaws, key=lambda flaw: (not flaw.certain, order.index(flaw.kind), flaw.source.number))
         if flaw.source.info is None:  # of a constant: it shows where it is used
             flaw = flaw._replace(source=self.source._replace(number=flaw.source.number))
-        return flaw
+        if flaw.kind == "mixed" and self._asks(_STEPS):
+            return flaw._replace(soft=FREE)
+        if flaw.kind == "position" and self.grown_axes() > 1:
+            return flaw._replace(soft=PAIRS)
+        meets = len({value.flaw and value.flaw.source for value in values if value.depends}) > 1
+        return flaw._replace(soft=self._settled({each.soft for each in flaws}, meets)) if flaw.soft else flaw
+
+    def _settled(self, softs: set[str], meets: bool) -> str:
+        """How the output's flaw may be taken back, where those of the inputs may, which meet other rows or don't."""
+        fewer = self.grown_axes(inputs=True) > self.grown_axes()
+        if FREE in softs:
+            return FREE
+        if PAIRS not in softs:
+            return FREE if fewer else "" if meets and self.name not in ("concatenate", "gather", "sort") else MOVED
+        if fewer:
+            return FREE if self.name in _PICKS else ""
+        return FREE if meets and self.name in ("mul", "select_n") else PAIRS
 
     def _asks(self, names: Collection[str]) -> bool:
         """Whether it gives a number for all rows that may be the same for all micro-batches, whatever is mixed."""
         return (str(self.dtypes[0]) == "bool" or self.name in names) and self.grown_axes() == 0
-
-    def _settled(self, values: Sequence[Value], softs: set[str]) -> str:
-        """How the output's flaw may be taken back, where those of the inputs may."""
-        rows = [value.flaw and value.flaw.source for value in values if value.depends]
-        meets, fewer = len({*rows}) > 1, self.grown_axes(inputs=True) > self.grown_axes()
-        if stays := softs & {algebra.FREE, algebra.SHIFT}:
-            return min(stays)
-        if PAIRS in softs and self.name in ("mul", "select_n") and len(rows) > 1:
-            return algebra.LINEAR
-        if PAIRS in softs or self.grown_axes() > 1:
-            return PAIRS if not fewer else algebra.FREE if self.name in _PICKS else ""
-        if algebra.MOVED in softs and (self.name in ("concatenate", "gather", "sort") if meets else not fewer):
-            return algebra.MOVED
-        return algebra.LINEAR if self.name in _LINEAR or (self.name in _BILINEAR and len(rows) == 1) else ""
 
 
 def _plain(value: Any) -> Any:
@@ -321,7 +314,7 @@ class Walk:
         self.bound |= set() if value.free else {symbol}
         self.flowing |= {symbol} if value.roots & algebra.FLOWING else set()
         self.sources.setdefault(symbol, self.first_sum(value))
-        return algebra.times(next(iter(value.terms)).scale, algebra.scaled(self.batches.sum_at(symbol, value.integral)))
+        return algebra.times(next(iter(value.terms)).scale, algebra.scaled(self.batches.sum_at(symbol, value)))
 
     def summed(self, terms: Terms) -> Terms:
         """After a sum over the rows."""
@@ -339,7 +332,7 @@ class Walk:
     def as_sum(self, value: Value) -> Value:
         """A sum over the batch alone, of which functions are computed in imagined batches."""
         is_sum = value.scalar and value.free and value.terms == {Term(True)}
-        return value.but(lanes=self.batches.sum_at(value.number, value.integral)) if is_sum else value
+        return value.but(lanes=self.batches.sum_at(value.number, value)) if is_sum else value
 
     def run(self, jaxprs: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
         """What is known of the outputs of a jaxpr, closed or not, of which there is one for each number of rows."""
@@ -389,6 +382,8 @@ class Walk:
         last, shapes = given[-1], [np.shape(each) for each in given]
         is_traced, number = isinstance(last, jax.core.Tracer), self.number("constant", id(last))
         found = Value(SHARED, self.place_of(shapes), None, number, integral=is_integral(getattr(last, "dtype", None)))
+        if not is_traced and is_number(last):
+            found = found.but(positive=bool((np.asarray(last) > 0).all()))
         if is_traced or not is_number(last) or (np.size(last) != 1 and all(each is last for each in given)):
             return found
         if all(map(_is_one_number, given)):
@@ -416,11 +411,12 @@ class Walk:
 
     def valued(self, lanes: tuple[Any, ...], number: int, terms: Terms | None = None) -> Value:
         """What is known of a number that is known in each imagined batch."""
-        found = Value(SHARED, None, None, number, 0, True, _are_integral(lanes), lanes)
+        found = Value(SHARED, None, None, number, 0, True, _are_integral(lanes), lanes=lanes)
         if (known := found.known) is not None:
             number = self.number("value", repr(known))
             return found.but(number=number, terms=SHARED if known else frozenset())
-        return found.but(terms=frozenset([Term(False, algebra.scaled(lanes))]) if terms is None else terms)
+        constant = len({x for x in lanes if x == x}) == 1  # but where it is 0 / 0
+        return found.but(terms=frozenset([Term(False, algebra.scaled(lanes))]) if terms is None or constant else terms)
 
     def place_of(self, shapes: Sequence[Sequence[int]]) -> Place | None:
         """Where an array has its rows by its shapes: the axis that differs."""
@@ -443,7 +439,7 @@ def joined(walk: Walk, a: Value, b: Value) -> Value:
     number = a.number if a.number == b.number else walk.number("either", None, a.number, b.number)
     flaws = [value.flaw for value in (a, b) if value.flaw is not None]
     if len({value.place for value in (a, b) if value.place is not None and value.own}) > 1:
-        flaws = flaws or [Flaw("mixed", Source("cond", number=number), algebra.FREE)]
+        flaws = flaws or [Flaw("mixed", Source("cond", number=number), FREE)]
     flaw = min(flaws, key=lambda flaw: not flaw.certain, default=None)
     terms, place = (frozenset(), None) if flaw else (a.terms | b.terms, algebra.common_place([a, b]))
     return Value(terms, place, flaw, number, a.roots | b.roots, a.scalar and b.scalar, a.integral and b.integral)
@@ -483,13 +479,6 @@ def _frames(info: Any) -> list[Any]:
     """The calls that led to an operation, the innermost first, without JAX' own."""
     frames = getattr(getattr(info, "traceback", None), "frames", None) or []
     return [frame for frame in frames if not is_ours(frame.file_name)]
-
-
-def _flaws_of(values: Sequence[Value]) -> list[Flaw]:
-    flaws = [value.flaw for value in values if value.flaw is not None]
-    if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
-        return [flaw for flaw in flaws if flaw.kind != "position"] or flaws
-    return flaws
 
 
 def _is_one_number(array: Any) -> bool:

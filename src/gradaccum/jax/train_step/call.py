@@ -73,6 +73,11 @@ class Call:
         """The leaves of all arguments and keywords, the axis of each one's rows, if it has any, and their structure."""
         return self.batch.with_others(self.args, self.kwargs, self.options.batches)
 
+    def shapes(self) -> Any:
+        """What a trace of the call depends on, as a key."""
+        leaves, _, structure = self.leaves()
+        return structure, tuple((tuple(x.shape), str(x.dtype)) if hasattr(x, "shape") else repr(x) for x in leaves)
+
     @property
     def is_traced(self) -> bool:
         """Whether it stands inside of a `jit` or another transformation."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,12 @@ def wide(dtype: Any) -> str:
     """The dtype to add such numbers up in: sums of many in half precision lose what they add otherwise."""
     dtype = keras.backend.standardize_dtype(dtype)
     return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
+def quotient(weight: Any, unit: Any, dtype: Any) -> Any:
+    """Of two integers, perhaps traced."""
+    weight = ops.cast(weight, dtype)
+    return weight if isinstance(unit, int) and unit == 1 else weight / ops.cast(unit, dtype)
 
 
 @dataclass(frozen=True)
@@ -426,7 +433,7 @@ class Backend:
         """The rows of all replicas."""
         return rows
 
-    def checked_rows(self, leaves: list[tuple[str, Any]], least: int = 0) -> Any:
+    def checked_rows(self, leaves: list[tuple[str, Any]], least: int | None = None) -> Any:
         """The rows of these arrays, by path, which only the run will tell; an error if they differ."""
 
     def integers(self, value: Any) -> list[Any]:
@@ -439,23 +446,21 @@ class Backend:
             return ops.stack([ops.cast(number, dtype) for number in numbers])
         return ops.convert_to_tensor(np.asarray(numbers), dtype)
 
-    def add_up(self, window: Any, gradients: list[Any], rows: Any, weight: Any, rescale: Any) -> None:
-        """Add a micro-batch's gradients `weight` times to the sums, which are multiplied by `rescale` before."""
+    def add_up(self, window: Any, gradients: list[Any], rows: Any, weight: Any, unit: Any) -> None:
+        """Add a micro-batch's gradients `weight / unit` times to the sums."""
         for total, gradient, variable in zip(window.sums, gradients, window.variables):
-            value, overwritten = total.value, private.is_overwritten(variable)
-            if rescale is not None and not overwritten:
-                value = value * ops.cast(rescale, value.dtype)
-            if gradient is not None:
-                gradient = ops.cast(gradient, value.dtype)
-                value = (
-                    ops.maximum(value, gradient) if overwritten else value + gradient * ops.cast(weight, value.dtype)
-                )
-            total.assign(value)
+            if gradient is None:
+                continue
+            value, gradient = total.value, ops.cast(gradient, total.dtype)
+            if private.is_overwritten(variable):
+                total.assign(ops.maximum(value, gradient))
+            else:
+                total.assign(value + gradient * quotient(weight, unit, value.dtype))
 
-    def divided(self, window: Any, weight: Any) -> list[Any]:
-        """The sums divided by what they weigh. They are emptied next."""
-        pairs = zip(values_of(window.sums), window.variables)
-        return [s if private.is_overwritten(v) else s / ops.cast(weight, s.dtype) for s, v in pairs]
+    def divided(self, window: Any, weight: Any, unit: Any) -> list[Any]:
+        """The sums divided by `weight / unit`, which they weigh. They are emptied next."""
+        total, pairs = functools.cache(lambda dtype: quotient(weight, unit, dtype)), zip(window.sums, window.variables)
+        return [s.value if private.is_overwritten(v) else s.value / total(s.dtype) for s, v in pairs]
 
     def separate(self, variables: Sequence[Any], others: Sequence[Any]) -> None:
         """Let variables hold tensors of their own, where assigning one to another makes both hold the same."""

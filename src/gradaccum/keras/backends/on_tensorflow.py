@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from tensorflow.python.eager import record  # whether a tape watches a tensor is
 
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
-from gradaccum.keras.backends.base import Result, Spec, has_rows, is_float, wide
+from gradaccum.keras.backends.base import Result, Spec, has_rows, is_float, quotient, wide
 
 
 class MicroBatches(base.MicroBatches):
@@ -210,15 +211,17 @@ def _of_replicas(value: Any) -> list[Any]:
     return list(parts) if isinstance(parts, tuple) else [value]
 
 
-def _add(total: Any, gradient: Any, factor: Any, overwritten: bool) -> None:
-    # A replica without rows has a NaN for its mean, and counts for nothing.
+def _add(total: Any, gradient: Any, minus: Any, overwritten: bool, alone: bool) -> None:
+    """Add a gradient times `-minus` to a sum."""
     if overwritten:
         total.assign(tf.maximum(total, gradient))
     elif isinstance(gradient, tf.IndexedSlices):
-        values = tf.math.multiply_no_nan(gradient.values, factor)
+        values = tf.math.multiply_no_nan(gradient.values, -minus)
         total.scatter_add(tf.IndexedSlices(values, gradient.indices, gradient.dense_shape))
-    else:
-        total.assign_add(tf.math.multiply_no_nan(gradient, factor))
+    elif alone:  # in one pass over memory, and not two
+        tf.raw_ops.ResourceApplyGradientDescent(var=total.handle, alpha=minus, delta=gradient)
+    else:  # A replica without rows has a NaN for its mean, and counts for nothing.
+        total.assign_add(tf.math.multiply_no_nan(gradient, -minus))
 
 
 class Backend(base.Backend):
@@ -331,7 +334,9 @@ class Backend(base.Backend):
     def rows_of_all(self, rows: Any) -> Any:
         return None if rows is None else tf.add_n(_of_replicas(rows))
 
-    def checked_rows(self, leaves: list[tuple[str, Any]], least: int = 0) -> Any:
+    def checked_rows(self, leaves: list[tuple[str, Any]], least: int | None = None) -> Any:
+        # The mean of no rows is NaN: that of a replica counts for nothing, and alone it is an error.
+        least = int(tf.distribute.get_strategy().num_replicas_in_sync == 1) if least is None else least
         rows, *others = [tf.shape(leaf)[0] for _, leaf in leaves]
         paths = ", ".join(path for path, _ in leaves)
         said = f"The arrays of a micro-batch must have the same number of rows, {least} or more: {paths}. Received:"
@@ -346,21 +351,17 @@ class Backend(base.Backend):
     def integers(self, value: Any) -> list[Any]:
         return tf.unstack(tf.convert_to_tensor(value))
 
-    def add_up(self, window: Any, gradients: list[Any], rows: Any, weight: Any, rescale: Any) -> None:
-        def scale() -> None:
-            for total, variable in zip(window.sums, window.variables):
-                for part in () if private.is_overwritten(variable) else _of_replicas(total):
-                    part.assign(part * tf.cast(rescale, part.dtype))
-
-        if rescale is not None:
-            tf.cond(tf.cast(rescale, "int64") == 1, lambda: None, scale)
+    def add_up(self, window: Any, gradients: list[Any], rows: Any, weight: Any, unit: Any) -> None:
+        replicas = len(_of_replicas(window.sums[0]))
+        # Keras divides each replica's loss by their number; where rows are known it shall count by its rows.
+        weights = [weight] * replicas if rows is None else [own * replicas for own in _of_replicas(rows)]
+        minus = functools.cache(lambda replica, dtype: -quotient(weights[replica], unit, dtype))
         for total, gradient, variable in zip(window.sums, gradients, window.variables):
-            parts = _of_replicas(total)
-            # Keras divides each replica's loss by their number; where rows are known it shall count by its rows.
-            weights = [weight] * len(parts) if rows is None else [own * len(parts) for own in _of_replicas(rows)]
-            for part, one, factor in zip(parts, () if gradient is None else _of_replicas(gradient), weights):
+            pairs = zip(_of_replicas(total), () if gradient is None else _of_replicas(gradient))
+            for replica, (part, one) in enumerate(pairs):
                 with tf.device(part.device):
-                    _add(part, tf.cast(one, part.dtype), tf.cast(factor, part.dtype), private.is_overwritten(variable))
+                    args = tf.cast(one, part.dtype), minus(replica, part.dtype), private.is_overwritten(variable)
+                    _add(part, *args, alone=replicas == 1)
 
     def replica(self) -> Any:
         replica = getattr(tf.distribute.get_replica_context(), "replica_id_in_sync_group", 0)

@@ -408,7 +408,7 @@ class Backend(base.Backend):
         return torch.tensor(numbers)
 
     @torch.no_grad()
-    def add_up(self, window: Any, gradients: list[Any], rows: Any, weight: int, rescale: int | None) -> None:
+    def add_up(self, window: Any, gradients: list[Any], rows: Any, weight: int, unit: int) -> None:
         if private.in_stateless_scope():  # what the caller gave stays as it is
             assign(window.sums, [value.clone() for value in values_of(window.sums)])
         plain: list[tuple[Any, Any]] = []
@@ -417,18 +417,16 @@ class Backend(base.Backend):
                 plain.append((total, gradient))
             elif gradient is not None:
                 total.copy_(torch.maximum(total, gradient.to(total.dtype)))
-        if rescale not in (None, 1) and plain:
-            torch._foreach_mul_([total for total, _ in plain], rescale)
         plain = [(total, gradient) for total, gradient in plain if gradient is not None]
         if plain:
-            torch._foreach_add_(*map(list, zip(*plain)), alpha=weight)
+            torch._foreach_add_(*map(list, zip(*plain)), alpha=weight / unit)
 
     @torch.no_grad()
-    def divided(self, window: Any, weight: int) -> list[Any]:
+    def divided(self, window: Any, weight: int, unit: int) -> list[Any]:
         sums = values_of(window.sums)
         mean = [total for total, variable in zip(sums, window.variables) if not private.is_overwritten(variable)]
-        if weight != 1 and mean:
-            torch._foreach_div_(mean, weight)  # in place: the sums are emptied next
+        if weight != unit and mean:
+            torch._foreach_div_(mean, weight / unit)  # in place: the sums are emptied next
         return sums
 
     @torch.no_grad()

@@ -30,7 +30,8 @@ from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import assign, has_rows, is_float
 from gradaccum.keras.batch_norm import BatchNorm, BatchNormOrExact, during_micro_batch, warn
 from gradaccum.keras.chunking.body import Body, Graph, OuterTensorError, exact_passes, two_passes
-from gradaccum.keras.equivalence import StepRunner, as_array, held, mixing_layers, precision_of, recorded_calls
+from gradaccum.keras.equivalence import StepRunner, held, mixing_layers, precision_of, recorded_calls
+from gradaccum.keras.loss import as_array
 from gradaccum.schedule import checked_count
 
 logger = logging.getLogger("gradaccum")

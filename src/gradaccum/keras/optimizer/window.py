@@ -32,7 +32,7 @@ class Counts(NamedTuple):
 
     Example:
         >>> Counts.opened(steps=4, rows_left=0)
-        Counts(micro_batches=0, steps=4, next_steps=4, weight=0, updated=0, rows_left=0, by_rows=0)
+        Counts(micro_batches=0, steps=4, next_steps=4, weight=0, updated=0, rows_left=0, unit=0)
     """
 
     micro_batches: Any
@@ -46,19 +46,26 @@ class Counts(NamedTuple):
     """1 if the last micro-batch made an update, else 0."""
     rows_left: Any
     """Rows of this epoch that are still to come, for an optimizer that knows them; else 0."""
-    by_rows: Any
-    """1 if the weights are rows, 0 if they are 1 each. Of an empty window: what those of the last one were."""
+    unit: Any
+    """How many rows count 1 in the sums; 0 where rows are not known, and each micro-batch counts 1."""
 
     @classmethod
-    def opened(cls, steps: Any, rows_left: Any, updated: Any = 0, by_rows: Any = 0) -> Counts:
+    def opened(cls, steps: Any, rows_left: Any, updated: Any = 0) -> Counts:
         """An empty window of so many steps."""
-        return cls(0, steps, steps, 0, updated, rows_left, by_rows)
+        return cls(0, steps, steps, 0, updated, rows_left, 0)
 
     @classmethod
-    def restored(cls, numbers: Sequence[int], by_rows: bool) -> Counts:
-        """From a file: version 0.1 didn't write the last one, which is `by_rows` if the weights don't tell."""
-        counts = cls(*[*numbers, int(by_rows)][: len(cls._fields)])
-        return counts if counts.weight == counts.micro_batches else counts._replace(by_rows=1)
+    def restored(cls, numbers: Sequence[int], unit: int) -> Counts:
+        """From a file: version 0.1 didn't write the last one, which is `unit` if the weights don't tell."""
+        counts = cls(*[*numbers, unit][: len(cls._fields)])
+        if not counts.micro_batches:
+            return counts._replace(unit=0)
+        return counts if counts.unit or counts.weight == counts.micro_batches else counts._replace(unit=1)
+
+    @property
+    def divisor(self) -> Any:
+        """Of weights, in the sums."""
+        return at_least_1(self.unit)
 
 
 class Added(NamedTuple):
@@ -66,8 +73,6 @@ class Added(NamedTuple):
 
     counts: Counts
     weight: Any
-    rescale: Any
-    """The factor for the sums so far, whose weights it changes; None: 1."""
     closes: Any
     """Whether it closes the window."""
 
@@ -89,19 +94,18 @@ class StepsRule:
 
     def add(self, counts: Counts, rows: Any) -> Added:
         """The window with one more micro-batch, of so many rows; None: not known."""
-        held, rescale, by_rows = counts.micro_batches, None, 1
+        held, weight, unit = counts.micro_batches, counts.weight, counts.unit
         if rows is None:
-            rows = where(held > 0, (counts.weight + held // 2) // where(held > 0, held, 1), 1)
-            by_rows = where(held > 0, counts.by_rows, 0)
+            rows = at_least_1((weight + held // 2) // at_least_1(held))
         else:
-            rescale = where((held > 0) & (counts.by_rows == 0), rows, 1)
-            counts = counts._replace(weight=counts.weight * rescale)
-        counts = counted(counts, rows, updated=0, by_rows=by_rows)
-        return Added(counts, rows, rescale, is_full(counts))
+            first = unit == 0
+            unit, weight = where(first, rows, unit), where(first, weight * rows, weight)
+        counts = counted(counts._replace(weight=weight), rows, updated=0, unit=unit)
+        return Added(counts, rows, is_full(counts))
 
     def closed(self, counts: Counts, updated: Any) -> Counts:
         """The counts of the window that follows."""
-        return Counts.opened(counts.next_steps, counts.rows_left, updated, counts.by_rows)
+        return Counts.opened(counts.next_steps, counts.rows_left, updated)
 
     def check_variables(self, variables: Sequence[Any]) -> None:
         """Whether these may be trained."""
@@ -168,7 +172,7 @@ class Window:
     def empty(self) -> None:
         """Forget the open window."""
         counts = self.read()
-        self.write(Counts.opened(counts.next_steps, counts.rows_left, by_rows=counts.by_rows))
+        self.write(Counts.opened(counts.next_steps, counts.rows_left))
         for variable in [*self.sums, self.touched]:
             variable.assign(ops.zeros(variable.shape, variable.dtype))
 
@@ -235,7 +239,7 @@ class Window:
         """Read what `save` wrote, or what a plain optimizer did; the window is then empty."""
         keys = list(store.keys())
         ours = [key for key in keys if key.startswith("window_")]
-        counts = Counts.restored(np.asarray(store[COUNTS]).tolist(), self.rule.fixed) if ours else None
+        counts = Counts.restored(np.asarray(store[COUNTS]).tolist(), int(self.rule.fixed)) if ours else None
         is_open = self.built and counts is not None and counts.micro_batches > 0
         if is_open:
             self._check_file(counts, store)
@@ -255,7 +259,7 @@ class Window:
         self.touched.assign(np.asarray(store[TOUCHED]))
         for index, total in enumerate(self.sums):
             backends.running().put(total, np.asarray(store[f"{SUM}{index}"]))
-        if counts.by_rows and not (self.rule.fixed or self.driven):
+        if counts.unit and not (self.rule.fixed or self.driven):
             logger.warning(
                 "The open window that was loaded weighs micro-batches by their rows. It stays exact with "
                 "callbacks=[gradaccum.keras.callbacks.GradientAccumulation()]. Without the callback, each later "
@@ -290,8 +294,8 @@ class Window:
         """Add a micro-batch's gradients, and close the window if it is full."""
 
         def add(gradients: Sequence[Any], rows: Any) -> None:
-            counts, weight, rescale, closes = self.rule.add(self.read_traced(), backend.rows_of_all(rows))
-            backend.add_up(self, gradients, rows, weight, rescale)
+            counts, weight, closes = self.rule.add(self.read_traced(), backend.rows_of_all(rows))
+            backend.add_up(self, gradients, rows, weight, counts.divisor)
             absent = [gradient is None for gradient in gradients]
             with backend.host():
                 touched = backend.vector([int(not none) for none in absent], self.touched.dtype)
@@ -313,7 +317,7 @@ class Window:
         absent = self.untouched() if is_known else absent
 
         def apply(absent: list[bool]) -> None:
-            means = zip(backend.divided(self, counts.weight), self.variables, absent)
+            means = zip(backend.divided(self, counts.weight, counts.divisor), self.variables, absent)
             gradients = [None if none else ops.cast(mean, variable.dtype) for mean, variable, none in means]
             if not all(absent):
                 backend.apply(inner, gradients, self.variables)
@@ -343,6 +347,11 @@ class Window:
         backend = backends.running()
         with backend.host():
             self.counts.assign(backend.vector(list(counts), self.counts.dtype))
+
+
+def at_least_1(number: Any) -> Any:
+    """`max(number, 1)`, of numbers and of traced scalars."""
+    return max(number, 1) if isinstance(number, int) else ops.maximum(number, 1)
 
 
 def where(condition: Any, then: Any, otherwise: Any) -> Any:

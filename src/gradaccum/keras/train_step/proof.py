@@ -20,7 +20,8 @@ from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import private
 from gradaccum.keras.backends.base import has_rows, rows_of, unpack
-from gradaccum.keras.equivalence import StepRunner, find_causes, precision_of, take_rows
+from gradaccum.keras.equivalence import StepRunner, find_causes, precision_of
+from gradaccum.keras.loss import take_rows
 
 LOOKED_THROUGH = 4096
 """Rows among which the few that are proved are chosen, and columns that are looked at."""

@@ -112,6 +112,8 @@ class MicroBatchedStep:
         model, is_new = self.model, self.model.train_function is None or force
         if self.proof is not None:
             self.proof.begin(is_new)
+        if getattr(model.optimizer, "use_ema", False):  # a `fit` before has ended with the averages in the weights
+            self.backend.separate(model.trainable_variables, model.optimizer.variables)
         if is_new:
             self._trials.clear()
             self.training.make_train_function(lambda: type(model).make_train_function(model, force=force))

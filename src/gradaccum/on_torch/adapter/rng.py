@@ -35,6 +35,7 @@ class RowwiseRng(TorchDispatchMode):
         self._idle = idle is not None
         self.used = False  # whether anything has drawn random numbers
         self._drawn: set[str] = set()
+        self._draws = self._draws_of_all = 0  # in the pass that runs, and in one of the large batch
         self._own, self._begun = RandomState(()), RandomState(())
         self._ends: dict[Any, RandomState] = {}
         self._shapes: dict[int, torch.Size] = {}
@@ -79,7 +80,16 @@ class RowwiseRng(TorchDispatchMode):
             generator.set_state(state)
 
     def _look(self) -> None:
-        """Numbers that aren't PyTorch's can't be cut. As many in each pass are the same; others follow its rows."""
+        """Numbers that aren't PyTorch's can't be cut. As many in each pass are the same; others follow its rows.
+
+        Where PyTorch's are drawn more or less often than for the large batch, as in a loop over rows, they belong to no
+        rows, either.
+        """
+        if self._draws and self._taken is None:
+            self._draws_of_all = self._draws
+        elif self._draws and self._draws != self._draws_of_all:
+            self.unreplayed.add("drawn more or less often")
+        self._draws = 0
         now = RandomState(self._begun.states)
         for generator in self._begun.moved(now):
             self.used = True
@@ -122,6 +132,7 @@ class RowwiseRng(TorchDispatchMode):
 
     def uniform(self, template: Tensor, given: dict[str, Any]) -> Tensor:
         """Noise in [0, 1) of the template's shape: the rows in progress of the large batch's."""
+        self._draws += 1
         shape, device, generator = template.shape, template.device, given.get("generator")
         if generator is not None and all(generator is not known for known, _ in self._generators):
             self._generators.append((generator, generator.get_state()))

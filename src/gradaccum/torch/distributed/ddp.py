@@ -91,6 +91,7 @@ class Replicas(Engine):
         self.bucket_views = any(model.gradient_as_bucket_view for model in models)
         self._all = [p for model in models for p in _parameters_of(model, trained=not self._flat)]
         self._reduces = self._sees_end = False
+        self._prepared = False  # DDP will reduce in the next backward pass, whatever the flag says by then
         self._filled = set[Tensor]()  # with zeros by `reduce`, in this window
 
     def attach(self, ranks: Any) -> None:
@@ -130,20 +131,29 @@ class Replicas(Engine):
             )
         if model.require_backward_grad_sync != self._reduces:  # others set it, too: Lightning after each step
             model.require_backward_grad_sync = self._reduces
-        if self._reduces and torch.is_grad_enabled() and (ranks := self._ranks()) is not None:
+        if (self._reduces or self.stuck) and torch.is_grad_enabled() and (ranks := self._ranks()) is not None:
+            if self.stuck:
+                ranks.check_finished("an earlier window's")
+                self.stuck = False
             ranks.forward_starts()
 
     def _forward_done(self, model: Any, inputs: Any, outputs: Any) -> None:
         if self._reduces and torch.is_grad_enabled():
+            self._prepared = True
             found = [outputs] if isinstance(outputs, Tensor) else [leaf for _, leaf in leaves(outputs)]
             ends = [leaf.register_hook(self._at_output) for leaf in found if getattr(leaf, "requires_grad", False)]
             self._sees_end = bool(ends)
 
     def _first_gradient(self, parameter: Tensor) -> None:
-        if self._reduces and (ranks := self._ranks()) is not None:
-            if not self._sees_end:  # somebody's loop runs inside of the forward pass, as Lightning's does
-                after_backward(ranks.pass_over)
-            ranks.backward_starts()
+        if not self._prepared or (ranks := self._ranks()) is None:
+            return
+        self._prepared = False
+        if not self._reduces:
+            after_backward(ranks.early_over)
+            return
+        if not self._sees_end:  # somebody's loop runs inside of the forward pass, as Lightning's does
+            after_backward(ranks.pass_over)
+        ranks.backward_starts()
 
     def _first_bucket(self, parameter: Tensor) -> None:
         self._first_gradient(parameter)
@@ -158,12 +168,13 @@ class Replicas(Engine):
                 "model again after unfreezing, and build a new optimizer; or wrap it with find_unused_parameters=True."
             )
 
-    def check_finished(self) -> None:
+    def check_finished(self, whose: str) -> None:
         if not all(map(is_finalized, self.modules)):
             raise WindowError(
-                "DistributedDataParallel has not reduced this window's gradients, because some parameters received "
-                "none: they were not used, or were frozen after DDP had wrapped the model. This rank has updated "
-                "nothing. Wrap the model with find_unused_parameters=True."
+                f"DistributedDataParallel has not reduced {whose} gradients, because some parameters received none: "
+                "they were not used, or were frozen after DDP had wrapped the model, or the backward pass failed. This "
+                "rank has updated nothing. Wrap the model with find_unused_parameters=True; after a pass that failed, "
+                "wrap it again, build a new optimizer, and continue from a checkpoint."
             )
 
     # The window's sum.

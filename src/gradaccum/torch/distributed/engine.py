@@ -35,6 +35,7 @@ class Engine:
     always = False  # every micro-batch is reduced
     manual_reduce = False  # no backward pass reduces
     bucket_views = False  # a reduction leaves views of its buckets in `p.grad`
+    stuck = False  # a backward pass that reduced has failed, perhaps
     passes = 0  # a number for the order in which sharded parts ran in this window
     group: Any = None
     members: Sequence[int] = (0,)
@@ -61,8 +62,8 @@ class Engine:
     def hold(self, closes: bool) -> None:
         """Whether the next micro-batch's backward pass closes the window, and reduces it."""
 
-    def check_finished(self) -> None:
-        """Raise a WindowError if a reduction that a backward pass began is not over."""
+    def check_finished(self, whose: str) -> None:
+        """Raise a WindowError if a reduction that a backward pass began is not over, of this or an earlier window."""
 
     def clear(self) -> None:
         """Drop what an open window has added up beside `p.grad`; `pending` returns that."""

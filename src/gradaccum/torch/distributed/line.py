@@ -24,7 +24,7 @@ import torch.distributed as dist
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import default_store, host_of
 
-WIDTH = 24
+WIDTH = 25
 """Numbers in a message. All messages have the same size, so that even mismatched ones meet, and are told apart."""
 
 _NUMBERS = struct.Struct(f"{WIDTH}d")

@@ -34,7 +34,7 @@ from gradaccum.torch.distributed.line import WIDTH
 
 logger = logging.getLogger("gradaccum")
 
-SUMS = WIDTH - 16
+SUMS = WIDTH - 17
 
 
 class Total(NamedTuple):
@@ -43,11 +43,12 @@ class Total(NamedTuple):
     weight: float
     given: bool = False  # whether a weight was given anywhere
     largest: float = 0.0  # the largest weight of a micro-batch
-    scale: float = 0.0  # the GradScaler's, that the sum is multiplied by; 0 without one
+    scale: float = 0.0  # the GradScaler's, that the sum is multiplied by; 0 without one, negative if unknown
     next_scale: float = 0.0  # the one that this rank's GradScaler would go on with
     overflow: bool = False  # whether a gradient has overflowed that scale
     equal: bool = False  # whether micro-batches count equally, since nobody has said what they weigh
     idle: bool = False  # whether no micro-batch has run
+    by_name: bool = False  # whether losses by name have sums of their own, to be divided before they are one
     sums: tuple[float, ...] = ()  # up to `SUMS` numbers to be added up along with it
 
 
@@ -70,7 +71,7 @@ class _Report(NamedTuple):
     @classmethod
     def read(cls, numbers: Sequence[float]) -> _Report:
         kind, *fields = numbers[:8]
-        return cls(Kind(int(kind)), *fields, Total(*numbers[8:16], tuple(numbers[16:])))  # type: ignore[call-arg,arg-type]
+        return cls(Kind(int(kind)), *fields, Total(*numbers[8:17], tuple(numbers[17:])))  # type: ignore[call-arg,arg-type]
 
 
 class _Reports:
@@ -79,17 +80,23 @@ class _Reports:
     def __init__(self, rows: list[list[float]]) -> None:
         self.rows, self.each = rows, [_Report.read(numbers) for numbers in rows]
         _, _, last, known, manual, fills, *_, totals = zip(*self.each)
-        weights, given, largest, scales, next_scales, overflow, _, idle, sums = zip(*totals)
+        weights, given, largest, scales, next_scales, overflow, _, idle, by_name, sums = zip(*totals)
         used = {*scales} - {0.0}
         lost, self.scales = any(overflow), scales if len(used) > 1 else ()
         added = tuple(map(sum, zip(*sums)))
-        self.total = Total(sum(weights), any(given), max(largest), min(used, default=0.0), overflow=lost, sums=added)
+        self.total = Total(
+            *(sum(weights), any(given), max(largest), min(used, default=0.0)),
+            overflow=lost,
+            by_name=any(by_name),
+            sums=added,
+        )
         self.loss_scale = (min if lost else max)(filter(None, next_scales), default=0.0)
         self.source = min(range(len(idle)), key=idle.__getitem__)
         self.partly_idle = len({*idle}) > 1
         self.last, self.known, self.fills = all(last), all(known), any(fills)
         self.manual, self.all_manual = any(manual), all(manual)
         self.ways = _ways(totals)
+        self.by_name = ["by name" if one.by_name else "one loss" if one.weight else "none" for one in totals]
 
     def differ(self, name: str) -> bool:
         return len({getattr(one, name) for one in self.each}) > 1
@@ -164,7 +171,7 @@ class Ranks:
         """What all ranks compare at a window's end."""
         self._manual = manual_reduce or self.engine.manual_reduce
         self._listener: Callable[[], Listener | None] = lambda: None
-        self._closes = self._notified = False
+        self._closes = self._notified = self._reducing = False
         self._waits = False  # with its reduction for the window's end, whichever backward pass closes it
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
         self._steps = 0
@@ -194,6 +201,8 @@ class Ranks:
         """A micro-batch begins."""
         if self._sent is not None:  # of one that was never counted
             self._read()
+        if self._reducing and self._versions is None:
+            self.engine.stuck = True
         self._reports: _Reports | None = None  # of all ranks, about the window that closes
         self._share: Total | None = None  # what this rank's has said that it weighs
         self._adopted = self._reducing = self._met = False
@@ -286,6 +295,23 @@ class Ranks:
             self._versions = self._current_versions()
             self._listening().reduced()
 
+    def early_over(self) -> None:
+        """A backward pass is over in which DDP has reduced an open window, as `discard` came behind a forward pass.
+
+        Part of the sum is the ranks' mean by now, if all of them did so, and its mean over the ranks is itself.
+        """
+        self._listening().reduced()
+
+    def check_finished(self, whose: str) -> None:
+        """Raise a WindowError, on all ranks, where DDP's reduction has not come to its end."""
+        try:
+            self.engine.check_finished(whose)
+        except WindowError:
+            self._restart()
+            self.engine.stuck = True
+            self.abort()
+            raise
+
     def _current_versions(self) -> list[tuple[int, int]]:
         """Empty for a sharded model, which reduces in every backward pass of this micro-batch."""
         trained = () if self.sharded else self.engine.trained()
@@ -302,11 +328,11 @@ class Ranks:
         """Whether a backward pass has reduced the open window's sum."""
         return self._versions is not None
 
-    def total(self, mine: Total, rescale: Callable[[float, float], None] | None = None) -> Total:
+    def total(self, mine: Total, rescale: Callable[[float, float, bool], None] | None = None) -> Total:
         """Bring `p.grad` to its mean over the ranks, at the window's end. Returns what the window weighs on all.
 
         `rescale` brings this rank's sum to the unit and the GradScaler's scale that it is called with, if no backward
-        pass has reduced it.
+        pass has reduced it; or, if ranks have sums by name, those to one, which all of them meet to do.
         """
         self._check_unchanged(mine)
         if self._sent is None and self._reports is None:
@@ -315,6 +341,12 @@ class Ranks:
             self._read()
         reports, self.reduced_unit, late = self._reports, self.unit or 1.0, self.sharded and self.reduced
         assert reports is not None
+        if {"by name", "one loss"} <= {*reports.by_name}:
+            self._restart()
+            raise WindowError(
+                "Some ranks have losses by name, backward({name: (loss, weight)}), and others a single loss: "
+                f"{by_rank(reports.by_name)}. Nothing was updated. Use the same names on every rank."
+            )
         if not self.reduced:
             mine = mine._replace(scale=self._reduce(reports, rescale))
         if not reports.known:
@@ -324,6 +356,12 @@ class Ranks:
         if reports.differ("settings"):
             self.settings.settle(self.channel)
         total = reports.total
+        if total.scale < 0 and not total.overflow and (reports.partly_idle or reports.scales):
+            raise WindowError(
+                "scaler.unscale_() has divided the gradients of some ranks by a loss scale that it doesn't tell, and "
+                "other ranks had no micro-batch in this window, or another scale. Nothing was updated. Remove it: the "
+                "wrapper unscales, and clips with clip_grad_norm=."
+            )
         if late and reports.scales and not total.overflow:
             logger.warning(
                 "No update: backward passes have reduced gradients in different scales of the ranks' GradScalers: %s. "
@@ -333,7 +371,7 @@ class Ranks:
             return total._replace(overflow=True)
         return total
 
-    def _reduce(self, reports: _Reports, rescale: Callable[[float, float], None] | None) -> float:
+    def _reduce(self, reports: _Reports, rescale: Callable[[float, float, bool], None] | None) -> float:
         """Reduce the finished sum, in unit and scale of those that a backward pass reduces, else the largest weight."""
         if not self.sharded and (self.unit is None or reports.all_manual):
             self.reduced_unit = reports.total.largest or self.reduced_unit
@@ -341,18 +379,13 @@ class Ranks:
         if scale and not reports.known:
             scale = self.loss_scale or scale
         if rescale is not None:
-            rescale(self.reduced_unit, scale)
+            rescale(self.reduced_unit, scale, reports.total.by_name)
         self.engine.reduce()
         return scale
 
     def _check_unchanged(self, mine: Total) -> None:
         """Raise where the window has become another one than a backward pass has reduced, or has reduced in part."""
-        try:
-            self.engine.check_finished()
-        except WindowError:
-            self._restart()
-            self.abort()
-            raise
+        self.check_finished("this window's")
         if self.reduced and (self._versions != self._current_versions() or self._share not in (None, mine)):
             self._restart()
             self.abort()  # the others may have made their update: they learn it in the next window

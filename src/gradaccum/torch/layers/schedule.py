@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 from gradaccum.on_torch.oom_retry import OomRetry, RestartWindow
 from gradaccum.on_torch.private import leaves_of
 from gradaccum.on_torch.random_state import all_generators, held_generators, kept
-from gradaccum.on_torch.state import BufferSnapshot, Snapshot
+from gradaccum.on_torch.state import Snapshot
 from gradaccum.torch.buffers import Contents, ModuleContents
 from gradaccum.torch.chunking.two_passes import (
     Conditions,
@@ -122,8 +122,7 @@ class Layers:
         start = Conditions([*all_generators([device]), *window.generators], devices)
         window.current = current = MicroBatch(retake, forward, start)
         try:
-            with window.moves_noted(-1, window.around):
-                yield
+            yield
         except BaseException:
             window.current = None
             raise
@@ -151,8 +150,7 @@ class Layers:
         with self.ranks.call(place):
             if again and place not in window.states:
                 window.states[place] = ModuleContents(block.module)
-            noted = window.moves_noted(place, block.module.modules()) if again else _NO_CONTEXT
-            with noted, self._on_device(place, place + 1):
+            with self._on_device(place, place + 1):
                 outputs = self._first_pass(place, Inputs(args, kwargs), current)
         if window.proving:
             now = attributes_of(block.module)
@@ -255,7 +253,7 @@ class Layers:
             return
         window, block = self._window, self.blocks[place]
         with window.states[place].restored(), self._on_device(place, place - 1):
-            contents = Contents(block.module.modules())
+            passes = _SecondPasses([*block.module.modules()])
             for index, micro_batch in enumerate(waiting):
                 last = index + 1 == len(waiting)
                 following = waiting[0].calls[place - 1] if last else waiting[index + 1].calls[place]
@@ -264,7 +262,7 @@ class Layers:
                 call = micro_batch.pop(place)
                 assert call is not None
                 try:
-                    with window.second_pass(place, contents):
+                    with passes.one():
                         if window.proving:
                             micro_batch.retake()
                         found = call.again()
@@ -280,16 +278,15 @@ class Layers:
         if not micro_batch.first_grads:
             return
         window, batch = self._window, micro_batch.retake()
-        window.reaching = True
-        try:
-            # An exception leaves out what the user's code does after its forward pass, such as removing hooks.
-            with window.second_pass(-1, Contents(window.around, window.inside)):
+        with _SecondPasses(window.around, window.inside).one():
+            window.reaching = True
+            try:  # an exception leaves out what the user's code does after its forward pass, such as removing hooks
                 roots, grads = micro_batch.reach(batch, self.blocks[0].path)
-        finally:
-            window.reaching = False
-        if roots:
-            torch.autograd.backward(roots, grads)
-            self.ranks.add_up()
+            finally:
+                window.reaching = False
+            if roots:
+                torch.autograd.backward(roots, grads)
+                self.ranks.add_up()
 
 
 class _Window:
@@ -309,32 +306,24 @@ class _Window:
         self.current: MicroBatch | None = None
         self.micro_batches: list[MicroBatch] = []
         self.largest: Any = None
-        self._moving = dict[int, list[BufferSnapshot]]()
+
+
+class _SecondPasses:
+    """Passes of modules that run again, each of which finds and leaves these as they are now."""
+
+    def __init__(self, modules: Sequence[nn.Module], hooked: Iterable[nn.Module] = ()) -> None:
+        self._contents, self._buffers = Contents(modules, hooked), Snapshot.of(modules).buffers
 
     @contextlib.contextmanager
-    def moves_noted(self, place: int, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Around a first pass, the window's first one of a block: notes which buffers move, and where from."""
-        if place in self._moving:
-            yield
-            return
-        start = Snapshot.of(modules)
-        yield
-        moved = [buffer for buffer in start.buffers if buffer.tensor is not None and buffer.moved]
-        self._moving[place] = [*moved, *start.made()]
-
-    @contextlib.contextmanager
-    def second_pass(self, place: int, contents: Contents) -> Iterator[None]:
-        """Around each second pass: buffers are as before the first ones, and it leaves nothing behind."""
+    def one(self) -> Iterator[None]:
         try:
-            for buffer in self._moving.get(place, ()):
-                start, now = buffer.copy, buffer.owner.get(buffer.name)
-                if start is not None:
-                    buffer.owner[buffer.name] = start.to(start.device if now is None else now.device, copy=True)
-                elif buffer.name in buffer.owner:  # the pass has made it
-                    buffer.reset()
             yield
         finally:
-            contents.put_back()
+            self._contents.put_back()
+            if moved := [buffer for buffer in self._buffers if buffer.moved]:
+                with torch.no_grad():
+                    for buffer in moved:
+                        buffer.reset()
 
 
 @contextlib.contextmanager

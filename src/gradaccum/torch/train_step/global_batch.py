@@ -139,7 +139,7 @@ class GlobalBatch(Listener):
         ride = losses.reshape(-1).tolist() if losses.is_cpu and losses.numel() <= SUMS else []
         mine = Total(weight, given=known is not None, largest=weight, idle=not window.ran, sums=tuple(ride))
 
-        def rescale(of_all: float, _: float) -> None:
+        def rescale(of_all: float, *_: float) -> None:
             if unit != of_all:
                 self._sums.scale_(unit / of_all)
 

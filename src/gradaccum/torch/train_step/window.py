@@ -309,10 +309,10 @@ class TrainPasses(Passes):
         self.window.backward(weighted, self._scale)
         if weighted.weightless or not weighted.ends:
             self._weighs_nothing(piece, weighted)
-        if not self._plain:
-            self._note(piece, weighted)
-        if self._moves and weighted.ran and piece.size < self._batch.rows:
+        if self._moves and weighted.ran and (piece.size < self._batch.rows or self._layers is not None):
             self._runner.buffers.micro_batch(self._runner.state.moved(), piece.size)
+        if not self._plain:  # blocks may run again there, from the buffers that they have found
+            self._note(piece, weighted)
 
     def _weighs_nothing(self, piece: Slice, weighted: WeightedLoss) -> None:
         """The micro-batch, or one of its losses. What that alone leads to has a gradient of zero, as of all rows."""

@@ -81,7 +81,7 @@ class _Watched:
 
     def _hook(self, i: int, passes: Passes) -> Callable[[Tensor], None]:
         gradients, bases, arrivals, seen = self.gradients, self.bases, self.arrivals, self.seen
-        looking = self.looking
+        looking, in_views = self.looking, self.in_views
 
         def arrived(parameter: Tensor) -> None:
             known = gradients[i]
@@ -94,7 +94,8 @@ class _Watched:
             passes.arrivals += 1
             arrivals[i] += 1
             if known is None:  # the first one: it is the sum now
-                gradients[i], bases[i], seen[i] = gradient, gradient._version - arrivals[i], arrivals[i]
+                gradients[i], bases[i] = gradient, gradient._version - arrivals[i]
+                seen[i] = arrivals[i] - in_views  # DDP is about to put its view in the place
             if not passes.unfinished:
                 passes.begin()
 

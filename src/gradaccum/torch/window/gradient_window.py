@@ -437,12 +437,14 @@ class GradientWindow(Listener):
         """Make the sum and its weight those of all ranks."""
         window, ranks, scale, manual_reduce = self.window, self.ranks, self.loss_scale, not self.ranks.reduced
         weights = window.weight, window.weights_given, window.largest
-        mine = Total(*weights, *scale.agreement(), window.equal, idle=not window.micro_batches)
+        idle, by_name, scales = not window.micro_batches, self.losses.by_name, scale.agreement(not manual_reduce)
+        mine = Total(*weights, *scales, window.equal, idle=idle, by_name=by_name)
         self._folded = False
         everybody = ranks.total(mine, self._rescale)
         scale.agree(ranks.loss_scale)
         window.weight, window.weights_given = everybody.weight, everybody.given
-        total.scale, total.overflow = everybody.scale or None, everybody.overflow
+        is_divided = scale.unscaled and not manual_reduce
+        total.scale, total.overflow = None if is_divided else everybody.scale or None, everybody.overflow
         if everybody.scale and manual_reduce and ranks.sharded and not everybody.overflow:
             # The scaler has not seen what FSDP kept; each rank has looked at its shard.
             finite = all_finite(self.buffer.gradients())
@@ -452,12 +454,11 @@ class GradientWindow(Listener):
             total.divisor = 1 / ranks.size  # the reduction leaves a mean over the ranks
         return True
 
-    def _rescale(self, unit: float, scale: float) -> None:
+    def _rescale(self, unit: float, scale: float, by_name: bool) -> None:
         """All ranks are about to reduce: bring the sum to one unit and scale, those of losses by name to one sum."""
         self.loss_scale.bring_to(scale)
-        used = self.named is not None and self.named.used
-        if used and (totals := self.ranks.sum_by_name(self.losses.weights())):
-            self.losses.fold(totals)
+        if by_name:
+            self.losses.fold(self.ranks.sum_by_name(self.losses.weights()))
             self._folded = True
         elif self.window.reduction == "mean" and (factor := self.window.rescale(unit)) != 1.0:
             self.buffer.scale_(factor)
@@ -472,7 +473,7 @@ class GradientWindow(Listener):
 
     def share(self) -> Total | None:
         """What the window weighs with the micro-batch in progress; a GradScaler's verdict comes after its pass."""
-        if self.loss_scale.known:
+        if self.loss_scale.known or self.ranks.loss_scale:  # other ranks', where this one has had no micro-batch so far
             return None
         window, (weight, given) = self.window, self.in_progress
         given, total = given or window.weights_given, window.weight + weight

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
+from gradaccum.on_torch.foreach import clip_norm_
 from gradaccum.on_torch.grad_buffer import GradientBuffer, all_require_grad
 from gradaccum.torch.watch import GradientMonitor
 
@@ -47,7 +48,7 @@ class LossScale:
     def close(self) -> None:
         self._scale: Tensor | None = None
         self.overflow: Tensor | None = None
-        self._due = False
+        self._due = self.unscaled = False  # unscaled: `unscale_` has divided the sum
         self._own: Tensor | None = None
 
     def check(self, scaled: bool) -> None:
@@ -88,7 +89,8 @@ class LossScale:
         parameters = [p for p in self._buffer.parameters() if p.requires_grad]
         if parameters and all(p.grad is None for p in parameters):
             smallest = min(parameters, key=Tensor.numel)
-            smallest.grad = zero = torch.zeros_like(smallest, requires_grad=False)
+            dtype = getattr(smallest, "grad_dtype", None)  # wider than its own with `accumulate_dtype`
+            smallest.grad = zero = torch.zeros_like(smallest, dtype=dtype, requires_grad=False)
             self._shown = smallest, zero, zero._version
         self._buffer.expose(self._monitor.resyncing)
 
@@ -105,6 +107,7 @@ class LossScale:
         if self._due and live is not None:
             self.rescale_()  # no backward pass has done it
         self.overflow = found_inf.clone() if self.overflow is None else torch.maximum(self.overflow, found_inf)
+        self.unscaled = live is None
         if live is not None:
             self._live, self._scale = live, live.detach().clone()  # it is about to change
         elif self._due and self._scale is not None and self._live is not None:
@@ -155,12 +158,19 @@ class LossScale:
             self._buffer.scale_(scale / self._scale)
             self._scale.fill_(scale)
 
-    def agreement(self) -> tuple[float, float, bool]:
-        """The scale of the sum (0 without a scaler), the scale that this rank's scaler has come to, any overflow."""
+    def agreement(self, reduced: bool) -> tuple[float, float, bool]:
+        """The scale of the sum (0 without a scaler), the scale that this rank's scaler has come to, any overflow.
+
+        Of a sum that a backward pass has `reduced`, it is the scale of then, in which ranks without a micro-batch have
+        it. Where that is not known, it is a negative number, the same on ranks that have divided by the same one.
+        """
         if self._scale is None or self.overflow is None:
             return 0.0, 0.0, self.overflowed()
         own = next(scale for scale in (self._own, self._live, self._scale) if scale is not None)
-        found = [t.detach().double().reshape(()) for t in (self._scale, own, self.overflow)]
+        held = self._scale
+        if reduced and self.unscaled:
+            held = -1.0 - clip_norm_(self._buffer.gradients(), None) if self._live is None else self._live
+        found = [t.detach().double().reshape(()) for t in (held, own, self.overflow)]
         scale, own_scale, overflow = torch.stack(found).tolist()
         return scale, own_scale, bool(overflow)
 
