@@ -90,6 +90,9 @@ EXACT = {
     ),
     "unscale_ after a scale that moved without a pass": Scenario(epochs=(NO_PASS,), way="plain", scaler=-1),
     "the loss where unscale_ has divided": Scenario(epochs=((ONE,) * 2,), scaler=3),
+    "an overflow in a window that is saved": Scenario(
+        epochs=((MicroBatch(event="inf"), SAVED, ONE, ONE),), scaler=1000, steps=3
+    ),
     "a loader that goes on from its own state": Scenario(
         seed=1, epochs=((SAVED, MicroBatch(rows=3), ONE),), way="batches", loader="stateful"
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import pickle
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.fuzz.loaders import loader_of
 from tests.fuzz.problem import Gone, Injected, Script, apart, buffers_of, loss_of, rows_of, state_of
 from tests.fuzz.scenario import MicroBatch, Scenario
 from tests.fuzzing import Errors
-from tests.reference import relative_error
+from tests.reference import relative_error, windows_of
 
 Epoch = tuple[MicroBatch, ...]
 
@@ -381,18 +382,12 @@ def _expected(scenario: Scenario, data: list[list[list[Any]]]) -> ByHand:
 
 def _windows_of_ranks(scenario: Scenario, epochs: list[Epoch]) -> list[list[tuple[int, int]]]:
     """The micro-batches, by rank and number, of each window of an epoch."""
-    columns = []
-    for rank, epoch in enumerate(epochs):
-        own: list[list[tuple[int, int]]] = [[]]
-        for i, one in enumerate(epoch):
-            if one.event in ("skip", "forward error"):
-                continue
-            own[-1].append((rank, i))
-            if len(own[-1]) == scenario.steps:
-                own.append([])
-        columns.append([window for window in own if window])
-    count = max(map(len, columns))
-    return [[place for own in columns for window in own[w : w + 1] for place in window] for w in range(count)]
+    counted = [
+        [(rank, i) for i, one in enumerate(epoch) if one.event not in ("skip", "forward error")]
+        for rank, epoch in enumerate(epochs)
+    ]
+    columns = [windows_of(own, scenario.steps) for own in counted]
+    return [[*itertools.chain(*windows)] for windows in itertools.zip_longest(*columns, fillvalue=[])]
 
 
 def run_wrapper(scenario: Scenario, rank: int) -> dict[str, float]:

@@ -152,69 +152,52 @@ def ahead(batches):
     yield held
 
 
-def fetched_ahead(model, optimizer):
-    train(model, optimizer, ahead(optimizer.batches(PAIRS)))
-
-
-def listed(model, optimizer):
-    train(model, optimizer, list(optimizer.batches(PAIRS)))
-
-
 def inside_another_loop(model, optimizer):
     for _ in optimizer.batches(PAIRS):
-        for _ in optimizer.batches(PAIRS):
-            pass
-        train(model, optimizer, PAIRS[:1])
+        train(model, optimizer, [*optimizer.batches(PAIRS)][:1])
 
 
-def split_again(model, optimizer):
-    for x, y in optimizer.batches(PAIRS):
-        train(model, optimizer, [(x[:1], y[:1]), (x[1:], y[1:])])
+def with_its_if_statement(model, optimizer):
+    """The hand-written loop's."""
+    for index, batch in enumerate(optimizer.batches(PAIRS)):
+        train(model, optimizer, [batch]) if index % 2 else backward(model, optimizer, batch)
 
 
-def left_if(model, optimizer):
-    for index, (x, y) in enumerate(optimizer.batches(PAIRS)):
-        mse(model, x, y).backward()
-        if index % 2:  # the hand-written loop's if-statement, left in place
-            optimizer.step()
+def halves(batches):
+    return ((t[part] for t in batch) for batch in batches for part in (slice(1), slice(1, None)))
 
 
 BOXES = ([torch.zeros(3, 8, 8), torch.zeros(3, 8, 8)], {"boxes": torch.zeros(5, 4)})
 IMAGES = [torch.randn(3, 8, 9), torch.randn(3, 7, 5)]
-
-
-def over(*batches, **options):
-    return lambda model, optimizer: [*optimizer.batches(list(batches), **options)]
-
-
-@pytest.mark.parametrize(
-    ("run", "error", "says"),
-    [
-        (fetched_ahead, WindowError, r"fetches ahead.*optimizer\.batches\(prefetched\(loader\)\)"),
-        (
-            listed,
-            WindowError,
-            r"fetches ahead.*optimizer\.batches\(prefetched\(loader\)\).*discard\(\) forgets the loop",
-        ),
-        (inside_another_loop, WindowError, r"another loop over the same optimizer's batches\(\)"),
-        (split_again, WindowError, r"step\(\) was called twice for one batch"),
-        (left_if, WindowError, r"Call step\(\) after"),
-        (lambda _, optimizer: optimizer.batches(optimizer.batches([])), ValueError, "already"),
-        (lambda _, optimizer: optimizer.batches(3), TypeError, "iterable"),
-        (over(), ValueError, "yielded no batch"),
-        (over(BOXES), ValueError, r"batch\[1\]\['boxes'\]  shape \(5, 4\)(.|\n)*Pass weight="),
-        (over(["a sentence", "another"]), ValueError, "Pass weight="),
-        (over(IMAGES, IMAGES), ValueError, r"images of different sizes.*\nPass weight= to batches\(\)"),
-        (over((IMAGES, torch.zeros(3))), ValueError, r"images of different sizes.*\nPass weight= to batches\(\)"),
-    ],
+AHEAD, PASS = (
+    r"fetches ahead.*optimizer\.batches\(prefetched\(loader\)\).*discard\(\) forgets the loop",
+    "\nPass weight= to",
 )
-def test_a_loop_is_refused_and_what_to_do_is_said(run, error, says):
-    model, optimizer = wrapped(steps=3)
-    too_late = run is fetched_ahead  # its first window is closed by then
-    with refused(says, *([] if too_late else [model]), error=error):
-        run(model, optimizer)
+LOOPS = {  # and what is said of them; with ValueErrors, of loaders
+    "fetched ahead": (lambda m, o: train(m, o, ahead(o.batches(PAIRS))), AHEAD),
+    "listed": (lambda m, o: train(m, o, [*o.batches(PAIRS)]), AHEAD),
+    "inside another loop": (inside_another_loop, r"another loop over the same optimizer's batches\(\)"),
+    "split again": (lambda m, o: train(m, o, halves(o.batches(PAIRS))), r"step\(\) was called twice for one batch"),
+    "with its if-statement": (with_its_if_statement, r"Call step\(\) after"),
+    "batches() of batches()": (lambda m, o: o.batches(o.batches([])), "already", ValueError),
+    "no loader": (lambda m, o: o.batches(3), "iterable", TypeError),
+    "no batch": ([], "yielded no batch"),
+    "boxes": ([BOXES], r"batch\[1\]\['boxes'\]  shape \(5, 4\)(.|\n)*Pass weight="),
+    "sentences": ([["a sentence", "another"]], "Pass weight="),
+    "images": ([IMAGES, IMAGES], r"images of different sizes.*\nPass weight= to batches"),
+    "images and targets": ([(IMAGES, torch.zeros(3))], r"images of different sizes.*\nPass weight= to batches"),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_or_a_loader_is_refused_and_what_to_do_is_said(name):
+    (run, says, *error), (model, optimizer) = LOOPS[name], wrapped(steps=3)
+    error = *error, ValueError if isinstance(run, list) else WindowError
+    too_late = name == "fetched ahead"  # its first window is closed by then
+    with refused(says, *([] if too_late else [model]), error=error[0]):
+        [*optimizer.batches(run)] if isinstance(run, list) else run(model, optimizer)
     optimizer.discard()
-    plain = PAIRS[:3] if run is listed else []
+    plain = PAIRS[:3] if name == "listed" else []
     train(model, optimizer, plain)
     train(model, optimizer, optimizer.batches(ahead(PAIRS)))
     expected = large([*windows_of(plain, 3), *windows_of(PAIRS, 3)])

@@ -294,6 +294,29 @@ def test_gradients_that_parameters_bring_along_are_no_part_of_a_window(joins, wi
         assert relative_error([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()]) <= FLOAT64
 
 
+BETWEEN = {  # of a model, and an optimizer of all of its parameters but the last
+    "a group": lambda model, optimizer: optimizer.add_param_group({"params": model[2].bias, "lr": 0.05}),
+    "appended in place": lambda model, optimizer: optimizer.param_groups[0]["params"].append(model[2].bias),
+    "removed in place": lambda model, optimizer: optimizer.param_groups[0]["params"].pop(0),
+}
+
+
+@pytest.mark.parametrize("change", BETWEEN.values(), ids=BETWEEN)
+@pytest.mark.parametrize("windows", [1, 2, 4, 5])
+def test_parameters_that_join_or_leave_between_windows_do_so_as_in_a_plain_loop(change, windows):
+    """Also where windows aren't watched."""
+    make, plain = lambda parameters: sgd([*parameters][:3]), network()
+    (model, optimizer), inner = wrapped(make, steps=2), make(plain.parameters())
+    for first, window, times in ((True, RAGGED[:2], windows), (False, RAGGED[2:4], 2)):
+        train(model, optimizer, window * times, weigh=by_rows)
+        torch_updates(plain, inner, [join(window)] * times, mse)
+        for each, its in ((model, optimizer.inner), (plain, inner)):
+            if first:
+                change(each, its)
+            each.zero_grad()
+    assert_same(model, plain)
+
+
 def test_a_group_that_joins_the_inner_optimizer_between_windows_follows_the_loss_scale():
     """The parameters that were there are frozen by then: no gradient of theirs says that a backward pass starts."""
     model, plain, scaler = network(), network(), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
@@ -402,15 +425,15 @@ def test_a_compiled_loop_is_exact(whole_loop, compiled_autograd, backend):
     def whole(x, y):
         optimizer.zero_grad()
         mse(model, x, y).backward()
-        if whole_loop:
-            optimizer.step()
+        optimizer.step()
 
-    compiled = torch.compile(whole, backend=backend)
+    compiled = torch.compile(whole if whole_loop else lambda x, y: mse(model, x, y).backward(), backend=backend)
     with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
         for batch in alike:
             compiled(*batch)
             if not whole_loop:
                 optimizer.step()
+                optimizer.zero_grad()
     assert optimizer.updates == 2
     assert_same(model, large([alike[:2], alike[2:]]))
     torch._dynamo.reset()

@@ -225,23 +225,20 @@ def test_in_a_window_of_one_sum_that_is_to_be_divided_by_its_weight_gradients_ar
 # Between windows.
 
 
-def test_a_loop_without_zero_grad_is_refused_where_the_next_window_would_add_to_the_finished_gradient():
-    model, optimizer = wrapped(steps=3)
-    with pytest.raises(WindowError, match="left from the last window"):
-        train(model, optimizer, BATCHES, clear="never")
-    assert (optimizer.updates, optimizer.micro_batches) == (1, 0)
-
-
-@pytest.mark.parametrize("cleared", ["never", "at each epoch's start"])
-def test_gradients_that_are_left_to_the_last_micro_batch_of_an_epoch_are_refused(cleared):
-    """It is a window of its own."""
-    model, optimizer = wrapped(steps=5)
+@pytest.mark.parametrize(
+    ("steps", "loop", "cleared"),
+    [(3, False, False), (5, True, False), (5, True, True)],
+    ids=["a plain loop", "the window of an epoch's last micro-batch", "at each epoch's start"],
+)
+def test_a_loop_without_zero_grad_is_refused_where_the_next_window_would_add_to_the_finished_gradient(
+    steps, loop, cleared
+):
+    model, optimizer = wrapped(steps=steps)
     with pytest.raises(WindowError, match="left from the last window"):
         for _ in range(2):
-            if cleared != "never":
-                optimizer.zero_grad()
-            train(model, optimizer, optimizer.batches(BATCHES), clear="never")
-    assert optimizer.updates == 1
+            assert not cleared or optimizer.zero_grad() is None
+            train(model, optimizer, optimizer.batches(BATCHES) if loop else BATCHES, clear="never")
+    assert (optimizer.updates, optimizer.micro_batches) == (1, 0)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -334,21 +331,19 @@ def test_a_loop_that_still_accumulates_by_hand_is_named(steps, stepped, said, ca
     assert "if (i + 1) % steps == 0:" in caplog.text
 
 
-def several_losses_of_one_pass(model, x, y):
-    hidden = model(x)
-    return [(hidden - y).square().mean(), (hidden - y).abs().mean()]
-
-
-def several_losses_at_once(model, x, y):
-    return [mse(model, x, y), mse(model, x + 1, y)]
-
-
 def losses_of_two_domains(model, x, y):
     yield mse(model, x, y)
     yield model(x + 1).square().mean() * 0.1
 
 
-@pytest.mark.parametrize("losses", [several_losses_of_one_pass, several_losses_at_once, losses_of_two_domains])
+LOSSES = {
+    "of one pass": lambda model, x, y: [(apart := model(x) - y).square().mean(), apart.abs().mean()],
+    "at once": lambda model, x, y: [mse(model, x, y), mse(model, x + 1, y)],
+    "of two domains": losses_of_two_domains,
+}
+
+
+@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("steps", [2, 3])
 def test_several_losses_in_several_passes_are_at_most_one_line_at_info(losses, steps, caplog):
     caplog.set_level(logging.INFO)

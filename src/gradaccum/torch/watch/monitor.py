@@ -181,6 +181,7 @@ class GradientMonitor:
     def watch_all(self) -> None:
         self._watch(_leaves(self._parameters()))
         self.looking, self.passes.on_end, self.passes.ordinary = True, self._on_end, False
+        self._values = None  # of other parameters, perhaps
 
     def remove(self) -> None:
         self._watch([])
