@@ -206,14 +206,10 @@ class Equation:
 
     def absorbed(self, values: Sequence[Value]) -> Flaw | None:
         """The flaw of what follows from these: the gravest that they have, if it can't be taken back here."""
-        flaws = [value.flaw for value in values if value.flaw is not None]
-        if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
-            flaws = [flaw for flaw in flaws if flaw.kind != "position"] or flaws
-        if not flaws:
+        if not (flaws := _flaws_of(values)):
             return None
-        shifted = [flaw for flaw in flaws if flaw.soft == FREE]  # by the largest of all, which may come back
-        if shifted and self.name in ("add", "add_any", "sub") and len({flaw.source for flaw in flaws}) == 1:
-            return shifted[0]
+        if self.name in ("add", "add_any", "sub") and (shifted := _shifted(flaws)):
+            return shifted
         order = ("random", "mixed", "position", "count", "unknown")
         flaw = min(flaws, key=lambda flaw: (not flaw.certain, order.index(flaw.kind), flaw.source.number))
         if flaw.source.info is None:  # of a constant: it shows where it is used
@@ -482,6 +478,19 @@ def _frames(info: Any) -> list[Any]:
     """The calls that led to an operation, the innermost first, without JAX' own."""
     frames = getattr(getattr(info, "traceback", None), "frames", None) or []
     return [frame for frame in frames if not is_ours(frame.file_name)]
+
+
+def _flaws_of(values: Sequence[Value]) -> list[Flaw]:
+    flaws = [value.flaw for value in values if value.flaw is not None]
+    if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
+        return [flaw for flaw in flaws if flaw.kind != "position"] or flaws
+    return flaws
+
+
+def _shifted(flaws: Sequence[Flaw]) -> Flaw | None:
+    """The flaw of rows that were shifted by the largest of all numbers, where nothing but this one joins them."""
+    found = next((flaw for flaw in flaws if flaw.soft == FREE), None)
+    return found if len({flaw.source for flaw in flaws}) == 1 else None
 
 
 def _is_one_number(array: Any) -> bool:
