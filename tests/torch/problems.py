@@ -59,13 +59,22 @@ class Does(nn.Module):
         super().__init__()
         self.run = run
         for name, part in parts.items():
-            if part is None or (isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter)):
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
                 self.register_buffer(name, part)
             else:
                 setattr(self, name, part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(self, *args, **kwargs)
+
+
+class Empties(Does):
+    """The same, where None is a buffer that isn't there yet."""
+
+    def __init__(self, run: Any, **parts: Any):
+        super().__init__(run, **{name: part for name, part in parts.items() if part is not None})
+        for name in [name for name, part in parts.items() if part is None]:
+            self.register_buffer(name, None)
 
 
 MIXING: dict[str, Any] = {  # what looks across rows
