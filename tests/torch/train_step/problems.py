@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.torch.problems import Empties as Of
+from tests.torch.problems import Does as Of
 
 OUT = "CUDA out of memory (simulated)"
 OPTIMIZERS = {

@@ -12,7 +12,8 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from gradaccum.torch import TrainStep, chunked, combine_buffers
 from gradaccum.torch.buffers import rules_of
-from tests.torch.train_step.problems import OUT, Backward, Of, batches, centred, zeros
+from tests.torch.problems import Empties as Of
+from tests.torch.train_step.problems import OUT, Backward, batches, centred, zeros
 from tests.torch.train_step.steps import assert_same_state, assert_same_updates, by_hand, left_as_it_was, step_of
 
 
