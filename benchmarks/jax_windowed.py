@@ -143,10 +143,9 @@ def main() -> None:
     head = ["", "time of a window", "memory, MiB", "equal rows", "ragged rows", "short last window"]
     body = (
         f"{LAYERS} layers of {WIDTH} units, Adam, windows of {STEPS} micro-batches of {ROWS} rows, buffers donated. "
-        "Time relative to two programs written by hand; memory as XLA states it, parameters and state included. The "
-        "last "
-        "columns are the distance from SGD with momentum on the large batches, relative to the parameters' movement, "
-        "in float32.\n\n" + table(head, rows)
+        "Time relative to two programs written by hand; memory as XLA states it, with parameters and state. Then the "
+        "distance from SGD with momentum on the large batches, relative to the movement, in float32.\n\n"
+        + table(head, rows)
     )
     publish("jax_windowed", "JAX: windows of small batches", body, ["jax", "optax"], options, ours=["windowed"])
 

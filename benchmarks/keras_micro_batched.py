@@ -1,8 +1,6 @@
-"""Processor time of an ordinary update, compared with plain `fit(batch_size=256)`, and peak memory. The rivals are
-Keras' own `gradient_accumulation_steps=16` and a loop written by hand for the backend, without Keras' losses, metrics
-or callbacks. Updates 1, 2, 4, 8, ... and the first one of each `fit` are proved and left out; what a proof takes is in
-the last column, in ordinary updates. On a CPU, JAX compiles convolutions' gradients in a plain loop to slow code, which
-gradaccum avoids.
+"""Processor time of an ordinary update relative to plain `fit(batch_size=256)`, and peak memory, beside Keras' own
+`gradient_accumulation_steps=16` and a loop by hand without Keras' losses, metrics or callbacks. "proof": an update that
+is proven (1, 2, 4, 8, ...). JAX compiles gradients of convolutions in a plain loop to slow code on CPUs.
 """
 
 from __future__ import annotations

@@ -124,13 +124,13 @@ def main() -> None:
         spans = [f"{min(some):.2f} to {max(some):.2f}" for some in compared]
     body = (
         f"Processor time of `fit` per window of {STEPS} micro-batches of {ROWS} rows with Adam, relative to Keras' "
-        "built-in accumulation. The plain optimizer makes an update with each micro-batch. Windows that the callback "
-        "watches (1, 2, 4, 8, ...) are left out.\n\n" + table(["backend", "network", *CONTENDERS[1:]], times)
+        'built-in accumulation; "plain" makes an update with each micro-batch. Watched windows are left out.\n\n'
+        + table(["backend", "network", *CONTENDERS[1:]], times)
     )
     if not options.quick:
         body += (
-            "\n\nThe peak memory of the process that trains 1024-2048-2048-10, relative to the built-in's, is "
-            f"{spans[0]} for the plain optimizer, and {spans[1]} for gradaccum with the callback."
+            "\n\nPeak memory on 1024-2048-2048-10, relative to the built-in's: "
+            f"plain {spans[0]}, gradaccum with the callback {spans[1]}."
         )
     versions = ["keras", "tensorflow-cpu", "jax", "torch"]
     publish(

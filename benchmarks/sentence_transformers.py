@@ -87,8 +87,8 @@ def main() -> None:
     body = (
         f"{pairs} pairs of texts of 2 to {COLUMNS} tokens, most of them short, padded to {COLUMNS}; two layers of a "
         f"transformer of {WIDTH}, float32, without dropout. Loss and gradients: time relative to the cached "
-        "loss, peak MiB of live tensors, and the gradient's largest error compared with the whole batch in "
-        "float64.\n\n" + table(["", "time", "MiB", "gradient error"], rows)
+        "loss, peak MiB of live tensors, largest error against float64.\n\n"
+        + table(["", "time", "MiB", "gradient error"], rows)
     )
     rows_alone, tokens = time[f"Chunked, mini_batch_size={ROWS}"], time[f"Chunked, mini_batch_num_tokens={TOKENS}"]
     block = (

@@ -152,10 +152,9 @@ def main() -> None:
         lines += [[name, ratios[name], f"{100 * idle[name]:.1f} %" if name in idle else ""] for name in names]
     about = (
         f"{RANKS} ranks over gloo, {ROWS} rows a window on each, of log-normal lengths; six blocks, an embedding and a "
-        "head, each sharded by itself. The first two rows are micro-batches of 16 padded rows, with and without the "
-        f"messages that precede each collective. The others are `max_tokens` of {MAX_TOKENS}, relative to rows dealt "
-        f"out evenly beforehand at no cost. Time is the median of {rounds} rounds; idle is the part of the tokens that "
-        "ranks could have computed and didn't.\n\n"
+        "head, each sharded by itself. First micro-batches of 16 padded rows, with and without messages before "
+        f"collectives; then `max_tokens` of {MAX_TOKENS}, relative to rows dealt out evenly beforehand. Medians of "
+        f"{rounds} rounds; idle: tokens that ranks could have computed.\n\n"
     )
     body = about + table(["", "time", "idle"], lines)
     publish("sharded", "Sharded models", body, ["torch"], options, ours=["TrainStep"])
