@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.on_torch.foreach import all_finite, scale_
@@ -145,10 +146,14 @@ class GradientBuffer:
 
 
 class ArrivalScale:
-    """Multiplies gradients as they arrive, before they join the sum: NaN by 0 is 0. Nothing runs while it is 1."""
+    """Multiplies gradients as they arrive, before they join the sum: NaN by 0 is 0. Nothing runs while it is 1.
+
+    Those that `torch.autograd.grad` returns don't arrive, so the hooks are those of the nodes that add to the sum.
+    """
 
     def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
         self._parameters, self._hooks = parameters, list[Any]()
+        self._nodes = list[Any]()  # no longer than they are kept are they the ones that later passes find
         self.factor = 1.0
         self.muted = False  # while a loss that is multiplied itself goes backward
 
@@ -159,12 +164,15 @@ class ArrivalScale:
         for hook in self._hooks:
             hook.remove()
 
-        def times(gradient: Tensor) -> Tensor | None:
-            return None if self.muted else gradient * factor if factor else torch.zeros_like(gradient)
+        def times(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+            if self.muted:
+                return None
+            return tuple(g if g is None else g * factor if factor else torch.zeros_like(g) for g in gradients)
 
         leaves = [p for p in self._parameters() if factor != 1.0 and (p.is_floating_point() or p.is_complex())]
         with all_require_grad(leaves):
-            self._hooks = [p.register_hook(times) for p in leaves]
+            self._nodes = [get_gradient_edge(p).node for p in leaves]
+        self._hooks = [node.register_prehook(times) for node in self._nodes]
 
 
 class ScreenedBuffer(GradientBuffer):

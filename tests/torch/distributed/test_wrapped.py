@@ -430,6 +430,28 @@ def test_a_rank_may_have_its_first_micro_batch_in_a_later_window(rank, steps, fi
 
 
 @pytest.mark.parametrize("in_views", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+@on_ranks()
+def test_gradients_of_autograd_grad_are_those_of_the_loss_and_join_the_sum_weighed_once(rank, steps, in_views):
+    replica, optimizer = wrap("ddp", model := network(), steps, {"gradient_as_bucket_view": in_views})
+    oracle, parameters = Oracle(model), [*model.parameters()]
+    for epoch, adds in enumerate((False, True, False)):  # from the second epoch on, a backward pass reduces
+        ranks = data(RAGGED, epoch)
+        for rows in optimizer.batches(ranks[rank]):
+            optimizer.zero_grad()
+            found, twin = torch.autograd.grad(loss_of(model, rows), parameters), copy.deepcopy(model)
+            expected = torch.autograd.grad(loss_of(twin, rows), [*twin.parameters()])
+            assert all(map(torch.equal, found, expected))
+            if adds:
+                optimizer.add_gradients(found, weight=len(rows[0]))
+            else:
+                loss_of(replica, rows).backward()
+            optimizer.step()
+        oracle.see(ranks, steps)
+        oracle.check(model)
+
+
+@pytest.mark.parametrize("in_views", [False, True])
 @pytest.mark.parametrize("dropped", ["open", "reduced", "forward pass", "reduced and open"])
 @on_ranks()
 def test_windows_behind_dropped_ones_are_exact(rank, dropped, in_views):
