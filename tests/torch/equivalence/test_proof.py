@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import gradaccum
 from gradaccum.on_torch.adapter.kinds import BatchKinds
@@ -664,3 +664,19 @@ def test_the_proof_leaves_gradients_of_the_batch_alone_and_proves_with_them(capl
         assert torch.allclose(found[place].grad, expected[place].grad, rtol=1e-5, atol=1e-7)
     assert "could not be proven" not in caplog.text
     refused(net(), batch(), compute_loss=lambda *batch: prompted(*batch).sqrt(), batch_dims=(0, 0, None))
+
+
+@pytest.mark.parametrize("seed", [17, 42])  # cut by classes alone, equal shares of these masks came into each part
+def test_a_mean_over_a_mask_of_floats_is_refused_at_once(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(16, 5, dtype=torch.float64, generator=generator)
+    y = torch.randint(3, (16,), generator=generator)
+    mask = (torch.rand(16, generator=generator) < 0.5).double()
+    model = nn.Linear(5, 3, dtype=torch.float64)
+
+    def masked(model: nn.Module, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+
+    step = TrainStep(model, torch.optim.SGD(model.parameters()), compute_loss=masked, micro_batch_size=4)
+    with pytest.raises(gradaccum.NotEquivalentError):
+        step(x, y, mask)

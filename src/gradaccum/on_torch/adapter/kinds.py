@@ -158,7 +158,11 @@ def rows_to_prove(batch: Batch, most: int) -> list[int]:
     scores = torch.zeros(batch.rows, dtype=torch.float64)
     for _, leaf, dim in batch.leaves:
         values = torch.as_tensor(leaf).detach().movedim(dim, 0)
-        if values.is_floating_point() or values.is_complex():
+        if values.is_complex():
+            continue
+        if values.is_floating_point():
+            if values.ndim == 1:  # a mask or weights of rows: a mean over them shows where one part has more
+                scores += 2 * (values != 0).cpu()
             continue
         if values.dtype is torch.bool:
             values = values.byte()
