@@ -344,3 +344,13 @@ def test_a_loss_that_reaches_the_other_ones_parameters_is_named():
     model(torch.ones(2, 5)).square().mean().backward()  # the generator's loss, the discriminator not frozen
     with pytest.raises(WindowError, match=r"requires_grad_\(False\)"):
         optimizer.zero_grad()
+
+
+def test_a_tensor_is_a_loader_of_its_rows():
+    (model, optimizer), rows = wrapped(steps=2), torch.stack([x for x, _ in parts([2] * 5)])
+    for _ in range(2):
+        for x in optimizer.batches(rows):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+    assert optimizer.updates == 6

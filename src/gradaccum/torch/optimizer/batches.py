@@ -6,13 +6,13 @@ import contextlib
 import copy
 import math
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.core.window import checked_weight
 from gradaccum.errors import WindowError
@@ -174,7 +174,7 @@ class Batches:
         return any(took_part) or len(ending) < len(self.members)  # of which another loop has begun since
 
 
-_FETCHED: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_FETCHED: Any = WeakIdKeyDictionary()  # a tensor is a loader of its rows, and compares them
 """How many batches of a loader had been fetched, in all epochs, when the last one was compared with its copy."""
 
 
