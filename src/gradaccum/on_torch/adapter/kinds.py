@@ -161,8 +161,8 @@ def rows_to_prove(batch: Batch, most: int) -> list[int]:
         if values.is_complex():
             continue
         if values.is_floating_point():
-            if values.ndim == 1:  # a mask or weights of rows: a mean over them shows where one part has more
-                scores += 2 * (values != 0).cpu()
+            if _is_plain(values) and _is_small(batch, values):  # a mask or weights: a mean shows where a part has more
+                scores += (2 if values.ndim == 1 else 1) * (values != 0).reshape(len(values), -1).sum(1).cpu()
             continue
         if values.dtype is torch.bool:
             values = values.byte()
