@@ -2,32 +2,69 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from gradaccum.on_torch.foreach import clip_value_
-from gradaccum.on_torch.grad_buffer import GradientBuffer
-from gradaccum.on_torch.noise import NoiseMeter
-from gradaccum.on_torch.stages import Unscale, WindowTotal, gradient_stages, run_stages
+from gradaccum.on_torch.clip_value import ClipValue
+from gradaccum.on_torch.grad_buffer import GradientBuffer, WindowTotal
+from gradaccum.on_torch.stages import Unscale, gradient_stages, run_stages
+from gradaccum.torch import TrainStep
+from gradaccum.torch.optim import Optimizer
 from tests.reference import windows_of
-from tests.torch.optimizer.loops import assert_same, large, parts, train, wrapped
-from tests.torch.problems import sgd
+from tests.torch.optimizer.loops import assert_same, large, parts, scaler_of, train, wrapped
+from tests.torch.problems import mse, network, sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 CLIPS = {"clip_grad_norm": 1.0, "clip_grad_value": 1.0}
-EVERYTHING = {"skip_nonfinite": True, "noise": NoiseMeter(), "accumulates_wide": True, **CLIPS}
-ASKED_FOR = {
-    "a plain loop": ([], {}, "Divide"),
-    "a GradScaler": ([Unscale()], {}, "Unscale Divide"),
-    "clipping": ([], CLIPS, "Divide ClipNorm ClipValue"),
-    "skip_window and bfloat16": ([], {"skip_nonfinite": True, "accumulates_wide": True}, "Divide Finite Cast"),
-    "everything": ([Unscale()], EVERYTHING, "Unscale Divide Finite MeasureNoise ClipNorm ClipValue Cast"),
+
+
+def of_a_wrapper(scaler=None, named=False, **options):
+    """The stages of a wrapped optimizer, after a window."""
+    model, optimizer = wrapped(steps=2, **options)
+
+    def loss(model, x, y):
+        return {"mean": (mse(model, x, y), len(x)), "size": (model(x).square().mean(), len(x))}
+
+    train(model, optimizer, parts([3, 1]), scaler=scaler, **{"loss": loss, "weigh": lambda x, y: None} if named else {})
+    return optimizer._windows.current.stages
+
+
+def of_ranks(**options):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(network())
+        return Optimizer(sgd(model.parameters()), 2, model=model, **options)._windows.current.stages
+    finally:
+        dist.destroy_process_group()
+
+
+def of_a_train_step(**options):
+    model = network()
+    return TrainStep(model, sgd(model.parameters()), loss_fn=nn.MSELoss(), **options).update.stages
+
+
+SKIPS = {"nonfinite": "skip_window", "noise_scale": True, "accumulate_dtype": torch.float32}
+STAGES = {
+    "a plain loop": (of_a_wrapper, {}, "Divide"),
+    "a GradScaler": (lambda: of_a_wrapper(scaler_of(4.0)), {}, "Divide Unscale"),
+    "named losses": (of_a_wrapper, {"named": True}, "_fold Divide"),
+    "DDP, clipped": (of_ranks, CLIPS, "_reduce Divide Unscale ClipNorm ClipValue"),
+    "skip_window, noise, wide sums": (of_a_wrapper, SKIPS, "Divide Finite MeasureNoise Cast"),
+    "skip_micro_batch": (of_a_wrapper, {"nonfinite": "skip_micro_batch"}, "_screen Divide"),
+    "TrainStep": (of_a_train_step, {}, "Divide"),
+    "TrainStep, whose scaler unscales in its step": (lambda: of_a_train_step(scaler=scaler_of(4.0)), {}, "Divide"),
+    "TrainStep, a GradScaler, clipped": (
+        lambda: of_a_train_step(scaler=scaler_of(4.0), noise_scale=True, **CLIPS),
+        {},
+        "Divide Unscale MeasureNoise ClipNorm ClipValue",
+    ),
 }
 
 
-@pytest.mark.parametrize(("first", "asked", "names"), ASKED_FOR.values(), ids=ASKED_FOR)
-def test_the_list_holds_what_was_asked_for_in_one_order(first, asked, names):
-    assert " ".join(type(stage).__name__ for stage in gradient_stages(*first, **asked)) == names
+@pytest.mark.parametrize(("stages", "options", "names"), STAGES.values(), ids=STAGES)
+def test_the_list_holds_what_was_asked_for_in_one_order(stages, options, names):
+    assert " ".join(getattr(stage, "__name__", type(stage).__name__) for stage in stages(**options)) == names
 
 
 def test_a_stage_that_finds_nothing_to_update_with_ends_the_list():
@@ -36,7 +73,7 @@ def test_a_stage_that_finds_nothing_to_update_with_ends_the_list():
     stages = [lambda total: not seen.append(1), lambda total: False, lambda total: not seen.append(2)]
     assert not run_stages(stages, total)
     assert seen == [1]
-    assert not run_stages(gradient_stages(), WindowTotal(GradientBuffer(list), 1.0, weight=0))
+    assert not run_stages(gradient_stages({}), WindowTotal(GradientBuffer(list), 1.0, weight=0))
     assert not run_stages([Unscale()], WindowTotal(GradientBuffer(list), 1.0, overflow=torch.tensor(True)))
 
 
@@ -57,6 +94,8 @@ def test_clipping_by_value_sees_the_finished_gradient_once(norm):
 def test_clipping_by_value_takes_sparse_gradients():
     dense = torch.tensor([[0.0, 0.0], [3.0, -0.5]])
     sparse = dense.to_sparse()
-    clip_value_([sparse, dense], 1.0)
+    total = WindowTotal(GradientBuffer(list), None)
+    total.buffer.attach(lambda: [sparse, dense])
+    assert ClipValue(1.0)(total)
     assert torch.equal(sparse.to_dense(), dense)
     assert dense[1].tolist() == [1.0, -0.5]

@@ -17,14 +17,13 @@ def checked_model(model: Any) -> nn.Module:
     return model
 
 
-def checked_norm(limit: Any, name: str = "clip_grad_norm") -> float | None:
-    if limit is None:
-        return None
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-        raise TypeError(f"`{name}` must be a number > 0. Received: {name}={limit!r}.")
-    if not limit > 0:
-        raise ValueError(f"`{name}` must be a number > 0. Received: {name}={limit!r}.")
-    return float(limit)
+def checked_limits(**limits: Any) -> dict[str, float | None]:
+    for name, limit in limits.items():
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
+            raise TypeError(f"`{name}` must be a number > 0. Received: {name}={limit!r}.")
+        if limit is not None and not limit > 0:
+            raise ValueError(f"`{name}` must be a number > 0. Received: {name}={limit!r}.")
+    return {name: None if limit is None else float(limit) for name, limit in limits.items()}
 
 
 def checked_dtype(dtype: Any) -> torch.dtype | None:

@@ -1,18 +1,18 @@
-"""Norms, scaling, clipping and finite checks of many gradients at once, by PyTorch's `_foreach` operators."""
+"""Norms, scaling, division and finite checks of many gradients at once, by PyTorch's `_foreach` operators."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def _groups(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+def grouped(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Lists of tensors of one device, dtype and layout, which `torch._foreach_*` handles in one kernel."""
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
@@ -25,7 +25,7 @@ def _groups(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 @torch.no_grad()
 def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply each tensor in place; a tensor factor stays on its device."""
-    for group in _groups(tensors):
+    for group in grouped(tensors):
         here = factor.to(group[0].device, group[0].dtype) if isinstance(factor, Tensor) else factor
         torch._foreach_mul_(group, here)
 
@@ -44,7 +44,7 @@ def divide_(tensors: list[Tensor], divisor: float) -> None:
         operation(tensors, number)
         return
     with torch.no_grad():  # after create_graph=True
-        for group in _groups(tensors):
+        for group in grouped(tensors):
             known[0](group, known[1])
 
 
@@ -64,22 +64,10 @@ def _division(divisor: float, kinds: set[Any]) -> tuple[Callable[..., None], Any
 
 
 @torch.no_grad()
-def clip_value_(tensors: Sequence[Tensor], limit: float) -> None:
-    for sparse in [t for t in tensors if t.is_sparse]:
-        merged = sparse.coalesce()
-        merged.values().clamp_(-limit, limit)
-        if merged is not sparse:
-            sparse.copy_(merged)
-    for group in _groups([t for t in tensors if not t.is_sparse]):
-        torch._foreach_clamp_min_(group, -limit)
-        torch._foreach_clamp_max_(group, limit)
-
-
-@torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether every entry is finite: a bool tensor of no dimensions. Waits for no device; few operators for many."""
     found = []
-    for group in _groups(t.coalesce().values() if t.is_sparse else t for t in tensors):
+    for group in grouped(t.coalesce().values() if t.is_sparse else t for t in tensors):
         filled = [t for t in group if t.numel()]
         # On CPU a 2-norm takes a tenth of the largest entry's time. One that isn't finite may itself have overflowed.
         norms = torch._foreach_norm(filled, 2.0) if filled and filled[0].is_cpu else ()

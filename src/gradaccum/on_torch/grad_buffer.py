@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -143,6 +144,26 @@ class GradientBuffer:
     def close(self) -> None:
         """The window is over; `p.grad` stays as it is for whoever wants to read it."""
         self.restored = None
+
+
+@dataclasses.dataclass(slots=True)
+class WindowTotal:
+    """What a window's micro-batches have added up to, on its way to the finished gradient."""
+
+    buffer: GradientBuffer
+    divisor: float | Tensor | None  # what the sum is still to be divided by; None: nothing
+    weight: float | None = None  # what the window weighs: 0 makes no update. None: not known, or not asked
+    micro_batches: int = 1
+    scale: float | Tensor | None = None  # the GradScaler's, which the sum is still multiplied by
+    overflow: bool | Tensor = False  # a gradient has overflowed that scale
+    rows: float = 0.0  # what the noise scale counts: rows, or weight
+    multiple: float | Tensor = 1.0  # ratio of the finished gradient to the mean over those
+    outside: Sequence[Tensor] = ()  # gradients of parameters that no optimizer here has: they are divided, too
+    grad_norm: Tensor | None = None  # the finished gradient's 2-norm before clipping
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return self.buffer.gradients()
 
 
 class ArrivalScale:

@@ -4,43 +4,26 @@
         if not stage(total):
             return False            # no update
 
-No stage knows another. A new one is a class here, and a line in `gradient_stages`, which states the order.
+No stage knows another. A new one is a module such as `clip_value`, and a line in `gradient_stages`, which states the
+order.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradaccum.on_torch.foreach import all_finite, clip_norm_, clip_value_, divide_, scale_
-from gradaccum.on_torch.grad_buffer import GradientBuffer
+from gradaccum.on_torch.clip_value import ClipValue
+from gradaccum.on_torch.foreach import all_finite, clip_norm_, divide_, scale_
+from gradaccum.on_torch.grad_buffer import WindowTotal
 from gradaccum.on_torch.noise import NoiseMeter
 
 logger = logging.getLogger("gradaccum")
-
-
-@dataclasses.dataclass(slots=True)
-class WindowTotal:
-    """What a window's micro-batches have added up to, on its way to the finished gradient."""
-
-    buffer: GradientBuffer
-    divisor: float | Tensor | None  # what the sum is still to be divided by; None: nothing
-    weight: float | None = None  # what the window weighs: 0 makes no update. None: not known, or not asked
-    micro_batches: int = 1
-    scale: float | Tensor | None = None  # the GradScaler's, which the sum is still multiplied by
-    overflow: bool | Tensor = False  # a gradient has overflowed that scale
-    rows: float = 0.0  # what the noise scale counts: rows, or weight
-    multiple: float | Tensor = 1.0  # ratio of the finished gradient to the mean over those
-    outside: Sequence[Tensor] = ()  # gradients of parameters that no optimizer here has: they are divided, too
-    grad_norm: Tensor | None = None  # the finished gradient's 2-norm before clipping
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        return self.buffer.gradients()
 
 
 Stage = Callable[[WindowTotal], bool]
@@ -53,33 +36,46 @@ def run_stages(stages: Iterable[Stage], total: WindowTotal) -> bool:
 
 
 def gradient_stages(
+    options: Mapping[str, Any],
     *first: Stage | None,
-    before_clipping: Iterable[Stage] = (),
-    skip_nonfinite: bool = False,
+    unscale: Unscale | None = None,
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     noise: NoiseMeter | None = None,
-    clip_grad_norm: float | None = None,
-    clip_grad_value: float | None = None,
-    accumulates_wide: bool = False,
 ) -> list[Stage]:
-    """The stages that were asked for: a plain loop's are `[Divide]`."""
+    """The stages that `options`, the public constructors' by name, ask for: a plain loop's are `[Divide]`."""
+    asked = {name: value for name, value in options.items() if value is not None}
+    clips = [
+        ClipNorm(asked["clip_grad_norm"]) if "clip_grad_norm" in asked else None,
+        ClipValue(asked["clip_grad_value"]) if "clip_grad_value" in asked else None,
+    ]
+    if unscale is not None and unscale.by_scaler is not None and not any(clips):
+        unscale = None  # the scaler steps the optimizers, and unscales then
     stages = [
         *first,
         Divide(),
-        Finite(sum_over_ranks) if skip_nonfinite else None,
+        unscale,
+        Finite(sum_over_ranks) if asked.get("nonfinite") == "skip_window" else None,
         MeasureNoise(noise) if noise is not None else None,
-        *before_clipping,
-        ClipNorm(clip_grad_norm) if clip_grad_norm is not None else None,
-        ClipValue(clip_grad_value) if clip_grad_value is not None else None,
-        Cast() if accumulates_wide else None,
+        *clips,
+        Cast() if "accumulate_dtype" in asked else None,
     ]
     return [stage for stage in stages if stage is not None]
 
 
+@dataclasses.dataclass(frozen=True)
 class Unscale:
-    """Take a GradScaler's loss scale out of the sum; an overflow makes no update. Waits for the device."""
+    """Take a GradScaler's loss scale out of the gradient; an overflow makes no update. Waits for the device.
+
+    Where the scaler is to step the optimizers, it does so itself, `by_scaler`: its own steps are left out then.
+    """
+
+    by_scaler: Callable[[], None] | None = None
 
     def __call__(self, total: WindowTotal) -> bool:
+        if self.by_scaler is not None:
+            self.by_scaler()
+            total.scale = None
+            return True
         if bool(total.overflow):
             logger.info("No update: a gradient of this window overflowed the loss scale")
             return False
@@ -133,7 +129,8 @@ class MeasureNoise:
     meter: NoiseMeter
 
     def __call__(self, total: WindowTotal) -> bool:
-        self.meter.window(total.gradients, total.rows, total.multiple)
+        scale = 1.0 if total.scale is None else total.scale
+        self.meter.window(total.gradients, total.rows, total.multiple * scale)
         return True
 
 
@@ -145,17 +142,6 @@ class ClipNorm:
 
     def __call__(self, total: WindowTotal) -> bool:
         total.grad_norm = clip_norm_(total.gradients, self.limit)
-        return True
-
-
-@dataclasses.dataclass(frozen=True)
-class ClipValue:
-    """As `torch.nn.utils.clip_grad_value_`, once per window."""
-
-    limit: float
-
-    def __call__(self, total: WindowTotal) -> bool:
-        clip_value_(total.gradients, self.limit)
         return True
 
 

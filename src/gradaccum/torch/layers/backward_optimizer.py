@@ -23,10 +23,10 @@ from gradaccum.core.sizes import format_bytes
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.adapter.arrays import relative_error
 from gradaccum.on_torch.batch import leaves
-from gradaccum.on_torch.grad_buffer import GradientBuffer
+from gradaccum.on_torch.grad_buffer import GradientBuffer, WindowTotal
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory, local_part
 from gradaccum.on_torch.private import without_global_step_hooks
-from gradaccum.on_torch.stages import Stage, WindowTotal, run_stages
+from gradaccum.on_torch.stages import Stage, run_stages
 from gradaccum.torch.layers.blocks import Block
 
 logger = logging.getLogger("gradaccum")

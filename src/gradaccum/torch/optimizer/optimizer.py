@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradaccum.core.noise import AnySteps, NoiseScale, NoiseSchedule, schedule_of
 from gradaccum.core.window import Reduction, checked_reduction
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
+from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_limits, checked_model
 from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
@@ -109,8 +109,7 @@ class Optimizer(OptimizerProxy):
     ) -> None:
         self._accumulation_arguments: dict[str, Any] = {
             "reduction": checked_reduction(reduction),
-            "clip_grad_norm": checked_norm(clip_grad_norm),
-            "clip_grad_value": checked_norm(clip_grad_value, "clip_grad_value"),
+            **checked_limits(clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value),
             "accumulate_dtype": checked_dtype(accumulate_dtype),
             "nonfinite": checked_choice("nonfinite", nonfinite, get_args(Nonfinite)),
             "noise_scale": checked_noise(noise_scale, nonfinite) or isinstance(steps, NoiseSchedule) or None,
@@ -143,7 +142,7 @@ class Optimizer(OptimizerProxy):
         )
         check_closures([inner] if needs_closure(inner) else [], ranks)
         noise = noise_meter(arguments.pop("noise_scale"), self._model)
-        current = GradientWindow(functools.partial(parameters_of, inner), ranks, noise, **arguments)
+        current = GradientWindow(functools.partial(parameters_of, inner), ranks, noise, arguments)
         self._loss_scale, self._passes = current.loss_scale, current.passes
         # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
         self._windows = windows = Windows(inner, schedule, current, weakref.ref(self), check_steps)

@@ -201,9 +201,7 @@ def find_ranks(model: nn.Module, objective: Objective, update: Update, options: 
         options={
             "reduction": objective.reduction,
             "weight": objective.weight and "given",
-            "clip_grad_norm": options.clip_grad_norm,
-            "clip_grad_value": options.clip_grad_value,
-            "accumulate_dtype": options.accumulate_dtype,
+            **options.gradients,
             "noise_scale": update.noise is not None,
             "scaler": update.scaler and "given",
             "sync": options.sync,

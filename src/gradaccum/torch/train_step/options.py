@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_norm, checked_scaler
+from gradaccum.on_torch.arguments import Sync, checked_choice, checked_scaler
 from gradaccum.on_torch.batch import Batch
 from gradaccum.schedule import checked_count
 from gradaccum.torch.batch_norm import checked_batch_norm
@@ -32,10 +32,8 @@ class Options:
     max_tokens: int | None
     pack: Any
     groups: Any
-    clip_grad_norm: Any
-    clip_grad_value: Any
     scaler: Any
-    accumulate_dtype: Any
+    gradients: dict[str, Any]  # what becomes of the finished gradient, for `gradient_stages`
     batch_norm: Any
     offload: Any
     noise_scale: Any
@@ -48,9 +46,6 @@ class Options:
         check_exact(self.batch_norm, self.offload, self.max_tokens, self.groups, self.blocks)
         checked_groups(self.groups)
         self.blocks = checked_blocks(self.blocks, batch_norm=self.batch_norm, noise_scale=bool(self.noise_scale))
-        self.clip_grad_norm = checked_norm(self.clip_grad_norm)
-        self.clip_grad_value = checked_norm(self.clip_grad_value, "clip_grad_value")
-        self.accumulate_dtype = checked_dtype(self.accumulate_dtype)
         self.scaler = checked_scaler(self.scaler)
         if self.pack is not None and self.max_tokens is None:
             raise ValueError("`pack` joins rows up to `max_tokens` tokens, so give `max_tokens`, too.")
@@ -91,7 +86,7 @@ class Options:
             )
         if layers is not None and layers.update == "in_backward":
             check_in_backward(
-                clips=self.clip_grad_norm is not None,
+                clips=self.gradients["clip_grad_norm"] is not None,
                 scales=self.scaler is not None,
                 closure=next((type(optimizer).__name__ for optimizer in self.closures()), None),
                 searched=self.searches and not ranks.sharded,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradaccum.core.noise import NoiseScale
 from gradaccum.core.sizes import parse_bytes
-from gradaccum.on_torch.arguments import Sync, checked_model
+from gradaccum.on_torch.arguments import Sync, checked_dtype, checked_limits, checked_model
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
@@ -130,10 +130,11 @@ class TrainStep:
             max_tokens=max_tokens,
             pack=pack,
             groups=groups,
-            clip_grad_norm=clip_grad_norm,
-            clip_grad_value=clip_grad_value,
             scaler=scaler,
-            accumulate_dtype=accumulate_dtype,
+            gradients={
+                **checked_limits(clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value),
+                "accumulate_dtype": checked_dtype(accumulate_dtype),
+            },
             batch_norm=batch_norm,
             offload=offload,
             noise_scale=noise_scale,

@@ -17,7 +17,7 @@ from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory, local_part
 from gradaccum.on_torch.noise import NoiseMeter
-from gradaccum.on_torch.stages import Stage, WindowTotal, gradient_stages
+from gradaccum.on_torch.stages import Stage, Unscale, gradient_stages
 from gradaccum.torch.distributed import ByBlocks, Ranks
 from gradaccum.torch.layers import BackwardOptimizer, Layers
 from gradaccum.torch.train_step.options import Options
@@ -34,18 +34,12 @@ class Update:
     def __init__(self, options: Options, meter: MemoryMeter, noise: NoiseMeter | None = None) -> None:
         options.check_optimizers()
         self.optimizers: list[torch.optim.Optimizer] = options.optimizers
-        self.scaler, self.noise, self._options, self._meter = options.scaler, noise, options, meter
+        self.scaler, self.noise, self._options, self._meter = options.scaler, noise, options.gradients, meter
         self._parameters: list[Tensor] = []
-        self.buffer = GradientBuffer(self.parameters, options.accumulate_dtype)
-        clips = options.clip_grad_norm is not None or options.clip_grad_value is not None
-        self.stages: list[Stage] = gradient_stages(
-            before_clipping=[self._unscale] if self.scaler is not None and clips else [],
-            noise=noise,
-            clip_grad_norm=options.clip_grad_norm,
-            clip_grad_value=options.clip_grad_value,
-            accumulates_wide=options.accumulate_dtype is not None,
-        )
-        """What makes the finished gradient of the sum: divide, measure, unscale, clip, cast."""
+        self.buffer = GradientBuffer(self.parameters, options.gradients["accumulate_dtype"])
+        unscale = None if self.scaler is None else Unscale(self._unscale)
+        self.stages: list[Stage] = gradient_stages(options.gradients, unscale=unscale, noise=noise)
+        """What makes the finished gradient of the sum: divide, unscale, measure, clip, cast."""
         self.grad_norm: Tensor | None = None
         self.in_backward: BackwardOptimizer | None = None  # makes the update block by block, where that is wanted
         demanding = options.closures()
@@ -93,7 +87,7 @@ class Update:
                 layers.blocks,
                 layers.model,
                 self._meter,
-                gradient_stages(clip_grad_value=self._options.clip_grad_value, accumulates_wide=True),
+                gradient_stages(self._options),
                 is_distributed=ranks.is_distributed,
             )
 
@@ -106,12 +100,10 @@ class Update:
             self.scaler.update(self.scaler.get_scale())
             self._scaler_involved = False
 
-    def _unscale(self, total: WindowTotal) -> bool:
-        """A stage: the scaler divides what each optimizer has by its scale."""
+    def _unscale(self) -> None:
         self._scaler_involved = True
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        return True
 
     def step(self, loss: Tensor, window: Callable[[], Tensor]) -> bool:
         """Run every optimizer on the finished gradients. Returns whether an update was made; an overflow makes none."""

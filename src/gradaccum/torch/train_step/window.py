@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from gradaccum.core.sizes import Plan, Rows, Slice
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import Batch, BatchDims
+from gradaccum.on_torch.grad_buffer import WindowTotal
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.oom_retry import OneRow, OomRetry, Passes, RestartWindow, nothing_fits
 from gradaccum.on_torch.random_state import all_generators, held_generators
-from gradaccum.on_torch.stages import WindowTotal, gradient_stages, run_stages
+from gradaccum.on_torch.stages import gradient_stages, run_stages
 from gradaccum.on_torch.state import Snapshot, WindowState, as_found
 from gradaccum.torch.batch_norm import BatchNormPolicy, batch_norms
 from gradaccum.torch.buffers import WindowBuffers
@@ -110,7 +111,7 @@ class WindowRunner:
         own.objective = objective.on(inside(self.roots[0]) if self.whole is None else self.whole.chunks)
         own.ranks, own.state, own.buffers, own.scaler = Ranks(), self._own_state, WindowBuffers(), scaler
         own.noise, own.not_proven, own.proving = None, None, True
-        own.stages = gradient_stages(accumulates_wide=self.buffer.dtype is not None)
+        own.stages = gradient_stages({"accumulate_dtype": self.buffer.dtype})
         own._staged = len(own.stages) > 1
         own._global_batch = GlobalBatch(own.ranks, self.buffer, in_blocks=self.layers is not None)
         own.state.open()
@@ -173,7 +174,7 @@ class WindowRunner:
             total = WindowTotal(self.buffer, divisor, rows=batch.rows, outside=self.state.outside)
             if self.noise is not None:
                 total.rows = round(self.ranks.sum_number(batch.rows))
-                total.multiple = self.scale() * (1.0 if window.is_mean else float(total.rows))
+                total.scale, total.multiple = self.scale(), 1.0 if window.is_mean else float(total.rows)
             run_stages(self.stages, total)
             finished.grad_norm = total.grad_norm
         self.batcher.close(plan, batch)

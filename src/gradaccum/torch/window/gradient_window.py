@@ -23,13 +23,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradaccum.core.window import Reduction, Window, mixed_error
+from gradaccum.core.window import Window, mixed_error
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.foreach import all_finite, scale_
-from gradaccum.on_torch.grad_buffer import ArrivalScale, GradientBuffer, ScreenedBuffer, add_gradient
+from gradaccum.on_torch.grad_buffer import ArrivalScale, GradientBuffer, ScreenedBuffer, WindowTotal, add_gradient
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.private import run_backward
-from gradaccum.on_torch.stages import Stage, Unscale, WindowTotal, gradient_stages
+from gradaccum.on_torch.stages import Stage, Unscale, gradient_stages
 from gradaccum.torch.distributed import Listener, Ranks, Total
 from gradaccum.torch.loss import (
     LossAccumulator,
@@ -62,25 +62,13 @@ class GradientWindow(Listener):
         parameters: Callable[[], list[Tensor]],
         ranks: Ranks,
         noise: NoiseMeter | None,
-        *,
-        reduction: Reduction = "mean",
-        clip_grad_norm: float | None = None,
-        clip_grad_value: float | None = None,
-        accumulate_dtype: torch.dtype | None = None,
-        nonfinite: Nonfinite = "propagate",
+        options: Mapping[str, Any],
     ) -> None:
+        self.ranks, self.noise, self._options = ranks, noise, options
+        reduction, dtype = options["reduction"], options["accumulate_dtype"]
         self.window = Window(reduction=reduction)
-        self.ranks, self.noise = ranks, noise
-        self._options: dict[str, Any] = {
-            "skip_nonfinite": nonfinite == "skip_window",
-            "sum_over_ranks": ranks.engine.sum if ranks.sharded else None,
-            "noise": noise,
-            "clip_grad_norm": clip_grad_norm,
-            "clip_grad_value": clip_grad_value,
-            "accumulates_wide": accumulate_dtype is not None,
-        }
-        self.screened = ScreenedBuffer(parameters, accumulate_dtype) if nonfinite == "skip_micro_batch" else None
-        self.named = NamedBuffer(parameters, accumulate_dtype) if self.screened is None else None
+        self.screened = ScreenedBuffer(parameters, dtype) if options["nonfinite"] == "skip_micro_batch" else None
+        self.named = NamedBuffer(parameters, dtype) if self.screened is None else None
         self.losses = LossAccumulator(reduction, self.named)
         self.buffer: GradientBuffer = self.screened or self.named  # type: ignore[assignment]  # one of the two is there
         if ranks.is_distributed:
@@ -106,11 +94,13 @@ class GradientWindow(Listener):
     def build_stages(self) -> None:
         ranks = self.ranks.is_distributed
         self.stages: list[Stage] = gradient_stages(
+            self._options,
             self._screen if self.screened is not None else None,
             self._fold if self.named is not None and self.named.used and not ranks else None,
             self._reduce if ranks else None,
-            Unscale() if self.loss_scale.known or ranks else None,
-            **self._options,
+            unscale=Unscale() if self.loss_scale.known or ranks else None,
+            sum_over_ranks=self.ranks.engine.sum if self.ranks.sharded else None,
+            noise=self.noise,
         )
 
     def be_special(self) -> None:
