@@ -187,6 +187,20 @@ def uneven(rank, way, sync):
         train_on(model, optimizer, optimizer.batches(data(sizes)[rank]), "plain" if scaler else "weighed", scaler)
 
 
+def unscaled_sums(rank, steps):
+    """Two losses by name, whose sums `unscale_` can't reach both."""
+    model, optimizer = wrap("ddp", network(), steps)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for rows in data(FOUR)[rank]:
+        optimizer.zero_grad()
+        loss = scaler.scale(loss_of(model, rows))
+        optimizer.backward({"whole": (loss, 4), "half": (loss * 0.5, 2)})
+        if optimizer.closes_next:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def fail_in(layer):
     return layer.weight.register_hook(lambda _: 1 / 0)
 
@@ -315,6 +329,10 @@ REFUSED = {
             where,
         )
         for where in (0, 2, "unused")
+    },
+    **{
+        f"scaler.unscale_() of losses by name, {steps} steps": (WINDOW, "Named losses have", unscaled_sums, steps)
+        for steps in (1, 2)
     },
     "names on some ranks": (WINDOW, "by name on rank 0, one loss on rank 1", different_ways, "named", "weighed"),
     "a second backward pass behind a reduction": (WINDOW, REDUCED, penalty_later, (0, 1), False),
