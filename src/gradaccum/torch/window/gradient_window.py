@@ -355,7 +355,7 @@ class GradientWindow(Listener):
             self.monitor.resync()
 
     def _check_unscaled(self) -> None:
-        """`scaler.unscale_` has divided what is in `p.grad`: all of a window that closes, or a micro-batch to screen."""
+        """`scaler.unscale_` has divided what is in `p.grad`: a window that closes, or a micro-batch to screen."""
         if self.screened is not None:
             return
         if self.named is not None and len(self.named.sums) > 1:
