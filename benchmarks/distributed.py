@@ -1,7 +1,7 @@
 """Two ranks (gloo, on this machine): our windows against the hand-written no_sync loop, Accelerate and plain DDP.
 
-A window of ours makes one exchange more than the loop by hand: a message of 25 numbers, which says that this rank comes
-to the reduction, and what it weighs. "by hand, with a message" does the same work without the rest of us, so it
+A window of ours makes one exchange more than the loop by hand: a message, which says that this rank comes to the
+reduction, and what it weighs. "by hand, with a message" does the same work without the rest of us, so it
 is the floor of such a design on this machine. "by hand, again" is the rival once more, in memory of its own: what
 its row differs from 1 is noise.
 
@@ -35,7 +35,7 @@ RANKS, STEPS = 2, 4
 WARM_UP, TURN, PAIRS = 20, 6, 4
 """Windows before the first turn; windows of a turn, of which the first finds another contender's memory in the caches,
 and is not counted; pairs of turns of each contender, before all are built anew."""
-SIZES = {16: 20, 64: 8}
+SIZES = {16: 14, 64: 6}
 """By rows of a micro-batch: how often all contenders are built, in an order that changes, as where their memory lies
 decides some per cent of small networks' time."""
 RIVAL = "hand-written no_sync"

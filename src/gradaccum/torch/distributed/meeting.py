@@ -49,7 +49,8 @@ def meet(members: Sequence[int], seconds: float) -> dict[int, Connection]:
                 f"{dist.get_rank()} either. Look at rank {absent}'s own error."
             )
         for other in range(rank):  # those before this one; those behind it call
-            connections[other] = _call(*json.loads(store.get(f"{place}/{other}")), seconds)
+            addresses, port, theirs = json.loads(store.get(f"{place}/{other}"))
+            connections[other] = _call(addresses, port, bytes.fromhex(theirs), seconds)
             connections[other].send(rank)
         listener.settimeout(seconds)
         while len(connections) < len(members) - 1:
@@ -108,13 +109,13 @@ def _addresses(listener: socket.socket) -> Iterator[str]:
     yield from (host, "127.0.0.1")  # under its name others may know this machine better, if it is the store's
 
 
-def _call(addresses: Iterable[str], port: int, key: str, seconds: float) -> Connection:
+def _call(addresses: Iterable[str], port: int, key: bytes, seconds: float) -> Connection:
     """A connection to the rank that left this word."""
     tried = dict[str, str]()
     for address in addresses:
         try:
             one = socket.create_connection((address, port), min(seconds, _REACHABLE))
-            return _connection(one, bytes.fromhex(key), seconds, calls=True)
+            return _connection(one, key, seconds, calls=True)
         except _STRANGER as error:
             tried[address] = str(error)
     raise RuntimeError(
