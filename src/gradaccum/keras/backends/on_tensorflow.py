@@ -117,10 +117,6 @@ class Training(base.Training):
             with contextlib.suppress(_SparseGradientsError):
                 return run(batches, sums)
 
-    def must_look(self, iterator: Any) -> bool:
-        # Not into what a graph draws. Of other batches, another number of rows would be an error of TensorFlow's.
-        return not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator))
-
     def all_rows(self, batch: Any) -> Any:
         def joined(leaf: Any) -> Any:
             if isinstance(leaf, tf.experimental.Optional):
@@ -267,7 +263,7 @@ class Backend(base.Backend):
     def unprovable(self) -> str:
         return "under a strategy of several replicas" if tf.distribute.get_strategy().num_replicas_in_sync > 1 else ""
 
-    at_once = staticmethod(tf.init_scope)
+    at_once = staticmethod(tf.__internal__.eager_context.eager_mode)  # in an init_scope no tape records
 
     def when(
         self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]
