@@ -197,6 +197,14 @@ class MicroBatches:
         return ops.concatenate(list(parts), self.axis) if len(parts) > 1 else parts[0]
 
 
+def joined(total: Any, gradient: Any, overwritten: bool = False) -> Any:
+    """A sum and a gradient, if there is one; of what is overwritten with its gradient, the larger one."""
+    if gradient is None:
+        return total
+    gradient = ops.cast(gradient, total.dtype)
+    return ops.maximum(total, gradient) if overwritten else total + gradient
+
+
 class GradientSum:
     """Gradients of a model's trainable weights, added up in at least 32 bits.
 
@@ -223,13 +231,8 @@ class GradientSum:
             return times(loss, share), others
 
         gradients, others, kept = self.gradients(shared)
-        return [self._joined(index, *pair) for index, pair in enumerate(zip(sums, gradients))], others, kept
-
-    def _joined(self, index: int, total: Any, gradient: Any) -> Any:
-        if gradient is None:
-            return total
-        gradient = ops.cast(gradient, total.dtype)
-        return ops.maximum(total, gradient) if index in self.overwriting else total + gradient
+        after = [joined(*pair, index in self.overwriting) for index, pair in enumerate(zip(sums, gradients))]
+        return after, others, kept
 
     def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
         """The gradients, times `scale` if any."""
@@ -391,30 +394,23 @@ class Training:
 
         def guarded(*args: Any) -> Any:
             *state, iterator = args
-            is_due = proof is not None and proof.is_due(model.steps_per_execution)
             try:
-                if not (is_due or self.must_look(iterator)):
+                if proof is None or not proof.is_due(model.steps_per_execution):
                     return function(*args)
                 drawn = iter(iterator)
                 batches = [next(drawn), *itertools.islice(drawn, model.steps_per_execution - 1)]
                 for data in map(self.all_rows, batches):
                     rows_of(data)
-                    if is_due:
-                        self.build(data)
-                        proof.run(data, *state)
+                    self.build(data)
+                    proof.run(data, *state)
                 result = function(*state, self.again(batches, iterator))
-                if is_due:
-                    proof.warn()
+                proof.warn()
                 return result
             except Exception:
                 self.recover(*state)
                 raise
 
         model.train_function = guarded
-
-    def must_look(self, iterator: Any) -> bool:
-        """Whether the step's own errors about these batches would be less clear."""
-        return False
 
     def all_rows(self, batch: Any) -> Any:
         """A batch; of one that is spread over replicas, all rows."""
@@ -469,7 +465,7 @@ class Backend:
         return ops.zeros(weight.shape, wide(weight.dtype))
 
     def added(self, total: Any, gradient: Any) -> Any:
-        return total if gradient is None else total + ops.cast(gradient, total.dtype)
+        return joined(total, gradient)
 
     def dense(self, gradient: Any, tensor: Any) -> Any:
         return ops.zeros_like(tensor) if gradient is None else ops.convert_to_tensor(gradient)
@@ -527,13 +523,10 @@ class Backend:
     def add_up(self, window: Any, gradients: list[Any], rows: Any, weight: Any, unit: Any) -> None:
         """Add a micro-batch's gradients `weight / unit` times to the sums."""
         for total, gradient, variable in zip(window.sums, gradients, window.variables):
-            if gradient is None:
-                continue
-            value, gradient = total.value, ops.cast(gradient, total.dtype)
-            if private.is_overwritten(variable):
-                total.assign(ops.maximum(value, gradient))
-            else:
-                total.assign(value + gradient * quotient(weight, unit, value.dtype))
+            overwritten = private.is_overwritten(variable)
+            if gradient is not None and not overwritten:
+                gradient = ops.cast(gradient, total.dtype) * quotient(weight, unit, total.dtype)
+            total.assign(joined(total.value, gradient, overwritten))
 
     def divided(self, window: Any, weight: Any, unit: Any) -> list[Any]:
         """The sums divided by `weight / unit`, which they weigh. They are emptied next."""

@@ -8,21 +8,19 @@ one another lie on one device, and the others would wait, or do the same again.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental.sparse import BCOO
 from keras import tree
 
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
 from gradaccum.keras.backends.base import Result, Scope, assign, has_rows, values_of
-from gradaccum.on_jax import scan
+from gradaccum.on_jax import recomputed, scan
 
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """For XLA: what runs but twice takes longest to compile."""
@@ -209,14 +207,6 @@ class Program(base.Program):
         return Result(*jax.tree.unflatten(results, flat))
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """Which inputs need a gradient, by position: known when the first pass is traced, and needed in the second."""
-
-    positions: tuple[int, ...]
-
-
 class Backend(base.Backend):
     training: Any = Training
     program: Any = Program
@@ -251,22 +241,7 @@ class Backend(base.Backend):
         return MicroBatches(tensors, tensors[0].shape[0], lambda rows: micro_batch_size)
 
     def recomputed(self, passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-        def is_inexact(value: Any) -> bool:
-            return jnp.issubdtype(value.dtype, jnp.inexact)
-
-        def first(inputs: Any, carry: Any) -> Any:
-            wanted = tuple(n for n, each in enumerate(inputs) if each.perturbed and is_inexact(each.value))
-            inputs, carry = [each.value for each in inputs], [each.value for each in carry]
-            return passes.first(inputs, carry), (inputs, carry, _Wanted(wanted))
-
-        def second(kept: Any, cotangents: Any) -> Any:
-            inputs, start, wanted = kept
-            given = [None if isinstance(one, SymbolicZero) or not is_inexact(one) else one for one in cotangents[0]]
-            return passes.second(inputs, start, given, wanted.positions), None
-
-        run = jax.custom_vjp(passes.first)
-        run.defvjp(first, second, symbolic_zeros=True)
-        return run(passes.inputs, carry)
+        return recomputed(passes.first, passes.second)(passes.inputs, carry)
 
     def pullback(
         self, function: Callable[[list[Any]], Any], inputs: list[Any], given: Any = None, program: Any = None

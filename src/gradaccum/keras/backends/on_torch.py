@@ -20,10 +20,11 @@ from gradaccum.core.sizes import BatchSizeFinder, Rows, Slice
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
 from gradaccum.keras.backends.base import RestartWindow, Result, assign, has_rows, values_of
+from gradaccum.on_torch.foreach import scale_
 from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.oom_retry import OomRetry
-from gradaccum.on_torch.private import run_backward
-from gradaccum.on_torch.random_state import RandomState, all_generators, every_device, kept
+from gradaccum.on_torch.private import graph_of, run_backward
+from gradaccum.on_torch.random_state import Conditions, all_generators, every_device, kept
 from gradaccum.on_torch.state import WindowState
 
 
@@ -96,9 +97,8 @@ class GradientSum(base.GradientSum):
 
     def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
         gradients = [sums.get(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
-        for index, gradient in enumerate(gradients):
-            if scale is not None and gradient is not None and index not in self.overwriting:
-                gradient *= scale
+        if scale is not None:
+            scale_([one for i, one in enumerate(gradients) if one is not None and i not in self.overwriting], scale)
         return gradients
 
 
@@ -193,11 +193,6 @@ class Training(base.Training):
         self.window_state.restart()
         return found
 
-    def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
-        # On PyTorch, Keras' losses multiply sample weights with masks in place: they get copies.
-        weights = tree.map_structure(lambda one: one.clone() if torch.is_tensor(one) else one, sample_weight)
-        return super().compute(x, y, weights)
-
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
         self._proves = True
         own = [value.grad for value in self._trained()]
@@ -234,42 +229,33 @@ class Training(base.Training):
 
 
 class Program(base.Program):
-    """A chunked layer's call, with the random numbers of the first pass in the second."""
+    """A chunked layer's call. What it moves shows only in it."""
 
-    def __init__(self, body: Any, batches: MicroBatches) -> None:
-        super().__init__(body, batches)
-        self.random: list[RandomState] = []
-        self.generators: Any = None
-        self.again: Iterator[RandomState] | None = None
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-        ]
+    around: Callable[[], Any] = contextlib.nullcontext  # of each evaluation
 
     def start(self) -> Any:
-        """None, as what the call moves shows only in it."""
+        """Not known yet."""
 
     def evaluate(self, weights: Any, carry: Any, tensors: list[Any]) -> Result:
         body = self.body
-        if self.again is not None:
-            next(self.again).put_back()
-        elif self.generators is not None:
-            self.random.append(RandomState(self.generators))
+        with self.around():
+            result = body.run(tensors) if carry is None else super().evaluate(weights, carry, tensors)
         if carry is None:
-            result = body.run(tensors)
             body.state.read()
             # Keras' variables don't stand for the parameters of a torch.nn.Module inside.
             modules = body.layer.parameters() if isinstance(body.layer, torch.nn.Module) else []
             self.settle([parameter for parameter in modules if parameter.requires_grad])
-            return result
-        result = super().evaluate(weights, carry, tensors)
-        body.check_rows(tensors[0].shape[0], [tuple(output.shape) for output in result.outputs])
+        else:
+            body.check_rows(tensors[0].shape[0], [tuple(output.shape) for output in result.outputs])
         return result
 
 
 class _TwoPasses(torch.autograd.Function):
+    """The outputs of a first pass; `begun` are the conditions in which its micro-batches began."""
+
     @staticmethod
-    def forward(ctx: Any, passes: Any, start: Any, outputs: list[Any], *tensors: Any) -> Any:
-        ctx.passes, ctx.start = passes, start
+    def forward(ctx: Any, passes: Any, start: Any, begun: list[Conditions], outputs: list[Any], *tensors: Any) -> Any:
+        ctx.passes, ctx.start, ctx.begun = passes, start, begun
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
@@ -277,19 +263,13 @@ class _TwoPasses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        needed, program = ctx.needs_input_grad, ctx.passes.program
+        passes, needed, begun = ctx.passes, ctx.needs_input_grad, iter(ctx.begun)
         if all(given is None for given in upstream):
             return (None,) * len(needed)
-        wanted = [n for n, need in enumerate(needed[3:]) if need]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(kept(program.random[0].states))
-            for kind, dtype in program.autocast:
-                stack.enter_context(torch.autocast(kind, dtype))
-            program.again = iter(program.random)  # random numbers are drawn again
-            try:
-                return None, None, None, *ctx.passes.second(ctx.saved_tensors, ctx.start, list(upstream), wanted)
-            finally:
-                program.again = None
+        wanted = [n for n, need in enumerate(needed[4:]) if need]
+        passes.program.around = lambda: next(begun).restored()
+        with kept(ctx.begun[0].random.states):  # random numbers are drawn again
+            return (None,) * 4 + (*passes.second(ctx.saved_tensors, ctx.start, list(upstream), wanted),)
 
 
 class Backend(base.Backend):
@@ -310,13 +290,18 @@ class Backend(base.Backend):
         return MicroBatches(tensors, rows, Slice(slice(0, rows)).split(micro_batch_size))
 
     def recomputed(self, passes: Any, carry: Any) -> tuple[list[Any], list[Any]]:
-        program, body = passes.program, passes.body
-        program.generators = all_generators(every_device())  # random states are remembered
+        begun: list[Conditions] = []
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            begun.append(Conditions(all_generators(every_device()), every_device()))
+            yield
+
+        passes.program.around = around
         with torch.no_grad():
-            outputs, after = passes.first(body.tensors, carry)
-        program.generators = None
-        start = body.state.start() if carry is None else carry
-        return [*_TwoPasses.apply(passes, start, outputs, *passes.inputs)], after
+            outputs, after = passes.first(passes.body.tensors, carry)
+        start = passes.body.state.start() if carry is None else carry
+        return [*_TwoPasses.apply(passes, start, begun, outputs, *passes.inputs)], after
 
     def pullback(
         self, function: Callable[[list[Any]], Any], inputs: list[Any], given: Any = None, program: Any = None
@@ -356,17 +341,8 @@ class Backend(base.Backend):
         own = {id(value) for value in values}
         if isinstance(layer, torch.nn.Module):
             own |= {id(parameter) for parameter in layer.parameters()}
-        waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        seen, found = set(waiting), []
-        while waiting:
-            node = waiting.pop()
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in own:
-                found.append(tuple(leaf.shape))
-            new = [after for after, _ in node.next_functions if after is not None and after not in seen]
-            seen.update(new)
-            waiting += new
-        return found
+        leaves = [getattr(node, "variable", None) for node in graph_of(*[output.grad_fn for output in outputs])]
+        return [tuple(leaf.shape) for leaf in leaves if leaf is not None and id(leaf) not in own]
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
