@@ -259,7 +259,7 @@ class Backend(base.Backend):
         return not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
 
     at_once = staticmethod(jax.ensure_compile_time_eval)
-    look = staticmethod(_look)
+    look, device = staticmethod(_look), staticmethod(jax.default_backend)
 
     def compiled(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         return jax.jit(function, compiler_options=QUICKLY)

@@ -212,9 +212,12 @@ class Backend(base.Backend):
         with tf.__internal__.FuncGraph("gradaccum_look").as_default():
             return function()
 
+    def device(self) -> str:
+        return "gpu" if tf.config.list_logical_devices("GPU") else "cpu"
+
     def free_memory(self, of_host: Callable[[], Any]) -> float | None:
         # Not told of a GPU: there the first size that runs out of memory ends the search.
-        return None if tf.config.list_logical_devices("GPU") else of_host()
+        return None if self.device() == "gpu" else of_host()
 
     def prepared(
         self, function: Callable[..., Any], arguments: Any, model: Any

@@ -278,6 +278,9 @@ class Backend(base.Backend):
 
     lazy_divisors = True  # a first pass that counts costs a third
 
+    def device(self) -> str:
+        return str(private.torch_device()).partition(":")[0]
+
     def take_rows(self, leaf: Any, rows: Any) -> Any:
         return leaf[rows]
 
