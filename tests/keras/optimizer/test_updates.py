@@ -124,6 +124,21 @@ def test_settings_written_on_the_wrapper_are_the_inner_optimizers(bound):
 
 
 @on_jax
+@pytest.mark.skipif(BACKEND != "torch", reason="the stages are PyTorch's")
+def test_a_window_ends_with_the_stages_of_the_pytorch_shell_and_keras_clips(monkeypatch, bound):
+    from gradaccum.keras.backends import on_torch
+
+    ran, run_stages = [], on_torch.run_stages
+
+    def seen(stages, total):
+        ran.append((" ".join(type(stage).__name__ for stage in stages), total.divisor))
+        return run_stages(stages, total)
+
+    monkeypatch.setattr(on_torch, "run_stages", seen)
+    assert both(lambda: keras.optimizers.SGD(0.1, clipvalue=0.1)) <= bound
+    assert ran == [("Divide", 4.0)] * 3
+
+
 @pytest.mark.skipif("MultiOptimizer" not in BUILT_IN, reason="not in this version of Keras")
 def test_two_optimizers_for_two_parts_of_a_model(bound):
     def make():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +21,16 @@ from gradaccum.keras import private
 from gradaccum.keras.backends import base
 from gradaccum.keras.backends.base import RestartWindow, Result, assign, has_rows, values_of
 from gradaccum.on_torch.foreach import scale_
+from gradaccum.on_torch.grad_buffer import GradientBuffer, WindowTotal
 from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.on_torch.random_state import Conditions, all_generators, every_device, kept
+from gradaccum.on_torch.stages import Stage, gradient_stages, run_stages
 from gradaccum.on_torch.state import WindowState
+
+STAGES = gradient_stages({})
+"""What happens at a window's end, as in PyTorch's own shell. A Keras optimizer clips, and unscales, by itself."""
 
 
 class MicroBatches(base.MicroBatches):
@@ -97,9 +102,22 @@ class GradientSum(base.GradientSum):
 
     def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
         gradients = [sums.get(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
-        if scale is not None:
-            scale_([one for i, one in enumerate(gradients) if one is not None and i not in self.overwriting], scale)
+
+        def correct(total: WindowTotal) -> bool:
+            """A stage: what the losses were taken to divide by is known now."""
+            scale_(total.gradients, scale)
+            return True
+
+        plain = [one for i, one in enumerate(gradients) if one is not None and i not in self.overwriting]
+        _finish(plain, None, [] if scale is None else [correct])
         return gradients
+
+
+def _finish(gradients: list[torch.Tensor], divisor: float | None, first: Sequence[Stage] = ()) -> None:
+    """Run the stages over these sums, in place."""
+    buffer = GradientBuffer(list)
+    buffer.attach(lambda: gradients)
+    run_stages([*first, *STAGES], WindowTotal(buffer, divisor))
 
 
 def _detached(one: Any) -> Any:
@@ -378,9 +396,8 @@ class Backend(base.Backend):
     @torch.no_grad()
     def divided(self, window: Any, weight: int, unit: int) -> list[Any]:
         sums = values_of(window.sums)
-        mean = [total for total, variable in zip(sums, window.variables) if not private.is_overwritten(variable)]
-        if weight != unit and mean:
-            torch._foreach_div_(mean, weight / unit)  # in place: the sums are emptied next
+        plain = [total for total, variable in zip(sums, window.variables) if not private.is_overwritten(variable)]
+        _finish(plain, weight / unit)  # in place: the sums are emptied next
         return sums
 
     @torch.no_grad()
