@@ -26,7 +26,6 @@ from tests.torch.distributed.problems import (
     SIX,
     SYNCS,
     Fragile,
-    Heads,
     Oracle,
     collectives,
     concatenated,
@@ -108,35 +107,6 @@ def test_two_optimizers_on_parts_of_one_model_close_their_windows_in_turns_as_a_
                 expected[k].zero_grad()
                 weights[k] = 0
     assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
-
-
-class TwoOutputs(Heads):
-    """Two heads at once, of which each loss reaches one."""
-
-    def forward(self, x):
-        hidden = torch.tanh(self.trunk(x))
-        return self.heads[0](hidden), self.heads[1](hidden)
-
-
-@pytest.mark.parametrize("in_views", [False, True])
-@pytest.mark.parametrize("steps", [1, 2])
-@on_ranks()
-def test_each_output_may_have_a_backward_pass_of_its_own_with_find_unused_parameters(rank, steps, in_views):
-    """DDP's graph brings the other outputs' parameters nothing, not even zeros; another head is never used."""
-    ranks, how = data(RAGGED), {"find_unused_parameters": True, "gradient_as_bucket_view": in_views}
-    oracle, (replica, optimizer) = Oracle(TwoOutputs(), "adamw"), wrap("ddp", TwoOutputs(), steps, how, "adamw")
-
-    def losses(m, rows):
-        first, second = m(rows[0])
-        return cross_entropy(first, rows[1]), second.square().sum(1).mean()
-
-    oracle.see(ranks, steps, lambda m, rows: sum(losses(m, rows)))
-    for rows in optimizer.batches(ranks[rank]):
-        optimizer.zero_grad()
-        for loss in losses(replica, rows):
-            loss.backward(retain_graph=True)
-        optimizer.step()
-    oracle.check(replica)
 
 
 class InForward(nn.Module):
@@ -411,22 +381,6 @@ def test_ranks_find_each_other_among_strangers(rank):
     with mock.patch.multiple(line, _addresses=lambda: ["255.255.255.255", *addresses()], _listening=called):
         channel = Channel([0, 1])
     assert channel.exchange(5, rank)[1 - rank][:2] == [5, 1 - rank]
-
-
-@pytest.mark.parametrize("way", ["named", "scaler"])
-@pytest.mark.parametrize("first", [[[4, 2, 3], []], [[], [4, 2, 3, 1, 2]]])
-@pytest.mark.parametrize("steps", [1, 2, 3])
-@on_ranks()
-def test_a_rank_may_have_its_first_micro_batch_in_a_later_window(rank, steps, first, way):
-    replica, optimizer = wrap("ddp", model := network(), steps)
-    oracle = Oracle(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if way == "scaler" else None
-    for epoch, sizes in enumerate((first, RAGGED, RAGGED)):
-        ranks = data(sizes, epoch)
-        batches = optimizer.batches(ranks[rank])
-        train_on(replica, optimizer, batches, "named" if way == "named" else "scaled", scaler)
-        oracle.see(ranks, steps)
-    oracle.check(model)
 
 
 @pytest.mark.parametrize("in_views", [False, True])
