@@ -74,10 +74,6 @@ def data(sizes: Sequence[Sequence[int]], epoch: int = 0, dtype: torch.dtype = to
     return found
 
 
-def _classes(rows: int, drawn: torch.Generator) -> Tensor:
-    return torch.randint(0, 3, (rows,), generator=drawn)
-
-
 def windows(ranks: Sequence[Sequence[Rows]], steps: int) -> list[list[Rows]]:
     """The micro-batches of each window, those of all ranks together."""
     count = max(-(-len(own) // steps) for own in ranks)

@@ -22,7 +22,6 @@ from gradaccum.torch.optim import Optimizer
 from tests.torch.distributed.problems import (
     SYNCS,
     Heads,
-    Oracle,
     data,
     error_of,
     lines_of,
@@ -538,19 +537,3 @@ def test_a_loop_without_zero_grad_is_refused(rank, batches, in_views):
             loss_of(replica, rows).backward()
             optimizer.step()
     assert optimizer.updates == 1
-
-
-@pytest.mark.parametrize("in_views", [False, True])
-@on_ranks()
-def test_the_model_may_clear_its_gradients_between_windows(rank, in_views):
-    """The last window of an epoch is one micro-batch, whose pass puts the same views into the gradients."""
-    replica, optimizer = wrap("ddp", model := network(), 2, {"gradient_as_bucket_view": in_views})
-    oracle, ranks = Oracle(model), data([[4, 2, 3], [1, 4, 2]])
-    for _ in range(3):
-        for rows in optimizer.batches(ranks[rank]):
-            loss_of(replica, rows).backward()
-            optimizer.step()
-            if optimizer.updated:
-                replica.zero_grad()
-        oracle.see(ranks, 2)
-    oracle.check(model)

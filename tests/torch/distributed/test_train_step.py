@@ -205,28 +205,6 @@ def shard_layers(model):
     return shard(model, *model.layers)
 
 
-SHORT_OF_MEMORY = slowly(
-    [("ddp", 1, False), ("ddp", 1, True), ("fsdp2", 1, True)],
-    [("fsdp2", 0, False), ("fsdp2", 1, False), ("fsdp2", 0, True)],
-)
-
-
-@pytest.mark.parametrize(("engine", "on", "backward"), SHORT_OF_MEMORY)
-@on_ranks()
-def test_a_rank_that_runs_out_of_memory_begins_again_exactly_and_all_do_with_a_sharded_model(
-    rank, engine, on, backward
-):
-    for place in (1, 3) if backward else (0, 1, 3):
-        oracle, model = Oracle(Fragile(), "adam"), Fragile()
-        used = DistributedDataParallel(model) if engine == "ddp" else shard_layers(model)
-        if rank == on:
-            model.places[place].rows, model.places[place].backward = 2, backward
-        step = step_of(used, "adam")
-        check_steps(rank, step, oracle, data([[8, 6], [7, 9]]))
-        assert sum(p.failures for p in model.places) == (rank == on)
-        assert step.micro_batch_size == (2 if engine == "fsdp2" or rank == on else 4)
-
-
 @on_ranks()
 def test_after_a_restart_random_numbers_and_buffers_are_as_if_the_larger_size_had_never_been_tried(rank):
     found = []
@@ -243,44 +221,6 @@ def test_after_a_restart_random_numbers_and_buffers_are_as_if_the_larger_size_ha
     assert relative_error(one, other) == 0.0
     assert torch.equal(numbers, expected)
     assert calls == 2
-
-
-@pytest.mark.parametrize("kind", ["forward", "backward", "everywhere", "nothing fits", "reduction"])
-@on_ranks()
-def test_an_error_that_smaller_micro_batches_do_not_help_is_one_on_every_rank_and_the_next_batch_is_exact(rank, kind):
-    """On rank 1, which the others name, or on all ranks, in a later micro-batch: nothing of the batch is left."""
-    oracle, model, ranks = Oracle(Fragile()), shard_layers(Fragile()), data([[6, 3], [5, 4]])
-    place, scatter, fails = model.places[1], torch.distributed.reduce_scatter_single, [False, kind == "everywhere"]
-    if rank == 1 and kind == "reduction":
-        layer = model.layers[1]._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
-        layer.allocate = no_memory
-    elif rank == 1 and kind != "everywhere":
-        place.rows, place.backward = 0, kind == "backward"
-        place.error = place.error if kind == "nothing fits" else ArithmeticError("one rank's own")
-
-    def loss(m, x, y):
-        if fails and fails.pop(0):
-            raise ArithmeticError("one rank's own")
-        return cross_entropy(m(x), y)
-
-    step = step_of(model, compute_loss=loss)
-    said = error_of(lambda: step(*ranks[rank][0]))
-    if kind in ("forward", "backward", "everywhere"):
-        alone = rank == 1 or kind == "everywhere"
-        assert said.startswith("ArithmeticError: one rank's own" if alone else "WindowError: Rank 1 stopped")
-    else:
-        assert said.startswith("OutOfMemoryError")
-        assert ("no memory" if rank == 1 else "on rank 1") in said
-    if rank == 1 and kind == "reduction":
-        del layer.allocate
-    fails.clear()
-    place.rows = 999
-    assert scatter is torch.distributed.reduce_scatter_single
-    check_steps(rank, step, oracle, [own[1:] for own in ranks])
-
-
-def no_memory(*args, **kwargs):
-    raise torch.OutOfMemoryError("no memory for it")
 
 
 @on_ranks()

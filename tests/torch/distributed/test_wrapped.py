@@ -2,6 +2,7 @@
 
 import copy  # no postponed annotations here: DDP reads those of its hooks
 import gc
+import itertools
 import socket
 from collections import Counter
 from unittest import mock
@@ -44,7 +45,7 @@ from tests.torch.distributed.problems import (
     wrap,
 )
 from tests.torch.distributed.processes import on_ranks
-from tests.torch.distributed.test_windows import LAYERS, SHORT, train
+from tests.torch.distributed.test_windows import LAYERS, train
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -291,37 +292,6 @@ def test_static_graph_is_named_in_one_line(rank):
     assert len([line for line in lines if "step() reduces" in line]) == 1
 
 
-@on_ranks()
-def test_all_ranks_may_break_off_at_once(rank):
-    """They leave their loops at the same update, flushed or not, and start another epoch."""
-    model, ranks = network(), data(SHORT)
-    oracle, (replica, optimizer) = Oracle(model), wrap("ddp", model)
-    for flush in (True, False):
-        oracle.see([own[: 3 if flush else 2] for own in ranks], 2)
-        for i, rows in enumerate(optimizer.batches(ranks[rank])):
-            train_on(replica, optimizer, [rows])
-            if i == 2:
-                if flush:
-                    optimizer.flush()
-                break
-    oracle.see(ranks, 2)
-    train_on(replica, optimizer, optimizer.batches(ranks[rank]))
-    oracle.check(model)
-    assert optimizer.updates == 2 + 1 + 3
-
-
-@on_ranks()
-def test_a_discarded_window_of_shards_leaves_nothing_behind(rank):
-    """What it has added up inside FSDP goes with it."""
-    model, ranks = network(), data([[4] * 3] * 2)
-    oracle, (used, optimizer) = Oracle(model), wrap("fsdp2", model)
-    oracle.update(concatenated([own[i] for own in ranks for i in (1, 2)]))
-    train_on(used, optimizer, ranks[rank][:1], "weighed")
-    optimizer.discard()
-    train_on(used, optimizer, ranks[rank][1:], "weighed")
-    oracle.check(used)
-
-
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 @on_ranks()
 def test_a_model_is_as_it_was_found_when_its_wrapper_is_gone(rank, engine):
@@ -405,29 +375,75 @@ def test_gradients_of_autograd_grad_are_those_of_the_loss_and_join_the_sum_weigh
         oracle.check(model)
 
 
-@pytest.mark.parametrize("in_views", [False, True])
-@pytest.mark.parametrize("dropped", ["open", "reduced", "forward pass", "reduced and open"])
+OVER, FOUR = [[4, 3, 2, 5, 4], [2, 5, 1, 2, 2]], [[4, 2, 3, 1], [3, 3, 1, 6]]
+CLEARS, OVERFLOWS = {"in_batches": True, "sizes": [[4, 2, 3], [1, 4, 2]]}, {"steps": 3, "scaled": True}
+DROPPED = {"open": "bD ", "reduced": "u bD ", "forward pass": "u fD ", "reduced and open": "u bD uD "}
+VIEWS = [{"gradient_as_bucket_view": in_views} for in_views in (False, True)]
+SCRIPTS = {
+    # What happens with each micro-batch. u: the body of a loop; p: the same, without `zero_grad`; x: its loss is
+    # infinite on rank 1; f: a forward pass alone; b: that and a backward pass. Then D: the window is discarded;
+    # F: flushed; Z: the model clears its gradients. An epoch of batches() that is over too soon is broken off.
+    "all ranks break off at once": (["u u uF", "u u u", "u u u u u"], {"in_batches": True, "sizes": OVER}),
+    "what shards have added up inside FSDP": (["uD u u"], {"engine": "fsdp2"}),
+    # The last window of an epoch is one micro-batch, whose pass puts the same views into the gradients.
+    **{f"the model clears its gradients, {how}": (["p pZ pZ"] * 3, {"how": how, **CLEARS}) for how in VIEWS},
+    **{
+        f"behind what is dropped, {dropped}, {how}": ([f"u u u u {word}u u u u {word * 2}u u u u"], {"how": how})
+        for dropped, word in DROPPED.items() for how in VIEWS
+    },
+    # No GradScaler has looked at its sum.
+    **{f"an overflow, {s}": (["x uF u uF"], {"engine": "fsdp2", "sync": s, **OVERFLOWS}) for s in SYNCS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 @on_ranks()
-def test_windows_behind_dropped_ones_are_exact(rank, dropped, in_views):
-    """`forward pass`: DDP has prepared to reduce, and the window is dropped before the backward pass."""
-    replica, optimizer = wrap("ddp", model := network(), 2, {"gradient_as_bucket_view": in_views})
-    oracle, ranks = Oracle(model), data([[4, 2, 3, 1], [3, 3, 1, 6]])
-    for times in (1, 2):
-        train_on(replica, optimizer, ranks[rank], "weighed")
-        oracle.see(ranks, 2)
-        for _ in range(times):
-            if dropped != "open":
-                train_on(replica, optimizer, ranks[rank][:1], "weighed")
-            loss = loss_of(replica, ranks[rank][1])
-            if dropped != "forward pass":
+def test_windows_that_are_dropped_flushed_or_broken_off_leave_nothing_behind(rank, script):
+    """Of which DDP may have prepared to reduce some, or reduced them."""
+    epochs, options = SCRIPTS[script]
+    follow(rank, epochs, **options)
+
+
+def follow(rank, epochs, *, sizes=FOUR, engine="ddp", how=None, steps=2, sync="window", in_batches=False, scaled=False):
+    """The oracle makes the updates of windows that are full, flushed, or end an epoch of batches(), and finite."""
+    oracle, (used, optimizer), ranks = Oracle(network()), wrap(engine, network(), steps, how, sync=sync), data(sizes)
+    scaler, window, count = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None, [], len(sizes[rank])
+
+    def close():
+        made = bool(window) and all(letter != "x" for letter, _ in window)
+        if made:
+            oracle.update(concatenated([rows for _, every in window for rows in every]))
+        window.clear()
+        return made
+
+    for words in map(str.split, epochs):
+        for i, rows in enumerate(optimizer.batches(ranks[rank]) if in_batches else itertools.cycle(ranks[rank])):
+            letter = words[i][0]
+            if letter in "ux":
+                m = (lambda x: used(x) * float("inf")) if (letter, rank) == ("x", 1) else used
+                train_on(m, optimizer, [rows], "plain" if in_batches else "weighed", scaler)
+            else:
+                loss = loss_of(used, rows)
+            if letter in "pb":
                 loss.backward()
-            optimizer.discard()
-            if "and" in dropped:
-                train_on(replica, optimizer, ranks[rank][:1], "weighed")
+            if letter == "p":
+                optimizer.step()
+            if letter in "uxp":
+                window.append((letter, [own[i % count] for own in ranks]))
+            if len(window) == steps or (in_batches and i + 1 == count):
+                close()
+            if "F" in words[i]:
+                assert optimizer.flush() == close()
+            if "D" in words[i]:
                 optimizer.discard()
-    train_on(replica, optimizer, ranks[rank], "weighed")
-    oracle.see(ranks, 2)
-    oracle.check(model)
+                window.clear()
+            if "Z" in words[i]:
+                used.zero_grad()
+            if i + 1 == len(words) and not (in_batches and i + 1 == count):
+                break
+        window.clear()
+    oracle.check(used)
+    assert optimizer.updates == oracle.updates
 
 
 FREEZING = {"yyyn": "", "yyny": "", "ynny": "", "nyyy": "", "nnny": "does not reduce"}
