@@ -180,7 +180,11 @@ def test_ranks_that_differ_are_an_error_on_all_of_them(rank, what):
     said = error_of(lambda: info_nce(group=dist.group.WORLD, **options)).partition(": ")[2]
     expected = f"The ranks call info_nce differently: {what} must be the same. Received, by rank: {received}."
     if what == "an error":
-        expected = "Row i of a and row i of b" if rank == 1 else "info_nce was called with wrong arguments on rank 1"
+        expected = (
+            "Row i of a and row i of b are a pair"
+            if rank == 1
+            else "info_nce was called with wrong arguments on rank 1"
+        )
     assert said.startswith(expected)
 
 
