@@ -419,8 +419,6 @@ def test_activation_memory_does_not_grow_with_the_batch():
 
 
 class EachRow(nn.Module):
-    """Goes through its rows one by one."""
-
     def __init__(self, layer):
         super().__init__()
         self.layer = layer

@@ -134,7 +134,6 @@ def shard(model: Any, *parts: Any, **how: Any) -> Any:
 
 
 def spread(engine: str, model: Any, **how: Any) -> Any:
-    """The model over all ranks."""
     if engine == "ddp":
         return DistributedDataParallel(model, **how)
     if engine == "fsdp2":
@@ -291,7 +290,6 @@ def token_mean(found: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def tagged(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of a Tagger."""
     found = model(batch)
     return found if found.dim() == 0 else token_mean(found, batch)
 

@@ -188,7 +188,6 @@ def loaded_elsewhere(rank, folder, steps, optimizer):
 
 @pytest.fixture
 def one_rank():
-    """This process is the only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield types.SimpleNamespace(run=lambda case, *arguments: case(0, *arguments))
     dist.destroy_process_group()

@@ -111,7 +111,6 @@ def unknown(rank, engine, steps):
 
 
 def different_options(rank, way, option, values):
-    """Each rank has its own value of an option."""
     if way == "wrapped":
         wrapped(ddp(), **{option: values[rank]})
         return
@@ -466,7 +465,6 @@ def test_one_rank_that_fails_is_an_error_on_the_others_at_once(rank, what):
 
 
 def never_built(rank):
-    """Rank 1 builds no Optimizer."""
     replica = ddp()
     wait_no_longer_than(1.5)
     if rank == 0:

@@ -95,8 +95,6 @@ class SpareBlock(Block):
 
 
 def changed(change):
-    """Makes a network, and does something to it."""
-
     def make():
         model = Network()
         change(model)

@@ -248,7 +248,6 @@ def at_random(rank, seed):
 @pytest.mark.parametrize("seed", slowly([39], range(39)))
 @on_ranks()
 def test_memory_that_runs_out_anywhere_keeps_the_update_exact(rank, seed):
-    """On any rank, at any time."""
     at_random(rank, seed)
 
 
@@ -288,7 +287,6 @@ def test_auto_is_predicted_by_each_rank_and_all_run_as_many_passes(rank, sync):
 
 
 def gathered(mine):
-    """What each rank has."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
@@ -311,7 +309,6 @@ def test_auto_on_a_loss_that_fake_tensors_cannot_run_is_an_error_on_every_rank(r
 
 
 def spread_tagger(model, engine):
-    """Replicated, or sharded in the parts that `engine` names."""
     if engine == "DDP":
         return DistributedDataParallel(model)
     parts = {

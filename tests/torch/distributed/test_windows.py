@@ -328,7 +328,6 @@ LOOPS_SLOWLY = {
 @pytest.mark.parametrize("loop", slowly(LOOPS, LOOPS_SLOWLY))
 @on_ranks()
 def test_a_loop_makes_the_update_of_all_ranks_rows_with_one_reduction_per_window(rank, loop):
-    """Whatever ranks have of it: nobody hangs."""
     sizes, steps, options = {**LOOPS, **LOOPS_SLOWLY}[loop]
     train(rank, sizes, steps, **options)
 

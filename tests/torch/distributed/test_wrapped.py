@@ -124,7 +124,6 @@ class InForward(nn.Module):
 @pytest.mark.parametrize(("steps", "part"), [(1, True), (2, False), (3, True), (3, False)])
 @on_ranks()
 def test_a_loop_may_run_in_the_models_forward_pass_as_lightnings_does(rank, steps, part):
-    """Manual optimization: forward, backward and step() within the forward pass of the DDP module."""
     model, ranks = InForward(), data(SIX)
     oracle, replica = Oracle(model.model), DistributedDataParallel(model)
     optimizer = Optimizer(sgd(replica), steps, model=model.model if part else replica)
@@ -541,7 +540,6 @@ def told(scale):
 
 
 def normalised():
-    """The network behind a layer that normalises."""
     return nn.Sequential(nn.LayerNorm(5, dtype=torch.float64), network())
 
 

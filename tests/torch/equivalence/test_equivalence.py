@@ -94,8 +94,6 @@ def next_token(model, tokens, labels):
 
 
 def own_loss():
-    """A model that returns its loss in a dict."""
-
     def run(m, x, y):
         logits = m.layers(x)
         return {"loss": F.cross_entropy(logits, y), "logits": logits}
@@ -188,8 +186,6 @@ def test_there_is_no_false_alarm_for(name, caplog):
 
 
 def weighted_mean(weigh):
-    """A mean of cross entropies with these weights of the rows."""
-
     def loss(model, x, y, *others):
         weights = weigh(x, *others)
         return (F.cross_entropy(model(x), y, reduction="none") * weights).sum() / weights.sum()
@@ -503,7 +499,6 @@ class Quantised(torch.Tensor):
 
 
 def adapted():
-    """A base of such weights, and an adapter beside it."""
     torch.manual_seed(0)
     weight = Quantised(torch.randint(-9, 9, (3, 4), dtype=torch.int8), torch.rand(()))
     run = lambda m, x: nn.functional.linear(x, m.base) + m.adapter(x)  # noqa: E731
