@@ -68,22 +68,6 @@ def post_local(inner):
     return PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2, warmup_steps=0))
 
 
-def wrapped_later(rank):
-    model = network()
-    optimizer = wrapped(model)
-    train_on(DistributedDataParallel(model), optimizer, data(FOUR)[rank])
-
-
-def sharded_later(rank):
-    inner = sgd(model := network())
-    wrapped(shard(model), inner)
-
-
-def parameters_outside(rank):
-    replica = ddp()
-    wrapped(replica, torch.optim.SGD([*replica.parameters(), *nn.Linear(2, 2).parameters()], 0.1))
-
-
 def parameters_not_sharded(rank):
     model = network()
     fully_shard(model[0])
@@ -256,9 +240,13 @@ BEFORE, UNWEIGHED = "an earlier window's gradients", "weighed on rank 0, without
 REFUSED = {
     # Which error it is on every rank, what that says, and what each rank does.
     "wrapped twice": (VALUE, "", lambda rank: wrapped(replica := ddp(), wrapped(replica))),
-    "wrapped later": (VALUE, "after the optimizer was built", wrapped_later),
-    "sharded later": (VALUE, "Shard the model first", sharded_later),
-    "parameters outside": (VALUE, "in none of `model`'s", parameters_outside),
+    "wrapped later": (VALUE, "after the optimizer was built", lambda rank: train_on(
+        optimizer=wrapped(m := network()), model=DistributedDataParallel(m), batches=data(FOUR)[rank]
+    )),
+    "sharded later": (VALUE, "Shard the model first", lambda rank: wrapped(inner=sgd(m := network()), model=shard(m))),
+    "parameters outside": (VALUE, "in none of `model`'s", lambda rank: wrapped(
+        replica := ddp(), torch.optim.SGD([*replica.parameters(), *nn.Linear(2, 2).parameters()], 0.1)
+    )),
     "parameters not sharded": (VALUE, "are not sharded", parameters_not_sharded),
     **{
         f"LBFGS, {make.__name__}, {splits=}": (VALUE, EVALUATES, lbfgs, make, splits)

@@ -96,7 +96,7 @@ KINDS = {
 }
 SIZES, FEWER, FIRST = [[9, 8, 4], [3, 7, 12]], [[9, 8, 0], [3, 7, 5]], [[0, 4], [3, 12]]
 SHARDED, NOTHING = [[8, 3, 8], [6, 9, 0]], [[4, 5, 3], [3, 6, 4]]
-QUICK = [
+UPDATES = [
     *(("ddp", SIZES, kind, "sgd", "window") for kind in ("rows", "told", "sum")),
     ("ddp", SIZES, "classes", "adam", "window"),
     ("ddp", [[4, 0, 3], [5, 6, 0]], "rows", "sgd", "window"),  # a rank without rows
@@ -107,13 +107,9 @@ QUICK = [
     # No rank's rows weigh anything, but for those of the second batch.
     *((engine, NOTHING, k, "sgd", "window") for engine in ("ddp", "fsdp2") for k in ("classes", "told", "weight")),
 ]
-SLOWLY = [
-    *(("ddp", SIZES, kind, "adam", "window") for kind in ("rows", "told", "sum")),
-    *(("fsdp2", SHARDED, k, "sgd", sync) for k in ("rows", "classes", "told", "weight", "scaler") for sync in SYNCS),
-]
 
 
-@pytest.mark.parametrize(("engine", "sizes", "kind", "optimizer", "sync"), slowly(QUICK, SLOWLY))
+@pytest.mark.parametrize(("engine", "sizes", "kind", "optimizer", "sync"), UPDATES)
 @on_ranks()
 def test_the_update_and_the_loss_are_those_of_all_ranks_rows(rank, engine, sizes, kind, optimizer, sync):
     """Each of several losses is divided by its weight on all ranks."""
@@ -218,11 +214,7 @@ def test_code_that_goes_on_after_any_error_keeps_no_rank_waiting(rank):
             return cross_entropy(m(x), y)
         return cross_entropy(m(x), y)
 
-    step, ranks = step_of(model, compute_loss=stubborn), data([[6, 3], [5, 4]])
-    oracle.see(ranks, 1)
-    for rows in ranks[rank]:
-        step(*rows)
-    oracle.check(model)
+    check_steps(rank, step_of(model, compute_loss=stubborn), oracle, data([[6, 3], [5, 4]]))
 
 
 def at_random(rank, seed):

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.functional import cross_entropy
@@ -36,6 +35,7 @@ from tests.torch.distributed.problems import (
     wrap,
 )
 from tests.torch.distributed.processes import on_ranks
+from tests.torch.problems import Does
 
 LAYERS = 2
 """What is sharded together."""
@@ -164,17 +164,15 @@ def by_name(m, rows):
     return {"rows": (cross_entropy(outputs, rows[1]), len(rows[0])), "kept": (second, int(kept.sum()))}
 
 
-class Checkpointed(nn.Module):
+def checkpointed(all_of_it, reentrant):
     """A layer, or all of them, run again in the backward pass."""
 
-    def __init__(self, all_of_it, reentrant):
-        super().__init__()
-        self.layers, self.all_of_it, self.reentrant = network(), all_of_it, reentrant
+    def run(m, x):
+        if all_of_it:
+            return checkpoint(m.layers, x.requires_grad_(), use_reentrant=reentrant)
+        return checkpoint(m.layers[2], torch.tanh(m.layers[0](x)), use_reentrant=reentrant)
 
-    def forward(self, x):
-        if self.all_of_it:
-            return checkpoint(self.layers, x.requires_grad_(), use_reentrant=self.reentrant)
-        return checkpoint(self.layers[2], torch.tanh(self.layers[0](x)), use_reentrant=self.reentrant)
+    return Does(run, layers=network())
 
 
 EVEN, UNEVEN = [[4] * 6] * 2, [[4, 4, 4, 4, 4, 4, 4, 4, 3], [4, 4, 4, 2]]
@@ -213,13 +211,6 @@ PARTS = {
     "the same, reduced at once": (ONES, {**TWO_DTYPES, **MICRO_BATCH}),
     "parts sharded by themselves": (ONES, {**NESTED, "heads": SAME}),
     "the same, reduced each time": (ONES, {**NESTED, "heads": SAME, **MICRO_BATCH}),
-}
-PARTS_SLOWLY = {
-    f"{weights} {heads} {how.get('engine')} {more} {optimizer}": (weights, {**how, "heads": heads, **more, **optimizer})
-    for weights, heads in ((SOME, SAME), (SOME, DIFFERENT), (CLOSED_BY_NOTHING, SAME))
-    for how, others in ((HEADS, FLUSHED), (AT_ONCE, MICRO_BATCH))
-    for more in ({}, others)
-    for optimizer in ({}, ADAM)
 }
 HALF_SHARDS = {**FSDP2, "ddp": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}}
 HALF, IN_FLOAT32 = {"hook": "fp16_compress_hook"}, {"dtype": torch.float32, "bound": 2**-9}
@@ -278,7 +269,7 @@ LOOPS = {
     "torch.autograd.grad through DDP": (RAGGED, 2, {"loss": looks, **FLUSHED}),
     "a gradient penalty": (RAGGED, 2, {"loss": partial(looks, penalty=True), **FLUSHED}),
     **{
-        f"checkpointed, {of}, {how}": (SHORT, 2, {"build": partial(Checkpointed, *of), "ddp": how})
+        f"checkpointed, {of}, {how}": (SHORT, 2, {"build": partial(checkpointed, *of), "ddp": how})
         for of in ((False, True), (True, True), (False, False)) for how in ({"static_graph": True}, {})
     },
     "compiled": (EVEN, 3, {"compiles": "outside"}),
@@ -317,11 +308,8 @@ LOOPS = {
 }  # fmt: skip
 LOOPS_SLOWLY = {
     "compiled inside": (EVEN, 3, {"compiles": "inside"}),
-    "shards, batches, micro_batch": (RAGGED, 4, {**FSDP2, **MICRO_BATCH}),
-    "shards, clipped, with Adam": (RAGGED, 4, {"optimizer": "adam", "clip": 0.05, **FSDP2}),
     "shards, compiled, window": (RAGGED, 2, {"compiles": "outside", **FSDP2}),
     **{f"shards, compiled inside, {s}": (RAGGED, 2, {"compiles": "inside", "sync": s, **FSDP2}) for s in SYNCS},
-    **{name: of_weights(*one) for name, one in PARTS_SLOWLY.items()},
 }  # fmt: skip
 
 

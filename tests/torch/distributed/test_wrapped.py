@@ -28,6 +28,7 @@ from tests.torch.distributed.problems import (
     SYNCS,
     Fragile,
     Oracle,
+    check_steps,
     collectives,
     concatenated,
     data,
@@ -46,6 +47,7 @@ from tests.torch.distributed.problems import (
 )
 from tests.torch.distributed.processes import on_ranks
 from tests.torch.distributed.test_windows import LAYERS, train
+from tests.torch.problems import Does
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -69,24 +71,14 @@ def train_two(rank, sizes, steps):
         assert optimizer.updates == 2 * -(-6 // steps)
 
 
-class Parts(nn.Module):
-    """Two networks in one, of which a forward pass runs one or both."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = network(), network()
-
-    def forward(self, x, which):
-        return self.a(x) + self.b(x) if which == "ab" else getattr(self, which)(x)
-
-
 @pytest.mark.parametrize(
     ("steps", "which", "unused"),
     [((1, 1), "a b", True), ((2, 3), "a b", False), ((2, 3), "ab ab", True), ((2, 2), "ab ab", False)],
 )
 @on_ranks()
 def test_two_optimizers_on_parts_of_one_model_close_their_windows_in_turns_as_a_gans(rank, steps, which, unused):
-    model = Parts()
+    run = lambda m, x, which: m.a(x) + m.b(x) if which == "ab" else m.get_submodule(which)(x)  # noqa: E731
+    model = Does(run, a=network(), b=network())
     plain, replica = copy.deepcopy(model), DistributedDataParallel(model, find_unused_parameters=unused)
     parts, others = [replica.module.a, replica.module.b], [plain.a, plain.b]
     optimizers = [Optimizer(sgd(m), n, model=replica) for m, n in zip(parts, steps)]
@@ -110,21 +102,11 @@ def test_two_optimizers_on_parts_of_one_model_close_their_windows_in_turns_as_a_
     assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
 
 
-class InForward(nn.Module):
-    """Runs the loop's body in its forward pass, as a DistributedDataParallel's that Lightning calls does."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = network()
-
-    def forward(self, body):
-        body(self.model)
-
-
 @pytest.mark.parametrize(("steps", "part"), [(1, True), (2, False), (3, True), (3, False)])
 @on_ranks()
 def test_a_loop_may_run_in_the_models_forward_pass_as_lightnings_does(rank, steps, part):
-    model, ranks = InForward(), data(SIX)
+    """Of a DistributedDataParallel module that Lightning calls with the body, under manual optimization."""
+    model, ranks = Does(lambda m, body: body(m.model), model=network()), data(SIX)
     oracle, replica = Oracle(model.model), DistributedDataParallel(model)
     optimizer = Optimizer(sgd(replica), steps, model=model.model if part else replica)
     oracle.see(ranks, steps)
@@ -516,13 +498,9 @@ def test_buffers_are_those_of_a_rank_that_still_had_micro_batches(rank, sizes, p
 @on_ranks()
 def test_a_rank_without_rows_has_the_buffers_of_one_that_has_some(rank, way):
     model = network().insert(1, Drifts())
-    oracle, ranks = Oracle(model), data([[4, 0, 7, 3], [5, 6, 0, 2]])
+    oracle = Oracle(model)
     used = shard(model) if way == "sharded" else DistributedDataParallel(model, broadcast_buffers=way == "broadcast")
-    step = step_of(used, micro_batch_size=3)
-    oracle.see(ranks, 1)
-    for rows in ranks[rank]:
-        step(*rows)
-    oracle.check(used)
+    check_steps(rank, step_of(used, micro_batch_size=3), oracle, data([[4, 0, 7, 3], [5, 6, 0, 2]]))
     assert model[1].phase == oracle.model[1].phase
     assert model[1].made == oracle.model[1].made
 
@@ -543,7 +521,7 @@ def normalised():
     return nn.Sequential(nn.LayerNorm(5, dtype=torch.float64), network())
 
 
-def noise_of(rank, engine, scaled, noise_scale=True):
+def noise_of(rank, engine, scaled, noise_scale):
     """The noise scale of this rank is that of one process whose windows begin with this rank's first micro-batch."""
     ranks, build = data(NOISY), normalised if noise_scale == "layer_norm" else network
     model = build()
@@ -560,16 +538,17 @@ def noise_of(rank, engine, scaled, noise_scale=True):
 
 
 @pytest.mark.parametrize(
-    ("engine", "scaled"), slowly([("ddp", True), ("fsdp2", False)], [("ddp", False), ("fsdp2", True)])
+    ("engine", "scaled", "noise_scale"),
+    slowly(
+        [("ddp", True, True), ("fsdp2", False, True), ("ddp", True, "layer_norm")],
+        [("ddp", False, True), ("fsdp2", True, True)],
+    ),
 )
-def test_each_rank_finds_what_one_process_finds_whose_windows_begin_with_its_micro_batch(ranks, engine, scaled):
-    first, second = ranks.run(noise_of, engine, scaled)
+def test_each_rank_finds_what_one_process_finds_whose_windows_begin_with_its_micro_batch(
+    ranks, engine, scaled, noise_scale
+):
+    first, second = ranks.run(noise_of, engine, scaled, noise_scale)
     assert first != pytest.approx(second, rel=EXACT)  # each is an estimate of its own
-
-
-@on_ranks()
-def test_normalization_layers_tell_each_rank_what_they_tell_one_process(rank):
-    noise_of(rank, "ddp", True, "layer_norm")
 
 
 @pytest.mark.parametrize("engine", slowly(["fsdp2"], ["ddp"]))
