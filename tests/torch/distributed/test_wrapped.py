@@ -144,7 +144,7 @@ COLLECTIVES = {
     ("ddp", "GradScaler"): {**AT_ONCE, "TOTAL": 1},  # its verdict
     ("ddp", "named"): {**AT_END, "NUMBER": 1},  # totals by name
     ("ddp", "TrainStep"): AT_END,
-    **{("ddp", f"TrainStep, {how}"): AT_END for how in ("weight", "told", "sum")},
+    **{("ddp", f"TrainStep, {how}"): AT_END for how in ("weight", "told", "sum", "classes")},
     ("ddp", "TrainStep, named"): {**AT_END, "NUMBER": 1},
     # Two layers and what is around them, each gathered for a pass. FORWARD: before a collective, "I am about to".
     ("fsdp2", "plain"): SHARDED,
@@ -156,7 +156,13 @@ COLLECTIVES = {
     ("fsdp2", "TrainStep, blocks updated in backward"): {**BLOCKS, "FORWARD": 7, "NUMBER": 5, "all_reduce": 1},
 }
 IN_THE_FIRST = {"batches": 1, "batches weighed": 1, "GradScaler": -1}
-IN_THE_FIRST |= {"TrainStep": 2, "TrainStep, told": 2, "TrainStep, weight": 1, "TrainStep, sum": 1}
+IN_THE_FIRST |= {
+    "TrainStep": 2,
+    "TrainStep, told": 2,
+    "TrainStep, classes": 2,
+    "TrainStep, weight": 1,
+    "TrainStep, sum": 1,
+}
 """More of them: that an epoch begins; what losses are and weigh. Its reduction comes at the end."""
 
 
@@ -179,6 +185,7 @@ def trained_by(way, used, batches, scaler=None):
         "TrainStep, weight": lambda: {"compute_loss": loss_of_rows, "weight": lambda x, y: len(x)},
         "TrainStep, told": lambda: {"compute_loss": lambda m, x, y: (loss_of_rows(m, x, y), len(x))},
         "TrainStep, sum": lambda: {"loss_fn": nn.CrossEntropyLoss(reduction="sum")},
+        "TrainStep, classes": lambda: {"loss_fn": nn.CrossEntropyLoss(weight=torch.ones(3).double())},
         "TrainStep, named": lambda: {
             "compute_loss": lambda m, x, y: {"rows": loss_of_rows(m, x, y)},
             "weight": lambda x, y: {"rows": len(x)},
