@@ -7,6 +7,7 @@ optimizer see it. A full window of equal batches is left as it is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -22,14 +23,15 @@ from gradaccum.errors import WindowError
 from gradaccum.integrations.lightning.monitor import Opened, PassMonitor
 from gradaccum.integrations.lightning.trainer import (
     Ranks,
-    Replaced,
     Varying,
-    check,
-    check_optimizer,
     count_updates,
     remember_arguments,
+    wrong,
+    wrong_optimizers,
 )
+from gradaccum.integrations.trainer import refuse, replaced
 from gradaccum.on_torch.foreach import scale_
+from gradaccum.on_torch.grad_buffer import ArrivalScale
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.optimizer import BatchWeight
@@ -37,7 +39,7 @@ from gradaccum.torch.watch import Modification
 
 logger = logging.getLogger("gradaccum")
 
-_BATCH_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end")
+_BATCH_HOOKS = {"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end"}
 
 
 class GradientAccumulation(Callback):
@@ -88,14 +90,13 @@ class GradientAccumulation(Callback):
         self._trainer: Trainer | None = None
         self._monitor: PassMonitor | None = None
         self._ranks: Ranks | None = None
-        self._replaced = Replaced()
+        self._replaced = contextlib.ExitStack()
         self._total: float | None = None
         """What the window that closes weighs on all ranks."""
         self._restored: dict[str, Any] | None = None
         self._expected = self._in_pass = self._closes = False
         """Whether the batch in use has had no backward pass, is in it, and is the last of its window."""
-        self._left_out: list[tuple[Tensor, bool, Any]] = []
-        """Of a batch that weighs nothing: parameters, whether they had no gradient, hooks that keep it out."""
+        self._arrivals = ArrivalScale(self._parameters)
         self._opened: Opened | None = None
         """The optimizer when the window opened, in windows that are looked at."""
 
@@ -119,7 +120,7 @@ class GradientAccumulation(Callback):
         if stage != "fit":
             return
         self._leave()  # training that has failed
-        check(trainer, pl_module, self)
+        refuse(wrong(trainer, pl_module, self))
         logger.info("Lightning's Trainer with GA of %s steps", self._schedule)
         self._trainer, self._ranks = trainer, Ranks(trainer)
         # Read by `estimated_stepping_batches` in configure_optimizers.
@@ -129,10 +130,11 @@ class GradientAccumulation(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.accumulate_grad_batches = self._schedule(trainer.current_epoch)
         if self._schedule.constant != 1:
-            check_optimizer(trainer)
+            refuse(wrong_optimizers(trainer))
             warn_of_batch_norm(pl_module, "GroupNorm and frozen BatchNorm don't differ.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        put = self._replaced.enter_context
         # In the middle of an epoch Lightning goes on without on_train_epoch_start.
         trainer.accumulate_grad_batches = self._schedule(trainer.current_epoch)
         if is_overridden("on_train_batch_start", pl_module):
@@ -145,7 +147,7 @@ class GradientAccumulation(Callback):
                     self._flush(trainer)
                 return response
 
-            self._replaced.put(pl_module, "on_train_batch_start", on_train_batch_start)
+            put(replaced(pl_module, on_train_batch_start=on_train_batch_start))
         original = trainer.precision_plugin.backward
 
         @functools.wraps(original)
@@ -154,10 +156,10 @@ class GradientAccumulation(Callback):
             original(tensor, *args, **kwargs)
             self._end_pass(trainer)
 
-        self._replaced.put(trainer.precision_plugin, "backward", backward)
-        for name in _BATCH_HOOKS:  # each costs Lightning some microseconds, though it does nothing
-            if name not in vars(self) and not is_overridden(name, self, parent=Callback):
-                self._replaced.put(self, name, None)
+        put(replaced(trainer.precision_plugin, backward=backward))
+        own = [n for n in _BATCH_HOOKS if n in vars(self) or is_overridden(n, self, parent=Callback)]
+        # Each costs Lightning some microseconds, though it does nothing.
+        put(replaced(self, **dict.fromkeys(_BATCH_HOOKS - {*own})))
         remember_arguments(trainer, self._replaced)
         count_updates(trainer, self._replaced)
         self._others.meet_between_batches(self._replaced)
@@ -215,10 +217,8 @@ class GradientAccumulation(Callback):
         self._closes = not trainer.fit_loop._should_accumulate()
         if self._closes:
             self._close()
-        if factor == 0:  # NaN times 0 would stay NaN
-            parameters = [p for p in self._parameters() if p.requires_grad]
-            self._left_out = [(p, p.grad is None, p.register_hook(torch.zeros_like)) for p in parameters]
-        elif factor != 1:
+        self._arrivals.set(float(factor != 0))  # NaN times 0 would stay NaN
+        if factor not in (0, 1):
             loss.mul_(factor)  # Lightning's own copy, the mean over N, which the backward pass starts from
         self._in_pass = True
 
@@ -226,13 +226,6 @@ class GradientAccumulation(Callback):
         window, monitor = self._window, self._monitor
         assert monitor is not None
         self._in_pass = self._expected = False
-        for parameter, had_none, hook in self._left_out:
-            hook.remove()
-            if had_none and (not self._closes or trainer.world_size == 1):
-                parameter.grad = None
-        if self._left_out:
-            self._left_out = []
-            monitor.resync()
         if monitor.looking:
             if trainer.world_size == 1:  # else the reduction has written to the gradients
                 self._check_sum()
@@ -345,7 +338,7 @@ class GradientAccumulation(Callback):
         """Leave Trainer, module and parameters as they were found."""
         if self._trainer is not None:
             self._trainer.accumulate_grad_batches = 1
-        self._replaced.put_back()
+        self._replaced.close()
         if self._monitor is not None:
             self._monitor.remove()
         self._monitor = self._trainer = self._ranks = None
