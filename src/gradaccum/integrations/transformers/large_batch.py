@@ -216,22 +216,15 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 class _Quiet:
-    """An object some of whose methods are replaced: `replaced(name)` is what stands in the place of one, or None."""
+    """An object whose methods of these names do nothing: each returns what it gets in this place."""
 
-    def __init__(self, inside: Any, replaced: Callable[[str], Any]) -> None:
-        self._inside, self._replaced = inside, replaced
+    def __init__(self, inside: Any, names: tuple[str, ...], place: int) -> None:
+        self._inside, self._names, self._place = inside, names, place
 
     def __getattr__(self, name: str) -> Any:
-        return self._replaced(name) or getattr(self._inside, name)
-
-
-def _own_rank_alone(name: str) -> Any:
-    return (lambda tensor, *how, **more: tensor) if name in ("gather", "gather_for_metrics", "reduce") else None
-
-
-def _no_callback(name: str) -> Any:
-    is_event = name.startswith("on_") or name == "call_event"
-    return (lambda args, state, control, *rest, **more: control) if is_event else None
+        if name.startswith(self._names):
+            return lambda *given, **more: given[self._place]
+        return getattr(self._inside, name)
 
 
 def _without_traces(trainer: Any) -> Any:
@@ -241,8 +234,8 @@ def _without_traces(trainer: Any) -> Any:
     for name, value in own.items():
         if isinstance(value, _CONTAINERS) and _is_small(value, [LARGEST]):
             own[name] = copy.deepcopy(value)
-    own["accelerator"] = _Quiet(trainer.accelerator, _own_rank_alone)
-    own["callback_handler"] = _Quiet(trainer.callback_handler, _no_callback)
+    own["accelerator"] = _Quiet(trainer.accelerator, ("gather", "reduce"), 0)  # as of a rank that is alone
+    own["callback_handler"] = _Quiet(trainer.callback_handler, ("on_", "call_event"), 2)  # the control as it is
     own["state"], own["control"] = copy.copy(trainer.state), copy.copy(trainer.control)
     own["state"].log_history = list(trainer.state.log_history)
     own["log"] = lambda *values, **more: None
