@@ -372,14 +372,12 @@ def _clipping_at_the_end(accelerator: Accelerator, name: str, original: Callable
     @functools.wraps(original)
     def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **keywords: Any) -> Any:
         rest = iter([parameters] if isinstance(parameters, Tensor) else parameters)
-        found, optimizers = list(itertools.islice(rest, 1)), accelerator._optimizers
-        owners = optimizers if len(optimizers) == 1 and isinstance(optimizers[0], PreparedOptimizer) else []
-        if not (
-            owners and found and id(found[0]) in owners[0]._own_ids()
-        ):  # else the rest isn't looked at before the end
-            found += rest
+        found, owners = list(itertools.islice(rest, 1)), accelerator._optimizers
+        only = owners[0] if len(owners) == 1 and isinstance(owners[0], PreparedOptimizer) else None
+        if only is None or not found or id(found[0]) not in only._own_ids():
+            found += rest  # else it isn't looked at before the end
             ids = {id(p) for p in found}
-            owners = [o for o in optimizers if (o._owned(found) if isinstance(o, PreparedOptimizer) else ids & _ids(o))]
+            owners = [o for o in owners if (o._owned(found) if isinstance(o, PreparedOptimizer) else ids & _ids(o))]
         owner = next((o for o in owners if isinstance(o, PreparedOptimizer)), None)
         if owner is None:
             return original(found, *args, **keywords)

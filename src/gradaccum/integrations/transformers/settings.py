@@ -111,19 +111,20 @@ def _across_rows(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
 def _strange_ranks(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
     args, several = trainer.args, trainer.args.world_size > 1
     sizes = {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
-    for kind, size in sizes.items():
-        if size > 1:
-            yield (
-                f"{kind}-parallel ranks share the rows of a batch, which micro-batches don't support. Received: a "
-                f"parallelism_config of {size} {kind}-parallel ranks. Remove it."
-            )
+    unknown = [
+        f"a parallelism_config of {n} {kind}-parallel ranks. Remove it, as they share the rows of a batch."
+        for kind, n in sizes.items()
+        if n > 1
+    ]
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        yield (
-            "This model was sharded when it was loaded (distributed_config), which micro-batches don't support. Load "
-            'it unsharded, and let Accelerate shard it: fsdp_config={"version": 2}.'
+        unknown.append(
+            "a model that was sharded when it was loaded (distributed_config). Load it unsharded, and let Accelerate "
+            'shard it: fsdp_config={"version": 2}.'
         )
     if getattr(trainer, "is_fsdp_xla_enabled", False):
-        yield "Micro-batches don't support the ranks of XLA's FSDP. Remove `xla` from `fsdp_config`."
+        unknown.append("XLA's FSDP. Remove `xla` from `fsdp_config`.")
+    for ranks in unknown:
+        yield f"Micro-batches work with DistributedDataParallel and FSDP2. Received: {ranks}"
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         yield fsdp1('fsdp_config={"version": 2}')
