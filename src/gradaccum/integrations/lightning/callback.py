@@ -216,14 +216,17 @@ class GradientAccumulation(Callback):
         self._closes = not trainer.fit_loop._should_accumulate()
         if self._closes:
             self._close()
-        self._arrivals.set(float(factor != 0))  # NaN times 0 would stay NaN
-        if factor not in (0, 1):
+        if factor == 0:
+            self._arrivals.set(0.0)  # NaN times 0 would stay NaN
+        elif factor != 1:
             loss.mul_(factor)  # Lightning's own copy, the mean over N, which the backward pass starts from
         self._in_pass = True
 
     def _end_pass(self, trainer: Trainer) -> None:
         window, monitor = self._window, self._monitor
         self._in_pass = self._expected = False
+        if self._arrivals.factor != 1:
+            self._arrivals.set(1.0)
         if monitor.looking:
             if trainer.world_size == 1:  # else the reduction has written to the gradients
                 self._check_sum()

@@ -138,23 +138,21 @@ def remember_arguments(trainer: Trainer, stack: contextlib.ExitStack) -> None:
     original = getattr(loop, "_build_kwargs", None)
     if original is None:
         return
-    inspected: Any = None
-    takes_index = False
+    taken: dict[Any, list[str]] = {}
 
     @functools.wraps(original)
     def build_kwargs(kwargs: Any, batch: Any, batch_idx: int) -> Any:
-        nonlocal inspected, takes_index
         step = trainer.lightning_module.training_step
         function = getattr(step, "__func__", step)
-        if function is inspected:
-            kwargs["batch"] = batch
-            if takes_index:
-                kwargs["batch_idx"] = batch_idx
-            return kwargs
-        found = original(kwargs, batch, batch_idx)
-        if [*found] in (["batch"], ["batch", "batch_idx"]):
-            inspected, takes_index = function, len(found) == 2
-        return found
+        if function not in taken:
+            found = original(kwargs, batch, batch_idx)
+            if [*found] in (["batch"], ["batch", "batch_idx"]):
+                taken[function] = [*found]
+            return found
+        kwargs["batch"] = batch
+        if len(taken[function]) == 2:
+            kwargs["batch_idx"] = batch_idx
+        return kwargs
 
     stack.enter_context(replaced(loop, _build_kwargs=build_kwargs))
 
