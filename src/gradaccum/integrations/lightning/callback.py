@@ -26,6 +26,7 @@ from gradaccum.integrations.lightning.trainer import (
     Varying,
     count_updates,
     remember_arguments,
+    skip_schedulers,
     wrong,
     wrong_optimizers,
 )
@@ -141,8 +142,11 @@ class GradientAccumulation(Callback):
             @functools.wraps(hook)
             def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
                 response = hook(*args, **kwargs)
-                if response == -1 and self._window.is_open:  # the epoch ends, after which schedulers step
-                    self._flush(trainer)
+                if response == -1:  # the epoch ends, after which schedulers step
+                    if self._window.is_open:
+                        self._flush(trainer)
+                    else:
+                        skip_schedulers(trainer)
                 return response
 
             put(replaced(pl_module, on_train_batch_start=on_train_batch_start))

@@ -132,6 +132,19 @@ def count_updates(trainer: Trainer, stack: contextlib.ExitStack) -> None:
     stack.enter_context(replaced(loop, update_lr_schedulers=update_lr_schedulers))
 
 
+def skip_schedulers(trainer: Trainer) -> None:
+    """Leave schedulers of steps alone, once: a module ends the epoch between windows, and no update is made."""
+    loop, stack = trainer.fit_loop.epoch_loop, contextlib.ExitStack()
+    original = loop.update_lr_schedulers
+
+    def update_lr_schedulers(interval: str, *args: Any, **keywords: Any) -> None:
+        stack.close()
+        if interval != "step":
+            original(interval, *args, **keywords)
+
+    stack.enter_context(replaced(loop, update_lr_schedulers=update_lr_schedulers))
+
+
 def remember_arguments(trainer: Trainer, stack: contextlib.ExitStack) -> None:
     """Have Lightning inspect training_step's signature once: for every batch it takes longer than all that we add."""
     loop = trainer.fit_loop.epoch_loop
