@@ -246,9 +246,8 @@ class Ranks:
     def agree_on_last(self, last: bool) -> None:
         """A micro-batch of `batches()` begins, this rank's `last` one perhaps. A WindowError where that can't be."""
         if self.sharded:
-            reports = self._meet(_Report(Kind.MICRO_BATCH, last=last))
-            if reports.differ("last"):
-                lasts = [bool(report.last) for report in reports.each]
+            lasts = [bool(numbers[1]) for numbers in self._exchange(Kind.MICRO_BATCH, last)]
+            if len({*lasts}) > 1:
                 raise WindowError(
                     "A sharded model needs the same number of batches on every rank. Whether this batch is the last: "
                     f"{by_rank(lasts)}. Nothing was updated. Pad or drop batches (DistributedSampler does), or use "
