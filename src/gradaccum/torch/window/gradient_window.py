@@ -496,7 +496,7 @@ class GradientWindow(Listener):
         self.loss_scale.adopt(loss_scale)
 
     def pass_begins(self) -> None:
-        if self.passes.arrivals or torch.compiler.is_compiling():
+        if self.passes.arrivals:
             return
         if self.window.is_open:
             self.check_sum()  # the user's code has run since the forward pass began
