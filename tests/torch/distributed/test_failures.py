@@ -377,7 +377,7 @@ def fails(rank, engine, way, what, at=2, given_up=None):
     Where the other learns it by waiting, both do so for a second and a half from there on, until it has `given_up`.
     """
     model, optimizer = wrap(engine, network(), 4)
-    assert optimizer._windows.ranks.channel.timeout == TIMEOUT  # the process group's
+    assert optimizer._windows.ranks.channel.timeout() == TIMEOUT  # the process group's
 
     def failure(*_):
         raise ArithmeticError("rank 1 failed")

@@ -320,7 +320,7 @@ def test_optimizers_that_come_one_after_the_other_leave_no_connection_open(rank)
         assert [numbers[:2] for numbers in channel.exchange(i, rank)] == [[i, 0], [i, 1]]
         assert channel.gather({"of": rank}) == [{"of": 0}, {"of": 1}]
         if rank == 1:
-            channel.post(7)
+            channel.send(7)
         del channel
         gc.collect()
         held.add(len(psutil.Process().net_connections()))

@@ -262,7 +262,7 @@ class Ranks:
     def abort(self) -> None:
         """An error has ended training here. Waits for nobody."""
         if not self._alone:
-            self._channel.post(Kind.ABORTED)
+            self._channel.send(Kind.ABORTED)
 
     def reduce(self, number: Tensor, how: str) -> Tensor:
         """A tensor's "sum" or "mean" over the ranks."""
