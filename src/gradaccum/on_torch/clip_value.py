@@ -24,7 +24,7 @@ class ClipValue:
             merged.values().clamp_(-self.limit, self.limit)
             if merged is not sparse:
                 sparse.copy_(merged)
-        for group in grouped(g for g in gradients if not g.is_sparse):
+        for group in grouped([g for g in gradients if not g.is_sparse]):
             torch._foreach_clamp_min_(group, -self.limit)
             torch._foreach_clamp_max_(group, self.limit)
         return True
