@@ -188,8 +188,13 @@ MESH = mesh_of("Auto", (2,), ("d",))
 SHARD, ALL = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
 
 
-def on_devices(function, out=ALL):
-    return jax.shard_map(function, mesh=MESH, in_specs=(ALL, SHARD, SHARD), out_specs=out)
+def on_devices(function, out=ALL, of_parameters=ALL, check=True):
+    specs = (of_parameters, SHARD, SHARD)
+    return jax.shard_map(function, mesh=MESH, in_specs=specs, out_specs=out, check_vma=check)
+
+
+def tokens_of(v, x, m):
+    return ((x @ v.reshape(4)) ** 2 * m).sum()
 
 
 def over_devices(v, text, mask):
@@ -438,6 +443,7 @@ REFUSED = {
     "tokens behind gates": case(lambda qkv, text, mask: mean_of(recurrent(qkv, text), mask), "Pass weight="),
     "tokens on devices, unweighed": case(over_devices, "Pass weight=", size=4),
     "a product of all rows": case(lambda v, x: (x @ v).mean() * jnp.prod(jnp.full(len(x), 0.9)), "the number of rows"),
+    "the largest of all rows, nearly": case(lambda v, x: lax.approx_max_k(x @ v, 2)[0].sum(), ACROSS, **SUM),
     # Custom derivatives.
     "a derivative for JAX' function": case(lambda v, x: clipped_tanh(x @ v).mean(), DERIVATIVE),
     "decay in a sum": case(lambda v, x: ((x @ decayed(v)) ** 2).sum(), DERIVATIVE, **SUM),
@@ -540,6 +546,16 @@ LINES = {
     "means of devices": case(
         lambda v, text, mask: on_devices(lambda v, x, m: lax.pmean(mean_of((x @ v)[..., None], m), "d"))(v, text, mask),
         ELSE, size=4, **COUNTED,
+    ),
+    "means of groups of devices": case(
+        lambda v, text, mask: on_devices(
+            lambda v, x, m: lax.pmean(lax.psum(tokens_of(v, x, m), "d", axis_index_groups=[[0], [1]]), "d"), check=False
+        )(v, text, mask), "`psum`", size=4, **SUM,
+    ),
+    "parameters in parts on devices": case(
+        lambda v, text, mask: on_devices(lambda v, x, m: lax.psum(tokens_of(v, x, m), "d"), of_parameters=SHARD)(
+            v[:2, None] * jnp.ones(4), text, mask
+        ), "`shard_map`", size=4, **SUM,
     ),
     "a loss that isn't divided by what it asks for":
         case(lambda v, x, mask: token_mean(v, x, mask) + jnp.where(mask.any(1).sum() > 0, v[0], 0), DECIDED, **COUNTED),

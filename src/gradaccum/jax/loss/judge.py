@@ -24,12 +24,14 @@ in which it is made. A custom derivative is judged by the gradient that it makes
 A flaw is certain, and the loss is refused, unless it is `soft`: picking the diagonal of pairs of rows, or adding up
 rows in another order, may take it back (`PAIRS`, `MOVED`, `FREE`). Then the judgement says that it can't tell.
 
-To add a primitive, ask what it does to each row, and add it to the table at the end of `rules`:
+To add a primitive, ask two things of it, and add it to the table at the end of `rules`: which terms its output has, and
+where that has its rows. Without an axis of rows it is a sum over them.
 
 - Entry by entry: to the list of these.
-- Across some axes, and entry by entry on the others: `_law(across=axes)`, or `_law(_linear, axes)` for sums.
-  `"cumsum": _law(_linear, _named)` works across the axis in its parameter, so rows in that axis are mixed, and rows in
-  another one are not.
+- On the entries of each row: `_rule(terms, where, across)`. Terms are those of any function by default, `_linear` for
+  sums; rows are where the inputs have them. `"cumsum": _rule(_linear, across=_named)` works across the axis in its
+  parameter, so rows in that axis are mixed, and rows in another one are not.
+- Entries change their places: `_layout(where)`; `_repeated` is a short example of `where`.
 - Anything else, such as one that holds a jaxpr: a rule `(equation, inputs) -> output`, which raises `mixes()` or
   `unknown(why)` where terms can't say what it does; `_split` is a short one. `equation.made` describes an output.
 - A test in tests/jax/loss: a loss with it that passes in silence, and one across the rows that is refused.
@@ -298,7 +300,9 @@ def _of_flaw(flaw: Flaw, statistics: frozenset[int] | set[int]) -> Verdict:
 
 
 def _of_terms(loss: Value, divisor: Scale, weight: Value | None, reduction: str, walk: Walk) -> Verdict:
-    named, is_weighed, flowing = walk.batches.named, weight is not None, _flowing(weight, walk)
+    named, is_weighed = walk.batches.named, weight is not None
+    # A mean isn't over a sum that a gradient flows through; if `weight` has one, too, that is another error.
+    flowing = walk.flowing if weight is None or not weight.roots & algebra.FLOWING else set()
     off = {term: _off(term, divisor, reduction, walk) for term in loss.terms}
     names = {term: named(algebra.power(term.scale, -1)) for term in loss.terms}
     wrong = [term for term in loss.terms if not algebra.is_one(off[term]) or names[term] in flowing]
@@ -313,11 +317,6 @@ def _of_terms(loss: Value, divisor: Scale, weight: Value | None, reduction: str,
     same_for_all = is_weighed and divisor == ONE  # right where micro-batches have as many rows
     verdict = _by_divisors(wrong, loss, divisors, named(divisor) if is_weighed else None, reduction, walk)
     return verdict._replace(certain=verdict.kind != "unknown" and not same_for_all)
-
-
-def _flowing(weight: Value | None, walk: Walk) -> set[Any]:
-    """Sums that a gradient flows through, which a mean isn't over; if `weight` has one, too, that is another error."""
-    return walk.flowing if weight is None or not weight.roots & algebra.FLOWING else set()
 
 
 def _is_mixed(wrong: list[Term], names: dict[Term, Any], divisors: set[Any], walk: Walk) -> bool:
