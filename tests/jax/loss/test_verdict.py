@@ -206,6 +206,10 @@ def rows_on_devices(row):
     return lambda w, x, z: (on_devices(lambda w, x, _: jnp.tanh(row(x @ w)), SHARD)(w, x, z) ** 2).mean()
 
 
+def by_counts(mask):
+    return jnp.stack([mask.sum() > 8, mask.sum() > 20])
+
+
 def known(z):
     return jnp.where(jnp.isnan(z), 0.0, 1.0)
 
@@ -463,6 +467,18 @@ REFUSED = {
         case(lambda v, x: (jax.nn.relu((x @ v) * x[:, 0].sum()) / x[:, 0].sum()).mean(), ACROSS),
     "columns by the counts of others":
         case(lambda w, x, mask: ((x @ w[:, :3]) * mask.mean(0) / jnp.roll(mask.mean(0), 1)).mean(), ACROSS),
+    "a choice for each column, by counts": case(
+        lambda v, x, mask: (jnp.where(by_counts(mask), 1.0, 0.3) * (x @ v)[:, None]).mean(), ACROSS
+    ),
+    "a choice in a loop, by counts": case(
+        lambda v, x, mask: lax.scan(lambda h, c: (jnp.where(c, h, 0.3 * h), None), x @ v, by_counts(mask))[0].mean(),
+        ACROSS,
+    ),
+    "a mean over two sums, weighed by a third": case(
+        lambda v, x, z, soft: (lambda a, b, c: {"it": ((x @ v).sum() / (a + c), b)})(
+            *(jnp.exp(each).sum() for each in (x, z, soft))
+        ), ACROSS,
+    ),
     "a window that moves rows":
         case(lambda v, x: (lax.reduce_window(x[:, 0], 0.0, lax.add, (1,), (1,), ((1, -1),)) * (x @ v)).mean(), ACROSS),
     **WRONG_CONVOLUTIONS,
@@ -590,6 +606,8 @@ LINES = {
     "the size of a mean": case(lambda v, x: jnp.abs((x @ v).mean()), DECIDED),
     "parts that make the whole":
         case(lambda w, x: sum((part**2).mean() for part in jnp.split(x @ w, 2)) / 2, DECIDED, size=4),
+    "a number that doubles with each row":
+        case(lambda v, x: lax.scan(lambda c, r: (c + c, None), v[0], x)[0] + (x @ v).mean(), "`scan`"),
     "a sum in a loop over rows":
         case(lambda v, x: lax.scan(lambda c, r: (c + r @ v, None), 0.0, x)[0] / len(x), DECIDED),
     "a power iteration": with_state(

@@ -190,7 +190,7 @@ def _linear(e: Equation, values: list[Value]) -> Terms:
 
 def _selected(e: Equation, values: list[Value]) -> Terms:
     which, *cases = values
-    if which.own and (which.place is None or any(term.scale for term in which.terms)):
+    if (which.own and which.place is None) or any(term.scale for term in which.terms):
         return e.function(values)
     return frozenset(Term(term.own or which.own, term.scale) for term in union(cases))
 
@@ -520,7 +520,7 @@ def _mapped(traced: Any, first: int, second: int) -> Any:
     """A scan over rows as `vmap` has it, whose carry is a sum over them: each round adds to it."""
     closed = traced.params["jaxpr"]
     for before, after in zip(closed.jaxpr.invars[first:second], closed.jaxpr.outvars):
-        users = [each for each in closed.jaxpr.eqns if before in each.invars]
+        users = [each for each in closed.jaxpr.eqns for variable in each.invars if variable is before]
         adds = [each.primitive.name in ("add", "add_any") and each.outvars == [after] for each in users]
         if adds != [True] or any(before is each for each in closed.jaxpr.outvars):
             raise unknown("scan over rows")
