@@ -201,7 +201,7 @@ class Batches:
         """What a sum is in each of them: once small, no two alike, and once 0 unless it adds up positive numbers."""
         if symbol not in self._sums:
             n, draw = len(self._sums), random.Random(len(self._sums)).randint
-            numbers = [draw(2, 99) for _ in range(_EMPTY)]  # which no sum of others equals
+            numbers: list[float] = [draw(2, 99) for _ in range(_EMPTY)]  # which no sum of others equals
             numbers += [1 if value.integral else 0.25, draw(2, 99), draw(1000, 9999), draw(10**6, 10**7)]
             numbers[n % _EMPTY] *= value.positive
             self._sums[symbol] = tuple(numbers) * (len(self.count) // SAMPLES)
