@@ -300,9 +300,7 @@ def _of_flaw(flaw: Flaw, statistics: frozenset[int] | set[int]) -> Verdict:
 
 
 def _of_terms(loss: Value, divisor: Scale, weight: Value | None, reduction: str, walk: Walk) -> Verdict:
-    named, is_weighed = walk.batches.named, weight is not None
-    # A mean isn't over a sum that a gradient flows through; if `weight` has one, too, that is another error.
-    flowing = walk.flowing if weight is None or not weight.roots & algebra.FLOWING else set()
+    named, is_weighed, flowing = walk.batches.named, weight is not None, _flowing(weight, walk)
     off = {term: _off(term, divisor, reduction, walk) for term in loss.terms}
     names = {term: named(algebra.power(term.scale, -1)) for term in loss.terms}
     wrong = [term for term in loss.terms if not algebra.is_one(off[term]) or names[term] in flowing]
@@ -317,6 +315,11 @@ def _of_terms(loss: Value, divisor: Scale, weight: Value | None, reduction: str,
     same_for_all = is_weighed and divisor == ONE  # right where micro-batches have as many rows
     verdict = _by_divisors(wrong, loss, divisors, named(divisor) if is_weighed else None, reduction, walk)
     return verdict._replace(certain=verdict.kind != "unknown" and not same_for_all)
+
+
+def _flowing(weight: Value | None, walk: Walk) -> set[Any]:
+    """Sums that a gradient flows through, which a mean isn't over; if `weight` has one, too, that is another error."""
+    return walk.flowing if weight is None or not weight.roots & algebra.FLOWING else set()
 
 
 def _is_mixed(wrong: list[Term], names: dict[Term, Any], divisors: set[Any], walk: Walk) -> bool:

@@ -156,14 +156,16 @@ def _dot(e: Equation, inputs: list[Value]) -> Place | None:
 
 
 def _convolution(e: Equation, inputs: list[Value]) -> Place | None:
+    image, kernel = inputs[0].place, inputs[1].place
+    return _convolved(e, image, kernel) if image or kernel else None
+
+
+def _convolved(e: Equation, image: Place | None, kernel: Place | None) -> Place | None:
     """Rows in the image's batch; a kernel, and perhaps a group of the image, for each row; or features of both, which
     are summed over."""
-    (image, kernel), numbers = (value.place for value in inputs), e.params["dimension_numbers"]
-    counts = "feature_group_count", "batch_group_count"
+    numbers, counts = e.params["dimension_numbers"], ("feature_group_count", "batch_group_count")
     features, parts = (e.params[name] for name in counts)  # one of them is 1
     grow = any(len({*e.each(name)}) > 1 for name in counts)
-    if image is None and kernel is None:
-        return None
     if kernel is None:
         keeps = image is not None and image.axis == numbers.lhs_spec[0] and image.outer % parts == 0
         image = image and image._replace(outer=image.outer // parts)
@@ -209,21 +211,25 @@ def _rule(
         lanes = _computed(inputs, compute or _COMPUTED.get(e.name))
         if lanes is not None and terms is Equation.function:
             return [e.valued(lanes)]
-        if any(value.flaw is not None for value in inputs):
-            return [e.made(inputs, SHARED, None, n) for n in range(len(e.outputs))]
-        rows, place = any(value.place is not None for value in inputs), where(e, inputs)
+        if any(value.flaw for value in inputs):
+            return _flawed(e, inputs)
+        rows, place = any(value.place for value in inputs), where(e, inputs)
         if place is not None and place.axis in across(e):
             raise mixes(soft)
         found = terms(e, [e.lifted(value, place) for value in inputs])
         if lanes is not None:
             return [e.valued(lanes, found)]
-        if e.grown() is None and (rows or e.name == "reduce_sum"):
-            if terms not in (_linear, Equation.product):
-                raise unknown(e.name)
+        if e.grown() is not None or not (rows or e.name == "reduce_sum"):
+            return [e.made(inputs, found, e.placed(place, n), n) for n in range(len(e.outputs))]
+        if terms in (_linear, Equation.product):
             return [e.walk.summed(e, inputs, found, rows)]
-        return [e.made(inputs, found, e.placed(place, n), n) for n in range(len(e.outputs))]
+        raise unknown(e.name)
 
     return rule
+
+
+def _flawed(e: Equation, inputs: list[Value]) -> list[Value]:
+    return [e.made(inputs, SHARED, None, n) for n in range(len(e.outputs))]
 
 
 def _layout(where: Where) -> Rule:
@@ -566,13 +572,9 @@ def _on_devices(e: Equation, inputs: list[Value]) -> list[Value]:
     splits = {_mesh_axes(spec, value.axis) for value, spec in zip(inputs, specs) if value.place} or {frozenset()}
     split = next(iter(splits))
     count = math.prod(e.params["mesh"].shape[name] for name in split)
-    if len(splits) > 1 or walk.split or any(value.flaw for value in inputs):
+    apart = count > 1 and any(_is_by_device(value, spec, split) for value, spec in zip(inputs, specs))
+    if len(splits) > 1 or walk.split or apart or any(value.flaw for value in inputs):
         raise unknown(e.name)
-    for value, spec in zip(inputs, specs) if count > 1 else ():
-        # Several rows for one of the batch's; or parameters of which each row gets what its device has.
-        parts = value.place is None and any(split & _mesh_axes(spec, axis) for axis in range(len(spec)))
-        if parts or (value.place is not None and value.place[1:] != (1, 1)):
-            raise unknown(e.name)
     rows, walk.split = walk.rows, split if count > 1 else walk.split
     walk.rows = tuple(each // count for each in rows)
     try:
@@ -588,6 +590,13 @@ def _mesh_axes(spec: Any, axis: int) -> frozenset[str]:
     """The axes of the devices over which this axis of an array is split."""
     part = spec[axis] if 0 <= axis < len(spec) else None
     return frozenset(part if isinstance(part, tuple) else () if part is None else (part,))
+
+
+def _is_by_device(value: Value, spec: Any, split: frozenset[str]) -> bool:
+    """Whether each row gets what its device has of an array without rows; or there are several rows for one."""
+    if value.place is None:
+        return any(split & _mesh_axes(spec, axis) for axis in range(len(spec)))
+    return value.place[1:] != (1, 1)
 
 
 def _check_joined(value: Value, spec: Any, split: frozenset[str]) -> None:

@@ -189,11 +189,8 @@ class Equation:
 
     def absorbed(self, values: Sequence[Value]) -> Flaw | None:
         """The flaw of what follows from these: the gravest that they have, if it can't be taken back here."""
-        flaws = [value.flaw for value in values if value.flaw is not None]
-        if not flaws:
+        if not (flaws := _flaws_of(values)):
             return None
-        if any(flaw.soft == algebra.PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
-            flaws = [flaw for flaw in flaws if flaw.kind != "position"] or flaws
         shifted = [flaw for flaw in flaws if flaw.soft == algebra.FREE]
         if self.name in ("add", "add_any", "sub") and shifted and len({flaw.source for flaw in flaws}) == 1:
             return shifted[0]  # rows that were shifted by the largest of them, where nothing but this joins them
@@ -466,6 +463,13 @@ def _frames(info: Any) -> list[Any]:
     """The calls that led to an operation, the innermost first, without JAX' own."""
     frames = getattr(getattr(info, "traceback", None), "frames", None) or []
     return [frame for frame in frames if not is_ours(frame.file_name)]
+
+
+def _flaws_of(values: Sequence[Value]) -> list[Flaw]:
+    flaws = [value.flaw for value in values if value.flaw is not None]
+    if any(flaw.soft == algebra.PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
+        return [flaw for flaw in flaws if flaw.kind != "position"] or flaws
+    return flaws
 
 
 def _is_one_number(array: Any) -> bool:
