@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import gradaccum.torch
+from gradaccum.torch import TrainStep
 from gradaccum.torch.window import RUNNING
 
 STEPS, WARM = 4, 8
@@ -155,6 +156,44 @@ def looked(parameters):
     model = Deep(parameters)
     optimizer = gradaccum.torch.optim.Optimizer(torch.optim.SGD(model.parameters(), lr=1e-3), steps=STEPS)
     return list(plain(model, optimizer, [(torch.randn(3, 2), torch.randn(3)) for _ in range(STEPS)]))[1]
+
+
+# TrainStep: both passes of four micro-batches, and the update.
+
+LOSS, ROWS, MICRO = nn.CrossEntropyLoss(), 16, 4
+
+
+def split(model, optimizer):
+    return TrainStep(model, optimizer, loss_fn=LOSS, micro_batch_size=MICRO)
+
+
+def split_by_hand(model, optimizer):
+    def run(x, y):
+        optimizer.zero_grad()
+        for rows in (slice(start, start + MICRO) for start in range(0, ROWS, MICRO)):
+            (LOSS(model(x[rows]), y[rows]) / (ROWS // MICRO)).backward()
+        optimizer.step()
+
+    return run
+
+
+def of_a_window(layers, make):
+    """Calls of the seventh window, which looks at nothing."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    run = make(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.randn(ROWS, 4), torch.randint(4, (ROWS,))
+    for _ in range(6):
+        run(*batch)
+    with Calls() as found:
+        run(*batch)
+    return found.names.total()
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="comprehensions are calls or not by version")
+def test_an_ordinary_window_of_four_makes_so_many_calls_beyond_the_loop_by_hand():
+    few, many = (of_a_window(layers, split) - of_a_window(layers, split_by_hand) for layers in (2, 300))
+    assert few == many
+    assert few <= 86
 
 
 if __name__ == "__main__":
