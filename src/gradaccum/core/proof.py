@@ -451,15 +451,18 @@ def informative_rows(
     """Up to so many rows that tell most, in this order of all rows.
 
     Of each of the `sorts` of rows (with a missing label, padding, a weight of zero, a class), of which the number and
-    two rows are given, there are these two, the rarest sorts first: others wouldn't hold them, and what a loss does
-    with them shows where one part has more of them. They are half of the rows at most, and with the `ends`, rows with
-    the least and the most of something, three quarters. The rest is evenly spread over the order.
+    three rows are given, there are two, the rarest sorts first: others wouldn't hold them, and what a loss does with
+    them shows where one part has more of them. Of the rarest that has so many there are three, which no two parts share
+    equally. They are half of the rows at most, and with the `ends`, rows with the least and the most of something,
+    three quarters. The rest is evenly spread over the order.
 
     Example:
-        >>> informative_rows([3, 1, 2, 0, 4], [(3, [1, 2]), (1, [0]), (5, [0, 1])], [4], 4)
+        >>> informative_rows([3, 1, 2, 0, 4], [(3, [1, 2, 4]), (1, [0]), (5, [0, 1, 2])], [4], 4)
         [3, 1, 0, 4]
     """
-    rare = [row for count, two in sorted(sorts, key=lambda sort: sort[0]) if count < len(order) for row in two]
+    rarest = sorted((sort for sort in sorts if sort[0] < len(order)), key=lambda sort: sort[0])
+    three = next((sort for sort in rarest if len(sort[1]) > 2), None)
+    rare = [row for sort in rarest for row in sort[1][: 3 if sort is three else 2]]
     others = [order[place * (len(order) - 1) // max(1, most - 1)] for place in range(most)]
     chosen = dict[int, None]()
     for candidates, limit in ((rare, most // 2), (ends, 3 * most // 4), ([*others, *order], most)):

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import random
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -666,17 +667,36 @@ def test_the_proof_leaves_gradients_of_the_batch_alone_and_proves_with_them(capl
     refused(net(), batch(), compute_loss=lambda *batch: prompted(*batch).sqrt(), batch_dims=(0, 0, None))
 
 
-@pytest.mark.parametrize("seed", [17, 42])  # cut by classes alone, equal shares of these masks came into each part
-def test_a_mean_over_a_mask_of_floats_is_refused_at_once(seed: int) -> None:
+# Cut by classes alone, equal shares of these masks came into each part; of rare rows two were looked at, one in each.
+@pytest.mark.parametrize(
+    ("seed", "shape", "share", "weight"),
+    [
+        (17, (16,), 0.5, None),
+        (42, (16,), 0.5, None),
+        (2, (64,), 0.08, "any"),
+        (25, (64,), 0.08, "any"),
+        (1, (32, 4), 0.05, "any"),
+        (2, (32, 4), 0.05, "any"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bool])
+def test_a_mean_over_a_mask_is_refused_at_once(seed: int, shape: Any, share: float, weight: Any, dtype: Any) -> None:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(16, 5, dtype=torch.float64, generator=generator)
-    y = torch.randint(3, (16,), generator=generator)
-    mask = (torch.rand(16, generator=generator) < 0.5).double()
+    x = torch.randn(*shape, 5, dtype=torch.float64, generator=generator)
+    y = torch.randint(3, shape, generator=generator)
+    mask = (torch.rand(shape, generator=generator) < share).to(dtype)
     model = nn.Linear(5, 3, dtype=torch.float64)
 
     def masked(model: nn.Module, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        return (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+        losses = F.cross_entropy(model(x).movedim(-1, 1), y, reduction="none")
+        return (losses * mask).sum() / mask.sum().clamp(min=1)
 
-    step = TrainStep(model, torch.optim.SGD(model.parameters()), compute_loss=masked, micro_batch_size=4)
+    step = TrainStep(
+        model,
+        torch.optim.SGD(model.parameters()),
+        compute_loss=masked,
+        weight=(lambda x, y, mask: int(mask.any())) if weight else None,
+        micro_batch_size=shape[0] // 4,
+    )
     with pytest.raises(gradaccum.NotEquivalentError):
         step(x, y, mask)

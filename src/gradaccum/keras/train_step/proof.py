@@ -169,7 +169,7 @@ def few_rows(data: Any, count: int) -> list[int]:
                 features += of_rows
     order = np.lexsort(features[::-1]) if features else np.arange(limit)
     ends = [int(end(feature)) for feature in features for end in (np.argmin, np.argmax)]
-    shown = [(len(rows), rows[:2].tolist()) for rows in map(np.flatnonzero, sorts)]
+    shown = [(len(rows), rows[:3].tolist()) for rows in map(np.flatnonzero, sorts)]
     return informative_rows(order.tolist(), shown, ends, count)
 
 

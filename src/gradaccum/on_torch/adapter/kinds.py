@@ -161,8 +161,8 @@ def rows_to_prove(batch: Batch, most: int) -> list[int]:
         if values.is_complex():
             continue
         if values.is_floating_point():
-            if values.ndim == 1:  # a mask or weights of rows: a mean over them shows where one part has more
-                scores += 2 * (values != 0).cpu()
+            if _is_plain(values) and _is_small(batch, values):  # a mask or weights: a mean shows where a part has more
+                scores += (2 if values.ndim == 1 else 1) * (values != 0).reshape(len(values), -1).sum(1).cpu()
             continue
         if values.dtype is torch.bool:
             values = values.byte()
@@ -173,11 +173,13 @@ def rows_to_prove(batch: Batch, most: int) -> list[int]:
     sorts, ends = list[tuple[int, Sequence[int]]](), [int(scores.argmin()), int(scores.argmax())]
     for columns in _columns(batch):  # of one device each, which is waited for once
         there = (columns != 0).byte()
-        first = there.argmax(1)
-        second = there.scatter(1, first[:, None], 0).argmax(1)
-        found = torch.stack([there.sum(1), first, second, columns.argmin(1), columns.argmax(1)], 1)
-        for count, one, other, least, greatest in found.tolist():
-            sorts.append((count, (one, other)[:count]))
+        counts, firsts = there.sum(1), list[Tensor]()
+        for _ in range(3):
+            firsts.append(there.argmax(1))
+            there = there.scatter(1, firsts[-1][:, None], 0)
+        found = torch.stack([counts, columns.argmin(1), columns.argmax(1), *firsts], 1)
+        for count, least, greatest, *three in found.tolist():
+            sorts.append((count, three[:count]))
             ends += [least, greatest]
     rows = informative_rows(scores.argsort(stable=True).tolist(), sorts, ends, most)
     return rows if batch.groups is None else informative_units(rows, [unit.tolist() for unit in batch.units()], most)
@@ -191,9 +193,11 @@ def _columns(batch: Batch) -> Iterator[Tensor]:
         nowhere = leaf.dtype.is_floating_point and leaf.abs().amin().item() > 0  # neither 0 nor NaN
         varies = variations(path, leaf.dtype, leaf.dim(), True)
         found = [vary(leaf, dim) for key, vary in varies if not (nowhere and key in (_MISSING, _ZERO))]
-        if leaf.dtype is not torch.bool:
+        rows = leaf.detach().movedim(dim, 0).flatten(1) if leaf.dim() > 1 else leaf.detach()[:, None]
+        if leaf.dtype is torch.bool:
+            found.append(rows.any(1))
+        else:
             least, most = batch.ends(leaf)
-            rows = leaf.detach().movedim(dim, 0).flatten(1) if leaf.dim() > 1 else leaf.detach()[:, None]
             if leaf.dim() == 1 and leaf.dtype in _WHOLE and most - least < CLASSES:
                 found += (leaf == torch.arange(least, most + 1, device=leaf.device)[:, None]).unbind()
             else:
