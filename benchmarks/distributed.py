@@ -1,12 +1,13 @@
 """Two ranks (gloo, on this machine): our windows against the hand-written no_sync loop, Accelerate and plain DDP.
 
-A window of ours makes one exchange more than the loop by hand: a message of 25 numbers, which says that this rank comes
-to the reduction, and what it weighs. "by hand, with a message" does the same work without the rest of us, so it
+A window of ours makes one exchange more than the loop by hand: a message, which says that this rank comes to the
+reduction, and what it weighs. "by hand, with a message" does the same work without the rest of us, so it
 is the floor of such a design on this machine. "by hand, again" is the rival once more, in memory of its own: what
 its row differs from 1 is noise.
 
-Each window is timed by itself, and a round has the median of `ROUND` windows of each contender in turn, none of them
-window 1, 2, 4, 8, ...: those are timed while contenders warm up.
+Each window is timed by itself. A contender's turn is a few windows, right before or right after as many of the rival's,
+and what counts is the median over many such pairs of the ratio of their medians: what else the machine does changes
+slowly. Windows 1, 2, 4, 8, ... are not among them: those are timed while contenders warm up.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import os
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -30,11 +32,12 @@ from gradaccum.torch.distributed import Channel
 from gradaccum.torch.optim import Optimizer
 
 RANKS, STEPS = 2, 4
-ROUND = 15
-"""Windows of a round, an epoch; four rounds fit between two windows that look."""
-SIZES = {16: (64, 4), 64: (64, 2)}
-"""By rows of a micro-batch: windows before the first round, as many as there are until the next window that looks; and
-how often all contenders are built anew, as where their memory lies decides some per cent of small networks' time."""
+WARM_UP, TURN, PAIRS = 20, 6, 4
+"""Windows before the first turn; windows of a turn, of which the first finds another contender's memory in the caches,
+and is not counted; pairs of turns of each contender, before all are built anew."""
+SIZES = {16: 14, 64: 6}
+"""By rows of a micro-batch: how often all contenders are built, in an order that changes, as where their memory lies
+decides some per cent of small networks' time."""
 RIVAL = "hand-written no_sync"
 
 
@@ -143,29 +146,34 @@ class Timed:
     def __init__(self, way: str, train: Callable[..., None], batches: list[Any]) -> None:
         self.contender, self._train, self._batches = Contender(way), train, batches
         self._every = 1 if train is Contender.split else STEPS
-        self._windows, self._stamps = 0, list[float]()
+        self._before, self._windows, self._stamps = 0, 0, list[float]()
 
     def __iter__(self) -> Iterator[Any]:
         for i in range(self._windows * self._every):
             if i % self._every == 0:
                 self._stamps.append(time.perf_counter())
             yield self._batches[i % len(self._batches)]
+        self._stamps.append(time.perf_counter())
 
-    def run(self, windows: int) -> tuple[list[float], float]:
-        """Seconds of each window of an epoch, and processor time of one, of all threads."""
+    def run(self, windows: int) -> dict[int, float]:
+        """Seconds of each window of an epoch, by its number."""
         self._windows, self._stamps = windows, []
         dist.barrier()
-        start = time.process_time()
         self._train(self.contender, self)
-        used = time.process_time() - start
-        return [after - before for before, after in itertools.pairwise(self._stamps)], used / windows
+        first, self._before = self._before + 1, self._before + windows
+        return dict(enumerate((after - before for before, after in itertools.pairwise(self._stamps)), first))
+
+    def turn(self) -> float:
+        """Median seconds of an ordinary window."""
+        _, *others = self.run(TURN).items()
+        return statistics.median(seconds for number, seconds in others if number & (number - 1))
 
 
-Found = dict[str, tuple[Ratio, Ratio, Ratio]]
-"""By contender: its time and its processor time, and the time of windows that look."""
+Found = dict[str, tuple[Ratio, Ratio]]
+"""By contender: the time of its ordinary windows, and of those that look."""
 
 
-def measured(rank: int, rows: int, warm_up: int, builds: int) -> Found:
+def measured(rank: int, rows: int, builds: int) -> Found:
     generator = torch.Generator().manual_seed(rank)
     batches: list[Any] = [
         (torch.randn(rows, 784, generator=generator), torch.randint(10, (rows,), generator=generator))
@@ -173,38 +181,40 @@ def measured(rank: int, rows: int, warm_up: int, builds: int) -> Found:
     ]
     large = [[*map(torch.cat, zip(*batches[i : i + STEPS], strict=True))] for i in range(0, len(batches), STEPS)]
     Contender.rows = rows
-    shuffle, ratios = random.Random(0), {name: (list[float](), list[float](), list[float]()) for name in WAYS}
+    shuffle, ordinary, looking = (
+        random.Random(0),
+        defaultdict[str, list[float]](list),
+        defaultdict[str, list[float]](list),
+    )
+    shuffle, others = random.Random(0), [name for name in WAYS if name != RIVAL]
     for _ in range(builds):
-        timed = {n: Timed(w, train, large if train is Contender.split else batches) for n, (w, train) in WAYS.items()}
-        warming = {name: one.run(warm_up)[0] for name, one in timed.items()}
-        for _ in range((warm_up - 1) // ROUND):
-            found = {}
-            for name in shuffle.sample(list(timed), len(timed)):
-                walls, used = timed[name].run(ROUND)
-                found[name] = statistics.median(walls), used
-            for name, mine in found.items():
-                for of, one, other in zip(ratios[name], mine, found[RIVAL]):
-                    of.append(one / other)
-        looking = [2**i - 1 for i in range(2, warm_up.bit_length() - 1)]
+        timed = {}
+        for name in shuffle.sample([*WAYS], len(WAYS)):
+            way, train = WAYS[name]
+            timed[name] = Timed(way, train, large if train is Contender.split else batches)
+        warming = {name: one.run(WARM_UP) for name, one in timed.items()}
+        usual = statistics.median(warming[RIVAL].values())
         for name, walls in warming.items():
-            ordinary = statistics.median(warming[RIVAL])
-            ratios[name][2].extend(walls[i] / ordinary for i in looking)
+            looking[name].extend(walls[number] / usual for number in (4, 8, 16))
+        for _ in range(PAIRS):
+            for name in shuffle.sample(others, len(others)):
+                found = {one: timed[one].turn() for one in shuffle.sample([RIVAL, name], 2)}
+                ordinary[name].append(found[name] / found[RIVAL])
         del timed
         gc.collect()
-    return {name: (ratio_of(wall), ratio_of(used), ratio_of(looks)) for name, (wall, used, looks) in ratios.items()}
+    return {name: (ratio_of(ordinary[name] or [1.0]), ratio_of(looking[name])) for name in WAYS}
 
 
 def main() -> None:
     options = arguments(__doc__)
     sizes = dict([*SIZES.items()][:1]) if options.quick else SIZES
-    found = {rows: on_ranks(measured, RANKS, rows, *how) for rows, how in sizes.items()}
-    rounds = {rows: (warm_up - 1) // ROUND * builds for rows, (warm_up, builds) in sizes.items()}
+    found = {rows: on_ranks(measured, RANKS, rows, builds) for rows, builds in sizes.items()}
     for rows, run in found.items():
-        wall = {name: ratio for name, (ratio, *_) in run.items()}
-        recorded(wall, RIVAL, rounds[rows], f"2 ranks, {rows} rows a micro-batch")
+        wall = {name: ratio for name, (ratio, _) in run.items()}
+        recorded(wall, RIVAL, sizes[rows] * PAIRS, f"2 ranks, {rows} rows a micro-batch")
     first = found[16]
     lines = [[name, *(run[name][0] for run in found.values())] for name in WAYS]
-    looks = ", ".join(f"{first[name][2]} ({name})" for name in OURS)
+    looks = ", ".join(f"{first[name][1]} ({name})" for name in OURS)
     text = (
         f"{RANKS} ranks over gloo, windows of {STEPS} micro-batches, a 784-512-512-10 network. Time relative to "
         f"`no_sync` by hand (ordinary windows).\n\n"

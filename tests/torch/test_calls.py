@@ -3,6 +3,7 @@
 The first thing to see after a change to the window. A count is that of the wrapped loop minus that of the loop by hand.
 """
 
+import functools
 import gc
 import sys
 from collections import Counter
@@ -12,8 +13,8 @@ import torch
 from torch import nn
 
 import gradaccum.torch
-from gradaccum.torch import TrainStep
 from gradaccum.torch.window import RUNNING
+from tests.torch.problems import Operations
 
 STEPS, WARM = 4, 8
 """Windows 1, 2, 4 and 8 look at all gradients; the next seven don't."""
@@ -63,8 +64,9 @@ class Deep(nn.Module):
         return (x.sum(1) - y).square().mean()
 
 
-def by_hand(model, optimizer, batches):
+def by_hand(model, optimizer, batches, clips=False):
     """Calls of each micro-batch: backward, and at the end of four the update."""
+    parameters = [*model.parameters()]
     for i, (x, y) in enumerate(batches):
         loss = model(x, y)
         with Calls() as calls:
@@ -72,7 +74,30 @@ def by_hand(model, optimizer, batches):
                 optimizer.zero_grad()
             loss.backward()
             if i % STEPS == STEPS - 1:
+                if clips:
+                    nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
+        yield calls.names
+
+
+def split_by_hand(model, optimizer, batches):
+    """Calls of each window: a large batch in four parts, and the update. What compares with TrainStep."""
+    for x, y in batches:
+        with Calls() as calls:
+            optimizer.zero_grad()
+            for rows, targets in zip(x.split(3), y.split(3)):
+                (model(rows, targets) / STEPS).backward()
+            optimizer.step()
+        yield calls.names
+
+
+def in_train_step(model, optimizer, batches, **options):
+    step = gradaccum.torch.TrainStep(
+        model, optimizer, compute_loss=lambda model, x, y: model(x, y), micro_batch_size=3, **options
+    )
+    for x, y in batches:
+        with Calls() as calls:
+            step(x, y)
         yield calls.names
 
 
@@ -135,6 +160,24 @@ MOST = {"plain": (13, 39), "batches()": (18, 44), "backward(loss, weight)": (-1,
 """Of an open micro-batch, and of a closing one. `loss.backward()` makes some twenty calls before the engine runs."""
 
 
+CLOSING = [({"clip_grad_norm": 1.0}, 133), ({"clip_grad_value": 1.0}, 76), ({"nonfinite": "skip_window"}, 101)]
+"""Of a closing micro-batch with ten parameters; lists for `_foreach` operators grow with them."""
+TRAIN_STEP = 38
+"""Of a window of four micro-batches in all."""
+
+
+def beyond_split(parameters, **options):
+    """Calls of a window of TrainStep beyond those of a loop that splits the batch by hand."""
+    found = []
+    for way in (split_by_hand, functools.partial(in_train_step, **options)):
+        torch.manual_seed(0)
+        model = Deep(parameters)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        batches = [(torch.randn(12, 2), torch.randn(12)) for _ in range(WARM + 5)]
+        found.append(max(names.total() for names in [*way(model, optimizer, batches)][WARM + 1 : WARM + 3]))
+    return found[1] - found[0]
+
+
 @pytest.mark.parametrize("parameters", [10, 1000])
 @pytest.mark.parametrize("way", MOST)
 def test_an_ordinary_micro_batch_makes_few_calls_whatever_the_number_of_parameters(way, parameters):
@@ -151,49 +194,57 @@ def test_a_window_that_looks_compares_by_foreach_operators_and_hooks_only_count(
     assert {name for name in grown if name.startswith("_foreach") or name in ("norm", "sum", "max")} == set()
 
 
+@pytest.mark.parametrize(("option", "most"), CLOSING)
+def test_an_option_adds_calls_to_a_windows_end_alone(option, most):
+    opened, first, closing = beyond(10, "plain", **option)
+    assert max(opened, first) <= MOST["plain"][0]
+    assert closing <= most
+
+
+@pytest.mark.parametrize("parameters", [10, 1000])
+def test_a_window_of_train_step_makes_few_calls_whatever_the_number_of_parameters(parameters):
+    assert beyond_split(parameters) <= TRAIN_STEP
+
+
+def operators(loop, rows, micro_batches, wrapped=False):
+    """The operators of an ordinary window, forward and backward passes included."""
+    torch.manual_seed(0)
+    model = Deep(10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = gradaccum.torch.optim.Optimizer(optimizer, steps=STEPS) if wrapped else optimizer
+    batches = [(torch.randn(rows, 2), torch.randn(rows)) for _ in range(micro_batches * (WARM + 3))]
+    loop = loop(model, optimizer, batches)
+    for _ in range(micro_batches * (WARM + 1)):
+        next(loop)
+    with Operations() as seen:
+        for _ in range(micro_batches):
+            next(loop)
+    return Counter(name.split(".")[1] for name in seen.seen)
+
+
+OPERATORS = {
+    "plain": {"_foreach_mul_": 1},  # divides by four
+    "batches()": {"_foreach_mul_": 1},
+    "backward(loss, weight)": {"_foreach_div_": 1, "full_like": 3, "detach": 4},  # weights, and the window's loss
+}
+OF_TRAIN_STEP = {"slice": 8, "detach": 4, "scalar_tensor": 1, "abs": 2, "amin": 2, "_local_scalar_dense": 6}
+"""In place of `split`, and of dividing the loss; two looks for zeros and NaN in small batches; the loss as a number."""
+
+
+@pytest.mark.parametrize("way", OPERATORS)
+def test_an_ordinary_window_runs_the_operators_of_the_loop_by_hand_and_divides_the_sum(way):
+    assert operators(WAYS[way], 3, STEPS, wrapped=True) - operators(by_hand, 3, STEPS) == OPERATORS[way]
+
+
+def test_an_ordinary_window_of_train_step_runs_the_operators_of_a_loop_that_splits_by_hand():
+    assert operators(in_train_step, 12, 1) - operators(split_by_hand, 12, 1) == OF_TRAIN_STEP
+
+
 def looked(parameters):
     torch.manual_seed(0)
     model = Deep(parameters)
     optimizer = gradaccum.torch.optim.Optimizer(torch.optim.SGD(model.parameters(), lr=1e-3), steps=STEPS)
     return list(plain(model, optimizer, [(torch.randn(3, 2), torch.randn(3)) for _ in range(STEPS)]))[1]
-
-
-# TrainStep: both passes of four micro-batches, and the update.
-
-LOSS, ROWS, MICRO = nn.CrossEntropyLoss(), 16, 4
-
-
-def split(model, optimizer):
-    return TrainStep(model, optimizer, loss_fn=LOSS, micro_batch_size=MICRO)
-
-
-def split_by_hand(model, optimizer):
-    def run(x, y):
-        optimizer.zero_grad()
-        for rows in (slice(start, start + MICRO) for start in range(0, ROWS, MICRO)):
-            (LOSS(model(x[rows]), y[rows]) / (ROWS // MICRO)).backward()
-        optimizer.step()
-
-    return run
-
-
-def of_a_window(layers, make):
-    """Calls of the seventh window, which looks at nothing."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
-    run = make(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batch = torch.randn(ROWS, 4), torch.randint(4, (ROWS,))
-    for _ in range(6):
-        run(*batch)
-    with Calls() as found:
-        run(*batch)
-    return found.names.total()
-
-
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="comprehensions are calls or not by version")
-def test_an_ordinary_window_of_four_makes_so_many_calls_beyond_the_loop_by_hand():
-    few, many = (of_a_window(layers, split) - of_a_window(layers, split_by_hand) for layers in (2, 300))
-    assert few == many
-    assert few <= 86
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
@@ -187,6 +186,20 @@ def uneven(rank, way, sync):
         train_on(model, optimizer, optimizer.batches(data(sizes)[rank]), "plain" if scaler else "weighed", scaler)
 
 
+def unscaled_sums(rank, steps):
+    """Two losses by name, whose sums `unscale_` can't reach both."""
+    model, optimizer = wrap("ddp", network(), steps)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for rows in data(FOUR)[rank]:
+        optimizer.zero_grad()
+        loss = scaler.scale(loss_of(model, rows))
+        optimizer.backward({"whole": (loss, 4), "half": (loss * 0.5, 2)})
+        if optimizer.closes_next:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def fail_in(layer):
     return layer.weight.register_hook(lambda _: 1 / 0)
 
@@ -316,6 +329,10 @@ REFUSED = {
         )
         for where in (0, 2, "unused")
     },
+    **{
+        f"scaler.unscale_() of losses by name, {steps} steps": (WINDOW, "Named losses have", unscaled_sums, steps)
+        for steps in (1, 2)
+    },
     "names on some ranks": (WINDOW, "by name on rank 0, one loss on rank 1", different_ways, "named", "weighed"),
     "a second backward pass behind a reduction": (WINDOW, REDUCED, penalty_later, (0, 1), False),
     "one after both forward passes": (
@@ -400,7 +417,7 @@ def fails(rank, engine, way, what, at=2, given_up=None):
     Where the other learns it by waiting, both do so for a second and a half from there on, until it has `given_up`.
     """
     model, optimizer = wrap(engine, network(), 4)
-    assert optimizer._windows.ranks.channel.line.timeout() == timedelta(seconds=TIMEOUT)  # the process group's
+    assert optimizer._windows.ranks.channel.timeout == TIMEOUT  # the process group's
 
     def failure(*_):
         raise ArithmeticError("rank 1 failed")

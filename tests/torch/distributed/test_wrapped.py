@@ -2,6 +2,7 @@
 
 import copy  # no postponed annotations here: DDP reads those of its hooks
 import gc
+import os
 import socket
 from collections import Counter
 from unittest import mock
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum import WindowError
 from gradaccum.core.noise import NoiseSchedule
 from gradaccum.torch import Blocks
-from gradaccum.torch.distributed import line
+from gradaccum.torch.distributed import meeting
 from gradaccum.torch.distributed.channel import Channel, Kind
 from gradaccum.torch.optim import Optimizer
 from tests.reference import FLOAT64, relative_error
@@ -396,21 +397,59 @@ def test_optimizers_that_come_one_after_the_other_leave_no_connection_open(rank)
     assert len(held) == 1
 
 
+STRANGERS = {
+    "goes": b"",
+    "says something": b"hello",
+    "hasn't the key": b"\0\0\0\x10" + bytes(16),
+    "stays silent": None,
+    "stops in the middle": b"\0\0",
+}
+
+
+@pytest.mark.parametrize("interface", ["", "lo", "none"])
 @on_ranks()
-def test_ranks_find_each_other_among_strangers(rank):
-    """Others call where a rank listens, and the first address that it gives is nobody's."""
-    addresses, listening = line._addresses, line._listening
+def test_ranks_find_each_other_among_strangers(rank, interface):
+    """Others call where a rank listens, and stay perhaps; the first address that it gives is nobody's."""
+    addresses, listening, staying = meeting._addresses, meeting._listener, []
 
     def called(callers):
-        listener = listening(callers)
-        for message in (b"", b"hello", bytes(20)):
-            with socket.create_connection(("127.0.0.1", listener.getsockname()[1])) as one:
-                one.sendall(message)
+        listener = listening(len(STRANGERS) + callers)
+        for says in STRANGERS.values():
+            staying.append(socket.create_connection(("127.0.0.1", listener.getsockname()[1])))
+            staying[-1].sendall(says or b"")
+            if says == b"":
+                staying.pop().close()
         return listener
 
-    with mock.patch.multiple(line, _addresses=lambda: ["255.255.255.255", *addresses()], _listening=called):
+    nobody = {"_addresses": lambda listener: ["255.255.255.255", *addresses(listener)]}
+    named = mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": interface})
+    with named, mock.patch.multiple(meeting, _listener=called, _REACHABLE=1.0, **nobody):
         channel = Channel([0, 1])
-    assert channel.exchange(5, rank)[1 - rank][:2] == [5, 1 - rank]
+    assert channel.exchange(5, rank)[1 - rank] == [5, 1 - rank]
+    for one in staying:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "interface", "addresses"),
+    [
+        ("localhost", "", ["127.0.0.1"]),
+        ("127.0.0.1", "none,lo", ["127.0.0.1"]),
+        ("elsewhere.invalid", "lo", ["127.0.0.1"]),
+        ("elsewhere.invalid", "", ["elsewhere.invalid", "127.0.0.1"]),
+        ("127.0.1.1", "", ["127.0.0.1", "127.0.1.1", "127.0.0.1"]),
+    ],
+)
+def test_a_rank_listens_on_this_machine_alone_where_the_store_is_or_at_the_interface_named(
+    host, interface, addresses, monkeypatch
+):
+    """Elsewhere at all, and says how to reach it: at what leads to the store, by the store's name, on this machine."""
+    monkeypatch.setattr(meeting, "default_store", lambda: mock.Mock(spec=["host"], host=host))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    with meeting._listener(1) as listener:
+        at = listener.getsockname()[0]
+        assert [*dict.fromkeys(meeting._addresses(listener))] == [*dict.fromkeys(addresses)]
+    assert at in (["127.0.0.1"] if len(addresses) == 1 else ["0.0.0.0", "::"])
 
 
 @pytest.mark.parametrize("way", ["named", "scaler"])

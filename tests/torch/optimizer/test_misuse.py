@@ -1,8 +1,10 @@
 """Misuse of an open window, and bad arguments: a clear error, parameters and optimizer state untouched."""
 
 import copy
+import gc
 import pickle
 from contextlib import nullcontext
+from types import FunctionType
 
 import pytest
 import torch
@@ -388,33 +390,45 @@ def test_a_step_in_the_middle_of_a_backward_pass_is_no_failure():
     assert_same(model, large([alike], model=fragile()))
 
 
+def traced():
+    """The functions of this package that torch.compile has traced."""
+    ours = [f for f in gc.get_objects() if type(f) is FunctionType and "gradaccum/" in f.__code__.co_filename]
+    return {f.__qualname__ for f in ours if torch._dynamo.eval_frame._debug_get_cache_entry_list(f.__code__)}
+
+
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
-    ("whole_loop", "compiled_autograd", "backend"),
-    [
-        (True, False, "eager"),
-        pytest.param(True, False, "aot_eager", marks=pytest.mark.slow),
-        pytest.param(False, True, "aot_eager", marks=pytest.mark.slow),
-        pytest.param(True, True, "aot_eager", marks=pytest.mark.slow),
-    ],
+    ("way", "compiled_autograd"),
+    [("plain", False), ("plain", True), ("weighted", False), ("backward alone", True), ("train step", False)],
 )
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="its compiler fails on attributes that are set twice")
-def test_a_compiled_loop_is_exact(whole_loop, compiled_autograd, backend):
+def test_a_compiled_loop_is_exact_and_nothing_of_this_package_is_traced(way, compiled_autograd, backend):
     torch._dynamo.reset()
-    (model, optimizer), alike = wrapped(steps=2), parts([2] * 4)
+    alike = parts([2] * 16)
+    windows = [alike[i : i + 2] for i in range(0, 16, 2)]
+    (model, optimizer), apart = wrapped(steps=2), network()
+    step = gradaccum.torch.TrainStep(apart, sgd(apart.parameters()), loss_fn=nn.MSELoss(), micro_batch_size=2)
 
     def whole(x, y):
         optimizer.zero_grad()
-        mse(model, x, y).backward()
+        if way == "weighted":
+            optimizer.backward(mse(model, x, y), weight=2)
+        else:
+            mse(model, x, y).backward()
         optimizer.step()
 
-    compiled = torch.compile(whole if whole_loop else lambda x, y: mse(model, x, y).backward(), backend=backend)
+    def alone(x, y):
+        mse(model, x, y).backward()
+
+    compiled = torch.compile({"backward alone": alone, "train step": step}.get(way, whole), backend=backend)
     with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
-        for batch in alike:
+        for batch in map(join, windows) if way == "train step" else alike:
             compiled(*batch)
-            if not whole_loop:
+            if way == "backward alone":
                 optimizer.step()
                 optimizer.zero_grad()
-    assert optimizer.updates == 2
-    assert_same(model, large([alike[:2], alike[2:]]))
+    assert (step if way == "train step" else optimizer).updates == 8
+    assert_same(apart if way == "train step" else model, large(windows))
+    assert traced() == set()
     torch._dynamo.reset()

@@ -107,11 +107,14 @@ def test_single_losses_and_losses_by_name_in_one_window_are_refused(first, secon
     optimizer.step()
 
 
-def unscaled(optimizer, found):
-    scaler, optimizer.steps = scaler_of(512.0), 1
-    optimizer.backward({name: (scaler.scale(loss), weight) for name, (loss, weight) in found.items()})
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
+def unscaled(optimizer, found, steps=1):
+    scaler, optimizer.steps = scaler_of(512.0), steps
+    for _ in range(steps):
+        optimizer.backward({n: (scaler.scale(loss), weight) for n, (loss, weight) in found.items()}, retain_graph=True)
+        if optimizer.closes_next:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def in_batches(optimizer, found):
@@ -127,13 +130,27 @@ def in_batches(optimizer, found):
         ({}, lambda optimizer, found: optimizer.backward(found, weight=4), ValueError, "pass no other weight"),
         ({}, in_batches, ValueError, "pass no other weight to backward"),
         ({}, unscaled, WindowError, "Named losses have several sums of gradients"),
+        ({}, lambda *given: unscaled(*given, steps=3), WindowError, "Named losses have several sums of gradients"),
     ],
-    ids=["skip_micro_batch", "noise_scale", "a weight", "a weight of batches()", "unscale_"],
+    ids=["skip_micro_batch", "noise_scale", "a weight", "a weight of batches()", "unscale_", "unscale_ after others"],
 )
 def test_losses_by_name_are_refused_with(keywords, run, error, says):
     _, optimizer, found = with_heads(**keywords)
     with pytest.raises(error, match=says):
         run(optimizer, found) if run else optimizer.backward(found)
+
+
+def test_one_loss_by_name_may_be_unscaled_in_the_first_micro_batch():
+    """Before the wrapper has seen the scaler's scale."""
+
+    def only(model, x, *_):
+        return {"rows": (sum(head.square().mean() for head in model(x)), len(x))}
+
+    (model, optimizer, _), reference = with_heads(), Tagger()
+    unscaled(optimizer, only(model, *DATA[0]))
+    only(reference, *DATA[0])["rows"][0].backward()
+    sgd(reference.parameters()).step()
+    assert_same(model, reference)
 
 
 def test_a_micro_batch_of_nothing_but_detached_losses_is_named(caplog):

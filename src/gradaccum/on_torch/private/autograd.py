@@ -49,6 +49,22 @@ queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 """In a backward pass: call this at its end, if it comes to one."""
 
 
+_UNTRACED = (
+    "gradaccum.core.window", "gradaccum.on_torch", "gradaccum.torch.buffers", "gradaccum.torch.distributed",
+    "gradaccum.torch.loss", "gradaccum.torch.optimizer", "gradaccum.torch.proof", "gradaccum.torch.train_step",
+    "gradaccum.torch.watch", "gradaccum.torch.window",
+)  # fmt: skip
+
+
+@functools.cache
+def leave_uncompiled() -> None:
+    """Have torch.compile trace nothing of windows, where a user compiles a loop's whole body: a graph ends there."""
+    from torch._dynamo import trace_rules  # which takes long to load, and has been loaded by the first optimizer
+
+    for module in _UNTRACED:
+        trace_rules.add(module)
+
+
 def pass_for_parameter(tensor: Tensor) -> None:
     """Have `isinstance(tensor, torch.nn.Parameter)` say yes."""
     tensor._is_param = True

@@ -21,6 +21,7 @@ torch | _subclasses.fake_tensor.FakeTensorMode | runs a model without memory, to
 torch | utils._python_dispatch.TorchDispatchMode | sees every operation; documented for extensions
 torch | nn.modules.batchnorm._BatchNorm | what all BatchNorm layers have in common
 torch | _dynamo | whether a module is compiled
+torch | _dynamo.trace_rules.add | torch.compile of a whole step traces nothing of a window
 torch | nn.utils.parametrize._cache_enabled | weights cached without a graph have no gradient
 torch | _C._functorch.maybe_current_level | a transform of torch.func around two passes is an error
 torch | utils.weak.TensorWeakRef | finds tensors that leave a chunked module outside its outputs

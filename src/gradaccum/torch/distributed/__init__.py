@@ -3,10 +3,9 @@
 from gradaccum.torch.distributed.channel import Channel, Kind, Settings, by_rank
 from gradaccum.torch.distributed.detect import check_closures, check_detected, detect_ranks, leaving_on_error
 from gradaccum.torch.distributed.fsdp import ByBlocks, run_by_blocks, run_together
-from gradaccum.torch.distributed.ranks import SUMS, Listener, Ranks, Total
+from gradaccum.torch.distributed.ranks import Listener, Ranks, Total
 
 __all__ = [
-    "SUMS",
     "ByBlocks",
     "Channel",
     "Kind",

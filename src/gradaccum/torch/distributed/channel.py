@@ -1,7 +1,7 @@
 """Messages between ranks: a few numbers at a window's end, from host to host.
 
 No device waits for them, and they cannot get between the gradients' reductions, whose order must be the same on every
-rank.
+rank. They go over connections of their own: no thread is woken to send or receive them, as gloo's are.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import pickle
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +22,10 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import timeout_of
-from gradaccum.torch.distributed.line import WIDTH, Line, meet
+from gradaccum.torch.distributed.meeting import meet
+
+_NUMBERS, _OBJECT = b"n", b"o"
+"""What a message begins with."""
 
 
 class Kind(enum.IntEnum):
@@ -47,49 +54,52 @@ class Channel:
 
     def __init__(self, members: Sequence[int] = (0,), group: dist.ProcessGroup | None = None) -> None:
         self.size, self.rank = len(members), 0
-        self.line: Line | None = None
+        self._connections: Mapping[int, Connection] = {}
+        self._arrived = defaultdict[tuple[int, bytes], deque[bytes]](deque)
+        """By rank and kind, messages that have come before one of the other kind that was waited for."""
+        self._posted: list[list[float]] = []
         if self.size == 1:
             return
         Channel.made += 1
-        self.rank = list(members).index(dist.get_rank())
+        self.rank, self._timeout = list(members).index(dist.get_rank()), timeout_of(group or dist.group.WORLD)
         try:
-            self.line = meet(members, timeout_of(dist.group.WORLD if group is None else group))
-        except WindowError:
-            raise
+            self._connections = meet(members, self.timeout)
         except (RuntimeError, OSError) as error:
+            if isinstance(error, WindowError):
+                raise
             raise WindowError(
                 f"Rank {dist.get_rank()} waited for the other ranks to build their Optimizer or TrainStep, and at "
                 "least one of them is gone, or took longer than the process group's timeout. Build it on every "
                 f"rank, and look at the other ranks' own errors. ({error})"
             ) from error
 
+    @property
+    def timeout(self) -> float:
+        """Seconds to wait for another rank: the process group's, at any time; torch's half an hour, if unknown."""
+        found = self._timeout()
+        return 1800.0 if found is None else found.total_seconds()
+
     def exchange(self, *numbers: float) -> list[list[float]]:
-        """Send these numbers, and wait for every rank's: a row of `WIDTH` numbers for each."""
+        """Send these numbers, and wait for every rank's."""
         return self.receive(self.send(*numbers))
 
     def send(self, *numbers: float) -> list[float]:
         """Begin an exchange, which `receive` ends."""
-        mine = [*numbers, *[0.0] * (WIDTH - len(numbers))]
-        if self.line is not None:
-            self.line.send(mine)
-        return mine
+        self._send(_NUMBERS, array("d", numbers).tobytes())
+        return [*numbers]
 
     def receive(self, mine: list[float]) -> list[list[float]]:
         """What `exchange` returns."""
-        line = self.line
-        with self._named():
-            return [mine if line is None or rank == self.rank else line.receive(rank) for rank in range(self.size)]
+        ranks = range(self.size)
+        return [mine if one == self.rank else array("d", self._next(one, _NUMBERS)).tolist() for one in ranks]
 
     def post(self, *numbers: float) -> None:
         """Send these numbers without waiting for the others; `posted` returns theirs later."""
-        if self.line is not None:
-            self.line.posted.append(self.send(*numbers))
+        self._posted.append(self.send(*numbers))
 
     def posted(self) -> list[list[list[float]]]:
         """What all ranks sent in the exchanges that `post` began, each once."""
-        if self.line is None or not self.line.posted:
-            return []
-        messages, self.line.posted = self.line.posted, []
+        messages, self._posted = self._posted, []
         return [self.receive(message) for message in messages]
 
     def gather(self, mine: Any) -> list[Any]:
@@ -98,24 +108,34 @@ class Channel:
 
     def broadcast(self, mine: Any, source: int) -> Any:
         """The object of the rank `source`, on every rank."""
-        if self.line is None:
-            return mine
-        if self.rank == source:
-            self.line.send_object(mine)
-            return mine
-        with self._named():
-            return self.line.receive_object(source)
+        if self.rank != source:
+            return pickle.loads(self._next(source, _OBJECT))
+        if self.size > 1:
+            self._send(_OBJECT, pickle.dumps(mine))
+        return mine
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def _send(self, kind: bytes, message: bytes) -> None:
+        """To each other rank. One that is gone is noticed when its own message is read: it may have left one."""
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.send_bytes(kind + message)
+
+    def _next(self, rank: int, kind: bytes) -> bytes:
+        """Wait for this rank's next message of this kind."""
+        connection, arrived = self._connections[rank], self._arrived[rank, kind]
         try:
-            yield
-        except OSError as error:
+            while not arrived:
+                if not connection.poll(self.timeout):
+                    raise TimeoutError(f"nothing came for {self.timeout:g} s")
+                message = connection.recv_bytes()
+                self._arrived[rank, message[:1]].append(message[1:])
+        except (OSError, EOFError) as error:
             raise WindowError(
                 f"Rank {self.rank} waited for the other ranks at a window's end, and at least one of them is gone: it "
                 "raised an error, left its loop or died, or it took longer than the process group's timeout. Look at "
-                f"that rank's own error. ({error})"
+                f"that rank's own error. ({str(error) or 'its connection is closed'})"
             ) from error
+        return arrived.popleft()
 
 
 class Settings:

@@ -18,7 +18,7 @@ from gradaccum.torch.distributed.channel import Channel, Settings
 from gradaccum.torch.distributed.ddp import Replicas
 from gradaccum.torch.distributed.engine import Engine
 from gradaccum.torch.distributed.fsdp import Shards, is_sharded, members_of, sharded_modules
-from gradaccum.torch.distributed.line import stay_away
+from gradaccum.torch.distributed.meeting import stay_away
 from gradaccum.torch.distributed.ranks import Ranks
 
 logger = logging.getLogger("gradaccum")

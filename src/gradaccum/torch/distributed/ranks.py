@@ -19,6 +19,7 @@ A sharded model's ranks meet in each of its collectives, so one FINISHED after t
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 import zlib
@@ -30,11 +31,8 @@ from gradaccum.on_torch.private import after_backward
 from gradaccum.torch.distributed.channel import Channel, Kind, Settings, by_rank
 from gradaccum.torch.distributed.engine import Engine
 from gradaccum.torch.distributed.fsdp import DIFFERENT_PASSES
-from gradaccum.torch.distributed.line import WIDTH
 
 logger = logging.getLogger("gradaccum")
-
-SUMS = WIDTH - 17
 
 
 class Total(NamedTuple):
@@ -49,7 +47,7 @@ class Total(NamedTuple):
     equal: bool = False  # whether micro-batches count equally, since nobody has said what they weigh
     idle: bool = False  # whether no micro-batch has run
     by_name: bool = False  # whether losses by name have sums of their own, to be divided before they are one
-    sums: tuple[float, ...] = ()  # up to `SUMS` numbers to be added up along with it
+    sums: tuple[float, ...] = ()  # numbers to be added up along with it
 
 
 class _Report(NamedTuple):
@@ -83,7 +81,7 @@ class _Reports:
         weights, given, largest, scales, next_scales, overflow, _, idle, by_name, sums = zip(*totals)
         used = {*scales} - {0.0}
         lost, self.scales = any(overflow), scales if len(used) > 1 else ()
-        added = tuple(map(sum, zip(*sums)))
+        added = tuple(map(sum, itertools.zip_longest(*sums, fillvalue=0.0)))
         self.total = Total(
             *(sum(weights), any(given), max(largest), min(used, default=0.0)),
             overflow=lost,
@@ -441,13 +439,13 @@ class Ranks:
         messages = self._exchange(Kind.NUMBER, self.settings.number(), *numbers)
         if len({message[1] for message in messages}) > 1:
             self.settings.settle(self.channel)
-        return [sum(column) for column in zip(*messages)][2 : 2 + len(numbers)]
+        return [sum(column) for column in zip(*messages)][2:]
 
     def sum_by_name(self, mine: Mapping[Any, float]) -> dict[Any, float]:
         """Numbers summed over the ranks, each by its name; some ranks may lack some names."""
-        names, fits = list(mine), len(mine) <= WIDTH - 2
-        messages = self._exchange(Kind.NUMBER, zlib.crc32(repr(names).encode()), *(mine.values() if fits else ()))
-        if fits and len({numbers[1] for numbers in messages}) == 1:
+        names = list(mine)
+        messages = self._exchange(Kind.NUMBER, zlib.crc32(repr(names).encode()), *mine.values())
+        if len({numbers[1] for numbers in messages}) == 1:
             return {name: sum(numbers[2 + i] for numbers in messages) for i, name in enumerate(names)}
         everybody = self.channel.gather(dict(mine))
         return {
@@ -505,7 +503,7 @@ class Ranks:
         if self.sharded:
             self.engine.stop()
         if not (self._all_last or self._met or self._sent is not None or self._reports is not None):
-            self.channel.post(Kind.ABORTED, 0, True)
+            self.channel.post(*_Report(Kind.ABORTED, last=True).numbers())
 
     # Messages.
 
@@ -533,12 +531,12 @@ class Ranks:
         if self._before is not None and rows == self._before.rows:
             self._reports = self._before
             return self._before
-        reports = _Reports(rows)
-        kinds = [report.kind for report in reports.each]
+        kinds = [Kind(int(row[0])) for row in rows]
         if self._last and Kind.ABORTED in kinds and {*kinds} <= {Kind.ABORTED, Kind.IDLE}:
-            return reports  # a rank has left an epoch that is over here
+            return _Reports(rows)  # a rank has left an epoch that is over here
         closing = Kind.WINDOW, Kind.FINISHED, Kind.IDLE
         self._check_kinds(kinds, *(closing if kind in closing else (kind,)))
+        reports = _Reports(rows)
         lengths = [int(report.steps) for report in reports.each]
         if len({*lengths} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")

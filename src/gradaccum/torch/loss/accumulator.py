@@ -94,11 +94,12 @@ class LossAccumulator:
 
     def unscale(self, micro_batch: int, scale: Tensor | None, live: Tensor | None) -> None:
         """Losses of this micro-batch came multiplied by a GradScaler's scale: the last one known after `unscale_`."""
-        if (scale := live if scale is None else scale) is None:
-            self.restart()
-            return
+        scale = live if scale is None else scale
         for one in self.sums.values():
-            one.losses = [((x / scale).reshape(()) if i == micro_batch else x, n, i) for x, n, i in one.losses]
+            if scale is None:
+                one.losses.clear()
+            else:
+                one.losses = [((x / scale).reshape(()) if i == micro_batch else x, n, i) for x, n, i in one.losses]
 
     # Several losses whose totals are known when the window closes.
 

@@ -17,6 +17,7 @@ from gradaccum.core.window import Reduction, checked_reduction
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_model, checked_norm
 from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
+from gradaccum.on_torch.private import leave_uncompiled
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.distributed import check_closures, check_detected, detect_ranks, leaving_on_error
@@ -131,6 +132,7 @@ class Optimizer(OptimizerProxy):
         if arguments["accumulate_dtype"] is None and narrow:
             arguments["accumulate_dtype"] = torch.float32  # sums overflow easily
         self._hold(inner)
+        leave_uncompiled()
         options = {**arguments, "sync": self._sync}
         manual_reduce = arguments["nonfinite"] == "skip_micro_batch"
         if manual_reduce and isinstance(inner, torch.optim.SparseAdam):

@@ -101,7 +101,11 @@ class Proof:
         return self.schedule.is_due(self.kinds.is_new(batch, modes, text))
 
     def run(self, batch: Batch, size: int | None = None) -> None:
-        """Prove that micro-batches of the batch that `is_due` make its update. Moves nothing."""
+        """Prove that micro-batches of the batch that `is_due` make its update. Moves nothing, and compiles nothing."""
+        dynamo = sys.modules.get("torch._dynamo")
+        (self._run if dynamo is None else dynamo.disable(self._run))(batch, size)
+
+    def _run(self, batch: Batch, size: int | None) -> None:
         named = named_parameters(self.objective)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in named.values()):
             return

@@ -15,7 +15,6 @@ from gradaccum.on_torch.private import after_backward
 from gradaccum.on_torch.state import WindowState
 from gradaccum.torch.buffers import take_over
 from gradaccum.torch.distributed import (
-    SUMS,
     Listener,
     Ranks,
     Total,
@@ -123,7 +122,7 @@ class GlobalBatch(Listener):
         unit, weight = (1.0, 0.0) if known is None else known
         # A few numbers go with the ranks' message; on a device they are added up there, and nobody waits for them.
         losses = window.sum.double() * unit
-        ride = losses.reshape(-1).tolist() if losses.is_cpu and losses.numel() <= SUMS else []
+        ride = losses.reshape(-1).tolist() if losses.is_cpu else []
         mine = Total(weight, given=known is not None, largest=weight, idle=not window.ran, sums=tuple(ride))
 
         def rescale(of_all: float, *_: float) -> None:

@@ -16,6 +16,7 @@ from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
 from gradaccum.on_torch.oom_retry import OomRetry
+from gradaccum.on_torch.private import leave_uncompiled
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.distributed import leaving_on_error
 from gradaccum.torch.head import tiling
@@ -123,6 +124,7 @@ class TrainStep:
         blocks: BlocksChoice = None,
         head: nn.Module | str | None = None,
     ) -> None:
+        leave_uncompiled()
         self.model = checked_model(model)
         self._options = options = Options(
             optimizers=optimizer,

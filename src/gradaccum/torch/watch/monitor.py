@@ -52,7 +52,7 @@ class Passes:
     def begin(self) -> None:
         """The first gradient of a backward pass has arrived."""
         # FSDP2 calls hooks outside of backward passes, too.
-        if current_backward() == -1 or torch.compiler.is_dynamo_compiling():
+        if current_backward() == -1:
             return
         self.unfinished.append(True)
         queue_callback(self._all_ended)
@@ -373,8 +373,7 @@ class ShardedMonitor(GradientMonitor):
         """A backward pass has started: look at the sum when it is over, behind what others do at its end."""
         self._look_at_kept()
         self._kept = []
-        if not torch.compiler.is_compiling():
-            queue_callback(functools.partial(queue_callback, self.keep))
+        queue_callback(functools.partial(queue_callback, self.keep))
 
     def resync(self) -> None:
         if self._kept:
@@ -455,6 +454,6 @@ def counts_versions(tensor: Tensor) -> bool:
     Views, such as those of DDP's buckets, share theirs with others, as do parts of a larger tensor, after torch.cat of
     parameters; a DTensor's shard has its own.
     """
-    if tensor._is_view() or hasattr(tensor, "to_local") or torch.compiler.is_compiling():
+    if tensor._is_view() or hasattr(tensor, "to_local"):
         return False
     return tensor.is_sparse or tensor.untyped_storage().nbytes() <= tensor.nbytes

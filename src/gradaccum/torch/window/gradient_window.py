@@ -303,6 +303,7 @@ class GradientWindow(Listener):
         window, monitor, one = self.window, self.monitor, self.window.micro_batch
         self.passes.ordinary = False
         if scaled and scaled[0] is None:
+            self._check_unscaled()
             monitor.forget_values()  # `unscale_` has changed them, and raises no version
         self.check_sum()
         if self.passes.arrivals != one.weighed:
@@ -347,16 +348,16 @@ class GradientWindow(Listener):
             scale.known = True
             self.build_stages()
         self.losses.unscale(self.window.micro_batches, scaled[0], scale.live)
-        if unscaled and not screened:
-            self._check_unscaled()
-        elif not unscaled and screened:
+        if screened and not unscaled:
             scale_(self.buffer.gradients(), scaled[0].reciprocal())
         if not screened and (weight or scale.in_use or self.ranks.is_distributed):
             scale.add(scaled[0], scaled[1])
             self.monitor.resync()
 
     def _check_unscaled(self) -> None:
-        """`scaler.unscale_` has divided what is in `p.grad`: all of a window that closes."""
+        """`scaler.unscale_` has divided what is in `p.grad`: a window that closes, or a micro-batch to screen."""
+        if self.screened is not None:
+            return
         if self.named is not None and len(self.named.sums) > 1:
             raise WindowError(
                 "Named losses have several sums of gradients, and scaler.unscale_() reaches only one. Remove it: the "
@@ -495,7 +496,7 @@ class GradientWindow(Listener):
         self.loss_scale.adopt(loss_scale)
 
     def pass_begins(self) -> None:
-        if self.passes.arrivals or torch.compiler.is_compiling():
+        if self.passes.arrivals:
             return
         if self.window.is_open:
             self.check_sum()  # the user's code has run since the forward pass began
