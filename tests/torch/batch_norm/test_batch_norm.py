@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradaccum.torch import TrainStep, chunked, optim
+from gradaccum.torch.batch_norm import BatchNormPolicy
 from tests.fuzz.problem import Faulty
 from tests.reference import FLOAT64, relative_error
 from tests.torch.optimizer.loops import train
@@ -64,18 +65,31 @@ def test_pooled_statistics_have_the_rows_of_micro_batches_that_weigh_nothing():
     assert relative_error(model.buffers(), plain.buffers()) <= FLOAT64
 
 
-def test_a_layer_moves_once_per_call_and_in_a_failed_window_not_at_all():
-    def twice(model, x, y):
-        model(x)
-        return cross_entropy(model, 2 * x + 1, y)
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_layer_moves_once_per_call_a_repeated_micro_batch_counts_once_and_a_failed_window_not_at_all(
+    passes, repeated
+):
+    whole, pooled, x = network(), network(), batch()[0]
+    statistics, before = BatchNormPolicy("pooled", pooled), [buffer.clone() for buffer in pooled.buffers()]
 
-    whole, pooled, (x, y) = network(), network(), batch()
-    step, before = step_of(pooled, "pooled", compute_loss=twice, verify=False), [b.clone() for b in pooled.buffers()]
-    with pytest.raises(IndexError, match="Target 9"):  # in the last micro-batch
-        step(x, torch.cat([y[:-1], torch.tensor([9])]))
+    def window(fails):
+        with statistics.window():
+            for rows in ([x] if repeated else []) + [*x.split(SIZES)]:
+                with statistics.micro_batch():
+                    for place in range(passes):
+                        pooled(rows * (1 + place) + place)
+                if len(rows) < len(x):  # as if memory had run out in its backward pass
+                    statistics.commit()
+            if fails:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        window(True)
     assert all(map(torch.equal, before, pooled.buffers()))
-    step(x, y)
-    twice(whole, x, y)
+    window(False)
+    for place in range(passes):
+        whole(x * (1 + place) + place)
     assert relative_error(pooled.buffers(), whole.buffers()) <= FLOAT64
 
 
