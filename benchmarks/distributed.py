@@ -35,7 +35,7 @@ RANKS, STEPS = 2, 4
 WARM_UP, TURN, PAIRS = 20, 6, 4
 """Windows before the first turn; windows of a turn, of which the first finds another contender's memory in the caches,
 and is not counted; pairs of turns of each contender, before all are built anew."""
-SIZES = {16: 14, 64: 6}
+SIZES = {16: 14, 64: 5}
 """By rows of a micro-batch: how often all contenders are built, in an order that changes, as where their memory lies
 decides some per cent of small networks' time."""
 RIVAL = "hand-written no_sync"

@@ -347,6 +347,16 @@ def centred():
     return Does(lambda x: x - ops.mean(x, 0, keepdims=True))
 
 
+def looking_back():
+    """Rows that depend on each other in their gradients alone."""
+
+    def call(x):
+        mean = ops.mean(x, 0, keepdims=True)
+        return x + mean - ops.stop_gradient(mean)
+
+    return keras.Sequential([layers.Input((5,)), layers.Dense(4), Does(call)])
+
+
 def attending():
     return keras.Sequential([layers.Input((5,)), layers.Dense(4), layers.Softmax(axis=0, name="attend")])
 
@@ -438,6 +448,7 @@ def verify(layer):
 PROOFS = [
     slow(fit, counting, {}, "The chunked Does .* other outputs or gradients .*`call` of Does itself mixes rows"),
     (fit, centred, {}, "The chunked Does .* other outputs or gradients .*`call` of Does itself mixes rows"),
+    (fit, looking_back, {}, "The chunked Sequential .* other outputs or gradients"),
     (call, attending, {}, "6 rows other.*'attend' .Softmax. mixes rows"),
     (call, centred, {"verify": False}, ""),
     (evaluate, Evaluated, {}, "Evaluated"),

@@ -14,8 +14,7 @@ import gc
 import itertools
 import logging
 import secrets
-import zlib
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.errors import WindowError
 from gradaccum.extras import PrivateName
+from gradaccum.integrations.trainer import Library, fsdp1, refuse
 from gradaccum.lazy import listed
 from gradaccum.schedule import Steps
-from gradaccum.torch.distributed import Channel, Settings, by_rank
+from gradaccum.torch.distributed import Settings
 from gradaccum.torch.optim import Optimizer
 from gradaccum.torch.optimizer import KEY
 
@@ -41,16 +41,21 @@ __dir__ = listed(__name__)
 
 logger = logging.getLogger("gradaccum")
 
-_NAMES = (
-    PrivateName("accelerator", "_optimizers", "saves the optimizer, and links schedulers to it"),
-    PrivateName("accelerator", "_models", "holds the prepared model"),
-    PrivateName("accelerator", "clip_grad_norm_", "is applied to the finished gradient"),
-    PrivateName("accelerator", "clip_grad_value_", "the same"),
-    PrivateName("accelerator", "_schedulers", "miss updates after the loop, which a warning reports"),
-    PrivateName("accelerator", "gradient_state.num_steps", "tells whether Accelerate accumulates as well"),
-    PrivateName("accelerator", "gradient_state.dataloader_references", "tells which batch is the epoch's last"),
-    PrivateName("accelerator", "register_save_state_pre_hook", "saves the other ranks' part of an open window"),
-    PrivateName("accelerator", "register_load_state_pre_hook", "loads it"),
+_ACCELERATE = Library(
+    "accelerate",
+    accelerate.__version__,
+    "Use accelerate 1.10 or later.",
+    (
+        PrivateName("accelerator", "_optimizers", "saves the optimizer, and links schedulers to it"),
+        PrivateName("accelerator", "_models", "holds the prepared model"),
+        PrivateName("accelerator", "clip_grad_norm_", "is applied to the finished gradient"),
+        PrivateName("accelerator", "clip_grad_value_", "the same"),
+        PrivateName("accelerator", "_schedulers", "miss updates after the loop, which a warning reports"),
+        PrivateName("accelerator", "gradient_state.num_steps", "tells whether Accelerate accumulates as well"),
+        PrivateName("accelerator", "gradient_state.dataloader_references", "tells which batch is the epoch's last"),
+        PrivateName("accelerator", "register_save_state_pre_hook", "saves the other ranks' part of an open window"),
+        PrivateName("accelerator", "register_load_state_pre_hook", "loads it"),
+    ),
 )
 
 CLIPPING: dict[str, Callable[..., Any]] = {
@@ -61,7 +66,7 @@ CLIPPING: dict[str, Callable[..., Any]] = {
 Clip = tuple[str, list[Tensor], tuple[Any, ...], dict[str, Any]]
 """Function, parameters, arguments."""
 
-_KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
 
 
 def prepare_optimizer(
@@ -84,7 +89,8 @@ def prepare_optimizer(
         optimizer: The inner optimizer, not prepared; with an FSDP2 plugin the one that was prepared with the model.
         steps: Micro-batches in a window: an int >= 1, `{epoch: steps}`, or a callable `(epoch, update) -> steps`.
         model: The prepared model. Default: the one that has the optimizer's parameters.
-        **options: Options of `gradaccum.torch.optim.Optimizer`: `clip_grad_norm`, `nonfinite`, `reduction` ...
+        **options: Options of `gradaccum.torch.optim.Optimizer`: `nonfinite`, `reduction`, `clip_grad_norm` (which clips
+            on a rank without any batch, too) ...
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -103,7 +109,11 @@ def prepare_optimizer(
         >>> optimizer.updates                # windows of 4 and 3 micro-batches
         2
     """
-    sharded = _check_accelerator(accelerator)
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(f"`accelerator` must be an Accelerator. Received: {type(accelerator).__name__}.")
+    refuse(_wrong(accelerator))
+    _check_alone(accelerator.gradient_state)
+    sharded = accelerator.distributed_type == DistributedType.FSDP
     # Not one of its subclasses, which accumulates already.
     if sharded and isinstance(optimizer, AcceleratedOptimizer) and not isinstance(optimizer, PreparedOptimizer):
         accelerator._optimizers = [o for o in accelerator._optimizers if o is not optimizer]
@@ -154,14 +164,15 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._known: tuple[Any, set[int]] = (None, set())
         self._in_body = False
         """Whether `step()` or `flush()` is running: updates at other times come after the loop."""
-        self._is_updating = self._updated_at_end = False
+        self._updated = False
         self._steps_in_loop, self._loops = 0, 0
         self._ended: Any = None
         """The loader, and its epoch, whose last batch has closed a window here."""
         self._warned = self._warned_of_schedules = False
         self._accelerator = accelerator
         if several:
-            optimizer._windows.ranks.settings = ClipSettings(self)
+            settings = optimizer._windows.ranks.settings = Settings(self._settings)
+            settings.known_early = False  # a loop's body clips after its backward pass
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._after_update)
 
@@ -182,12 +193,12 @@ class PreparedOptimizer(AcceleratedOptimizer):
     @property
     def updated(self) -> bool:
         """Whether the last `step()` or `flush()` made an update."""
-        return self._updated_at_end or self.optimizer.updated
+        return self._updated
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last `step()` made no update; a prepared scheduler reads this."""
-        return not (self.updated or self._is_updating)
+        return not self._updated
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -207,25 +218,29 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Count a micro-batch. The one that closes the window, or the loader's last, makes the update."""
         _check_alone(self.gradient_state)
-        self._in_body, self._is_updating, self._updated_at_end = True, False, False
+        self._in_body, self._updated = True, False
         try:
             if self.scaler is None:  # Accelerate's own step looks for optimizers and devices that this is not
                 self.optimizer.step(closure)
             else:
                 super().step(closure)
             if self._is_epochs_last():
-                self._updated_at_end = self.optimizer.updated
                 self.optimizer.flush()
         finally:
-            self._finish()
+            self._leave_body()
 
     def flush(self) -> bool:
         """Close the open window now, as `gradaccum.torch.optim.Optimizer.flush` does. Returns whether it updated."""
-        self._in_body, self._updated_at_end = True, False
+        self._in_body, self._updated = True, False
         try:
             return self.optimizer.flush()
         finally:
-            self._finish()
+            self._leave_body()
+
+    def _leave_body(self) -> None:
+        self._in_body = False
+        if not self.optimizer.micro_batches:
+            self._clips.clear()
 
     def discard(self) -> None:
         """Drop the open window without an update, as `gradaccum.torch.optim.Optimizer.discard` does."""
@@ -266,6 +281,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
             WindowError: From `load_state`, if a part of an open window is missing, or loading failed on another rank.
         """
         self._clips.clear()
+        self._updated = False
         super().load_state_dict(state_dict if self._files is None else self._files.own_part(state_dict))
 
     def _is_epochs_last(self) -> bool:
@@ -297,11 +313,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._ended, self._steps_in_loop = epoch, 0
         return True
 
-    def _finish(self) -> None:
-        self._in_body = self._is_updating = False
-        if not self.optimizer.micro_batches:
-            self._clips.clear()
-
     def _clips_now(self) -> list[Clip]:
         """What is clipped at the end of this window; after the loop, as at its last one."""
         if not self._clips and not self._in_body:
@@ -323,12 +334,19 @@ class PreparedOptimizer(AcceleratedOptimizer):
         own = self._own_ids()
         return [one for p in parameters if id(one := names.get(id(p), p)) in own]
 
-    def _all_parameters(self) -> list[Tensor]:
-        """Every parameter that clipping may have been asked for, in the same order on all ranks."""
-        return [*(p for group in self.param_groups for p in group["params"]), *self._sharded.values()]
+    def _settings(self) -> list[dict[str, Any]]:
+        """What must be the same on all ranks at a window's end: hyperparameters, and clipping."""
+        first, *others = self.param_groups
+        parameters = [*(p for group in self.param_groups for p in group["params"]), *self._sharded.values()]
+        places = {id(p): place for place, p in enumerate(parameters)}
+        clipping = [
+            f"accelerator.{name}(parameters {[places[id(p)] for p in those]}, {_plain(args)}, {_plain(keywords)})"
+            for name, those, args, keywords in self._clips_now()
+        ]
+        return [{**first, "clipping": ", ".join(clipping)} if clipping else first, *others]
 
     def _before_update(self, *_: Any) -> None:
-        self._is_updating, self._norm, self._last_clips = True, None, self._clips_now()
+        self._updated, self._norm, self._last_clips = True, None, self._clips_now()
         for name, parameters, args, keywords in self._last_clips:
             norm: Tensor | None = CLIPPING[name](parameters, *args, **keywords)
             self._norm = self._norm if norm is None else norm
@@ -354,14 +372,12 @@ def _clipping_at_the_end(accelerator: Accelerator, name: str, original: Callable
     @functools.wraps(original)
     def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **keywords: Any) -> Any:
         rest = iter([parameters] if isinstance(parameters, Tensor) else parameters)
-        found, optimizers = list(itertools.islice(rest, 1)), accelerator._optimizers
-        owners = optimizers if len(optimizers) == 1 and isinstance(optimizers[0], PreparedOptimizer) else []
-        if not (
-            owners and found and id(found[0]) in owners[0]._own_ids()
-        ):  # else the rest isn't looked at before the end
-            found += rest
+        found, owners = list(itertools.islice(rest, 1)), accelerator._optimizers
+        only = owners[0] if len(owners) == 1 and isinstance(owners[0], PreparedOptimizer) else None
+        if only is None or not found or id(found[0]) not in only._own_ids():
+            found += rest  # else it isn't looked at before the end
             ids = {id(p) for p in found}
-            owners = [o for o in optimizers if (o._owned(found) if isinstance(o, PreparedOptimizer) else ids & _ids(o))]
+            owners = [o for o in owners if (o._owned(found) if isinstance(o, PreparedOptimizer) else ids & _ids(o))]
         owner = next((o for o in owners if isinstance(o, PreparedOptimizer)), None)
         if owner is None:
             return original(found, *args, **keywords)
@@ -381,45 +397,16 @@ def _ids(optimizer: Any) -> set[int]:
     return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
 
 
-# Several processes.
-
-
-class ClipSettings(Settings):
-    """What must be the same on all ranks at a window's end: hyperparameters and clipping."""
-
-    known_early = False  # a loop's body clips after its backward pass
-
-    def __init__(self, prepared: Any) -> None:
-        super().__init__(lambda: prepared.param_groups)
-        self._prepared = prepared
-
-    def number(self) -> float:
-        """Goes with a window's message, and differs where these do."""
-        places = {id(p): place for place, p in enumerate(self._prepared._all_parameters())}
-        self._clips = [
-            (name, [places[id(p)] for p in those], _plain(args), {k: _plain(v) for k, v in keywords.items()})
-            for name, those, args, keywords in self._prepared._clips_now()
-        ]
-        return super().number() + zlib.crc32(repr(self._clips).encode())
-
-    def settle(self, channel: Channel) -> None:
-        """The ranks' numbers differ: a WindowError that says in what."""
-        super().settle(channel)
-        clips = channel.gather(self._clips)
-        if any(one != clips[0] for one in clips):
-            raise WindowError(
-                f"Ranks clip the gradient in different ways: {by_rank([one or 'none' for one in clips])} (function, "
-                "parameters by their place in the optimizer, arguments). Nothing was updated. Call the Accelerator's "
-                "clipping with the same arguments on every rank; for a rank without any batch, prepare_optimizer(..., "
-                "clip_grad_norm=...) clips, too."
-            )
-
-
 def _plain(value: Any) -> Any:
-    """A number in place of a tensor."""
+    """Numbers in place of tensors."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, tuple | list):
         return [*map(_plain, value)]
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+# Several processes.
 
 
 class WindowFiles:
@@ -489,28 +476,24 @@ class WindowFiles:
 # What an Accelerator must be.
 
 
-def _check_accelerator(accelerator: Any) -> bool:
-    """Raise for what is no Accelerator, or one that accumulates or distributes otherwise. Returns whether it shards."""
-    if not isinstance(accelerator, Accelerator):
-        raise TypeError(f"`accelerator` must be an Accelerator. Received: {type(accelerator).__name__}.")
-    for name in _NAMES:
-        missing = name.missing_from(accelerator, f"accelerate {accelerate.__version__}")
-        if missing:
-            raise ValueError(f"{missing} Use accelerate 1.10 or later.")
+def _wrong(accelerator: Accelerator) -> Iterator[str]:
+    yield from _ACCELERATE.lacks(accelerator)
     kind = accelerator.distributed_type
-    sharded = kind == DistributedType.FSDP
-    if sharded and not accelerator.is_fsdp2:
-        raise ValueError(
-            "FSDP1 reduces in every backward pass, and takes the mean of the ranks' means. Use FSDP2: "
-            "FullyShardedDataParallelPlugin(fsdp_version=2)."
-        )
-    if kind not in _KNOWN and not sharded:
-        raise ValueError(
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        yield fsdp1("FullyShardedDataParallelPlugin(fsdp_version=2)")
+    if kind not in _KNOWN:
+        yield (
             "prepare_optimizer works on one device, with DistributedDataParallel, and with FSDP2. Received: an "
             f"Accelerator of type {kind.value}. Remove its plugin."
         )
-    _check_alone(accelerator.gradient_state)
-    return sharded
+
+
+def _check_alone(state: Any) -> None:
+    if state.num_steps != 1:
+        raise ValueError(
+            "Accelerate and gradaccum both accumulate. Received: Accelerator(gradient_accumulation_steps="
+            f"{state.num_steps}). Remove it, and GradientAccumulationPlugin(num_steps=...), from the Accelerator."
+        )
 
 
 def _checked_model(
@@ -523,24 +506,16 @@ def _checked_model(
             # Accelerate keeps the modules inside. By type, without isinstance: other objects may be proxies.
             models = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
         model = next((m for m in models if own & {*map(id, m.parameters())}), None)
-    if sharded and model is None:
-        raise ValueError(
-            "The optimizer's parameters are in no model that this Accelerator has sharded. FSDP2 replaces parameters, "
-            "so prepare both: model, inner = accelerator.prepare(model, inner); then prepare_optimizer(accelerator, "
-            "inner, steps)."
-        )
     parts = () if model is None else model.modules()  # the ranks may train a part of it together
-    if accelerator.num_processes > 1 and not sharded and not any(isinstance(m, DistributedDataParallel) for m in parts):
+    is_parallel = sharded or any(isinstance(m, DistributedDataParallel) for m in parts)
+    if (sharded and model is None) or (accelerator.num_processes > 1 and not is_parallel):
+        kind, how = (
+            ("sharded", "FSDP2 replaces parameters, so prepare both: model, inner = accelerator.prepare(model, inner)")
+            if sharded
+            else ("prepared", "Prepare the model first: model = accelerator.prepare(model)")
+        )
         raise ValueError(
-            "The optimizer's parameters are in no model that this Accelerator has prepared. Prepare the model first: "
-            "model = accelerator.prepare(model); then prepare_optimizer(accelerator, inner, steps)."
+            f"The optimizer's parameters are in no model that this Accelerator has {kind}. {how}; then "
+            "prepare_optimizer(accelerator, inner, steps)."
         )
     return model
-
-
-def _check_alone(state: Any) -> None:
-    if state.num_steps != 1:
-        raise ValueError(
-            "Accelerate and gradaccum both accumulate. Received: Accelerator(gradient_accumulation_steps="
-            f"{state.num_steps}). Remove it, and GradientAccumulationPlugin(num_steps=...), from the Accelerator."
-        )

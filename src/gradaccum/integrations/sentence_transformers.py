@@ -6,10 +6,9 @@ from gradaccum.extras import require
 
 require("sentence_transformers")
 
-import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from gradaccum.integrations.trainer import replaced
 from gradaccum.lazy import listed
 from gradaccum.schedule import checked_count
 from gradaccum.torch import chunked
@@ -195,10 +195,10 @@ def _embedded(
     """The embeddings of each column; `known` has the chunked models of earlier calls, which have proven themselves."""
     inside = model.module if isinstance(model, DistributedDataParallel) else model
     for layer in {model, inside}:
-        replaced = type(vars(layer).get("forward"))
-        if replaced.__module__.startswith("sentence_transformers."):
+        kind = type(vars(layer).get("forward"))
+        if kind.__module__.startswith("sentence_transformers."):
             raise ValueError(
-                f"A {replaced.__name__} replaces the model's forward while the loss is computed, as MatryoshkaLoss and "
+                f"A {kind.__name__} replaces the model's forward while the loss is computed, as MatryoshkaLoss and "
                 "AdaptiveLayerLoss do. The replacement is gone when backward computes the embeddings again. Use "
                 "sentence-transformers' own CachedMultipleNegativesRankingLoss inside of them."
             )
@@ -209,16 +209,5 @@ def _embedded(
     wrapper = _Columns(known[key])
     if inside is model:
         return wrapper(columns)
-    with _in_place_of(model, wrapper):
+    with replaced(model, module=wrapper):  # by a module of the same parameters, for a forward pass
         return model(columns)
-
-
-@contextlib.contextmanager
-def _in_place_of(parallel: nn.Module, module: nn.Module) -> Iterator[None]:
-    """What DistributedDataParallel wraps, replaced for a forward pass by a module of the same parameters."""
-    inside = parallel._modules["module"]
-    parallel._modules["module"] = module
-    try:
-        yield
-    finally:
-        parallel._modules["module"] = inside

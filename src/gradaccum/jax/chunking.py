@@ -6,7 +6,6 @@ The first of two passes runs forward without residuals; backward runs each micro
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from gradaccum.jax.batch import (
     Batch,
@@ -29,6 +27,7 @@ from gradaccum.jax.batch import (
     varying_axes,
     zeros,
 )
+from gradaccum.on_jax import recomputed
 from gradaccum.schedule import checked_count
 
 
@@ -230,14 +229,6 @@ def in_two_passes(body: Body, groups: list[Group], keep: int, keys: list[Any]) -
     return jax.tree.unflatten(body.structure, [batch.joined(list(pieces)) for pieces in zip(*outputs, strict=True)])
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """Which inputs need a gradient, by position: known when the first pass is traced, and needed in the second."""
-
-    positions: tuple[int, ...]
-
-
 class _Part(NamedTuple):
     """Micro-batches of one size that are treated alike.
 
@@ -266,18 +257,20 @@ class _Part(NamedTuple):
 
     def replayed(self, fixed: list[Any], rows: list[Any], keys: list[Any]) -> list[Any]:
         """The outputs, whose gradients run each micro-batch again."""
-        run = jax.custom_vjp(self.outputs)
-        run.defvjp(self._first_pass, self._second_pass, symbolic_zeros=True)
-        return run(fixed, rows, keys)
+        count = len(fixed)
 
-    def _first_pass(self, *inputs: Any) -> Any:
-        fixed, rows, keys = ([each.value for each in some] for some in inputs)
-        needed = (n for n, each in enumerate([*inputs[0], *inputs[1]]) if each.perturbed and _is_inexact(each.value))
-        return self.outputs(fixed, rows, keys), (fixed, rows, keys, _Wanted(tuple(needed)))
+        def first(inputs: list[Any], keys: list[Any]) -> tuple[list[Any], None]:
+            return self.outputs(inputs[:count], inputs[count:], keys), None
 
-    def _second_pass(self, saved: Any, cotangents: Any) -> Any:
-        fixed, rows, keys, (wanted) = saved[0], saved[1], saved[2], saved[3].positions
-        used = [n for n, each in enumerate(cotangents) if not isinstance(each, SymbolicZero) and _is_inexact(each)]
+        def second(inputs: list[Any], keys: list[Any], upstream: list[Any], wanted: tuple[int, ...]) -> list[Any]:
+            return self._gradients(inputs[:count], inputs[count:], keys, upstream, wanted)
+
+        return recomputed(first, second)([*fixed, *rows], keys)[0]
+
+    def _gradients(
+        self, fixed: list[Any], rows: list[Any], keys: list[Any], upstream: list[Any], wanted: tuple[int, ...]
+    ) -> list[Any]:
+        used = [n for n, given in enumerate(upstream) if given is not None]
         of_fixed = [n for n in wanted if n < len(fixed)]
 
         def step(sums: list[Any], group: Group, index: Any, x: Any) -> Any:
@@ -294,10 +287,9 @@ class _Part(NamedTuple):
             return added, list(found[len(of_fixed) :])
 
         begin = [_zeros(fixed[n]) for n in of_fixed]
-        sums, (entries,) = over([self.group], step, begin, (rows, keys, [cotangents[n] for n in used]))
+        sums, (entries,) = over([self.group], step, begin, (rows, keys, [upstream[n] for n in used]))
         gradients = _filled([None] * (len(fixed) + len(rows)), wanted, [*sums, *entries])
-        typed = [g if g is None else g.astype(x.dtype) for g, x in zip(gradients, [*fixed, *rows])]
-        return typed[: len(fixed)], typed[len(fixed) :], None
+        return [g if g is None else g.astype(x.dtype) for g, x in zip(gradients, [*fixed, *rows])]
 
 
 def _filled(values: list[Any], positions: Any, others: Any) -> list[Any]:
@@ -308,10 +300,6 @@ def _filled(values: list[Any], positions: Any, others: Any) -> list[Any]:
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-
-
-def _is_inexact(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def _widened(number: Any) -> Any:

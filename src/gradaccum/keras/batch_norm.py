@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import keras
@@ -31,14 +31,22 @@ def batch_norms_of(model: Any) -> list[Any]:
 
 def warn(model: Any, named: set[str], stacklevel: int = 2) -> None:
     """Name the BatchNormalization layers that aren't in `named` yet, which then holds them."""
-    names = [layer.name for layer in batch_norms_of(model) if layer.name not in named]
+    advice = (
+        'Choose batch_norm="exact" (normalise by the whole batch), "pooled" (move the moving statistics once per '
+        'update, by those of the whole batch), "frozen" (normalise by the moving statistics) or "micro" (leave it so), '
+        "or use GroupNormalization or LayerNormalization."
+    )
+    warn_of_layers([layer.name for layer in batch_norms_of(model)], named, advice, stacklevel + 1)
+
+
+def warn_of_layers(names: Sequence[str], named: set[str], advice: str, stacklevel: int = 2) -> None:
+    """The same of these layers, with this advice."""
+    names = [name for name in names if name not in named]
     if names:
         named.update(names)
         warnings.warn(
             "BatchNormalization normalises each micro-batch by itself, so updates differ from the large batch's: "
-            f'{", ".join(map(repr, names))}. Choose batch_norm="exact" (normalise by the whole batch), "pooled" (move '
-            'the moving statistics once per update, by those of the whole batch), "frozen" (normalise by the moving '
-            'statistics) or "micro" (leave it so), or use GroupNormalization or LayerNormalization.',
+            f"{', '.join(map(repr, names))}. {advice}",
             stacklevel=stacklevel + 1,
         )
 

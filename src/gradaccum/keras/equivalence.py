@@ -15,9 +15,9 @@ from keras import ops, tree
 from gradaccum.core.causes import innermost, mixing_cause
 from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.numpy_arrays import ArrayRunner, largest
-from gradaccum.core.proof import Outcome, Way
+from gradaccum.core.proof import Comparison, Outcome, Way
 from gradaccum.core.sizes import even_sizes
-from gradaccum.keras import private
+from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import is_float
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
 from gradaccum.keras.loss import Measured, as_array, coupled_losses, divisors_of, same_rows, take_rows
@@ -57,12 +57,22 @@ class StepRunner(ArrayRunner):
         self, step: Any, data: Any, rows: int, batch_norm: BatchNorm, tolerance: float | None = None, state: Any = None
     ) -> None:
         self._step, self._data, self.rows, self._batch_norm, self._state = step, data, rows, batch_norm, state
-        self.precision, self.device, self.draws = precision_of(step.model), device_name(), Draws()
+        self.precision, self.device, self.draws = precision_of(step.model), backends.running().device(), Draws()
         self._tolerance = tolerance
 
     @property
     def tolerance(self) -> float:
         return super().tolerance if self._tolerance is None else self._tolerance
+
+    def doubt(self, comparison: Comparison[Any]) -> str:
+        """Why nobody knows what makes the differences, if so; else `comparison.wrong` are those beyond rounding."""
+        if not comparison.wrong:
+            return ""
+        again = [difference for difference in comparison.unrepeatable() if difference.part != "buffer"]
+        if self.draws.raw or any(not difference.error <= self.tolerance for difference in again):
+            return "it draws random numbers that can't be made the same for each row, or changes with every call"
+        comparison.judged()
+        return ""
 
     def run(self, way: Way | None) -> Outcome:
         rows, sizes = way or (range(self.rows), [self.rows])
@@ -94,20 +104,6 @@ def precision_of(model: Any) -> str:
         dtypes.add("float32")
     order = ["float64", "float32", "bfloat16", "float16"]
     return max((dtype for dtype in dtypes if dtype in order), key=order.index, default="float32")
-
-
-def device_name() -> str:
-    """Where Keras computes."""
-    backend = keras.backend.backend()
-    if backend == "torch":
-        return str(private.torch_device()).partition(":")[0]
-    if backend == "jax":
-        import jax
-
-        return jax.default_backend()
-    import tensorflow as tf
-
-    return "gpu" if tf.config.list_logical_devices("GPU") else "cpu"
 
 
 # Random numbers that are the same for every row, so that whole batch and micro-batches can be compared.

@@ -104,8 +104,8 @@ def _weighed(
         values.append(call(y_true, y_pred))
         return values[-1]
 
-    # On PyTorch, Keras multiplies the weights with the mask in place.
-    given = sample_weight if sample_weight is None or mask is None else ops.copy(sample_weight)
+    # On PyTorch, Keras multiplies the weights with a mask in place, of the outputs or of the values.
+    given = sample_weight if sample_weight is None else ops.copy(sample_weight)
     with private.replaced(loss, call=recording):  # what it returns before it is reduced
         value = loss(y_true, y_pred, given)
     if not values:

@@ -161,7 +161,7 @@ def check_equivalence(
     if rows is None or rows < 2:
         raise ValueError(f"The batch must have at least 2 rows to be split. Received: {rows}. Pass 8 or more.")
     kind: BatchNorm = "frozen" if batch_norm == "frozen" else "micro"
-    with backends.running().random_kept():
+    with backends.running().at_once():
         return _checked(model, (x, y, sample_weight), rows, kind, micro_batch_size, tolerance)
 
 

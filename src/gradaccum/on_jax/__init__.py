@@ -1,4 +1,4 @@
-"""What both shells need where the arrays are JAX's: loops whose convolutions are as fast as outside of loops.
+"""What both shells need where the arrays are JAX's: fast convolutions in loops, and outputs that run once more.
 
 The shells are the JAX shell, and Keras on its JAX backend.
 
@@ -9,14 +9,57 @@ convolutions, of which it makes others by itself, keep what it makes of them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
-__all__ = ["scan"]
+__all__ = ["recomputed", "scan"]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Which inputs need a gradient, by position: known when the first pass is traced, and needed in the second."""
+
+    positions: tuple[int, ...]
+
+
+def recomputed(first: Callable[..., Any], second: Callable[..., list[Any]]) -> Callable[..., Any]:
+    """`first(inputs, others) -> (outputs, more)`, of which nothing is kept: `second` has the gradients of the inputs.
+
+    `second(inputs, others, upstream, wanted)` takes those of the outputs, None where there is none, and the positions
+    of the inputs that need one. Nothing else gets a gradient.
+
+    Example:
+        >>> def double(inputs, others): return [2.0 * one for one in inputs], None
+        >>> def gradients(inputs, others, upstream, wanted): return [2.0 * given for given in upstream]
+        >>> run = recomputed(double, gradients)
+        >>> float(jax.grad(lambda x: run([x], [])[0][0])(1.0))
+        2.0
+    """
+
+    def is_inexact(value: Any) -> bool:
+        return jnp.issubdtype(value.dtype, jnp.inexact)
+
+    def forward(inputs: Any, others: Any) -> Any:
+        wanted = tuple(n for n, each in enumerate(inputs) if each.perturbed and is_inexact(each.value))
+        inputs, others = ([each.value for each in some] for some in (inputs, others))
+        return first(inputs, others), (inputs, others, _Wanted(wanted))
+
+    def backward(kept: Any, cotangents: Any) -> Any:
+        inputs, others, wanted = kept
+        upstream = [None if isinstance(one, SymbolicZero) or not is_inexact(one) else one for one in cotangents[0]]
+        return second(inputs, others, upstream, wanted.positions), None
+
+    run = jax.custom_vjp(first)
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run
 
 
 def scan(body: Callable[[Any, Any], Any], carry: Any, xs: Any, length: int | None = None) -> tuple[Any, Any]:

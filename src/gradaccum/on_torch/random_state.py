@@ -7,6 +7,7 @@ an object of the user's: a `torch.Generator`, `random.Random`, `numpy.random.Gen
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import functools
 import itertools
@@ -67,6 +68,37 @@ class RandomState:
         """The generators that have drawn something since."""
         now = RandomState(self.states) if now is None else now
         return [generator for generator, state in self.states.items() if not _same(state, now.states[generator])]
+
+
+class Conditions:
+    """The random state and the autocast settings that a forward pass starts from."""
+
+    def __init__(self, generators: Iterable[Any], devices: Iterable[torch.device] = ()) -> None:
+        self.random = RandomState(generators)
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in sorted({"cpu", *(device.type for device in devices)})
+            if torch.amp.is_autocast_available(kind)
+        ]
+        self.autocast_cache = torch.is_autocast_cache_enabled()
+
+    def advance(self) -> Conditions:
+        """The forward pass has run: keep the states of the generators that it has moved, only. Returns those now."""
+        following = copy.copy(self)
+        following.random = RandomState(self.random.states)
+        self.random = self.random.only(self.random.moved(following.random))
+        return following
+
+    def restored(self) -> contextlib.AbstractContextManager[Any]:
+        """Set the generators to these states, and enter these autocast settings."""
+        self.random.put_back()
+        casts = [cast for cast in self.autocast if cast[1] or torch.is_autocast_enabled(cast[0])]
+        if not casts:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        for kind, enabled, dtype in casts:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache))
+        return stack
 
 
 @contextlib.contextmanager

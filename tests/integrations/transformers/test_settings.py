@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from gradaccum import WindowError
+from gradaccum.integrations.trainer import refuse
 from gradaccum.integrations.transformers import MicroBatchTrainer, settings
 from gradaccum.torch.optim import Optimizer
 from tests.integrations.transformers.problems import TEXTS, arguments, collate, model, rows, train, updates
@@ -63,7 +64,7 @@ def test_what_shows_only_when_training_begins_is_refused_then(name, tmp_path):
     *path, last = name.split(".")
     setattr(functools.reduce(getattr, path, trainer), last, value)
     with pytest.raises(ValueError, match=message):
-        settings.check_settings(trainer, trainer._gradaccum_large_batch.micro_batches)
+        refuse(settings.wrong(trainer, trainer._gradaccum_large_batch.micro_batches))
 
 
 def test_under_neftune_micro_batches_of_so_many_rows_keep_their_padding(tmp_path):
@@ -128,10 +129,10 @@ def test_the_advice_to_expand_what_all_rows_share_can_be_followed(tmp_path):
 
 
 def test_this_version_has_every_hook_and_one_that_lacks_any_is_named():
-    settings.check_hooks(transformers.Trainer)
+    assert not [*settings.TRANSFORMERS.lacks(transformers.Trainer)]
     lacking = types.SimpleNamespace(training_step=0, compute_loss=0, _save_rng_state=0, _load_rng_state=0)
     with pytest.raises(ImportError, match=rf"transformers {transformers.__version__} has no _get_num_items_in_batch"):
-        settings.check_hooks(lacking)
+        refuse(settings.TRANSFORMERS.lacks(lacking), ImportError)
 
 
 # Wrapped optimizers in the stock Trainer.

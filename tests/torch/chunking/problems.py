@@ -6,7 +6,6 @@ import random
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from gradaccum.torch import chunked
 from tests.reference import FLOAT64, relative_error
@@ -18,12 +17,6 @@ def encoder():
 
 def loss_of(outputs):
     return outputs.logsumexp((0, 1)) + outputs.std()
-
-
-def contrastive(a, b, temperature):
-    logits = F.normalize(a, dim=1) @ F.normalize(b, dim=1).T * temperature.exp()
-    labels = torch.arange(len(a))
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
 def gradients(*modules):

@@ -7,14 +7,11 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch import TrainStep, chunked
-from gradaccum.torch.losses import info_nce
 from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.chunking import problems
-from tests.torch.chunking.problems import gradients
 from tests.torch.problems import Does
 
 COLUMNS = 12
@@ -170,34 +167,6 @@ def test_what_cannot_be_packed_is_refused_by_name(name, verify):
     small, batch = chunked(Encoder(pool), rows, max_tokens=24), text(longest=longest)
     with pytest.raises((NotEquivalentError, ValueError), match=message):
         small(**batch) if verify == "the first call" else small.verify(**batch)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_towers_of_transformers_train_as_the_padded_batch(side):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-
-    class Bert(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.bert = transformers.BertModel(config, add_pooling_layer=False).double()
-
-        def forward(self, input_ids, attention_mask, position_ids=None):
-            x = self.bert(input_ids, attention_mask, position_ids=position_ids).last_hidden_state
-            return F.normalize((x * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True), dim=1)
-
-    whole, small = Bert(), chunked(Bert(), 4, max_tokens=24)
-    losses = []
-    for model in (whole, small):
-        losses.append(info_nce(model(**text(side)), model(**text(side, 1)), tile=4))
-        losses[-1].backward()
-    vectors = [torch.cat([g.flatten() for g in gradients(m)]) for m in (small, whole)]
-    assert relative_error([losses[1], vectors[0]], [losses[0], vectors[1]]) <= FLOAT64
-    assert small._left == ("number" if side == "left" else "keep")
 
 
 READS = {  # encoders that look at padding, each in its own way

@@ -399,21 +399,6 @@ def test_transforms_of_torch_func_around_what_runs_twice_are_refused(transform, 
 # The second pass is the first one again, whatever has happened in between.
 
 
-def test_hooks_on_parameters_see_the_finished_gradient_where_there_is_one():
-    whole = Does(lambda m, x, head: m.heads[head](x), heads=nn.ModuleList(nn.Linear(5, 3) for _ in range(2)))
-    module, x, seen = copy.deepcopy(whole), torch.randn(ROWS, 5), []
-    small = chunked(module, SIZE)
-    for model in (whole, module):
-        for index, parameter in enumerate(model.parameters()):
-            parameter.register_hook(lambda g, index=index: seen.append(index) or g.clamp(-0.02, 0.02))
-    for head in (0, 1, 1):
-        for call in (whole, small):
-            seen.clear()
-            loss_of(call(x, head)).backward()
-            assert sorted(seen) == [2 * head, 2 * head + 1]
-        assert_same(gradients(module), gradients(whole))
-
-
 def adapted(m, x):
     """A layer whose attributes say what it does, as adapters and schedules have it."""
     y = m.layer(x) + F.linear(x, m.adapters[m.active])

@@ -74,10 +74,6 @@ def data(sizes: Sequence[Sequence[int]], epoch: int = 0, dtype: torch.dtype = to
     return found
 
 
-def _classes(rows: int, drawn: torch.Generator) -> Tensor:
-    return torch.randint(0, 3, (rows,), generator=drawn)
-
-
 def windows(ranks: Sequence[Sequence[Rows]], steps: int) -> list[list[Rows]]:
     """The micro-batches of each window, those of all ranks together."""
     count = max(-(-len(own) // steps) for own in ranks)
@@ -138,7 +134,6 @@ def shard(model: Any, *parts: Any, **how: Any) -> Any:
 
 
 def spread(engine: str, model: Any, **how: Any) -> Any:
-    """The model over all ranks."""
     if engine == "ddp":
         return DistributedDataParallel(model, **how)
     if engine == "fsdp2":
@@ -295,7 +290,6 @@ def token_mean(found: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def tagged(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of a Tagger."""
     found = model(batch)
     return found if found.dim() == 0 else token_mean(found, batch)
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
+import runpy
+import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +31,7 @@ from tests.torch.distributed.problems import (
     whole,
     wrap,
 )
-from tests.torch.distributed.processes import on_ranks
+from tests.torch.distributed.processes import LIMIT, fresh_process, new_port, on_ranks
 
 
 def load(model, optimizer, states, **options):
@@ -77,69 +83,65 @@ def test_every_rank_resumes_its_part_of_an_open_window(rank, how):
     oracle.check(used)
 
 
+def states_of(model, optimizer, way):
+    if way == "state_dict":
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    options = StateDictOptions(flatten_optimizer_state_dict=way == "flat")
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options)))
+
+
+def save(rank, model, optimizer, folder, way="get_state_dict"):
+    if way != "full":
+        dcp.save(states_of(model, optimizer, way), checkpoint_id=str(folder))
+        return
+    states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        torch.save(states, folder / "full.pt")
+
+
+def restore(rank, model, optimizer, folder, way="get_state_dict"):
+    if way == "full":  # rank 0's, of which the ranks take their shards
+        received = [torch.load(folder / "full.pt", weights_only=False) if rank == 0 else None]
+        dist.broadcast_object_list(received)
+        load(model, optimizer, received[0], full_state_dict=True)
+        return
+    states = states_of(model, optimizer, way)
+    dcp.load(states, checkpoint_id=str(folder))
+    if way == "state_dict":
+        optimizer.load_state_dict(states["optimizer"])
+    else:
+        load(model, optimizer, states.values(), flatten_optimizer_state_dict=way == "flat")
+
+
 @pytest.mark.parametrize("micro_batches", [2, 3])
 @on_ranks()
 def test_a_distributed_checkpoint_of_replicas_that_loses_an_open_window_says_so(rank, tmp_path, micro_batches):
     """torch.distributed.checkpoint keeps nothing of it."""
     ranks, oracle, ends = data(EVEN), Oracle(network(), "adam"), micro_batches - micro_batches % 2
     oracle.see([[*own[:ends], *own[micro_batches:]] for own in ranks], 2)
-    replica, optimizer = wrap("ddp", network(), optimizer="adam")
-    other, new = wrap("ddp", network(), optimizer="adam")
+    (replica, optimizer), (other, new) = (wrap("ddp", network(), optimizer="adam") for _ in "ab")
     train_on(replica, optimizer, ranks[rank][:micro_batches], "weighed")
-    dcp.save(dict(both_states(replica, optimizer)), checkpoint_id=str(tmp_path))
-    states = dict(both_states(other, new))
-    dcp.load(states, checkpoint_id=str(tmp_path))
-    warnings = lines_of(lambda: load(other, new, states.values()))
+    save(rank, replica, optimizer, tmp_path)
+    warnings = lines_of(lambda: restore(rank, other, new, tmp_path))
     train_on(other, new, ranks[rank][micro_batches:], "weighed")
     new.flush()
     oracle.check(other)
     assert any("1 of 2 micro-batches are lost" in warning for warning in warnings) == (micro_batches == 3)
 
 
-def both_states(model, optimizer, **options):
-    return zip(("model", "optimizer"), get_state_dict(model, optimizer, options=StateDictOptions(**options)))
-
-
-def saved_inside(rank, folder, first, sync, optimizer, way):
-    """Save after so many micro-batches, and train on. Returns the parameters."""
+def train_inside(rank, folder, first, sync, optimizer, way, saves):
+    """Train, and save after so many micro-batches; or go on from there in a new process. Returns the parameters."""
     model, wrapped = wrap("fsdp2", network(), 3, optimizer=optimizer, sync=sync)
-    ranks = data(UNFINISHED * (dist.get_world_size() // 2))
-    train_on(model, wrapped, ranks[rank][:first], "weighed")
-    if way == "full":  # as rank 0 would save it
-        states = get_state_dict(model, wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if rank == 0:
-            torch.save(states, folder / "full.pt")
+    ranks, oracle = data(UNFINISHED * (dist.get_world_size() // 2)), Oracle(network(), optimizer)
+    if saves:
+        train_on(model, wrapped, ranks[rank][:first], "weighed")
+        save(rank, model, wrapped, folder, way)
     else:
-        dcp.save(states_of(model, wrapped, way), checkpoint_id=str(folder))
+        restore(rank, model, wrapped, folder, way)
+    assert wrapped.micro_batches == first % 3
     train_on(model, wrapped, ranks[rank][first:], "weighed")
-    oracle = Oracle(network(), optimizer)
     oracle.see(ranks, 3)
     oracle.check(model)
-    return [parameter.tolist() for parameter in whole(model)]
-
-
-def states_of(model, wrapped, way):
-    if way == "state_dict":
-        return {"model": model.state_dict(), "optimizer": wrapped.state_dict()}
-    return dict(both_states(model, wrapped, flatten_optimizer_state_dict=way == "flat"))
-
-
-def loaded_inside(rank, folder, first, sync, optimizer, way):
-    """Go on from there in a new process. Returns the parameters."""
-    model, wrapped = wrap("fsdp2", network(), 3, optimizer=optimizer, sync=sync)
-    if way == "full":  # of which the ranks take their shards
-        received = [torch.load(folder / "full.pt", weights_only=False) if rank == 0 else None]
-        dist.broadcast_object_list(received)
-        load(model, wrapped, received[0], full_state_dict=True)
-    else:
-        states = states_of(model, wrapped, way)
-        dcp.load(states, checkpoint_id=str(folder))
-        if way == "state_dict":
-            wrapped.load_state_dict(states["optimizer"])
-        else:
-            load(model, wrapped, states.values(), flatten_optimizer_state_dict=way == "flat")
-    assert wrapped.micro_batches == first % 3
-    train_on(model, wrapped, data(UNFINISHED * (dist.get_world_size() // 2))[rank][first:], "weighed")
     return [parameter.tolist() for parameter in whole(model)]
 
 
@@ -150,37 +152,35 @@ CHECKPOINTS = [
     ("micro_batch", "sgd", "get_state_dict"),
     ("micro_batch", "adam", "flat"),
 ]
+TWICE, HYBRID = ("ranks", "new_ranks"), ("four_ranks", "four_ranks")
 IN_THE_FIRST_WINDOW, CLOSED, IN_THE_SECOND_WINDOW = 2, 3, 4
 QUICK = [  # each of their values, and each place
-    (IN_THE_FIRST_WINDOW, *CHECKPOINTS[2]),
-    (IN_THE_SECOND_WINDOW, *CHECKPOINTS[3]),
-    (CLOSED, *CHECKPOINTS[4]),
-    (IN_THE_SECOND_WINDOW, "window", "adam", "full"),
+    (TWICE, IN_THE_FIRST_WINDOW, *CHECKPOINTS[2]),
+    (TWICE, IN_THE_SECOND_WINDOW, *CHECKPOINTS[3]),
+    (TWICE, CLOSED, *CHECKPOINTS[4]),
+    (TWICE, IN_THE_SECOND_WINDOW, "window", "adam", "full"),
 ]
-ALL = [(first, *one) for first in (IN_THE_FIRST_WINDOW, CLOSED, IN_THE_SECOND_WINDOW) for one in CHECKPOINTS]
+ALL = [(TWICE, first, *one) for first in (IN_THE_FIRST_WINDOW, CLOSED, IN_THE_SECOND_WINDOW) for one in CHECKPOINTS]
+ALL += [(HYBRID, IN_THE_FIRST_WINDOW, sync, "adam", "get_state_dict") for sync in SYNCS]
 
 
-@pytest.mark.parametrize(("first", "sync", "optimizer", "way"), slowly(QUICK, [one for one in ALL if one not in QUICK]))
+@pytest.mark.parametrize(
+    ("processes", "first", "sync", "optimizer", "way"), slowly(QUICK, [one for one in ALL if one not in QUICK])
+)
 def test_a_distributed_checkpoint_of_an_open_window_goes_on_in_new_processes_bit_for_bit(
-    ranks, new_ranks, tmp_path, first, sync, optimizer, way
+    request, tmp_path, processes, first, sync, optimizer, way
 ):
-    saved = ranks.run(saved_inside, tmp_path, first, sync, optimizer, way)
-    assert new_ranks.run(loaded_inside, tmp_path, first, sync, optimizer, way) == saved
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sync", SYNCS)
-def test_a_checkpoint_of_a_hybrid_sharded_model_goes_on_bit_for_bit(four_ranks, sync, tmp_path):
-    saved = four_ranks.run(saved_inside, tmp_path, 2, sync, "adam", "get_state_dict")
-    assert four_ranks.run(loaded_inside, tmp_path, 2, sync, "adam", "get_state_dict") == saved
+    saved, found = (
+        request.getfixturevalue(name).run(train_inside, tmp_path, first, sync, optimizer, way, saves)
+        for name, saves in zip(processes, (True, False))
+    )
+    assert found == saved
 
 
 def loaded_elsewhere(rank, folder, steps, optimizer):
     """The first window of two ranks, two micro-batches of three each, goes on over other ranks with other rows."""
     oracle, (model, wrapped) = Oracle(network(), optimizer), wrap("fsdp2", network(), steps, optimizer=optimizer)
-    states = states_of(model, wrapped, "get_state_dict")
-    dcp.load(states, checkpoint_id=str(folder))
-    load(model, wrapped, states.values())
+    restore(rank, model, wrapped, folder)
     there = data(UNFINISHED)
     here = data([[3, 4, 2, 7], [5, 1, 4, 2], [2, 2, 6, 3]][: dist.get_world_size()], epoch=1)
     oracle.update(concatenated([rows for own in there for rows in own[:2]] + [own[0] for own in here]))
@@ -192,27 +192,24 @@ def loaded_elsewhere(rank, folder, steps, optimizer):
 
 @pytest.fixture
 def one_rank():
-    """This process is the only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
+    yield types.SimpleNamespace(run=lambda case, *arguments: case(0, *arguments))
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("optimizer", "steps"), [("sgd", 3), ("adam", 3), ("sgd", 2)])
-def test_an_open_window_goes_on_on_one_rank_and_keeps_its_length(ranks, one_rank, tmp_path, optimizer, steps):
-    ranks.run(saved_inside, tmp_path, 2, "window", optimizer, "get_state_dict")
-    if steps == 3:
-        loaded_elsewhere(0, tmp_path, steps, optimizer)
-    else:
-        with pytest.raises(WindowError, match="when `updated` is True"):
-            loaded_elsewhere(0, tmp_path, steps, optimizer)
+ELSEWHERE = [("one_rank", "sgd", 3), ("one_rank", "adam", 3), ("one_rank", "sgd", 2)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_an_open_window_goes_on_over_more_ranks(ranks, three_ranks, tmp_path, optimizer):
-    ranks.run(saved_inside, tmp_path, 2, "window", optimizer, "get_state_dict")
-    three_ranks.run(loaded_elsewhere, tmp_path, 3, optimizer)
+@pytest.mark.parametrize(
+    ("there", "optimizer", "steps"), slowly(ELSEWHERE, [("three_ranks", "sgd", 3), ("three_ranks", "adam", 3)])
+)
+def test_an_open_window_goes_on_over_other_ranks_and_keeps_its_length(
+    ranks, request, tmp_path, there, optimizer, steps
+):
+    ranks.run(train_inside, tmp_path, 2, "window", optimizer, "get_state_dict", True)
+    longer = pytest.raises(WindowError, match="when `updated` is True")
+    with contextlib.nullcontext() if steps == 3 else longer:
+        request.getfixturevalue(there).run(loaded_elsewhere, tmp_path, steps, optimizer)
 
 
 @on_ranks()
@@ -244,3 +241,57 @@ def test_a_restored_window_may_be_flushed_before_any_forward_pass(rank, sync):
     for _ in range(2):
         oracle.see(ranks, 2)
     oracle.check(model)
+
+
+# examples/torch/elastic.py: killed, and resumed on another number of ranks, it takes the same updates.
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "torch" / "elastic.py"
+
+
+def run_example(said, environment, arguments):
+    """The example as a program, and what it prints in a file."""
+    os.environ.update(environment)
+    sys.argv[:] = [str(EXAMPLE), *arguments]
+    with said.open("w") as sys.stdout:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+def start(checkpoint, ranks, *arguments):
+    """What torchrun starts on each rank, as forks of a process that has imported PyTorch, and what each says.
+
+    They meet in this process, as torchrun's do in its agent: at a port that nobody else can have taken.
+    """
+    port, found = str(new_port()), []
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": str(ranks)}
+    for rank in range(ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port, "MASTER_ADDR": "localhost"}
+        said = checkpoint.with_suffix(f".{port}.{rank}")
+        line = ("--checkpoint", str(checkpoint), *arguments)
+        found.append((fresh_process(run_example, said, {**agent, **place}, line), said))
+    return found
+
+
+def finished(process, said):
+    """Its exit code, and what it has said."""
+    process.join(LIMIT)
+    return process.exitcode, said.read_text()
+
+
+def test_a_run_that_is_killed_goes_on_with_another_number_of_ranks(tmp_path):
+    killed = start(tmp_path / "elastic.pt", 2, "--kill-after", "3")
+    (whole,) = start(tmp_path / "whole.pt", 1, "--maximum-batch-size", "48")
+    codes, said = zip(*(finished(*process) for process in killed), strict=True)
+    assert any(code != 0 for code in codes)
+    assert "2 ranks, 3 steps, from update 0" in said[0]
+    (again,) = start(tmp_path / "elastic.pt", 1)
+    code, output = finished(*again)
+    assert code == 0
+    assert "1 ranks, 6 steps, from update 3" in output
+    assert "1 ranks, 1 steps, from update 0" in finished(*whole)[1]
+
+    elastic, reference = (torch.load(tmp_path / name, weights_only=True) for name in ("elastic.pt", "whole.pt"))
+    assert elastic["optimizer"]["gradaccum"]["updates"] == 8
+    assert relative_error(elastic["model"].values(), reference["model"].values()) <= FLOAT64
+    momenta = [[state["momentum_buffer"] for state in s["optimizer"]["state"].values()] for s in (elastic, reference)]
+    assert relative_error(*momenta) <= FLOAT64
+    assert elastic["scheduler"]["last_epoch"] == reference["scheduler"]["last_epoch"]

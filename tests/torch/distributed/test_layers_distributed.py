@@ -1,6 +1,7 @@
 """Layer by layer on several ranks."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.reference import FLOAT32, FLOAT64, relative_error
 from tests.torch.distributed import problems
 from tests.torch.distributed.problems import (
     SYNCS,
+    Fragile,
     NoMemory,
     Oracle,
     collectives,
@@ -24,6 +26,7 @@ from tests.torch.distributed.problems import (
     data,
     error_of,
     loss_of,
+    slowly,
     whole,
 )
 from tests.torch.distributed.processes import on_ranks
@@ -57,6 +60,10 @@ class Network(nn.Module):
         self.scale, self.head = nn.Linear(5, 1), nn.Linear(6, 3)
         self.double()
 
+    @property
+    def places(self):
+        return [layer.place for layer in self.layers]
+
     def forward(self, x):
         scale = self.scale(x)
         x = self.stem(x)
@@ -88,8 +95,6 @@ class SpareBlock(Block):
 
 
 def changed(change):
-    """Makes a network, and does something to it."""
-
     def make():
         model = Network()
         change(model)
@@ -242,18 +247,6 @@ def test_under_a_scaler_an_overflow_on_one_rank_costs_all_of_them_one_update(ran
     assert scales == [1024.0, 512.0, 512.0]
 
 
-@pytest.mark.parametrize("sync", SYNCS)
-@on_ranks()
-def test_a_rank_that_runs_out_of_memory_in_a_block_has_all_begin_again_exactly(rank, sync):
-    for place, backward in ((0, False), (1, True)):
-        oracle, model = Oracle(Network(), "adam"), shard(Network())
-        if rank == 1:
-            model.layers[place].place.rows, model.layers[place].place.backward = 2, backward
-        step = step_of(model, "adam", micro_batch_size=4, sync=sync)
-        problems.check_steps(rank, step, oracle, data([[8, 6], [7, 9]]))
-        assert step.micro_batch_size == 2
-
-
 @pytest.mark.parametrize("options", [{}, IN_BACKWARD], ids=["after backward", "in backward"])
 @pytest.mark.parametrize("dtypes", [1, 2])
 @on_ranks()
@@ -299,44 +292,101 @@ def test_sharded_blocks_draw_the_dropout_masks_and_round_as_accumulation_without
     assert not mixed or 1e-4 < relative_error(found[0], expected.model.parameters()) < 0.1
 
 
+# What fails on one rank, with blocks and without.
+
+SHELLS = {  # the model, how it is spread, options
+    "ddp": (Fragile, DistributedDataParallel, {"blocks": None}),
+    "fsdp2": (Fragile, shard, {"blocks": None}),
+    **{f"blocks, {sync}": (Network, shard, {"sync": sync}) for sync in SYNCS},
+}
+SHORT = [("ddp", 1, False), ("ddp", 1, True), ("fsdp2", 1, True)]
+SHORT += [(f"blocks, {sync}", 1, backward) for sync in SYNCS for backward in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("shell", "on", "backward"), slowly(SHORT, [("fsdp2", 0, False), ("fsdp2", 1, False), ("fsdp2", 0, True)])
+)
+@on_ranks()
+def test_a_rank_that_runs_out_of_memory_begins_again_exactly_and_all_do_with_a_sharded_model(rank, shell, on, backward):
+    build, spread, options = SHELLS[shell]
+    for place in (1, -1) if backward else (0, 1, -1):
+        oracle, model = Oracle(build(), "adam"), build()
+        used = spread(model)
+        if rank == on:
+            model.places[place].rows, model.places[place].backward = 2, backward
+        step = step_of(used, "adam", micro_batch_size=4, **options)
+        problems.check_steps(rank, step, oracle, data([[8, 6], [7, 9]]))
+        assert build is Network or sum(p.failures for p in model.places) == (rank == on)  # blocks run in copies
+        assert step.micro_batch_size == (2 if shell != "ddp" or rank == on else 4)
+
+
 OWN, STOPPED, NAN = (
     "ArithmeticError: one rank's own",
     "WindowError: Rank 1 stopped",
     "ValueError: The loss of this batch is nan",
 )
+FULL, ELSEWHERE = "OutOfMemoryError: .*no memory", "OutOfMemoryError: .*on rank 1"
+FAILURES = {
+    # The model and options, what fails on rank 1, what that rank says, and what the other one.
+    **{f"{what} of shards": ("fsdp2", {}, what, OWN, STOPPED) for what in ("forward", "backward")},
+    **{f"forward, {sync}": (f"blocks, {sync}", {}, "forward", OWN, STOPPED) for sync in SYNCS},
+    "backward": ("blocks, window", {}, "backward", OWN, STOPPED),
+    "on every rank": ("fsdp2", {}, "everywhere", OWN, OWN),
+    "nothing fits": ("fsdp2", {}, "memory", FULL, ELSEWHERE),
+    "the reduction": ("fsdp2", {}, "reduction", FULL, ELSEWHERE),
+    "nan, in backward": ("blocks, window", IN_BACKWARD, "nan", NAN, NAN),
+    "memory, in backward": ("blocks, window", IN_BACKWARD, "memory", "WindowError", "WindowError"),
+}
 
 
-@pytest.mark.parametrize(
-    ("what", "options", "own", "others"),
-    [
-        ("forward", {"sync": "window"}, OWN, STOPPED),
-        ("forward", MICRO_BATCH, OWN, STOPPED),
-        ("backward", {}, OWN, STOPPED),
-        ("nan", IN_BACKWARD, NAN, NAN),
-        ("memory", IN_BACKWARD, "WindowError", "WindowError"),
-    ],
-)
+@pytest.mark.parametrize("failure", FAILURES)
 @on_ranks()
-def test_an_error_of_one_rank_in_a_block_is_one_on_all_and_the_next_batch_is_exact(rank, what, options, own, others):
-    """Halfway through updates in the backward pass, it says on every rank what has been updated."""
-    oracle, model, ranks = Oracle(Network()), shard(Network()), data([[6, 5], [7, 4]])
-    step, before, (x, y) = step_of(model, **options), [p.clone() for p in whole(model)], ranks[rank][0]
-    place = model.layers[0 if what == "memory" else 1].place
+def test_an_error_that_smaller_micro_batches_do_not_help_is_one_on_every_rank_and_the_next_batch_is_exact(
+    rank, failure
+):
+    """In a later micro-batch: nothing of the batch is left, or it says on every rank what has been updated."""
+    shell, more, what, own, others = FAILURES[failure]
+    build, spread, options = SHELLS[shell]
+    halfway = what == "memory" and bool(more)
+    oracle, model, ranks, fails = (
+        Oracle(build()),
+        spread(build()),
+        data([[6, 5], [7, 4]]),
+        [what == "everywhere", False],
+    )
+    (x, y), place, before = ranks[rank][0], model.places[0 if halfway else 1], [p.clone() for p in whole(model)]
+
+    def loss(m, x, y):
+        if fails and fails.pop():
+            raise ArithmeticError("one rank's own")
+        return cross_entropy(m(x), y)
+
     if rank == 1 and what == "nan":
         x[0, 0] = float("nan")
-    elif rank == 1:
-        place.rows, place.backward = 0, what != "forward"
+    elif rank == 1 and what == "reduction":
+        layer = model.layers[1]._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
+        layer.allocate = no_memory
+    elif rank == 1 and what != "everywhere":
+        place.rows, place.backward = 0, what == "backward" or halfway
         place.error = place.error if what == "memory" else ArithmeticError("one rank's own")
+    step, scatter = step_of(model, compute_loss=loss, **options, **more), torch.distributed.reduce_scatter_single
     said = error_of(lambda: step(x, y))
-    assert said.startswith(own if rank == 1 else others)
-    if what == "memory":
+    assert re.match(own if rank == 1 else others, said, re.DOTALL)
+    if halfway:
         assert "those of the blocks 'layers.1', 'layers.2'" in said
         assert "This cannot be undone" in said
         assert relative_error(whole(model), before) > 1e-6
         return
     assert relative_error(whole(model), before) == 0.0
+    if rank == 1 and what == "reduction":
+        del layer.allocate
     place.rows = 999
+    assert scatter is torch.distributed.reduce_scatter_single
     problems.check_steps(rank, step, oracle, [own[1:] for own in ranks])
+
+
+def no_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("no memory for it")
 
 
 REFUSED = {

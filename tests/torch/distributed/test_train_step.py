@@ -26,16 +26,13 @@ from tests.torch.distributed.problems import (
     TAGGED,
     Fragile,
     Heads,
-    NoMemory,
     Oracle,
     Tagger,
     check_steps,
-    collectives,
     concatenated,
     data,
     error_of,
     network,
-    reducing,
     shard,
     slowly,
     spread,
@@ -98,8 +95,8 @@ KINDS = {
     "terms, counted": ({"compute_loss": each_term, "weight": counts}, all_terms),
 }
 SIZES, FEWER, FIRST = [[9, 8, 4], [3, 7, 12]], [[9, 8, 0], [3, 7, 5]], [[0, 4], [3, 12]]
-SHARDED = [[8, 3, 8], [6, 9, 0]]
-QUICK = [
+SHARDED, NOTHING = [[8, 3, 8], [6, 9, 0]], [[4, 5, 3], [3, 6, 4]]
+UPDATES = [
     *(("ddp", SIZES, kind, "sgd", "window") for kind in ("rows", "told", "sum")),
     ("ddp", SIZES, "classes", "adam", "window"),
     ("ddp", [[4, 0, 3], [5, 6, 0]], "rows", "sgd", "window"),  # a rank without rows
@@ -107,70 +104,37 @@ QUICK = [
     *(("ddp", sizes, kind, "adam", "window") for sizes in (FEWER, FIRST) for kind in ("terms", "terms, counted")),
     ("fsdp2", SHARDED, "weight", "sgd", "window"),
     ("fsdp2", SHARDED, "told", "sgd", "micro_batch"),
-]
-SLOWLY = [
-    *(("ddp", SIZES, kind, "adam", "window") for kind in ("rows", "told", "sum")),
-    *(("fsdp2", SHARDED, k, "sgd", sync) for k in ("rows", "classes", "told", "weight", "scaler") for sync in SYNCS),
+    # No rank's rows weigh anything, but for those of the second batch.
+    *((engine, NOTHING, k, "sgd", "window") for engine in ("ddp", "fsdp2") for k in ("classes", "told", "weight")),
 ]
 
 
-@pytest.mark.parametrize(("engine", "sizes", "kind", "optimizer", "sync"), slowly(QUICK, SLOWLY))
+@pytest.mark.parametrize(("engine", "sizes", "kind", "optimizer", "sync"), UPDATES)
 @on_ranks()
 def test_the_update_and_the_loss_are_those_of_all_ranks_rows(rank, engine, sizes, kind, optimizer, sync):
     """Each of several losses is divided by its weight on all ranks."""
-    oracle, used, (keywords, plain) = (
-        Oracle(network(), optimizer),
-        spread(engine, network()),
-        KINDS["rows" if kind == "scaler" else kind],
-    )
-    buckets = []
-    if engine == "ddp":
-        used.register_comm_hook(buckets.append, reducing)
+    oracle, used = Oracle(network(), optimizer), spread(engine, network())
+    keywords, plain = KINDS["rows" if kind == "scaler" else kind]
     if kind == "scaler":
         keywords = {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)}
     micro = 3 if engine == "fsdp2" else 4 - rank if sizes in (SIZES, FEWER, FIRST) else 2
     step = step_of(used, optimizer, micro_batch_size=micro, sync=sync, verify=True, **keywords)
-    messages, send = [0], step.ranks.channel.send
-
-    def counting(*numbers):
-        messages[-1] += 1
-        return send(*numbers)
-
-    step.ranks.channel.send = counting
     for own in zip(*data(sizes), strict=True):
         if "terms" in kind:  # rank 1 never has the rare one
             own = own[0], (own[1][0], torch.where(own[1][1] == 2, 0, own[1][1]))
+        if sizes == NOTHING and len(own[0][0]) != 5:
+            own = [(x, torch.full_like(y, 1 if kind == "classes" else 0)) for x, y in own]
+            assert step(*own[rank]).isnan()
+            continue
         x, y = concatenated(own)
         named = each_term(oracle.model, x, y) if "terms" in kind else {}
         expected = {name: value.item() for name, value in named.items()}
         expected[""] = oracle.update((x, y), lambda m, rows: plain(m, *rows))
-        messages.append(0)
-        with collectives() as others:
-            loss = step(*own[rank])
+        loss = step(*own[rank])
         found = {"": loss.item(), **{name: loss.item() for name, loss in step.losses.items() if not loss.isnan()}}
         assert found == pytest.approx(expected, rel=FLOAT64, abs=0)
     oracle.check(used)
-    if sizes == SIZES:
-        assert len(buckets) == 3
-        assert messages[-1] + others["all_reduce"] == 2  # who takes part, with which weight and loss; the reduction
-
-
-@pytest.mark.parametrize("kind", ["classes", "told", "weight"])
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-@on_ranks()
-def test_a_batch_in_which_no_ranks_rows_weigh_anything_makes_no_update(rank, engine, kind):
-    keywords, plain = KINDS[kind]
-    oracle, used = Oracle(network()), spread(engine, network())
-    step = step_of(used, micro_batch_size=3, **keywords)
-    for number, own in enumerate(zip(*data([[4, 5, 3], [3, 6, 4]]), strict=True)):
-        nothing = number != 1
-        if nothing:
-            own = [(x, torch.full_like(y, 1 if kind == "classes" else 0)) for x, y in own]
-        else:
-            oracle.update(concatenated(own), lambda m, rows: plain(m, *rows))
-        assert step(*own[rank]).isnan() == nothing
-        oracle.check(used)
-    assert step.updates == 1
+    assert step.updates == oracle.updates
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2 at once"])
@@ -217,29 +181,8 @@ def test_what_is_reduced_in_float16_is_of_the_gradients_size_whatever_the_weight
 # Where micro-batches may not fit.
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@on_ranks()
-def test_replicas_run_out_of_memory_each_for_itself(rank, backward):
-    oracle, ranks = Oracle(network()), data([[8, 6], [7, 9]])
-    model = network().insert(1, NoMemory(2 if rank == 1 else 999, backward))
-    check_steps(rank, step_of(DistributedDataParallel(model)), oracle, ranks)
-
-
 def shard_layers(model):
     return shard(model, *model.layers)
-
-
-@pytest.mark.parametrize(("on", "backward"), slowly([(1, True)], [(0, False), (1, False), (0, True)]))
-@on_ranks()
-def test_a_rank_that_runs_out_of_memory_has_all_begin_again_exactly(rank, on, backward):
-    for place in (1, 3) if backward else (0, 1, 3):
-        oracle, model = Oracle(Fragile(), "adam"), shard_layers(Fragile())
-        if rank == on:
-            model.places[place].rows, model.places[place].backward = 2, backward
-        step = step_of(model, "adam")
-        check_steps(rank, step, oracle, data([[8, 6], [7, 9]]))
-        assert sum(p.failures for p in model.places) == (rank == on)
-        assert step.micro_batch_size == 2
 
 
 @on_ranks()
@@ -260,44 +203,6 @@ def test_after_a_restart_random_numbers_and_buffers_are_as_if_the_larger_size_ha
     assert calls == 2
 
 
-@pytest.mark.parametrize("kind", ["forward", "backward", "everywhere", "nothing fits", "reduction"])
-@on_ranks()
-def test_an_error_that_smaller_micro_batches_do_not_help_is_one_on_every_rank_and_the_next_batch_is_exact(rank, kind):
-    """On rank 1, which the others name, or on all ranks, in a later micro-batch: nothing of the batch is left."""
-    oracle, model, ranks = Oracle(Fragile()), shard_layers(Fragile()), data([[6, 3], [5, 4]])
-    place, scatter, fails = model.places[1], torch.distributed.reduce_scatter_single, [False, kind == "everywhere"]
-    if rank == 1 and kind == "reduction":
-        layer = model.layers[1]._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
-        layer.allocate = no_memory
-    elif rank == 1 and kind != "everywhere":
-        place.rows, place.backward = 0, kind == "backward"
-        place.error = place.error if kind == "nothing fits" else ArithmeticError("one rank's own")
-
-    def loss(m, x, y):
-        if fails and fails.pop(0):
-            raise ArithmeticError("one rank's own")
-        return cross_entropy(m(x), y)
-
-    step = step_of(model, compute_loss=loss)
-    said = error_of(lambda: step(*ranks[rank][0]))
-    if kind in ("forward", "backward", "everywhere"):
-        alone = rank == 1 or kind == "everywhere"
-        assert said.startswith("ArithmeticError: one rank's own" if alone else "WindowError: Rank 1 stopped")
-    else:
-        assert said.startswith("OutOfMemoryError")
-        assert ("no memory" if rank == 1 else "on rank 1") in said
-    if rank == 1 and kind == "reduction":
-        del layer.allocate
-    fails.clear()
-    place.rows = 999
-    assert scatter is torch.distributed.reduce_scatter_single
-    check_steps(rank, step, oracle, [own[1:] for own in ranks])
-
-
-def no_memory(*args, **kwargs):
-    raise torch.OutOfMemoryError("no memory for it")
-
-
 @on_ranks()
 def test_code_that_goes_on_after_any_error_keeps_no_rank_waiting(rank):
     """And ends its pass by another one."""
@@ -309,11 +214,7 @@ def test_code_that_goes_on_after_any_error_keeps_no_rank_waiting(rank):
             return cross_entropy(m(x), y)
         return cross_entropy(m(x), y)
 
-    step, ranks = step_of(model, compute_loss=stubborn), data([[6, 3], [5, 4]])
-    oracle.see(ranks, 1)
-    for rows in ranks[rank]:
-        step(*rows)
-    oracle.check(model)
+    check_steps(rank, step_of(model, compute_loss=stubborn), oracle, data([[6, 3], [5, 4]]))
 
 
 def at_random(rank, seed):
@@ -339,7 +240,6 @@ def at_random(rank, seed):
 @pytest.mark.parametrize("seed", slowly([39], range(39)))
 @on_ranks()
 def test_memory_that_runs_out_anywhere_keeps_the_update_exact(rank, seed):
-    """On any rank, at any time."""
     at_random(rank, seed)
 
 
@@ -379,7 +279,6 @@ def test_auto_is_predicted_by_each_rank_and_all_run_as_many_passes(rank, sync):
 
 
 def gathered(mine):
-    """What each rank has."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
@@ -402,7 +301,6 @@ def test_auto_on_a_loss_that_fake_tensors_cannot_run_is_an_error_on_every_rank(r
 
 
 def spread_tagger(model, engine):
-    """Replicated, or sharded in the parts that `engine` names."""
     if engine == "DDP":
         return DistributedDataParallel(model)
     parts = {
@@ -459,69 +357,51 @@ def counted_tiles():
         yield found
 
 
-LONG_AND_SHORT = [LENGTHS, LENGTHS[::-1]]
-"""Long rows on one rank and short ones on the other, in turns."""
+APART, LONG_AND_SHORT = "the head by itself", [LENGTHS, LENGTHS[::-1]]
+TILED, PACKED = {"head": "head", "max_tokens": 24, "clip": 0.05}, {"pack": laid, "max_tokens": 24, "clip": 0.05}
+BY_TOKENS, FEW = {"max_tokens": 48, "verify": True}, {"head": "head", "micro_batch_size": 2}
+EACH, IN_TILES, WHOLE = [LENGTHS] * 3, range(21, 999), range(1)
+TEXTS = {
+    # The engine, the lengths of each update's rows, options, how many tiles there may be. Of long rows on one rank and
+    # short ones on the other, in turns, each rank has passes of about the same cost, and as many.
+    "passes of the same cost": (APART, LONG_AND_SHORT, BY_TOKENS, WHOLE),
+    # Each rank of a replicated model searches, packs and runs out of memory for itself.
+    "auto on replicas": ("DDP", LONG_AND_SHORT, {"fits": (1, 60), "micro_batch_size": "auto"}, WHOLE),
+    "max_tokens on replicas": ("DDP", LONG_AND_SHORT, {"fits": (0, 20), "max_tokens": 48}, WHOLE),
+    "tiles, DDP, its own loss": ("DDP", EACH, TILED, IN_TILES),
+    "tiles, at once": ("at once", EACH, {**TILED, "own_loss": False}, IN_TILES),
+    f"tiles, {APART}, its own loss": (APART, EACH, TILED, IN_TILES),
+    "passes for the other rank's sake": (APART, [[LENGTHS[0], [9]]] * 3, FEW, range(9, 999)),
+    "outputs that sharded modules cast": ("outputs cast", EACH, {"head": "head", "micro_batch_size": 3}, WHOLE),
+    "packed, DDP": ("DDP", EACH, PACKED, WHOLE),
+    "packed, at once, in tiles": ("at once", EACH, {**PACKED, "head": "head"}, range(1, 999)),
+}  # fmt: skip
+TEXTS_SLOWLY = {
+    "passes of the same cost, of 20 tokens": (APART, LONG_AND_SHORT, {**BY_TOKENS, "fits": (1, 20)}, WHOLE),
+    "passes of the same cost, in groups": (APART, LONG_AND_SHORT, {**BY_TOKENS, "groups": 2}, WHOLE),
+    **{
+        f"tiles, {engine}, {own_loss=}": (engine, EACH, {**TILED, "own_loss": own_loss}, IN_TILES)
+        for engine in ("DDP", "at once", "the head with the rest", APART) for own_loss in (True, False)
+    },
+    **{
+        f"packed, {engine}, {head=}": (engine, EACH, {**PACKED, "head": head}, range(1, 999) if head else WHOLE)
+        for engine in ("DDP", "at once", APART) for head in (None, "head")
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("fits", "groups"), slowly([(20, None), (999, 2)], [(999, None)]))
+@pytest.mark.parametrize("what", slowly(TEXTS, TEXTS_SLOWLY))
 @on_ranks()
-def test_max_tokens_has_as_many_passes_of_about_the_same_cost_on_each_rank(rank, fits, groups):
-    """Rank 1 has memory for so many tokens only."""
-    options = {"max_tokens": 48, "verify": True, "groups": groups}
-    _, tokens = train_tagger(rank, "the head by itself", LONG_AND_SHORT, fits=(1, fits), **options)
-    assert max(tokens) <= 48
-    if fits == 999:
-        assert set(gathered(len(tokens))) == {len(tokens)}
-        assert rank == 1 or max(tokens) <= 12  # 17 tokens in as many passes as 96 take elsewhere, not in one
-
-
-@pytest.mark.parametrize(("fits", "max_tokens"), [((1, 60), None), ((0, 20), 48)], ids=["auto", "max_tokens"])
-@on_ranks()
-def test_ranks_of_a_replicated_model_search_pack_and_run_out_of_memory_each_for_itself(rank, fits, max_tokens):
-    train_tagger(rank, "DDP", LONG_AND_SHORT, fits=fits, micro_batch_size="auto", max_tokens=max_tokens)
-
-
-ENGINES = "DDP", "at once", "the head with the rest", "the head by itself"
-TILED = [("DDP", True), ("at once", False), ("the head by itself", True)]
-
-
-@pytest.mark.parametrize(
-    ("engine", "own_loss"), slowly(TILED, [(e, own) for e in ENGINES for own in (True, False) if (e, own) not in TILED])
-)
-@on_ranks()
-def test_a_head_in_tiles_makes_the_clipped_update_of_all_ranks_rows(rank, engine, own_loss):
-    tiles, _ = train_tagger(rank, engine, [LENGTHS] * 3, own_loss, 0.05, head="head", max_tokens=24)
-    assert tiles > 20
-
-
-@on_ranks()
-def test_a_rank_that_runs_passes_for_the_others_sake_runs_them_in_tiles_too(rank):
-    updates = [[LENGTHS[0], [9]]] * 3
-    tiles, seen = train_tagger(rank, "the head by itself", updates, head="head", micro_batch_size=2)
-    assert len(seen) == 4
-    assert tiles > 4 * 2
-
-
-@on_ranks()
-def test_where_sharded_modules_cast_their_outputs_logits_are_computed_whole(rank):
-    tiles, _ = train_tagger(rank, "outputs cast", [LENGTHS] * 3, head="head", micro_batch_size=3)
-    assert tiles == 0
-
-
-PACKED = [("DDP", None), ("at once", "head")]
-
-
-@pytest.mark.parametrize(
-    ("engine", "head"),
-    slowly(
-        PACKED,
-        [(e, h) for e in ("DDP", "at once", "the head by itself") for h in (None, "head") if (e, h) not in PACKED],
-    ),
-)
-@on_ranks()
-def test_packed_rows_make_the_update_of_all_ranks_rows(rank, engine, head):
-    tiles, seen = train_tagger(rank, engine, [LENGTHS] * 3, clip=0.05, head=head, pack=laid, max_tokens=24)
-    if rank == 0:
-        assert (tiles > 0) == (head is not None)
+def test_ragged_rows_of_tokens_in_passes_of_few_and_a_head_in_tiles_make_the_update_of_all_ranks_rows(rank, what):
+    engine, updates, options, in_tiles = {**TEXTS, **TEXTS_SLOWLY}[what]
+    tiles, seen = train_tagger(rank, engine, updates, **options)
+    assert tiles in in_tiles or (rank == 1 and "pack" in options)
+    if engine != "DDP" and "fits" not in options:
+        assert set(gathered(len(seen))) == {len(seen)}
+    if engine != "DDP" and updates is LONG_AND_SHORT:
+        assert max(seen) <= 48
+        assert rank == 1 or max(seen) <= 12 or "fits" in options  # 17 tokens in as many passes as 96 elsewhere
+    if "pack" in options and rank == 0:
         assert sum(seen) <= 1.1 * sum(LENGTHS[0])
-    assert engine == "DDP" or set(gathered(len(seen))) == {len(seen)}
+    if "sake" in what:
+        assert len(seen) == 4

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.functional import cross_entropy
@@ -36,34 +35,17 @@ from tests.torch.distributed.problems import (
     wrap,
 )
 from tests.torch.distributed.processes import on_ranks
+from tests.torch.problems import Does
 
 LAYERS = 2
 """What is sharded together."""
 
 
 def train(
-    rank,
-    sizes,
-    steps,
-    way="batches",
-    *,
-    engine="ddp",
-    loss=loss_of,
-    build=network,
-    ddp=None,
-    weights=None,
-    heads=None,
-    bad=(),
-    hook="",
-    compiles="",
-    skips=((), ()),
-    optimizer="sgd",
-    clip=None,
-    epochs=1,
-    dtype=torch.float64,
-    bound=FLOAT64,
-    **keywords,
-):
+    rank, sizes, steps, way="batches", *, engine="ddp", loss=loss_of, build=network, ddp=None, weights=None, heads=None,
+    bad=(), hook="", compiles="", skips=((), ()), optimizer="sgd", clip=None, epochs=1, first=None, dtype=torch.float64,
+    bound=FLOAT64, **keywords,
+):  # fmt: skip
     """The user's loop makes the oracle's updates, with one reduction for each, or of each micro-batch if asked to.
 
     `way`: in batches(), or in a plain loop that is flushed; with the wrapper's backward() or the losses' own. `loss`:
@@ -100,7 +82,7 @@ def train(
 
     with collectives() as counts:
         for epoch in range(epochs):
-            ranks = data(sizes, epoch, dtype)
+            ranks = data(first if first and epoch == 0 else sizes, epoch, dtype)
             kept = [[((r, i), x) for i, x in enumerate(own) if i not in skips[r % 2]] for r, own in enumerate(ranks)]
             for window in windows(kept, steps):
                 closed += 1
@@ -124,13 +106,14 @@ def train(
                     continue
                 wrapped.zero_grad()
                 factor = float("inf") if (rank, i) in bad else 1.0 if weight((rank, i), rows) else float("nan")
-                for part in losses(used, rows, (rank, i)):
+                parts = losses(used, rows, (rank, i))
+                for part in parts:
                     if by_names:
                         wrapped.backward(part)
                     elif "backward" in way:
                         wrapped.backward(part * factor, weight=None if "batches" in way else weight((rank, i), rows))
                     else:
-                        (part * factor).backward()
+                        (part * factor).backward(retain_graph=part is not parts[-1])
                 wrapped.step()
             if "batches" not in way:
                 wrapped.flush()
@@ -150,11 +133,28 @@ def second(m, rows):
     return m(rows[0] * 0.5).square().sum(1).mean()
 
 
+def with_decay(m, rows):
+    return [loss_of(m, rows), sum(p.square().sum() for p in m.parameters())]
+
+
 def looks(m, rows, penalty=False):
     """A look, by torch.autograd.grad through the model, at what the input matters, and a penalty on that."""
     x = rows[0].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(m(x).sum(), x, create_graph=penalty)
     return loss_of(m, rows) + (gradient.square().sum(1).mean() if penalty else 0.0)
+
+
+class TwoOutputs(Heads):
+    """Two heads at once, of which each loss reaches one; a third is never used."""
+
+    def forward(self, x):
+        hidden = torch.tanh(self.trunk(x))
+        return self.heads[0](hidden), self.heads[1](hidden)
+
+
+def each_output(m, rows):
+    first, second = m(rows[0])
+    return [cross_entropy(first, rows[1]), second.square().sum(1).mean()]
 
 
 def by_name(m, rows):
@@ -164,17 +164,15 @@ def by_name(m, rows):
     return {"rows": (cross_entropy(outputs, rows[1]), len(rows[0])), "kept": (second, int(kept.sum()))}
 
 
-class Checkpointed(nn.Module):
+def checkpointed(all_of_it, reentrant):
     """A layer, or all of them, run again in the backward pass."""
 
-    def __init__(self, all_of_it, reentrant):
-        super().__init__()
-        self.layers, self.all_of_it, self.reentrant = network(), all_of_it, reentrant
+    def run(m, x):
+        if all_of_it:
+            return checkpoint(m.layers, x.requires_grad_(), use_reentrant=reentrant)
+        return checkpoint(m.layers[2], torch.tanh(m.layers[0](x)), use_reentrant=reentrant)
 
-    def forward(self, x):
-        if self.all_of_it:
-            return checkpoint(self.layers, x.requires_grad_(), use_reentrant=self.reentrant)
-        return checkpoint(self.layers[2], torch.tanh(self.layers[0](x)), use_reentrant=self.reentrant)
+    return Does(run, layers=network())
 
 
 EVEN, UNEVEN = [[4] * 6] * 2, [[4, 4, 4, 4, 4, 4, 4, 4, 3], [4, 4, 4, 2]]
@@ -187,99 +185,12 @@ SHARDED_WEIGHTS = [WEIGHTS[0], [0, 7, 1, 0, 2, 0, 0, 0]]
 FLUSHED, BUCKETS, VIEWS = {"way": "backward"}, {"bucket_cap_mb": 1e-4}, {"gradient_as_bucket_view": True}
 SUMS = {"loss": lambda m, rows: cross_entropy(m(rows[0]), rows[1], reduction="sum") * 0.1, "reduction": "sum"}
 MICRO_BATCH, UNUSED, FSDP2 = {"sync": "micro_batch"}, {"find_unused_parameters": True}, {"engine": "fsdp2"}
+ADAM, ADAMW = {"optimizer": "adam"}, {"optimizer": "adamw"}
 WAYS = [{"way": way} for way in ("batches", "batches backward", "backward")]
-LOOPS = {
-    # Rows of each rank's micro-batches, steps, the rest.
-    "even, twice": (EVEN, 4, {"epochs": 2}),
-    **{f"ragged, {way['way']}": (RAGGED, 4, way) for way in WAYS},
-    **{f"uneven, {way['way']}": (UNEVEN, 4, way) for way in WAYS},
-    "plain DDP": (RAGGED, 1, {}),
-    "Adam": (UNEVEN, 4, {"optimizer": "adam"}),
-    "clipped": (UNEVEN, 4, {"clip": 0.1}),
-    "gradients are views of buckets": (UNEVEN, 4, {"ddp": VIEWS}),
-    "find_unused_parameters": (UNEVEN, 4, {"ddp": UNUSED}),
-    "static_graph": (UNEVEN, 4, {"ddp": {"static_graph": True}}),
-    "static_graph and views": (UNEVEN, 4, {"ddp": {"static_graph": True, **VIEWS}, **FLUSHED}),
-    "several buckets, each reduced once": (UNEVEN, 4, {"ddp": BUCKETS}),
-    "sync='micro_batch' is for sharded models": (RAGGED, 4, {"epochs": 2, **MICRO_BATCH}),
-    "an empty last batch on one rank counts nothing": ([[4, 3, 2, 0], [2, 2, 5, 4]], 2, {}),
-    "micro-batches that a rank passes over": (RAGGED, 2, {"skips": [[1, 5], [0, 3, 4]]}),
-    "several models share a window": (UNSUMMED, 2, {"engine": "ddp parts"}),
-    "sums": (UNSUMMED, 2, SUMS),
-    **{
-        f"sums over weights, {steps} steps": (
-            *(UNSUMMED, steps),
-            {**SUMS, **FLUSHED, "weights": [[8, 6, 10], [4, 10, 2, 8, 4]], "ddp": VIEWS if steps == 1 else {}},
-        )
-        for steps in (1, 2)
-    },
-    **{
-        f"losses by name, {steps} steps, {name}": (sizes, steps, {"loss": by_name, "epochs": 2, **FLUSHED})
-        for name, sizes, steps in (
-            *(("even", EVEN, 4), ("ragged", RAGGED, 2), ("ragged", RAGGED, 1)),
-            ("uneven", [[4, 4, 4, 4, 3], [4, 2]], 2),
-        )
-    },
-    "two forward passes": (RAGGED, 2, {"loss": lambda m, rows: loss_of(m, rows) + second(m, rows)}),
-    "two backward passes": (RAGGED, 2, {"loss": lambda m, rows: [loss_of(m, rows), second(m, rows)]}),
-    "a penalty on weights, which no output leads to": (
-        *(RAGGED, 2),
-        {"loss": lambda m, rows: [loss_of(m, rows), sum(p.square().sum() for p in m.parameters())]},
-    ),
-    "torch.autograd.grad through DDP": (RAGGED, 2, {"loss": looks, **FLUSHED}),
-    "a gradient penalty": (RAGGED, 2, {"loss": partial(looks, penalty=True), **FLUSHED}),
-    **{
-        f"{how} checkpointed, {static=}": (
-            SHORT,
-            2,
-            {"build": partial(Checkpointed, *of), "ddp": {"static_graph": static}},
-        )
-        for how, of in {"partly": (False, True), "all": (True, True), "without reentry,": (False, False)}.items()
-        for static in (True, False)
-    },
-    "compiled": (EVEN, 3, {"compiles": "outside"}),
-    # Sharded models: when to reduce is a trade of memory against communication.
-    **{f"shards, {way['way']}": (RAGGED, 4, {**FSDP2, **way}) for way in WAYS},
-    "shards, micro_batch": (RAGGED, 4, {**FSDP2, **MICRO_BATCH, **FLUSHED}),
-    "shards, micro_batch, clipped, with Adam": (RAGGED, 4, {"optimizer": "adam", "clip": 0.05, **FSDP2, **MICRO_BATCH}),
-    "shards, clipped": (RAGGED, 4, {"clip": 0.05, **FSDP2}),
-    "a list of sharded parts": (RAGGED, 2, {"engine": "fsdp2 parts", "way": "batches backward"}),
-    "a list of sharded parts, plain": (RAGGED, 2, {"engine": "fsdp2 parts"}),
-    "shards, compiled": (RAGGED, 2, {"compiles": "outside", **FSDP2, **MICRO_BATCH}),
-    # Communication hooks see every reduction. The last window is reduced by hand, since `flush` closes it.
-    **{
-        hook: (SHORT, 2, {"hook": hook, "bound": bound, **FLUSHED})
-        for hook, bound in (("allreduce_hook", FLOAT64), ("fp16_compress_hook", 2**-10), ("powerSGD_hook", 2**-10))
-    },
-}
-LOOPS_SLOWLY = {
-    "compiled inside": (EVEN, 3, {"compiles": "inside"}),
-    "shards, batches, micro_batch": (RAGGED, 4, {**FSDP2, **MICRO_BATCH}),
-    "shards, clipped, with Adam": (RAGGED, 4, {"optimizer": "adam", "clip": 0.05, **FSDP2}),
-    "shards, compiled, window": (RAGGED, 2, {"compiles": "outside", **FSDP2}),
-    **{f"shards, compiled inside, {s}": (RAGGED, 2, {"compiles": "inside", "sync": s, **FSDP2}) for s in SYNCS},
-}
-
-
-@pytest.mark.parametrize("loop", slowly(LOOPS, LOOPS_SLOWLY))
-@on_ranks()
-def test_a_loop_makes_the_update_of_all_ranks_rows_with_one_reduction_per_window(rank, loop):
-    sizes, steps, options = {**LOOPS, **LOOPS_SLOWLY}[loop]
-    train(rank, sizes, steps, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sync", SYNCS)
-@on_ranks("four_ranks")
-def test_hybrid_sharding_reduces_across_replicas_once_per_window(rank, sync):
-    train(rank, [*RAGGED, *RAGGED], 4, engine="fsdp2", sync=sync)
-
-
 HEADS = {"build": Heads, "ddp": UNUSED}
 AT_ONCE, NESTED = {"build": Heads, "engine": "fsdp2 at once"}, {"build": Heads, "engine": "fsdp2 nested"}
 POLICY = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
 TWO_DTYPES = {**AT_ONCE, "ddp": {"mp_policy": POLICY}, "heads": DIFFERENT, "bound": FLOAT32}
-ADAM, ADAMW = {"optimizer": "adam"}, {"optimizer": "adamw"}
 PARTS = {
     # What micro-batches weigh, and what else. Heads: one of them never has a turn.
     "token weights, batches": (WEIGHTS, {}),
@@ -301,46 +212,112 @@ PARTS = {
     "parts sharded by themselves": (ONES, {**NESTED, "heads": SAME}),
     "the same, reduced each time": (ONES, {**NESTED, "heads": SAME, **MICRO_BATCH}),
 }
-PARTS_SLOWLY = {
-    f"{weights} {heads} {how.get('engine', 'ddp')} {more} {optimizer}": (
-        weights,
-        {**how, "heads": heads, **more, **optimizer},
-    )
-    for weights, heads in ((SOME, SAME), (SOME, DIFFERENT), (CLOSED_BY_NOTHING, SAME))
-    for how, others in ((HEADS, FLUSHED), (AT_ONCE, MICRO_BATCH))
-    for more in ({}, others)
-    for optimizer in ({}, ADAM)
-}
-
-
-@pytest.mark.parametrize("used", slowly(PARTS, PARTS_SLOWLY))
-@on_ranks()
-def test_ranks_that_use_different_parts_or_weigh_nothing_make_the_update_of_all_rows(rank, used):
-    """Nobody hangs, and weight 0 leaves out a loss that is NaN."""
-    weights, options = {**PARTS, **PARTS_SLOWLY}[used]
-    train(rank, [[4] * len(own) for own in weights], 2, weights=weights, **options)
-
-
-@pytest.mark.parametrize(
-    ("engine", "mode"), [("ddp", "skip_micro_batch"), ("ddp", "skip_window"), ("fsdp2", "skip_window")]
-)
-@on_ranks()
-def test_one_rank_that_skips_what_is_not_finite_keeps_the_others_exact(rank, engine, mode):
-    train(rank, [[4, 3, 2] * 3, [2, 2, 5] * 3], 3, engine=engine, bad={(1, 1), (0, 5)}, nonfinite=mode)
-
-
-HALF_SHARDS = {"engine": "fsdp2", "ddp": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}}
-HALF = {"hook": "fp16_compress_hook"}
+HALF_SHARDS = {**FSDP2, "ddp": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}}
+HALF, IN_FLOAT32 = {"hook": "fp16_compress_hook"}, {"dtype": torch.float32, "bound": 2**-9}
 HALVES = [(131072.0, {**HALF, **FLUSHED}), (1e-6, HALF), (1e-6, {**HALF_SHARDS, **FLUSHED}), (131072.0, HALF_SHARDS)]
 HALVES = [*HALVES, (131072.0, {**HALF_SHARDS, **MICRO_BATCH, **FLUSHED})]
+LATER = [[4, 2, 3], []], [[], [4, 2, 3, 1, 2]]
+TOTALS = [[8, 6, 10], [4, 10, 2, 8, 4]]
 
 
-@pytest.mark.parametrize(("weight", "how"), HALVES, ids=str)
+def weighing(weight):
+    return [[weight * size for size in own] for own in SIX]
+
+
+def of_weights(weights, options):
+    return [[4] * len(own) for own in weights], 2, {"weights": weights, **options}
+
+
+LOOPS = {
+    # Rows of each rank's micro-batches, steps, the rest.
+    "even, twice": (EVEN, 4, {"epochs": 2}),
+    **{f"ragged, {way['way']}": (RAGGED, 4, way) for way in WAYS},
+    **{f"uneven, {way['way']}": (UNEVEN, 4, way) for way in WAYS},
+    "plain DDP": (RAGGED, 1, {}),
+    "Adam": (UNEVEN, 4, {"optimizer": "adam"}),
+    "clipped": (UNEVEN, 4, {"clip": 0.1}),
+    "gradients are views of buckets": (UNEVEN, 4, {"ddp": VIEWS}),
+    "find_unused_parameters": (UNEVEN, 4, {"ddp": UNUSED}),
+    "static_graph": (UNEVEN, 4, {"ddp": {"static_graph": True}}),
+    "static_graph and views": (UNEVEN, 4, {"ddp": {"static_graph": True, **VIEWS}, **FLUSHED}),
+    "several buckets, each reduced once": (UNEVEN, 4, {"ddp": BUCKETS}),
+    "sync='micro_batch' is for sharded models": (RAGGED, 4, {"epochs": 2, **MICRO_BATCH}),
+    "an empty last batch on one rank counts nothing": ([[4, 3, 2, 0], [2, 2, 5, 4]], 2, {}),
+    "micro-batches that a rank passes over": (RAGGED, 2, {"skips": [[1, 5], [0, 3, 4]]}),
+    "several models share a window": (UNSUMMED, 2, {"engine": "ddp parts"}),
+    "sums": (UNSUMMED, 2, SUMS),
+    **{
+        f"sums over weights, {steps} steps": (UNSUMMED, steps, {**SUMS, **FLUSHED, "weights": TOTALS, "ddp": how})
+        for steps, how in ((1, VIEWS), (2, {}))
+    },
+    **{
+        f"losses by name, {steps} steps, {name}": (sizes, steps, {"loss": by_name, "epochs": 2, **FLUSHED})
+        for name, sizes, steps in (
+            *(("even", EVEN, 4), ("ragged", RAGGED, 2), ("ragged", RAGGED, 1)),
+            ("uneven", [[4, 4, 4, 4, 3], [4, 2]], 2),
+        )
+    },
+    "two forward passes": (RAGGED, 2, {"loss": lambda m, rows: loss_of(m, rows) + second(m, rows)}),
+    **{
+        f"a backward pass for each output, {steps} steps, {how}": (
+            RAGGED, steps, {"loss": each_output, "build": TwoOutputs, "ddp": {**UNUSED, **how}, **ADAMW},
+        )
+        for steps in (1, 2) for how in ({}, VIEWS)
+    },
+    "two backward passes": (RAGGED, 2, {"loss": lambda m, rows: [loss_of(m, rows), second(m, rows)]}),
+    "a penalty on weights, which no output leads to": (RAGGED, 2, {"loss": with_decay}),
+    "torch.autograd.grad through DDP": (RAGGED, 2, {"loss": looks, **FLUSHED}),
+    "a gradient penalty": (RAGGED, 2, {"loss": partial(looks, penalty=True), **FLUSHED}),
+    **{
+        f"checkpointed, {of}, {how}": (SHORT, 2, {"build": partial(checkpointed, *of), "ddp": how})
+        for of in ((False, True), (True, True), (False, False)) for how in ({"static_graph": True}, {})
+    },
+    "compiled": (EVEN, 3, {"compiles": "outside"}),
+    **{
+        f"losses by name, which a rank has in a later window, {first}, {steps} steps": (
+            RAGGED, steps, {"loss": by_name, "way": "batches backward", "first": first, "epochs": 3},
+        )
+        for first in LATER for steps in (1, 2, 3)
+    },
+    # Sharded models: when to reduce is a trade of memory against communication.
+    **{f"shards, {way['way']}": (RAGGED, 4, {**FSDP2, **way}) for way in WAYS},
+    "shards, micro_batch": (RAGGED, 4, {**FSDP2, **MICRO_BATCH, **FLUSHED}),
+    "shards, micro_batch, clipped, with Adam": (RAGGED, 4, {"optimizer": "adam", "clip": 0.05, **FSDP2, **MICRO_BATCH}),
+    "shards, clipped": (RAGGED, 4, {"clip": 0.05, **FSDP2}),
+    "a list of sharded parts": (RAGGED, 2, {"engine": "fsdp2 parts", "way": "batches backward"}),
+    "a list of sharded parts, plain": (RAGGED, 2, {"engine": "fsdp2 parts"}),
+    "shards, compiled": (RAGGED, 2, {"compiles": "outside", **FSDP2, **MICRO_BATCH}),
+    # Communication hooks see every reduction. The last window is reduced by hand, since `flush` closes it.
+    **{
+        hook: (SHORT, 2, {"hook": hook, "bound": bound, **FLUSHED})
+        for hook, bound in (("allreduce_hook", FLOAT64), ("fp16_compress_hook", 2**-10), ("powerSGD_hook", 2**-10))
+    },
+    # What is reduced in float16 is of the gradients' size, for as many tokens as large batches have, or next to none.
+    **{
+        f"{weight} per row in float16, {how}": (SIX, 2, {**IN_FLOAT32, "weights": weighing(weight), **how})
+        for weight, how in HALVES
+    },
+    **{
+        f"one rank skips what is not finite, {engine}, {mode}": (
+            [[4, 3, 2] * 3, [2, 2, 5] * 3], 3, {"engine": engine, "bad": {(1, 1), (0, 5)}, "nonfinite": mode},
+        )
+        for engine, mode in (("ddp", "skip_micro_batch"), ("ddp", "skip_window"), ("fsdp2", "skip_window"))
+    },
+    # Ranks use different parts, or weigh nothing: weight 0 leaves out a loss that is NaN.
+    **{name: of_weights(*one) for name, one in PARTS.items()},
+}  # fmt: skip
+LOOPS_SLOWLY = {
+    "compiled inside": (EVEN, 3, {"compiles": "inside"}),
+    "shards, compiled, window": (RAGGED, 2, {"compiles": "outside", **FSDP2}),
+    **{f"shards, compiled inside, {s}": (RAGGED, 2, {"compiles": "inside", "sync": s, **FSDP2}) for s in SYNCS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", slowly(LOOPS, LOOPS_SLOWLY))
 @on_ranks()
-def test_what_is_reduced_in_float16_is_of_the_gradients_size_whatever_the_weights_are(rank, weight, how):
-    """As many tokens as large batches have, or next to none. TrainStep: see its tests."""
-    weights = [[weight * size for size in own] for own in SIX]
-    train(rank, SIX, 2, weights=weights, dtype=torch.float32, bound=2**-9, **how)
+def test_a_loop_makes_the_update_of_all_ranks_rows_with_one_reduction_per_window(rank, loop):
+    sizes, steps, options = {**LOOPS, **LOOPS_SLOWLY}[loop]
+    train(rank, sizes, steps, **options)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
@@ -369,45 +346,61 @@ def test_bfloat16_gradients_are_summed_and_reduced_in_float32(rank, engine):
     assert relative_error(found, [total.bfloat16() for total in sums] if replicated else sums) <= 2**-8
 
 
-SCALED = [
+THREES = [[4, 3, 2] * 4, [2, 2, 5] * 4]
+SCALED = {
     # Where a loss overflows, by rank and micro-batch; after how many the scale grows.
-    *(("ddp", at, 1000, "window") for at in (None, (1, 4), (0, 5), (1, 3))),
-    ("ddp", None, 4, "window"),
-    ("ddp", (1, 4), 4, "window"),
-    ("fsdp2", (0, 5), 1000, "window"),
-    ("fsdp2", (1, 4), 1000, "micro_batch"),
-    *(("fsdp2", None, 2, sync) for sync in SYNCS),
-    ("ddp", None, (2, 1000), "window"),  # on rank 0 alone
-    ("fsdp2", (0, 0), (2, 1000), "window"),  # the first window, reduced in scales that differ, is lost
-]
-SCALED_SLOWLY = [("fsdp2", at, 1000, sync) for at in (None, (1, 3)) for sync in SYNCS]
+    **{f"an overflow at {at}": {"at": at} for at in (None, (1, 4), (0, 5), (1, 3))},
+    **{f"an overflow at {at}, or it grows": {"at": at, "interval": 4} for at in (None, (1, 4))},
+    "of shards": {"at": (0, 5), **FSDP2},
+    "of shards, micro_batch": {"at": (1, 4), **FSDP2, **MICRO_BATCH},
+    **{f"a scale of shards grows, {sync}": {"interval": 2, "sync": sync, **FSDP2} for sync in SYNCS},
+    "a scale grows on rank 0 alone": {"interval": (2, 1000)},
+    "the first window, reduced in scales that differ, is lost": {"at": (0, 0), "interval": (2, 1000), **FSDP2},
+    # One that grows with each micro-batch costs no window of ranks that have more of them. Nor does one that `unscale_`
+    # takes out of a sum that a backward pass has reduced, for ranks without any.
+    **{
+        f"{way}, {sizes}": {"way": way, "epochs": [sizes] * 2, "interval": 1}
+        for way, sizes in (
+            ("plain", [[4, 3, 2], [2]]), ("plain", [[1], [2, 2]]), ("unscaled", [[4, 3], [2, 2, 3, 1, 2, 5, 1]]),
+            ("plain", [[4, 3, 2, 5, 1], [2, 2, 5, 4]]), ("unscaled", [[4, 3, 2, 5, 1], [2, 2, 5, 4]]),
+        )
+    },
+    "one scale on all ranks, which unscale_ keeps to itself": {
+        "way": "unscaled", "epochs": [[[4, 3, 2], [2, 2, 1]]], "steps": 1,
+    },
+    **{
+        f"a rank has its first micro-batch in a later window, {first}, {steps} steps": {
+            "way": "scaled", "epochs": [first, RAGGED, RAGGED], "steps": steps, "interval": 2000,
+        }
+        for first in LATER for steps in (1, 2, 3)
+    },
+}  # fmt: skip
+SCALED_SLOWLY = {f"{at} of shards, {s}": {"at": at, "sync": s, **FSDP2} for at in (None, (1, 3)) for s in SYNCS}
 
 
-def scaled(rank, engine, overflow_at, interval, sync):
-    """An epoch of windows of three under a GradScaler, whose update() comes with every micro-batch."""
-    model = network()
-    oracle, (used, optimizer) = Oracle(model), wrap(engine, model, 3, sync=sync)
-    own = interval[rank] if isinstance(interval, tuple) else interval
+def scaled(rank, at=None, *, interval=1000, engine="ddp", sync="window", epochs=(THREES,), steps=3, way="plain"):
+    """Epochs under a GradScaler, whose update() comes with every micro-batch."""
+    model, epochs = network(), [data(sizes * (dist.get_world_size() // 2), i) for i, sizes in enumerate(epochs)]
+    oracle, (used, optimizer) = Oracle(model), wrap(engine, model, steps, sync=sync)
+    own, scales = interval[rank] if isinstance(interval, tuple) else interval, []
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=own)
-    ranks = data([[4, 3, 2] * 4, [2, 2, 5] * 4] * (dist.get_world_size() // 2))
-    for w, window in enumerate(windows(ranks, 3)):
-        if overflow_at is None or overflow_at[1] // 3 != w:
+    for w, window in enumerate(window for ranks in epochs for window in windows(ranks, steps)):
+        if at is None or at[1] // steps != w:
             oracle.update(concatenated(window))
-    scales = []
 
     def train():
-        for i, (x, y) in enumerate(optimizer.batches(ranks[rank])):
-            infinite = (rank, i) == overflow_at and isinstance(interval, int)
-            train_on((lambda x: used(x) * float("inf")) if infinite else used, optimizer, [(x, y)], scaler=scaler)
+        for i, rows in enumerate(rows for ranks in epochs for rows in optimizer.batches(ranks[rank])):
+            infinite = (rank, i) == at and isinstance(interval, int)
+            train_on((lambda x: used(x) * float("inf")) if infinite else used, optimizer, [rows], way, scaler)
             if i % 3 == 2:
                 scales.append(scaler.get_scale())
 
     warned = "reduced gradients in different scales" in "".join(lines_of(train))
-    assert warned == (overflow_at is not None and interval == (2, 1000))
+    assert warned == (at is not None and interval == (2, 1000))
     oracle.check(model)
-    assert optimizer.updates == (4 if overflow_at is None else 3)
-    if interval == 1000:
-        assert scales == [1024.0, *([512.0 if overflow_at else 1024.0] * 3)]
+    assert optimizer.updates == oracle.updates
+    if interval == 1000 and way == "plain":
+        assert scales == [1024.0, *([512.0 if at else 1024.0] * 3)]
     if interval == 2:
         assert scales == [2048.0, 8192.0, 16384.0, 65536.0]
     if interval == (2, 1000):
@@ -415,34 +408,25 @@ def scaled(rank, engine, overflow_at, interval, sync):
         assert scales == own[rank]  # of rank 0 with its latest growth; the largest goes on
 
 
-@pytest.mark.parametrize(("engine", "overflow_at", "interval", "sync"), slowly(SCALED, SCALED_SLOWLY))
+@pytest.mark.parametrize("how", slowly(SCALED, SCALED_SLOWLY))
 @on_ranks()
-def test_an_overflow_on_one_rank_costs_all_ranks_one_window_and_one_halving(rank, engine, overflow_at, interval, sync):
+def test_an_overflow_on_one_rank_costs_all_ranks_one_window_and_one_halving_and_a_growing_scale_none(rank, how):
     """Scales that grow at different times are brought together; one that grows in a window keeps its sum exact."""
-    scaled(rank, engine, overflow_at, interval, sync)
+    scaled(rank, **{**SCALED, **SCALED_SLOWLY}[how])
 
 
-GROWING = [
-    ("plain", [[4, 3, 2], [2]]),
-    ("plain", [[1], [2, 2]]),
-    *[(way, [[4, 3, 2, 5, 1], [2, 2, 5, 4]]) for way in ("plain", "unscaled")],
-    ("unscaled", [[4, 3], [2, 2, 3, 1, 2, 5, 1]]),
-]
+HYBRID = {  # over four ranks: reduced across replicas once per window
+    "a loop": lambda rank, sync: train(rank, [*RAGGED, *RAGGED], 4, engine="fsdp2", sync=sync),
+    "a GradScaler": lambda rank, sync: scaled(rank, (1, 4), engine="fsdp2", sync=sync),
+}
 
 
-@pytest.mark.parametrize(("way", "sizes"), GROWING)
-@on_ranks()
-def test_a_scale_that_grows_with_each_micro_batch_costs_no_window_of_ranks_that_have_more_of_them(rank, way, sizes):
-    """Nor does one that `unscale_` takes out of a sum that a backward pass has reduced, for ranks without any."""
-    model, ranks = network(), data(sizes)
-    oracle, (used, optimizer) = Oracle(model), wrap("ddp", model, 3)
-    for window in windows(ranks, 3) * 2:
-        oracle.update(concatenated(window))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    for _ in range(2):
-        train_on(used, optimizer, optimizer.batches(ranks[rank]), way, scaler)
-    oracle.check(model)
-    assert optimizer.updates == oracle.updates
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("what", HYBRID)
+@on_ranks("four_ranks")
+def test_hybrid_sharding_makes_the_update_of_all_ranks_rows(rank, what, sync):
+    HYBRID[what](rank, sync)
 
 
 @pytest.mark.parametrize(("sizes", "init"), [([[4, 3, 2], [2]], [1024.0] * 2), ([[4, 3], [2, 2]], [1024.0, 256.0])])
@@ -453,40 +437,4 @@ def test_a_scale_that_only_unscale_knows_is_refused_where_ranks_may_differ_in_it
     scaler = torch.amp.GradScaler("cpu", init_scale=init[rank])
     with pytest.raises(WindowError, match=r"unscale_.*had no micro-batch in this window, or another scale"):
         train_on(used, optimizer, optimizer.batches(ranks[rank]), "unscaled", scaler)
-    assert optimizer.updates == 1
-
-
-@on_ranks()
-def test_where_all_ranks_have_one_scale_unscale_may_keep_it_to_itself(rank):
-    model, ranks = network(), data([[4, 3, 2], [2, 2, 1]])
-    oracle, (used, optimizer) = Oracle(model), wrap("ddp", model, 1)
-    for window in windows(ranks, 1):
-        oracle.update(concatenated(window))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    train_on(used, optimizer, optimizer.batches(ranks[rank]), "unscaled", scaler)
-    oracle.check(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sync", SYNCS)
-@on_ranks("four_ranks")
-def test_hybrid_sharding_with_a_grad_scaler(rank, sync):
-    scaled(rank, "fsdp2", (1, 4), 1000, sync)
-
-
-@pytest.mark.parametrize("sync", SYNCS)
-@on_ranks()
-def test_an_overflow_in_a_window_that_is_flushed_makes_no_update(rank, sync):
-    """No GradScaler has looked at its sum."""
-    model = network()
-    oracle, (used, optimizer) = Oracle(model), wrap("fsdp2", model, 3, sync=sync)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    ranks = data([[4, 3, 2, 5], [2, 2, 5, 1]])
-    oracle.update(concatenated([own[i] for own in ranks for i in (2, 3)]))
-    for i, rows in enumerate(ranks[rank]):
-        infinite = (rank, i) == (1, 0)
-        train_on((lambda x: used(x) * float("inf")) if infinite else used, optimizer, [rows], "weighed", scaler)
-        if i % 2:
-            assert optimizer.flush() == (i == 3)
-    oracle.check(used)
     assert optimizer.updates == 1

@@ -2,6 +2,7 @@
 
 import copy  # no postponed annotations here: DDP reads those of its hooks
 import gc
+import itertools
 import os
 import socket
 from collections import Counter
@@ -27,8 +28,8 @@ from tests.torch.distributed.problems import (
     SIX,
     SYNCS,
     Fragile,
-    Heads,
     Oracle,
+    check_steps,
     collectives,
     concatenated,
     data,
@@ -46,7 +47,8 @@ from tests.torch.distributed.problems import (
     wrap,
 )
 from tests.torch.distributed.processes import on_ranks
-from tests.torch.distributed.test_windows import LAYERS, SHORT, train
+from tests.torch.distributed.test_windows import LAYERS, train
+from tests.torch.problems import Does
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -70,24 +72,14 @@ def train_two(rank, sizes, steps):
         assert optimizer.updates == 2 * -(-6 // steps)
 
 
-class Parts(nn.Module):
-    """Two networks in one, of which a forward pass runs one or both."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = network(), network()
-
-    def forward(self, x, which):
-        return self.a(x) + self.b(x) if which == "ab" else getattr(self, which)(x)
-
-
 @pytest.mark.parametrize(
     ("steps", "which", "unused"),
     [((1, 1), "a b", True), ((2, 3), "a b", False), ((2, 3), "ab ab", True), ((2, 2), "ab ab", False)],
 )
 @on_ranks()
 def test_two_optimizers_on_parts_of_one_model_close_their_windows_in_turns_as_a_gans(rank, steps, which, unused):
-    model = Parts()
+    run = lambda m, x, which: m.a(x) + m.b(x) if which == "ab" else m.get_submodule(which)(x)  # noqa: E731
+    model = Does(run, a=network(), b=network())
     plain, replica = copy.deepcopy(model), DistributedDataParallel(model, find_unused_parameters=unused)
     parts, others = [replica.module.a, replica.module.b], [plain.a, plain.b]
     optimizers = [Optimizer(sgd(m), n, model=replica) for m, n in zip(parts, steps)]
@@ -111,51 +103,11 @@ def test_two_optimizers_on_parts_of_one_model_close_their_windows_in_turns_as_a_
     assert relative_error(model.parameters(), plain.parameters()) <= FLOAT64
 
 
-class TwoOutputs(Heads):
-    """Two heads at once, of which each loss reaches one."""
-
-    def forward(self, x):
-        hidden = torch.tanh(self.trunk(x))
-        return self.heads[0](hidden), self.heads[1](hidden)
-
-
-@pytest.mark.parametrize("in_views", [False, True])
-@pytest.mark.parametrize("steps", [1, 2])
-@on_ranks()
-def test_each_output_may_have_a_backward_pass_of_its_own_with_find_unused_parameters(rank, steps, in_views):
-    """DDP's graph brings the other outputs' parameters nothing, not even zeros; another head is never used."""
-    ranks, how = data(RAGGED), {"find_unused_parameters": True, "gradient_as_bucket_view": in_views}
-    oracle, (replica, optimizer) = Oracle(TwoOutputs(), "adamw"), wrap("ddp", TwoOutputs(), steps, how, "adamw")
-
-    def losses(m, rows):
-        first, second = m(rows[0])
-        return cross_entropy(first, rows[1]), second.square().sum(1).mean()
-
-    oracle.see(ranks, steps, lambda m, rows: sum(losses(m, rows)))
-    for rows in optimizer.batches(ranks[rank]):
-        optimizer.zero_grad()
-        for loss in losses(replica, rows):
-            loss.backward(retain_graph=True)
-        optimizer.step()
-    oracle.check(replica)
-
-
-class InForward(nn.Module):
-    """Runs the loop's body in its forward pass, as a DistributedDataParallel's that Lightning calls does."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = network()
-
-    def forward(self, body):
-        body(self.model)
-
-
 @pytest.mark.parametrize(("steps", "part"), [(1, True), (2, False), (3, True), (3, False)])
 @on_ranks()
 def test_a_loop_may_run_in_the_models_forward_pass_as_lightnings_does(rank, steps, part):
-    """Manual optimization: forward, backward and step() within the forward pass of the DDP module."""
-    model, ranks = InForward(), data(SIX)
+    """Of a DistributedDataParallel module that Lightning calls with the body, under manual optimization."""
+    model, ranks = Does(lambda m, body: body(m.model), model=network()), data(SIX)
     oracle, replica = Oracle(model.model), DistributedDataParallel(model)
     optimizer = Optimizer(sgd(replica), steps, model=model.model if part else replica)
     oracle.see(ranks, steps)
@@ -193,7 +145,7 @@ COLLECTIVES = {
     ("ddp", "GradScaler"): {**AT_ONCE, "TOTAL": 1},  # its verdict
     ("ddp", "named"): {**AT_END, "NUMBER": 1},  # totals by name
     ("ddp", "TrainStep"): AT_END,
-    ("ddp", "TrainStep, weight"): AT_END,
+    **{("ddp", f"TrainStep, {how}"): AT_END for how in ("weight", "told", "sum", "classes")},
     ("ddp", "TrainStep, named"): {**AT_END, "NUMBER": 1},
     # Two layers and what is around them, each gathered for a pass. FORWARD: before a collective, "I am about to".
     ("fsdp2", "plain"): SHARDED,
@@ -204,7 +156,14 @@ COLLECTIVES = {
     # Before each block's update: losses, and whether a parameter has had no gradient.
     ("fsdp2", "TrainStep, blocks updated in backward"): {**BLOCKS, "FORWARD": 7, "NUMBER": 5, "all_reduce": 1},
 }
-IN_THE_FIRST = {"batches": 1, "batches weighed": 1, "TrainStep": 2, "TrainStep, weight": 1, "GradScaler": -1}
+IN_THE_FIRST = {"batches": 1, "batches weighed": 1, "GradScaler": -1}
+IN_THE_FIRST |= {
+    "TrainStep": 2,
+    "TrainStep, told": 2,
+    "TrainStep, classes": 2,
+    "TrainStep, weight": 1,
+    "TrainStep, sum": 1,
+}
 """More of them: that an epoch begins; what losses are and weigh. Its reduction comes at the end."""
 
 
@@ -225,6 +184,9 @@ def trained_by(way, used, batches, scaler=None):
     keywords = {
         "TrainStep": dict,
         "TrainStep, weight": lambda: {"compute_loss": loss_of_rows, "weight": lambda x, y: len(x)},
+        "TrainStep, told": lambda: {"compute_loss": lambda m, x, y: (loss_of_rows(m, x, y), len(x))},
+        "TrainStep, sum": lambda: {"loss_fn": nn.CrossEntropyLoss(reduction="sum")},
+        "TrainStep, classes": lambda: {"loss_fn": nn.CrossEntropyLoss(weight=torch.ones(3).double())},
         "TrainStep, named": lambda: {
             "compute_loss": lambda m, x, y: {"rows": loss_of_rows(m, x, y)},
             "weight": lambda x, y: {"rows": len(x)},
@@ -322,37 +284,6 @@ def test_static_graph_is_named_in_one_line(rank):
     assert len([line for line in lines if "step() reduces" in line]) == 1
 
 
-@on_ranks()
-def test_all_ranks_may_break_off_at_once(rank):
-    """They leave their loops at the same update, flushed or not, and start another epoch."""
-    model, ranks = network(), data(SHORT)
-    oracle, (replica, optimizer) = Oracle(model), wrap("ddp", model)
-    for flush in (True, False):
-        oracle.see([own[: 3 if flush else 2] for own in ranks], 2)
-        for i, rows in enumerate(optimizer.batches(ranks[rank])):
-            train_on(replica, optimizer, [rows])
-            if i == 2:
-                if flush:
-                    optimizer.flush()
-                break
-    oracle.see(ranks, 2)
-    train_on(replica, optimizer, optimizer.batches(ranks[rank]))
-    oracle.check(model)
-    assert optimizer.updates == 2 + 1 + 3
-
-
-@on_ranks()
-def test_a_discarded_window_of_shards_leaves_nothing_behind(rank):
-    """What it has added up inside FSDP goes with it."""
-    model, ranks = network(), data([[4] * 3] * 2)
-    oracle, (used, optimizer) = Oracle(model), wrap("fsdp2", model)
-    oracle.update(concatenated([own[i] for own in ranks for i in (1, 2)]))
-    train_on(used, optimizer, ranks[rank][:1], "weighed")
-    optimizer.discard()
-    train_on(used, optimizer, ranks[rank][1:], "weighed")
-    oracle.check(used)
-
-
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 @on_ranks()
 def test_a_model_is_as_it_was_found_when_its_wrapper_is_gone(rank, engine):
@@ -389,7 +320,7 @@ def test_optimizers_that_come_one_after_the_other_leave_no_connection_open(rank)
         assert [numbers[:2] for numbers in channel.exchange(i, rank)] == [[i, 0], [i, 1]]
         assert channel.gather({"of": rank}) == [{"of": 0}, {"of": 1}]
         if rank == 1:
-            channel.post(7)
+            channel.send(7)
         del channel
         gc.collect()
         held.add(len(psutil.Process().net_connections()))
@@ -452,22 +383,6 @@ def test_a_rank_listens_on_this_machine_alone_where_the_store_is_or_at_the_inter
     assert at in (["127.0.0.1"] if len(addresses) == 1 else ["0.0.0.0", "::"])
 
 
-@pytest.mark.parametrize("way", ["named", "scaler"])
-@pytest.mark.parametrize("first", [[[4, 2, 3], []], [[], [4, 2, 3, 1, 2]]])
-@pytest.mark.parametrize("steps", [1, 2, 3])
-@on_ranks()
-def test_a_rank_may_have_its_first_micro_batch_in_a_later_window(rank, steps, first, way):
-    replica, optimizer = wrap("ddp", model := network(), steps)
-    oracle = Oracle(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if way == "scaler" else None
-    for epoch, sizes in enumerate((first, RAGGED, RAGGED)):
-        ranks = data(sizes, epoch)
-        batches = optimizer.batches(ranks[rank])
-        train_on(replica, optimizer, batches, "named" if way == "named" else "scaled", scaler)
-        oracle.see(ranks, steps)
-    oracle.check(model)
-
-
 @pytest.mark.parametrize("in_views", [False, True])
 @pytest.mark.parametrize("steps", [1, 2])
 @on_ranks()
@@ -490,29 +405,75 @@ def test_gradients_of_autograd_grad_are_those_of_the_loss_and_join_the_sum_weigh
         oracle.check(model)
 
 
-@pytest.mark.parametrize("in_views", [False, True])
-@pytest.mark.parametrize("dropped", ["open", "reduced", "forward pass", "reduced and open"])
+OVER, FOUR = [[4, 3, 2, 5, 4], [2, 5, 1, 2, 2]], [[4, 2, 3, 1], [3, 3, 1, 6]]
+CLEARS, OVERFLOWS = {"in_batches": True, "sizes": [[4, 2, 3], [1, 4, 2]]}, {"steps": 3, "scaled": True}
+DROPPED = {"open": "bD ", "reduced": "u bD ", "forward pass": "u fD ", "reduced and open": "u bD uD "}
+VIEWS = [{"gradient_as_bucket_view": in_views} for in_views in (False, True)]
+SCRIPTS = {
+    # What happens with each micro-batch. u: the body of a loop; p: the same, without `zero_grad`; x: its loss is
+    # infinite on rank 1; f: a forward pass alone; b: that and a backward pass. Then D: the window is discarded;
+    # F: flushed; Z: the model clears its gradients. An epoch of batches() that is over too soon is broken off.
+    "all ranks break off at once": (["u u uF", "u u u", "u u u u u"], {"in_batches": True, "sizes": OVER}),
+    "what shards have added up inside FSDP": (["uD u u"], {"engine": "fsdp2"}),
+    # The last window of an epoch is one micro-batch, whose pass puts the same views into the gradients.
+    **{f"the model clears its gradients, {how}": (["p pZ pZ"] * 3, {"how": how, **CLEARS}) for how in VIEWS},
+    **{
+        f"behind what is dropped, {dropped}, {how}": ([f"u u u u {word}u u u u {word * 2}u u u u"], {"how": how})
+        for dropped, word in DROPPED.items() for how in VIEWS
+    },
+    # No GradScaler has looked at its sum.
+    **{f"an overflow, {s}": (["x uF u uF"], {"engine": "fsdp2", "sync": s, **OVERFLOWS}) for s in SYNCS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 @on_ranks()
-def test_windows_behind_dropped_ones_are_exact(rank, dropped, in_views):
-    """`forward pass`: DDP has prepared to reduce, and the window is dropped before the backward pass."""
-    replica, optimizer = wrap("ddp", model := network(), 2, {"gradient_as_bucket_view": in_views})
-    oracle, ranks = Oracle(model), data([[4, 2, 3, 1], [3, 3, 1, 6]])
-    for times in (1, 2):
-        train_on(replica, optimizer, ranks[rank], "weighed")
-        oracle.see(ranks, 2)
-        for _ in range(times):
-            if dropped != "open":
-                train_on(replica, optimizer, ranks[rank][:1], "weighed")
-            loss = loss_of(replica, ranks[rank][1])
-            if dropped != "forward pass":
+def test_windows_that_are_dropped_flushed_or_broken_off_leave_nothing_behind(rank, script):
+    """Of which DDP may have prepared to reduce some, or reduced them."""
+    epochs, options = SCRIPTS[script]
+    follow(rank, epochs, **options)
+
+
+def follow(rank, epochs, *, sizes=FOUR, engine="ddp", how=None, steps=2, sync="window", in_batches=False, scaled=False):
+    """The oracle makes the updates of windows that are full, flushed, or end an epoch of batches(), and finite."""
+    oracle, (used, optimizer), ranks = Oracle(network()), wrap(engine, network(), steps, how, sync=sync), data(sizes)
+    scaler, window, count = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None, [], len(sizes[rank])
+
+    def close():
+        made = bool(window) and all(letter != "x" for letter, _ in window)
+        if made:
+            oracle.update(concatenated([rows for _, every in window for rows in every]))
+        window.clear()
+        return made
+
+    for words in map(str.split, epochs):
+        for i, rows in enumerate(optimizer.batches(ranks[rank]) if in_batches else itertools.cycle(ranks[rank])):
+            letter = words[i][0]
+            if letter in "ux":
+                m = (lambda x: used(x) * float("inf")) if (letter, rank) == ("x", 1) else used
+                train_on(m, optimizer, [rows], "plain" if in_batches else "weighed", scaler)
+            else:
+                loss = loss_of(used, rows)
+            if letter in "pb":
                 loss.backward()
-            optimizer.discard()
-            if "and" in dropped:
-                train_on(replica, optimizer, ranks[rank][:1], "weighed")
+            if letter == "p":
+                optimizer.step()
+            if letter in "uxp":
+                window.append((letter, [own[i % count] for own in ranks]))
+            if len(window) == steps or (in_batches and i + 1 == count):
+                close()
+            if "F" in words[i]:
+                assert optimizer.flush() == close()
+            if "D" in words[i]:
                 optimizer.discard()
-    train_on(replica, optimizer, ranks[rank], "weighed")
-    oracle.see(ranks, 2)
-    oracle.check(model)
+                window.clear()
+            if "Z" in words[i]:
+                used.zero_grad()
+            if i + 1 == len(words) and not (in_batches and i + 1 == count):
+                break
+        window.clear()
+    oracle.check(used)
+    assert optimizer.updates == oracle.updates
 
 
 FREEZING = {"yyyn": "", "yyny": "", "ynny": "", "nyyy": "", "nnny": "does not reduce"}
@@ -583,13 +544,9 @@ def test_buffers_are_those_of_a_rank_that_still_had_micro_batches(rank, sizes, p
 @on_ranks()
 def test_a_rank_without_rows_has_the_buffers_of_one_that_has_some(rank, way):
     model = network().insert(1, Drifts())
-    oracle, ranks = Oracle(model), data([[4, 0, 7, 3], [5, 6, 0, 2]])
+    oracle = Oracle(model)
     used = shard(model) if way == "sharded" else DistributedDataParallel(model, broadcast_buffers=way == "broadcast")
-    step = step_of(used, micro_batch_size=3)
-    oracle.see(ranks, 1)
-    for rows in ranks[rank]:
-        step(*rows)
-    oracle.check(used)
+    check_steps(rank, step_of(used, micro_batch_size=3), oracle, data([[4, 0, 7, 3], [5, 6, 0, 2]]))
     assert model[1].phase == oracle.model[1].phase
     assert model[1].made == oracle.model[1].made
 
@@ -607,11 +564,10 @@ def told(scale):
 
 
 def normalised():
-    """The network behind a layer that normalises."""
     return nn.Sequential(nn.LayerNorm(5, dtype=torch.float64), network())
 
 
-def noise_of(rank, engine, scaled, noise_scale=True):
+def noise_of(rank, engine, scaled, noise_scale):
     """The noise scale of this rank is that of one process whose windows begin with this rank's first micro-batch."""
     ranks, build = data(NOISY), normalised if noise_scale == "layer_norm" else network
     model = build()
@@ -628,16 +584,17 @@ def noise_of(rank, engine, scaled, noise_scale=True):
 
 
 @pytest.mark.parametrize(
-    ("engine", "scaled"), slowly([("ddp", True), ("fsdp2", False)], [("ddp", False), ("fsdp2", True)])
+    ("engine", "scaled", "noise_scale"),
+    slowly(
+        [("ddp", True, True), ("fsdp2", False, True), ("ddp", True, "layer_norm")],
+        [("ddp", False, True), ("fsdp2", True, True)],
+    ),
 )
-def test_each_rank_finds_what_one_process_finds_whose_windows_begin_with_its_micro_batch(ranks, engine, scaled):
-    first, second = ranks.run(noise_of, engine, scaled)
+def test_each_rank_finds_what_one_process_finds_whose_windows_begin_with_its_micro_batch(
+    ranks, engine, scaled, noise_scale
+):
+    first, second = ranks.run(noise_of, engine, scaled, noise_scale)
     assert first != pytest.approx(second, rel=EXACT)  # each is an estimate of its own
-
-
-@on_ranks()
-def test_normalization_layers_tell_each_rank_what_they_tell_one_process(rank):
-    noise_of(rank, "ddp", True, "layer_norm")
 
 
 @pytest.mark.parametrize("engine", slowly(["fsdp2"], ["ddp"]))

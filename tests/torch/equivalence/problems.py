@@ -14,7 +14,6 @@ def seeded(seed):
 
 
 def of(function):
-    """A module of one function."""
     return Does(lambda m, *inputs: function(*inputs))
 
 

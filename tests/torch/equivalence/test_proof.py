@@ -366,7 +366,6 @@ def test_batches_that_weigh_nothing_make_no_update_and_leave_the_proof_to_the_ne
 
 
 def moving(m, h):
-    """Moves whatever can be moved."""
     m.calls += 1
     m.log.append(len(h))
     m.seen = m.seen + h.detach().sum(0)

@@ -51,7 +51,6 @@ def penalised(model, ids, labels):  # block 2's weight stands before block 1, to
 
 
 def captured(model, ids, labels):
-    """Registers hooks for its forward pass alone."""
     found = []
     handles = [layer.register_forward_hook(lambda *call: found.append(call[2][0])) for layer in model.layers]
     loss = loss_of(model, ids, labels)

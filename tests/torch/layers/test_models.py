@@ -44,7 +44,6 @@ MODELS = {
 
 
 def model_of(name):
-    """The model, and its blocks."""
     torch.manual_seed(0)
     kind, options, blocks = MODELS[name]
     kind = getattr(transformers, kind)

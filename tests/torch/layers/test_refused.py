@@ -12,8 +12,6 @@ from tests.torch.layers.problems import OPTIMIZERS, Layer, batches, build, doing
 
 
 def changed(change, **options):
-    """A network to which something is done."""
-
     def make():
         model = network(**options)
         change(model)
@@ -58,7 +56,6 @@ CALLS = {
 
 
 def remembers(layer, x):
-    """Keeps a mean from one call to the next."""
     layer.mean = 0.5 * getattr(layer, "mean", 0.0) + 0.5 * x.detach().square().mean()
     return x * (1 + layer.mean)
 
@@ -93,8 +90,6 @@ KEPT = {
 
 
 def stepping(before):
-    """An SGD that does something before each step."""
-
     class Stepping(torch.optim.SGD):
         count = 0
 

@@ -7,6 +7,7 @@ optimizer see it. A full window of equal batches is left as it is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -22,14 +23,16 @@ from gradaccum.errors import WindowError
 from gradaccum.integrations.lightning.monitor import Opened, PassMonitor
 from gradaccum.integrations.lightning.trainer import (
     Ranks,
-    Replaced,
     Varying,
-    check,
-    check_optimizer,
     count_updates,
     remember_arguments,
+    skip_schedulers,
+    wrong,
+    wrong_optimizers,
 )
+from gradaccum.integrations.trainer import refuse, replaced
 from gradaccum.on_torch.foreach import scale_
+from gradaccum.on_torch.grad_buffer import ArrivalScale
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
 from gradaccum.torch.optimizer import BatchWeight
@@ -37,7 +40,7 @@ from gradaccum.torch.watch import Modification
 
 logger = logging.getLogger("gradaccum")
 
-_BATCH_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end")
+_BATCH_HOOKS = {"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end"}
 
 
 class GradientAccumulation(Callback):
@@ -73,6 +76,10 @@ class GradientAccumulation(Callback):
         0
     """
 
+    _ranks: Ranks
+    _monitor: PassMonitor
+    """Both are there as long as `_trainer` trains."""
+
     def __init__(self, steps: Steps, *, weight: Callable[[Any], float] | None = None) -> None:
         self._schedule = Schedule(steps)
         if self._schedule.function is not None:
@@ -86,16 +93,13 @@ class GradientAccumulation(Callback):
         self._unit: float | None = None
         """What all ranks' sums are multiples of: the largest weight of the first batches."""
         self._trainer: Trainer | None = None
-        self._monitor: PassMonitor | None = None
-        self._ranks: Ranks | None = None
-        self._replaced = Replaced()
+        self._replaced = contextlib.ExitStack()
         self._total: float | None = None
         """What the window that closes weighs on all ranks."""
         self._restored: dict[str, Any] | None = None
         self._expected = self._in_pass = self._closes = False
         """Whether the batch in use has had no backward pass, is in it, and is the last of its window."""
-        self._left_out: list[tuple[Tensor, bool, Any]] = []
-        """Of a batch that weighs nothing: parameters, whether they had no gradient, hooks that keep it out."""
+        self._arrivals = ArrivalScale(self._parameters)
         self._opened: Opened | None = None
         """The optimizer when the window opened, in windows that are looked at."""
 
@@ -108,20 +112,16 @@ class GradientAccumulation(Callback):
         optimizers = [] if self._trainer is None else self._trainer.optimizers
         return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
-    @property
-    def _others(self) -> Ranks:
-        assert self._ranks is not None
-        return self._ranks
-
     # Before training.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         self._leave()  # training that has failed
-        check(trainer, pl_module, self)
+        refuse(wrong(trainer, pl_module, self))
         logger.info("Lightning's Trainer with GA of %s steps", self._schedule)
         self._trainer, self._ranks = trainer, Ranks(trainer)
+        self._replaced.callback(setattr, trainer, "accumulate_grad_batches", 1)
         # Read by `estimated_stepping_batches` in configure_optimizers.
         constant = self._schedule.constant
         trainer.accumulate_grad_batches = constant if constant is not None else Varying()
@@ -129,10 +129,11 @@ class GradientAccumulation(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.accumulate_grad_batches = self._schedule(trainer.current_epoch)
         if self._schedule.constant != 1:
-            check_optimizer(trainer)
+            refuse(wrong_optimizers(trainer))
             warn_of_batch_norm(pl_module, "GroupNorm and frozen BatchNorm don't differ.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        put = self._replaced.enter_context
         # In the middle of an epoch Lightning goes on without on_train_epoch_start.
         trainer.accumulate_grad_batches = self._schedule(trainer.current_epoch)
         if is_overridden("on_train_batch_start", pl_module):
@@ -141,11 +142,14 @@ class GradientAccumulation(Callback):
             @functools.wraps(hook)
             def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
                 response = hook(*args, **kwargs)
-                if response == -1 and self._window.is_open:  # the epoch ends, after which schedulers step
-                    self._flush(trainer)
+                if response == -1:  # the epoch ends, after which schedulers step
+                    if self._window.is_open:
+                        self._flush(trainer)
+                    else:
+                        skip_schedulers(trainer)
                 return response
 
-            self._replaced.put(pl_module, "on_train_batch_start", on_train_batch_start)
+            put(replaced(pl_module, on_train_batch_start=on_train_batch_start))
         original = trainer.precision_plugin.backward
 
         @functools.wraps(original)
@@ -154,15 +158,17 @@ class GradientAccumulation(Callback):
             original(tensor, *args, **kwargs)
             self._end_pass(trainer)
 
-        self._replaced.put(trainer.precision_plugin, "backward", backward)
-        for name in _BATCH_HOOKS:  # each costs Lightning some microseconds, though it does nothing
-            if name not in vars(self) and not is_overridden(name, self, parent=Callback):
-                self._replaced.put(self, name, None)
+        put(replaced(trainer.precision_plugin, backward=backward))
+        own = [n for n in _BATCH_HOOKS if n in vars(self) or is_overridden(n, self, parent=Callback)]
+        # Each costs Lightning some microseconds, though it does nothing.
+        put(replaced(self, **dict.fromkeys(_BATCH_HOOKS - {*own})))
         remember_arguments(trainer, self._replaced)
         count_updates(trainer, self._replaced)
-        self._others.meet_between_batches(self._replaced)
-        self._begin()
+        self._ranks.meet_between_batches(self._replaced)
         self._monitor = PassMonitor(self._parameters)
+        self._replaced.callback(self._monitor.remove)
+        self._replaced.callback(self._arrivals.set, 1.0)
+        self._begin()
         if self._restored is not None:
             restored, self._restored = self._restored, None
             self._restore(restored, trainer)
@@ -184,7 +190,7 @@ class GradientAccumulation(Callback):
                 window.micro_batches,
             )
             self._begin()
-        assert monitor is not None
+            monitor.close()
         if not window.micro_batches:
             monitor.update_is_over()
         if self._opened is not None and (changed := self._opened.changed_settings()):
@@ -194,7 +200,7 @@ class GradientAccumulation(Callback):
                 ", ".join(changed),
             )
         weight = self._weigh(batch)
-        largest = self._others.batch(weight, unknown=self._unit is None)
+        largest = self._ranks.batch(weight, unknown=self._unit is None)
         if self._unit is None:
             self._unit = window.unit = largest or None
         window.expect(weight, self._weigh.given)
@@ -208,36 +214,28 @@ class GradientAccumulation(Callback):
                 "gradaccum.torch.TrainStep under manual optimization."
             )
         window, monitor = self._window, self._monitor
-        assert monitor is not None
         if (found := monitor.before_pass(first=not window.micro_batches)) is not None:
             self._refuse(found)
         factor = window.weigh()
         self._closes = not trainer.fit_loop._should_accumulate()
         if self._closes:
             self._close()
-        if factor == 0:  # NaN times 0 would stay NaN
-            parameters = [p for p in self._parameters() if p.requires_grad]
-            self._left_out = [(p, p.grad is None, p.register_hook(torch.zeros_like)) for p in parameters]
+        if factor == 0:
+            self._arrivals.set(0.0)  # NaN times 0 would stay NaN
         elif factor != 1:
             loss.mul_(factor)  # Lightning's own copy, the mean over N, which the backward pass starts from
         self._in_pass = True
 
     def _end_pass(self, trainer: Trainer) -> None:
         window, monitor = self._window, self._monitor
-        assert monitor is not None
         self._in_pass = self._expected = False
-        for parameter, had_none, hook in self._left_out:
-            hook.remove()
-            if had_none and (not self._closes or trainer.world_size == 1):
-                parameter.grad = None
-        if self._left_out:
-            self._left_out = []
-            monitor.resync()
+        if self._arrivals.factor != 1:
+            self._arrivals.set(1.0)
         if monitor.looking:
             if trainer.world_size == 1:  # else the reduction has written to the gradients
                 self._check_sum()
             if not window.micro_batches:
-                self._opened = Opened(self._others.settings, self._parameters)
+                self._opened = Opened(self._ranks.settings, self._parameters)
         if not self._closes:
             monitor.counted(last_next=window.micro_batches + 2 >= trainer.accumulate_grad_batches)
         window.add()
@@ -254,7 +252,6 @@ class GradientAccumulation(Callback):
 
     def _check_sum(self) -> None:
         """Raise if somebody has changed the gradients of the open window."""
-        assert self._monitor is not None
         if self._window.micro_batches and (found := self._monitor.modification()) is not None:
             self._refuse(found)
 
@@ -270,11 +267,11 @@ class GradientAccumulation(Callback):
     def _close(self, *, manual_reduce: bool = False) -> None:
         """Learn what the window weighs on all ranks, before anybody waits in a reduction for one that won't come."""
         weight = self._window.weight + (self._window.micro_batch.weight or 0.0)
-        self._total = self._others.close(weight, manual_reduce=manual_reduce)
+        self._total = self._ranks.close(weight, manual_reduce=manual_reduce)
 
     def _finish(self, trainer: Trainer) -> None:
         """Turn what Lightning and the ranks' reduction have left into the mean over all rows of the window."""
-        window = self._window
+        window, monitor = self._window, self._monitor
         if self._total is None:  # no backward pass has closed it
             self._close(manual_reduce=True)
         if self._opened is not None and self._opened.parameters_changed():
@@ -291,14 +288,13 @@ class GradientAccumulation(Callback):
         elif (factor := trainer.accumulate_grad_batches * trainer.world_size / total) != 1:
             scale_([p.grad for p in self._parameters() if p.grad is not None], factor)
         self._begin()
+        monitor.close()
 
     def _begin(self) -> None:
         """An empty window."""
         self._window.close()
         self._window.unit, self._opened, self._total = self._unit, None, None
         self._in_pass = False
-        if self._monitor is not None:
-            self._monitor.close()
 
     def _flush(self, trainer: Trainer, schedulers: bool = False) -> None:
         """Make the open window's update, short as it is, as Lightning makes that of an epoch's last batch."""
@@ -308,7 +304,7 @@ class GradientAccumulation(Callback):
         self._check_sum()
         self._close(manual_reduce=True)
         parameters = self._parameters()
-        for parameter, gradient in zip(parameters, self._others.mean_gradients(parameters), strict=True):
+        for parameter, gradient in zip(parameters, self._ranks.mean_gradients(parameters), strict=True):
             parameter.grad = gradient
         self._finish(trainer)
         try:
@@ -326,10 +322,10 @@ class GradientAccumulation(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._window.is_open:  # training stops inside of it
             self._flush(trainer, schedulers=True)
-        self._others.end_epoch()
+        self._ranks.end_epoch()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._ranks is not None:
+        if self._trainer is not None:
             self._ranks.abort()
         if self._window.is_open:  # which a checkpoint may still be taken of
             logger.warning(
@@ -343,27 +339,23 @@ class GradientAccumulation(Callback):
 
     def _leave(self) -> None:
         """Leave Trainer, module and parameters as they were found."""
-        if self._trainer is not None:
-            self._trainer.accumulate_grad_batches = 1
-        self._replaced.put_back()
-        if self._monitor is not None:
-            self._monitor.remove()
-        self._monitor = self._trainer = self._ranks = None
+        self._replaced.close()
+        self._trainer = None
 
     # Files.
 
     def state_dict(self) -> dict[str, Any]:
         """The open window with its gradients, the mean over ranks. All ranks must call it, and get the same."""
         state: dict[str, Any] = {"unit": self._unit}
-        trainer, monitor, window = self._trainer, self._monitor, self._window
-        if trainer is None or monitor is None or not window.is_open:
+        trainer, window = self._trainer, self._window
+        if trainer is None or not window.is_open:
             return state
         if self._in_pass:
             logger.warning("The checkpoint leaves out the open window, in which a backward pass has failed")
             return state
         self._check_sum()
-        gradients = [None if g is None else g.clone() for g in self._others.mean_gradients(self._parameters())]
-        weight = self._others.reduce(torch.tensor(window.weight, dtype=torch.float64), "sum") / trainer.world_size
+        gradients = [None if g is None else g.clone() for g in self._ranks.mean_gradients(self._parameters())]
+        weight = self._ranks.reduce(torch.tensor(window.weight, dtype=torch.float64), "sum") / trainer.world_size
         state["window"] = {
             "steps": trainer.accumulate_grad_batches,
             "micro_batches": window.micro_batches,
@@ -391,5 +383,4 @@ class GradientAccumulation(Callback):
         for index, gradient in window["gradients"].items():
             parameters[index].grad = gradient.to(parameters[index].device) * share
         self._window.restore(window["micro_batches"], window["weight"] * share)
-        assert self._monitor is not None
         self._monitor.resync()

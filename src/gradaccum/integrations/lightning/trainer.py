@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import lightning
@@ -17,27 +18,27 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.extras import PrivateName
+from gradaccum.integrations.trainer import Library, accumulates, check_same, replaced
 from gradaccum.torch.distributed import Channel, Kind, Settings, by_rank
-from gradaccum.torch.optim import Optimizer
 from gradaccum.torch.optimizer import needs_closure
 
-_NAMES = (
-    PrivateName("trainer", "fit_loop._should_accumulate", "says whether a batch closes its window"),
-    PrivateName("trainer", "fit_loop._skip_backward", "weight averaging's last epoch makes no update"),
-    PrivateName("trainer", "precision_plugin.backward", "is where a backward pass begins and ends"),
-    PrivateName("trainer", "fit_loop.epoch_loop.automatic_optimization._optimizer_step", "closes a short window"),
-    PrivateName("trainer", "fit_loop.epoch_loop.batch_progress.is_last_batch", "counts that update"),
-    PrivateName("trainer", "fit_loop.epoch_loop.update_lr_schedulers", "steps the schedulers after it"),
+_LIGHTNING = Library(
+    "lightning",
+    lightning.__version__,
+    "Use lightning 2.6, or remove GradientAccumulation.",
+    (
+        PrivateName("trainer", "fit_loop._should_accumulate", "says whether a batch closes its window"),
+        PrivateName("trainer", "fit_loop._skip_backward", "weight averaging's last epoch makes no update"),
+        PrivateName("trainer", "precision_plugin.backward", "is where a backward pass begins and ends"),
+        PrivateName("trainer", "fit_loop.epoch_loop.automatic_optimization._optimizer_step", "closes a short window"),
+        PrivateName("trainer", "fit_loop.epoch_loop.batch_progress.is_last_batch", "counts that update"),
+        PrivateName("trainer", "fit_loop.epoch_loop.update_lr_schedulers", "steps the schedulers after it"),
+    ),
 )
 
 
-def check(trainer: Trainer, module: LightningModule, callback: Callback) -> None:
-    """Raise for settings that accumulate as well, or that Lightning's accumulation does not work with."""
-    if problem := next(_wrong(trainer, module, callback), None):
-        raise ValueError(problem)
-
-
-def _wrong(trainer: Trainer, module: LightningModule, callback: Callback) -> Iterator[str]:
+def wrong(trainer: Trainer, module: LightningModule, callback: Callback) -> Iterator[str]:
+    """What accumulates as well, or what Lightning's accumulation does not work with."""
     if not isinstance(trainer, Trainer):
         yield (
             f"This callback is for lightning's Trainer. Received: one of {type(trainer).__module__.partition('.')[0]}. "
@@ -49,9 +50,7 @@ def _wrong(trainer: Trainer, module: LightningModule, callback: Callback) -> Ite
             f"lightning {version} skips schedulers when a module ends an epoch, so windows would not match them. Use "
             "lightning 2.6, or remove GradientAccumulation."
         )
-    for name in _NAMES:
-        if missing := name.missing_from(trainer, f"lightning {version}"):
-            yield f"{missing} Use lightning 2.6, or remove GradientAccumulation."
+    yield from _LIGHTNING.lacks(trainer)
     both = type(callback), GradientAccumulationScheduler
     if others := [type(c).__name__ for c in trainer.callbacks if isinstance(c, both) and c is not callback]:
         yield f"Two callbacks accumulate. Remove one of them: GradientAccumulation, {', '.join(others)}."
@@ -85,16 +84,16 @@ def _wrong(trainer: Trainer, module: LightningModule, callback: Callback) -> Ite
         )
 
 
-def check_optimizer(trainer: Trainer) -> None:
-    """Raise for optimizers that accumulate by themselves, or evaluate a batch again."""
+def wrong_optimizers(trainer: Trainer) -> Iterator[str]:
+    """Optimizers that accumulate by themselves, or evaluate a batch again."""
     for optimizer in trainer.optimizers:
-        if isinstance(optimizer, Optimizer):
-            raise ValueError(
+        if accumulates(optimizer):
+            yield (
                 "configure_optimizers returned an optimizer that accumulates by itself, and GradientAccumulation "
                 f"accumulates as well. Received: {optimizer!r}. Remove the callback, or return the inner optimizer."
             )
         if needs_closure(optimizer):
-            raise ValueError(
+            yield (
                 f"{type(optimizer).__name__} re-evaluates its closure, which would have to run the whole window again. "
                 "Remove GradientAccumulation, and use gradaccum.torch.TrainStep under manual optimization."
             )
@@ -110,26 +109,7 @@ class Varying:
         )
 
 
-class Replaced:
-    """Methods of single objects, each replaced by ours until training ends."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
-
-    def put(self, owner: Any, name: str, function: Callable[..., Any] | None) -> None:
-        self._before.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, function)
-
-    def put_back(self) -> None:
-        for owner, name, own in reversed(self._before):
-            if own is None:
-                vars(owner).pop(name, None)
-            else:  # the user's, of this one object
-                setattr(owner, name, own)
-        self._before.clear()
-
-
-def count_updates(trainer: Trainer, replaced: Replaced) -> None:
+def count_updates(trainer: Trainer, stack: contextlib.ExitStack) -> None:
     """Have schedulers of steps step with every `frequency`-th update of an epoch: Lightning counts its batches."""
     configs = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
     if all(config.frequency == 1 for config in configs):
@@ -149,36 +129,52 @@ def count_updates(trainer: Trainer, replaced: Replaced) -> None:
             for config, frequency in zip(configs, frequencies, strict=True):
                 config.frequency = frequency
 
-    replaced.put(loop, "update_lr_schedulers", update_lr_schedulers)
+    stack.enter_context(replaced(loop, update_lr_schedulers=update_lr_schedulers))
 
 
-def remember_arguments(trainer: Trainer, replaced: Replaced) -> None:
+def skip_schedulers(trainer: Trainer) -> None:
+    """Leave schedulers of steps alone, once: a module ends the epoch between windows, and no update is made."""
+    loop, stack = trainer.fit_loop.epoch_loop, contextlib.ExitStack()
+    original = loop.update_lr_schedulers
+
+    def update_lr_schedulers(interval: str, *args: Any, **keywords: Any) -> None:
+        stack.close()
+        if interval != "step":
+            original(interval, *args, **keywords)
+
+    stack.enter_context(replaced(loop, update_lr_schedulers=update_lr_schedulers))
+
+
+def remember_arguments(trainer: Trainer, stack: contextlib.ExitStack) -> None:
     """Have Lightning inspect training_step's signature once: for every batch it takes longer than all that we add."""
     loop = trainer.fit_loop.epoch_loop
     original = getattr(loop, "_build_kwargs", None)
     if original is None:
         return
-    inspected: Any = None
-    takes_index = False
+    taken: dict[Any, list[str]] = {}
 
     @functools.wraps(original)
     def build_kwargs(kwargs: Any, batch: Any, batch_idx: int) -> Any:
-        nonlocal inspected, takes_index
         step = trainer.lightning_module.training_step
         function = getattr(step, "__func__", step)
-        if function is inspected:
-            kwargs["batch"] = batch
-            if takes_index:
-                kwargs["batch_idx"] = batch_idx
-            return kwargs
-        found = original(kwargs, batch, batch_idx)
-        if [*found] in (["batch"], ["batch", "batch_idx"]):
-            inspected, takes_index = function, len(found) == 2
-        return found
+        if function not in taken:
+            found = original(kwargs, batch, batch_idx)
+            if [*found] in (["batch"], ["batch", "batch_idx"]):
+                taken[function] = [*found]
+            return found
+        kwargs["batch"] = batch
+        if len(taken[function]) == 2:
+            kwargs["batch_idx"] = batch_idx
+        return kwargs
 
-    replaced.put(loop, "_build_kwargs", build_kwargs)
+    stack.enter_context(replaced(loop, _build_kwargs=build_kwargs))
 
 
+_UNEVEN = (
+    "Lightning's ranks wait for each other in every batch, but have different numbers of batches: {}. Leave "
+    "use_distributed_sampler=True, or cut all ranks' loaders to the shortest one; or wrap the optimizer in a loop with "
+    "Fabric, where optimizer.batches(loader) takes different numbers."
+)
 _PLACES = {
     Kind.START: "at an epoch's first batch",
     Kind.MICRO_BATCH: "at a batch",
@@ -205,7 +201,7 @@ class Ranks:
         self._epoch: int | None = None
         self._sized = True
 
-    def meet_between_batches(self, replaced: Replaced) -> None:
+    def meet_between_batches(self, stack: contextlib.ExitStack) -> None:
         """Name a rank that stops alone: it would validate and save, where it waits for the others, and they for it.
 
         Before each batch Lightning's ranks send whether a signal ends training. Theirs is sent here, with the place.
@@ -226,8 +222,8 @@ class Ranks:
                 self._exchange(Kind.ENDED)
             return checks(*args)
 
-        replaced.put(loop, "_broadcast_sigterm_tensor", before_batch)
-        replaced.put(loop, "_should_check_val_fx", after_batch)
+        hooks = {"_broadcast_sigterm_tensor": before_batch, "_should_check_val_fx": after_batch}
+        stack.enter_context(replaced(loop, **hooks))
 
     def batch(self, weight: float, *, unknown: bool) -> float:
         """A batch begins. Returns the largest weight on any rank, where that is unknown."""
@@ -240,12 +236,12 @@ class Ranks:
             self._sized = all(sized_len(loader) is not None for loader in loaders)
             messages = self._exchange(Kind.START, weight, float(trainer.num_training_batches), self._sized)
             counts = [numbers[2] if numbers[3] else -1 for numbers in messages]
-            _check_even(counts, [f"{count:g} batches" if count >= 0 else "an unknown number" for count in counts])
+            check_same([f"{count:g} batches" if count >= 0 else "an unknown number" for count in counts], _UNEVEN)
             largest = max(numbers[1] for numbers in messages)
         if not self._sized:
             last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
             lasts = [numbers[1] for numbers in self._exchange(Kind.MICRO_BATCH, last)]
-            _check_even(lasts, ["the last batch" if one else "further batches" for one in lasts])
+            check_same(["the last batch" if one else "further batches" for one in lasts], _UNEVEN)
         return largest
 
     def close(self, weight: float, *, manual_reduce: bool = False) -> float:
@@ -266,7 +262,7 @@ class Ranks:
     def abort(self) -> None:
         """An error has ended training here. Waits for nobody."""
         if not self._alone:
-            self._channel.post(Kind.ABORTED)
+            self._channel.send(Kind.ABORTED)
 
     def reduce(self, number: Tensor, how: str) -> Tensor:
         """A tensor's "sum" or "mean" over the ranks."""
@@ -297,12 +293,3 @@ class Ranks:
                 "them at once: trainer.strategy.reduce_boolean_decision(stop, all=False)."
             )
         return messages
-
-
-def _check_even(values: list[float], found: list[str]) -> None:
-    if len({*values}) > 1:
-        raise WindowError(
-            "Lightning's ranks wait for each other in every batch, but have different numbers of batches: "
-            f"{by_rank(found)}. Leave use_distributed_sampler=True, or cut all ranks' loaders to the shortest one; or "
-            "wrap the optimizer in a loop with Fabric, where optimizer.batches(loader) takes different numbers."
-        )

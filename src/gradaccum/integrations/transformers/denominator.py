@@ -51,14 +51,8 @@ class Denominator:
         """What a batch weighs."""
         if self._given is not None:
             return self._given(as_inputs(batch))
-        for name in self.left:
-            weight = self.items(batch)
-            if name != TRAINERS_COUNT:
-                each = _COUNTS[name](batch)
-                weight = None if each is None else each.sum()
-            if weight is not None:
-                return weight
-        return float(row_count(batch))
+        found = (self.items(batch) if name == TRAINERS_COUNT else _summed(_COUNTS[name](batch)) for name in self.left)
+        return next((weight for weight in found if weight is not None), float(row_count(batch)))
 
     def items(self, batch: Any) -> Any:
         """The `num_items_in_batch` that the Trainer would count in this batch by itself; None where it counts none."""
@@ -158,6 +152,10 @@ def _shifted(batch: Any) -> Tensor | None:
 def _completions(batch: Any) -> Tensor | None:
     inputs = with_labels(batch)  # of reinforcement learning: preferences are means over pairs
     return _per_row(inputs["completion_mask"]) if {"completion_mask", "advantages"} <= inputs.keys() else None
+
+
+def _summed(each: Tensor | None) -> Tensor | None:
+    return None if each is None else each.sum()
 
 
 def _per_row(mask: Tensor) -> Tensor:

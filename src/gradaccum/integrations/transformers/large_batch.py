@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradaccum.errors import NotEquivalentError, WindowError
+from gradaccum.errors import NotEquivalentError
+from gradaccum.integrations.trainer import check_same, refuse, replaced
 from gradaccum.integrations.transformers.denominator import IGNORED, Denominator
 from gradaccum.integrations.transformers.rows import (
     as_inputs,
@@ -23,10 +24,9 @@ from gradaccum.integrations.transformers.rows import (
     check_cuttable,
     row_count,
 )
-from gradaccum.integrations.transformers.settings import MicroBatches, check_settings, gathers
+from gradaccum.integrations.transformers.settings import MicroBatches, gathers, inner_of, wrong
 from gradaccum.on_torch.batch import Batch
 from gradaccum.torch import TrainStep
-from gradaccum.torch.distributed import by_rank
 
 logger = logging.getLogger("gradaccum")
 
@@ -76,7 +76,8 @@ class LargeBatch:
         self.trims = self.trims and can_be_trimmed(batch)
         step = self._step_on(model, own)
         self._meet_other_ranks(row_count(batch), step)
-        with self._own_tokens_alone(), self._metrics.of_a_batch():
+        # Losses are means over this rank's own micro-batch: TrainStep weighs them, over all ranks.
+        with replaced(trainer.args, average_tokens_across_devices=False), self._metrics.of_a_batch():
             assert self.denominator is not None
             self.denominator.look_at(batch)
             try:
@@ -113,12 +114,12 @@ class LargeBatch:
     def _step_on(self, model: nn.Module, own: Loss) -> TrainStep:
         """The machinery on this model and today's optimizer."""
         trainer, settings = self._trainer, self.micro_batches
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's has the user's inside
-        made_for, step = (model, optimizer, self.trims), self.step
+        optimizer, step = inner_of(trainer), self.step
+        made_for = model, optimizer, self.trims
         same = [one is other for one, other in zip(made_for, self._made_for, strict=True)]
         if step is not None and all(same):
             return step
-        check_settings(trainer, settings)
+        refuse(wrong(trainer, settings))
         state = self._state if step is None else step.state_dict()
 
         def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -182,17 +183,17 @@ class LargeBatch:
         passes = -(-rows // (step.micro_batch_size or rows or 1)) if together else 0
         mine = [batches, trainer.accelerator.gradient_state.end_of_dataloader if batches < 0 else 0, passes, rows]
         everybody = trainer.accelerator.gather(torch.tensor([mine], device=trainer.args.device)).tolist()
-        _check_even(everybody, type(trainer).__name__)
-
-    @contextlib.contextmanager
-    def _own_tokens_alone(self) -> Iterator[None]:
-        """Losses are means over this rank's own micro-batch: TrainStep weighs them, over all ranks."""
-        args = self._trainer.args
-        average, args.average_tokens_across_devices = args.average_tokens_across_devices, False
-        try:
-            yield
-        finally:
-            args.average_tokens_across_devices = average
+        check_same(
+            [f"{n} batches" if n >= 0 else "the last batch" if last else "more" for n, last, *_ in everybody],
+            "Ranks have different numbers of batches: {}. The others would wait for a rank that has none left. Leave "
+            "even_batches=True in `accelerator_config`, or cut the data of all ranks to the shortest.",
+        )
+        check_same(
+            [passes for *_, passes, _ in everybody],
+            f"{type(trainer).__name__}.compute_loss gathers metrics over the ranks, so all of them need as many "
+            "micro-batches. Received: {}. Set dataloader_drop_last=True, or give all ranks batches of one size.",
+            [f"{rows} rows, {passes} micro-batches" for *_, passes, rows in everybody],
+        )
 
     # The sizes that "auto" has found, and whether padding is cut off, belong to a checkpoint: other micro-batches draw
     # other dropout masks.
@@ -206,22 +207,6 @@ class LargeBatch:
             self.step.load_state_dict(state)
 
 
-def _check_even(everybody: list[list[int]], trainer: str) -> None:
-    """Raise where the ranks' batches, whether this is the last one, or micro-batches differ; they have so many rows."""
-    if any(one[:2] != everybody[0][:2] for one in everybody):
-        found = [f"{n} batches" if n >= 0 else "the last batch" if last else "more" for n, last, *_ in everybody]
-        raise WindowError(
-            f"Ranks have different numbers of batches: {by_rank(found)}. The others would wait for a rank that has "
-            "none left. Leave even_batches=True in `accelerator_config`, or cut the data of all ranks to the shortest."
-        )
-    if any(one[2] != everybody[0][2] for one in everybody):
-        found = [f"{rows} rows, {passes} micro-batches" for *_, passes, rows in everybody]
-        raise WindowError(
-            f"{trainer}.compute_loss gathers metrics over the ranks, so all of them need as many micro-batches. "
-            f"Received: {by_rank(found)}. Set dataloader_drop_last=True, or give all ranks batches of one size."
-        )
-
-
 # A trainer for passes that only prove something.
 
 LARGEST = 4096
@@ -231,22 +216,15 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 class _Quiet:
-    """An object some of whose methods are replaced: `replaced(name)` is what stands in the place of one, or None."""
+    """An object whose methods of these names do nothing: each returns what it gets in this place."""
 
-    def __init__(self, inside: Any, replaced: Callable[[str], Any]) -> None:
-        self._inside, self._replaced = inside, replaced
+    def __init__(self, inside: Any, names: tuple[str, ...], place: int) -> None:
+        self._inside, self._names, self._place = inside, names, place
 
     def __getattr__(self, name: str) -> Any:
-        return self._replaced(name) or getattr(self._inside, name)
-
-
-def _own_rank_alone(name: str) -> Any:
-    return (lambda tensor, *how, **more: tensor) if name in ("gather", "gather_for_metrics", "reduce") else None
-
-
-def _no_callback(name: str) -> Any:
-    is_event = name.startswith("on_") or name == "call_event"
-    return (lambda args, state, control, *rest, **more: control) if is_event else None
+        if name.startswith(self._names):
+            return lambda *given, **more: given[self._place]
+        return getattr(self._inside, name)
 
 
 def _without_traces(trainer: Any) -> Any:
@@ -256,8 +234,8 @@ def _without_traces(trainer: Any) -> Any:
     for name, value in own.items():
         if isinstance(value, _CONTAINERS) and _is_small(value, [LARGEST]):
             own[name] = copy.deepcopy(value)
-    own["accelerator"] = _Quiet(trainer.accelerator, _own_rank_alone)
-    own["callback_handler"] = _Quiet(trainer.callback_handler, _no_callback)
+    own["accelerator"] = _Quiet(trainer.accelerator, ("gather", "reduce"), 0)  # as of a rank that is alone
+    own["callback_handler"] = _Quiet(trainer.callback_handler, ("on_", "call_event"), 2)  # the control as it is
     own["state"], own["control"] = copy.copy(trainer.state), copy.copy(trainer.control)
     own["state"].log_history = list(trainer.state.log_history)
     own["log"] = lambda *values, **more: None

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import transformers
 
 from gradaccum.extras import PrivateName
+from gradaccum.integrations.trainer import Library, accumulates, fsdp1
 
 
 class MicroBatches(NamedTuple):
@@ -20,29 +21,23 @@ class MicroBatches(NamedTuple):
     verify: bool = True
 
 
-NAMES = (
-    PrivateName("Trainer", "training_step", "runs a batch"),
-    PrivateName("Trainer", "compute_loss", "computes its loss"),
-    PrivateName("Trainer", "_get_num_items_in_batch", "counts what a loss is a mean over"),
-    PrivateName("Trainer", "_save_rng_state", "saves what belongs to a rank"),
-    PrivateName("Trainer", "_load_rng_state", "loads it"),
+TRANSFORMERS = Library(
+    "transformers",
+    transformers.__version__,
+    'Install one that has it: pip install "gradaccum[transformers]"',
+    (
+        PrivateName("Trainer", "training_step", "runs a batch"),
+        PrivateName("Trainer", "compute_loss", "computes its loss"),
+        PrivateName("Trainer", "_get_num_items_in_batch", "counts what a loss is a mean over"),
+        PrivateName("Trainer", "_save_rng_state", "saves what belongs to a rank"),
+        PrivateName("Trainer", "_load_rng_state", "loads it"),
+    ),
 )
-"""What is used of transformers' Trainer beyond its public API, or overridden."""
 
 
-def check_hooks(trainer: Any) -> None:
-    """Raise ImportError where this version of transformers lacks something that is used."""
-    missing = [
-        line for name in NAMES if (line := name.missing_from(trainer, f"transformers {transformers.__version__}"))
-    ]
-    if missing:
-        raise ImportError(" ".join(missing) + ' Install one that has it: pip install "gradaccum[transformers]"')
-
-
-def check_settings(trainer: Any, micro_batches: MicroBatches) -> None:
-    """Raise ValueError where a setting contradicts micro-batches."""
-    if problem := next(_wrong(trainer, micro_batches), None):
-        raise ValueError(problem)
+def inner_of(trainer: Any) -> Any:
+    """The user's optimizer, which Accelerate's has inside."""
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
 def gathers(trainer: Any) -> bool:
@@ -50,7 +45,8 @@ def gathers(trainer: Any) -> bool:
     return any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
 
 
-def _wrong(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
+def wrong(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
+    """Settings that contradict micro-batches."""
     args, name = trainer.args, type(trainer).__name__
     steps = args.gradient_accumulation_steps
     if steps > 1:
@@ -81,8 +77,8 @@ def _wrong(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
             f"optim={optim!r} updates parameters in the backward pass, before the batch's gradient is complete. Choose "
             f"another, such as optim={optim.removesuffix('_layerwise') if 'layerwise' in optim else 'adafactor'!r}."
         )
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    if hasattr(optimizer, "micro_batches") and hasattr(optimizer, "inner"):
+    optimizer = inner_of(trainer)
+    if accumulates(optimizer):
         yield (
             f"{name} makes one update per batch by itself. Received: optimizers=({type(optimizer).__name__}, ...), "
             "which accumulates, too. Give it the inner optimizer."
@@ -115,25 +111,23 @@ def _across_rows(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
 def _strange_ranks(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
     args, several = trainer.args, trainer.args.world_size > 1
     sizes = {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
-    for kind, size in sizes.items():
-        if size > 1:
-            yield (
-                f"{kind}-parallel ranks share the rows of a batch, which micro-batches don't support. Received: a "
-                f"parallelism_config of {size} {kind}-parallel ranks. Remove it."
-            )
+    unknown = [
+        f"a parallelism_config of {n} {kind}-parallel ranks. Remove it, as they share the rows of a batch."
+        for kind, n in sizes.items()
+        if n > 1
+    ]
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        yield (
-            "This model was sharded when it was loaded (distributed_config), which micro-batches don't support. Load "
-            'it unsharded, and let Accelerate shard it: fsdp_config={"version": 2}.'
+        unknown.append(
+            "a model that was sharded when it was loaded (distributed_config). Load it unsharded, and let Accelerate "
+            'shard it: fsdp_config={"version": 2}.'
         )
     if getattr(trainer, "is_fsdp_xla_enabled", False):
-        yield "Micro-batches don't support the ranks of XLA's FSDP. Remove `xla` from `fsdp_config`."
+        unknown.append("XLA's FSDP. Remove `xla` from `fsdp_config`.")
+    for ranks in unknown:
+        yield f"Micro-batches work with DistributedDataParallel and FSDP2. Received: {ranks}"
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
-        yield (
-            "FSDP1 reduces in every backward pass, and takes the mean of the ranks' means. Use FSDP2: "
-            'fsdp_config={"version": 2}.'
-        )
+        yield fsdp1('fsdp_config={"version": 2}')
     if several and not args.average_tokens_across_devices:
         yield (
             "average_tokens_across_devices=False asks for the mean of the ranks' means, which is not that of the large "

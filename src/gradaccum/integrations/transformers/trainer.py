@@ -11,8 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from gradaccum.integrations.trainer import refuse, replaced
 from gradaccum.integrations.transformers.large_batch import LargeBatch
-from gradaccum.integrations.transformers.settings import MicroBatches, check_hooks, check_settings
+from gradaccum.integrations.transformers.settings import TRANSFORMERS, MicroBatches, wrong
 
 
 class MicroBatchTrainer(transformers.Trainer):
@@ -73,25 +74,18 @@ class MicroBatchTrainer(transformers.Trainer):
         verify: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_hooks(transformers.Trainer)
+        refuse(TRANSFORMERS.lacks(transformers.Trainer), ImportError)
         # A name that no trainer in front or behind can have: TRL's count their steps in `_step`.
         micro_batches = MicroBatches(micro_batch_size, max_tokens, weight, memory_limit, verify)
         self._gradaccum_large_batch = LargeBatch(self, micro_batches)
         super().__init__(*args, **kwargs)
-        check_settings(self, micro_batches)
+        refuse(wrong(self, micro_batches))
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Do what the Trainer does with a batch, in micro-batches."""
         # On the instance: a subclass may have a compute_loss of its own, which a method here would not be asked for.
-        attributes = self.__dict__
-        own, kept = self.compute_loss, attributes.get("compute_loss")
-        attributes["compute_loss"] = functools.partial(self._gradaccum_large_batch, own)
-        try:
+        with replaced(self, compute_loss=functools.partial(self._gradaccum_large_batch, self.compute_loss)):
             return super().training_step(model, inputs, num_items_in_batch)
-        finally:
-            del attributes["compute_loss"]
-            if kept is not None:
-                attributes["compute_loss"] = kept
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

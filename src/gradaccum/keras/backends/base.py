@@ -2,19 +2,14 @@
 
 Beside other versions of what is here, `on_tensorflow`, `on_jax` and `on_torch` define
 
-- `MicroBatches` and `Training`, see below.
-- `GradientSum(...)`: gradients of a model's trainable variables, added up in at least 32 bits; of those that are
-  overwritten with their gradient, the largest. `add(sums, forward, share)` takes `forward() -> (loss, others)`, and
-  returns the sums with `share` of the loss's gradient, the others, and rows to keep, of the kinds `specs`, for
-  `finish(sums, rows, scale)`: the gradients, times `scale` if any. Sums begin with `zeros()`.
-- `Program(body, micro-batches)`: a chunked layer's call. `evaluate(weights, carry, tensors)` is a `Result` with these
-  `weights` (None: its own), which may need gradients. The carry begins with `start()`.
-- `Backend`: `take_rows(leaf, rows)`. `value_and_gradients(function, values)`: of a scalar and others. `look(function)`:
-  runs it for the shapes that it sees. `at_once()`: while it is open, operations run at once, whatever is traced.
-  `chunks(tensors, size)`. `recomputed(passes, carry)`: what `passes.first` returns, with the gradient of
-  `passes.second`. `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)` the
-  gradients that those `given` of the outputs make. Where updates are compiled, `free_memory(of_host)`: bytes left on
-  the device; `prepared(function, arguments, model)`: its call, compiled, and the bytes that it needs if known.
+- `MicroBatches`, `GradientSum`, `Training` and `Program`, see below.
+- `Backend`: `take_rows(leaf, rows)`. `look(function)`: runs it for the shapes that it sees. `at_once()`: while it is
+  open, operations run at once, whatever is traced, and generators beside variables stay as they are.
+  `chunks(tensors, size)`. `recomputed(passes, carry)`: what `passes.first(passes.inputs, carry)` returns, with the
+  gradient of `passes.second`. `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)`
+  the gradients that those `given` of the outputs make, and the others; None: those of one output by itself. Where
+  updates are compiled, `free_memory(of_host)`: bytes left on `device()`; `prepared(function, arguments, model)`: its
+  call, compiled, and the bytes that it needs if known.
 """
 
 from __future__ import annotations
@@ -80,6 +75,11 @@ def wide(dtype: Any) -> str:
     """The dtype to add such numbers up in: sums of many in half precision lose what they add otherwise."""
     dtype = keras.backend.standardize_dtype(dtype)
     return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
+def times(value: Any, share: Any) -> Any:
+    """A tensor times a number, or times a tensor."""
+    return value * (share if isinstance(share, float) else ops.cast(share, value.dtype))
 
 
 def quotient(weight: Any, unit: Any, dtype: Any) -> Any:
@@ -197,6 +197,48 @@ class MicroBatches:
         return ops.concatenate(list(parts), self.axis) if len(parts) > 1 else parts[0]
 
 
+def joined(total: Any, gradient: Any, overwritten: bool = False) -> Any:
+    """A sum and a gradient, if there is one; of what is overwritten with its gradient, the larger one."""
+    if gradient is None:
+        return total
+    gradient = ops.cast(gradient, total.dtype)
+    return ops.maximum(total, gradient) if overwritten else total + gradient
+
+
+class GradientSum:
+    """Gradients of a model's trainable weights, added up in at least 32 bits.
+
+    Of those that are overwritten with their gradient, by index, the largest. Backends define `gradients(forward)`, of
+    `forward() -> (loss, others)`: a gradient or None for each weight, the others, and rows to keep for `finish`, of the
+    kinds `specs`.
+    """
+
+    specs: tuple[Spec, ...] = ()
+    gradients: Callable[[Callable[[], Any]], tuple[list[Any], Any, list[Any]]]
+
+    def __init__(self, model: Any, overwriting: frozenset[int]) -> None:
+        self.model, self.weights, self.overwriting = model, model.trainable_weights, overwriting
+
+    def zeros(self) -> Any:
+        """What sums begin with."""
+        return [ops.zeros(weight.shape, wide(weight.dtype)) for weight in self.weights]
+
+    def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> tuple[Any, Any, list[Any]]:
+        """The sums with `share` of the loss's gradient; the others; and rows to keep."""
+
+        def shared() -> Any:
+            loss, others = forward()
+            return times(loss, share), others
+
+        gradients, others, kept = self.gradients(shared)
+        after = [joined(*pair, index in self.overwriting) for index, pair in enumerate(zip(sums, gradients))]
+        return after, others, kept
+
+    def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
+        """The gradients, times `scale` if any."""
+        return sums
+
+
 # Variables.
 
 
@@ -248,6 +290,35 @@ class Result(NamedTuple):
     valid: dict[int, Any]
 
 
+class Program:
+    """A chunked layer's call on a micro-batch, as a function of its `weights`, which may need gradients."""
+
+    def __init__(self, body: Any, batches: Any) -> None:
+        self.body, self.weights = body, list[Any]()
+        self.variables: list[Any] = []
+        self.raw: list[Any] = []  # weights that nothing can stand in for
+        self.frozen: list[tuple[Any, Any]] = []  # variables that it reads, with their values
+
+    def settle(self, parameters: Iterable[Any] = ()) -> None:
+        """Its first run has told what it reads; it may compute with these parameters, too."""
+        self.variables = [variable for variable in self.body.read if variable.trainable and is_float(variable)]
+        values = private.uncast_values(self.variables)
+        known = {id(value) for value in values}
+        self.raw = [parameter for parameter in parameters if id(parameter) not in known]
+        self.weights = [*values, *self.raw, *self.body.shared]
+
+    def start(self) -> Any:
+        """The carry before the first micro-batch."""
+        return self.body.state.start()
+
+    def evaluate(self, weights: Any, carry: Any, tensors: list[Any]) -> Result:
+        """The call with these weights; None: its own."""
+        state, weights = self.body.state, self.weights if weights is None else weights
+        moving = zip(state.variables, state.values(list(carry)))
+        values = [*zip(self.variables, weights), *self.frozen, *moving]
+        return self.body.run(tensors, values, weights[len(self.variables) + len(self.raw) :])
+
+
 def loss_and_outputs(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any]:
     """A forward pass in training, as `fit` makes it."""
     y_pred = model(x, training=True) if private.takes_training(model) else model(x)
@@ -265,7 +336,6 @@ class Training:
     """
 
     drew = False  # whether the batch that was evaluated last drew random numbers that nobody holds
-    eagerly: Callable[[], Any]  # while it is open, operations run at once and move nothing
 
     def __init__(self, step: Any) -> None:
         self.step = step
@@ -324,30 +394,23 @@ class Training:
 
         def guarded(*args: Any) -> Any:
             *state, iterator = args
-            is_due = proof is not None and proof.is_due(model.steps_per_execution)
             try:
-                if not (is_due or self.must_look(iterator)):
+                if proof is None or not proof.is_due(model.steps_per_execution):
                     return function(*args)
                 drawn = iter(iterator)
                 batches = [next(drawn), *itertools.islice(drawn, model.steps_per_execution - 1)]
                 for data in map(self.all_rows, batches):
                     rows_of(data)
-                    if is_due:
-                        self.build(data)
-                        proof.run(data, *state)
+                    self.build(data)
+                    proof.run(data, *state)
                 result = function(*state, self.again(batches, iterator))
-                if is_due:
-                    proof.warn()
+                proof.warn()
                 return result
             except Exception:
                 self.recover(*state)
                 raise
 
         model.train_function = guarded
-
-    def must_look(self, iterator: Any) -> bool:
-        """Whether the step's own errors about these batches would be less clear."""
-        return False
 
     def all_rows(self, batch: Any) -> Any:
         """A batch; of one that is spread over replicas, all rows."""
@@ -369,10 +432,21 @@ class Backend:
     # compilers drop all that the counts don't depend on.
     lazy_divisors = False
     unrecorded: Any = contextlib.nullcontext  # while it is open, nothing is recorded for gradients
-    random_kept: Any = contextlib.nullcontext  # while it is open, generators beside variables stay as they are
+    pullback: Callable[..., tuple[list[Any], Any]]
 
     def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         optimizer.apply(gradients, variables)
+
+    def value_and_gradients(self, function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
+        """What a function returns, a scalar and others, and the scalar's gradients."""
+
+        def scalar(values: list[Any]) -> tuple[list[Any], Any]:
+            found = function(values)
+            return [found[0]], found
+
+        with self.unrecorded():
+            gradients, found = self.pullback(scalar, values)
+        return found, [None if gradient is None else ops.convert_to_tensor(gradient) for gradient in gradients]
 
     def known(self, tensors: list[Any]) -> bool:
         """Whether these hold numbers: not while a function is traced."""
@@ -391,7 +465,7 @@ class Backend:
         return ops.zeros(weight.shape, wide(weight.dtype))
 
     def added(self, total: Any, gradient: Any) -> Any:
-        return total if gradient is None else total + ops.cast(gradient, total.dtype)
+        return joined(total, gradient)
 
     def dense(self, gradient: Any, tensor: Any) -> Any:
         return ops.zeros_like(tensor) if gradient is None else ops.convert_to_tensor(gradient)
@@ -449,13 +523,10 @@ class Backend:
     def add_up(self, window: Any, gradients: list[Any], rows: Any, weight: Any, unit: Any) -> None:
         """Add a micro-batch's gradients `weight / unit` times to the sums."""
         for total, gradient, variable in zip(window.sums, gradients, window.variables):
-            if gradient is None:
-                continue
-            value, gradient = total.value, ops.cast(gradient, total.dtype)
-            if private.is_overwritten(variable):
-                total.assign(ops.maximum(value, gradient))
-            else:
-                total.assign(value + gradient * quotient(weight, unit, value.dtype))
+            overwritten = private.is_overwritten(variable)
+            if gradient is not None and not overwritten:
+                gradient = ops.cast(gradient, total.dtype) * quotient(weight, unit, total.dtype)
+            total.assign(joined(total.value, gradient, overwritten))
 
     def divided(self, window: Any, weight: Any, unit: Any) -> list[Any]:
         """The sums divided by `weight / unit`, which they weigh. They are emptied next."""

@@ -8,21 +8,19 @@ one another lie on one device, and the others would wait, or do the same again.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental.sparse import BCOO
 from keras import tree
 
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
-from gradaccum.keras.backends.base import Result, Scope, Spec, assign, has_rows, values_of, wide
-from gradaccum.on_jax import scan
+from gradaccum.keras.backends.base import Result, Scope, assign, has_rows, values_of
+from gradaccum.on_jax import recomputed, scan
 
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """For XLA: what runs but twice takes longest to compile."""
@@ -96,32 +94,20 @@ def _look(function: Callable[[], Any]) -> Any:
     return found[0]
 
 
-class GradientSum:
-    """Gradients of a model's trainable variables, added up in at least 32 bits."""
+class GradientSum(base.GradientSum):
+    """What a forward pass assigns is returned by the function that is differentiated."""
 
-    specs: tuple[Spec, ...] = ()
-
-    def __init__(self, model: Any, overwriting: frozenset[int]) -> None:
-        self.variables, self.overwriting = model.trainable_variables, overwriting
-        self.moving = [*model.non_trainable_variables, *model.metrics_variables]
-
-    def zeros(self) -> Any:
-        return [jnp.zeros(value.shape, wide(value.dtype)) for value in values_of(self.variables)]
-
-    def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> Any:
+    def gradients(self, forward: Callable[[], Any]) -> tuple[list[Any], Any, list[Any]]:
+        moving = [*self.model.non_trainable_variables, *self.model.metrics_variables]
 
         def loss(values: Any) -> Any:
-            with Scope(zip(self.variables, values)):
-                scaled, others = forward()
-                return scaled * share, (others, values_of(self.moving))
+            with Scope(zip(self.weights, values)):
+                value, others = forward()
+                return value, (others, values_of(moving))
 
-        (_, (others, moved)), gradients = jax.value_and_grad(loss, has_aux=True)(values_of(self.variables))
-        assign(self.moving, moved)
-        joined = [jnp.maximum if index in self.overwriting else jnp.add for index in range(len(sums))]
-        return [join(*pair) for join, pair in zip(joined, zip(sums, gradients))], others, []
-
-    def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
-        return sums
+        (_, (others, moved)), gradients = jax.value_and_grad(loss, has_aux=True)(values_of(self.weights))
+        assign(moving, moved)
+        return gradients, others, []
 
 
 class Training(base.Training):
@@ -144,8 +130,6 @@ class Training(base.Training):
 
     def attempt(self, data: Any, rows: Any, size: Callable[[Any], int], run: Callable[[Any, Any], Any]) -> Any:
         return run(MicroBatches(data, rows, size), GradientSum(self.step.model, self.step.overwriting))
-
-    eagerly = staticmethod(jax.ensure_compile_time_eval)
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
         step = self.step
@@ -189,11 +173,11 @@ class Training(base.Training):
         vars(optimizer)["finalize_variable_values"] = finalize
 
 
-class Program:
+class Program(base.Program):
     """A chunked layer's call, traced once for each size, as a function of what it closes over, such as its weights."""
 
     def __init__(self, body: Any, batches: MicroBatches) -> None:
-        self.body, self.weights = body, list[Any]()
+        super().__init__(body, batches)
         body.discover(batches, _look)
         self._traced: dict[int, Any] = {}
         for index in {0, batches.count - 1}:
@@ -216,22 +200,11 @@ class Program:
         self.weights.append(const)
         return len(self.weights) - 1
 
-    def start(self) -> Any:
-        return self.body.state.start()
-
-    def evaluate(self, weights: Any, carry: list[Any], tensors: list[Any]) -> Result:
+    def evaluate(self, weights: Any, carry: Any, tensors: list[Any]) -> Result:
         jaxpr, places, results = self._traced[tensors[0].shape[0]]
         given = [(self.weights if weights is None else weights)[place] for place in places]
         flat = jax.core.eval_jaxpr(jaxpr, given, *self.body.state.values(carry), *tensors)
         return Result(*jax.tree.unflatten(results, flat))
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """Which inputs need a gradient, by position: known when the first pass is traced, and needed in the second."""
-
-    positions: tuple[int, ...]
 
 
 class Backend(base.Backend):
@@ -245,9 +218,6 @@ class Backend(base.Backend):
             return leaf[rows]
         places = jnp.full(leaf.shape[0], len(rows)).at[rows].set(jnp.arange(len(rows)))
         return _with_rows(leaf, places[leaf.indices[:, 0]], len(rows))
-
-    def value_and_gradients(self, function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
-        return jax.value_and_grad(function, has_aux=True)(values)
 
     def free_memory(self, of_host: Callable[[], Any]) -> float | None:
         stats = jax.local_devices()[0].memory_stats() or {}
@@ -271,33 +241,13 @@ class Backend(base.Backend):
         return MicroBatches(tensors, tensors[0].shape[0], lambda rows: micro_batch_size)
 
     def recomputed(self, passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-        count = len(passes.program.weights)
-
-        def is_inexact(value: Any) -> bool:
-            return jnp.issubdtype(value.dtype, jnp.inexact)
-
-        def outputs(inputs: list[Any], carry: list[Any]) -> Any:
-            return passes.first(inputs[:count], inputs[count:], carry)
-
-        def first(inputs: Any, carry: Any) -> Any:
-            wanted = tuple(n for n, each in enumerate(inputs) if each.perturbed and is_inexact(each.value))
-            inputs, carry = [each.value for each in inputs], [each.value for each in carry]
-            return outputs(inputs, carry), (inputs, carry, _Wanted(wanted))
-
-        def second(kept: Any, cotangents: Any) -> Any:
-            inputs, start, wanted = kept
-            given = [None if isinstance(one, SymbolicZero) or not is_inexact(one) else one for one in cotangents[0]]
-            return passes.second(inputs[:count], inputs[count:], start, given, wanted.positions), None
-
-        run = jax.custom_vjp(outputs)
-        run.defvjp(first, second, symbolic_zeros=True)
-        return run([*passes.program.weights, *passes.body.tensors], carry)
+        return recomputed(passes.first, passes.second)(passes.inputs, carry)
 
     def pullback(
-        self, function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], program: Any
+        self, function: Callable[[list[Any]], Any], inputs: list[Any], given: Any = None, program: Any = None
     ) -> tuple[list[Any], Any]:
-        _, pull, others = jax.vjp(function, inputs, has_aux=True)
-        return pull(given)[0], others
+        outputs, pull, others = jax.vjp(function, inputs, has_aux=True)
+        return pull(list(map(jnp.ones_like, outputs)) if given is None else given)[0], others
 
     def separate(self, variables: Sequence[Any], others: Sequence[Any]) -> None:
         held = {id(value) for value in values_of(others)}  # averages, after `fit`, whose next one donates each buffer
@@ -309,7 +259,7 @@ class Backend(base.Backend):
         return not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
 
     at_once = staticmethod(jax.ensure_compile_time_eval)
-    look = staticmethod(_look)
+    look, device = staticmethod(_look), staticmethod(jax.default_backend)
 
     def compiled(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         return jax.jit(function, compiler_options=QUICKLY)

@@ -14,7 +14,7 @@ from tensorflow.python.eager import record  # whether a tape watches a tensor is
 
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
-from gradaccum.keras.backends.base import Result, Spec, has_rows, is_float, quotient, wide
+from gradaccum.keras.backends.base import Spec, has_rows, quotient, wide
 
 
 class MicroBatches(base.MicroBatches):
@@ -63,44 +63,38 @@ def _slice(leaf: Any, start: Any, size: Any) -> Any:
     return part
 
 
-class GradientSum:
-    """Gradients of a model's trainable weights, added up in at least 32 bits.
+class GradientSum(base.GradientSum):
+    """Sparse gradients aren't summed but put one behind the other, as they would be for the whole batch.
 
-    Sparse gradients aren't summed but put one behind the other, as they would be for the whole batch: Keras' optimizers
-    don't treat them like the dense gradient they stand for, where a row occurs twice.
+    Keras' optimizers don't treat them like the dense gradient they stand for, where a row occurs twice.
     """
 
     def __init__(self, model: Any, overwriting: frozenset[int]) -> None:
-        self.weights, self.overwriting = model.trainable_weights, overwriting
+        super().__init__(model, overwriting)
         embeddings = [layer for layer in private.layers_in(model) if isinstance(layer, keras.layers.Embedding)]
         tables = {id(private.embedding_table(layer)) for layer in embeddings}
         self.sparse = frozenset(i for i, weight in enumerate(self.weights) if id(weight) in tables)  # most likely
         self.missing: set[int] = set()
 
     @property
-    def specs(self) -> tuple[Spec, ...]:
+    def specs(self) -> tuple[Spec, ...]:  # type: ignore[override]  # it follows what is sparse
         weights = [self.weights[index] for index in sorted(self.sparse)]
         return tuple(s for w in weights for s in (Spec(w.dtype, tuple(w.shape[1:])), Spec("int64", ())))
 
     def zeros(self) -> Any:
         return [tf.zeros(() if i in self.sparse else w.shape, wide(w.dtype)) for i, w in enumerate(self.weights)]
 
-    def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> Any:
+    def gradients(self, forward: Callable[[], Any]) -> tuple[list[Any], Any, list[Any]]:
         with tf.GradientTape() as tape:
-            scaled, others = forward()
-            scaled *= share if isinstance(share, float) else tf.cast(share, scaled.dtype)
-        gradients = tape.gradient(scaled, self.weights)
-        found = frozenset(i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices))
-        if found != self.sparse:
-            self.sparse = found
+            loss, others = forward()
+        found = tape.gradient(loss, self.weights)
+        sparse = frozenset(i for i, gradient in enumerate(found) if isinstance(gradient, tf.IndexedSlices))
+        if sparse != self.sparse:
+            self.sparse = sparse
             raise _SparseGradientsError
-        self.missing.update(i for i, gradient in enumerate(gradients) if gradient is None)
-        joined = [tf.maximum if i in self.overwriting else tf.add for i in range(len(sums))]
-        after = [
-            total if gradient is None or i in found else joined[i](total, tf.cast(gradient, total.dtype))
-            for i, (total, gradient) in enumerate(zip(sums, gradients))
-        ]
-        return after, others, [part for i in sorted(found) for part in (gradients[i].values, gradients[i].indices)]
+        self.missing.update(i for i, gradient in enumerate(found) if gradient is None)
+        kept = [part for i in sorted(sparse) for part in (found[i].values, found[i].indices)]
+        return [None if i in sparse else gradient for i, gradient in enumerate(found)], others, kept
 
     def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
         gradients = [None if i in self.missing else total for i, total in enumerate(sums)]
@@ -116,18 +110,12 @@ class _SparseGradientsError(Exception):
 class Training(base.Training):
     """What a training step leaves to TensorFlow."""
 
-    eagerly = staticmethod(tf.init_scope)
-
     def attempt(self, data: Any, rows: Any, size: Callable[[Any], int], run: Callable[[Any, Any], Any]) -> Any:
         model = self.step.model
         batches, sums = MicroBatches(data, rows, size, model.jit_compile), GradientSum(model, self.step.overwriting)
         while True:
             with contextlib.suppress(_SparseGradientsError):
                 return run(batches, sums)
-
-    def must_look(self, iterator: Any) -> bool:
-        # Not into what a graph draws. Of other batches, another number of rows would be an error of TensorFlow's.
-        return not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator))
 
     def all_rows(self, batch: Any) -> Any:
         def joined(leaf: Any) -> Any:
@@ -147,11 +135,11 @@ class Training(base.Training):
         return iter(tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec))
 
 
-class Program:
-    """A chunked layer's call on a micro-batch, as a function of its `weights`, which may need gradients."""
+class Program(base.Program):
+    """A chunked layer's call. What it reads is passed to it: `tf.custom_gradient` knows no other tensors."""
 
     def __init__(self, body: Any, batches: MicroBatches) -> None:
-        self.body = body
+        super().__init__(body, batches)
         for tensor in body.tensors:
             if isinstance(tensor, (tf.SparseTensor, tf.RaggedTensor)):
                 raise TypeError(
@@ -159,11 +147,10 @@ class Program:
                     f"{tuple(tensor.shape)}."
                 )
         body.discover(batches, self._look)
-        self._variables = [v for v in body.read if v.trainable and is_float(v)]
-        self._frozen = [v for v in body.read if all(v is not variable for variable in self._variables)]
-        self._frozen_values = [tf.convert_to_tensor(value) for value in private.uncast_values(self._frozen)]
-        weights = [*private.uncast_values(self._variables), *body.shared]
-        self.weights = [tf.convert_to_tensor(value) for value in weights]
+        self.settle()
+        self.weights = [tf.convert_to_tensor(value) for value in self.weights]
+        frozen = [v for v in body.read if all(v is not variable for variable in self.variables)]
+        self.frozen = [(v, tf.convert_to_tensor(*private.uncast_values([v]))) for v in frozen]
 
     def _look(self, function: Callable[[], Any]) -> Any:
         """Refuse what a gradient should go to, or is random, of which `tf.custom_gradient` knows nothing."""
@@ -181,18 +168,6 @@ class Program:
                 "the second pass can't draw again. Use keras.random with a keras.random.SeedGenerator."
             )
         return found
-
-    def start(self) -> Any:
-        return [tf.convert_to_tensor(value) for value in self.body.state.start()]
-
-    def evaluate(self, weights: Any, carry: list[Any], tensors: list[Any]) -> Result:
-        state, weights = self.body.state, self.weights if weights is None else weights
-        values = [
-            *zip(self._variables, weights),
-            *zip(self._frozen, self._frozen_values),
-            *zip(state.variables, state.values(list(carry))),
-        ]
-        return self.body.run(tensors, values, weights[len(self._variables) :])
 
 
 _STATEFUL = {
@@ -237,16 +212,12 @@ class Backend(base.Backend):
         with tf.__internal__.FuncGraph("gradaccum_look").as_default():
             return function()
 
-    def value_and_gradients(self, function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
-        with tf.GradientTape() as tape:
-            tape.watch(values)
-            found = function(values)
-        gradients = tape.gradient(found[0], values)
-        return found, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+    def device(self) -> str:
+        return "gpu" if tf.config.list_logical_devices("GPU") else "cpu"
 
     def free_memory(self, of_host: Callable[[], Any]) -> float | None:
         # Not told of a GPU: there the first size that runs out of memory ends the search.
-        return None if tf.config.list_logical_devices("GPU") else of_host()
+        return None if self.device() == "gpu" else of_host()
 
     def prepared(
         self, function: Callable[..., Any], arguments: Any, model: Any
@@ -259,25 +230,24 @@ class Backend(base.Backend):
         return MicroBatches(tensors, tensors[0].shape[0], lambda rows: micro_batch_size, static=True)
 
     def recomputed(self, passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
-        weights, rows = passes.program.weights, passes.body.tensors
-        ends, count = (len(weights), len(weights) + len(rows)), len(passes.body.specs)
+        given, count = len(passes.inputs), len(passes.body.specs)
 
         @tf.custom_gradient
         def run(*tensors: Any) -> Any:
-            weights, rows, start = tensors[: ends[0]], tensors[ends[0] : ends[1]], list(tensors[ends[1] :])
-            outputs, carry = passes.first(weights, rows, start)
+            inputs, start = tensors[:given], list(tensors[given:])
+            outputs, carry = passes.first(inputs, start)
 
             def gradient(*upstream: Any) -> Any:
-                given = [one if one.dtype.is_floating else None for one in upstream[:count]]
-                return [*passes.second(weights, rows, start, given), *[None] * len(start)]
+                known = [one if one.dtype.is_floating else None for one in upstream[:count]]
+                return [*passes.second(inputs, start, known), *[None] * len(start)]
 
             return (*outputs, *carry), gradient
 
-        results = run(*weights, *rows, *carry)
+        results = run(*passes.inputs, *carry)
         return list(results[:count]), list(results[count:])
 
     def pullback(
-        self, function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], program: Any
+        self, function: Callable[[list[Any]], Any], inputs: list[Any], given: Any = None, program: Any = None
     ) -> tuple[list[Any], Any]:
         inputs = [tf.identity(tensor) for tensor in inputs]
         with tf.GradientTape() as tape:
@@ -296,7 +266,7 @@ class Backend(base.Backend):
     def unprovable(self) -> str:
         return "under a strategy of several replicas" if tf.distribute.get_strategy().num_replicas_in_sync > 1 else ""
 
-    at_once = staticmethod(tf.init_scope)
+    at_once = staticmethod(tf.__internal__.eager_context.eager_mode)  # in an init_scope no tape records
 
     def when(
         self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None], variables: list[Any]

@@ -19,11 +19,12 @@ from keras import tree
 from gradaccum.core.sizes import BatchSizeFinder, Rows, Slice
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
-from gradaccum.keras.backends.base import RestartWindow, Result, Spec, assign, has_rows, values_of
+from gradaccum.keras.backends.base import RestartWindow, Result, assign, has_rows, values_of
+from gradaccum.on_torch.foreach import scale_
 from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.oom_retry import OomRetry
-from gradaccum.on_torch.private import run_backward
-from gradaccum.on_torch.random_state import RandomState, all_generators, every_device, kept
+from gradaccum.on_torch.private import graph_of, run_backward
+from gradaccum.on_torch.random_state import Conditions, all_generators, every_device, kept
 from gradaccum.on_torch.state import WindowState
 
 
@@ -56,14 +57,12 @@ class MicroBatches(base.MicroBatches):
         return sum(piece.size for piece in self.pieces[:index]), self.pieces[index].size
 
 
-class GradientSum:
+class GradientSum(base.GradientSum):
     """In `.grad` where that has at least 32 bits, else beside it in float32. Also measures what micro-batches cost."""
 
-    specs: tuple[Spec, ...] = ()
-
     def __init__(self, model: Any, overwriting: frozenset[int], once: Callable[[Any], None]) -> None:
-        self.model, self.overwriting, self.once = model, overwriting, once
-        self.parameters = values_of(model.trainable_weights)
+        super().__init__(model, overwriting)
+        self.once, self.parameters = once, values_of(self.weights)
         half = {index for index, p in enumerate(self.parameters) if p.dtype in (torch.float16, torch.bfloat16)}
         self.outside = sorted(half | overwriting)
 
@@ -98,9 +97,8 @@ class GradientSum:
 
     def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
         gradients = [sums.get(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
-        for index, gradient in enumerate(gradients):
-            if scale is not None and gradient is not None and index not in self.overwriting:
-                gradient *= scale
+        if scale is not None:
+            scale_([one for i, one in enumerate(gradients) if one is not None and i not in self.overwriting], scale)
         return gradients
 
 
@@ -116,8 +114,6 @@ def _detached(one: Any) -> Any:
 
 class Training(base.Training):
     """What a training step leaves to PyTorch: memory, and random numbers of PyTorch's own."""
-
-    eagerly = staticmethod(torch.random.fork_rng)
 
     def __init__(self, step: Any) -> None:
         super().__init__(step)
@@ -143,39 +139,38 @@ class Training(base.Training):
         leaves = [("/".join(map(str, path)), leaf, 0) for path, leaf in tree.flatten_with_path(data) if has_rows(leaf)]
         self.window_state.open()
         cut: list[Slice] | None = None
-        while True:
-            plan = Rows(self.sizers.of(leaves), rows)
-            batches = MicroBatches(data, rows, plan if cut is None else cut)
+        try:
+            while True:
+                plan = Rows(self.sizers.of(leaves), rows)
+                batches = MicroBatches(data, rows, plan if cut is None else cut)
 
-            def once(passes: Any, batches: MicroBatches = batches, plan: Rows = plan) -> None:
-                retry.once(batches.ran[-1], plan, passes)
+                def once(passes: Any, batches: MicroBatches = batches, plan: Rows = plan) -> None:
+                    retry.once(batches.ran[-1], plan, passes)
 
-            try:
-                window = run(batches, GradientSum(step.model, step.overwriting, once))
-                self.drew = self._proves and self.window_state.rng_used()
-                self.sizers.close(plan.sizer, rows)
-                return window
-            except RestartWindow:
-                if cut is not None:
-                    step.model.zero_grad()
-                    self.window_state.abandon()
-                    raise ValueError(
-                        "What the losses divide by changes each time the batch runs: a mask is drawn with random "
-                        "numbers that can't be repeated. Draw it with keras.random and a SeedGenerator."
-                    ) from None
-                cut = batches.ran
-            except BaseException as error:
-                cut = None
                 try:
-                    if self._proves or not isinstance(error, Exception):
+                    window = run(batches, GradientSum(step.model, step.overwriting, once))
+                    break
+                except RestartWindow:
+                    if cut is not None:
+                        raise ValueError(
+                            "What the losses divide by changes each time the batch runs: a mask is drawn with random "
+                            "numbers that can't be repeated. Draw it with keras.random and a SeedGenerator."
+                        ) from None
+                    cut = batches.ran
+                except Exception as error:
+                    if self._proves:
                         raise
                     retry.smaller(error, batches.ran[-1] if batches.ran else Slice(slice(0, 1)), plan)
-                except BaseException:
-                    step.model.zero_grad()
-                    self.window_state.abandon()
-                    raise
-            self.meter.release()  # only here, out of reach of an error's frames, is its memory free
-            self.window_state.restart()
+                    cut = None
+                self.meter.release()  # only here, out of reach of an error's frames, is its memory free
+                self.window_state.restart()
+        except BaseException:
+            step.model.zero_grad()
+            self.window_state.abandon()
+            raise
+        self.drew = self._proves and self.window_state.rng_used()
+        self.sizers.close(plan.sizer, rows)
+        return window
 
     @torch.no_grad()
     def look(self, function: Callable[[Any], Any], batches: Any) -> Any:
@@ -197,11 +192,6 @@ class Training(base.Training):
         found = super().counted(MicroBatches(batches.data, batches.rows, cut), run)
         self.window_state.restart()
         return found
-
-    def compute(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
-        # On PyTorch, Keras' losses multiply sample weights with masks in place: they get copies.
-        weights = tree.map_structure(lambda one: one.clone() if torch.is_tensor(one) else one, sample_weight)
-        return super().compute(x, y, weights)
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
         self._proves = True
@@ -238,56 +228,34 @@ class Training(base.Training):
         return [(vars(variable), "_value") for variable in variables if id(variable) not in weights]
 
 
-class Program:
-    """A chunked layer's call as a function of its weights, with the random numbers of the first pass in the second."""
+class Program(base.Program):
+    """A chunked layer's call. What it moves shows only in it."""
 
-    def __init__(self, body: Any, batches: MicroBatches) -> None:
-        self.body = body
-        self.random: list[RandomState] = []
-        self.generators: Any = None
-        self.again: Iterator[RandomState] | None = None
-        self._variables, self._raw = list[Any](), list[Any]()
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-        ]
+    around: Callable[[], Any] = contextlib.nullcontext  # of each evaluation
 
     def start(self) -> Any:
-        """None, as what the call moves shows only in it."""
+        """Not known yet."""
 
-    @property
-    def weights(self) -> list[Any]:
-        return [*private.uncast_values(self._variables), *self._raw, *self.body.shared]
-
-    def evaluate(self, weights: Any, carry: list[Any] | None, tensors: list[Any]) -> Result:
+    def evaluate(self, weights: Any, carry: Any, tensors: list[Any]) -> Result:
         body = self.body
-        if self.again is not None:
-            next(self.again).put_back()
-        elif self.generators is not None:
-            self.random.append(RandomState(self.generators))
+        with self.around():
+            result = body.run(tensors) if carry is None else super().evaluate(weights, carry, tensors)
         if carry is None:
-            result = body.run(tensors)
             body.state.read()
-            self._variables = [v for v in body.read if v.trainable]
-            own = set(map(id, private.uncast_values(self._variables)))
-            # Those of a torch.nn.Module inside, which Keras' variables don't stand for.
+            # Keras' variables don't stand for the parameters of a torch.nn.Module inside.
             modules = body.layer.parameters() if isinstance(body.layer, torch.nn.Module) else []
-            self._raw = [p for p in modules if p.requires_grad and id(p) not in own]
-            return result
-        shared = None if weights is None else weights[len(self._variables) + len(self._raw) :]
-        values = [*zip(self._variables, weights or ()), *zip(body.state.variables, body.state.values(carry))]
-        result = body.run(tensors, values, shared)
-        body.check_rows(tensors[0].shape[0], [tuple(output.shape) for output in result.outputs])
+            self.settle([parameter for parameter in modules if parameter.requires_grad])
+        else:
+            body.check_rows(tensors[0].shape[0], [tuple(output.shape) for output in result.outputs])
         return result
-
-    def is_raw(self, tensor: Any) -> bool:
-        """Whether nothing can stand in for this parameter."""
-        return any(tensor is parameter for parameter in self._raw)
 
 
 class _TwoPasses(torch.autograd.Function):
+    """The outputs of a first pass; `begun` are the conditions in which its micro-batches began."""
+
     @staticmethod
-    def forward(ctx: Any, passes: Any, start: Any, outputs: list[Any], weights: int, *tensors: Any) -> Any:
-        ctx.passes, ctx.start, ctx.weights = passes, start, weights
+    def forward(ctx: Any, passes: Any, start: Any, begun: list[Conditions], outputs: list[Any], *tensors: Any) -> Any:
+        ctx.passes, ctx.start, ctx.begun = passes, start, begun
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
@@ -295,20 +263,13 @@ class _TwoPasses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        needed, tensors = ctx.needs_input_grad[4:], ctx.saved_tensors
+        passes, needed, begun = ctx.passes, ctx.needs_input_grad, iter(ctx.begun)
         if all(given is None for given in upstream):
-            return (None,) * (4 + len(needed))
-        wanted = [n for n, need in enumerate(needed) if need]
-        program, weights, rows = ctx.passes.program, tensors[: ctx.weights], tensors[ctx.weights :]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(kept(program.random[0].states))
-            for kind, dtype in program.autocast:
-                stack.enter_context(torch.autocast(kind, dtype))
-            program.again = iter(program.random)  # random numbers are drawn again
-            try:
-                return None, None, None, None, *ctx.passes.second(weights, rows, ctx.start, list(upstream), wanted)
-            finally:
-                program.again = None
+            return (None,) * len(needed)
+        wanted = [n for n, need in enumerate(needed[4:]) if need]
+        passes.program.around = lambda: next(begun).restored()
+        with kept(ctx.begun[0].random.states):  # random numbers are drawn again
+            return (None,) * 4 + (*passes.second(ctx.saved_tensors, ctx.start, list(upstream), wanted),)
 
 
 class Backend(base.Backend):
@@ -317,15 +278,11 @@ class Backend(base.Backend):
 
     lazy_divisors = True  # a first pass that counts costs a third
 
+    def device(self) -> str:
+        return str(private.torch_device()).partition(":")[0]
+
     def take_rows(self, leaf: Any, rows: Any) -> Any:
         return leaf[rows]
-
-    def value_and_gradients(self, function: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, list[Any]]:
-        values = [value.detach().clone().requires_grad_() for value in values]
-        loss, others = function(values)
-        # A loss of nothing that has a gradient has none.
-        gradients = torch.autograd.grad(loss, values, allow_unused=True) if loss.requires_grad else [None] * len(values)
-        return (loss.detach(), others), list(gradients)
 
     @torch.no_grad()
     def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
@@ -336,25 +293,31 @@ class Backend(base.Backend):
         return MicroBatches(tensors, rows, Slice(slice(0, rows)).split(micro_batch_size))
 
     def recomputed(self, passes: Any, carry: Any) -> tuple[list[Any], list[Any]]:
-        program, body = passes.program, passes.body
-        program.generators = all_generators(every_device())  # random states are remembered
+        begun: list[Conditions] = []
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            begun.append(Conditions(all_generators(every_device()), every_device()))
+            yield
+
+        passes.program.around = around
         with torch.no_grad():
-            outputs, after = passes.first(None, body.tensors, carry)
-        program.generators = None
-        start = body.state.start() if carry is None else carry
-        return [*_TwoPasses.apply(passes, start, outputs, len(program.weights), *program.weights, *body.tensors)], after
+            outputs, after = passes.first(passes.body.tensors, carry)
+        start = passes.body.state.start() if carry is None else carry
+        return [*_TwoPasses.apply(passes, start, begun, outputs, *passes.inputs)], after
 
     def pullback(
-        self, function: Callable[[list[Any]], Any], inputs: list[Any], given: list[Any], program: Program
+        self, function: Callable[[list[Any]], Any], inputs: list[Any], given: Any = None, program: Any = None
     ) -> tuple[list[Any], Any]:
-        again = torch.is_grad_enabled()
+        again, raw = torch.is_grad_enabled(), {id(parameter) for parameter in (program.raw if program else ())}
         with torch.enable_grad():
             leaves = [
-                one if program.is_raw(one) else one.view_as(one) if again else one.detach().requires_grad_()
+                one if id(one) in raw else one.view_as(one) if again else one.detach().requires_grad_()
                 for one in inputs
             ]
             outputs, others = function(leaves)
-            roots = [(output, one) for output, one in zip(outputs, given) if output.requires_grad]
+            pairs = zip(outputs, itertools.repeat(None) if given is None else given)
+            roots = [(output, one) for output, one in pairs if output.requires_grad]
             if not roots:
                 return [None] * len(inputs), others
             ends, gradients = zip(*roots)
@@ -369,7 +332,7 @@ class Backend(base.Backend):
         gradient = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
         return gradient if total is None else total + gradient
 
-    unrecorded, random_kept = torch.no_grad, staticmethod(torch.random.fork_rng)
+    unrecorded = torch.no_grad
 
     def plainly(self, run: Callable[[], Any]) -> Any:
         return torch._dynamo.disable(run)() if torch.compiler.is_compiling() else run()
@@ -381,17 +344,8 @@ class Backend(base.Backend):
         own = {id(value) for value in values}
         if isinstance(layer, torch.nn.Module):
             own |= {id(parameter) for parameter in layer.parameters()}
-        waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        seen, found = set(waiting), []
-        while waiting:
-            node = waiting.pop()
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in own:
-                found.append(tuple(leaf.shape))
-            new = [after for after, _ in node.next_functions if after is not None and after not in seen]
-            seen.update(new)
-            waiting += new
-        return found
+        leaves = [getattr(node, "variable", None) for node in graph_of(*[output.grad_fn for output in outputs])]
+        return [tuple(leaf.shape) for leaf in leaves if leaf is not None and id(leaf) not in own]
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:

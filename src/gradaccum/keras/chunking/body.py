@@ -272,6 +272,11 @@ class _Passes:
         self.keep = min(keep, self.batches.count) if isinstance(self.batches.count, int) else 0
         self.program = self.backend.program(body, self.batches)
 
+    @property
+    def inputs(self) -> list[Any]:
+        """What needs gradients: the call's weights, and the tensors with rows."""
+        return [*self.program.weights, *self.body.tensors]
+
     def run(self) -> list[Any]:
         """The outputs of the whole batch."""
         batches, carry, kept = self.batches, self.program.start(), []
@@ -292,21 +297,24 @@ class _Passes:
         with self.backend.unrecorded():
             return state.after(state.start() if carry is None else list(carry), result, size, self.batches.rows)
 
-    def first(self, weights: Any, tensors: Any, carry: Any) -> tuple[list[Any], list[Any]]:
+    def first(self, inputs: Any, carry: Any) -> tuple[list[Any], list[Any]]:
         """The outputs of the micro-batches that aren't kept, and the carry behind them."""
+        count = len(inputs) - len(self.body.tensors)
+        weights = inputs[:count] or None
 
         def micro(tensors: Any, size: Any, carry: Any) -> tuple[Any, list[Any]]:
             result = self.program.evaluate(weights, carry, tensors)
             return self._after(carry, result, size), result.outputs
 
         specs = getattr(self.body, "specs", ())
-        carry, outputs = self.batches.of(list(tensors)).run(micro, carry, specs, begin=self.keep)
+        carry, outputs = self.batches.of(list(inputs[count:])).run(micro, carry, specs, begin=self.keep)
         return outputs, carry
 
-    def second(self, weights: Any, tensors: Any, start: Any, upstream: list[Any], wanted: Any = None) -> list[Any]:
-        """The gradients of weights and tensors with rows; of those that are `wanted`, by their numbers."""
-        backend, batches, count = self.backend, self.batches, len(weights)
-        wanted = [n for n, one in enumerate([*weights, *tensors]) if is_float(one)] if wanted is None else wanted
+    def second(self, inputs: Any, start: Any, upstream: list[Any], wanted: Any = None) -> list[Any]:
+        """The gradients of the inputs; of those that are `wanted`, by their numbers."""
+        backend, batches, count = self.backend, self.batches, len(self.program.weights)
+        weights, tensors = inputs[:count], inputs[count:]
+        wanted = [n for n, one in enumerate(inputs) if is_float(one)] if wanted is None else wanted
         shared, own = [n for n in wanted if n < count], [n - count for n in wanted if n >= count]
         used = [n for n, given in enumerate(upstream) if given is not None]
 

@@ -30,7 +30,7 @@ from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import assign, has_rows, is_float
 from gradaccum.keras.batch_norm import BatchNorm, BatchNormOrExact, during_micro_batch, warn
 from gradaccum.keras.chunking.body import Body, Graph, OuterTensorError, exact_passes, two_passes
-from gradaccum.keras.equivalence import StepRunner, held, mixing_layers, precision_of, recorded_calls
+from gradaccum.keras.equivalence import Draws, StepRunner, held, mixing_layers, precision_of, recorded_calls
 from gradaccum.keras.loss import as_array
 from gradaccum.schedule import checked_count
 
@@ -255,6 +255,7 @@ class _Trial(StepRunner):
     def __init__(self, body: Body, rows: int, size: int, passes: Any, batch_norm: BatchNorm, unknown: int) -> None:
         self.precision, self._tolerance = precision_of(body.layer), rounding(precision_of(body.layer))
         self.body, self.rows, self.size, self.passes, self.batch_norm = body, rows, size, passes, batch_norm
+        self.draws = Draws()  # not told of
         self._random = np.random.default_rng(0)
         self._layers = [body.layer, *private.layers_in(body.layer)]
         self.real = backends.running().known([*body.tensors, *body.shared])
@@ -312,12 +313,10 @@ class _Trial(StepRunner):
                 left.append(f"{key[1]}.{key[2]}")
         for layer in self._layers:
             vars(layer).update({name: value for (key, _, name), (value, _) in before.items() if key == id(layer)})
-        if comparison.wrong:
-            if any(not difference.error <= self.tolerance for difference in comparison.unrepeatable()):
-                return "it draws random numbers that don't come from keras.random, or changes with every call"
-            comparison.judged()
-            if wrong := comparison.wrong:
-                self._raise(sizes, max(difference.error for difference in wrong))
+        if doubt := self.doubt(comparison):
+            return doubt
+        if wrong := comparison.wrong:
+            self._raise(sizes, max(difference.error for difference in wrong))
         far = [n for n, v in moved.items() if relative_error(in_parts.get(n, v), v) > 100 * self.tolerance]
         self._warn(far, left)
         return ""

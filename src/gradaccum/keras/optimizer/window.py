@@ -7,7 +7,6 @@ window are written once, in arithmetic that numbers and traced tensors both unde
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from gradaccum.core.window import counted, is_full
 from gradaccum.errors import WindowError
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import wide
+from gradaccum.keras.batch_norm import warn_of_layers
 from gradaccum.schedule import Schedule
 
 logger = logging.getLogger("gradaccum")
@@ -213,15 +213,12 @@ class Window:
 
     def name_batch_norms(self, names: Sequence[str]) -> None:
         """Warn of these BatchNormalization layers, once each."""
-        names = [name for name in names if name not in self.warned]
-        if names and self.rule.schedule.largest != 1:
-            self.warned.update(names)
-            warnings.warn(
-                "BatchNormalization normalises each micro-batch by itself, so updates differ from the large batch's: "
-                f"{', '.join(map(repr, names))}. Use GroupNormalization or LayerNormalization, freeze it with "
-                '`layer.trainable = False`, or split large batches by micro_batched(model, 16, batch_norm="exact").',
-                stacklevel=2,
+        if self.rule.schedule.largest != 1:
+            advice = (
+                "Use GroupNormalization or LayerNormalization, freeze it with `layer.trainable = False`, or split "
+                'large batches by micro_batched(model, 16, batch_norm="exact").'
             )
+            warn_of_layers(names, self.warned, advice)
 
     # Its file: the entries that the inner optimizer writes by itself, and those of the open window.
 

@@ -111,13 +111,8 @@ class Proof:
         if not np.isfinite(loss).all():
             raise FloatingPointError(f"the loss of {few} rows at once is {loss}")
         comparison.differences()
-        if not comparison.wrong:
-            return ""
-        again = [d for d in comparison.unrepeatable() if d.part != "buffer"]
-        if runner.draws.raw or any(not difference.error <= allowed for difference in again):
-            return "the model draws random numbers that can't be made the same for each row"
-        comparison.judged()
-        if wrong := comparison.wrong:
+        doubt = runner.doubt(comparison)
+        if not doubt and (wrong := comparison.wrong):
             cuts = np.split(np.arange(few), np.cumsum(sizes)[:-1])
             values = self.step.state() if state is None else state
             causes = find_causes(
@@ -131,7 +126,7 @@ class Proof:
                     f"{', '.join(map(str, sizes))}. Nothing has been trained with this batch. To train anyway, pass "
                     "micro_batched(..., verify=False)."
                 ) from None
-        return ""
+        return doubt
 
     def _kind(self, batch: Any) -> str:
         def kind(leaf: Any) -> Any:

@@ -31,6 +31,7 @@ from gradaccum.keras.backends.base import (
     discarded,
     has_rows,
     rows_of,
+    times,
     unpack,
     values_of,
 )  # fmt: skip
@@ -220,7 +221,7 @@ class MicroBatchedStep:
             return self.micro_batch_size
         key = str(tree.map_structure(lambda leaf: None if leaf is None else tuple(leaf.shape), data))
         if key not in self._sizes:
-            with self.training.eagerly():
+            with self.backend.at_once():
                 self._sizes[key] = fastest_size(self.model, data, rows)
         return self._sizes[key]
 
@@ -306,10 +307,10 @@ class _Pass:
         share = _share(size, self.batches.rows)
         forward = functools.partial(self._forward, micro_batch, share)
         sums, (loss, y_pred, singles, valid), rows = self.gradients.add(sums, forward, share)
-        loss = _times(loss, share)
+        loss = times(loss, share)
         if len(loss.shape):  # reduction=None on TensorFlow: `fit` logs the mean
-            loss = _times(ops.mean(loss), share)
-        tracked = [total + _times(one, share) for total, one in zip(tracked, singles)]
+            loss = times(ops.mean(loss), share)
+        tracked = [total + times(one, share) for total, one in zip(tracked, singles)]
         pooled = self.pool.add(pooled, values_of(self.pool.variables), valid, size)
         if plan.metrics == "streamed":
             private.compiled_metrics(self.model).update_state(y, y_pred, sample_weight)
@@ -351,10 +352,6 @@ def _share(size: Any, rows: Any) -> Any:
     if isinstance(size, int) and isinstance(rows, int):
         return size / rows
     return ops.cast(size, keras.backend.floatx()) / ops.cast(rows, keras.backend.floatx())
-
-
-def _times(value: Any, share: Any) -> Any:
-    return value * (share if isinstance(share, float) else ops.cast(share, value.dtype))
 
 
 def remove_step(model: Any) -> None:

@@ -28,14 +28,14 @@ def host_of(store: Any) -> str | None:
     return getattr(store, "host", None)
 
 
-def timeout_of(group: Any) -> Callable[[], timedelta | None]:
-    """How long this process group waits, at any time that this is called; None if unknown: torch's half an hour."""
+def timeout_of(group: Any) -> Callable[[], float]:
+    """How many seconds this process group waits, at any time that this is called; if unknown, torch's half an hour."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):
             options = group._get_backend(torch.device(device)).options
             if isinstance(options._timeout, timedelta):
-                return functools.partial(getattr, options, "_timeout")
-    return lambda: None
+                return lambda: options._timeout.total_seconds()
+    return lambda: 1800.0
 
 
 # DistributedDataParallel.

@@ -10,7 +10,6 @@ So each parameter gets its gradient once, and hooks on parameters, DistributedDa
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import itertools
@@ -28,7 +27,7 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.adapter.arrays import relative_error
 from gradaccum.on_torch.batch import BatchDims, children, leaves, map_leaves
 from gradaccum.on_torch.private import pass_for_parameter, run_backward
-from gradaccum.on_torch.random_state import RandomState, all_generators, is_generator, kept
+from gradaccum.on_torch.random_state import Conditions, all_generators, is_generator, kept
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.buffers import LentBuffers, ModuleContents
 from gradaccum.torch.head import computed
@@ -129,37 +128,6 @@ def check_nothing_cached() -> None:
             "torch.nn.utils.parametrize.cached() keeps weights from a first pass, which have no graph, for the second "
             "one. Don't use it around chunked modules, `blocks`, and their backward pass."
         )
-
-
-class Conditions:
-    """The random state and the autocast settings that a forward pass starts from."""
-
-    def __init__(self, generators: Iterable[Any], devices: Iterable[torch.device] = ()) -> None:
-        self.random = RandomState(generators)
-        self.autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in sorted({"cpu", *(device.type for device in devices)})
-            if torch.amp.is_autocast_available(kind)
-        ]
-        self.autocast_cache = torch.is_autocast_cache_enabled()
-
-    def advance(self) -> Conditions:
-        """The forward pass has run: keep the states of the generators that it has moved, only. Returns those now."""
-        following = copy.copy(self)
-        following.random = RandomState(self.random.states)
-        self.random = self.random.only(self.random.moved(following.random))
-        return following
-
-    def restored(self) -> contextlib.AbstractContextManager[Any]:
-        """Set the generators to these states, and enter these autocast settings."""
-        self.random.put_back()
-        casts = [cast for cast in self.autocast if cast[1] or torch.is_autocast_enabled(cast[0])]
-        if not casts:
-            return contextlib.nullcontext()
-        stack = contextlib.ExitStack()
-        for kind, enabled, dtype in casts:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache))
-        return stack
 
 
 class Passes:

@@ -57,13 +57,12 @@ class Channel:
         self._connections: Mapping[int, Connection] = {}
         self._arrived = defaultdict[tuple[int, bytes], deque[bytes]](deque)
         """By rank and kind, messages that have come before one of the other kind that was waited for."""
-        self._posted: list[list[float]] = []
         if self.size == 1:
             return
         Channel.made += 1
-        self.rank, self._timeout = list(members).index(dist.get_rank()), timeout_of(group or dist.group.WORLD)
+        self.rank, self.timeout = list(members).index(dist.get_rank()), timeout_of(group or dist.group.WORLD)
         try:
-            self._connections = meet(members, self.timeout)
+            self._connections = meet(members, self.timeout())
         except (RuntimeError, OSError) as error:
             if isinstance(error, WindowError):
                 raise
@@ -72,12 +71,6 @@ class Channel:
                 "least one of them is gone, or took longer than the process group's timeout. Build it on every "
                 f"rank, and look at the other ranks' own errors. ({error})"
             ) from error
-
-    @property
-    def timeout(self) -> float:
-        """Seconds to wait for another rank: the process group's, at any time; torch's half an hour, if unknown."""
-        found = self._timeout()
-        return 1800.0 if found is None else found.total_seconds()
 
     def exchange(self, *numbers: float) -> list[list[float]]:
         """Send these numbers, and wait for every rank's."""
@@ -92,15 +85,6 @@ class Channel:
         """What `exchange` returns."""
         ranks = range(self.size)
         return [mine if one == self.rank else array("d", self._next(one, _NUMBERS)).tolist() for one in ranks]
-
-    def post(self, *numbers: float) -> None:
-        """Send these numbers without waiting for the others; `posted` returns theirs later."""
-        self._posted.append(self.send(*numbers))
-
-    def posted(self) -> list[list[list[float]]]:
-        """What all ranks sent in the exchanges that `post` began, each once."""
-        messages, self._posted = self._posted, []
-        return [self.receive(message) for message in messages]
 
     def gather(self, mine: Any) -> list[Any]:
         """Every rank's object, by rank: anything that can be pickled."""
@@ -125,8 +109,8 @@ class Channel:
         connection, arrived = self._connections[rank], self._arrived[rank, kind]
         try:
             while not arrived:
-                if not connection.poll(self.timeout):
-                    raise TimeoutError(f"nothing came for {self.timeout:g} s")
+                if not connection.poll(seconds := self.timeout()):
+                    raise TimeoutError(f"nothing came for {seconds:g} s")
                 message = connection.recv_bytes()
                 self._arrived[rank, message[:1]].append(message[1:])
         except (OSError, EOFError) as error:

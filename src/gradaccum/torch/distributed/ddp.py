@@ -97,7 +97,7 @@ class Replicas(Engine):
     def attach(self, ranks: Any) -> None:
         super().attach(ranks)
         # At the end of the pass itself: reentrant checkpointing runs others inside, which bring gradients.
-        self._at_output = weakly(lambda ranks, gradient: ranks.pass_begins(), ranks)
+        self._at_output = weakly(ranks.pass_begins)
         for model in self.modules:
             starts, done = (torch.compiler.disable(weakly(call)) for call in (self._forward_starts, self._forward_done))
             self._hooks += [model.register_forward_pre_hook(starts), model.register_forward_hook(done)]

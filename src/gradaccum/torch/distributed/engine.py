@@ -9,15 +9,13 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 
-def weakly(function: Callable[..., Any], owner: Any = None) -> Callable[..., Any]:
-    """A hook that calls this method, or this function of its owner, as long as that is alive; None afterwards."""
-    if owner is None:
-        owner, function = function.__self__, function.__func__  # type: ignore[attr-defined]
-    this = weakref.ref(owner)
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that calls this method as long as its owner is alive; None afterwards."""
+    this = weakref.WeakMethod(method)
 
     def hook(*args: Any) -> Any:
         alive = this()
-        return None if alive is None else function(alive, *args)
+        return None if alive is None else alive(*args)
 
     return hook
 

@@ -17,6 +17,7 @@ Collectives that the model makes by itself, beside FSDP2's, are not asked for.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import zlib
@@ -147,8 +148,8 @@ class Shards(Engine):
         named = [(name, part) for module in self.modules for name, part in module.named_modules()]
         parts = [(name, part) for name, part in named if next(own_sharded_groups(part), None) is not None]
         for number, (name, part) in enumerate(parts, start=1):
-            starts = weakly(lambda shards, *_, name=name, number=number: shards._forward_starts(name, number), self)
-            self._hooks.append(part.register_forward_pre_hook(torch.compiler.disable(starts), prepend=True))
+            starts = functools.partial(torch.compiler.disable(weakly(self._forward_starts)), name, number)
+            self._hooks.append(part.register_forward_pre_hook(starts, prepend=True))
 
     def _is_shared(self) -> bool:
         """Whether another optimizer is there that has taken a module, and has other parameters of it."""
@@ -172,7 +173,7 @@ class Shards(Engine):
         """The ranks that are to hear of a pass; None where it isn't one of a window."""
         return None if Shards.alone_now or not torch.is_grad_enabled() else self._ranks()
 
-    def _forward_starts(self, name: str, number: int) -> None:
+    def _forward_starts(self, name: str, number: int, module: Any, inputs: Any) -> None:
         if (ranks := self._watching()) is not None:
             self.passes = (self.passes * 31 + number) % 2**48
             if self._first and not Shards.asking_now:
@@ -185,12 +186,12 @@ class Shards(Engine):
         if self._first and not Shards.asking_now:
             self.meet("")
         self.watch(self._groups)
-        starts = weakly(lambda shards, gradient: shards._backward_starts(), self)
+        starts = weakly(self._backward_starts)
         for _, leaf in leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(starts)
 
-    def _backward_starts(self) -> None:
+    def _backward_starts(self, gradient: Tensor) -> None:
         if (ranks := self._ranks()) is not None:
             ranks.backward_starts()
 

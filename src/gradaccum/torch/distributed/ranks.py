@@ -174,6 +174,7 @@ class Ranks:
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
         self._steps = 0
         self._sent: Any = None  # a message that the other ranks' answers have not been read of
+        self._left: list[list[float]] = []  # those that say that this rank has dropped out, likewise
         self._before: _Reports | None = None  # of the window before, to which those of the next are mostly equal
         self.engine.attach(self)
         weakref.finalize(self, self.engine.remove).atexit = False
@@ -245,9 +246,8 @@ class Ranks:
     def agree_on_last(self, last: bool) -> None:
         """A micro-batch of `batches()` begins, this rank's `last` one perhaps. A WindowError where that can't be."""
         if self.sharded:
-            reports = self._meet(_Report(Kind.MICRO_BATCH, last=last))
-            if reports.differ("last"):
-                lasts = [bool(report.last) for report in reports.each]
+            lasts = [bool(numbers[1]) for numbers in self._exchange(Kind.MICRO_BATCH, last)]
+            if len({*lasts}) > 1:
                 raise WindowError(
                     "A sharded model needs the same number of batches on every rank. Whether this batch is the last: "
                     f"{by_rank(lasts)}. Nothing was updated. Pad or drop batches (DistributedSampler does), or use "
@@ -260,7 +260,7 @@ class Ranks:
             self._adopted = True
             self._listening().forward_starts(self.loss_scale)
 
-    def pass_begins(self) -> None:
+    def pass_begins(self, gradient: Any = None) -> None:
         """A backward pass that may reduce has come to an output of a model, and to none of its parameters."""
         after_backward(self.pass_over)
         self._listening().pass_begins()
@@ -502,8 +502,8 @@ class Ranks:
         self._notified = notified
         if self.sharded:
             self.engine.stop()
-        if not (self._all_last or self._met or self._sent is not None or self._reports is not None):
-            self.channel.post(*_Report(Kind.ABORTED, last=True).numbers())
+        if self.size > 1 and not (self._all_last or self._met or self._sent is not None or self._reports is not None):
+            self._left.append(self.channel.send(*_Report(Kind.ABORTED, last=True).numbers()))
 
     # Messages.
 
@@ -521,7 +521,7 @@ class Ranks:
         return self._read()
 
     def _send(self, report: _Report) -> None:
-        self._check_posted()
+        self._check_left()
         self._sent = report.kind, self.channel.send(*report.numbers())
 
     def _read(self) -> _Reports:
@@ -546,15 +546,15 @@ class Ranks:
 
     def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
         """Numbers of all ranks, behind one that says what they are about."""
-        self._check_posted()
+        self._check_left()
         messages = self.channel.exchange(kind, *numbers)
         self._check_kinds([Kind(int(numbers[0])) for numbers in messages], kind)
         return messages
 
-    def _check_posted(self) -> None:
-        for earlier in self.channel.posted():
-            if not self._notified:
-                self._check_kinds([Kind(int(numbers[0])) for numbers in earlier], Kind.ABORTED, Kind.IDLE)
+    def _check_left(self) -> None:
+        answers, self._left = [self.channel.receive(sent) for sent in self._left], []
+        for messages in answers if not self._notified else ():
+            self._check_kinds([Kind(int(numbers[0])) for numbers in messages], Kind.ABORTED, Kind.IDLE)
 
     def _check_kinds(self, kinds: Sequence[Kind], *expected: Kind) -> None:
         """Raise if a rank is not where this one is."""

@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, children, rebuild
 from gradaccum.on_torch.private import graph_of, run_backward
-from gradaccum.on_torch.random_state import is_generator
-from gradaccum.torch.chunking.two_passes import Conditions, Inputs, backward_roots, is_floating, tensors_of, version_of
+from gradaccum.on_torch.random_state import Conditions, is_generator
+from gradaccum.torch.chunking.two_passes import Inputs, backward_roots, is_floating, tensors_of, version_of
 from gradaccum.torch.layers.blocks import Block, called
 from gradaccum.torch.layers.offload import Store, Waiting
 
