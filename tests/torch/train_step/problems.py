@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.fuzz.problem import Faulty
 from tests.torch.problems import Does as Of
 
 OUT = "CUDA out of memory (simulated)"
@@ -43,6 +42,21 @@ def linear(inputs, outputs):
     return nn.Linear(inputs, outputs, dtype=torch.float64)
 
 
+class Backward(torch.autograd.Function):
+    """Identity that runs out of memory in the backward pass above a number of rows."""
+
+    @staticmethod
+    def forward(ctx, x, limit):
+        ctx.limit = limit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if len(grad) > ctx.limit:
+            raise torch.OutOfMemoryError(OUT)
+        return grad, None
+
+
 def moves_statistics(module, x):
     """As a BatchNorm does: one in place, one by assignment."""
     module.mean.mul_(0.9).add_(x.detach().mean(0))
@@ -60,13 +74,15 @@ class Fragile(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.last = nn.Linear(6, 3, dtype=torch.float64)
         self.forward_limit, self.backward_limit = forward_limit, backward_limit
-        self.fault, self.sizes = Faulty(), []
+        self.sizes = []
 
     def forward(self, x):
         self.sizes.append(len(x))
         self.statistics(x)
-        self.fault.most = {"forward": self.forward_limit, "backward": self.backward_limit}
-        return self.last(self.fault(self.dropout(torch.tanh(self.first(x)))))
+        x = self.dropout(torch.tanh(self.first(x)))
+        if len(x) > self.forward_limit:
+            raise torch.OutOfMemoryError(OUT)
+        return self.last(Backward.apply(x, self.backward_limit))
 
 
 def centred(module, x):
