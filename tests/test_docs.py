@@ -26,9 +26,8 @@ def test_the_pages_blocks_run(path, tmp_path):
 
 
 def test_the_readme_begins_with_code_that_runs_by_itself(tmp_path):
-    blocks = re.findall(
-        r"^```python\n.*?^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n.*?^```$", readme, re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 2
     (tmp_path / "first.md").write_text(blocks[0] + "\n")
     done = with_pytorch()(tmp_path / "first.md", tmp_path)
@@ -55,10 +54,9 @@ def test_a_broken_block_would_be_seen(tmp_path, block):
     if done.ok:
         assert done.stdout == "2\n"
     else:
+        place = rf'page\.md", line {11 + block.count(chr(10)) - 1}\b'
         assert BROKEN[block] in done.stderr
-        assert re.search(rf'page\.md", line {11 + block.count(chr(10)) - 1}\b', done.stderr), (
-            "it points to another line"
-        )
+        assert re.search(place, done.stderr), "it points to another line"
 
 
 @pytest.mark.parametrize("path", EVERY_PAGE, ids=name)

@@ -162,36 +162,19 @@ def test_the_last_updates_decide() -> None:
     assert schedule._vote(estimate([*early.measured, *late.measured])) == 1
 
 
-@pytest.mark.parametrize(
-    ("rule", "rate", "betas"),
-    [(None, 0.1, (0.9, 0.99)), ("linear", 0.8, (0.9, 0.99)), ("sqrt", 0.1 * 8**0.5, (0.9**8, 0.99**8))],
-)
-def test_hyperparameters_of_an_update_and_theirs_again(rule: Any, rate: float, betas: tuple[float, float]) -> None:
-    schedule = NoiseSchedule(2, 64, scale_learning_rate=rule)
+@pytest.mark.parametrize("group", [{"d": 1}, {"lr": None}, {}])
+def test_a_group_without_a_learning_rate_to_scale_is_an_error(group: dict[str, Any]) -> None:
+    schedule = NoiseSchedule(2, 64, scale_learning_rate="linear")
     schedule.steps = 16
-    group: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
-    before = dict(group)
-    with schedule._scaled([group]):
-        assert group["lr"] == pytest.approx(rate)
-        assert group["betas"] == pytest.approx(betas)
-    assert group == before
-    assert schedule.learning_rate_factor == pytest.approx(rate / 0.1)
-    if rule == "linear":
-        with schedule._scaled([group]):
-            group["lr"] = 7.0
-        assert group["lr"] == 7.0, "what the optimizer sets itself stays"
-        for group in ({"d": 1}, {"lr": None}, {}):
-            with pytest.raises(ValueError, match="no learning rate"), schedule._scaled([group]):
-                pass
+    with pytest.raises(ValueError, match="no learning rate"), schedule._scaled([group]):
+        pass
 
 
-def test_it_goes_on_where_it_was_saved() -> None:
-    schedule, other, narrow = NoiseSchedule(2, 64, every=10), NoiseSchedule(2, 64, every=10), NoiseSchedule(2, 4)
+def test_a_state_goes_on_within_the_bounds_of_the_schedule_that_loads_it() -> None:
+    schedule, narrow = NoiseSchedule(2, 64, every=10), NoiseSchedule(2, 4)
     followed(schedule, 16 * 40, 25)
-    for one, steps in ((other, schedule.steps), (narrow, 4)):
-        one.load_state_dict(schedule.state_dict())
-        assert (one.steps, one.updates) == (steps, 5)
-    assert followed(other, 16 * 40, 20) == followed(schedule, 16 * 40, 20) != []
+    narrow.load_state_dict(schedule.state_dict())
+    assert (narrow.steps, narrow.updates) == (4, 5)
     with pytest.raises(ValueError, match=r"what a NoiseSchedule's state_dict\(\) wrote. Received: {}"):
         narrow.load_state_dict({})
 

@@ -31,11 +31,9 @@ def site(request, tmp_path_factory):
 
 def test_every_public_name_is_in_the_reference(site):
     pages = {face: (site / f"reference/{face}.html").read_text(encoding="utf-8") for face in FACES}
+    section = r'id="{0}\.(\w+)"(.*?)(?=id="{0}\.\w+"|\Z)'
     sections = {
-        face: dict(
-            re.findall(rf'id="{re.escape(face)}\.(\w+)"(.*?)(?=id="{re.escape(face)}\.\w+"|\Z)', page, re.DOTALL)
-        )
-        for face, page in pages.items()
+        face: dict(re.findall(section.format(re.escape(face)), page, re.DOTALL)) for face, page in pages.items()
     }
     missing = []
     for line in (ROOT / "docs/api.txt").read_text(encoding="utf-8").splitlines():
@@ -52,10 +50,9 @@ def test_every_public_name_is_in_the_reference(site):
 
 def test_nothing_is_fetched_from_elsewhere(site):
     """Links may lead away; scripts, styles, fonts and pictures are the site's own."""
+    fetching = r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"([^\"]*)\""
     for page in site.rglob("*.html"):
-        fetched = re.findall(
-            r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"([^\"]*)\"", page.read_text(encoding="utf-8")
-        )
+        fetched = re.findall(fetching, page.read_text(encoding="utf-8"))
         assert [address for address in fetched if "//" in address] == []
     for style in site.rglob("*.css"):
         assert re.findall(r"url\([\"']?(?:https?:)?//[^)]*", style.read_text(encoding="utf-8")) == []
@@ -72,11 +69,8 @@ def test_formulas_are_rendered_without_a_script(site):
 
 
 def test_types_that_stand_for_several_others_are_written_out(site):
-    aliases = set()
-    for path in (ROOT / "src/gradaccum").rglob("*.py"):
-        aliases |= set(
-            re.findall(r"^([A-Z][a-z]\w*) = (?:\w+ \||\w+\[|Any$)", path.read_text(encoding="utf-8"), re.MULTILINE)
-        )
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/gradaccum").rglob("*.py"))
+    aliases = set(re.findall(r"^([A-Z][a-z]\w*) = (?:\w+ \||\w+\[|Any$)", sources, re.MULTILINE))
     aliases -= {"Block", "Array"}  # a public name, with an entry of its own, and JAX' own
     assert {"GroupsChoice", "BatchDims", "BufferRule", "PairsOf"} <= aliases
     for page in (site / "reference").glob("*.html"):

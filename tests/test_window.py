@@ -1,6 +1,5 @@
-"""What a window has seen, what it weighs, and when it closes."""
+"""What micro-batches weigh in a window. When it closes, and how it goes on from a file, the random programs tell."""
 
-import copy
 import math
 import re
 from fractions import Fraction
@@ -10,10 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradaccum import WindowError
 from gradaccum.core.window import Window, checked_reduction, checked_weight
-
-WEIGHTS = st.integers(0, 10**6).map(float)
 
 
 def fill(window, weights):
@@ -25,56 +21,11 @@ def fill(window, weights):
     return factors
 
 
-# The mean of a window.
-
-EVENTS = st.sampled_from(["", "", "last of its epoch", "saved and loaded", "another unit", "another loss"])
-
-
-@given(
-    st.lists(st.tuples(WEIGHTS, st.integers(-1000, 1000), EVENTS), min_size=1, max_size=20),
-    st.integers(1, 8),
-    st.sampled_from(["losses", "batches", "nobody"]),
-)
-def test_any_windows_are_divided_to_the_weighted_mean_and_close_with_their_last_step(micro_batches, steps, said_by):
-    window, held, total = Window(steps), [], 0.0
-    for weight, gradient, event in micro_batches:
-        weight = 1.0 if said_by == "nobody" else weight
-        if event == "saved and loaded":
-            state, window = copy.deepcopy(window.state_dict()), Window()
-            window.load_state_dict(state)
-        elif event == "another unit":
-            total *= window.rescale(7.0)
-        if said_by == "batches" or event == "last of its epoch":
-            window.expect(weight, last=event == "last of its epoch")
-        held.append((Fraction(weight), gradient))
-        closes = len(held) == steps or event == "last of its epoch"
-        assert window.closes_next is closes
-        factor = window.weigh(weight if said_by == "losses" else None)
-        if event == "another loss":
-            assert window.weigh() == factor
-        total += factor * gradient
-        assert window.add() is closes
-        assert (window.micro_batches, window.weight) == (len(held), sum(weight for weight, _ in held))
-        if closes:
-            if window.weight:
-                expected = sum(weight * gradient for weight, gradient in held) / sum(weight for weight, _ in held)
-                assert total / window.divisor == pytest.approx(float(expected), rel=1e-12, abs=1e-9)
-            else:
-                assert window.divisor == 0
-            window.close()
-            held, total = [], 0.0
-            assert not window.is_open
-            assert not window.micro_batch.last
-
-
 @given(st.integers(1, 300), st.integers(1, 8192) | st.floats(1e-3, 1e6))
 def test_equal_weights_cost_no_multiplication(steps, weight):
     window = Window(steps=steps)
     assert fill(window, [weight] * steps) == [1.0] * steps
     assert window.divisor == (steps if isinstance(weight, int) else pytest.approx(steps, rel=1e-12))
-
-
-# Sums.
 
 
 SUMS = [  # the weights of each micro-batch's losses, and the divisor
@@ -96,9 +47,6 @@ def test_sums_are_divided_by_the_total_of_weights_where_any_loss_of_a_micro_batc
     assert window.divisor == divisor
 
 
-# Several losses over the same rows.
-
-
 def test_several_losses_in_a_micro_batch_count_it_once_and_different_weights_point_to_losses_by_name():
     window = Window(steps=2)
     assert [window.weigh(8), window.weigh(8), window.weigh()] == [1.0, 1.0, 1.0]
@@ -112,66 +60,6 @@ def test_several_losses_in_a_micro_batch_count_it_once_and_different_weights_poi
     assert window.weigh(8) == 1.0
     with pytest.raises(ValueError, match="must have one weight"):  # after an unweighed loss it must be the default
         window.weigh(3)
-
-
-# Closing.
-
-
-def test_closing_and_loading_forget_the_micro_batch_in_progress():
-    window = Window(steps=2)
-    state = window.state_dict()
-    for forget in (window.close, lambda: window.load_state_dict(state)):
-        fill(window, [5, 3])
-        window.weigh(7)
-        window.expect(1, last=True)
-        forget()
-        assert window.state_dict() == state
-        assert window.micro_batch.weight is None
-        assert not window.micro_batch.given
-    assert not window.micro_batch.last
-    fill(window, [5])
-    window.weigh(7)
-    window.micro_batch.restart()  # keeps the window
-    window.weigh(10)
-    window.add()
-    assert (window.weight, window.divisor) == (15.0, 3.0)
-
-
-def test_the_length_changes_between_windows():
-    window = Window(steps=4)
-    for steps in (2, 3):
-        window.resize(steps)
-        assert window.steps == steps
-        window.add()
-        with pytest.raises(WindowError, match=rf"holds 1 of its {steps} micro-batches. Received: steps=5"):
-            window.resize(5)
-        assert window.steps == steps
-        window.resize(steps)  # nothing changes
-        window.close()
-
-
-# Saving.
-
-
-@given(
-    st.lists(st.just(0.0) | st.floats(1e-150, 1e6), min_size=1, max_size=8),
-    st.integers(0, 8),
-    st.sampled_from(["mean", "sum"]),
-)
-def test_a_window_goes_on_from_its_state_bit_for_bit(weights, cut, reduction):
-    whole = Window(steps=len(weights), reduction=reduction)
-    factors = fill(whole, weights)
-    first, second = Window(len(weights), reduction), Window(1, reduction)
-    resumed = fill(first, weights[:cut])
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    resumed += fill(second, weights[cut:])
-    assert resumed == factors
-    assert second.state_dict() == whole.state_dict()
-    assert second.divisor == whole.divisor
-    assert all(type(value) in (int, float, bool, str, type(None)) for value in second.state_dict().values())
-
-
-# What users pass.
 
 
 class Scalar:

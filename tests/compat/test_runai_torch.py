@@ -36,13 +36,14 @@ MAKES = {
     "named": lambda m: ga.SGD(m.parameters(), lr=0.1, momentum=0.9, steps=2),
     "named, steps first": lambda m: ga.SGD(2, m.parameters(), lr=0.1, momentum=0.9),
     "summed": lambda m: ga.Optimizer(sgd(m), steps=2, reduction="sum"),
+    "named, summed": lambda m: ga.SGD(steps=2, params=m.parameters(), lr=0.1, momentum=0.9, reduction="sum"),
 }
 
 
 @pytest.mark.parametrize("how", MAKES)
 def test_windows_are_the_large_batch_and_the_line_says_whether_gradients_are_averaged(how, capsys):
     """Summed, as in the original, whose scripts divide their losses."""
-    model, summed = network(), how == "summed"
+    model, summed = network(), how.endswith("summed")
     optimizer, reduced = MAKES[how](model), "summed" if summed else "averaged"
     said = f"Wrapping 'SGD' PyTorch optimizer with GA of 2 steps (gradients are {reduced})\n"
     assert capsys.readouterr().out == said
@@ -184,25 +185,12 @@ def test_a_state_dict_of_the_original_goes_on_where_it_was():
 NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "SGD", "Rprop", "RMSprop")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_windows_of_summed_losses_are_the_large_batch(name):
-    """The original summed gradients, so its losses are sums; `reduction="sum"` is all that is added here."""
-
-    plain, summed = getattr(torch.optim, name), lambda model, x, y: mse(model, x, y) * y.numel()
-    for make in (
-        lambda p: ga.Optimizer(plain(p), steps=4, reduction="sum"),
-        lambda p: getattr(ga, name)(steps=4, params=p, reduction="sum"),
-    ):
-        model = network()
-        train(model, make(model.parameters()), BATCHES, loss=summed)
-        assert_same(model, large([BATCHES], plain, summed, network()))
-
-
 def test_every_torch_optimizer_is_there_and_pickles_and_wrong_steps_are_refused():
-    adam = ga.Adam(4, network().parameters())
-    assert type(pickle.loads(pickle.dumps(adam))) is type(adam)
-    assert type(copy.deepcopy(adam).optimizer) is torch.optim.Adam
-    assert {"Adam", "AdamW", "RMSprop"} <= set(dir(ga))
+    for name in NAMES:
+        named = getattr(ga, name)(4, network().parameters())
+        assert type(pickle.loads(pickle.dumps(named))) is type(named)
+        assert type(copy.deepcopy(named).optimizer) is getattr(torch.optim, name)
+    assert {*NAMES} <= set(dir(ga))
     with pytest.raises(AttributeError, match="Nothing"):
         _ = ga.Nothing
     for steps in (0, {}):

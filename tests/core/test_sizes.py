@@ -26,18 +26,6 @@ def test_even_sizes_hold_all_rows_in_the_fewest_micro_batches_of_two_shapes(rows
     assert not sizes or sizes[0] - sizes[-1] <= 1
 
 
-@pytest.mark.parametrize("wrong", [-1, 2.5, True, "16"])
-def test_rows_are_counted_and_a_micro_batch_has_at_least_one(wrong):
-    error = ValueError if wrong == -1 else TypeError
-    with pytest.raises(error, match=r"`rows` must be an int >= 0. Received: rows="):
-        even_sizes(wrong, 4)
-    for rows in (0, 64):
-        with pytest.raises(error, match=r"`micro_batch_size` must be an int >= 1. Received: micro_batch_size="):
-            even_sizes(rows, wrong)
-    with pytest.raises(ValueError, match="micro_batch_size=0"):
-        even_sizes(64, 0)
-
-
 # Whole groups.
 
 runs = st.lists(st.integers(1, 6), min_size=1, max_size=12)
@@ -51,18 +39,6 @@ def whole(groups: Groups, rows: list[int]) -> bool:
     """Whether these are whole groups."""
     found = {groups.ids[row] for row in rows}
     return sorted(rows) == [row for row, group in enumerate(groups.ids) if group in found]
-
-
-@given(runs, st.integers(1, 40))
-def test_cut_gives_whole_groups_of_at_most_the_size(sizes: list[int], size: int) -> None:
-    groups = groups_of(sizes)
-    parts = groups.cut(range(sum(sizes)), size)
-    assert [row for part in parts for row in part] == list(range(sum(sizes)))
-    for part in parts:
-        assert whole(groups, part)
-        assert len(part) <= size or groups.alone(part) is not None
-    if size < sum(sizes) and len(sizes) > 1:
-        assert len(parts) > 1
 
 
 def rows_of(piece: Slice) -> list[int]:

@@ -82,6 +82,10 @@ def test_a_cleared_sum_that_was_found_unnoticed_is_noticed(found: dict[str, Any]
     assert "cleared or replaced" in runs.outcome(Scenario(epochs=(epoch,), **settings))
 
 
+def split(*batches: MicroBatch, **settings: Any) -> Scenario:
+    return Scenario(kind="TrainStep", epochs=(batches,), **settings)
+
+
 NO_PASS = (ONE, MicroBatch(event="no pass"))
 EXACT = {
     "a sum that is saved inside a window": Scenario(epochs=((SAVED, MicroBatch(rows=3)),), loss="sum"),
@@ -96,6 +100,14 @@ EXACT = {
     "a loader that goes on from its own state": Scenario(
         seed=1, epochs=((SAVED, MicroBatch(rows=3), ONE),), way="batches", loader="stateful"
     ),
+    "an overflow of a batch that is split": split(ONE, MicroBatch(event="inf"), ONE, scaler=1000, clip=0.05),
+    "losses by name beside exact statistics": split(*(MicroBatch(rows=8),) * 2, seed=2, loss="names", norm="exact"),
+    **{
+        f"losses by name of which some rows and batches have none, blocks={blocks!r}": split(
+            MicroBatch(rows=5), *(MicroBatch(rows=1),) * 3, seed=17, loss="names", micro=1, blocks=blocks
+        )
+        for blocks in ("", "after_backward")
+    },
 }
 
 

@@ -249,7 +249,7 @@ def run_train_step(scenario: Scenario, rank: int, flipped: tuple[int, ...] = ())
         [(*problem.rows_of(scenario, one, number + 500 * r), number) for number, one in enumerate(ones)]
         for r, ones in enumerate(batches_of)
     ]
-    exactly = not scenario.engine and scenario.optimizer != "lbfgs" and scenario.dtype == "float64"
+    exactly, halvings = not scenario.engine and scenario.optimizer != "lbfgs" and scenario.dtype == "float64", 0
     for number, handed in enumerate(loader_of(scenario.loader, data[rank])):
         batches, ones = [own[number] for own in data], [own[number] for own in batches_of]
         one, (given, targets, _) = ones[rank], handed
@@ -282,6 +282,7 @@ def run_train_step(scenario: Scenario, rank: int, flipped: tuple[int, ...] = ())
         if loss is not None:
             x = batches[0][0] if len(batches) == 1 else torch.cat([batch[0] for batch in batches])
             if max(infinite) > 1 or not weight_of(scenario, y):
+                halvings += bool(max(infinite) > 1 and weight_of(scenario, y))
                 for each in (oracle, *others):
                     torch.manual_seed(number)
                     each.passes(one, x, y)  # it moves buffers, and nothing else
@@ -305,6 +306,8 @@ def run_train_step(scenario: Scenario, rank: int, flipped: tuple[int, ...] = ())
             found.note("buffers", relative_error(buffers_of(each.model), buffers_of(oracle.model)))
             for pair in zip(each.plain, oracle.plain, strict=True) if exactly else ():
                 found.note("state", apart(*map(state_of, pair)))
+    if scenario.scaler == 1000:  # it doesn't grow
+        found.note("scale", abs(run.scaler.get_scale() * 2**halvings / 256 - 1))
     return found
 
 

@@ -90,14 +90,15 @@ class StopAt(lightning.Callback):
         trainer.should_stop = index == self.index
 
 
-class SaveAt(lightning.Callback):
-    """Saves in the second epoch, after this batch."""
+class SaveAfter(lightning.Callback):
+    """Saves after so many batches."""
 
-    def __init__(self, index, path):
-        self.index, self.path = index, path
+    def __init__(self, count, path):
+        self.count, self.path, self.seen = count, path, 0
 
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        if index == self.index and trainer.current_epoch == 1:
+    def on_train_batch_end(self, trainer, *_):
+        self.seen += 1
+        if self.seen == self.count:
             trainer.save_checkpoint(self.path)
 
 

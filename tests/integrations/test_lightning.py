@@ -26,7 +26,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its dependencies, about each other
     import lightning as lightning_itself
     from lightning.pytorch.callbacks import (
-        EarlyStopping,
         GradientAccumulationScheduler,
         ModelCheckpoint,
         StochasticWeightAveraging,
@@ -128,44 +127,38 @@ def swap(parameters):
     parameters[1].data.div_(2)
 
 
-@pytest.mark.parametrize(
-    ("hook", "batches", "change", "found"),
-    [
-        ("optimizer_zero_grad", (2, 3, 4, 6), nothing, "left"),
-        ("clipped, optimizer_zero_grad", (2, 3, 4, 6), nothing, "left"),
-        ("on_after_backward", (1, 3, 9, 11), edit, "edited"),
-        ("training_step", (2, 4, 10, 12, 24), clear, "cleared"),
-        ("training_step", (1, 9), edit_in_each_pass, "edited"),
-    ],
-)
-def test_what_is_done_to_gradients_inside_a_window_is_named(hook, batches, change, found):
+FIRST = 1, 4, 10, 22
+"""The first batches of windows 1, 2, 4 and 8 of 3, which are watched."""
+MEDDLING = [
+    # the window, where and in which batches something is done to gradients, and what is named
+    (4, "optimizer_zero_grad", (2, 3, 4, 6), nothing, "left"),
+    (4, "clipped, optimizer_zero_grad", (2, 3, 4, 6), nothing, "left"),
+    (4, "on_after_backward", (1, 3, 9, 11), edit, "edited"),
+    (4, "training_step", (2, 4, 10, 12, 24), clear, "cleared"),
+    (4, "training_step", (1, 9), edit_in_each_pass, "edited"),
+    *((3, "on_train_batch_end", FIRST, change, "edited") for change in (make_a_pass, edit_one)),
+]
+
+
+@pytest.mark.parametrize(("steps", "hook", "batches", "change", "found"), MEDDLING)
+def test_what_is_done_to_gradients_inside_a_window_is_named(steps, hook, batches, change, found):
     """Windows 3, 5 and 6 are none that are looked at. In them a hook that edits in each pass is named in the third."""
     clip = {"gradient_clip_val": 0.05} if hook.startswith("clipped") else {}
     for batch in batches:
         module = Meddling(hook.rpartition(" ")[2], batch, change)
         with pytest.raises(WindowError, match=f"were {found} inside an open window.*gradient_clip_val"):
-            fit(module, 4, max_epochs=2, **clip)
-        assert module.trainer.global_step == (batch - 1 if found == "left" else (batch - 1) // 4)
+            fit(module, steps, max_epochs=2, **clip)
+        assert module.trainer.global_step == (batch - 1 if found == "left" else (batch - 1) // steps)
 
 
-WATCHED = pytest.mark.parametrize("first", [1, 4, 10, 22])  # the first batches of windows 1, 2, 4 and 8 of 3
-
-
-@WATCHED
-@pytest.mark.parametrize("change", [make_a_pass, edit_one])
-def test_windows_1_2_4_and_8_are_watched(first, change):
-    with pytest.raises(WindowError, match="inside an open window"):
-        fit(Meddling("on_train_batch_end", first, change), 3, max_epochs=2)
-
-
-@WATCHED
 @pytest.mark.parametrize("change", [clamp, swap])
-def test_parameters_that_change_inside_a_watched_window_are_named(first, change, caplog):
-    fit(Meddling("on_train_batch_end", first, change), 3, max_epochs=2)
-    assert caplog.text.count("The parameters changed inside an open window") == (change is clamp)
+def test_parameters_that_change_inside_a_watched_window_are_named(change, caplog):
+    for first in FIRST:
+        fit(Meddling("on_train_batch_end", first, change), 3, max_epochs=2)
+    assert caplog.text.count("The parameters changed inside an open window") == len(FIRST) * (change is clamp)
 
 
-@WATCHED
+@pytest.mark.parametrize("first", FIRST)
 def test_gradients_of_a_pass_before_the_windows_first_are_cleared_by_lightning_or_named(first):
     module = Meddling("training_step", first, make_a_pass)
     fit(module, 3, max_epochs=2)
@@ -270,7 +263,6 @@ def without(batch):
 
 
 CASES = {
-    "one window for all": {"steps": 100, "make": adam, "max_epochs": 2, "large": windows(100) * 2},
     "in float32": {"steps": 5, "max_epochs": 2, "large": windows(5) * 2, "dtype": torch.float32},
     "weights": labelled(ROWS, 0, 5) | {"large": [slice(0, 20), slice(20, ROWS)]},
     **{
@@ -280,7 +272,6 @@ CASES = {
     },
     **{f"None for batch {batch}": {"skipped": [batch], "large": without(batch)} for batch in (0, 2, 3, 11)},
     "None for an epoch's only batch of a window": {"steps": 11, "skipped": [11], "large": [slice(0, 22)], "updates": 2},
-    "limit_train_batches of a half": {"limit_train_batches": 0.5, "large": windows(4, count=6)},
     "overfit_batches": {"overfit_batches": 3, "max_epochs": 2, "large": windows(4, count=3) * 2},
     "fast_dev_run": {"fast_dev_run": 3, "large": windows(4, count=3)},
     "GradScaler, clipped and stopped": {
@@ -344,18 +335,6 @@ def test_a_hook_of_one_module_that_ends_epochs_inside_a_window_is_put_back():
     assert error(module, windows(4, count=6) * 2) <= FLOAT64
     assert vars(module)["on_train_batch_start"] is hook
     assert asked == [*range(7)] * 2
-
-
-def test_early_stopping_stops_between_updates_that_are_exact():
-    class Validated(Module):
-        def validation_step(self, batch, index):
-            self.log("quality", float(self.trainer.global_step))
-
-    module, stopping = Validated(), EarlyStopping("quality", patience=1, mode="min")
-    every = {"val_check_interval": 3, "num_sanity_val_steps": 0, "max_epochs": 3}
-    one = fit(module, 5, callbacks=[stopping], validation=loader(rows=2), **every)
-    assert one.global_step == 2  # validated after 3 batches, and after 6: inside a window
-    assert error(module, windows(5, count=6)) <= FLOAT64
 
 
 class Failing(Module):
@@ -473,7 +452,7 @@ def test_in_mixed_precision_windows_sum_and_divide_in_the_parameters_precision()
 def test_resumed_inside_a_window_training_is_the_same_bit_for_bit(tmp_path, index, plugins):
     path, steps = tmp_path / "middle.ckpt", {0: 3, 1: 5}
     whole, resumed = Module(adam), Module(adam)
-    fit(whole, steps, max_epochs=3, callbacks=[problems.SaveAt(index, path)], plugins=plugins)
+    fit(whole, steps, max_epochs=3, callbacks=[problems.SaveAfter(len(BATCHES) + index + 1, path)], plugins=plugins)
     batches = problems.Resumable([*loader()])
     batches.load_state_dict({"index": index + 1})
     one = fit(resumed, steps, batches, checkpoint=path, max_epochs=3, plugins=plugins)
@@ -494,7 +473,7 @@ def test_model_checkpoint_saves_by_updates_and_resumes(tmp_path):
 
 def test_resuming_inside_a_window_of_another_length_is_refused(tmp_path):
     path = tmp_path / "middle.ckpt"
-    fit(Module(), 5, max_epochs=2, callbacks=[problems.SaveAt(5, path)])
+    fit(Module(), 5, max_epochs=2, callbacks=[problems.SaveAfter(len(BATCHES) + 6, path)])
     says = r"inside a window of 5 steps \(1 of them done\).*steps=4 there. Resume with 5"
     with pytest.raises(WindowError, match=says):
         fit(Module(), 4, checkpoint=path, max_epochs=2)
@@ -513,38 +492,36 @@ def evaluates_twice(parameters):
     return type("Twice", (torch.optim.SGD,), step)(parameters, lr=0.1)
 
 
+def of_iterators(self, dataloader_iter):
+    return mse(self.network, *next(dataloader_iter)[0])
+
+
+def with_two_axes(model, x, y):
+    return mse(model, x[0], y)
+
+
+def wrapped(parameters):
+    return Optimizer(sgd(parameters), steps=3)
+
+
+AXES = {"batches": [(torch.ones(2, 4, 5), torch.ones(4, 3))] * 3}
+TWICE = {"callbacks": [GradientAccumulationScheduler({0: 2})]}, {"callbacks": [GradientAccumulation(2)]}
 REFUSED = [
     (Module, {"accumulate_grad_batches": 2}, ValueError, "accumulate_grad_batches=2. Remove it from the Trainer"),
-    (
-        Module, {"callbacks": [GradientAccumulationScheduler({0: 2})]}, ValueError,
-        "Remove one of them: GradientAccumulation, GradientAccumulationScheduler",
-    ),
-    (
-        Module, {"callbacks": [GradientAccumulation(2)]}, RuntimeError,
-        "Found more than one stateful callback of type `GradientAccumulation`",
-    ),
-    (
-        of(lambda parameters: Optimizer(sgd(parameters), steps=3)), {}, ValueError,
-        "Remove the callback, or return the inner optimizer",
-    ),
+    (Module, TWICE[0], ValueError, "Remove one of them: GradientAccumulation, GradientAccumulationScheduler"),
+    (Module, TWICE[1], RuntimeError, "Found more than one stateful callback of type `GradientAccumulation`"),
+    (of(wrapped), {}, ValueError, "Remove the callback, or return the inner optimizer"),
     (of(automatic_optimization=False), {}, ValueError, "=False. Remove the callback, and wrap each optimizer"),
     (of(torch.optim.LBFGS), {}, ValueError, "LBFGS re-evaluates its closure.*TrainStep under manual optimization"),
     (of(evaluates_twice), {}, ValueError, "The closure of a batch was evaluated again"),
-    (
-        of(training_step=lambda self, dataloader_iter: mse(self.network, *next(dataloader_iter)[0])), {}, ValueError,
-        "Define training_step",
-    ),
-    (
-        of(loss=lambda model, x, y: mse(model, x[0], y)),
-        {"batches": [(torch.ones(2, 4, 5), torch.ones(4, 3))] * 3}, ValueError,
-        r"Pass weight= to GradientAccumulation\(\)",
-    ),
+    (of(training_step=of_iterators), {}, ValueError, "Define training_step"),
+    (of(loss=with_two_axes), AXES, ValueError, r"Pass weight= to GradientAccumulation\(\)"),
     (Module, {"steps": 0}, ValueError, "`steps` must be"),
     (Module, {"steps": 2.5}, TypeError, "`steps` must be"),
     (Module, {"steps": {2: 4}}, ValueError, "`steps` must be"),
     (Module, {"steps": lambda epoch, update: 4}, TypeError, "counts windows from an epoch's first batch"),
     (Module, {"weight": 3}, TypeError, "`weight` must be a callable"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter` step flavor:UserWarning")
@@ -561,27 +538,17 @@ def test_batch_norm_is_named():
         fit(module, 4, loader(rows=22))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda patch: patch.delattr(lightning.loops.fit_loop._FitLoop, "_should_accumulate"),
-            r"lightning 2.*has no fit_loop._should_accumulate.*remove GradientAccumulation",
-        ),
-        (
-            lambda patch: patch.setattr(lightning_itself, "__version__", "2.5.6"),
-            r"lightning 2\.5\.6 skips schedulers .* Use lightning 2\.6",
-        ),
-        (
-            lambda patch: patch.setattr("gradaccum.integrations.lightning.trainer.SingleDeviceStrategy", ()),
-            r"a single device and with strategy='ddp'. Received: SingleDeviceStrategy",
-        ),
-    ],
-    ids=["lacks a name", "too old", "another strategy"],
-)
-def test_a_lightning_that_it_does_not_know_is_refused(change, message, monkeypatch):
-    change(monkeypatch)
-    with pytest.raises(ValueError, match=message):
+def test_a_lightning_that_lacks_a_name_is_too_old_or_has_another_strategy_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="a single device and with strategy='ddp'. Received: SingleDeviceStrategy"):
+        monkeypatch.setattr("gradaccum.integrations.lightning.trainer.SingleDeviceStrategy", ())
+        fit(Module())
+    with pytest.raises(
+        ValueError, match="lightning 2.*has no fit_loop._should_accumulate.*remove GradientAccumulation"
+    ):
+        monkeypatch.delattr(lightning.loops.fit_loop._FitLoop, "_should_accumulate")
+        fit(Module())
+    with pytest.raises(ValueError, match=r"lightning 2\.5\.6 skips schedulers .* Use lightning 2\.6"):
+        monkeypatch.setattr(lightning_itself, "__version__", "2.5.6")
         fit(Module())
 
 

@@ -29,46 +29,6 @@ X = random.normal(size=(ROWS, 5))
 WORDS = random.integers(0, 9, (ROWS, 4))
 x = X.astype("float32")
 
-
-def encoder(units=3, name="encoder"):
-    return keras.Sequential([layers.Input((5,)), layers.Dense(7, activation="relu"), layers.Dense(units)], name=name)
-
-
-def words():
-    table = layers.Embedding(9, 6)
-    return keras.Sequential([layers.Input((4,), dtype="int32"), table, layers.Flatten(), layers.Dense(3)])
-
-
-def contrastive(y, outputs):
-    """Every row against every other; and something that fixes what that leaves open."""
-    a, b = outputs[:, :3], outputs[:, 3:]
-    logits = ops.matmul(a, ops.transpose(b))
-    rows = ops.logsumexp(logits, axis=1) - ops.sum(a * b, axis=1) + ops.sum(ops.square(outputs - 0.3), axis=1)
-    return ops.sum(rows) / ops.cast(ops.shape(rows)[0], rows.dtype)
-
-
-def fitted(wrap, **how):
-    keras.utils.set_random_seed(0)
-    pictures, texts = layers.Input((5,), name="pictures"), layers.Input((4,), dtype="int32", name="texts")
-    outputs = layers.Concatenate()([wrap(encoder())(pictures), wrap(words())(texts)])
-    model = keras.Model({"pictures": pictures, "texts": texts}, outputs)
-    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=contrastive, **how)
-    both, y = {"pictures": X, "texts": WORDS}, np.zeros((ROWS, 1))
-    history = model.fit(both, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
-    return [*model.get_weights(), np.array(history.history["loss"])]
-
-
-WAYS = {"torch": [{}], "jax": [{}, slow({"jit_compile": False})]}.get(
-    BACKEND, [{"jit_compile": False}, slow({"jit_compile": True}), slow({"run_eagerly": True})]
-)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_contrastive_loss_in_fit_makes_the_large_batchs_updates(float64, way):
-    expected = fitted(lambda tower: tower, run_eagerly=BACKEND == "tensorflow")
-    assert relative_error(fitted(lambda tower: proving(tower, MICRO), **way), expected) <= float64
-
-
 # One call, and its gradients.
 
 

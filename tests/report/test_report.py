@@ -214,15 +214,10 @@ def hide(monkeypatch, library):
     monkeypatch.setattr(extras.importlib, "import_module", import_module)
 
 
-@pytest.mark.parametrize(
-    ("library", "use"),
-    [
-        ("rich", lambda report: report.show()),
-        ("jinja2", lambda report: report.html()),
-        ("matplotlib", lambda report: report.html()),
-        ("matplotlib", lambda report: report.png()),
-    ],
-)
+USES = [("rich", Report.show), ("jinja2", Report.html), ("matplotlib", Report.html), ("matplotlib", Report.png)]
+
+
+@pytest.mark.parametrize(("library", "use"), USES)
 def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch, library, use):
     hide(monkeypatch, library)
     with pytest.raises(ModuleNotFoundError, match=re.escape(f"needs {library}, which is not installed")) as raised:

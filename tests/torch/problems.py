@@ -131,6 +131,46 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
 
 
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, as it is written everywhere."""
+
+    def __init__(self, parameters, rho=0.05, lr=0.1):
+        super().__init__(parameters, {"rho": rho, "lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr)
+
+    def parameters(self):
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self):
+        norm = self.sharpness()
+        for p in self.parameters():
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad * self.defaults["rho"] / norm)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.parameters():
+            p.data = self.state[p]["old"]
+        self.base.step()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.first_step()
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+    def _grad_norm(self):
+        return torch.stack([p.grad.norm() for p in self.parameters()]).norm()
+
+    def sharpness(self):
+        return self._grad_norm()
+
+    def describe(self):
+        return f"rho={self.defaults['rho']}"
+
+
 GENERATORS = {  # that users have
     "torch.Generator": lambda: torch.Generator().manual_seed(3),
     "numpy Generator": lambda: np.random.default_rng(3),

@@ -7,7 +7,6 @@ from torch import nn
 
 from gradaccum.on_torch.clip_value import ClipValue
 from gradaccum.on_torch.grad_buffer import GradientBuffer, WindowTotal
-from gradaccum.on_torch.stages import Unscale, gradient_stages, run_stages
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.reference import windows_of
@@ -65,16 +64,6 @@ STAGES = {
 @pytest.mark.parametrize(("stages", "options", "names"), STAGES.values(), ids=STAGES)
 def test_the_list_holds_what_was_asked_for_in_one_order(stages, options, names):
     assert " ".join(getattr(stage, "__name__", type(stage).__name__) for stage in stages(**options)) == names
-
-
-def test_a_stage_that_finds_nothing_to_update_with_ends_the_list():
-    seen = []
-    total = WindowTotal(GradientBuffer(list), 1.0)
-    stages = [lambda total: not seen.append(1), lambda total: False, lambda total: not seen.append(2)]
-    assert not run_stages(stages, total)
-    assert seen == [1]
-    assert not run_stages(gradient_stages({}), WindowTotal(GradientBuffer(list), 1.0, weight=0))
-    assert not run_stages([Unscale()], WindowTotal(GradientBuffer(list), 1.0, overflow=torch.tensor(True)))
 
 
 @pytest.mark.parametrize("norm", [torch.inf, 0.3])

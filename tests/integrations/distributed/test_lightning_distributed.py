@@ -10,7 +10,7 @@ from gradaccum import WindowError
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.integrations.distributed.problems import batches, check, of_two, windows
-from tests.integrations.lightning_problems import GradientAccumulation, SaveAt, lightning, quiet_trainer
+from tests.integrations.lightning_problems import GradientAccumulation, SaveAfter, StopAt, lightning, quiet_trainer
 from tests.torch.distributed.problems import error_of, slowly
 from tests.torch.distributed.processes import on_ranks
 from tests.torch.problems import mse, network, sgd
@@ -48,11 +48,6 @@ class Module(lightning.LightningModule):
         self.log("loss", mse(self.network, *batch), sync_dist=True)
 
 
-class StopAt(lightning.Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        trainer.should_stop = index == 3
-
-
 def fit(rank, steps, module=None, rows=None, callbacks=(), checkpoint=None, weight=None, ddp=None, **keywords):
     """Train on two ranks. Returns the module."""
     of_two(rank)
@@ -74,26 +69,16 @@ def fit_with(keywords, rank, steps, module=None, rows=None, callbacks=(), checkp
     return module
 
 
-@pytest.mark.parametrize("steps", slowly([2, 3], [1, 5]))
+DDP = "gradient_as_bucket_view", "find_unused_parameters"
+OPTIONS = [(2, {}), (3, {}), (2, {"gradient_clip_val": 0.05}), *((2, {"ddp": {name: True}}) for name in DDP)]
+
+
+@pytest.mark.parametrize(("steps", "options"), slowly(OPTIONS, [(1, {}), (5, {})]), ids=str)
 @on_ranks()
-def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(rank, steps):
-    module = fit(rank, steps)
-    check(module, [*windows(steps)] * 2)
+def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows_clipped_and_with_ddps_own(rank, steps, options):
+    module = fit(rank, steps, **options)
+    check(module, [*windows(steps)] * 2, clip_grad_norm=options.get("gradient_clip_val"))
     assert module.updates == 2 * -(-5 // steps)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_clip_val": 0.05},
-        {"ddp": {"gradient_as_bucket_view": True}},
-        {"ddp": {"find_unused_parameters": True}},
-    ],
-    ids=str,
-)
-@on_ranks()
-def test_the_gradient_of_all_ranks_rows_is_clipped_and_ddps_own_options_change_nothing(rank, options):
-    check(fit(rank, 2, **options), [*windows(2)] * 2, clip_grad_norm=options.get("gradient_clip_val"))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +98,7 @@ def test_a_batch_of_weight_zero_on_one_rank_is_left_out(rank, silent):
 
 @on_ranks()
 def test_training_that_is_stopped_inside_a_window_makes_its_update(rank):
-    module = fit(rank, 3, callbacks=[StopAt()])
+    module = fit(rank, 3, callbacks=[StopAt(3)])
     check(module, [*windows(3, 4)])
     assert module.updates == 2
 
@@ -122,14 +107,14 @@ def test_training_that_is_stopped_inside_a_window_makes_its_update(rank):
 @on_ranks()
 def test_resumed_inside_a_window_training_is_the_same(rank, tmp_path, index):
     path = str(tmp_path / "middle.ckpt")
-    fit(rank, 3, callbacks=[SaveAt(index, path)])
+    fit(rank, 3, callbacks=[SaveAfter(6 + index, path)])
     module = fit(rank, 3, rows=Rows(batches(rank), index + 1), checkpoint=path, max_epochs=3)
     check(module, [*windows(3)] * 3)
     assert module.updates == 6
 
 
 def save(rank, index, path):
-    fit(rank, 3, callbacks=[SaveAt(index, path)])
+    fit(rank, 3, callbacks=[SaveAfter(6 + index, path)])
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -117,19 +117,14 @@ def test_under_fsdp2_two_ranks_make_the_clipped_update_of_all_their_rows(rank, k
     assert run._gradaccum_large_batch.step.micro_batch_size == size
 
 
-@pytest.mark.parametrize(
-    ("kind", "cls", "more", "message"),
-    [
-        (
-            "Llama",
-            MicroBatchTrainer,
-            {"average_tokens_across_devices": False},
-            "average_tokens_across_devices=False asks for the mean of the ranks' means",
-        ),
-        (TEXTS, ShardedByFSDP1, {"optim": "sgd"}, "FSDP1 reduces in every backward pass"),
-    ],
-    ids=["means of ranks' means", "FSDP1"],
-)
+MEANS = {"average_tokens_across_devices": False}
+INEXACT = [
+    ("Llama", MicroBatchTrainer, MEANS, "average_tokens_across_devices=False asks for the mean of the ranks' means"),
+    (TEXTS, ShardedByFSDP1, {"optim": "sgd"}, "FSDP1 reduces in every backward pass"),
+]
+
+
+@pytest.mark.parametrize(("kind", "cls", "more", "message"), INEXACT, ids=["means of ranks' means", "FSDP1"])
 @on_ranks()
 def test_what_cannot_be_exact_is_refused_by_name(rank, kind, cls, more, message):
     with pytest.raises((ValueError, WindowError), match=message):
@@ -169,17 +164,13 @@ def test_sizes_that_ranks_choose_by_themselves_are_refused_where_a_trainer_gathe
         fine_tuned(rank, "SFT", micro)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (
-            "BERT, a label for each token",
-            "different numbers of batches: 5 batches on rank 0, 4 batches on rank 1",
-        ),
-        ("SFT", "Received: 8 rows, 4 micro-batches on rank 0, 4 rows, 2 micro-batches on rank 1"),
-    ],
-    ids=["numbers of batches", "sizes of batches under a loss that gathers"],
-)
+WAITING = [
+    ("BERT, a label for each token", "different numbers of batches: 5 batches on rank 0, 4 batches on rank 1"),
+    ("SFT", "Received: 8 rows, 4 micro-batches on rank 0, 4 rows, 2 micro-batches on rank 1"),  # its loss gathers
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), WAITING, ids=["numbers of batches", "sizes of batches"])
 @on_ranks()
 def test_ranks_that_would_wait_for_each_other_for_ever_are_refused_at_once(rank, kind, message):
     """With a constant learning rate nothing differed, and one rank sat in a gather, another in an exchange."""

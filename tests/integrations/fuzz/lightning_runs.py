@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.integrations.lightning_problems import GradientAccumulation, Resumable, StopAt, fit, lightning
+from tests.integrations.lightning_problems import GradientAccumulation, Resumable, SaveAfter, StopAt, fit, lightning
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -64,16 +64,6 @@ class Module(lightning.LightningModule):
 class Sized(Resumable):
     def __len__(self):
         return len(self.batches)
-
-
-class SaveAfter(lightning.Callback):
-    def __init__(self, count, path):
-        self.count, self.path, self.seen = count, path, 0
-
-    def on_train_batch_end(self, trainer, *_):
-        self.seen += 1
-        if self.seen == self.count:
-            trainer.save_checkpoint(self.path)
 
 
 def oracle(module, batches, steps, epochs, largest):

@@ -188,8 +188,13 @@ MESH = mesh_of("Auto", (2,), ("d",))
 SHARD, ALL = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
 
 
-def on_devices(function, out=ALL):
-    return jax.shard_map(function, mesh=MESH, in_specs=(ALL, SHARD, SHARD), out_specs=out)
+def on_devices(function, out=ALL, of_parameters=ALL, check=True):
+    specs = (of_parameters, SHARD, SHARD)
+    return jax.shard_map(function, mesh=MESH, in_specs=specs, out_specs=out, check_vma=check)
+
+
+def tokens_of(v, x, m):
+    return ((x @ v.reshape(4)) ** 2 * m).sum()
 
 
 def over_devices(v, text, mask):
@@ -199,6 +204,10 @@ def over_devices(v, text, mask):
 
 def rows_on_devices(row):
     return lambda w, x, z: (on_devices(lambda w, x, _: jnp.tanh(row(x @ w)), SHARD)(w, x, z) ** 2).mean()
+
+
+def by_counts(mask):
+    return jnp.stack([mask.sum() > 8, mask.sum() > 20])
 
 
 def known(z):
@@ -438,6 +447,7 @@ REFUSED = {
     "tokens behind gates": case(lambda qkv, text, mask: mean_of(recurrent(qkv, text), mask), "Pass weight="),
     "tokens on devices, unweighed": case(over_devices, "Pass weight=", size=4),
     "a product of all rows": case(lambda v, x: (x @ v).mean() * jnp.prod(jnp.full(len(x), 0.9)), "the number of rows"),
+    "the largest of all rows, nearly": case(lambda v, x: lax.approx_max_k(x @ v, 2)[0].sum(), ACROSS, **SUM),
     # Custom derivatives.
     "a derivative for JAX' function": case(lambda v, x: clipped_tanh(x @ v).mean(), DERIVATIVE),
     "decay in a sum": case(lambda v, x: ((x @ decayed(v)) ** 2).sum(), DERIVATIVE, **SUM),
@@ -457,6 +467,18 @@ REFUSED = {
         case(lambda v, x: (jax.nn.relu((x @ v) * x[:, 0].sum()) / x[:, 0].sum()).mean(), ACROSS),
     "columns by the counts of others":
         case(lambda w, x, mask: ((x @ w[:, :3]) * mask.mean(0) / jnp.roll(mask.mean(0), 1)).mean(), ACROSS),
+    "a choice for each column, by counts": case(
+        lambda v, x, mask: (jnp.where(by_counts(mask), 1.0, 0.3) * (x @ v)[:, None]).mean(), ACROSS
+    ),
+    "a choice in a loop, by counts": case(
+        lambda v, x, mask: lax.scan(lambda h, c: (jnp.where(c, h, 0.3 * h), None), x @ v, by_counts(mask))[0].mean(),
+        ACROSS,
+    ),
+    "a mean over two sums, weighed by a third": case(
+        lambda v, x, z, soft: (lambda a, b, c: {"it": ((x @ v).sum() / (a + c), b)})(
+            *(jnp.exp(each).sum() for each in (x, z, soft))
+        ), ACROSS,
+    ),
     "a window that moves rows":
         case(lambda v, x: (lax.reduce_window(x[:, 0], 0.0, lax.add, (1,), (1,), ((1, -1),)) * (x @ v)).mean(), ACROSS),
     **WRONG_CONVOLUTIONS,
@@ -541,6 +563,16 @@ LINES = {
         lambda v, text, mask: on_devices(lambda v, x, m: lax.pmean(mean_of((x @ v)[..., None], m), "d"))(v, text, mask),
         ELSE, size=4, **COUNTED,
     ),
+    "means of groups of devices": case(
+        lambda v, text, mask: on_devices(
+            lambda v, x, m: lax.pmean(lax.psum(tokens_of(v, x, m), "d", axis_index_groups=[[0], [1]]), "d"), check=False
+        )(v, text, mask), "`psum`", size=4, **SUM,
+    ),
+    "parameters in parts on devices": case(
+        lambda v, text, mask: on_devices(lambda v, x, m: lax.psum(tokens_of(v, x, m), "d"), of_parameters=SHARD)(
+            v[:2, None] * jnp.ones(4), text, mask
+        ), "`shard_map`", size=4, **SUM,
+    ),
     "a loss that isn't divided by what it asks for":
         case(lambda v, x, mask: token_mean(v, x, mask) + jnp.where(mask.any(1).sum() > 0, v[0], 0), DECIDED, **COUNTED),
     "a branch by a mean that may be below 0":
@@ -574,6 +606,8 @@ LINES = {
     "the size of a mean": case(lambda v, x: jnp.abs((x @ v).mean()), DECIDED),
     "parts that make the whole":
         case(lambda w, x: sum((part**2).mean() for part in jnp.split(x @ w, 2)) / 2, DECIDED, size=4),
+    "a number that doubles with each row":
+        case(lambda v, x: lax.scan(lambda c, r: (c + c, None), v[0], x)[0] + (x @ v).mean(), "`scan`"),
     "a sum in a loop over rows":
         case(lambda v, x: lax.scan(lambda c, r: (c + r @ v, None), 0.0, x)[0] / len(x), DECIDED),
     "a power iteration": with_state(

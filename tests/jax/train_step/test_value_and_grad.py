@@ -136,19 +136,6 @@ def test_accumulate_dtype_is_the_dtype_of_the_sums():
     assert float(found[1]) == 256 / 4096  # where ones no longer count
 
 
-def test_keywords_and_static_arguments_reach_every_micro_batch():
-    def loss_fn(params, batch, kind, *, power, scale):
-        assert kind == "even"
-        return (abs(outputs(params, batch[0])) ** power).mean() * scale
-
-    def even(value_and_grad):
-        step = jax.jit(lambda params, batch, scale: value_and_grad(params, batch, "even", power=2, scale=scale))
-        return step(PARAMS, BATCH, 2.0)
-
-    split = even(gradaccum.jax.value_and_grad(loss_fn, micro_batch_size=4))
-    assert_same(split, even(jax.value_and_grad(loss_fn)))
-
-
 def test_grad_gives_the_gradients_and_what_comes_with_the_loss_and_both_bear_its_name():
     def loss_fn(params, batch, state):
         return squared_error(params, batch), (state + 1, (batch[0][:, 0] > 0, batch[1]))

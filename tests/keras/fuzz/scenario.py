@@ -18,6 +18,7 @@ class Scenario(Program):
     epochs: int = 1
     optimizer: str = "sgd"  # adam, ema, schedule, clipped, decayed
     eager: bool = False
+    otherwise: bool = False  # whether XLA compiles where the other tests don't have it, and the other way round
     per_execution: int = 1
     event: str = ""  # in the middle: save, interrupt, flush, train_on_batch; and with micro_batched recompile
     at: int = 1  # after how many batches
@@ -127,7 +128,8 @@ def sensible(s: Scenario) -> bool:
     if s.kind == "micro_batched":
         return True
     even, scheduled = len(set(s.batches)) == 1, len(s.steps) > 1
-    if s.sized and (not even or s.event or scheduled or s.scaled == "outside"):
+    cut = len(set(s.batches[:-1])) == 1 and s.batches[-1] <= s.batches[0]
+    if s.sized and (not cut or s.event or scheduled or s.scaled == "outside"):
         return False
     if s.event in ("flush", "train_on_batch") and (scheduled or not even):
         return False  # a schedule of epochs outside of epochs; not weighed by rows

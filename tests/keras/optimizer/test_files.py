@@ -110,11 +110,8 @@ def test_a_plain_checkpoint_or_one_of_other_steps_loads_between_windows_and_empt
 
 
 def test_a_checkpoint_of_other_steps_or_variables_in_the_middle_of_a_window_is_an_error():
-    saved, (other_steps, _), other_variables = (
-        stored(wrapped_after(4)[0]),
-        wrapped_after(0, steps=2),
-        Optimizer(sgd(), 3),
-    )
+    saved, other_variables = stored(wrapped_after(4)[0]), Optimizer(sgd(), 3)
+    other_steps, _ = wrapped_after(0, steps=2)
     other_variables.build(variables_like([(4, 3), (3,), (3, 5)]))
     with pytest.raises(gradaccum.WindowError, match=r"1 of 3 micro-batches.*steps=3.*This one has steps=2"):
         other_steps.load_own_variables(saved)
@@ -127,11 +124,12 @@ def growing(epoch, update):
     return 1 + epoch
 
 
+def mine(steps):
+    return lambda: Optimizer(keras.optimizers.Adam(0.5, beta_1=0.8), steps, name="mine")
+
+
 CONFIGS = [
-    *(
-        lambda s=s: Optimizer(keras.optimizers.Adam(0.5, beta_1=0.8), s, name="mine")
-        for s in (4, {0: 8, 4: 2}, growing)
-    ),
+    *(mine(steps) for steps in (4, {0: 8, 4: 2}, growing)),
     lambda: Optimizer(HeavyBall(momentum=0.7), 2),
     lambda: Adam(3),
     lambda: BatchOptimizer(sgd(), 4, 12, 18, network()),

@@ -540,26 +540,15 @@ def test_weights_that_a_callback_changes_inside_a_window_are_named(after, named,
     assert all("kernel" in line for line in said)
 
 
-# BatchOptimizer: exact for every combination of sizes, without a callback; and what it notices.
+# BatchOptimizer without a callback, and what it notices; combinations of sizes are in tests/keras/fuzz.
 
-ROWS_OF = {
-    # maximum, desired, train_size
-    "all divide": (4, 16, 48),
-    "a ragged last micro-batch": (4, 12, 42),
-    "the last micro-batch is a window": (4, 8, 34),
-    "desired is no multiple of maximum": (4, 10, 41),
-    "desired is greater than the epoch": (4, 100, 18),
-    "desired is less than maximum": (8, 3, 20),
-    "maximum is greater than the epoch": (32, 64, 10),
-    "one row at a time": (1, 3, 7),
-}
 QUIET = {"shuffle": False, "verbose": 0}
 
 
-def sized(*sizes, make=sgd, of=None, **compiled):
+def sized(*sizes, of=None, **compiled):
     """The network, compiled with a BatchOptimizer of these sizes."""
     model = network()
-    optimizer = BatchOptimizer(make(), *sizes, of or model)
+    optimizer = BatchOptimizer(sgd(), *sizes, of or model)
     model.compile(optimizer=optimizer, loss="mse", **{"jit_compile": BACKEND == "jax", **compiled})
     return model
 
@@ -573,39 +562,13 @@ def source(kind, batches):
     return Batches(batches) if kind == "a dataset" else (batch for batch in batches)
 
 
-USUAL = ["a ragged last micro-batch", "desired is no multiple of maximum", "desired is less than maximum"]
-SIZED = [
-    (USUAL[0], sgd),
-    *(slow(name, make) for name, make in [(USUAL[0], adam), *((name, sgd) for name in USUAL[1:])]),
-    *(pytest.param(name, sgd, marks=pytest.mark.slow) for name in ROWS_OF if name not in USUAL),
-    *(pytest.param(name, adam, marks=pytest.mark.slow) for name in ROWS_OF if name != USUAL[0]),
-]
-
-
-@pytest.mark.parametrize(("sizes", "make"), SIZED)
-def test_fit_matches_the_desired_batches(sizes, make, fit_bound):
-    maximum, desired, train_size = ROWS_OF[sizes]
-    batches = micro_batches(maximum, train_size)
-    model = sized(maximum, desired, train_size, make=make)
-    model.fit(*join(batches), batch_size=maximum, epochs=2, **QUIET)
-    assert_updates(model, windows_of(batches, -(-desired // maximum)) * 2, fit_bound, make)
-
-
 @on_jax
-def test_train_size_alone_tells_a_custom_loop(fit_bound):
-    batches, model = micro_batches(4, 18), sized(4, 12, 18)
+@pytest.mark.parametrize("sizes", [(4, 12, 18), slow((32, 64, 10))])
+def test_train_size_alone_tells_a_custom_loop(sizes, fit_bound):
+    batches, model = micro_batches(sizes[0], sizes[2]), sized(*sizes)
     for batch in batches * 2:
         model.train_on_batch(*batch)
     assert_updates(model, windows_of(batches, 3) * 2, fit_bound)
-
-
-@on_jax
-def test_an_epoch_that_was_interrupted_leaves_the_next_ones_aligned(fit_bound):
-    batches, model = micro_batches(4, 18), sized(4, 12, 18)
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(*join(batches), batch_size=4, callbacks=[ends(3)], **QUIET)
-    model.fit(*join(batches), batch_size=4, **QUIET)
-    assert_updates(model, [batches[:3], batches[:3], batches[3:]], fit_bound)
 
 
 def test_callbacks_may_be_given_by_position(fit_bound):

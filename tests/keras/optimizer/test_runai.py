@@ -8,10 +8,10 @@ import pytest
 import gradaccum
 import runai.ga.keras
 from scripts.stubs import path_of, stub
-from tests.keras.loops import error, variables_like
+from tests.keras.loops import assert_updates, error, variables_like
 from tests.keras.marks import BACKEND, compiled_on
 from tests.keras.problems import adam, network, regression, split
-from tests.reference import relative_error
+from tests.reference import windows_of
 
 LINE = "Wrapping 'Adam' Keras optimizer with GA of 4 steps\n"
 ours = runai.ga.keras.optimizers
@@ -32,34 +32,20 @@ def test_named_optimizers_with_steps_positional_or_not(capsys):
     assert {"Adam", "SGD", "RMSprop"} <= set(dir(ours))
 
 
-@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adagrad", "Adadelta", "Adam", "Adamax", "Nadam"])
-def test_a_window_is_a_step_with_the_mean_as_in_run_ais_own_tests(name):
-    """And a named optimizer is of a class of that name."""
-    gradients = [[keras.random.normal(shape, seed=s) for shape in ((2, 3), (4,))] for s in range(3)]
-    plain, named = getattr(keras.optimizers, name), getattr(ours, name)(steps=3)
-    assert (type(named).__name__, type(named.optimizer).__name__) == (name, name)
-    expected = variables_like([(2, 3), (4,)])
-    plain().apply([sum(each) / 3 for each in zip(*gradients)], expected)
-    for optimizer in (named, ours.Optimizer(plain(), 3)):
-        variables = variables_like([(2, 3), (4,)])
-        for each in gradients:
-            optimizer.apply(each, variables)
-        assert relative_error(variables, expected) <= 1e-6
-
-
 @compiled_on("jax")
 def test_a_model_is_saved_in_the_middle_of_a_window(tmp_path, capsys):
-    model = network()
+    model, batches = network(), split(regression(12), [4] * 3)
     model.compile(optimizer=ours.SGD(2, 0.1), loss="mse")
-    for batch in split(regression(12), [4] * 3):
+    for batch in batches:
         model.train_on_batch(*batch)
-    assert model.optimizer.runai.step == 1
+    assert (type(model.optimizer).__name__, model.optimizer.runai.step) == ("SGD", 1)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert (loaded.optimizer.runai.step, type(loaded.optimizer)) == (1, type(model.optimizer))
     assert loaded.optimizer.flush()
     assert model.optimizer.flush()
     assert error(loaded, model) == 0.0
+    assert_updates(model, windows_of(batches, 2), 1e-6, lambda: keras.optimizers.SGD(0.1))
 
 
 class ReadsTheWindow(keras.optimizers.SGD):

@@ -8,10 +8,10 @@ import pytest
 
 import gradaccum.keras
 from gradaccum.keras.optimizers import BatchOptimizer, Optimizer
-from tests.keras.loops import SHAPES, error, fit, logged, means, micro_gradients, train_by_hand, updated, variables_like
+from tests.keras.loops import SHAPES, error, fit, logged, means, micro_gradients, train_by_hand, variables_like
 from tests.keras.marks import BACKEND, compiled_on, slow
 from tests.keras.problems import HeavyBall, adam, network, regression, sgd, split
-from tests.reference import relative_error, windows_of
+from tests.reference import relative_error
 
 LossScale, on_jax = keras.optimizers.LossScaleOptimizer, compiled_on("jax")
 BUILT_IN = sorted(
@@ -59,11 +59,11 @@ class Oracle:
         self.held, self.steps = [], self.next_steps
 
 
-def both(make, gradients=None, steps=4):
+def both(make, gradients=None, steps=4, wrapped=None):
     """The error of the variables after windows of micro-batches, against plain updates with their means."""
     gradients = micro_gradients(3 * steps) if gradients is None else gradients
     accumulated, expected = variables_like(SHAPES), variables_like(SHAPES)
-    optimizer, oracle = Optimizer(make(), steps), Oracle(make(), expected, steps)
+    optimizer, oracle = wrapped or Optimizer(make(), steps), Oracle(make(), expected, steps)
     train_by_hand(optimizer, accumulated, gradients)
     for some in gradients:
         oracle.add(some)
@@ -73,54 +73,43 @@ def both(make, gradients=None, steps=4):
     return relative_error(accumulated, expected)
 
 
-RATE = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+SETTINGS = {
+    "averaged, scheduled, decayed, scaled and clipped": {
+        "learning_rate": keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), "weight_decay": 0.1,
+        "global_clipnorm": 0.3, "loss_scale_factor": 8.0,
+        "use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2,
+    },
+    "each gradient clipped, and a callable learning rate": {"learning_rate": lambda: 0.05, "clipnorm": 0.3},
+    "each entry clipped": {"learning_rate": 0.1, "clipvalue": 0.1},
+}  # fmt: skip
+MANY, *FEWER = SETTINGS
 SOME = "Adam", "SGD", "a custom one"
+OTHERS = [name for name in INNER if name not in (*SOME, "LossScaleOptimizer", "MultiOptimizer")]
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "settings"),
     [
-        "Adam", slow("SGD"), slow("a custom one"),
-        *(pytest.param(name, marks=pytest.mark.slow)
-          for name in INNER if name not in (*SOME, "LossScaleOptimizer", "MultiOptimizer")),
+        ("Adam", MANY), slow("SGD", MANY), slow("a custom one", MANY), *(slow("SGD", settings) for settings in FEWER),
+        *(pytest.param(name, MANY, marks=pytest.mark.slow) for name in OTHERS),
     ],
 )  # fmt: skip
-def test_every_optimizer_matches_the_large_batch_with_ema_schedule_and_clipping(name, bound):
+def test_every_optimizer_matches_the_large_batch_and_settings_act_once_per_update(name, settings, bound):
     if name == "Muon":
         keras.backend.set_floatx("float32")  # a plain Muon with a schedule refuses float64
         bound = 1e-6
-    averages = {"use_ema": True, "ema_momentum": 0.5}
-    assert both(lambda: INNER[name](learning_rate=RATE, global_clipnorm=0.3, **averages)) <= bound
-
-
-SETTINGS = {
-    "weight decay": {"weight_decay": 0.1},
-    "clipnorm": {"clipnorm": 0.3},
-    "clipvalue": {"clipvalue": 0.1},
-    "EMA with overwrite": {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 2},
-    "a fixed loss scale": {"loss_scale_factor": 8.0},
-    "a callable learning rate": {"learning_rate": lambda: 0.05},
-}
-
-
-@on_jax
-@pytest.mark.parametrize("inner", [keras.optimizers.SGD, pytest.param(keras.optimizers.Adam, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_act_once_per_update(setting, inner, bound):
-    assert both(lambda: inner(**{"learning_rate": 0.1} | SETTINGS[setting])) <= bound
+    assert both(lambda: INNER[name](**SETTINGS[settings])) <= bound
 
 
 def test_settings_written_on_the_wrapper_are_the_inner_optimizers(bound):
-    accumulated, expected = variables_like(SHAPES), variables_like(SHAPES)
-    optimizer, oracle = Optimizer(sgd(), 2), Oracle(sgd(), expected, 2)
-    for one in (optimizer, oracle.inner):
-        one.momentum, one.nesterov, one.clipnorm = 0.5, True, 0.3
-    assert optimizer.inner_optimizer.nesterov
-    gradients = micro_gradients(6)
-    train_by_hand(optimizer, accumulated, gradients)
-    for some in gradients:
-        oracle.add(some)
-    assert relative_error(accumulated, expected) <= bound
+    def make(of=lambda inner: inner):
+        optimizer = of(sgd())
+        optimizer.momentum, optimizer.nesterov, optimizer.clipnorm = 0.5, True, 0.3
+        return optimizer
+
+    wrapped = make(lambda inner: Optimizer(inner, 2))
+    assert wrapped.inner_optimizer.nesterov
+    assert both(make, micro_gradients(6), steps=2, wrapped=wrapped) <= bound
 
 
 @on_jax
@@ -151,9 +140,6 @@ def test_two_optimizers_for_two_parts_of_a_model(bound):
 
 FIRST, SECOND = micro_gradients(2)
 HOLLOW = [SECOND[0], None, None]
-ABSENT = {
-    "last": [FIRST, HOLLOW] * 2, "first": [HOLLOW, FIRST] * 2, "all": [[*g[:2], None] for g in micro_gradients(4)],
-}  # fmt: skip
 
 
 def adamw():
@@ -163,10 +149,10 @@ def adamw():
 @on_jax
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # a plain optimizer says so too
 @pytest.mark.parametrize(
-    ("none_in", "make"), [("last", sgd), *map(slow, ("last", "first", "first"), (adam, sgd, adam)), ("all", adamw)]
+    ("make", "gradients"), [(sgd, [FIRST, HOLLOW] * 2), (adamw, [[*g[:2], None] for g in micro_gradients(4)])]
 )
-def test_a_gradient_that_is_none_is_zero_unless_it_is_none_in_the_whole_window(none_in, make, bound):
-    assert both(make, ABSENT[none_in], steps=2) <= bound
+def test_a_gradient_that_is_none_is_zero_unless_it_is_none_in_the_whole_window(make, gradients, bound):
+    assert both(make, gradients, steps=2) <= bound
 
 
 @on_jax
@@ -373,53 +359,23 @@ def test_mixed_precision_matches_the_large_batch(case):
     assert {w.dtype for w in model.get_weights()} == {np.dtype("float32")}
 
 
-@on_jax
-def test_an_overflow_leaves_the_next_windows_aligned():
-    keras.config.set_dtype_policy("mixed_float16")
-    (x, y), model = regression(18), network()
-    model.compile(optimizer=BatchOptimizer(sgd(), 4, 8, 18, model), loss="mse")
-    bad = x.copy()
-    bad[1] = np.inf
-    model.fit(bad, y, batch_size=4, shuffle=False, verbose=0)
-    assert int(model.optimizer.iterations) == 3, "4 rows, of which the first 4 are dropped; then 4 + 4, and 2"
-    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    assert int(model.optimizer.iterations) == 6
-
-
-DEFAULT = BACKEND == "jax"  # other tests compile so
-
-
-@on_jax
-@pytest.mark.skipif(BACKEND == "torch", reason="torch.compile takes a compiler, and minutes")
-@pytest.mark.parametrize("jit_compile", [not DEFAULT, slow(DEFAULT)])
-def test_jit_compile_on_and_off(jit_compile, fit_bound):
-    batches, model = split(regression(22), [4, 4, 4, 4, 4, 2]), network()
-    model.compile(optimizer=Optimizer(adam(), 3), loss="mse", jit_compile=jit_compile)
-    fit(model, batches, epochs=2)
-    assert error(model, updated(windows_of(batches, 3) * 2, adam)) <= fit_bound
-
-
 # Names.
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_every_built_in_optimizer_is_there_by_name(name):
-    wrapped = getattr(gradaccum.keras.optimizers, name)
-    makes = {"LossScaleOptimizer": lambda: [sgd()], "MultiOptimizer": lambda: [keras.optimizers.OptimizerMap(sgd())]}
-    first = makes.get(name, list)()
-    for optimizer in (wrapped(4, *first), wrapped(*first, steps=4)):
-        assert isinstance(optimizer, Optimizer)
-        assert isinstance(optimizer.inner_optimizer, getattr(keras.optimizers, name))
-        assert optimizer.steps == 4
-
-
-def test_a_named_optimizer_takes_the_inner_ones_arguments_and_name():
+def test_every_built_in_optimizer_is_there_by_name_and_takes_the_inner_ones_arguments_and_name():
     assert gradaccum.keras.optimizers.Adam(4).name == "adam"
     assert gradaccum.keras.optimizers.Adam(4, name="mine").name == "mine"
     optimizer = gradaccum.keras.optimizers.Adam(4, 0.5, beta_1=0.8)
     assert (float(optimizer.inner_optimizer.learning_rate), optimizer.beta_1) == (0.5, 0.8)
     with pytest.raises(TypeError, match=r"Adam\(steps=4\)"):
         gradaccum.keras.optimizers.Adam(learning_rate=0.5)
+    makes = {"LossScaleOptimizer": lambda: [sgd()], "MultiOptimizer": lambda: [keras.optimizers.OptimizerMap(sgd())]}
+    for name in BUILT_IN:
+        wrapped, first = getattr(gradaccum.keras.optimizers, name), makes.get(name, list)()
+        for optimizer in (wrapped(4, *first), wrapped(*first, steps=4)):
+            assert isinstance(optimizer, Optimizer)
+            assert isinstance(optimizer.inner_optimizer, getattr(keras.optimizers, name))
+            assert optimizer.steps == 4
 
 
 def test_the_start_up_lines(caplog):

@@ -71,11 +71,16 @@ def with_mae():
     return {**mse(), "metrics": ["mae"]}
 
 
+def weighted():
+    metrics = ["accuracy", keras.metrics.SparseCategoricalCrossentropy()]
+    return {**crossentropy(), "metrics": metrics, "weighted_metrics": ["accuracy"]}
+
+
 WEIGHED = {"sample_weight": np.broadcast_to(WEIGHTS[:, None], TAGS.shape).copy()}
 LABELS = random.integers(0, 40, ROWS)
 TOO_LARGE = {
     **{limits: (network, with_mae, X, Y, {}) for limits in [(4, 99), (99, 4), (1, 99), (99, 1), (6, 3)]},
-    "metrics that are streamed": (softmax, crossentropy, X, LABELS, {}),
+    "metrics that are streamed": (softmax, weighted, X, LABELS, {"sample_weight": np.linspace(0.5, 2, ROWS)}),
     "masks": (tagging, averaged, TOKENS, TAGS, WEIGHED),
     "masks beside a regulariser": (lambda probe: tagging(probe, "l2"), averaged, TOKENS, TAGS, WEIGHED),
 }

@@ -14,7 +14,7 @@ import gradaccum.keras
 from gradaccum.keras.micro_batched import micro_batched
 from tests.keras.marks import BACKEND, compiled_on, slow, slow_where_compiled
 from tests.keras.problems import ACTIVITY, sgd
-from tests.keras.train_step.cases import IN_FLOAT32, TWO, assert_same, classifier, crossentropy, mse, run, tagger
+from tests.keras.train_step.cases import IN_FLOAT32, assert_same, classifier, crossentropy, mse, run, tagger
 from tests.keras.train_step.data import BATCH, CLASSES, MICRO, ROWS, TAGS, TOKENS, WEIGHTS, X
 from tests.reference import relative_error
 
@@ -85,6 +85,16 @@ def logits():
     return keras.Sequential([layers.Input((6, 2)), layers.Dense(4)])
 
 
+def constrained():
+    return classifier(kernel_constraint=keras.constraints.MaxNorm(0.5))
+
+
+def scheduled():
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=2, decay_rate=0.5)
+    averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+    return {**crossentropy(), "optimizer": keras.optimizers.SGD(rate, 0.9, weight_decay=0.01, clipnorm=0.1, **averages)}
+
+
 ZERO_OR_CANCELLING = WEIGHTS.copy()
 ZERO_OR_CANCELLING[:MICRO] = 0
 ZERO_OR_CANCELLING[BATCH : BATCH + MICRO] = [1, -1, 2, -2]
@@ -103,6 +113,7 @@ CASES = {
     "overridden compute_loss and compute_metrics": (with_own_loss, over_weights, X, CLASSES, {**WEIGHED, **LOGS}),
     "a metric that is no sum over rows": (
         classifier, lambda: {**crossentropy(), "metrics": [largest]}, X, CLASSES, {}),
+    "schedules, averages, decay, clipping and constraints": (constrained, scheduled, X, CLASSES, {}),
     "validation data": (classifier, crossentropy, X, CLASSES, {**ONCE, "validation_data": (X, CLASSES)}),
     "a validation split": (classifier, crossentropy, X, CLASSES, {**ONCE, "validation_split": 0.3}),
     "CTC": (logits, lambda: {"loss": losses.CTC()}, random.normal(size=(ROWS, 6, 2)), random.integers(1, 4, (ROWS, 2)),
@@ -168,7 +179,7 @@ SWEEP = {
 EVERYWHERE = [
     "weights that are zero or cancel", "masks beside other terms of the loss", "ignored classes",
     "an unbuilt subclassed model with added losses", "overridden compute_loss and compute_metrics", "MeanSquaredError",
-    "a scalar, masks and weights, sum_over_batch_size",
+    "schedules, averages, decay, clipping and constraints", "a scalar, masks and weights, sum_over_batch_size",
 ]  # fmt: skip
 OFTEN = [*CASES, "CosineSimilarity", "SparseCategoricalCrossentropy", *(f"Dice over (1, 2), {one}" for one in MEANS)]
 CASES |= {name: case for reduction in (*MEANS, "sum") for name, case in of_scalars(reduction).items()} | SWEEP
@@ -205,17 +216,6 @@ def test_weights_of_two_losses_that_are_almost_even_count_as_they_are(exact):
 
     split = functools.partial(micro_batched, micro_batch_size=MICRO, verify=False)
     assert relative_error(train(split), train(lambda model: model)) <= exact
-
-
-@slow_where_compiled
-@pytest.mark.parametrize("batch_size", [slow(8), 9])
-def test_each_outputs_loss_in_the_logs_is_the_mean_over_all_rows(float64, batch_size):
-    make, compiled, x, y = TWO
-    still = lambda: {**compiled(), "optimizer": keras.optimizers.SGD(0.0)}  # noqa: E731
-    model, logs = run(make, still, x, y, MICRO, batch_size=batch_size, epochs=1)  # and a last batch of fewer rows
-    distance = np.abs(model.predict(x, verbose=0)["value"] - y["value"])
-    expected = np.where(distance <= 1, distance**2 / 2, distance - 1 / 2).mean()
-    assert relative_error([logs["value_loss"]], [[expected]]) <= max(float64, IN_FLOAT32)
 
 
 class Sequence(keras.utils.PyDataset):
@@ -261,27 +261,6 @@ def test_what_tensorflow_alone_compiles_matches_plain_fit(compiled, size, float6
     assert_same(classifier, compiled, X[:20], CLASSES[:20], 1e-6 if compiled is by_xla else float64, size, **fit)
 
 
-@compiled_on("jax")
-def test_schedules_ema_weight_decay_constraints_and_callbacks_are_per_update(float64):
-    def compiled():
-        schedule = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=2, decay_rate=0.5)
-        averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
-        sgd = keras.optimizers.SGD(schedule, momentum=0.9, weight_decay=0.01, clipnorm=0.1, **averages)
-        return {**crossentropy(), "optimizer": sgd}
-
-    make = lambda: classifier(kernel_constraint=keras.constraints.MaxNorm(0.5))  # noqa: E731
-    found = []
-    for size in (None, MICRO):
-        seen = []
-        look = lambda batch, logs, seen=seen: seen.append((batch, float(logs["loss"])))  # noqa: E731
-        callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=look)]
-        model, _ = run(make, compiled, X, CLASSES, size, callbacks=callbacks)
-        assert int(ops.convert_to_numpy(model.optimizer.iterations)) == len(seen) == 4
-        found.append((model.get_weights(), seen))
-    assert relative_error(found[1][0], found[0][0]) <= float64
-    assert relative_error(found[1][1], found[0][1]) <= 10 * float64
-
-
 def test_random_layers_draw_per_micro_batch_and_are_reproducible():
     def regularised():
         hidden = [layers.Dense(8, activation="relu"), layers.Dropout(0.5)]
@@ -293,17 +272,6 @@ def test_random_layers_draw_per_micro_batch_and_are_reproducible():
     if BACKEND != "torch":  # which draws from PyTorch's own generator
         (state,) = [ops.convert_to_numpy(v) for v in first.non_trainable_variables if "seed" in v.path]
         assert int(state[1]) == 4  # one draw per micro-batch
-
-
-@slow_where_compiled
-def test_metrics_of_outputs_larger_than_the_batch_are_streamed(float64):
-    def compiled():
-        metrics = ["accuracy", keras.metrics.SparseCategoricalCrossentropy()]
-        return {**crossentropy(), "metrics": metrics, "weighted_metrics": ["accuracy"]}
-
-    make = lambda: keras.Sequential([layers.Input((5,)), layers.Dense(40, activation="softmax")])  # noqa: E731
-    ours, _ = assert_same(make, compiled, X, CLASSES, float64, sample_weight=WEIGHTS)
-    assert {plan.metrics for plan in ours.train_step.plans.values()} <= {"streamed"}
 
 
 def under(policy, make):

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gradaccum.torch import TrainStep, chunked, optim
 from gradaccum.torch.batch_norm import BatchNormPolicy
+from tests.fuzz.problem import Faulty
 from tests.reference import FLOAT64, relative_error
-from tests.torch.problems import Does
+from tests.torch.optimizer.loops import train
 from tests.torch.train_step.steps import assert_same_updates
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -53,9 +54,6 @@ def micro_batched(model, x, y, sizes):
     """The plain loop's gradients: each micro-batch normalised by itself."""
     for rows, targets in zip(x.split(sizes), y.split(sizes), strict=True):
         (cross_entropy(model, rows, targets) * (len(rows) / len(x))).backward()
-
-
-# pooled
 
 
 def test_pooled_statistics_have_the_rows_of_micro_batches_that_weigh_nothing():
@@ -102,8 +100,6 @@ def test_recomputation_by_gradient_checkpointing_moves_nothing():
     step_of(model, "pooled", compute_loss=again)(x, y)
     assert relative_error(model.buffers(), whole.buffers()) <= FLOAT64
 
-
-# TrainStep
 
 EXACT = [{}, {"offload": True}, {"head": "4"}, {"head": "4", "verify": False}]
 
@@ -180,27 +176,16 @@ def test_models_without_batch_norm_are_exact_whatever_the_word(choice):
     is_silent(lambda: assert_same_updates(model, [batch()], cross_entropy, micro_batch_size=5, batch_norm=choice))
 
 
-def running_out(most, backward):
-    """Out of memory, forward or backward, on more rows than `most`."""
-
-    def fail(*_):
-        raise torch.OutOfMemoryError("for the test")
-
-    def run(m, x):
-        if len(x) > most and torch.is_grad_enabled():
-            if not backward:
-                fail()
-            x = x * 1
-            x.register_hook(fail)
-        return x
-
-    return Does(run)
+def running_out(most, where):
+    fault = Faulty()
+    fault.most[where] = most
+    return fault
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("choice", ["micro", "pooled", "exact"])
-def test_running_out_of_memory_leaves_no_trace_in_the_statistics(choice, backward):
-    model, whole = network().append(running_out(3, backward)), network()
+def test_running_out_of_memory_leaves_no_trace_in_the_statistics(choice, where):
+    model, whole = network().append(running_out(3, where)), network()
     step_of(model, choice)(*batch())
     if choice == "micro":
         micro_batched(whole, *batch(), [2] * 7)  # as if 5 rows had never been tried
@@ -210,9 +195,9 @@ def test_running_out_of_memory_leaves_no_trace_in_the_statistics(choice, backwar
 
 
 def test_out_of_memory_at_the_smallest_size_says_what_to_do():
-    model = nn.Sequential(running_out(0, False), *network())
+    model = nn.Sequential(running_out(0, "forward"), *network())
     step = step_of(model, "exact", size=2, verify=False, head="5")
-    too_much = "(?s)micro-batch of one row: for the test.*Make the model's activations"
+    too_much = "(?s)micro-batch of one row: no memory.*Make the model's activations"
     with pytest.raises(torch.OutOfMemoryError, match=too_much):
         step(*batch())
 
@@ -255,7 +240,4 @@ def test_layers_that_come_late_are_named_in_the_next_watched_window(way, evaluat
             if way == "TrainStep":
                 step(*batch())
             else:
-                for x, y in zip(*(t.split(SIZES) for t in batch()), strict=True):
-                    step.zero_grad()
-                    cross_entropy(model, x, y).backward()
-                    step.step()
+                train(model, step, zip(*(t.split(SIZES) for t in batch()), strict=True), loss=cross_entropy)

@@ -264,9 +264,6 @@ def test_hooks_see_the_finished_gradient_once_under_create_graph(loss):
     assert relative_error(*found) <= FLOAT64
 
 
-# What is refused.
-
-
 GOOD = rows_of(14, 4, 4)
 ERRORS = {
     "negative": (GOOD, {"temperature": torch.tensor(-1.0)}, ValueError, "Received: temperature=-1.0"),

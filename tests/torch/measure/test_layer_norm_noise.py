@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import gradaccum.torch
 from gradaccum.torch import TrainStep
+from tests.torch.optimizer.loops import by_rows, scaler_of, train
 from tests.torch.problems import sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -94,28 +95,17 @@ def over(model, steps, parameters=None, **options):
     return gradaccum.torch.optim.Optimizer(inner, steps, model=model, **{**BY_LAYERS, **options})
 
 
-def train(model, optimizer, x, y, size, **weight):
+def cut(x, y, size):
     """Micro-batches of so many rows."""
-    for rows, targets in zip(x.split(size), y.split(size), strict=True):
-        optimizer.zero_grad()
-        loss = loss_fn(model(rows), targets)
-        optimizer.backward(loss, **weight) if weight else loss.backward()
-        optimizer.step()
+    return list(zip(x.split(size), y.split(size), strict=True))
 
 
 def wrapped(model, x, y, size, by="optimizer", **options):
-    optimizer = over(model, 3, **options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1, enabled=by == "scaler")
-    batches = list(zip(x.split(size), y.split(size), strict=True))
-    for rows, targets in batches if by == "backward" else optimizer.batches(batches):
-        optimizer.zero_grad()
-        loss = loss_fn(model(rows), targets)
-        if by == "backward":
-            optimizer.backward(loss, weight=len(rows))
-        else:
-            scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    optimizer, batches = over(model, 3, **options), cut(x, y, size)
+    if by == "backward":
+        train(model, optimizer, batches, weigh=by_rows)
+    else:
+        train(model, optimizer, optimizer.batches(batches), scaler=scaler_of(1024.0, 1) if by == "scaler" else None)
     return optimizer
 
 
@@ -141,7 +131,7 @@ def test_a_window_of_one_micro_batch_is_measured_and_weights_may_count_tokens():
     (x, y), model = data(8), Network()
     expected, optimizer = square(model, x, y), over(model, 1)
     for _ in range(2):
-        train(model, optimizer, x, y, 8, weight=40)
+        train(model, optimizer, [(x, y)], weigh=lambda *batch: 40)
     first, _ = optimizer.noise_scale.measured
     assert (first.small_size, first.large_size) == (5, 40)
     assert first.large == pytest.approx(expected, rel=1e-12)
@@ -155,7 +145,7 @@ def test_a_layer_that_is_not_called_and_other_optimizers_weights_count_in_neithe
     model = Network()
     reference, own = copy.deepcopy(model), [*model.stem.parameters(), *model.second.parameters()]
     optimizer = over(model, 2, own)
-    train(model, optimizer, x, y, 4)
+    train(model, optimizer, cut(x, y, 4))
     assert_measured(optimizer.noise_scale, reference, x, y, 4, second_weight)
 
 
@@ -176,10 +166,10 @@ def test_windows_to_which_another_backward_pass_has_added_are_left_out_with_a_li
 def test_it_leaves_the_model_as_it_was_and_copies_and_pickles_tell_nobody():
     (x, y), model = data(8), Network()
     optimizer = over(model, 2)
-    train(model, optimizer, x, y, 8)
+    train(model, optimizer, [(x, y)])
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         loss_fn(other(x), y).backward()
-    train(model, optimizer, x, y, 8)
+    train(model, optimizer, [(x, y)])
     assert optimizer.noise_scale.updates == 1
     del optimizer
     gc.collect()

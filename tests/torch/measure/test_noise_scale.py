@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from gradaccum import NoiseSchedule, WindowError
+from gradaccum import NoiseSchedule
 from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Adam, Optimizer
 from tests.reference import FLOAT64, relative_error
-from tests.torch.optimizer.loops import step
+from tests.torch.optimizer.loops import train
 
 GRADIENT = torch.tensor([1.0, -0.5, 0.25, 0.0, 0.5], dtype=torch.float64)
 NOISE = torch.tensor([4.0, 1.0, 2.0, 3.0, 0.5], dtype=torch.float64)
@@ -60,15 +60,11 @@ def same(scale, expected):
 
 
 def by_optimizer(updates, sizes=SIZES, *, weighed=True, in_batches=False, scaler=None, dtype=torch.float64, **options):
-    model, is_sum = Linear(dtype), options.get("reduction") == "sum"
+    model, loss = Linear(dtype), total if options.get("reduction") == "sum" else mean
     optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), len(sizes), noise_scale=True, **options)
-    micro_batches = rows(sizes * updates)
-    for x in optimizer.batches(micro_batches) if in_batches else micro_batches:
-        optimizer.zero_grad()
-        loss = model(x).sum() if is_sum else model(x).mean()
-        loss = loss if scaler is None else scaler.scale(loss)
-        optimizer.backward(loss, weight=len(x)) if weighed else loss.backward()
-        step(optimizer, scaler)
+    batches = [(x,) for x in rows(sizes * updates)]
+    batches = optimizer.batches(batches) if in_batches else batches
+    train(model, optimizer, batches, loss=loss, weigh=len if weighed else None, scaler=scaler)
     return optimizer.noise_scale
 
 
@@ -128,6 +124,7 @@ ALIKE = {
     "TrainStep, weighed sum": (by_step, {"compute_loss": total, "reduction": "sum", "weight": len}),
     "TrainStep, sum and weight": (by_step, {"compute_loss": lambda m, x: (total(m, x), len(x)), "reduction": "sum"}),
     "TrainStep, mean and weight": (by_step, {"compute_loss": lambda m, x: (mean(m, x), len(x))}),
+    "TrainStep, by name": (by_step, {"compute_loss": lambda m, x: dict.fromkeys("ab", (mean(m, x) / 2, len(x)))}),
     "TrainStep, weighed": (by_step, {"weight": lambda x: 7.0 * len(x)}),
     "TrainStep, scaled": (by_step, {"scaler": 2.0**10}),
 }
@@ -161,12 +158,10 @@ def test_it_is_measured_only_where_asked():
 def test_a_discarded_window_leaves_nothing_behind():
     model = Linear()
     optimizer = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), 2, noise_scale=True)
-    for x in (torch.full((2, 5), 1e6, dtype=torch.float64), *rows([2] * 100)):
-        optimizer.zero_grad()
-        optimizer.backward(model(x).mean(), weight=2)
-        optimizer.step()
-        if x[0, 0] == 1e6:
-            optimizer.discard()
+    outlier, *others = [(x,) for x in (torch.full((2, 5), 1e6, dtype=torch.float64), *rows([2] * 100))]
+    train(model, optimizer, [outlier], loss=mean, weigh=len)
+    optimizer.discard()
+    train(model, optimizer, others, loss=mean, weigh=len)
     assert optimizer.noise_scale.updates == 50
     assert optimizer.noise_scale.trace < 100
 
@@ -291,13 +286,3 @@ def test_a_copy_of_the_optimizer_follows_its_own_schedule_and_other_steps_end_it
     trained(model, optimizer, optimizer.batches(data))
     mean, moved = torch.cat(data).mean(0), [b - p for b, p in zip(before, model.parameters(), strict=True)]
     assert relative_error(moved, [mean[:3], mean[3:]]) <= FLOAT64
-
-
-def test_a_window_of_another_length_is_refused_without_its_schedule():
-    schedule = NoiseSchedule(2, 8)
-    schedule.steps = 8
-    model, optimizer = scheduled(schedule)
-    trained(model, optimizer, batches(FOUR))
-    plain = Optimizer(torch.optim.SGD(model.parameters(), lr=0.0), 2, noise_scale=True)
-    with pytest.raises(WindowError, match="taken inside a window of 8 steps"):
-        plain.load_state_dict(optimizer.state_dict())

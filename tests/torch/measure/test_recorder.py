@@ -1,7 +1,6 @@
 """The Recorder: one complete line per update, and a report at any time."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -76,26 +75,6 @@ def test_a_file_that_exists_is_continued_after_a_line_that_was_cut_off(tmp_path)
     assert [line["update"] for line in run.updates] == [1, 2, 4, 5, 6]
     assert run.damaged == 1
     assert "started 2 times" in str(recorder.report())
-
-
-def run_for_ever(path):
-    torch.set_num_threads(1)
-    step = train_step()
-    recorder = Recorder(path, step)
-    while True:
-        recorder.record(step(*batch()))
-
-
-def test_a_run_that_is_killed_still_becomes_a_report(tmp_path):
-    path = tmp_path / "run.jsonl"
-    process, deadline = fresh_process(run_for_ever, path), time.monotonic() + 60
-    while time.monotonic() < deadline and not (path.exists() and path.stat().st_size > 5000):
-        time.sleep(0.05)
-    process.kill()
-    process.join()
-    run = read(path)
-    assert len(run.updates) > 10
-    assert run.report().save(tmp_path / "run.html").stat().st_size > 10_000
 
 
 def test_what_cannot_be_recorded_is_told(tmp_path):

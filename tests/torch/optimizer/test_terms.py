@@ -9,56 +9,24 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from gradaccum import WindowError
 from tests.reference import FLOAT64, relative_error
-from tests.torch.optimizer.loops import assert_same, parts, scaler_of, wrapped
+from tests.torch.optimizer.loops import assert_same, scaler_of, wrapped
 from tests.torch.problems import join, sgd
+from tests.torch.train_step.test_terms import Tagger, batches, losses
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-class Heads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(5, 7)
-        self.a, self.b = nn.Linear(7, 3), nn.Linear(7, 3)
-
-    def forward(self, x):
-        hidden = self.body(x).tanh()
-        return self.a(hidden), self.b(hidden)
-
-
-DATA = [(x, y.argmax(1)) for x, y in parts([4, 7, 2, 5, 6])]
-DATA[1][1].fill_(1)  # the first loss ignores all of it
-
-
-def losses(model, x, y):
-    a, b = model(x)
-    return {
-        "ignores 1": (F.cross_entropy(a, y, ignore_index=1), (y != 1).sum()),
-        "rows": (b.square().mean(), len(x)),
-        "rare": (3 * F.cross_entropy(b, y, ignore_index=0), int((y != 0).sum())),
-    }
+DATA = [batches(1, rows)[0] for rows in (4, 7, 2, 5, 6)]
+DATA[1][1].fill_(-100)  # no token of it counts
 
 
 def with_heads(make=sgd, steps=3, **keywords):
     """A model, its wrapped optimizer, and the losses of a micro-batch."""
-    model, optimizer = wrapped(make, Heads(), steps=steps, **keywords)
+    model, optimizer = wrapped(make, Tagger(), steps=steps, **keywords)
     return model, optimizer, losses(model, *DATA[0])
-
-
-def plain(model, optimizer, window, losses=losses):
-    """An ordinary step on the window's rows. Returns its losses."""
-    x, y = join(window)
-    optimizer.zero_grad()
-    found = {name: loss for name, (loss, weight) in losses(model, x, y).items() if weight > 0}
-    trained = sum(loss for loss in found.values() if loss.requires_grad)
-    (trained + 0 * sum(outputs.sum() for outputs in model(x))).backward()  # what weighs nothing is 0
-    optimizer.step()
-    return {name: loss.detach() for name, loss in found.items()}
 
 
 def test_a_sum_for_each_loss_but_the_first_and_none_for_one():
@@ -69,7 +37,7 @@ def test_a_sum_for_each_loss_but_the_first_and_none_for_one():
     model, optimizer, found = with_heads()
     size = sum(p.numel() for p in model.parameters())
     empty = numbers(optimizer.state_dict()["gradaccum"])
-    for terms, copies in ((found, 3), ({"rows": losses(model, *DATA[0])["rows"]}, 1)):
+    for terms, copies in ((found, 3), ({"z": losses(model, *DATA[0])["z"]}, 1)):
         optimizer.backward(terms)
         optimizer.step()
         assert numbers(optimizer.state_dict()["gradaccum"]) - empty <= copies * size + 10
@@ -77,38 +45,20 @@ def test_a_sum_for_each_loss_but_the_first_and_none_for_one():
         assert numbers(optimizer.state_dict()["gradaccum"]) == empty
 
 
-@pytest.mark.parametrize("window", [DATA[:2], DATA[1:2]])
-def test_losses_that_weigh_nothing_and_those_of_one_graph_one_after_the_other(window):
-    model, optimizer, _ = with_heads(steps=len(window))
-    before = Heads()
-    for x, _ in window:
-        optimizer.backward({"ignores 1": losses(model, x, torch.ones(len(x), dtype=torch.long))["ignores 1"]})
-        optimizer.step()
-    assert not optimizer.updated
-    assert_same(model, before, 0)
-    plain(before, sgd(before.parameters()), window)
-    for x, y in window:
-        for name, term in losses(model, x, y).items():
-            optimizer.backward({name: term}, retain_graph=True)
-        optimizer.step()
-    assert_same(model, before)
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_detached_losses_are_averaged_beside_others(first):
     """In a micro-batch in which the losses that train weigh nothing, too."""
 
-    def some(model, x, y):
-        found = losses(model, x, y)
-        metric = {"metric": (found["rows"][0].detach(), len(x))}
-        return {**(metric if first else {}), "ignores 1": found["ignores 1"], **metric}
+    def some(model, *batch):
+        found = losses(model, *batch)
+        metric = {"metric": (found["z"][0].detach(), len(batch[0]))}
+        return {**(metric if first else {}), "tokens": found["tokens"], **metric}
 
-    (model, optimizer, _), reference = with_heads(steps=len(DATA)), Heads()
-    x, y = join(DATA)
-    expected = some(reference, x, y)
-    expected["ignores 1"][0].backward()
+    (model, optimizer, _), reference = with_heads(steps=len(DATA)), Tagger()
+    expected = some(reference, *join(DATA))
+    expected["tokens"][0].backward()
     sgd(reference.parameters()).step()
-    for batch in [DATA[1], DATA[0], *DATA[2:]]:  # in the first one "ignores 1" weighs nothing
+    for batch in [DATA[1], DATA[0], *DATA[2:]]:  # in the first one "tokens" weighs nothing
         optimizer.backward(some(model, *batch))
         optimizer.step()
     assert_same(model, reference)
@@ -125,13 +75,10 @@ def test_the_graph_is_gone_after_the_last_of_them():
             loss.backward()
 
 
-# What is refused, or named.
-
-
 WAYS = {
     "terms": lambda model, optimizer: optimizer.backward(losses(model, *DATA[0])),
-    "single": lambda model, optimizer: optimizer.backward(losses(model, *DATA[0])["rows"][0], weight=4),
-    "plain": lambda model, optimizer: losses(model, *DATA[0])["rows"][0].backward(),
+    "single": lambda model, optimizer: optimizer.backward(losses(model, *DATA[0])["z"][0], weight=4),
+    "plain": lambda model, optimizer: losses(model, *DATA[0])["z"][0].backward(),
 }
 
 
@@ -196,14 +143,14 @@ def test_losses_by_name_are_refused_with(keywords, run, error, says):
 def test_one_loss_by_name_may_be_unscaled_in_the_first_micro_batch():
     """Before the wrapper has seen the scaler's scale."""
 
-    def only(model, x, y):
+    def only(model, x, *_):
         return {"rows": (sum(head.square().mean() for head in model(x)), len(x))}
 
-    model, optimizer, _ = with_heads()
-    reference = Heads()
+    (model, optimizer, _), reference = with_heads(), Tagger()
     unscaled(optimizer, only(model, *DATA[0]))
-    plain(reference, sgd(reference.parameters()), DATA[:1], only)
-    assert relative_error(model.parameters(), reference.parameters()) <= FLOAT64
+    only(reference, *DATA[0])["rows"][0].backward()
+    sgd(reference.parameters()).step()
+    assert_same(model, reference)
 
 
 def test_a_micro_batch_of_nothing_but_detached_losses_is_named(caplog):

@@ -222,9 +222,6 @@ def test_in_a_window_of_one_sum_that_is_to_be_divided_by_its_weight_gradients_ar
         optimizer.step()
 
 
-# Between windows.
-
-
 @pytest.mark.parametrize(
     ("steps", "loop", "cleared"),
     [(3, False, False), (5, True, False), (5, True, True)],

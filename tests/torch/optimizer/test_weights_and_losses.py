@@ -1,34 +1,16 @@
 """What a micro-batch weighs: rows, class weights, tokens, sums, nothing; and the losses that are reported."""
 
-import copy
-
 import pytest
 import torch
-from torch import nn
 
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error, windows_of
-from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, scaler_of, train, values, wrapped
+from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, train, values, wrapped
 from tests.torch.problems import join, mse, network, regression, sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 SIZES = [3, 1, 4, 2, 5]
-
-
-def test_half_precision_sums_survive_large_token_counts():
-    """30000 tokens times a gradient of 4 would overflow float16; as multiples of the first micro-batch they are few."""
-    parameter = nn.Parameter(torch.ones(1, dtype=torch.float16))
-    model = nn.ParameterList([parameter])
-    _, optimizer = wrapped(lambda p: torch.optim.SGD(p, lr=1.0), model, steps=2)
-    for tokens_ in (30000, 15000):
-        optimizer.zero_grad()
-        optimizer.backward((parameter * 4).sum(), weight=tokens_)
-        optimizer.step()
-    assert parameter.item() == -3.0
-
-
-# Weights and losses that are none.
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip_micro_batch"])
@@ -94,18 +76,6 @@ def test_the_loss_is_of_this_windows_losses_where_its_first_micro_batch_told_non
     assert torch.equal(optimizer.loss, loss.detach())
 
 
-def test_gradients_by_hand_follow_a_loss_scale_that_grows_with_each_micro_batch():
-    """No backward pass of the model says that another one begins."""
-    (model, optimizer), scaler = wrapped(steps=len(SIZES)), scaler_of(8.0, 1)
-    for batch in parts(SIZES):
-        twin = copy.deepcopy(model)
-        gradients = torch.autograd.grad(scaler.scale(mse(twin, *batch)), [*twin.parameters()])
-        optimizer.add_gradients(gradients, weight=len(batch[0]))
-        scaler.step(optimizer)
-        scaler.update()
-    assert_same(model, large([parts(SIZES)]))
-
-
 @pytest.mark.parametrize("make", ["backward", "TrainStep"])
 def test_a_hook_that_writes_to_a_losss_gradient_writes_to_that_alone(make):
     model, optimizer = wrapped(steps=2)
@@ -149,14 +119,3 @@ def test_a_windows_first_micro_batch_that_is_cleared_and_run_again_counts_once(b
         plain = network()
         plain.load_state_dict(dict(zip(plain.state_dict(), before, strict=True)))
         assert relative_error([optimizer.loss], [mse(plain, *join(window))]) <= FLOAT64
-
-
-def test_gradients_by_hand_that_weigh_nothing_are_zeros_for_the_parameters_they_reach():
-    model, optimizer = wrapped(steps=2)
-    reached, *others = model.parameters()
-    nothing = {reached: torch.full_like(reached, float("nan"))}
-    for gradients, weight in (({p: torch.ones_like(p) for p in others[:1]}, 2), (nothing, 0)):
-        optimizer.add_gradients(gradients, weight)
-        optimizer.step()
-    assert reached.grad.count_nonzero() == 0
-    assert all(p.grad is None for p in others[1:])

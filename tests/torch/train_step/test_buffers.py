@@ -12,8 +12,9 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from gradaccum.torch import TrainStep, chunked, combine_buffers
 from gradaccum.torch.buffers import rules_of
+from tests.fuzz.problem import Faulty
 from tests.torch.problems import Empties as Of
-from tests.torch.train_step.problems import OUT, Backward, batches, centred, zeros
+from tests.torch.train_step.problems import batches, centred, zeros
 from tests.torch.train_step.steps import assert_same_state, assert_same_updates, by_hand, left_as_it_was, step_of
 
 
@@ -187,10 +188,10 @@ def test_buffers_move_once_and_to_where_the_large_batch_moves_them(name, way):
 
     def limited(module, args, outputs):
         passes.append(len(outputs))
-        fails = len(passes) in (2, 8)  # as a later one does, too, by the time of the third batch
-        if way == "out of memory" and fails:
-            raise torch.OutOfMemoryError(OUT)
-        return Backward.apply(outputs, 0 if way == "out of memory in backward" and fails else 99)
+        fault = Faulty()
+        if len(passes) in (2, 8):  # as a later one does, too, by the time of the third batch
+            fault.prepare("oom" if way == "out of memory" else "backward oom", 0)
+        return fault(outputs)
 
     if way == "chunked":
         for one in (chunked(model, 5, verify=False), reference):

@@ -4,32 +4,23 @@ import functools
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch import check_equivalence
+from tests.fuzz.problem import Faulty
 from tests.reference import FLOAT64
-from tests.torch.train_step.problems import OUT, randn
+from tests.torch.train_step.problems import network, randn
 from tests.torch.train_step.steps import assert_same_updates, step_of
 
 IDS = torch.tensor([11, 5, 7, 2, 30, 8, 9, 1]).repeat_interleave(torch.tensor([3, 1, 4, 2, 3, 4, 1, 2]))
 
 
-class Policy(nn.Module):
-    """The log-probability of each row, up to a number of rows, and which rows came together."""
-
-    def __init__(self, limit=99):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(5, 7, dtype=torch.float64), nn.Tanh(), nn.Linear(7, 3, dtype=torch.float64))
-        self.limit, self.sizes = limit, []
-
-    def forward(self, x):
-        self.sizes.append(len(x))
-        if len(x) > self.limit:
-            raise torch.OutOfMemoryError(OUT)
-        return self.body(x)
+def policy(limit=99):
+    """The log-probability of each row, up to a number of rows."""
+    model = network().append(Faulty())
+    model[-1].most["forward"] = limit
+    return model
 
 
 def rows(count):
@@ -75,7 +66,7 @@ APART = torch.randperm(len(IDS), generator=torch.Generator().manual_seed(3))
 
 
 def test_terms_and_groups_go_together():
-    assert_same_updates(Policy(), rows(26), terms=terms, micro_batch_size=6, groups=2)
+    assert_same_updates(policy(), rows(26), terms=terms, micro_batch_size=6, groups=2)
 
 
 @pytest.mark.parametrize(
@@ -89,15 +80,15 @@ def test_terms_and_groups_go_together():
 )
 def test_a_loss_that_looks_beyond_rows_or_groups_is_refused(loss, batch, groups, message):
     with pytest.raises(NotEquivalentError, match=message):
-        step_of(Policy(), compute_loss=loss, micro_batch_size=6, verify=True, groups=groups)(*batch)
-    result = check_equivalence(Policy(), batch, compute_loss=loss, groups=groups)
+        step_of(policy(), compute_loss=loss, micro_batch_size=6, verify=True, groups=groups)(*batch)
+    result = check_equivalence(policy(), batch, compute_loss=loss, groups=groups)
     assert not result.ok
     assert loss is dpo or result.causes[0].kind == "loss"
 
 
 @pytest.mark.parametrize("size", [None, 4, pytest.param(9, marks=pytest.mark.slow)])
 def test_check_equivalence_cuts_between_groups(size):
-    check = functools.partial(check_equivalence, Policy(), micro_batch_size=size)
+    check = functools.partial(check_equivalence, policy(), micro_batch_size=size)
     found = check(answers(APART)[0], compute_loss=grpo, groups=by_prompt)
     assert found.raise_if_different().max_error <= FLOAT64
     assert check(rows(26)[0], compute_loss=dpo, groups=2).ok
@@ -107,20 +98,20 @@ def test_check_equivalence_cuts_between_groups(size):
 
 
 def test_a_group_that_does_not_fit_into_memory_is_named():
-    step = step_of(Policy(3), compute_loss=grpo, micro_batch_size=20, groups=IDS)
+    step = step_of(policy(3), compute_loss=grpo, micro_batch_size=20, groups=IDS)
     with pytest.raises(torch.OutOfMemoryError, match=r"group (7|8) \(4 rows\), whose rows stay together"):
         step(*answers()[0])
 
 
 def test_groups_too_large_to_be_proven_together_are_said_to_be(caplog):
-    step = step_of(Policy(9), verify=True, compute_loss=negatives, micro_batch_size=8, groups=4)
+    step = step_of(policy(9), verify=True, compute_loss=negatives, micro_batch_size=8, groups=4)
     step(*rows(28)[0])
     assert step.updates == 1
     assert "could not be proven: 12 rows of this batch" in caplog.text
 
 
 def test_a_size_that_was_lowered_below_a_group_is_taken_from_a_checkpoint():
-    first, second = (step_of(Policy(4), compute_loss=grpo, micro_batch_size=5, groups=IDS) for _ in range(2))
+    first, second = (step_of(policy(4), compute_loss=grpo, micro_batch_size=5, groups=IDS) for _ in range(2))
     batch = answers()[0]
     expected = first(*batch)
     assert first.micro_batch_size < 4

@@ -10,6 +10,7 @@ from torch import nn
 
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.random_state import seed
+from tests.fuzz.problem import Faulty
 from tests.reference import FLOAT64, relative_error
 from tests.torch.problems import GENERATORS, drawn
 from tests.torch.train_step.problems import OPTIMIZERS, OUT, Fragile, Of, batches, network, plain_loss
@@ -190,9 +191,6 @@ def test_any_other_error_leaves_no_half_window_in_any_parameter():
     assert relative_error(found, expected) <= FLOAT64
 
 
-# The size that failed.
-
-
 def test_the_size_that_failed_is_told_once_and_remembered_for_its_shape_only(caplog):
     class Long(nn.Linear):
         """Rows of eight columns and more take too much memory by fours."""
@@ -227,20 +225,11 @@ def test_at_one_row_the_error_is_told_and_everything_is_as_it_was(limits):
     assert step(*batch).isfinite()
 
 
-# BatchNorm can't normalise a single row.
-
-
 def normalised(limit=99):
     """Fits up to a number of rows, and can't take a single one while it trains."""
-
-    def function(module, x):
-        if len(x) > module.limit:
-            raise torch.OutOfMemoryError(OUT)
-        return module.layers(x)
-
     torch.manual_seed(0)
-    model = Of(function, layers=nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double())
-    model.limit = limit
+    model = nn.Sequential(Faulty(), nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    model[0].most["forward"] = limit
     return model
 
 
@@ -274,7 +263,7 @@ def test_where_batch_norm_needs_more_rows_than_fit_it_is_out_of_memory(size, lim
     message = r"of ([23] rows|one row|more than one row):(.|\n)*No update was made"
     with left_as_it_was(model, torch.OutOfMemoryError, message):
         step(*batch)
-    model.limit = 99
+    model[0].calm()
     assert step(*batches(8)[0]).isfinite()
 
 

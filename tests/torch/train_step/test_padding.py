@@ -114,9 +114,6 @@ def test_packed_rows_make_the_padded_batchs_update_with(make, data, keywords, mo
     assert sum(model.tokens) <= all_
 
 
-# Models of transformers.
-
-
 def tiny(kind):
     t = pytest.importorskip("transformers")
     config, model = {
@@ -275,9 +272,6 @@ def test_padding_stays_where_a_leaf_is_taken_for_text_by_its_shape_and_that_is_n
     assert all(tokens % 14 == 0 for tokens in model.tokens[-10:])  # of the update itself
     for named in ("padding is not cut off, because the loss can't be", "['features']", "tensor[:, None]"):
         assert named in caplog.text
-
-
-# What is refused.
 
 
 def test_a_group_of_more_tokens_than_the_budget_is_refused():

@@ -186,12 +186,16 @@ def valid(*batch):
     return (batch[-1] != -100).sum()
 
 
-def with_weight(loss, number=lambda weight: weight):
-    return lambda model, *batch: (loss(model, *batch), number(valid(*batch)))
-
-
-def by_name(loss):
-    return lambda model, *batch: {"tokens": (loss(model, *batch), valid(*batch))}
+def ways_to_say(loss, weight):
+    """By a function of the batch, with the loss, or for losses by name."""
+    return {
+        "by a function": {"compute_loss": loss, "weight": weight},
+        "with the loss": {"compute_loss": lambda model, *batch: (loss(model, *batch), weight(*batch))},
+        "by name": {"compute_loss": lambda model, *batch: {"a": (loss(model, *batch), weight(*batch))}},
+        "by name, by a function": {
+            "compute_loss": lambda *both: {"a": loss(*both)}, "weight": lambda *batch: {"a": weight(*batch)}
+        },
+    }  # fmt: skip
 
 
 def penalised(share, reduction="mean"):
@@ -209,25 +213,9 @@ def test_a_regulariser_is_exact_beside_a_mean_and_beside_a_sum_by_its_share_of_t
     assert_same_updates(linear(5, 2), data, penalised(lambda x: 1, "sum"), compute_loss=shared, reduction="sum")
 
 
-# What is not additive.
-
-
-def batch_hard(outputs, targets):
-    distances, same = torch.cdist(outputs, outputs), targets[:, None] == targets[None, :]
-    hardest_negative = distances.masked_fill(same, float("inf")).min(1).values
-    return F.relu((distances * same).max(1).values - hardest_negative + 1.0).mean()
-
-
-def of_large_ones_by_rows(model, x, y):
-    return plain_loss(model, x, y) / (1 if len(x) <= 2 else len(x))
-
-
-SUM = partial(F.cross_entropy, reduction="sum")
 NOT_ADDITIVE = {
-    "the hardest of all rows": ({"loss_fn": lambda *both: batch_hard(*both)}, "chunked"),
-    "a sum in place of a mean": ({"loss_fn": lambda *both: SUM(*both)}, 'reduction="sum"'),
+    "a sum in place of a mean": ({"loss_fn": lambda *both: F.cross_entropy(*both, reduction="sum")}, 'reduction="sum"'),
     "a regulariser beside a sum": ({"compute_loss": penalised(lambda x: 1, "sum"), "reduction": "sum"}, "regulariser"),
-    "a mean, of a small first batch alone": ({"compute_loss": of_large_ones_by_rows}, "not additive"),
 }
 
 
@@ -236,20 +224,8 @@ def test_losses_that_are_not_additive_are_refused_with_advice(keywords, advice):
     model, (x, y) = nn.Sequential(linear(5, 3), nn.Dropout(0.5)), batches(ROWS)[0]
     y = randn(ROWS, 3) if advice == "regulariser" else y
     step = step_of(model, micro_batch_size=3, verify=True, **keywords)
-    if "compute_loss" in keywords and keywords["compute_loss"] is of_large_ones_by_rows:
-        step(x[:2], y[:2])
     with left_as_it_was(model, NotEquivalentError, advice):
         step(x, y)
-
-
-# What weighs nothing.
-
-HOW = {
-    "by a loss_fn": {"loss_fn": nn.CrossEntropyLoss()},
-    "by a function": {"compute_loss": plain_loss, "weight": valid},
-    "with the loss": {"compute_loss": with_weight(plain_loss)},
-    "by name": {"compute_loss": by_name(plain_loss)},
-}
 
 
 @pytest.fixture(params=["cpu", "accelerator"])
@@ -260,8 +236,11 @@ def device(request, monkeypatch):
             monkeypatch.setattr(module, "plain_weight", lambda weight: torch.as_tensor(weight))
 
 
+NOTHING = {"by a loss_fn": {"loss_fn": nn.CrossEntropyLoss()}, **ways_to_say(plain_loss, valid)}
+
+
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("keywords", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("keywords", NOTHING.values(), ids=NOTHING)
 def test_a_batch_in_which_nothing_counts_makes_no_update_on_any_device(keywords, caplog):
     model = linear(5, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -281,6 +260,9 @@ def masked(model, x, mask, y):
     return ((model(x) - y).square().mean(1) * mask).sum() / mask.sum()
 
 
+OVER_NOTHING = ways_to_say(masked, lambda x, mask, y: mask.sum())
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("make", ["sgd", "adam"])
 @pytest.mark.parametrize(
@@ -288,16 +270,7 @@ def masked(model, x, mask, y):
     [{}, {"blocks": "0"}, {"blocks": Blocks("0", update="in_backward")}],
     ids=["", "after_backward", "in_backward"],
 )
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"compute_loss": masked, "weight": lambda x, mask, y: mask.sum()},
-        {"compute_loss": lambda *all_: (masked(*all_), all_[2].sum())},
-        {"compute_loss": lambda *all_: {"a": (masked(*all_), all_[2].sum())}},
-        {"compute_loss": lambda *all_: {"a": masked(*all_)}, "weight": lambda x, mask, y: {"a": mask.sum()}},
-    ],
-    ids=["by a function", "with the loss", "by name", "by name, by a function"],
-)
+@pytest.mark.parametrize("how", OVER_NOTHING.values(), ids=OVER_NOTHING)
 def test_a_mean_over_nothing_is_left_out_with_its_gradient_on_any_device(how, options, make):
     masks = torch.ones(4, ROWS)
     masks[1, 4:8], masks[2, :4], masks[3, 1:6] = 0, 0, 0
@@ -313,17 +286,11 @@ def of_experts(model, x, kinds, y):
     return F.cross_entropy(model(x, kinds), y)
 
 
+OF_EXPERTS = ways_to_say(of_experts, valid)
+
+
 @pytest.mark.parametrize("blocks", [None, "blocks"])
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"compute_loss": of_experts, "weight": valid},
-        {"compute_loss": with_weight(of_experts)},
-        {"compute_loss": by_name(of_experts)},
-        {"compute_loss": lambda *all_: {"a": of_experts(*all_)}, "weight": lambda *batch: {"a": valid(*batch)}},
-    ],
-    ids=["by a function", "with the loss", "by name", "by name, by a function"],
-)
+@pytest.mark.parametrize("how", OF_EXPERTS.values(), ids=OF_EXPERTS)
 def test_rows_of_weight_0_reach_parameters_and_move_buffers_as_in_the_large_batch(how, blocks):
     """Their gradient is left out; their forward pass isn't."""
     model, plain = Experts(), Experts()

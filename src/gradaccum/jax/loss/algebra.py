@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import random
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -199,9 +200,9 @@ class Batches:
     def sum_at(self, symbol: Symbol, value: Value) -> tuple[float, ...]:
         """What a sum is in each of them: once small, no two alike, and once 0 unless it adds up positive numbers."""
         if symbol not in self._sums:
-            n = len(self._sums)
-            numbers = [3 + n, 5 + 2 * n, 7 + 3 * n, 11 + 5 * n, 1 if value.integral else 0.25]
-            numbers += [2 + n, 1000 + 7 * n, 1000000 + 11 * n]
+            n, draw = len(self._sums), random.Random(len(self._sums)).randint
+            numbers: list[float] = [draw(2, 99) for _ in range(_EMPTY)]  # which no sum of others equals
+            numbers += [1 if value.integral else 0.25, draw(2, 99), draw(1000, 9999), draw(10**6, 10**7)]
             numbers[n % _EMPTY] *= value.positive
             self._sums[symbol] = tuple(numbers) * (len(self.count) // SAMPLES)
         return self._sums[symbol]

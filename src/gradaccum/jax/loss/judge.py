@@ -24,12 +24,14 @@ in which it is made. A custom derivative is judged by the gradient that it makes
 A flaw is certain, and the loss is refused, unless it is `soft`: picking the diagonal of pairs of rows, or adding up
 rows in another order, may take it back (`PAIRS`, `MOVED`, `FREE`). Then the judgement says that it can't tell.
 
-To add a primitive, ask what it does to each row, and add it to the table at the end of `rules`:
+To add a primitive, ask two things of it, and add it to the table at the end of `rules`: which terms its output has, and
+where that has its rows. Without an axis of rows it is a sum over them.
 
 - Entry by entry: to the list of these.
-- Across some axes, and entry by entry on the others: `_law(across=axes)`, or `_law(_linear, axes)` for sums.
-  `"cumsum": _law(_linear, _named)` works across the axis in its parameter, so rows in that axis are mixed, and rows in
-  another one are not.
+- On the entries of each row: `_rule(terms, where, across)`. Terms are those of any function by default, `_linear` for
+  sums; rows are where the inputs have them. `"cumsum": _rule(_linear, across=_named)` works across the axis in its
+  parameter, so rows in that axis are mixed, and rows in another one are not.
+- Entries change their places: `_layout(where)`; `_repeated` is a short example of `where`.
 - Anything else, such as one that holds a jaxpr: a rule `(equation, inputs) -> output`, which raises `mixes()` or
   `unknown(why)` where terms can't say what it does; `_split` is a short one. `equation.made` describes an output.
 - A test in tests/jax/loss: a loss with it that passes in silence, and one across the rows that is refused.

@@ -13,23 +13,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from gradaccum.jax.loss import algebra
-from gradaccum.jax.loss.algebra import (
-    FREE,
-    MOVED,
-    NONE,
-    ONE,
-    PAIRS,
-    SHARED,
-    Flaw,
-    Lost,
-    Place,
-    Source,
-    Term,
-    Terms,
-    Value,
-    mixes,
-    unknown,
-)
+from gradaccum.jax.loss.algebra import ONE, SHARED, Flaw, Lost, Place, Source, Term, Terms, Value, mixes, unknown
 
 _SHAPES = {
     "axis_size", "batch_group_count", "feature_group_count", "inline", "length", "lhs_shape", "name", "new_sizes",
@@ -110,24 +94,23 @@ class Equation:
         found = self.grown(n) if place is not None else None
         return found and place._replace(axis=found.axis)  # type: ignore[union-attr]  # there is a place
 
-    def aligned(self, inputs: Sequence[Value]) -> tuple[Place | None, list[Value]]:
-        """Where arrays of one shape have their rows, and all of them as these rows have them."""
-        place = algebra.common_place(inputs)
-        return place, [self.lifted(value, place) for value in inputs]
-
     def lifted(self, value: Value, place: Place | None) -> Value:
         if place is None or value.place is not None or value.flaw is not None:
             return value
         terms = frozenset([Term(False, self.walk.factor(value))]) if value.own else value.terms
         return value.but(terms=terms, place=place)
 
-    def product(self, a: Value, b: Value) -> Terms:
+    def product(self, values: Sequence[Value]) -> Terms:
+        a, b = values
         if a.place is None and b.place is None and a.own and b.own:
             a, b = (a, b) if b.free and b.scalar else (b, a)
             b = b.but(terms=frozenset([Term(False, self.walk.factor(b))]))
         return algebra.limited(Term(x.own or y.own, algebra.times(x.scale, y.scale)) for x in a.terms for y in b.terms)
 
-    def power_of(self, value: Value, degree: int) -> Terms:
+    def quotient(self, values: Sequence[Value]) -> Terms:
+        return self.product([values[0], values[1].but(terms=self.power(values[1], -1))])
+
+    def power(self, value: Value, degree: int) -> Terms:
         """A power, which of a number with rows must be of a single term."""
         if value.place is None and (value.own or len(value.terms) > 1):
             return frozenset([Term(False, algebra.power(self.walk.factor(value), degree))])
@@ -145,7 +128,7 @@ class Equation:
             sums += [value for value in values if any(term.scale for term in value.terms)]
             is_choice = all(value.place is not None for value in sums) and all(map(algebra.is_choice, scales))
             source = min(map(self.walk.first_sum, sums), key=lambda source: source.number)
-            raise mixes(FREE if is_choice else "", source)
+            raise mixes(algebra.FREE if is_choice else "", source)
         raise Lost("count")
 
     def made(self, inputs: Sequence[Value], terms: Terms, place: Place | None, n: int = 0) -> Value:
@@ -194,11 +177,11 @@ class Equation:
     def lost(self, error: Lost, n: int = 0) -> Value:
         """An output that terms can't express."""
         kind, soft = error.kind, error.soft
-        if soft == PAIRS and not any(value.own for value in self.values):
+        if soft == algebra.PAIRS and not any(value.own for value in self.values):
             kind = "position"
         bounds = _BOUNDS if any(not value.free for value in self.values) else set()
         if kind == "mixed" and self._asks(_STEPS | bounds):
-            soft = soft or FREE
+            soft = soft or algebra.FREE
         number = self.number if n == 0 else self.walk.number("output", n, self.number)
         source = error.source or self.source._replace(number=number)
         flaw = self.absorbed(self.values) or Flaw(kind, source, soft, error.why)
@@ -208,29 +191,31 @@ class Equation:
         """The flaw of what follows from these: the gravest that they have, if it can't be taken back here."""
         if not (flaws := _flaws_of(values)):
             return None
-        if self.name in ("add", "add_any", "sub") and (shifted := _shifted(flaws)):
-            return shifted
+        shifted = [flaw for flaw in flaws if flaw.soft == algebra.FREE]
+        if self.name in ("add", "add_any", "sub") and shifted and len({flaw.source for flaw in flaws}) == 1:
+            return shifted[0]  # rows that were shifted by the largest of them, where nothing but this joins them
         order = ("random", "mixed", "position", "count", "unknown")
         flaw = min(flaws, key=lambda flaw: (not flaw.certain, order.index(flaw.kind), flaw.source.number))
         if flaw.source.info is None:  # of a constant: it shows where it is used
             flaw = flaw._replace(source=self.source._replace(number=flaw.source.number))
         if flaw.kind == "mixed" and self._asks(_STEPS):
-            return flaw._replace(soft=FREE)
+            return flaw._replace(soft=algebra.FREE)
         if flaw.kind == "position" and self.grown_axes() > 1:
-            return flaw._replace(soft=PAIRS)
+            return flaw._replace(soft=algebra.PAIRS)
         meets = len({value.flaw and value.flaw.source for value in values if value.depends}) > 1
         return flaw._replace(soft=self._settled({each.soft for each in flaws}, meets)) if flaw.soft else flaw
 
     def _settled(self, softs: set[str], meets: bool) -> str:
         """How the output's flaw may be taken back, where those of the inputs may, which meet other rows or don't."""
         fewer = self.grown_axes(inputs=True) > self.grown_axes()
-        if FREE in softs:
-            return FREE
-        if PAIRS not in softs:
-            return FREE if fewer else "" if meets and self.name not in ("concatenate", "gather", "sort") else MOVED
-        if fewer:
-            return FREE if self.name in _PICKS else ""
-        return FREE if meets and self.name in ("mul", "select_n") else PAIRS
+        if algebra.FREE in softs:
+            return algebra.FREE
+        if algebra.PAIRS in softs:
+            picked = fewer and self.name in _PICKS
+            masked = meets and not fewer and self.name in ("mul", "select_n")
+            return algebra.FREE if picked or masked else "" if fewer else algebra.PAIRS
+        joined = meets and self.name not in ("concatenate", "gather", "sort")
+        return algebra.FREE if fewer else "" if joined else algebra.MOVED
 
     def _asks(self, names: Collection[str]) -> bool:
         """Whether it gives a number for all rows that may be the same for all micro-batches, whatever is mixed."""
@@ -315,14 +300,17 @@ class Walk:
         self.sources.setdefault(symbol, self.first_sum(value))
         return algebra.times(next(iter(value.terms)).scale, algebra.scaled(self.batches.sum_at(symbol, value)))
 
-    def summed(self, terms: Terms) -> Terms:
-        """After a sum over the rows."""
-        return frozenset(
-            term if term.own else Term(False, algebra.times(term.scale, self.batches.count)) for term in terms
-        )
+    def summed(self, e: Equation, inputs: Sequence[Value], terms: Terms, over_rows: bool) -> Value:
+        """A sum over the rows, or of sums over them; a part of it where devices have parts of the rows."""
+        if over_rows:
+            counts = self.batches.count
+            terms = frozenset(term if term.own else Term(False, algebra.times(term.scale, counts)) for term in terms)
+        found = e.made(inputs, terms, None)
+        if e.name == "reduce_sum" and found.scalar:
+            found = found.but(number=self.total(inputs[0]))
+        return self.added_up(e, found, over_rows) if over_rows or found.own else found
 
     def added_up(self, e: Equation, found: Value, over_rows: bool = True) -> Value:
-        """A sum over the rows, and a part of it where devices have parts of the rows."""
         self.sources.setdefault(found.number, e.source._replace(number=found.number))
         if self.split and over_rows:
             return found.but(roots=found.roots | algebra.LOCAL)
@@ -405,12 +393,13 @@ class Walk:
                 what = "A number that is written down goes with the number of rows"
                 self.doubts.append(f"{what}, but for {off:.1g} of it.")
             numbers = exact
-        lanes = tuple(NONE if x != x else x for x in numbers for _ in range(algebra.SAMPLES))
+        lanes = tuple(algebra.NONE if x != x else x for x in numbers for _ in range(algebra.SAMPLES))
         return self.valued(lanes, self.number("value", tuple(map(repr, lanes))))
 
     def valued(self, lanes: tuple[Any, ...], number: int, terms: Terms | None = None) -> Value:
         """What is known of a number that is known in each imagined batch."""
-        found = Value(SHARED, None, None, number, 0, True, _are_integral(lanes), lanes=lanes)
+        integral = all(not isinstance(each, float) or each.is_integer() for each in lanes)
+        found = Value(SHARED, None, None, number, 0, True, integral, lanes=lanes)
         if (known := found.known) is not None:
             number = self.number("value", repr(known))
             return found.but(number=number, terms=SHARED if known else frozenset())
@@ -421,7 +410,7 @@ class Walk:
         """Where an array has its rows by its shapes: the axis that differs."""
         axes = [axis for axis, lengths in enumerate(zip(*shapes)) if len(set(lengths)) > 1]
         if len(axes) > 1:
-            raise mixes(PAIRS)
+            raise mixes(algebra.PAIRS)
         if not axes:
             return None
         lengths = [shape[axes[0]] for shape in shapes]
@@ -438,7 +427,7 @@ def joined(walk: Walk, a: Value, b: Value) -> Value:
     number = a.number if a.number == b.number else walk.number("either", None, a.number, b.number)
     flaws = [value.flaw for value in (a, b) if value.flaw is not None]
     if len({value.place for value in (a, b) if value.place is not None and value.own}) > 1:
-        flaws = flaws or [Flaw("mixed", Source("cond", number=number), FREE)]
+        flaws = flaws or [Flaw("mixed", Source("cond", number=number), algebra.FREE)]
     flaw = min(flaws, key=lambda flaw: not flaw.certain, default=None)
     terms, place = (frozenset(), None) if flaw else (a.terms | b.terms, algebra.common_place([a, b]))
     return Value(terms, place, flaw, number, a.roots | b.roots, a.scalar and b.scalar, a.integral and b.integral)
@@ -457,10 +446,6 @@ def is_integral(dtype: Any) -> bool:
 
 def _rounding(kind: str, is_small: bool = False) -> float:
     return 4.1e-12 if kind == "float64" else 4.1e-8 if is_small else 1.1e-6
-
-
-def _are_integral(curve: Sequence[Any]) -> bool:
-    return all(not isinstance(each, float) or each.is_integer() for each in curve)
 
 
 # Where in the user's code.
@@ -482,15 +467,9 @@ def _frames(info: Any) -> list[Any]:
 
 def _flaws_of(values: Sequence[Value]) -> list[Flaw]:
     flaws = [value.flaw for value in values if value.flaw is not None]
-    if any(flaw.soft == PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
+    if any(flaw.soft == algebra.PAIRS for flaw in flaws):  # a pattern of rows by rows may mask positions
         return [flaw for flaw in flaws if flaw.kind != "position"] or flaws
     return flaws
-
-
-def _shifted(flaws: Sequence[Flaw]) -> Flaw | None:
-    """The flaw of rows that were shifted by the largest of all numbers, where nothing but this one joins them."""
-    found = next((flaw for flaw in flaws if flaw.soft == FREE), None)
-    return found if len({flaw.source for flaw in flaws}) == 1 else None
 
 
 def _is_one_number(array: Any) -> bool:
