@@ -66,18 +66,34 @@ def test_the_list_holds_what_was_asked_for_in_one_order(stages, options, names):
     assert " ".join(getattr(stage, "__name__", type(stage).__name__) for stage in stages(**options)) == names
 
 
-@pytest.mark.parametrize("norm", [torch.inf, 0.3])
-def test_clipping_by_value_sees_the_finished_gradient_once(norm):
-    def clipped(parameters):
+def clipped(norm):
+    """SGD that clips by norm, then by value, as a plain loop does."""
+
+    def make(parameters):
         optimizer = sgd(parameters := [*parameters])
         optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(parameters, norm) and None)
         optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(parameters, 0.01))
         return optimizer
 
+    return make
+
+
+@pytest.mark.parametrize("norm", [torch.inf, 0.3])
+def test_clipping_by_value_sees_the_finished_gradient_once(norm):
     micro_batches = parts([3, 1, 4, 2, 2])
     model, optimizer = wrapped(steps=3, clip_grad_value=0.01, clip_grad_norm=None if norm == torch.inf else norm)
     train(model, optimizer, optimizer.batches(micro_batches))
-    assert_same(model, large(windows_of(micro_batches, 3), clipped))
+    assert_same(model, large(windows_of(micro_batches, 3), clipped(norm)))
+
+
+def test_a_train_step_clips_what_its_scaler_has_unscaled():
+    batches, model, scaler = parts([5, 7]), network(), scaler_of(1024.0)
+    options = {"clip_grad_norm": 0.3, "clip_grad_value": 0.01, "micro_batch_size": 2}
+    step = TrainStep(model, sgd(model.parameters()), loss_fn=nn.MSELoss(), scaler=scaler, **options)
+    for batch in batches:
+        step(*batch)
+    assert step.grad_norm < 100
+    assert_same(model, large([[batch] for batch in batches], clipped(0.3)))
 
 
 def test_clipping_by_value_takes_sparse_gradients():
