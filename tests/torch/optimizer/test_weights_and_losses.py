@@ -1,11 +1,13 @@
 """What a micro-batch weighs: rows, class weights, tokens, sums, nothing; and the losses that are reported."""
 
+import copy
+
 import pytest
 import torch
 
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error, windows_of
-from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, train, values, wrapped
+from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, scaler_of, train, values, wrapped
 from tests.torch.problems import join, mse, network, regression, sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -74,6 +76,18 @@ def test_the_loss_is_of_this_windows_losses_where_its_first_micro_batch_told_non
     optimizer.backward(loss, weight=1)
     optimizer.step()
     assert torch.equal(optimizer.loss, loss.detach())
+
+
+def test_gradients_by_hand_follow_a_loss_scale_that_grows_with_each_micro_batch():
+    """No backward pass of the model says that another one begins."""
+    (model, optimizer), scaler = wrapped(steps=len(SIZES)), scaler_of(8.0, 1)
+    for batch in parts(SIZES):
+        twin = copy.deepcopy(model)
+        gradients = torch.autograd.grad(scaler.scale(mse(twin, *batch)), [*twin.parameters()])
+        optimizer.add_gradients(gradients, weight=len(batch[0]))
+        scaler.step(optimizer)
+        scaler.update()
+    assert_same(model, large([parts(SIZES)]))
 
 
 @pytest.mark.parametrize("make", ["backward", "TrainStep"])
