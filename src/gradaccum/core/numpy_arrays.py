@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradaccum.core.causes import Leaf
-from gradaccum.core.proof import Measured, Runner
-from gradaccum.core.rounding import last_place
+from gradaccum.core.proof import Measured, Runner, last_place
 
 
 class ArrayRunner(Runner):

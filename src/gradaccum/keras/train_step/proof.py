@@ -14,8 +14,7 @@ import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.equivalence import Equivalence
-from gradaccum.core.proof import ENOUGH, ROWS, Comparison, ProofSchedule, informative_rows, ragged_size
-from gradaccum.core.rounding import rounding
+from gradaccum.core.proof import ENOUGH, ROWS, Comparison, ProofSchedule, informative_rows, ragged_size, rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import private

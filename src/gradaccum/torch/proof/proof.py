@@ -22,16 +22,17 @@ from torch import Tensor, nn
 from gradaccum.core.equivalence import Cause, Difference, Equivalence
 from gradaccum.core.proof import (
     ATTEMPTS,
+    IN_FLOAT64,
     Comparison,
     ProofSchedule,
     Way,
     WeightlessError,
     interleaved_ways,
     ragged_ways,
+    rounding,
     with_fewer_rows,
     worst,
 )
-from gradaccum.core.rounding import IN_FLOAT64, rounding
 from gradaccum.core.sizes import Groups, even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch import random_state

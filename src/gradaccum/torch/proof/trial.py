@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradaccum.core.proof import Outcome, Way
-from gradaccum.core.rounding import rounding
+from gradaccum.core.proof import Outcome, Way, rounding
 from gradaccum.on_torch.adapter.arrays import TorchRunner, sample
 from gradaccum.on_torch.adapter.probes import Trace
 from gradaccum.on_torch.adapter.rng import RowwiseRng, watched
