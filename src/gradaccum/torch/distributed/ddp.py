@@ -99,8 +99,8 @@ class Replicas(Engine):
         # At the end of the pass itself: reentrant checkpointing runs others inside, which bring gradients.
         self._at_output = weakly(ranks.pass_begins)
         for model in self.modules:
-            starts, done = (torch.compiler.disable(weakly(call)) for call in (self._forward_starts, self._forward_done))
-            self._hooks += [model.register_forward_pre_hook(starts), model.register_forward_hook(done)]
+            self._hooks.append(model.register_forward_pre_hook(weakly(self._forward_starts)))
+            self._hooks.append(model.register_forward_hook(weakly(self._forward_done)))
         if not self._flat:
             frozen = {p for model in self.modules for p in _parameters_of(model)}.difference(self._all)
             self._hooks += [hook_frozen(parameter, weakly(self._not_reduced)) for parameter in frozen]

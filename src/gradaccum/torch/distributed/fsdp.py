@@ -143,12 +143,12 @@ class Shards(Engine):
             module.set_reduce_scatter_unused_params(True)  # other ranks may have a gradient where this one has none
         for group in self._groups:
             group.reduce_in_one_dtype()
-        done = torch.compiler.disable(weakly(self._forward_done))
+        done = weakly(self._forward_done)
         self._hooks += [module.register_forward_hook(done) for module in self.modules]
         named = [(name, part) for module in self.modules for name, part in module.named_modules()]
         parts = [(name, part) for name, part in named if next(own_sharded_groups(part), None) is not None]
         for number, (name, part) in enumerate(parts, start=1):
-            starts = functools.partial(torch.compiler.disable(weakly(self._forward_starts)), name, number)
+            starts = functools.partial(weakly(self._forward_starts), name, number)
             self._hooks.append(part.register_forward_pre_hook(starts, prepend=True))
 
     def _is_shared(self) -> bool:
