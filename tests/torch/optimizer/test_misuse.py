@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pickle
 from contextlib import nullcontext
 from types import FunctionType
@@ -392,7 +393,8 @@ def test_a_step_in_the_middle_of_a_backward_pass_is_no_failure():
 
 def traced():
     """The functions of this package that torch.compile has traced."""
-    ours = [f for f in gc.get_objects() if type(f) is FunctionType and "gradaccum/" in f.__code__.co_filename]
+    home = os.path.dirname(gradaccum.__file__)
+    ours = [f for f in gc.get_objects() if type(f) is FunctionType and f.__code__.co_filename.startswith(home)]
     return {f.__qualname__ for f in ours if torch._dynamo.eval_frame._debug_get_cache_entry_list(f.__code__)}
 
 
