@@ -103,8 +103,7 @@ class Proof:
 
     def run(self, batch: Batch, size: int | None = None) -> None:
         """Prove that micro-batches of the batch that `is_due` make its update. Moves nothing, and compiles nothing."""
-        dynamo = sys.modules.get("torch._dynamo")
-        (self._run if dynamo is None else dynamo.disable(self._run))(batch, size)
+        _uncompiled_run()(self, batch, size)
 
     def _run(self, batch: Batch, size: int | None) -> None:
         named = named_parameters(self.objective)
@@ -161,7 +160,7 @@ class Proof:
     ) -> Comparison[BatchRunner]:
         """The rows at once and in micro-batches: in one way, quickly where nothing was drawn so far; then in all."""
         gradients = self._in_micro_batches
-        ways, casts = interleaved_ways([unit.tolist() for unit in few.units()]), objective.autocast is not None
+        ways, casts = _ways_of(few), objective.autocast is not None
 
         def run(ways: Sequence[Way], idle: torch.dtype | None, *, closely: bool = False) -> Comparison[BatchRunner]:
             self.scale.power = 0
@@ -277,6 +276,21 @@ class Proof:
         except Exception as error:
             logger.debug("The cause can't be looked for on a copy: %s", error)
             return None
+
+
+def _ways_of(few: Batch) -> list[Way]:
+    return _single_ways(few.rows) if few.groups is None else interleaved_ways([unit.tolist() for unit in few.units()])
+
+
+@functools.cache
+def _single_ways(rows: int) -> list[Way]:
+    """Of rows each by itself: at most `ROWS`, the same ways each time."""
+    return interleaved_ways([[row] for row in range(rows)])
+
+
+@functools.cache
+def _uncompiled_run() -> Callable[[Proof, Batch, int | None], None]:
+    return sys.modules["torch._dynamo"].disable(Proof._run)  # TrainStep has loaded it
 
 
 def eager() -> contextlib.AbstractContextManager[Any]:
