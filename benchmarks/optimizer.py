@@ -31,6 +31,11 @@ NETWORKS = {
     ),
     "32-64-10": lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)),
 }
+DEEP = {
+    f"{2 * layers} parameters": lambda layers=layers: nn.Sequential(*[nn.Linear(16, 16) for _ in range(layers)])
+    for layers in (5, 500)
+}
+"""Small layers, whose numbers of parameters tell what grows with them."""
 loss_function = nn.CrossEntropyLoss()
 CLOCK = time.process_time
 """One thread computes; what else a shared machine does in the meantime doesn't count."""
@@ -200,14 +205,19 @@ def long_windows(rounds: int) -> float:
     return found["windows of 256"]
 
 
-def watched(rounds: int) -> dict[str, Ratio]:
+def watched(networks: dict[str, Callable[[], nn.Module]], rounds: int) -> dict[str, Ratio]:
     """Windows 16, 32 and 64, which are watched or proven, over the median of those between them."""
     batches = {name: [(torch.randn(16, make()[0].in_features), torch.randint(10, (16,))) for _ in range(STEPS)]
-               for name, make in NETWORKS.items()}  # fmt: skip
+               for name, make in networks.items()}  # fmt: skip
+    ways = {
+        "wrapped": wrapped,
+        "`batches()`": lambda *arguments: wrapped(*arguments, "batches"),
+        "TrainStep": split,
+    }
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
-        for name, make in NETWORKS.items():
-            for way, contender in {"wrapped": wrapped, "TrainStep": split}.items():
+        for name, make in networks.items():
+            for way, contender in ways.items():
                 window = contender(make, batches[name], STEPS)
                 times = [seconds(window, CLOCK) for _ in range(64)]
                 ordinary = statistics.median(times[16:31] + times[32:63])
@@ -264,13 +274,17 @@ def main() -> None:
     per_network = per_micro_batch(rounds, count)
     _, looking, skipping = only_finite(rounds, count).values()
     _, clipping = with_clipping(rounds, count).values()
-    looks = ", ".join(f"{ratio:.1f} ({what})" for what, ratio in watched(rounds).items())
+    looks, deep = (
+        ", ".join(f"{ratio:.1f} ({what})" for what, ratio in watched(networks, rounds).items())
+        for networks in (NETWORKS, DEEP)
+    )
     body = f"""Time per micro-batch of 16 rows in windows of 4 with SGD, relative to the loop written by hand (one
 thread, median of {rounds} rounds, windows 129 to 224). TrainStep is compared with a loop that splits the same batches.
 
 {per_network}
 
-- Windows 1, 2, 4, 8, ... are watched or proven, and take {looks} ordinary ones.
+- Windows 1, 2, 4, 8, ... are watched or proven, and take {looks} ordinary ones;
+  of networks of small layers, {deep}.
 - With `nonfinite="skip_window"`, {skipping} on the first network; a loop by hand that tests the norm takes {looking}.
 - With `clip_grad_norm=`, {clipping} of a loop by hand that clips.
 - In windows of 256, {long_windows(rounds):.2f} of the time per micro-batch in windows of 4.

@@ -147,7 +147,7 @@ class _NumPyState:
 
 
 def _numpy_memory() -> tuple[int, bytes] | None:
-    """Where NumPy's global generator is, and what is there: 624 words and a place; None of another kind of generator."""
+    """Where NumPy's global generator is, and what is there: 624 words and a place; None of another kind."""
     generator = sys.modules["numpy"].random.get_bit_generator()
     if type(generator).__name__ != "MT19937":
         return None

@@ -77,7 +77,8 @@ def _own_attributes(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set(holder: Any, content: Any) -> None:
-    if isinstance(holder, dict) and holder.keys() == content.keys() and all(map(is_, holder.values(), content.values())):
+    same_names = isinstance(holder, dict) and holder.keys() == content.keys()
+    if same_names and all(map(is_, holder.values(), content.values())):
         return
     holder.clear()
     (holder.extend if isinstance(holder, list) else holder.update)(content)
