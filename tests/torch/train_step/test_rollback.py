@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.torch.train_step.problems import OUT, Fragile, batches, network, plain_loss
+from tests.torch.train_step.problems import OUT, Fragile, Sharp, batches, network, plain_loss
 from tests.torch.train_step.steps import everything, left_as_it_was, same, step_of
 
 
@@ -195,23 +195,6 @@ def test_an_error_in_a_closures_window_leaves_everything_as_before_the_call(eval
     loss.left = math.inf
     step(*second)
     assert step.updates == 2
-
-
-class Sharp(torch.optim.SGD):
-    """Moves parameters between two evaluations of an optional closure, in later steps alone."""
-
-    first = 0
-
-    def step(self, closure=None):
-        loss = closure()
-        self.first -= 1
-        if self.first < 0:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.add_(parameter.grad, alpha=0.5)
-            closure()
-        super().step()
-        return loss
 
 
 @pytest.mark.parametrize("first", [0, 2])
