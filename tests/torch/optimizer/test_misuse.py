@@ -64,14 +64,6 @@ def test_an_optimizer_by_name_without_steps_is_refused():
 MISUSE = {  # of a model and its optimizer, in a window's first micro-batch of three
     "steps": (lambda m, o: setattr(o, "steps", 5), r"holds 1 of its 3 micro-batches.*steps=5"),
     "no step": (lambda m, o: (backward(m, o, TWO), o.flush()), r"Call step\(\)"),
-    "a weight and none at once": (
-        lambda m, o: (
-            o.discard(),
-            train(m, o, [regression(7)], weigh=by_rows),
-            train(m, o, [regression(3)], weigh=by_rows, before_step=lambda: backward(m, o, TWO)),
-        ),
-        "Use one of the two",
-    ),
     "an edit before a group joins": (
         lambda m, o: (edit(m), o.add_param_group({"params": network()[0].weight}), train(m, o, [TWO] * 2)),
         "edited inside",

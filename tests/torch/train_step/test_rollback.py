@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.torch.train_step.problems import OUT, Fragile, Sharp, batches, network, plain_loss
@@ -129,16 +128,6 @@ def test_any_other_error_of_an_optimizer_changes_nothing_in_the_first_update_and
     with pytest.raises(error):
         step(*data[1])
     assert f"{error.__name__}. Parameters and optimizer state may already have changed" in caplog.text
-
-
-@pytest.mark.parametrize("choice", ["pooled", "exact", "frozen"])
-def test_batch_norms_buffers_are_as_they_were(choice):
-    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double()
-    optimizer = fragile(torch.optim.Adam)(model.parameters(), lr=0.1)
-    step = step_of(model, optimizer, micro_batch_size=4, batch_norm=choice, verify=True)
-    for batch in batches(count=2):
-        failed(step, batch, model, optimizer, 0)
-        step(*batch)
 
 
 def test_of_several_optimizers_all_are_taken_back():
