@@ -33,13 +33,14 @@ def detect_ranks(
     *,
     steps: int | None = None,
     manual_reduce: bool = False,
+    whole_batches: bool = False,
     options: Mapping[str, Any],
 ) -> Ranks:
     """What keeps the windows of this model together with those of the other ranks, if there are any.
 
     The optimizers make an update together, of windows of this length, or of None that is always the same. The options
     must be the same on every rank, `accumulate_dtype` and `sync` among them. `manual_reduce`: no backward pass may
-    reduce, since the sum is finished only afterwards.
+    reduce, since the sum is finished only afterwards; nor where each window is one call, on `whole_batches`.
     """
     replicas, shards = ([], []) if model is None or not _has_ranks() else _data_parallel(model)
     if model is None or not (replicas or shards):
@@ -66,7 +67,8 @@ def detect_ranks(
                 'sync="micro_batch" is for sharded models: each rank has all gradients of a DistributedDataParallel '
                 "model, so they are reduced once per window."
             )
-    return Ranks(engine, Settings(groups), steps=steps, options=options, manual_reduce=manual_reduce)
+    how: dict[str, Any] = {"manual_reduce": manual_reduce, "whole_batches": whole_batches}
+    return Ranks(engine, Settings(groups), steps=steps, options=options, **how)
 
 
 def _has_ranks() -> bool:

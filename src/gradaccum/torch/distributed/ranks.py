@@ -47,7 +47,6 @@ class Total(NamedTuple):
     equal: bool = False  # whether micro-batches count equally, since nobody has said what they weigh
     idle: bool = False  # whether no micro-batch has run
     by_name: bool = False  # whether losses by name have sums of their own, to be divided before they are one
-    sums: tuple[float, ...] = ()  # numbers to be added up along with it
 
 
 class _Report(NamedTuple):
@@ -64,12 +63,16 @@ class _Report(NamedTuple):
     total: Total = Total(0.0)
 
     def numbers(self) -> list[float]:
-        return [*self[:-1], *self.total[:-1], *self.total.sums]
+        return [*self[:-1], *self.total]
 
     @classmethod
     def read(cls, numbers: Sequence[float]) -> _Report:
         kind, *fields = numbers[:8]
-        return cls(Kind(int(kind)), *fields, Total(*numbers[8:17], tuple(numbers[17:])))  # type: ignore[call-arg,arg-type]
+        return cls(Kind(int(kind)), *fields, Total(*numbers[8:]))  # type: ignore[call-arg,arg-type]
+
+
+_NUMBERS = len(_Report._fields) - 1 + len(Total._fields)
+"""Of a report's message. What comes behind them is to be added up over the ranks."""
 
 
 class _Reports:
@@ -77,17 +80,12 @@ class _Reports:
 
     def __init__(self, rows: list[list[float]]) -> None:
         self.rows, self.each = rows, [_Report.read(numbers) for numbers in rows]
-        _, _, last, known, manual, fills, *_, totals = zip(*self.each)
-        weights, given, largest, scales, next_scales, overflow, _, idle, by_name, sums = zip(*totals)
+        _, _, last, known, manual, fills, passes, settings, totals = zip(*self.each)
+        weights, given, largest, scales, next_scales, overflow, _, idle, by_name = zip(*totals)
         used = {*scales} - {0.0}
         lost, self.scales = any(overflow), scales if len(used) > 1 else ()
-        added = tuple(map(sum, itertools.zip_longest(*sums, fillvalue=0.0)))
-        self.total = Total(
-            *(sum(weights), any(given), max(largest), min(used, default=0.0)),
-            overflow=lost,
-            by_name=any(by_name),
-            sums=added,
-        )
+        shared = sum(weights), any(given), max(largest), min(used, default=0.0)
+        self.total = Total(*shared, overflow=lost, by_name=any(by_name))
         self.loss_scale = (min if lost else max)(filter(None, next_scales), default=0.0)
         self.source = min(range(len(idle)), key=idle.__getitem__)
         self.partly_idle = len({*idle}) > 1
@@ -95,9 +93,7 @@ class _Reports:
         self.manual, self.all_manual = any(manual), all(manual)
         self.ways = _ways(totals)
         self.by_name = ["by name" if one.by_name else "one loss" if one.weight else "none" for one in totals]
-
-    def differ(self, name: str) -> bool:
-        return len({getattr(one, name) for one in self.each}) > 1
+        self.same_passes, self.same_settings = len({*passes}) == 1, len({*settings}) == 1
 
 
 def _ways(totals: Sequence[Total]) -> list[str]:
@@ -152,6 +148,8 @@ class Ranks:
     """The first rank whose micro-batches have run in the last window; None where they have on all ranks, or on none."""
     loss_scale = 0.0
     """The scale of a GradScaler that all ranks agreed upon at the last window's end."""
+    sums: Sequence[float] = ()
+    """What the ranks' reports had beside the last window's end adds up to."""
 
     def __init__(
         self,
@@ -161,13 +159,17 @@ class Ranks:
         steps: int | None = None,
         options: Mapping[str, Any] | None = None,
         manual_reduce: bool = False,
+        whole_batches: bool = False,
     ) -> None:
+        self.whole_batches = whole_batches
+        """Whether each window is one call, in which nobody else decides what passes reduce, and none does."""
         self.is_distributed = engine is not None
         self.engine: Any = engine or Engine()
         self.sharded = self.engine.sharded
         self.settings = settings or Settings(list)
         """What all ranks compare at a window's end."""
-        self._manual = manual_reduce or self.engine.manual_reduce
+        self.manual = manual_reduce or whole_batches or self.engine.manual_reduce
+        """Whether windows are reduced when their sums are finished from now on, as their messages say."""
         self._listener: Callable[[], Listener | None] = lambda: None
         self._closes = self._notified = self._reducing = False
         self._waits = False  # with its reduction for the window's end, whichever backward pass closes it
@@ -209,13 +211,13 @@ class Ranks:
 
     def reduce_manually(self) -> None:
         """From now on, reduce windows when their sums are finished."""
-        self._manual = True
+        self.manual = True
 
     @property
     def manual_reduce(self) -> bool:
         """Whether the open window is reduced when its sum is finished, rather than in its last backward pass."""
         # A backward pass reduces in a unit that is known before.
-        return self._manual or (self.unit is None and not self.sharded)
+        return self.manual or (self.unit is None and not self.sharded)
 
     @property
     def waits(self) -> bool:
@@ -326,15 +328,19 @@ class Ranks:
         """Whether a backward pass has reduced the open window's sum."""
         return self._versions is not None
 
-    def total(self, mine: Total, rescale: Callable[[float, float, bool], None] | None = None) -> Total:
+    def total(
+        self, mine: Total, rescale: Callable[[float, float, bool], None] | None = None, sums: Sequence[float] = ()
+    ) -> Total:
         """Bring `p.grad` to its mean over the ranks, at the window's end. Returns what the window weighs on all.
+
+        Where no backward pass has reduced it, `sums` go along, to be added up in `self.sums`.
 
         `rescale` brings this rank's sum to the unit and the GradScaler's scale that it is called with, if no backward
         pass has reduced it; or, if ranks have sums by name, those to one, which all of them meet to do.
         """
         self._check_unchanged(mine)
         if self._sent is None and self._reports is None:
-            self._send(self._report(Kind.FINISHED, mine))
+            self._send(self._report(Kind.FINISHED, mine), sums)
         if self._sent is not None:
             self._read()
         reports, self.reduced_unit, late = self._reports, self.unit or 1.0, self.sharded and self.reduced
@@ -345,13 +351,13 @@ class Ranks:
                 "Some ranks have losses by name, backward({name: (loss, weight)}), and others a single loss: "
                 f"{by_rank(reports.by_name)}. Nothing was updated. Use the same names on every rank."
             )
-        if not self.reduced:
-            mine = mine._replace(scale=self._reduce(reports, rescale))
+        scale = mine.scale if self.reduced else self._reduce(reports, rescale)
         if not reports.known:
+            mine = mine._replace(scale=scale)
             reports, late = self._meet(self._report(Kind.TOTAL, mine)), True
         self._restart()
         self._finish(reports)
-        if reports.differ("settings"):
+        if not reports.same_settings:
             self.settings.settle(self.channel)
         total = reports.total
         if total.scale < 0 and not total.overflow and (reports.partly_idle or reports.scales):
@@ -396,14 +402,14 @@ class Ranks:
 
     def _finish(self, reports: _Reports) -> None:
         """The window is reduced: the engine begins anew. Raises where the ranks' sums can't be put together."""
-        if reports.differ("passes"):
+        if not reports.same_passes:
             self.engine.settle()
             raise WindowError(DIFFERENT_PASSES)
         if reports.fills:
             self.drop_common(self.engine.unused())
         self.buffers_from = reports.source if reports.partly_idle else None
         self.engine.settle(reports.source)
-        self._waits, self._all_last, self._manual = False, reports.last, self._manual or reports.manual
+        self._waits, self._all_last, self.manual = False, reports.last, self.manual or reports.manual
         self.loss_scale = reports.loss_scale or self.loss_scale
         self.unit = reports.total.largest or self.unit
         if reports.ways:
@@ -513,21 +519,24 @@ class Ranks:
         fills = idle or (kind is not Kind.WINDOW and bool(self.engine.unused()))
         settings = self.settings.number() if known else 0.0
         steps = 0 if idle else self._steps
-        return _Report(kind, steps, last, known, self._manual, fills, self.engine.passes, settings, total or Total(0.0))
+        return _Report(kind, steps, last, known, self.manual, fills, self.engine.passes, settings, total or Total(0.0))
 
     def _meet(self, report: _Report) -> _Reports:
         """Send a message, and wait for every rank's."""
         self._send(report)
         return self._read()
 
-    def _send(self, report: _Report) -> None:
+    def _send(self, report: _Report, sums: Sequence[float] = ()) -> None:
         self._check_left()
-        self._sent = report.kind, self.channel.send(*report.numbers())
+        self._sent = report.kind, self.channel.send(*report.numbers(), *sums)
 
     def _read(self) -> _Reports:
         """Wait for every rank's answer to the message that was sent; what they say about a window's end is kept."""
         (kind, sent), self._sent = self._sent, None
-        rows = self.channel.receive(sent)
+        messages = self.channel.receive(sent)
+        rows = [numbers[:_NUMBERS] for numbers in messages]
+        beside = itertools.zip_longest(*(numbers[_NUMBERS:] for numbers in messages), fillvalue=0.0)
+        self.sums = [*map(sum, beside)]
         if self._before is not None and rows == self._before.rows:
             self._reports = self._before
             return self._before
@@ -552,6 +561,8 @@ class Ranks:
         return messages
 
     def _check_left(self) -> None:
+        if not self._left:
+            return
         answers, self._left = [self.channel.receive(sent) for sent in self._left], []
         for messages in answers if not self._notified else ():
             self._check_kinds([Kind(int(numbers[0])) for numbers in messages], Kind.ABORTED, Kind.IDLE)

@@ -121,22 +121,25 @@ class GlobalBatch(Listener):
         known = window.unit_and_weight() or (None if self._mine is None else (self._unit, self._mine))
         unit, weight = (1.0, 0.0) if known is None else known
         # A few numbers go with the ranks' message; on a device they are added up there, and nobody waits for them.
-        losses = window.sum.double() * unit
-        ride = losses.reshape(-1).tolist() if losses.is_cpu else []
-        mine = Total(weight, given=known is not None, largest=weight, idle=not window.ran, sums=tuple(ride))
+        losses = window.sum
+        ride = [unit * loss for loss in losses.reshape(-1).tolist()] if losses.is_cpu else []
+        mine = Total(weight, given=known is not None, largest=weight, idle=not window.ran)
 
         def rescale(of_all: float, *_: float) -> None:
             if unit != of_all:
                 self._sums.scale_(unit / of_all)
 
-        total = self.ranks.total(mine, rescale if known is not None and not self.ranks.sharded else None)
+        total = self.ranks.total(mine, rescale if known is not None and not self.ranks.sharded else None, ride)
         if (source := self.ranks.buffers_from) is not None:
             broadcast, gives = functools.partial(self.ranks.channel.broadcast, source=source), self.ranks.rank == source
             take_over(state.buffers(), state.device, broadcast, gives=gives, takes=not window.ran)
-        sums = losses.new_tensor(total.sums[: len(ride)]).view_as(losses) if ride else self.ranks.engine.sum(losses)
-        sums, divisor, weighs = self._finished(
-            window, sums, self.ranks.reduced_unit, total.weight if total.given else None
-        )
+        if ride:
+            sums = torch.tensor(self.ranks.sums[: len(ride)], dtype=torch.float64).view_as(losses)
+        else:
+            sums = self.ranks.engine.sum(losses.double() * unit)
+        weight_of_all = total.weight if total.given else None
+        sums, divisor, weighs = self._finished(window, sums, self.ranks.reduced_unit, weight_of_all)
+        sums = sums.to(losses.dtype)
         loss = sums.sum()
         return loss if weighs else torch.full_like(loss, float("nan")), weighs, window.each(sums), divisor
 
@@ -148,7 +151,7 @@ class GlobalBatch(Listener):
         if weight is not None:
             weighs, divisor = weight > 0, weight / unit / self.ranks.size
             sums = sums / weight if weighs else sums
-        return sums.to(window.sum.dtype), divisor, weighs
+        return sums, divisor, weighs
 
     def of_all_ranks(self, window: BatchLosses) -> InAdvance | BatchLosses:
         """The window, as those see it who use gradients of blocks before all of them are reduced."""
@@ -170,11 +173,12 @@ class InAdvance:
         known = self._window.unit_and_weight()
         factor, weight = (1.0, 0.0) if known is None else known
         given, total = self._ranks.sum_in_advance(known is not None, weight)
-        sums = self._ranks.engine.sum(self._window.sum.double() * factor)
+        losses = self._window.sum
+        sums = self._ranks.engine.sum(losses.double() * factor)
         sums, self.divisor, weighs = self._finished(
             self._window, sums, self._ranks.unit or 1.0, total if given else None
         )
-        self.loss, self.empty = sums.sum(), not weighs
+        self.loss, self.empty = sums.to(losses.dtype).sum(), not weighs
 
 
 def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: Ranks) -> None:
@@ -196,7 +200,7 @@ def find_ranks(model: nn.Module, objective: Objective, update: Update, options: 
         model,
         update.optimizers,
         steps=1,
-        manual_reduce=True,
+        whole_batches=True,
         options={
             "reduction": objective.reduction,
             "weight": objective.weight and "given",
