@@ -91,14 +91,14 @@ class Replicas(Engine):
         self.bucket_views = any(model.gradient_as_bucket_view for model in models)
         self._all = [p for model in models for p in _parameters_of(model, trained=not self._flat)]
         self._by_hand = [*map(reduction_by_hand, models, map(len, counted))]
-        self._reduces = self._sees_end = self._awaits = False
+        self._reduces = self._sees_end = self._awaits = self._checks = False
         self._prepared = False  # DDP will reduce in the next backward pass, whatever the flag says by then
         self._filled = set[Tensor]()  # with zeros by `reduce`, in this window
 
     def attach(self, ranks: Any) -> None:
         super().attach(ranks)
         # At the end of the pass itself: reentrant checkpointing runs others inside, which bring gradients.
-        self._at_output = weakly(ranks.pass_begins)
+        self._at_output, self._checks = weakly(ranks.pass_begins), ranks.whole_batches
         for model in self.modules if not ranks.whole_batches else ():
             self._hooks.append(model.register_forward_pre_hook(weakly(self._forward_starts)))
             if not ranks.manual:
@@ -122,20 +122,22 @@ class Replicas(Engine):
     def hold(self, closes: bool) -> None:
         self._reduces, self._sees_end = closes, False
         for model in self.modules:
-            self._prepare(model)
+            if self._checks:
+                self._check_joined(model)
+            if model.require_backward_grad_sync != closes:  # a module's attributes are slow to set
+                model.require_backward_grad_sync = closes
 
-    def _prepare(self, model: Any) -> None:
-        """Passes are about to begin."""
+    def _check_joined(self, model: Any) -> None:
         if joins(model):
             raise ValueError(
                 "model.join() waits for reductions that are held back to the window's end. Leave it out: ranks may "
                 "have different numbers of micro-batches."
             )
-        if model.require_backward_grad_sync != self._reduces:  # a module's attributes are slow to set
-            model.require_backward_grad_sync = self._reduces
 
     def _forward_starts(self, model: Any, inputs: Any) -> None:
-        self._prepare(model)  # others set it, too: Lightning after each step
+        self._check_joined(model)
+        if model.require_backward_grad_sync != self._reduces:  # others set it, too: Lightning after each step
+            model.require_backward_grad_sync = self._reduces
         if (self._reduces or self.stuck) and torch.is_grad_enabled() and (ranks := self._ranks()) is not None:
             if self.stuck:
                 ranks.check_finished("an earlier window's")

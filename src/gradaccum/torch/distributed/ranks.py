@@ -195,9 +195,6 @@ class Ranks:
         """Call this listener from now on. It is not kept alive."""
         self._listener = weakref.ref(listener)
 
-    def _listening(self) -> Listener:
-        return self._listener() or _SILENT
-
     def _restart(self) -> None:
         """A micro-batch begins."""
         if self._sent is not None:  # of one that was never counted
@@ -260,16 +257,16 @@ class Ranks:
         """A forward pass starts whose backward pass may reduce."""
         if self._closes and not self._adopted:
             self._adopted = True
-            self._listening().forward_starts(self.loss_scale)
+            (self._listener() or _SILENT).forward_starts(self.loss_scale)
 
     def pass_begins(self, gradient: Any = None) -> None:
         """A backward pass that may reduce has come to an output of a model, and to none of its parameters."""
         after_backward(self.pass_over)
-        self._listening().pass_begins()
+        (self._listener() or _SILENT).pass_begins()
 
     def backward_starts(self) -> None:
         """A backward pass starts that reduces, or any of a sharded model."""
-        listener, engine = self._listening(), self.engine
+        listener, engine = self._listener() or _SILENT, self.engine
         listener.backward_starts()
         if self.sharded and self.unit is None and (unit := engine.meet("unit", listener.own_unit())):
             self.unit = self.reduced_unit = unit
@@ -293,14 +290,14 @@ class Ranks:
         """A backward pass is over, in which a model has reduced, perhaps."""
         if self._reducing and self._versions is None:
             self._versions = self._current_versions()
-            self._listening().reduced()
+            (self._listener() or _SILENT).reduced()
 
     def early_over(self) -> None:
         """A backward pass is over in which DDP has reduced an open window, as `discard` came behind a forward pass.
 
         Part of the sum is the ranks' mean by now, if all of them did so, and its mean over the ranks is itself.
         """
-        self._listening().reduced()
+        (self._listener() or _SILENT).reduced()
 
     def check_finished(self, whose: str) -> None:
         """Raise a WindowError, on all ranks, where DDP's reduction has not come to its end."""

@@ -112,7 +112,8 @@ class Windows:
     def expect_next(self, counts: bool = True) -> None:
         """Say what comes next, one micro-batch ahead: DDP looks at it in the forward pass."""
         if self.ranks.is_distributed:
-            self.ranks.expect(self.closes_next, self.steps, self.one.last, counts)
+            steps = self.steps
+            self.ranks.expect(steps == 1 or self.window.closes_next, steps, self.one.last, counts)
 
     # Micro-batches.
 
