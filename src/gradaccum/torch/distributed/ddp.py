@@ -168,7 +168,7 @@ class Replicas(Engine):
             self._first_gradient(parameter)
         if self._awaits and (ranks := self._ranks()) is not None:
             self._awaits = False
-            ranks.first_bucket()
+            ranks.read_answers()
 
     def _not_reduced(self, parameter: Tensor) -> None:
         if parameter in {*self.parameters()}:

@@ -91,15 +91,14 @@ class _Reports:
         self.partly_idle = len({*idle}) > 1
         self.last, self.known, self.fills = all(last), all(known), any(fills)
         self.manual, self.all_manual = any(manual), all(manual)
-        self.ways = _ways(totals)
-        self.by_name = ["by name" if one.by_name else "one loss" if one.weight else "none" for one in totals]
+        self.ways = _mixed(["without a weight" if one.equal else "weighed" if one.weight else "" for one in totals])
+        self.forms = _mixed(["by name" if one.by_name else "one loss" if one.weight else "" for one in totals])
         self.same_passes, self.same_settings = len({*passes}) == 1, len({*settings}) == 1
 
 
-def _ways(totals: Sequence[Total]) -> list[str]:
-    """How each rank weighs its micro-batches, where not all do so in one way."""
-    ways = ["without a weight" if one.equal else "weighed" if one.weight else "none" for one in totals]
-    return ways if {"without a weight", "weighed"} <= {*ways} else []
+def _mixed(each: list[str]) -> str:
+    """What each rank has, where not all that have something have the same."""
+    return by_rank([one or "none" for one in each]) if len({*each} - {""}) > 1 else ""
 
 
 class Listener:
@@ -197,8 +196,7 @@ class Ranks:
 
     def _restart(self) -> None:
         """A micro-batch begins."""
-        if self._sent is not None:  # of one that was never counted
-            self._read()
+        self.read_answers()  # of one that was never counted
         if self._reducing and self._versions is None:
             self.engine.stuck = True
         self._reports: _Reports | None = None  # of all ranks, about the window that closes
@@ -245,7 +243,7 @@ class Ranks:
     def agree_on_last(self, last: bool) -> None:
         """A micro-batch of `batches()` begins, this rank's `last` one perhaps. A WindowError where that can't be."""
         if self.sharded:
-            lasts = [bool(numbers[1]) for numbers in self._exchange(Kind.MICRO_BATCH, last)]
+            lasts = [bool(numbers[1]) for numbers in self.exchange(Kind.MICRO_BATCH, last)]
             if len({*lasts}) > 1:
                 raise WindowError(
                     "A sharded model needs the same number of batches on every rank. Whether this batch is the last: "
@@ -281,8 +279,8 @@ class Ranks:
             self._send(self._report(Kind.WINDOW, self._share))
             engine.hold(False)  # more forward passes of this micro-batch do not belong to it
 
-    def first_bucket(self) -> None:
-        """DDP is about to reduce: a rank that won't come is missed now, before anybody waits for it there."""
+    def read_answers(self) -> None:
+        """Those to the message that was sent: where DDP is about to reduce, a rank that won't come is missed now."""
         if self._sent is not None:
             self._read()
 
@@ -314,10 +312,6 @@ class Ranks:
         trained = () if self.sharded else self.engine.trained()
         return [(0, -1) if (gradient := p.grad) is None else (id(gradient), gradient._version) for p in trained]
 
-    def exchange_passes(self, *numbers: float) -> list[list[float]]:
-        """What the ranks of a sharded model tell each other before a pass, or a collective of it."""
-        return self._exchange(Kind.FORWARD, *numbers)
-
     # The window's sum.
 
     @property
@@ -338,15 +332,14 @@ class Ranks:
         self._check_unchanged(mine)
         if self._sent is None and self._reports is None:
             self._send(self._report(Kind.FINISHED, mine), sums)
-        if self._sent is not None:
-            self._read()
+        self.read_answers()
         reports, self.reduced_unit, late = self._reports, self.unit or 1.0, self.sharded and self.reduced
         assert reports is not None
-        if {"by name", "one loss"} <= {*reports.by_name}:
+        if reports.forms:
             self._restart()
             raise WindowError(
                 "Some ranks have losses by name, backward({name: (loss, weight)}), and others a single loss: "
-                f"{by_rank(reports.by_name)}. Nothing was updated. Use the same names on every rank."
+                f"{reports.forms}. Nothing was updated. Use the same names on every rank."
             )
         scale = mine.scale if self.reduced else self._reduce(reports, rescale)
         if not reports.known:
@@ -412,7 +405,7 @@ class Ranks:
         if reports.ways:
             raise WindowError(
                 "Some ranks weigh their micro-batches, by batches() or backward(loss, weight=...), and others don't: "
-                f"{by_rank(reports.ways)}. Nothing was updated. Weigh them in the same way on every rank."
+                f"{reports.ways}. Nothing was updated. Weigh them in the same way on every rank."
             )
 
     def drop_common(self, unused: list[int]) -> None:
@@ -433,13 +426,13 @@ class Ranks:
 
     # Numbers of all ranks. All ranks take part.
 
-    def sum_number(self, number: float) -> float:
-        """A number's sum over the ranks."""
-        return sum(self._numbers(number))
+    def numbers(self, mine: float) -> list[float]:
+        """Every rank's number."""
+        return [numbers[1] for numbers in self.exchange(Kind.NUMBER, mine)]
 
     def sum_in_advance(self, *numbers: float) -> list[float]:
         """Sums over the ranks, and a look at their settings: where an update begins before `total`."""
-        messages = self._exchange(Kind.NUMBER, self.settings.number(), *numbers)
+        messages = self.exchange(Kind.NUMBER, self.settings.number(), *numbers)
         if len({message[1] for message in messages}) > 1:
             self.settings.settle(self.channel)
         return [sum(column) for column in zip(*messages)][2:]
@@ -447,20 +440,13 @@ class Ranks:
     def sum_by_name(self, mine: Mapping[Any, float]) -> dict[Any, float]:
         """Numbers summed over the ranks, each by its name; some ranks may lack some names."""
         names = list(mine)
-        messages = self._exchange(Kind.NUMBER, zlib.crc32(repr(names).encode()), *mine.values())
+        messages = self.exchange(Kind.NUMBER, zlib.crc32(repr(names).encode()), *mine.values())
         if len({numbers[1] for numbers in messages}) == 1:
             return {name: sum(numbers[2 + i] for numbers in messages) for i, name in enumerate(names)}
         everybody = self.channel.gather(dict(mine))
         return {
             n: sum(one.get(n, 0.0) for one in everybody) for n in dict.fromkeys(n for one in everybody for n in one)
         }
-
-    def most_passes(self, passes: int) -> int:
-        """The largest number of passes that any rank of a sharded model has in this window."""
-        return int(max(self._numbers(passes)))
-
-    def _numbers(self, number: float) -> list[float]:
-        return [numbers[1] for numbers in self._exchange(Kind.NUMBER, number)]
 
     # Epochs.
 
@@ -550,7 +536,7 @@ class Ranks:
             self._reports = self._before = reports
         return reports
 
-    def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
+    def exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
         """Numbers of all ranks, behind one that says what they are about."""
         self._check_left()
         messages = self.channel.exchange(kind, *numbers)

@@ -45,9 +45,6 @@ class GlobalBatch(Listener):
         self.ranks = ranks
         self._sums, self._in_blocks = sums, in_blocks
         self._window: BatchLosses | None = None
-        self._mine: float | None = None
-        """What this rank's rows weigh, where its sum is a multiple of `_unit` and that was known beforehand."""
-        self._unit = 1.0
         ranks.attach(self)
         self._met = False  # whether the ranks have told each other what kind of loss they have
 
@@ -74,17 +71,16 @@ class GlobalBatch(Listener):
         return self._window
 
     def _of_one_loss(self, objective: Objective, batch: Batch, mine: float | None) -> BatchLosses:
-        ranks, self._mine = self.ranks, None
+        ranks = self.ranks
+        if mine is not None and ranks.unit is not None and not ranks.sharded:
+            return BatchLosses(objective, batch, ranks.unit, weight=mine)
         # What a sharded model adds up over the ranks on the way has one unit from the start.
         unit = (1.0 if self._in_blocks else None) if ranks.unit is None else ranks.unit
-        if mine is None or ranks.sharded or ranks.unit is None:
-            total = None if mine is None else ranks.sum_number(mine)
-            if total and not ranks.sharded:
-                # Where passes span the ranks, as with SyncBatchNorm, all of them need one unit from the start.
-                ranks.unit = total / ranks.size
-            return BatchLosses(objective, batch, total, unit=unit if ranks.sharded else None, multiples=ranks.sharded)
-        self._mine, self._unit = mine, ranks.unit
-        return BatchLosses(objective, batch, self._unit)
+        total = None if mine is None else sum(ranks.numbers(mine))
+        if total and not ranks.sharded:
+            # Where passes span the ranks, as with SyncBatchNorm, all of them need one unit from the start.
+            ranks.unit = total / ranks.size
+        return BatchLosses(objective, batch, total, unit=unit if ranks.sharded else None, multiples=ranks.sharded)
 
     def own_unit(self) -> float:
         return 1.0 if self._window is None else self._window.own_unit()
@@ -118,8 +114,8 @@ class GlobalBatch(Listener):
         """Over all ranks' rows: the loss; whether anything weighs; several losses; what gradients are divided by."""
         if not self.ranks.is_distributed:
             return *window.finished(), window.divisor
-        known = window.unit_and_weight() or (None if self._mine is None else (self._unit, self._mine))
-        unit, weight = (1.0, 0.0) if known is None else known
+        known = window.unit_and_weight()
+        unit, weight = known or (1.0, 0.0)
         # A few numbers go with the ranks' message; on a device they are added up there, and nobody waits for them.
         losses = window.sum
         ride = [unit * loss for loss in losses.reshape(-1).tolist()] if losses.is_cpu else []
@@ -171,7 +167,7 @@ class InAdvance:
         self._window.check()
         self._ranks.engine.end()  # the forward passes
         known = self._window.unit_and_weight()
-        factor, weight = (1.0, 0.0) if known is None else known
+        factor, weight = known or (1.0, 0.0)
         given, total = self._ranks.sum_in_advance(known is not None, weight)
         losses = self._window.sum
         sums = self._ranks.engine.sum(losses.double() * factor)

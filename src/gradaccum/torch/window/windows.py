@@ -387,7 +387,7 @@ class Windows:
         if self.noise_schedule is not None and self.noise_schedule._due():
             assert current.noise is not None
             scale = current.noise.estimate()
-            votes = self.ranks.sum_number(self.noise_schedule._vote(scale))  # each rank measures for itself
+            votes = sum(self.ranks.numbers(self.noise_schedule._vote(scale)))  # each rank measures for itself
             self.noise_schedule._move(scale, int(2 * votes / self.ranks.size))
         return True
 
