@@ -38,7 +38,7 @@ class Kind(enum.IntEnum):
     IDLE = 2  # this rank has nothing to reduce, and takes part if others have
     ABORTED = 3  # this rank has dropped out
     TOTAL = 4  # what the window weighs, after its reduction: where that was not known before
-    START = 5  # how long the windows are, and what else must be the same
+    START = 5  # an epoch begins
     MICRO_BATCH = 6  # a micro-batch begins
     NUMBER = 7  # something to add up over the ranks
     FORWARD = 8  # the forward pass of a sharded part begins, or all of them are done

@@ -65,11 +65,6 @@ class _Report(NamedTuple):
     def numbers(self) -> list[float]:
         return [*self[:-1], *self.total]
 
-    @classmethod
-    def read(cls, numbers: Sequence[float]) -> _Report:
-        kind, *fields = numbers[:8]
-        return cls(Kind(int(kind)), *fields, Total(*numbers[8:]))  # type: ignore[call-arg,arg-type]
-
 
 _NUMBERS = len(_Report._fields) - 1 + len(Total._fields)
 """Of a report's message. What comes behind them is to be added up over the ranks."""
@@ -79,9 +74,9 @@ class _Reports:
     """The messages of all ranks about a window, and what they come to."""
 
     def __init__(self, rows: list[list[float]]) -> None:
-        self.rows, self.each = rows, [_Report.read(numbers) for numbers in rows]
-        _, _, last, known, manual, fills, passes, settings, totals = zip(*self.each)
-        weights, given, largest, scales, next_scales, overflow, _, idle, by_name = zip(*totals)
+        self.rows, columns = rows, [*zip(*rows)]
+        _, self.steps, last, known, manual, fills, passes, settings = columns[:8]
+        weights, given, largest, scales, next_scales, overflow, equal, idle, by_name = columns[8:]
         used = {*scales} - {0.0}
         lost, self.scales = any(overflow), scales if len(used) > 1 else ()
         shared = sum(weights), any(given), max(largest), min(used, default=0.0)
@@ -91,14 +86,15 @@ class _Reports:
         self.partly_idle = len({*idle}) > 1
         self.last, self.known, self.fills = all(last), all(known), any(fills)
         self.manual, self.all_manual = any(manual), all(manual)
-        self.ways = _mixed(["without a weight" if one.equal else "weighed" if one.weight else "" for one in totals])
-        self.forms = _mixed(["by name" if one.by_name else "one loss" if one.weight else "" for one in totals])
+        self.ways = _mixed(equal, "without a weight", weights, "weighed")
+        self.forms = _mixed(by_name, "by name", weights, "one loss")
         self.same_passes, self.same_settings = len({*passes}) == 1, len({*settings}) == 1
 
 
-def _mixed(each: list[str]) -> str:
-    """What each rank has, where not all that have something have the same."""
-    return by_rank([one or "none" for one in each]) if len({*each} - {""}) > 1 else ""
+def _mixed(special: Sequence[float], name: str, others: Sequence[float], plain: str) -> str:
+    """What each rank has, where some have what is special, and others what is plain."""
+    each = [name if one else plain if other else "none" for one, other in zip(special, others)]
+    return by_rank(each) if {name, plain} <= {*each} else ""
 
 
 class Listener:
@@ -220,17 +216,11 @@ class Ranks:
         return self.manual_reduce or self._waits
 
     def _check_same(self, steps: int | None, options: Mapping[str, Any]) -> None:
-        texts = {name: repr(value) for name, value in options.items()}
-        messages = self.channel.exchange(Kind.START, steps or 0, zlib.crc32(repr(texts).encode()))
-        lengths = [int(numbers[1]) for numbers in messages]
-        if len({*lengths}) > 1:
-            raise ValueError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
-        if len({numbers[2] for numbers in messages}) > 1:
-            everybody = self.channel.gather(texts)
-            for name in dict.fromkeys(name for theirs in everybody for name in theirs):
-                values = [theirs.get(name, "none") for theirs in everybody]
-                if len({*values}) > 1:
-                    raise ValueError(f"`{name}` must be the same on every rank. Received: {by_rank(values)}.")
+        everybody = self.channel.gather({name: repr(value) for name, value in {"steps": steps, **options}.items()})
+        for name in dict.fromkeys(name for theirs in everybody for name in theirs):
+            values = [theirs.get(name, "none") for theirs in everybody]
+            if len({*values}) > 1:
+                raise ValueError(f"`{name}` must be the same on every rank. Received: {by_rank(values)}.")
 
     # Passes.
 
@@ -529,7 +519,7 @@ class Ranks:
         closing = Kind.WINDOW, Kind.FINISHED, Kind.IDLE
         self._check_kinds(kinds, *(closing if kind in closing else (kind,)))
         reports = _Reports(rows)
-        lengths = [int(report.steps) for report in reports.each]
+        lengths = [*map(int, reports.steps)]
         if len({*lengths} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
         if kind in closing and {*kinds} & {Kind.WINDOW, Kind.FINISHED}:
