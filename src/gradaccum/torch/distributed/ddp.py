@@ -53,6 +53,7 @@ class Replicas(Engine):
         *,
         wide: bool,
         outside: bool,
+        whole_batches: bool,
     ) -> None:
         super().__init__(models, parameters)
         self.group = models[0].process_group
@@ -91,15 +92,16 @@ class Replicas(Engine):
         self.bucket_views = any(model.gradient_as_bucket_view for model in models)
         self._all = [p for model in models for p in _parameters_of(model, trained=not self._flat)]
         self._by_hand = [*map(reduction_by_hand, models, map(len, counted))]
-        self._reduces = self._sees_end = self._awaits = self._checks = False
+        self._reduces = self._sees_end = self._awaits = False
+        self._whole_batches = whole_batches  # in each, all passes are ours, and none reduces
         self._prepared = False  # DDP will reduce in the next backward pass, whatever the flag says by then
         self._filled = set[Tensor]()  # with zeros by `reduce`, in this window
 
     def attach(self, ranks: Any) -> None:
         super().attach(ranks)
         # At the end of the pass itself: reentrant checkpointing runs others inside, which bring gradients.
-        self._at_output, self._checks = weakly(ranks.pass_begins), ranks.whole_batches
-        for model in self.modules if not ranks.whole_batches else ():
+        self._at_output = weakly(ranks.pass_begins)
+        for model in self.modules if not self._whole_batches else ():
             self._hooks.append(model.register_forward_pre_hook(weakly(self._forward_starts)))
             if not ranks.manual:
                 self._hooks.append(model.register_forward_hook(weakly(self._forward_done)))
@@ -122,7 +124,7 @@ class Replicas(Engine):
     def hold(self, closes: bool) -> None:
         self._reduces, self._sees_end = closes, False
         for model in self.modules:
-            if self._checks:
+            if self._whole_batches:
                 self._check_joined(model)
             if model.require_backward_grad_sync != closes:  # a module's attributes are slow to set
                 model.require_backward_grad_sync = closes

@@ -61,14 +61,14 @@ def detect_ranks(
         engine = Shards(shards, parameters, always)
     else:
         outside = not {*replicas} <= {*model.modules()}
-        engine = Replicas(replicas, parameters, wide=wide, outside=outside)
+        engine = Replicas(replicas, parameters, wide=wide, outside=outside, whole_batches=whole_batches)
         if always:
             logger.warning(
                 'sync="micro_batch" is for sharded models: each rank has all gradients of a DistributedDataParallel '
                 "model, so they are reduced once per window."
             )
-    how: dict[str, Any] = {"manual_reduce": manual_reduce, "whole_batches": whole_batches}
-    return Ranks(engine, Settings(groups), steps=steps, options=options, **how)
+    manual_reduce |= whole_batches
+    return Ranks(engine, Settings(groups), steps=steps, options=options, manual_reduce=manual_reduce)
 
 
 def _has_ranks() -> bool:

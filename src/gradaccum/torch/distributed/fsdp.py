@@ -106,7 +106,7 @@ class Shards(Engine):
     keeps the shard's gradient alone.
 
     Every forward and backward pass gathers parameters, so all ranks must run the same passes. In the first window they
-    compare them as they come; between `begin` and `end` they ask each other before each collective.
+    compare them as they come; in a large batch's passes they ask each other before each collective.
     """
 
     sharded = True
@@ -127,7 +127,7 @@ class Shards(Engine):
         self._first = True
         self._asks = False
         self.failure: RankOutOfMemory | None = None
-        """What the ranks know of each other's memory since `begin`."""
+        """What the ranks know of each other's memory since they ask."""
 
     def attach(self, ranks: Any) -> None:
         if self._is_shared():
@@ -228,14 +228,6 @@ class Shards(Engine):
 
     # Passes in which all ranks ask each other before each collective.
 
-    def begin(self) -> None:
-        """The passes of a window begin."""
-        self._ask_before(self.meet)
-
-    def end(self) -> None:
-        """They are over, and the reduction is to come; a RankOutOfMemory where they aren't on all ranks."""
-        self.meet("")
-
     def meet(self, name: str, number: float = 0.0) -> float:
         """A collective is about to begin, or a sharded part's forward pass; `""`: all passes are done.
 
@@ -266,7 +258,7 @@ class Shards(Engine):
             self.failure = RankOutOfMemory(costs, any(numbers[2] == _FINAL for numbers in messages))
         return messages
 
-    def _ask_before(self, ask: Callable[[str], object] | None) -> None:
+    def ask_before(self, ask: Callable[[str], object] | None) -> None:
         """Call this before each gathering and each reduction, with its name; None: no more."""
         self.failure = None
         if self._asks or ask is not None:
@@ -276,7 +268,7 @@ class Shards(Engine):
 
     def start_over(self) -> None:
         """Forget the passes of this window: one of them failed, and no collective is under way."""
-        self._ask_before(None)
+        self.ask_before(None)
         start_over(self.modules)
         self.clear()
 
@@ -326,7 +318,7 @@ class Shards(Engine):
             if self._asks and is_out_of_memory(error):
                 self.ran_out(0, final=True)
             raise
-        self._ask_before(None)
+        self.ask_before(None)
 
     def _reduce(self) -> None:
         self._set(True)
@@ -560,10 +552,10 @@ def run_by_blocks(ranks: Any, by_blocks: ByBlocks, oom: OomRetry, plan: Plan, ru
 
 def _run(shards: Shards, oom: OomRetry, plan: Plan, run: Callable[[], None], running: Callable[[], Slice]) -> None:
     """Run the passes of a window. Where memory runs out on a rank, all begin the batch again, in smaller slices."""
-    shards.begin()
+    shards.ask_before(shards.meet)
     try:
         run()
-        shards.end()
+        shards.meet("")
         return
     except Exception as error:
         smaller = isinstance(error, RestartWindow)  # this rank has taken a smaller size already

@@ -154,16 +154,13 @@ class Ranks:
         steps: int | None = None,
         options: Mapping[str, Any] | None = None,
         manual_reduce: bool = False,
-        whole_batches: bool = False,
     ) -> None:
-        self.whole_batches = whole_batches
-        """Whether each window is one call, in which nobody else decides what passes reduce, and none does."""
         self.is_distributed = engine is not None
         self.engine: Any = engine or Engine()
         self.sharded = self.engine.sharded
         self.settings = settings or Settings(list)
         """What all ranks compare at a window's end."""
-        self.manual = manual_reduce or whole_batches or self.engine.manual_reduce
+        self.manual = manual_reduce or self.engine.manual_reduce
         """Whether windows are reduced when their sums are finished from now on, as their messages say."""
         self._listener: Callable[[], Listener | None] = lambda: None
         self._closes = self._notified = self._reducing = False
@@ -534,8 +531,6 @@ class Ranks:
         return messages
 
     def _check_left(self) -> None:
-        if not self._left:
-            return
         answers, self._left = [self.channel.receive(sent) for sent in self._left], []
         for messages in answers if not self._notified else ():
             self._check_kinds([Kind(int(numbers[0])) for numbers in messages], Kind.ABORTED, Kind.IDLE)

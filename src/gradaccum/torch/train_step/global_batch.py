@@ -165,7 +165,7 @@ class InAdvance:
 
     def check(self) -> None:
         self._window.check()
-        self._ranks.engine.end()  # the forward passes
+        self._ranks.engine.meet("")  # the forward passes are over
         known = self._window.unit_and_weight()
         factor, weight = known or (1.0, 0.0)
         given, total = self._ranks.sum_in_advance(known is not None, weight)
