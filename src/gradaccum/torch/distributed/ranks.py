@@ -151,7 +151,6 @@ class Ranks:
         engine: Engine | None = None,
         settings: Settings | None = None,
         *,
-        steps: int | None = None,
         options: Mapping[str, Any] | None = None,
         manual_reduce: bool = False,
     ) -> None:
@@ -175,7 +174,7 @@ class Ranks:
         try:
             self.channel = Channel(self.engine.members, self.engine.group)
             if self.is_distributed:
-                self._check_same(steps, options or {})
+                self._check_same(options or {})
         except BaseException:
             self.engine.remove()
             raise
@@ -212,8 +211,8 @@ class Ranks:
         """Whether no backward pass reduces the open window, as in the first one and in that of a checkpoint."""
         return self.manual_reduce or self._waits
 
-    def _check_same(self, steps: int | None, options: Mapping[str, Any]) -> None:
-        everybody = self.channel.gather({name: repr(value) for name, value in {"steps": steps, **options}.items()})
+    def _check_same(self, options: Mapping[str, Any]) -> None:
+        everybody = self.channel.gather({name: repr(value) for name, value in options.items()})
         for name in dict.fromkeys(name for theirs in everybody for name in theirs):
             values = [theirs.get(name, "none") for theirs in everybody]
             if len({*values}) > 1:
@@ -505,8 +504,9 @@ class Ranks:
         (kind, sent), self._sent = self._sent, None
         messages = self.channel.receive(sent)
         rows = [numbers[:_NUMBERS] for numbers in messages]
-        beside = itertools.zip_longest(*(numbers[_NUMBERS:] for numbers in messages), fillvalue=0.0)
-        self.sums = [*map(sum, beside)]
+        if len(sent) > _NUMBERS:
+            beside = [numbers[_NUMBERS:] for numbers in messages]
+            self.sums = [*map(sum, itertools.zip_longest(*beside, fillvalue=0.0))]
         if self._before is not None and rows == self._before.rows:
             self._reports = self._before
             return self._before

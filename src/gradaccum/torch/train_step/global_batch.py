@@ -195,7 +195,6 @@ def find_ranks(model: nn.Module, objective: Objective, update: Update, options: 
     ranks = detect_ranks(
         model,
         update.optimizers,
-        steps=1,
         whole_batches=True,
         options={
             "reduction": objective.reduction,
