@@ -185,23 +185,32 @@ def rows_to_prove(batch: Batch, most: int) -> list[int]:
     return rows if batch.groups is None else informative_units(rows, [unit.tolist() for unit in batch.units()], most)
 
 
+def numbers_of_rows(batch: Batch) -> list[list[float]]:
+    """What a loss may divide by, such as how much of each row isn't zero: a number for each row, in lists."""
+    return [column for columns in _columns(batch) for column in columns.tolist()]
+
+
 def _columns(batch: Batch) -> Iterator[Tensor]:
-    """Numbers of each row: how much of it is missing, below zero, zero, a class, or the least or the most of all."""
+    """Numbers of each row: how much is missing, below zero, zero, or isn't; a class; the least or the most of it."""
     for path, leaf, dim in batch.leaves:
         if not _is_plain(leaf) or leaf.is_complex():
             continue
         nowhere = leaf.dtype.is_floating_point and leaf.abs().amin().item() > 0  # neither 0 nor NaN
         varies = variations(path, leaf.dtype, leaf.dim(), True)
-        found = [vary(leaf, dim) for key, vary in varies if not (nowhere and key in (_MISSING, _ZERO))]
+        counted = {key: vary(leaf, dim) for key, vary in varies if not (nowhere and key in (_MISSING, _ZERO))}
+        numbers = leaf.numel() // batch.rows
+        found = [*counted.values(), *(numbers - counted[key] for key in (_IGNORED, _ZERO) if key in counted)]
         rows = leaf.detach().movedim(dim, 0).flatten(1) if leaf.dim() > 1 else leaf.detach()[:, None]
         if leaf.dtype is torch.bool:
             found.append(rows.any(1))
-        else:
+        elif leaf.dtype in _WHOLE:
             least, most = batch.ends(leaf)
-            if leaf.dim() == 1 and leaf.dtype in _WHOLE and most - least < CLASSES:
+            if leaf.dim() == 1 and most - least < CLASSES:
                 found += (leaf == torch.arange(least, most + 1, device=leaf.device)[:, None]).unbind()
             else:
                 found += [rows.amin(1) == least, rows.amax(1) == most]
+        else:
+            found += [rows.amin(1), rows.amax(1)]
         yield torch.stack(found).double()
 
 

@@ -36,7 +36,7 @@ from gradaccum.core.proof import (
 from gradaccum.core.sizes import Groups, even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch import random_state
-from gradaccum.on_torch.adapter.kinds import BatchKinds, rows_to_prove
+from gradaccum.on_torch.adapter.kinds import BatchKinds, numbers_of_rows, rows_to_prove
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.random_state import held_generators
@@ -161,7 +161,8 @@ class Proof:
     ) -> Comparison[BatchRunner]:
         """The rows at once and in micro-batches: in one way, quickly where nothing was drawn so far; then in all."""
         gradients = self._in_micro_batches
-        ways, casts = interleaved_ways([unit.tolist() for unit in few.units()]), objective.autocast is not None
+        ways = interleaved_ways([unit.tolist() for unit in few.units()], numbers_of_rows(few))
+        casts = objective.autocast is not None
 
         def run(ways: Sequence[Way], idle: torch.dtype | None, *, closely: bool = False) -> Comparison[BatchRunner]:
             self.scale.power = 0
