@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gradaccum.core.numpy_arrays import ArrayRunner
-from gradaccum.core.proof import Comparison, Outcome, even_ways, interleaved_ways
+from gradaccum.core.proof import Comparison, Outcome, even_ways, interleaved_ways, telling_order
 
 ROWS = 8
 X = np.random.default_rng(0).normal(size=(ROWS, 3))
@@ -95,3 +95,33 @@ def test_what_is_cut_in_two_has_all_neighbours_apart_in_one_of_two_ways_and_uneq
         apart |= {n for n in range(count - 1) if (n in few) != (n + 1 in few)}
         assert np.mean(few) < np.mean(many) - 0.5 or np.mean(few) > np.mean(many) + 0.5
     assert apart == set(range(count - 1))
+
+
+WRONG = {
+    "rows": len,
+    "one": lambda marks: 1,
+    "one if any counts": np.any,
+    "rows if any counts": lambda marks: len(marks) * np.any(marks),
+    "their square": lambda marks: marks.sum() ** 2,
+    "their root": lambda marks: marks.sum() ** 0.5,
+    "one more": lambda marks: marks.sum() + 1,
+}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 4), (3, 3, 2), (5, 4, 7)])
+@pytest.mark.parametrize("eighths", [3, 4, 5])
+def test_parts_of_rows_tell_wrong_weights_from_how_many_count(sizes, eighths):
+    marks = np.arange(sum(sizes)) < sum(sizes) * eighths // 8
+    parts = np.split(marks[telling_order(sizes, [marks.tolist()])], np.cumsum(sizes)[:-1])
+    counts = np.array([part.sum() for part in parts])
+    for name, weigh in WRONG.items():
+        weights = np.array([weigh(part) for part in parts])
+        assert not np.allclose(weights * counts.sum(), counts * weights.sum()), name
+
+
+@pytest.mark.parametrize("rows", range(3, 17))
+def test_a_check_has_parts_of_several_rows_and_an_uneven_or_a_single_one(rows):
+    sizes = [sizes for _, sizes in even_ways(rows)]
+    assert all(sum(some) == rows for some in sizes)
+    assert max(map(max, sizes)) > 1
+    assert any(len({*some}) > 1 or max(some) == 1 for some in sizes)

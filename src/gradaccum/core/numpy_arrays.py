@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,20 @@ def largest(array: Any) -> float:
 
 def relative_error(actual: Any, expected: Any, floor: float = 0.0) -> float:
     return _measured(actual, expected).error(floor)
+
+
+def numbers_of_rows(arrays: Iterable[np.ndarray]) -> list[list[float]]:
+    """What a loss may divide by, such as how much of each row isn't zero: for `telling_order`. Rows are in front."""
+    found = list[np.ndarray]()
+    for array in arrays:
+        flat = array.reshape(len(array), -1)
+        if flat.dtype.kind not in "biuf" or not flat.size:
+            continue
+        found += [signs.sum(1) for signs in (flat == 0, flat != 0, flat < 0, flat >= 0)]
+        if flat.shape[1] == 1:
+            values = np.unique(flat)
+            found += [flat[:, 0], *((flat == value)[:, 0] for value in values if 2 < len(values) < len(flat))]
+    return [column.tolist() for column in found]
 
 
 def leaf_of(name: str, code: str, values: np.ndarray) -> Leaf:

@@ -47,6 +47,8 @@ NEARBY, ELSEWHERE = 16, 2
 """How often parameters are moved by their last bits; and by half of their digits."""
 TIMES, TIMES_IN_HALF = 32, 2
 """A difference is rounding up to so many times what moving the last bits of the parameters makes of the result."""
+DRAWN, ALIKE = 32, 0.02
+"""Orders of rows that are drawn at most; and shares of a weight up to which two are alike."""
 IN_FLOAT64 = 1e-9
 """What a comparison in float64 allows."""
 
@@ -479,21 +481,20 @@ def informative_rows(
     """Up to so many rows that tell most, in this order of all rows.
 
     Of each of the `sorts` of rows (with a missing label, padding, a weight of zero, a class), of which the number and
-    three rows are given, there are two, the rarest sorts first: others wouldn't hold them, and what a loss does with
-    them shows where one part has more of them. Of the rarest that has so many there are three, which no two parts share
-    equally. They are half of the rows at most, and with the `ends`, rows with the least and the most of something,
-    three quarters. The rest is evenly spread over the order.
+    three rows are given, there are three, the rarest sorts first: others wouldn't hold them, and what a loss does with
+    them shows where one part has more of them, as two can't share three equally. They are five eighths of the rows at
+    most, and with the `ends`, rows with the least and the most of something, seven. The rest is evenly spread over the
+    order.
 
     Example:
         >>> informative_rows([3, 1, 2, 0, 4], [(3, [1, 2, 4]), (1, [0]), (5, [0, 1, 2])], [4], 4)
         [3, 1, 0, 4]
     """
     rarest = sorted((sort for sort in sorts if sort[0] < len(order)), key=lambda sort: sort[0])
-    three = next((sort for sort in rarest if len(sort[1]) > 2), None)
-    rare = [row for sort in rarest for row in sort[1][: 3 if sort is three else 2]]
+    rare = [row for sort in rarest for row in sort[1][:3]]
     others = [order[place * (len(order) - 1) // max(1, most - 1)] for place in range(most)]
     chosen = dict[int, None]()
-    for candidates, limit in ((rare, most // 2), (ends, 3 * most // 4), ([*others, *order], most)):
+    for candidates, limit in ((rare, 5 * most // 8), (ends, 7 * most // 8), ([*others, *order], most)):
         for row in candidates:
             if len(chosen) >= max(1, limit):
                 break
@@ -518,16 +519,75 @@ def informative_units(rows: Sequence[int], units: Sequence[Sequence[int]], most:
 # Ways to cut rows. Each of the `units` has the rows that belong together.
 
 
-def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
-    """Ways to cut sorted rows into unequal parts, those of two units or more: two into three parts, and two into two.
+def telling_order(sizes: Sequence[int], columns: Iterable[Sequence[float]], lengths: Sequence[int] = ()) -> list[int]:
+    """An order of units in which parts of these sizes tell a wrong weight from the right one.
 
-    One part has less than another of what the rows are sorted by, in all but the second way, which mixes them. The
-    first one deals what follows the lowest third to two parts, so that neighbours are apart; so they are in at least
-    one of the last two.
+    Each of the `columns` has a number for each unit: what a loss may divide by, such as 1 where a mask is, or tokens
+    that count. A part's right weight is its sum. Orders are drawn until no frequent wrong weight has the same
+    proportions, or as few as possible. `lengths` are the units' rows, one each by default.
 
     Example:
-        >>> for way in interleaved_ways([[0], [1], [2], [3], [4], [5], [6], [7]]): print(way)
-        ([0, 1, 3, 6, 2, 4, 5, 7], [2, 2, 4])
+        >>> order = telling_order([2, 2, 4], [[0, 0, 0, 0, 0, 1, 1, 1]])
+        >>> [sum(row > 4 for row in part) for part in (order[:2], order[2:4], order[4:])]  # of which so many count
+        [2, 0, 1]
+    """
+    count, lengths = sum(sizes), lengths or [1] * sum(sizes)
+    varying = (tuple(column) for column in columns if min(column) >= 0 and len({*column}) > 1)
+    known = dict.fromkeys(column for column in varying if sum(map(bool, column)) > 1 and math.isfinite(sum(column)))
+    best, fewest = list[int](), math.inf
+    for seed in range(DRAWN):
+        order = Random(seed).sample(range(count), count)
+        units, alike = iter(order), 0
+        parts = [[*itertools.islice(units, size)] for size in sizes]
+        rows = [sum(lengths[unit] for unit in part) for part in parts]
+        for column in known:
+            alike += _weights_alike(rows, [[column[unit] for unit in part] for part in parts])
+            if alike >= fewest:
+                break
+        else:
+            best, fewest = order, alike
+        if not fewest:
+            break
+    return best
+
+
+_WRONG_WEIGHTS: tuple[tuple[Callable[[int, Sequence[float]], float], bool], ...] = (
+    (lambda rows, values: rows * any(values), False),
+    (lambda rows, values: rows * max(values), False),
+    (lambda rows, values: sum(values) / rows, False),
+    (lambda rows, values: sum(map(bool, values)), False),
+    (lambda rows, values: any(values), True),
+    (lambda rows, values: max(values), True),
+    (lambda rows, values: rows * min(values), True),
+)
+"""Of a part's rows and of what counts in each. Some can't be told where less than three units count."""
+
+
+def _weights_alike(rows: Sequence[int], parts: Sequence[Sequence[float]]) -> int:
+    """How many wrong weights of these parts are in the same proportions as their sums."""
+    counting, sums = [value for values in parts for value in values if value], [*map(sum, parts)]
+    largest, found = max(sums), 0
+    place = sums.index(largest)
+    for rule, needs_three in _WRONG_WEIGHTS:
+        if not needs_three or len(counting) > 2:
+            weight = rule(rows[place], parts[place])
+            near = ALIKE * weight * largest
+            shares = zip(rows, parts, sums)
+            found += all(abs(rule(count, part) * largest - own * weight) <= near for count, part, own in shares)
+    return found - (len({*counting}) == 1)  # the number of units that count is right then
+
+
+def interleaved_ways(units: Sequence[Sequence[int]], columns: Iterable[Sequence[float]] = ()) -> list[Way]:
+    """Ways to cut sorted rows into unequal parts, those of two units or more: two into three parts, and two into two.
+
+    The first one tells by the `columns`, numbers of each row, what parts weigh (`telling_order`), the second one mixes
+    the rows. In the last two, one part has less than another of what the rows are sorted by, and neighbours are apart
+    in at least one of both.
+
+    Example:
+        >>> units = [[0], [1], [2], [3], [4], [5], [6], [7]]
+        >>> for way in interleaved_ways(units, [[0, 0, 0, 0, 0, 1, 1, 1]]): print(way)
+        ([6, 7, 3, 0, 2, 5, 1, 4], [2, 2, 4])
         ([0, 3, 6, 1, 4, 7, 2, 5], [4, 2, 2])
         ([0, 2, 4, 1, 3, 5, 6, 7], [3, 5])
         ([0, 1, 2, 4, 6, 3, 5, 7], [5, 3])
@@ -539,16 +599,18 @@ def interleaved_ways(units: Sequence[Sequence[int]]) -> list[Way]:
     elif count < 6:
         plans = [(order, [first, count - first]), (mixed, [count - 2, 2])]
     else:
-        rest, few = order[first:], 3 * count // 8
-        dealt, low, high = rest[1::3] if len(rest) > 5 else rest[1::2], order[: 2 * few : 2], order[count % 2 + 1 :: 2]
-        high = high[-few:]
-        others, above, below = ([n for n in order if n not in part] for part in (order[:first] + dealt, low, high))
+        few, sizes = 3 * count // 8, [first, max(2, (count - first + 1) // 3), 0]
+        sizes[2] = count - sum(sizes)
+        low, high = order[: 2 * few : 2], order[count % 2 + 1 :: 2][-few:]
+        above, below = ([unit for unit in order if unit not in part] for part in (low, high))
         plans = [
-            ([*order[:first], *dealt, *others], [first, len(dealt), len(others)]),
+            (order, sizes),
             (mixed, [count - first - 2, 2, first]),
             ([*low, *above], [few, count - few]),
             ([*below, *high], [count - few, few]),
         ]
+    of_units = [[sum(column[row] for row in unit) for unit in units] for column in columns]
+    plans[0] = telling_order(plans[0][1], of_units, [*map(len, units)]), plans[0][1]
     return _of_units(units, plans)
 
 
@@ -580,11 +642,19 @@ def _of_units(units: Sequence[Sequence[int]], plans: Sequence[tuple[list[int], l
     return ways
 
 
-def even_ways(rows: int, size: int | None = None) -> list[Way]:
-    """Ways for a check into even micro-batches, as compiled steps run them: of this size, ragged, and shuffled."""
-    sizes = even_sizes(rows, ragged_size(rows) or 1)
+def even_ways(rows: int, size: int | None = None, columns: Iterable[Sequence[float]] = ()) -> list[Way]:
+    """Ways for a check into even micro-batches, as compiled steps run them: of this size, ragged, and shuffled.
+
+    Where no ragged ones are even, all but the shuffled ones have a single row. `columns` are as for `telling_order`.
+
+    Example:
+        >>> [sizes for _, sizes in even_ways(12)]
+        [[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [4, 4, 4]]
+    """
+    ragged = ragged_size(rows)
+    sizes, shuffled = (even_sizes(rows, some) for some in (ragged or 1, ragged or max(rows // 3, min(2, rows - 1))))
     given: list[Way] = [] if size is None or size >= rows else [(range(rows), even_sizes(rows, size))]
-    return [*given, (range(rows), sizes), (Random(0).sample(range(rows), rows), sizes)]
+    return [*given, (range(rows), sizes), (telling_order(shuffled, columns), shuffled)]
 
 
 def ragged_size(rows: int) -> int | None:

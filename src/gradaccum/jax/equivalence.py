@@ -15,7 +15,7 @@ from jax.extend.random import define_prng_impl, threefry_prng_impl
 
 from gradaccum.core.causes import LossFacts, LossSplit, coupling_cause, halves, loss_cause, shared_input
 from gradaccum.core.equivalence import Cause, Difference, Equivalence
-from gradaccum.core.numpy_arrays import ArrayRunner, largest, leaf_of
+from gradaccum.core.numpy_arrays import ArrayRunner, largest, leaf_of, numbers_of_rows
 from gradaccum.core.proof import Comparison, Outcome, Way, even_ways
 from gradaccum.jax.batch import Batch, argument_names, argument_numbers, axes_of_each, equations
 from gradaccum.jax.loss import Verdict
@@ -90,7 +90,8 @@ def check_equivalence(
 
 
 def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None) -> Equivalence:
-    comparison = Comparison(trial, even_ways(trial.rows, micro_batch_size), "differs")
+    columns = numbers_of_rows(trial.arrays().values())
+    comparison = Comparison(trial, even_ways(trial.rows, micro_batch_size, columns), "differs")
     comparison.check_loss()
     differences, verdict, allowed = comparison.judged() or [], trial.verdict(), trial.tolerance
     failing, causes = comparison.failing(allowed), comparison.raised()
@@ -227,6 +228,14 @@ class Trial(ArrayRunner):
         """`(path, axis of its rows, array)` of each leaf of the batch, such as `batch['y']`."""
         return list(zip(self.batch.paths, self.batch.axes, self.batch.leaves, strict=True))
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Those that have rows, and no keys, by their paths, with rows in front."""
+        return {
+            path: np.moveaxis(np.asarray(leaf), axis, 0)
+            for path, axis, leaf in self.leaves()
+            if axis is not None and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        }
+
     def verdict(self) -> Verdict:
         """What is seen of the loss without evaluating it."""
         try:
@@ -350,11 +359,7 @@ def _facts(trial: Trial) -> LossFacts:
         trial.options["reduction"],
         weighed if is_mean else "nothing, because they were treated as sums",
         trial.weight,
-        [
-            leaf_of(path, path, np.moveaxis(np.asarray(leaf), axis, 0))
-            for path, axis, leaf in trial.leaves()
-            if axis is not None and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        ],
+        [leaf_of(path, path, array) for path, array in trial.arrays().items()],
         [trial.names[number] for number in trial.batches],
         "Leave `weight` out",
         "Pass weight=, a function of the batch that returns what the loss divides by.",

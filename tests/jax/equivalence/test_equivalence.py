@@ -159,6 +159,13 @@ def test_full_masks_that_hide_a_wrong_weight_are_a_note():
     assert any("This batch doesn't show the difference that others will" in note for note in result.notes)
 
 
+def test_wrong_weights_are_found_where_no_ragged_micro_batches_are_even():
+    batch = {"x": rows(12)[0], "y": jnp.asarray([1, -1, 2, -1, 0, 1, -1, 0, -1, -1, 1, -1])}
+    assert check_equivalence(token_mean, PARAMS, batch, weight=counted).ok
+    result = check_equivalence(token_mean, PARAMS, batch, weight=lambda b: (b["y"] >= 0).any() * len(b["y"]))
+    assert result.max_error > 1e-3
+
+
 @pytest.mark.parametrize("gap", [1e-14, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_a_sign_that_rounding_decides_is_no_difference_where_it_decides_at_these_parameters_alone(gap):
     def loss(edge, batch):  # in which kernels of other sizes may differ by rounding

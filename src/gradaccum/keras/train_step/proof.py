@@ -6,7 +6,7 @@ And which few rows show what a loss may treat apart: missing labels, padding, cl
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,17 @@ import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.equivalence import Equivalence
-from gradaccum.core.proof import ENOUGH, ROWS, Comparison, ProofSchedule, informative_rows, ragged_size, rounding
+from gradaccum.core.numpy_arrays import numbers_of_rows
+from gradaccum.core.proof import (
+    ENOUGH,
+    ROWS,
+    Comparison,
+    ProofSchedule,
+    informative_rows,
+    ragged_size,
+    rounding,
+    telling_order,
+)
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import private
@@ -100,10 +110,7 @@ class Proof:
     def _compare(self, data: Any, few: int, sizes: list[int], state: Any) -> str:
         """Raise what these few rows make different. Returns why it isn't known, if it isn't."""
         model, allowed = self.step.model, rounding(precision_of(self.step.model)) / 10
-        # Parts share what lies side by side, and unevenly: no three parts have the same number of rows of a class, or
-        # the mean of their means would be that of the whole.
-        chosen = few_rows(data, few)
-        batch = take_rows(data, np.asarray([*chosen[::2], *chosen[1::2]]))
+        batch = take_rows(data, np.asarray(few_rows(data, sizes)))
         runner = StepRunner(self.step, batch, few, "frozen", allowed, state)
         comparison = Comparison(runner, [(range(few), sizes)], "raise")
         loss = comparison.large.losses["loss"]
@@ -149,11 +156,11 @@ def _attempts(rows: int, micro_batch_size: Any) -> Iterator[tuple[int, int]]:
 # Which rows.
 
 
-def few_rows(data: Any, count: int) -> list[int]:
-    """Which rows to look at, sorted by what can be told of them."""
+def few_rows(data: Any, sizes: Sequence[int]) -> list[int]:
+    """Which rows to look at, ordered for parts of these sizes so that they tell what a loss divides by."""
     limit = min(rows_of(data) or 0, LOOKED_THROUGH)
     x, y, sample_weight = unpack(data)
-    sorts, features = list[np.ndarray](), list[np.ndarray]()
+    sorts, features, arrays = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     for part, closely in (((y, sample_weight), True), (x, False)):
         for leaf in tree.flatten(part):
             numbers = _numbers(leaf, limit)
@@ -161,10 +168,13 @@ def few_rows(data: Any, count: int) -> list[int]:
                 signs, of_rows = _told(numbers, closely)
                 sorts += signs
                 features += of_rows
+                arrays.append(numbers)
     order = np.lexsort(features[::-1]) if features else np.arange(limit)
     ends = [int(end(feature)) for feature in features for end in (np.argmin, np.argmax)]
     shown = [(len(rows), rows[:3].tolist()) for rows in map(np.flatnonzero, sorts)]
-    return informative_rows(order.tolist(), shown, ends, count)
+    chosen = informative_rows(order.tolist(), shown, ends, sum(sizes))
+    columns = numbers_of_rows(array[chosen] for array in arrays)
+    return [chosen[place] for place in telling_order(sizes, columns)]
 
 
 def _numbers(leaf: Any, limit: int) -> np.ndarray | None:
@@ -185,11 +195,11 @@ def _told(numbers: np.ndarray, closely: bool) -> tuple[list[np.ndarray], list[np
     """Which rows show something missing, below zero, zero, or of targets a number, a column; and numbers to sort by."""
     flat = numbers.reshape(len(numbers), -1)
     signs, known = [np.isnan(flat), np.isinf(flat), flat < 0, flat == 0], np.where(np.isfinite(flat), flat, 0)
-    features = [*(sign.sum(1) for sign in signs), known.max(1), known.argmax(1), known.mean(1)]
+    features = [*(sign.sum(1) for sign in signs), known.max(1), known.argmax(1), known.mean(1), known.min(1)]
     if closely:
         values = np.unique(flat[np.isfinite(flat)])
         whole = values[values == np.floor(values)]
-        signs += [flat == value for value in [*(whole if len(whole) <= VALUES else ()), *values[:1], *values[-1:]]]
+        signs += [flat == value for value in (whole if len(whole) <= VALUES else (whole[0], whole[-1]))]
         if 1 < numbers.shape[2] <= VALUES:
             signs += [numbers[..., column] != 0 for column in range(numbers.shape[2])]
     shown = [sign.any(1) for sign in signs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -171,40 +170,48 @@ def rows_to_prove(batch: Batch, most: int) -> list[int]:
             scores += 2 * (values >= 0).cpu() + values.cpu().double() / (1.0 + values.abs().max().item())
         else:
             scores += ((values != 0) & (values != -100)).flatten(1).sum(1).cpu()
-    order = scores.argsort(stable=True).tolist()
-    sorts, ends = list[tuple[int, Sequence[int]]](), [order[0], int(scores.argmax())]
-    earlier = torch.arange(batch.rows, 0, -1)
-    for device, columns in _columns(batch):  # each device is waited for once
-        there = columns != 0
-        firsts = (there * earlier.to(device)).topk(min(3, batch.rows), 1).indices
-        found = torch.stack([there.sum(1), columns.argmin(1), columns.argmax(1)], 1)
-        for count, least, greatest, *three in torch.cat([found, firsts], 1).tolist():
+    sorts, ends = list[tuple[int, Sequence[int]]](), [int(scores.argmin()), int(scores.argmax())]
+    for columns in _columns(batch):  # of one device each, which is waited for once
+        there = (columns != 0).byte()
+        counts, firsts = there.sum(1), list[Tensor]()
+        for _ in range(3):
+            firsts.append(there.argmax(1))
+            there = there.scatter(1, firsts[-1][:, None], 0)
+        found = torch.stack([counts, columns.argmin(1), columns.argmax(1), *firsts], 1)
+        for count, least, greatest, *three in found.tolist():
             sorts.append((count, three[:count]))
             ends += [least, greatest]
-    rows = informative_rows(order, sorts, ends, most)
+    rows = informative_rows(scores.argsort(stable=True).tolist(), sorts, ends, most)
     return rows if batch.groups is None else informative_units(rows, [unit.tolist() for unit in batch.units()], most)
 
 
-def _columns(batch: Batch) -> Iterator[tuple[torch.device, Tensor]]:
-    """Numbers of each row: how much of it is missing, below zero, zero, a class, or the least or the most of all."""
-    columns = [column for leaf in batch.leaves for column in _columns_of(batch, *leaf)]
-    for device, found in itertools.groupby(columns, lambda column: column.device):
-        yield device, torch.stack([*found])
+def numbers_of_rows(batch: Batch) -> list[list[float]]:
+    """What a loss may divide by, such as how much of each row isn't zero: a number for each row, in lists."""
+    return [column for columns in _columns(batch) for column in columns.tolist()]
 
 
-def _columns_of(batch: Batch, path: str, leaf: Tensor, dim: int) -> Sequence[Tensor]:
-    if not _is_plain(leaf) or leaf.is_complex():
-        return ()
-    nowhere = leaf.dtype.is_floating_point and leaf.abs().amin().item() > 0  # neither 0 nor NaN
-    varies = variations(path, leaf.dtype, leaf.dim(), True)
-    found = [vary(leaf, dim) for key, vary in varies if not (nowhere and key in (_MISSING, _ZERO))]
-    rows = leaf.detach().movedim(dim, 0).flatten(1) if leaf.dim() > 1 else leaf.detach()[:, None]
-    if leaf.dtype is torch.bool:
-        return [*found, rows.any(1).long()]
-    least, most = batch.ends(leaf)
-    if leaf.dim() == 1 and leaf.dtype in _WHOLE and most - least < CLASSES:
-        return [*found, *(leaf == torch.arange(least, most + 1, device=leaf.device)[:, None]).long()]
-    return [*found, (rows.amin(1) == least).long(), (rows.amax(1) == most).long()]
+def _columns(batch: Batch) -> Iterator[Tensor]:
+    """Numbers of each row: how much is missing, below zero, zero, or isn't; a class; the least or the most of it."""
+    for path, leaf, dim in batch.leaves:
+        if not _is_plain(leaf) or leaf.is_complex():
+            continue
+        nowhere = leaf.dtype.is_floating_point and leaf.abs().amin().item() > 0  # neither 0 nor NaN
+        varies = variations(path, leaf.dtype, leaf.dim(), True)
+        counted = {key: vary(leaf, dim) for key, vary in varies if not (nowhere and key in (_MISSING, _ZERO))}
+        numbers = leaf.numel() // batch.rows
+        found = [*counted.values(), *(numbers - counted[key] for key in (_IGNORED, _ZERO) if key in counted)]
+        rows = leaf.detach().movedim(dim, 0).flatten(1) if leaf.dim() > 1 else leaf.detach()[:, None]
+        if leaf.dtype is torch.bool:
+            found.append(rows.any(1))
+        elif leaf.dtype in _WHOLE:
+            least, most = batch.ends(leaf)
+            if leaf.dim() == 1 and most - least < CLASSES:
+                found += (leaf == torch.arange(least, most + 1, device=leaf.device)[:, None]).unbind()
+            else:
+                found += [rows.amin(1) == least, rows.amax(1) == most]
+        else:
+            found += [rows.amin(1), rows.amax(1)]
+        yield torch.stack(found).double()
 
 
 def _in_the_models(modes: list[bool]) -> Iterator[tuple[bool, int, bool]]:
@@ -240,8 +247,6 @@ def _equal(value: float, leaf: Tensor, dim: int) -> Tensor:
 
 
 def _sums(leaf: Tensor, dim: int) -> Tensor:
-    if leaf.ndim == 1:
-        return leaf.detach() if leaf.is_floating_point() else leaf.long()
     rows = leaf.detach().movedim(dim, 0)
     flat = rows.reshape(len(rows), -1)
     return flat.count_nonzero(1) if flat.dtype is torch.bool else flat.sum(1)  # in half the time

@@ -36,7 +36,7 @@ from gradaccum.core.proof import (
 from gradaccum.core.sizes import Groups, even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch import random_state
-from gradaccum.on_torch.adapter.kinds import BatchKinds, rows_to_prove
+from gradaccum.on_torch.adapter.kinds import BatchKinds, numbers_of_rows, rows_to_prove
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.random_state import held_generators
@@ -160,7 +160,8 @@ class Proof:
     ) -> Comparison[BatchRunner]:
         """The rows at once and in micro-batches: in one way, quickly where nothing was drawn so far; then in all."""
         gradients = self._in_micro_batches
-        ways, casts = _ways_of(few), objective.autocast is not None
+        ways = interleaved_ways([unit.tolist() for unit in few.units()], numbers_of_rows(few))
+        casts = objective.autocast is not None
 
         def run(ways: Sequence[Way], idle: torch.dtype | None, *, closely: bool = False) -> Comparison[BatchRunner]:
             self.scale.power = 0
@@ -276,16 +277,6 @@ class Proof:
         except Exception as error:
             logger.debug("The cause can't be looked for on a copy: %s", error)
             return None
-
-
-def _ways_of(few: Batch) -> list[Way]:
-    return _single_ways(few.rows) if few.groups is None else interleaved_ways([unit.tolist() for unit in few.units()])
-
-
-@functools.cache
-def _single_ways(rows: int) -> list[Way]:
-    """Of rows each by itself: at most `ROWS`, the same ways each time."""
-    return interleaved_ways([[row] for row in range(rows)])
 
 
 @functools.cache
