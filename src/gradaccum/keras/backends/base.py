@@ -8,7 +8,7 @@ Beside other versions of what is here, `on_tensorflow`, `on_jax` and `on_torch` 
   `chunks(tensors, size)`. `recomputed(passes, carry)`: what `passes.first(passes.inputs, carry)` returns, with the
   gradient of `passes.second`. `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)`
   the gradients that those `given` of the outputs make, and the others; None: those of one output by itself. Where
-  updates are compiled, `free_memory(of_host)`: bytes left on `device()`; `prepared(function, arguments, model)`: its
+  updates are compiled, `free_memory()`: bytes left on `device()`; `prepared(function, arguments, model)`: its
   call, compiled, and the bytes that it needs if known.
 """
 

@@ -20,7 +20,7 @@ from keras import tree
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
 from gradaccum.keras.backends.base import Result, Scope, assign, has_rows, values_of
-from gradaccum.on_jax import recomputed, scan
+from gradaccum.on_jax import free_memory, recomputed, scan
 
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """For XLA: what runs but twice takes longest to compile."""
@@ -219,10 +219,6 @@ class Backend(base.Backend):
         places = jnp.full(leaf.shape[0], len(rows)).at[rows].set(jnp.arange(len(rows)))
         return _with_rows(leaf, places[leaf.indices[:, 0]], len(rows))
 
-    def free_memory(self, of_host: Callable[[], Any]) -> float | None:
-        stats = jax.local_devices()[0].memory_stats() or {}
-        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else of_host()
-
     def prepared(
         self, function: Callable[..., Any], arguments: Any, model: Any
     ) -> tuple[Callable[[], Any], float | None]:
@@ -259,7 +255,7 @@ class Backend(base.Backend):
         return not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
 
     at_once = staticmethod(jax.ensure_compile_time_eval)
-    look, device = staticmethod(_look), staticmethod(jax.default_backend)
+    look, device, free_memory = staticmethod(_look), staticmethod(jax.default_backend), staticmethod(free_memory)
 
     def compiled(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         return jax.jit(function, compiler_options=QUICKLY)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import tree
 from tensorflow.python.eager import record  # whether a tape watches a tensor is nowhere else to be asked
 
+from gradaccum.core.sizes import free_host_memory
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
 from gradaccum.keras.backends.base import Spec, has_rows, quotient, wide
@@ -215,9 +216,9 @@ class Backend(base.Backend):
     def device(self) -> str:
         return "gpu" if tf.config.list_logical_devices("GPU") else "cpu"
 
-    def free_memory(self, of_host: Callable[[], Any]) -> float | None:
+    def free_memory(self) -> float | None:
         # Not told of a GPU: there the first size that runs out of memory ends the search.
-        return None if self.device() == "gpu" else of_host()
+        return None if self.device() == "gpu" else free_host_memory()
 
     def prepared(
         self, function: Callable[..., Any], arguments: Any, model: Any
