@@ -19,7 +19,7 @@ from keras import tree
 from gradaccum.core.sizes import BatchSizeFinder, Rows, Slice
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
-from gradaccum.keras.backends.base import RestartWindow, Result, assign, has_rows, values_of
+from gradaccum.keras.backends.base import RestartWindow, Result, assign, copies_of, has_rows, values_of
 from gradaccum.on_torch.foreach import scale_
 from gradaccum.on_torch.grad_buffer import GradientBuffer, WindowTotal
 from gradaccum.on_torch.memory import MemoryMeter
@@ -212,12 +212,19 @@ class Training(base.Training):
         return found
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
+        """Other weights are assigned, and taken back: nothing stands in for those of a torch.nn.Module inside."""
         self._proves = True
-        own = [value.grad for value in self._trained()]
+        trained, moving, *_ = self.step.variables()
+        own, found = [value.grad for value in self._trained()], [] if state is None else copies_of(trained)
         try:
-            return super().evaluate(data, state)
+            if state is not None:
+                assign(trained, state[0])
+            before = copies_of(moving)
+            return (*self.sums(data), before, copies_of(moving))
         finally:
             self.window_state.abandon()
+            if state is not None:
+                assign(trained, found)
             for value, gradient in zip(self._trained(), own):
                 value.grad = gradient
 
@@ -291,9 +298,7 @@ class _TwoPasses(torch.autograd.Function):
 
 
 class Backend(base.Backend):
-    training: Any = Training
-    program: Any = Program
-
+    training, program = Training, Program
     lazy_divisors = True  # a first pass that counts costs a third
 
     def device(self) -> str:
