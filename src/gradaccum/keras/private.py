@@ -91,8 +91,8 @@ squeeze_or_expand_to_same_rank = _function("keras.src.losses.loss", "squeeze_or_
 # (values, sample_weight, mask, reduction, dtype): what a loss makes of its values.
 reduce_weighted_values = _function("keras.src.losses.loss", "reduce_weighted_values")
 # (loss): divided by the number of replicas, whose gradients are added; and back.
-scale_loss_for_distribution = _function("keras.src.losses.loss", "scale_loss_for_distribution", lambda loss: loss)
-unscale_loss_for_distribution = _function("keras.src.losses.loss", "unscale_loss_for_distribution", lambda loss: loss)
+scale_loss_for_distribution = _function("keras.src.losses.loss", "scale_loss_for_distribution")
+unscale_loss_for_distribution = _function("keras.src.losses.loss", "unscale_loss_for_distribution")
 
 
 def torch_device() -> str:

@@ -51,6 +51,12 @@ def leaves_with_rows(data: Any, parts: Sequence[str] = PARTS) -> list[tuple[str,
     return found
 
 
+def kind_of(data: Any) -> str:
+    """The dimensions and dtypes of arrays, in their structure: a key."""
+    kinds = keras.tree.map_structure(lambda leaf: hasattr(leaf, "shape") and (len(leaf.shape), str(leaf.dtype)), data)
+    return str(kinds)
+
+
 def listing(leaves: Sequence[tuple[str, Any]]) -> str:
     """These paths with their shapes, a line each, for an error."""
     return "".join(f"\n  {path}  shape {tuple(leaf.shape)}" for path, leaf in leaves)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,7 @@ from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.on_torch.random_state import Conditions, all_generators, every_device, kept
-from gradaccum.on_torch.stages import Stage, gradient_stages, run_stages
+from gradaccum.on_torch.stages import gradient_stages, run_stages
 from gradaccum.on_torch.state import WindowState
 
 STAGES = gradient_stages({})
@@ -102,22 +102,18 @@ class GradientSum(base.GradientSum):
 
     def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
         gradients = [sums.get(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
-
-        def correct(total: WindowTotal) -> bool:
-            """A stage: what the losses were taken to divide by is known now."""
-            scale_(total.gradients, scale)
-            return True
-
         plain = [one for i, one in enumerate(gradients) if one is not None and i not in self.overwriting]
-        _finish(plain, None, [] if scale is None else [correct])
+        if scale is not None:  # what the losses were taken to divide by is known now
+            scale_(plain, scale)
+        _finish(plain)
         return gradients
 
 
-def _finish(gradients: list[torch.Tensor], divisor: float | None, first: Sequence[Stage] = ()) -> None:
+def _finish(gradients: list[torch.Tensor], divisor: float | None = None) -> None:
     """Run the stages over these sums, in place."""
     buffer = GradientBuffer(list)
     buffer.attach(lambda: gradients)
-    run_stages([*first, *STAGES], WindowTotal(buffer, divisor))
+    run_stages(STAGES, WindowTotal(buffer, divisor))
 
 
 def _detached(one: Any) -> Any:

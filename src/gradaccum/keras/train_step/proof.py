@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 from keras import ops, tree
 
@@ -18,7 +17,7 @@ from gradaccum.core.proof import ENOUGH, ROWS, Comparison, ProofSchedule, inform
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import private
-from gradaccum.keras.backends.base import has_rows, rows_of, unpack
+from gradaccum.keras.backends.base import has_rows, kind_of, rows_of, unpack
 from gradaccum.keras.equivalence import StepRunner, find_causes, precision_of
 from gradaccum.keras.loss import take_rows
 
@@ -128,12 +127,7 @@ class Proof:
         return doubt
 
     def _kind(self, batch: Any) -> str:
-        def kind(leaf: Any) -> Any:
-            if leaf is None or not hasattr(leaf, "shape"):
-                return None
-            return len(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)
-
-        return str((len(self.step.model.trainable_variables), tree.map_structure(kind, unpack(batch))))
+        return f"{len(self.step.model.trainable_variables)} {kind_of(unpack(batch))}"
 
 
 def _attempts(rows: int, micro_batch_size: Any) -> Iterator[tuple[int, int]]:

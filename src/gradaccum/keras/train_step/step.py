@@ -29,6 +29,7 @@ from gradaccum.keras.backends.base import (
     copies_of,
     discarded,
     has_rows,
+    kind_of,
     rows_of,
     times,
     unpack,
@@ -92,7 +93,7 @@ class MicroBatchedStep:
 
     def install(self) -> None:
         """Make this the model's training step."""
-        self._warn(stacklevel=4)
+        warn(self.model, self.batch_norm, self._named, stacklevel=3)
         model, train_on_batch = self.model, self.model.train_on_batch
         model.train_step, model.train_function, model.make_train_function = self, None, self._make_train_function
 
@@ -155,7 +156,7 @@ class MicroBatchedStep:
             self.check_states(rows)  # before TensorFlow makes variables in a trace that an error would end
             self.training.build(data)
             self.training.forget()
-            self._warn(stacklevel=2)
+            warn(self.model, self.batch_norm, self._named)
             self.check_states(rows)
             self._built, self.counts_first = compiled, not self.backend.lazy_divisors
         size = functools.partial(self._size_for, data)
@@ -173,8 +174,7 @@ class MicroBatchedStep:
 
     def plan(self, batches: Any) -> Plan:
         """What has to be counted and kept."""
-        ranks = tree.map_structure(lambda leaf: leaf if leaf is None else len(leaf.shape), batches.data)
-        key = private.compiled_losses(self.model), str(ranks)
+        key = private.compiled_losses(self.model), kind_of(batches.data)
         if key not in self.plans or not self.backend.lazy_divisors:  # what is traced is traced for these shapes
 
             def planned(micro_batch: Any) -> Plan:
@@ -221,10 +221,6 @@ class MicroBatchedStep:
             with self.backend.at_once():
                 self._sizes[key] = _size_for_memory(self.model, data, rows)
         return self._sizes[key]
-
-    def _warn(self, stacklevel: int) -> None:
-        if self.batch_norm == "warn":
-            warn(self.model, self._named, stacklevel)
 
     # For a proof.
 
