@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import keras
-import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.equivalence import Equivalence
@@ -172,10 +171,8 @@ def _checked(
     comparison = Comparison(runner, ways, "differs")
     comparison.check_loss()
     found, causes = comparison.judged() or [], comparison.raised()
-    for order, sizes in comparison.failing(runner.tolerance)[:1] if not causes else ():
-        parts = np.split(np.asarray(order), np.cumsum(sizes)[:-1])
-        trained, moving, _, metrics = step.state()
-        causes = find_causes(model, (trained, moving, metrics), data, parts, found, runner.tolerance, batch_norm)
+    for way in comparison.failing(runner.tolerance)[:1] if not causes else ():
+        causes = find_causes(runner, way, found)
     notes = {
         "Random numbers, such as those of dropout, were the same for each row.": runner.draws.held,
         "The model draws random numbers that can't be made the same for each row, so they differ between "

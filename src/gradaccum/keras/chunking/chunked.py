@@ -29,7 +29,7 @@ from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import assign, has_rows, is_float, kind_of
 from gradaccum.keras.batch_norm import BatchNorm, BatchNormOrExact, checked_batch_norm, during_micro_batch, warn
 from gradaccum.keras.chunking.body import Body, Graph, OuterTensorError, exact_passes, two_passes
-from gradaccum.keras.equivalence import Draws, StepRunner, held, mixing_layers, precision_of, recorded_calls
+from gradaccum.keras.equivalence import Draws, StepRunner, held, mixing_layers, parts_of, precision_of, recorded_calls
 from gradaccum.keras.loss import as_array
 from gradaccum.schedule import checked_count
 
@@ -390,7 +390,7 @@ class _Trial(StepRunner):
             )
 
     def _raise(self, sizes: list[int], worst: float) -> None:
-        parts = np.split(np.arange(self.rows), np.cumsum(sizes)[:-1])
+        parts = parts_of((range(self.rows), sizes))
         message = (
             f"{self.body.name} gives {self.rows} rows{'' if self.real else ' of random numbers'} other outputs or "
             f"gradients in micro-batches of {', '.join(map(str, sizes))} than at once (relative error {worst:.3g}, "

@@ -98,7 +98,7 @@ class Proof:
 
     def _compare(self, data: Any, few: int, sizes: list[int], state: Any) -> str:
         """Raise what these few rows make different. Returns why it isn't known, if it isn't."""
-        model, allowed = self.step.model, rounding(precision_of(self.step.model)) / 10
+        allowed = rounding(precision_of(self.step.model)) / 10
         # Parts share what lies side by side, and unevenly: no three parts have the same number of rows of a class, or
         # the mean of their means would be that of the whole.
         chosen = few_rows(data, few)
@@ -111,11 +111,7 @@ class Proof:
         comparison.differences()
         doubt = runner.doubt(comparison)
         if not doubt and (wrong := comparison.wrong):
-            cuts = np.split(np.arange(few), np.cumsum(sizes)[:-1])
-            values = self.step.state() if state is None else state
-            causes = find_causes(
-                model, (values[0], values[1], values[3]), unpack(batch), cuts, wrong, allowed, "frozen"
-            )
+            causes = find_causes(runner, (range(few), sizes), wrong)
             try:
                 Equivalence(tuple(wrong), allowed, tuple(causes), rows=few).raise_if_different()
             except NotEquivalentError as error:
