@@ -216,16 +216,17 @@ def joined(total: Any, gradient: Any, overwritten: bool = False) -> Any:
 class GradientSum:
     """Gradients of a model's trainable weights, added up in at least 32 bits.
 
-    Of those that are overwritten with their gradient, by index, the largest. Backends define `gradients(forward)`, of
-    `forward() -> (loss, others)`: a gradient or None for each weight, the others, and rows to keep for `finish`, of the
-    kinds `specs`.
+    Of those whose gradient is their next value (`overwriting`, by index), the largest. Backends define
+    `gradients(forward)`, of `forward() -> (loss, others)`: a gradient or None for each weight, the others, and rows to
+    keep for `finish`, of the kinds `specs`.
     """
 
     specs: tuple[Spec, ...] = ()
     gradients: Callable[[Callable[[], Any]], tuple[list[Any], Any, list[Any]]]
 
-    def __init__(self, model: Any, overwriting: frozenset[int]) -> None:
-        self.model, self.weights, self.overwriting = model, model.trainable_weights, overwriting
+    def __init__(self, model: Any) -> None:
+        self.model, self.weights = model, model.trainable_weights
+        self.overwriting = frozenset(i for i, one in enumerate(self.weights) if private.is_overwritten(one))
 
     def zeros(self) -> Any:
         """What sums begin with."""
@@ -353,8 +354,7 @@ class Training:
     def attempt(self, data: Any, rows: Any, size: Callable[[Any], int], run: Callable[[Any, Any], Any]) -> Any:
         """`run(micro-batches, gradient sum)`, and once more where it must start over."""
         model, backend = self.step.model, self.step.backend
-        batches = backend.cut(data, rows, size, model.jit_compile)
-        sums = backend.gradient_sum(model, self.step.overwriting)
+        batches, sums = backend.cut(data, rows, size, model.jit_compile), backend.gradient_sum(model)
         while True:
             with contextlib.suppress(RestartWindow):
                 return run(batches, sums)

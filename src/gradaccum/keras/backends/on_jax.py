@@ -125,9 +125,8 @@ class Training(base.Training):
     def make_train_function(self, make: Callable[[], None]) -> None:
         step = self.step
         if isinstance(step.model.train_step, type(step)):  # not what the GradientAccumulation callback put around it
-            step.model.train_step = copy.copy(
-                step
-            )  # a new one: `jax.jit` would find what was compiled for the old loss
+            # A new one: `jax.jit` would find what was compiled for the old loss.
+            step.model.train_step = copy.copy(step)
         super().make_train_function(make)
 
     def recover(self, state: Any = None) -> None:

@@ -68,8 +68,8 @@ class GradientSum(base.GradientSum):
     Keras' optimizers don't treat them like the dense gradient they stand for, where a row occurs twice.
     """
 
-    def __init__(self, model: Any, overwriting: frozenset[int]) -> None:
-        super().__init__(model, overwriting)
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
         embeddings = [layer for layer in private.layers_in(model) if isinstance(layer, keras.layers.Embedding)]
         tables = {id(private.embedding_table(layer)) for layer in embeddings}
         self.sparse = frozenset(i for i, weight in enumerate(self.weights) if id(weight) in tables)  # most likely

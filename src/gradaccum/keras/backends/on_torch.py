@@ -65,11 +65,11 @@ class MicroBatches(base.MicroBatches):
 class GradientSum(base.GradientSum):
     """In `.grad` where that has at least 32 bits, else beside it in float32. Also measures what micro-batches cost."""
 
-    def __init__(self, model: Any, overwriting: frozenset[int], once: Callable[[Any], None]) -> None:
-        super().__init__(model, overwriting)
+    def __init__(self, model: Any, once: Callable[[Any], None]) -> None:
+        super().__init__(model)
         self.once, self.parameters = once, values_of(self.weights)
         half = {index for index, p in enumerate(self.parameters) if p.dtype in (torch.float16, torch.bfloat16)}
-        self.outside = sorted(half | overwriting)
+        self.outside = sorted(half | self.overwriting)
 
     def zeros(self) -> Any:
         self.model.zero_grad()
@@ -162,7 +162,7 @@ class Training(base.Training):
                     retry.once(batches.ran[-1], plan, passes)
 
                 try:
-                    window = run(batches, GradientSum(step.model, step.overwriting, once))
+                    window = run(batches, GradientSum(step.model, once))
                     break
                 except RestartWindow:
                     if cut is not None:

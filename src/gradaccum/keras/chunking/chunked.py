@@ -320,10 +320,9 @@ class _Trial(StepRunner):
         found = {}
         for layer in self._layers:
             for name, value in vars(layer).items():
-                looked_at = (not name.startswith("_") and isinstance(value, (list, tuple, dict))) or ops.is_tensor(
-                    value
-                )
-                tensors = [leaf for leaf in tree.flatten(value) if ops.is_tensor(leaf)] if looked_at else []
+                is_public = name[0] != "_" and isinstance(value, (list, tuple, dict))
+                flat = tree.flatten(value) if is_public else [value]
+                tensors = [leaf for leaf in flat if ops.is_tensor(leaf)]
                 if tensors:
                     found[id(layer), layer.name, name] = value, tensors
         return found

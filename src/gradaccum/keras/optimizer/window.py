@@ -164,8 +164,7 @@ class Window:
         """Forget the open window."""
         counts = self.read()
         self.write(Counts.opened(counts.next_steps, counts.rows_left))
-        for variable in [*self.sums, self.touched]:
-            variable.assign(ops.zeros(variable.shape, variable.dtype))
+        backends.running().empty([*self.sums, self.touched])
 
     @property
     def steps(self) -> int:

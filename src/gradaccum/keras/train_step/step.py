@@ -207,11 +207,6 @@ class MicroBatchedStep:
     def batch_norms(self) -> list[Any]:
         return batch_norms_of(self.model)
 
-    @property
-    def overwriting(self) -> frozenset[int]:
-        """Trainable variables, by index, whose gradient is their next value: of several, the largest is taken."""
-        return frozenset(i for i, v in enumerate(self.model.trainable_variables) if private.is_overwritten(v))
-
     def _size_for(self, data: Any, rows: int | None) -> int:
         """Rows of a micro-batch at most, for a batch of so many."""
         if self.micro_batch_size != "auto":
