@@ -53,8 +53,11 @@ def leaves_with_rows(data: Any, parts: Sequence[str] = PARTS) -> list[tuple[str,
 
 def kind_of(data: Any) -> str:
     """The dimensions and dtypes of arrays, in their structure: a key."""
-    kinds = keras.tree.map_structure(lambda leaf: hasattr(leaf, "shape") and (len(leaf.shape), str(leaf.dtype)), data)
-    return str(kinds)
+
+    def kind(leaf: Any) -> Any:
+        return hasattr(leaf, "shape") and (len(leaf.shape), keras.backend.standardize_dtype(leaf.dtype))
+
+    return str(keras.tree.map_structure(kind, data))
 
 
 def listing(leaves: Sequence[tuple[str, Any]]) -> str:
