@@ -35,6 +35,7 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("metric", "_fn", "the function that a metric averages"),
     PrivateName("embedding", "_embeddings", "the table itself, where `embeddings` is merged with an adapter"),
     PrivateName("variable", "_value", "puts a value back that fit() on JAX took out of a variable"),
+    PrivateName("jax: variable", "_layout", "how keras.distribution spreads a variable over devices"),
     PrivateName("optimizer", "_iterations", "the wrapper leaves the count of its own out of its variables"),
     PrivateName("optimizer", "_trainable_variables", "stateless_apply() checks and maps them"),
     PrivateName("optimizer", "_trainable_variables_indices", "whether an optimizer knows a variable"),
