@@ -8,8 +8,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.torch.train_step.problems import OUT, Fragile, batches, network, plain_loss
-from tests.torch.train_step.steps import everything, left_as_it_was, same, step_of
+from tests.fuzz.problem import Faulty
+from tests.reference import relative_error
+from tests.torch.problems import Does
+from tests.torch.train_step.problems import OUT, Fragile, Sharp, batches, moves_statistics, network, plain_loss, zeros
+from tests.torch.train_step.steps import assert_same_state, everything, left_as_it_was, same, step_of
 
 
 class FailsAt(TorchDispatchMode):
@@ -131,16 +134,6 @@ def test_any_other_error_of_an_optimizer_changes_nothing_in_the_first_update_and
     assert f"{error.__name__}. Parameters and optimizer state may already have changed" in caplog.text
 
 
-@pytest.mark.parametrize("choice", ["pooled", "exact", "frozen"])
-def test_batch_norms_buffers_are_as_they_were(choice):
-    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double()
-    optimizer = fragile(torch.optim.Adam)(model.parameters(), lr=0.1)
-    step = step_of(model, optimizer, micro_batch_size=4, batch_norm=choice, verify=True)
-    for batch in batches(count=2):
-        failed(step, batch, model, optimizer, 0)
-        step(*batch)
-
-
 def test_of_several_optimizers_all_are_taken_back():
     model = network()
     first = torch.optim.Adam(model[0].parameters(), lr=0.1)
@@ -197,21 +190,72 @@ def test_an_error_in_a_closures_window_leaves_everything_as_before_the_call(eval
     assert step.updates == 2
 
 
-class Sharp(torch.optim.SGD):
-    """Moves parameters between two evaluations of an optional closure, in later steps alone."""
+class Evaluated(nn.Module):
+    """Dropout, BatchNorm and other buffers. Notes the micro-batches of each evaluation of so many rows.
 
-    first = 0
+    From some evaluations on one of four rows or more doesn't fit: not the first one, unless it has all rows.
+    """
 
-    def step(self, closure=None):
-        loss = closure()
-        self.first -= 1
-        if self.first < 0:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.add_(parameter.grad, alpha=0.5)
-            closure()
-        super().step()
-        return loss
+    def __init__(self, rows, evaluations=(), where=""):
+        super().__init__()
+        torch.manual_seed(0)
+        self.statistics = Does(moves_statistics, mean=zeros(5), count=torch.zeros(()))
+        layers = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)
+        self.layers = nn.Sequential(*layers).double()
+        self.rows, self.failing, self.where = rows, [*evaluations], where
+        self.sizes, self.evaluations = [], []
+
+    def forward(self, x):
+        due, before = bool(self.failing) and len(self.evaluations) >= self.failing[0], self.sizes
+        fails = due and len(x) >= 4 and (bool(before) or len(x) == self.rows)
+        self.sizes = []  # where this pass fails
+        self.statistics(x)
+        outputs = self.layers(x)
+        if fails:
+            del self.failing[0]
+            fault = Faulty()
+            fault.most[self.where] = 0
+            return fault(outputs)
+        self.sizes = [*before, len(x)]
+        if sum(self.sizes) == self.rows:
+            self.evaluations.append(self.sizes)
+            self.sizes = []
+        return outputs
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("size", "evaluations"), [(16, [1]), (16, [2, 3]), (16, [0, 7]), ("auto", [1]), ("auto", [8])])
+def test_memory_that_runs_out_in_a_later_evaluation_costs_that_evaluation_alone(size, evaluations, where, line_search):
+    model, reference = Evaluated(64, evaluations, where), Evaluated(64)
+    lbfgs = {"lr": 0.1, "max_iter": 5, "line_search_fn": line_search}
+    optimizer = torch.optim.LBFGS(model.parameters(), **lbfgs)
+    step = step_of(model, optimizer, micro_batch_size=size, batch_norm="micro")
+    data = batches(64, count=3)
+    torch.manual_seed(2)
+    losses = [step(*batch) for batch in data]
+    after = torch.rand(3)
+    assert not model.failing
+    assert len(model.evaluations) > 9
+    sizes, plain, expected = iter(model.evaluations), torch.optim.LBFGS(reference.parameters(), **lbfgs), []
+    torch.manual_seed(2)
+    for x, y in data:
+
+        def closure(x=x, y=y):
+            reference.zero_grad()
+            reference.statistics(x)  # moves once
+            of_evaluation, total = next(sizes), 0
+            for rows, targets in zip(x.split(of_evaluation), y.split(of_evaluation), strict=True):
+                loss = nn.functional.cross_entropy(reference.layers(rows), targets) * (len(rows) / len(x))
+                loss.backward()
+                total += loss.detach()
+            return total
+
+        expected.append(plain.step(closure))
+    assert next(sizes, None) is None
+    assert torch.equal(torch.rand(3), after)
+    assert relative_error(losses, expected) <= 1e-9  # LBFGS amplifies rounding
+    assert_same_state(model, reference, 1e-9)
 
 
 @pytest.mark.parametrize("first", [0, 2])
