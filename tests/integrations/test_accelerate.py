@@ -44,10 +44,10 @@ class Training:
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         self.model, self.loader = self.accelerator.prepare(network(), loader())
         self.inner = sgd(self.model.parameters())
-        self.optimizer = prepare_optimizer(self.accelerator, self.inner, steps, **options)
+        self.optimizer = self.wrapped = prepare_optimizer(self.accelerator, self.inner, steps, **options)
 
     def run(self, batches=None, bad=None, clip=None):
-        for index, batch in enumerate(self.optimizer.batches(self.loader) if batches is None else batches):
+        for index, batch in enumerate(self.wrapped.batches(self.loader) if batches is None else batches):
             with self.accelerator.accumulate(self.model):
                 loss = mse(self.model, *batch)
                 self.accelerator.backward(loss * float("inf") if index == bad else loss)
@@ -66,15 +66,6 @@ class Training:
         return relative_error(self.model.parameters(), model.parameters())
 
 
-def test_accelerates_own_accumulation_differs():
-    """Or fuzz/accelerate_runs.py would show nothing."""
-    training = Training(steps=1)
-    accelerator = training.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    training.model, batches = accelerator.prepare(network(), loader())
-    training.optimizer = accelerator.prepare(sgd(training.model.parameters()))
-    assert training.run(batches).error() > 1e-3
-
-
 def test_grad_norm_is_that_of_the_finished_gradient_before_clipping():
     norms = []
     training = Training()
@@ -88,11 +79,7 @@ def test_grad_norm_is_that_of_the_finished_gradient_before_clipping():
 
 def test_clipping_of_a_window_that_is_dropped_is_not_done_in_the_next_one():
     training = Training()
-    for batch in training.loader:
-        training.accelerator.backward(mse(training.model, *batch))
-        training.accelerator.clip_grad_norm_(training.model.parameters(), 1e-3)
-        training.optimizer.step()
-        break
+    training.run([next(iter(loader()))], clip=1e-3)
     training.optimizer.discard()
     assert training.run().error() <= FLOAT64
 
@@ -106,13 +93,6 @@ def test_clipping_of_other_parameters_is_accelerates_own_and_of_two_optimizers_a
     prepare_optimizer(training.accelerator, sgd(other.parameters()), 2)
     with pytest.raises(ValueError, match="parameters of 2 optimizers, whose windows close at different times"):
         clip([*training.model.parameters(), *other.parameters()], 1.0)
-
-
-def test_an_overflow_costs_one_window_and_halves_the_scale_once():
-    training = Training(scale=8.0).run(bad=1)
-    assert training.optimizer.updates == 1
-    assert training.accelerator.scaler.get_scale() == 4.0
-    assert training.error(WINDOWS[1:]) <= FLOAT64
 
 
 def test_steps_and_flush_and_batches_are_the_wrappers():
@@ -129,27 +109,6 @@ def test_steps_and_flush_and_batches_are_the_wrappers():
 
 
 # The loader's own knowledge of its end.
-
-
-@pytest.mark.parametrize("batch_size", [4, 5])
-def test_in_batches_accelerate_knows_of_the_batch_in_use(batch_size):
-    """`batches()` was one ahead: 48 of 50 rows came out of gather_for_metrics."""
-    training = Training()
-    ends, gathered = [], []
-    rows = training.accelerator.prepare(DataLoader(TensorDataset(torch.arange(50.0)), batch_size=batch_size))
-    batches = training.optimizer.batches(rows)
-    assert len(batches) == len(rows)
-    for _ in range(2):
-        for (x,) in batches:
-            ends.append(training.accelerator.gradient_state.end_of_dataloader)
-            gathered += training.accelerator.gather_for_metrics(x).tolist()
-            training.accelerator.backward(training.model(x[:, None].expand(-1, 5)).mean())
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-        assert not training.accelerator.gradient_state.in_dataloader
-    assert ends == ([False] * (len(rows) - 1) + [True]) * 2
-    assert gathered == [float(row) for row in range(50)] * 2
-    assert training.optimizer.updates == 2 * -(-len(rows) // 3)
 
 
 def test_batches_of_an_accelerate_loader_go_on_where_they_were_saved():
@@ -278,13 +237,15 @@ class Prepared(Training):
         self.optimizer = self.accelerator.prepare(self.wrapped)
 
 
-LEFT = {"propagate": WINDOWS[1:], "skip_micro_batch": [[*range(10)], WINDOWS[1]]}
-
-
-@pytest.mark.parametrize(("nonfinite", "left"), LEFT.items())
-def test_an_overflow_of_a_prepared_one_costs_a_window_or_a_micro_batch_and_halves_the_scale_once(nonfinite, left):
-    training = Prepared(8.0, nonfinite=nonfinite)
-    training.run(training.wrapped.batches(training.loader), bad=2)
+@pytest.mark.parametrize(
+    ("how", "options", "left"),
+    [
+        *((how, {}, WINDOWS[1:]) for how in (Training, Prepared)),
+        (Prepared, {"nonfinite": "skip_micro_batch"}, [[*range(10)], WINDOWS[1]]),
+    ],
+)
+def test_an_overflow_costs_a_window_or_a_micro_batch_and_halves_the_scale_once(how, options, left):
+    training = how(8.0, **options).run(bad=2)
     assert training.accelerator.scaler.get_scale() == 4.0
     assert training.error(left) <= FLOAT64
 

@@ -294,13 +294,6 @@ def test_windows_make_the_large_batches_updates(case):
     assert one.accumulate_grad_batches == 1, "as it was"
 
 
-def test_lightnings_own_accumulation_differs():
-    """Or the test above would show nothing."""
-    module = Module()
-    problems.fit(module, loader(), accumulate_grad_batches=5)
-    assert error(module, windows(5)) > 1e-3
-
-
 class Bar(TQDMProgressBar):
     """Notes where its bar has come to after each batch, and how far training has come by then."""
 

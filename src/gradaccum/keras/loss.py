@@ -37,7 +37,7 @@ from keras import ops, tree
 
 from gradaccum.core.numpy_arrays import relative_error
 from gradaccum.keras import backends, private
-from gradaccum.keras.backends.base import Scope, has_rows, is_float, loss_and_outputs
+from gradaccum.keras.backends.base import Scope, as_dtype, has_rows, is_float, loss_and_outputs, times
 
 
 @dataclass
@@ -123,7 +123,7 @@ def _part_of_values(
 ) -> tuple[Any, Any]:
     """The same of a loss that returns a value for each row, and reduces them to `value`."""
     if reduction in ("sum", "none", None):
-        return value / ops.cast(share, value.dtype), None
+        return value / as_dtype(share, value.dtype), None
     divides = weights if reduction == "mean_with_sample_weight" else None
     if mask is None and divides is None:
         return value, None
@@ -133,7 +133,7 @@ def _part_of_values(
         return value, count
     total = _not_zero(count) / share if total is None else ops.cast(total, value.dtype)
     # `ops.divide_no_nan` would fall back to float32 on PyTorch.
-    divisor = _not_zero(total) * ops.cast(share, value.dtype)
+    divisor = times(_not_zero(total), share)
     if not exactly:
         return value * (count / divisor), count
     # The sum itself: weights of both signs may cancel in a micro-batch, and its mean is 0 then.

@@ -1,5 +1,6 @@
 """Accelerate on two real processes: a window's update is that of all ranks' rows."""
 
+import itertools
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from gradaccum.integrations.accelerate import prepare_optimizer
 from gradaccum.torch.optim import Optimizer
 from tests.integrations.distributed.problems import batches, of_two
-from tests.reference import FLOAT64, relative_error
+from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.distributed.problems import error_of, slowly, whole
 from tests.torch.distributed.processes import on_ranks
 from tests.torch.problems import mse, network, sgd
@@ -90,18 +91,13 @@ def test_ragged_and_short_windows_make_the_update_of_all_ranks_rows(rank, counts
         train(one, model, optimizer, optimizer.batches(of_ranks[rank]), clip, value)
     plain = network(dtype=torch.float64)
     inner = sgd(plain.parameters())
-    rates = torch.optim.lr_scheduler.StepLR(inner, 1, 0.8)
-    for start in [*range(0, max(counts), steps)] * 2:
-        window = [batch for mine in of_ranks for batch in mine[start : start + steps]]
-        inner.zero_grad()
-        mse(plain, *(torch.cat(parts) for parts in zip(*window, strict=True))).backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
-        if value:
-            torch.nn.utils.clip_grad_value_(plain.parameters(), value)
-        inner.step()
-        for _ in range(2 if "hook" in what else 0):  # as many times as there are processes
-            rates.step()
+    decay = 0.8**2 if "hook" in what else 1.0  # a prepared schedule steps as many times as there are processes
+    rates = torch.optim.lr_scheduler.StepLR(inner, 1, decay)
+    if value:
+        inner.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_value_(plain.parameters(), value))
+    windows = [[batch for mine in of_ranks for batch in mine[i : i + steps]] for i in range(0, max(counts), steps)]
+    large = [tuple(torch.cat(parts) for parts in zip(*window, strict=True)) for window in windows]
+    torch_updates(plain, inner, large * 2, mse, clip_grad_norm=clip, after_update=rates.step)
     assert relative_error(whole(model), plain.parameters()) <= FLOAT64
     assert optimizer.param_groups[0]["lr"] == pytest.approx(inner.param_groups[0]["lr"], rel=FLOAT64, abs=0)
     assert optimizer.updates == 2 * -(-max(counts) // steps)
@@ -143,16 +139,23 @@ def test_ranks_whose_loops_ask_for_different_things_are_refused_by_name(rank, wh
 
 
 @on_ranks()
-def test_in_batches_each_row_is_gathered_once_and_a_plain_loop_closes_its_last_window(rank):
+def test_in_batches_accelerate_knows_of_the_batch_in_use_and_a_plain_loop_closes_its_last_window(rank):
+    """`batches()` was one ahead: some rows didn't come out of gather_for_metrics."""
     x, y = (torch.cat(parts) for parts in zip(*batches(0)))
-    data, gathered = torch.utils.data.TensorDataset(torch.arange(len(x)), x, y), []
+    data, gathered, ends = torch.utils.data.TensorDataset(torch.arange(len(x)), x, y), [], []
     one, model, optimizer = prepared(rank, 2)
-    for rows, *batch in optimizer.batches(one.prepare(torch.utils.data.DataLoader(data, batch_size=3))):
+    loop = optimizer.batches(loader := one.prepare(torch.utils.data.DataLoader(data, batch_size=3)))
+    assert len(loop) == len(loader)
+    for rows, *batch in itertools.chain(loop, loop):
+        ends.append(one.gradient_state.end_of_dataloader)
         optimizer.backward(0 * mse(model, *batch))
         gathered += one.gather_for_metrics(rows).tolist()
         optimizer.step()
         optimizer.zero_grad()
-    assert sorted(gathered) == [*range(len(x))]
+    assert not one.gradient_state.in_dataloader
+    assert ends == ([False] * (len(loader) - 1) + [True]) * 2
+    assert sorted(gathered) == sorted([*range(len(x))] * 2)
+    assert optimizer.updates == 2 * -(-len(loader) // 2)
     one, model, optimizer = prepared(rank, 4)
     loader = one.prepare(torch.utils.data.DataLoader(data, batch_size=3))
     train(one, model, optimizer, (batch for _, *batch in loader))

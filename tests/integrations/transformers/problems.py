@@ -9,6 +9,7 @@ import transformers
 from torch.nn import functional as F
 
 from gradaccum.integrations.transformers import MicroBatchTrainer
+from tests.reference import relative_error
 
 VOCABULARY = 37
 
@@ -278,6 +279,20 @@ def train(cls, model, data, folder, *, micro=None, resume=None, trainer=None, wr
         run._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)
     run.train(resume_from_checkpoint=resume)
     return run
+
+
+MICRO = {"micro_batch_size": 4}
+
+
+def both(start, folder, data=None, cls=MicroBatchTrainer, micro=MICRO, stock=transformers.Trainer, **more):
+    """The stock trainer, and ours."""
+    data = rows(TEXTS) if data is None else data
+    return [train(each, start, data, folder, micro=how, **more) for each, how in ((stock, None), (cls, micro))]
+
+
+def error(start, stock, found):
+    """Of our updates, against the stock trainer's."""
+    return relative_error(updates(found, start), updates(stock, start))
 
 
 class Watching(MicroBatchTrainer):

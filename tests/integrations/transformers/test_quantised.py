@@ -5,8 +5,7 @@ import torch
 import transformers
 from torch import nn
 
-from gradaccum.integrations.transformers import MicroBatchTrainer
-from tests.integrations.transformers.problems import rows, train
+from tests.integrations.transformers.problems import both, rows
 from tests.reference import relative_error
 
 peft = pytest.importorskip("peft")
@@ -46,8 +45,7 @@ def adapted(quantise):
 @pytest.mark.parametrize("quantise", [four_bits, torchao])
 def test_adapters_on_a_quantised_base_make_the_large_batchs_updates(quantise, micro, tmp_path):
     start = adapted(quantise)
-    stock = train(transformers.Trainer, start, rows("Llama"), tmp_path, max_grad_norm=0.0)
-    found = train(MicroBatchTrainer, start, rows("Llama"), tmp_path, micro=micro, max_grad_norm=0.0)
+    stock, found = both(start, tmp_path, rows("Llama"), micro=micro, max_grad_norm=0.0)
 
     def moved(trainer):
         pairs = zip(trainer.model.parameters(), start.parameters(), strict=True)

@@ -68,9 +68,7 @@ def test_what_shows_only_when_training_begins_is_refused_then(name, tmp_path):
 
 
 def test_under_neftune_micro_batches_of_so_many_rows_keep_their_padding(tmp_path):
-    found = train(
-        MicroBatchTrainer, model(TEXTS), rows(TEXTS), tmp_path, micro=BY_ROWS, max_steps=1, neftune_noise_alpha=5.0
-    )
+    found = train_with(dict, tmp_path, max_steps=1, neftune_noise_alpha=5.0)
     assert found._gradaccum_large_batch.step.batcher.packing is None
 
 

@@ -10,21 +10,22 @@ import torch
 import transformers
 
 from gradaccum.integrations.transformers import MicroBatchTrainer
-from tests.integrations.transformers.problems import TEXTS, TOKENS, Watching, logs, model, rows, train, updates
+from tests.integrations.transformers.problems import (
+    MICRO,
+    TEXTS,
+    TOKENS,
+    Watching,
+    both,
+    error,
+    logs,
+    model,
+    rows,
+    train,
+    updates,
+)
 from tests.reference import FLOAT64, relative_error
 
-MICRO = {"micro_batch_size": 4}
 ON_CUDA = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def both(start, folder, data=None, cls=MicroBatchTrainer, micro=MICRO, stock=transformers.Trainer, **more):
-    """The stock trainer, and ours."""
-    data = rows(TEXTS) if data is None else data
-    return [train(each, start, data, folder, micro=how, **more) for each, how in ((stock, None), (cls, micro))]
-
-
-def error(start, stock, found):
-    return relative_error(updates(found, start), updates(stock, start))
 
 
 class Events(transformers.TrainerCallback):

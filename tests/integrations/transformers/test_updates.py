@@ -11,12 +11,12 @@ from torch import nn
 from gradaccum import NotEquivalentError
 from gradaccum.integrations.transformers import MicroBatchTrainer
 from tests.integrations.transformers import problems
-from tests.integrations.transformers.problems import TOKENS, logs, model, rows, train, updates
+from tests.integrations.transformers.problems import TOKENS, both, error, logs, model, rows, train, updates
 from tests.reference import relative_error
 
 IN_FLOAT32 = 2e-6
 """Others compute in float32 inside, whatever the parameters are: the loss of logits.float(), or T5's layer norm."""
-BY_ROWS, BY_TOKENS = {"micro_batch_size": 4}, {"max_tokens": 36}
+BY_ROWS, BY_TOKENS = problems.MICRO, {"max_tokens": 36}
 SLOW = pytest.mark.slow
 
 
@@ -38,7 +38,7 @@ def with_decoder_inputs(examples):
 @pytest.mark.parametrize("smoothing", [0.1, pytest.param(0.0, marks=SLOW)])
 @pytest.mark.parametrize("micro", [BY_ROWS, pytest.param(BY_TOKENS, marks=SLOW)], ids=str)
 def test_t5_makes_the_large_batchs_updates_and_generates_the_same(micro, smoothing, tmp_path):
-    start, found, generated = model("T5").double(), [], []
+    start, generated = model("T5").double(), []
 
     def keep(prediction):
         generated.append(torch.tensor(prediction.predictions))
@@ -51,13 +51,11 @@ def test_t5_makes_the_large_batchs_updates_and_generates_the_same(micro, smoothi
             "eval_dataset": rows("T5", 8, seed=2), "compute_metrics": keep, "data_collator": with_decoder_inputs,
         },
     }  # fmt: skip
-    for cls, how in ((transformers.Seq2SeqTrainer, None), (Seq2Seq, micro)):
-        run = train(cls, start, rows("T5"), tmp_path, micro=how, **more)
-        found.append((updates(run, start), torch.tensor(logs(run, "loss", "grad_norm")), logs(run, "eval_loss")))
-    theirs, ours = found
-    assert relative_error(ours[0], theirs[0]) <= IN_FLOAT32
-    assert relative_error([ours[1]], [theirs[1]]) <= 1e-6
-    assert relative_error([torch.tensor(ours[2])], [torch.tensor(theirs[2])]) <= 1e-6
+    runs = both(start, tmp_path, rows("T5"), Seq2Seq, micro, transformers.Seq2SeqTrainer, **more)
+    assert error(start, *runs) <= IN_FLOAT32
+    for names in (["loss", "grad_norm"], ["eval_loss"]):
+        theirs, ours = (torch.tensor(logs(run, *names)) for run in runs)
+        assert relative_error([ours], [theirs]) <= 1e-6
     assert torch.equal(generated[0], generated[1])
     assert len(generated[0]) == 8
 
@@ -76,25 +74,6 @@ class Tokenwise(nn.Module):
         return {"logits": self.out(self.embedding(input_ids).tanh())}
 
 
-def assert_same(
-    kind, folder, cls=MicroBatchTrainer, stock=transformers.Trainer, micro=BY_ROWS, trainer=None, start=None, **more
-):
-    start, data = start or model(kind).double(), rows(kind)
-    expected = train(stock, start, data, folder, trainer=trainer, **more)
-    found = train(cls, start, data, folder, micro=micro, trainer=trainer, **more)
-    assert relative_error(updates(found, start), updates(expected, start)) <= IN_FLOAT32
-    return found
-
-
-def func(loss):
-    """A compute_loss_func of one of the losses over (logits, labels, count)."""
-
-    def compute(outputs, labels, num_items_in_batch=None):
-        return loss(outputs["logits"].transpose(1, 2), labels, num_items_in_batch)
-
-    return {"compute_loss_func": compute}
-
-
 def test_a_loss_across_the_batch_is_refused_before_anything_changes(tmp_path):
     start, trainers = Tokenwise().double(), []
 
@@ -103,7 +82,7 @@ def test_a_loss_across_the_batch_is_refused_before_anything_changes(tmp_path):
             trainers.append(self)
             return super().training_step(*arguments)
 
-    spread = func(lambda logits, labels, items: logits.std())
+    spread = {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs["logits"].std()}
     with pytest.raises(NotEquivalentError, match=r"Watched\.compute_loss.*MicroBatchTrainer\(weight=\.\.\.\)"):
         train(Watched, start, rows(TOKENS), tmp_path, micro=BY_ROWS, trainer=spread)
     assert all(torch.equal(a, b) for a, b in zip(trainers[0].model.parameters(), start.parameters(), strict=True))
@@ -111,15 +90,15 @@ def test_a_loss_across_the_batch_is_refused_before_anything_changes(tmp_path):
 
 
 def test_a_given_weight_is_taken_as_it_is(tmp_path):
-    def mean_over_squares(logits, labels, items):
-        loss = nn.functional.cross_entropy(logits, labels, reduction="none")
+    def mean_over_labels(outputs, labels, num_items_in_batch=None):
+        loss = nn.functional.cross_entropy(outputs["logits"].transpose(1, 2), labels, reduction="none")
         return (loss * labels.clamp(min=0)).sum() / labels.clamp(min=0).sum()
 
-    case = {"trainer": func(mean_over_squares), "start": Tokenwise().double()}
+    start, trainer = Tokenwise().double(), {"compute_loss_func": mean_over_labels}
     with pytest.raises(NotEquivalentError):
-        assert_same(TOKENS, tmp_path, **case)
+        train(MicroBatchTrainer, start, rows(TOKENS), tmp_path, micro=BY_ROWS, trainer=trainer)
     weighed = BY_ROWS | {"weight": lambda inputs: inputs["labels"].clamp(min=0).sum()}
-    assert_same(TOKENS, tmp_path, micro=weighed, **case)
+    assert error(start, *both(start, tmp_path, rows(TOKENS), micro=weighed, trainer=trainer)) <= IN_FLOAT32
 
 
 class WithRouter(nn.Module):
@@ -175,9 +154,8 @@ class Experts(nn.Module):
 
 
 def test_parameters_that_single_rows_leave_out_are_no_obstacle(tmp_path):
-    made, data = Experts().double(), rows(TOKENS)
-    expected = train(transformers.Trainer, made, data, tmp_path)
-    found = train(MicroBatchTrainer, made, data, tmp_path, micro=BY_ROWS)
+    made = Experts().double()
+    expected, found = both(made, tmp_path, rows(TOKENS))
     assert found._gradaccum_large_batch.denominator.left[-1] == "labels"  # the Trainer counts nothing for such a model
     pairs = zip(updates(found, made), updates(expected, made), strict=True)
     assert max(float((a - b).abs().max()) for a, b in pairs) <= 1e-12

@@ -29,6 +29,14 @@ def test_ragged_batches_match_plain_fit(float64, optimizer):
     assert_same(classifier, compiled, X, CLASSES, float64, batch_size=9, eager=False)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
+def test_a_share_that_is_known_in_advance_is_not_rounded_to_float32(exact, reduction):
+    """A third of the rows: a number, which TensorFlow casts to float32 before anything else."""
+    compiled = functools.partial(crossentropy, reduction=reduction)
+    rows = {"sample_weight": WEIGHTS[:18], "batch_size": 9, "eager": False}
+    assert_same(classifier, compiled, X[:18], CLASSES[:18], exact, 3, IN_FLOAT32, **rows)
+
+
 @keras.saving.register_keras_serializable("gradaccum_tests")
 class Subclassed(keras.Model):
     """Unbuilt until it sees data; adds a loss in its call."""

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradaccum.torch import TrainStep, chunked, optim
-from gradaccum.torch.batch_norm import BatchNormPolicy
 from tests.fuzz.problem import Faulty
 from tests.reference import FLOAT64, relative_error
 from tests.torch.optimizer.loops import train
@@ -65,40 +64,29 @@ def test_pooled_statistics_have_the_rows_of_micro_batches_that_weigh_nothing():
     assert relative_error(model.buffers(), plain.buffers()) <= FLOAT64
 
 
-@pytest.mark.parametrize("repeated", [False, True])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_layer_moves_once_per_call_a_repeated_micro_batch_counts_once_and_a_failed_window_not_at_all(
-    passes, repeated
-):
-    whole, pooled, x = network(), network(), batch()[0]
-    statistics, before = BatchNormPolicy("pooled", pooled), [buffer.clone() for buffer in pooled.buffers()]
-
-    def window(fails):
-        with statistics.window():
-            for rows in ([x] if repeated else []) + [*x.split(SIZES)]:
-                with statistics.micro_batch():
-                    for place in range(passes):
-                        pooled(rows * (1 + place) + place)
-                if len(rows) < len(x):  # as if memory had run out in its backward pass
-                    statistics.commit()
-            if fails:
-                raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        window(True)
-    assert all(map(torch.equal, before, pooled.buffers()))
-    window(False)
-    for place in range(passes):
-        whole(x * (1 + place) + place)
-    assert relative_error(pooled.buffers(), whole.buffers()) <= FLOAT64
+def recomputed(model, x, y):
+    return F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
 
 
-def test_recomputation_by_gradient_checkpointing_moves_nothing():
+def called_twice(model, x, y):
+    return F.cross_entropy(model(x) + model(2 * x + 1), y)
+
+
+@pytest.mark.parametrize("loss", [recomputed, called_twice])
+def test_pooled_statistics_move_once_per_call_and_not_in_recomputations(loss):
     model, whole, (x, y) = network(), network(), batch()
-    whole(x)
-    again = lambda model, x, y: F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)  # noqa: E731
-    step_of(model, "pooled", compute_loss=again)(x, y)
+    loss(whole, x, y)
+    step_of(model, "pooled", compute_loss=loss)(x, y)
     assert relative_error(model.buffers(), whole.buffers()) <= FLOAT64
+
+
+def test_a_call_that_fails_moves_no_pooled_statistics():
+    model, left = network(), [5, 5]
+    before = [buffer.clone() for buffer in model.buffers()]
+    model[4].register_forward_pre_hook(lambda *_: left.pop() and None)
+    with pytest.raises(IndexError):
+        chunked(model, 5, batch_norm="pooled", verify=False)(batch()[0])
+    assert all(map(torch.equal, before, model.buffers()))
 
 
 EXACT = [{}, {"offload": True}, {"head": "4"}, {"head": "4", "verify": False}]

@@ -13,17 +13,13 @@ from gradaccum.torch import TrainStep, chunked
 from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.chunking import problems
 from tests.torch.problems import Does
-
-COLUMNS = 12
-LENGTHS = [3, 12, 1, 7, 2, 2, 5, 9, 4, 1, 6]
+from tests.torch.train_step import test_padding
+from tests.torch.train_step.test_padding import COLUMNS, LENGTHS
 
 
 def text(side="right", seed=0, longest=COLUMNS):
-    generator = torch.Generator().manual_seed(seed)
-    mask = (torch.arange(COLUMNS) < torch.tensor(LENGTHS)[:, None].clamp(max=longest)).long()
-    if side == "left":
-        mask = mask.flip(1)
-    return {"input_ids": torch.randint(1, 20, mask.shape, generator=generator) * mask, "attention_mask": mask}
+    batch = test_padding.text(side, seed, [min(length, longest) for length in LENGTHS])
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
 def mean(m, x, mask):

@@ -45,13 +45,10 @@ UNFINISHED = [[4, 3, 5, 1, 2, 6], [2, 5, 1, 4, 3, 2]]
 SHARDS, NAMED = {"engine": "fsdp2", "steps": 3}, {"engine": "ddp", "steps": 2, "optimizer": "adamw"}
 RESUMED = {
     # Rows, the model and the optimizer, micro-batches before it is saved, and how they are weighed.
-    "views": (UNEVEN, {"engine": "ddp", "steps": 3, "how": {"gradient_as_bucket_view": True}}, 2, "weighed"),
-    "find_unused_parameters": (
-        UNEVEN,
-        {"engine": "ddp", "steps": 3, "how": {"find_unused_parameters": True}},
-        2,
-        "weighed",
-    ),
+    **{
+        name: (UNEVEN, {"engine": "ddp", "steps": 3, "how": {name: True}}, 2, "weighed")
+        for name in ("gradient_as_bucket_view", "find_unused_parameters")
+    },
     "shards": (EVEN, SHARDS, 2, "weighed"),
     "shards, micro_batch": (EVEN, {**SHARDS, "sync": "micro_batch"}, 2, "weighed"),
     "shards under a GradScaler, saved unscaled": (UNFINISHED, SHARDS, 2, "scaled"),

@@ -150,7 +150,7 @@ TOLD = {"compute_loss": weighed, "loss": lambda m, rows: weighed(m, *rows)[0], "
 WEIGHED = {**TOLD, "compute_loss": lambda m, x, y: weighed(m, x, y)[0], "weight": lambda x, y: (x[:, 0] > 0).sum()}
 SIZES, HYBRID = [[8, 9], [5, 0]], [[8, 3], [5, 7], [0, 1], [4, 9]]
 IN_BACKWARD, MICRO_BATCH, CLIPPED = {"update": "in_backward"}, {"sync": "micro_batch"}, {"clip_grad_norm": 0.05}
-STAYS = {"shard": {"reshard_after_forward": False}}
+OFFLOADED, STAYS = {"offload": True}, {"shard": {"reshard_after_forward": False}}
 REPLICAS = {"shard": {"shape": (2, 1)}}
 ONCE = 3 + 2 + 1  # blocks forward, all but the last backward, all else
 EACH = 1 + 2 * 3 + 1 + 2  # on the rank with most, three micro-batches; the last block runs forward once
@@ -162,16 +162,12 @@ SENT = {
     "one block at a time": (MICRO_BATCH, EACH, None),
     "one block at a time, reshard_after_forward=False": ({**MICRO_BATCH, **STAYS}, EACH, None),
     "one block at a time, updated in backward": ({**MICRO_BATCH, **IN_BACKWARD}, EACH, None),
-    "one block at a time, frozen and offloaded": (
-        {**MICRO_BATCH, "offload": True, "build": frozen, **CLIPPED},
-        EACH,
-        None,
-    ),
+    "one block at a time, frozen and offloaded": ({**MICRO_BATCH, **OFFLOADED, "build": frozen, **CLIPPED}, EACH, None),
     "updated in backward": ({**IN_BACKWARD, "optimizer": "sgd"}, None, 4),
     "updated in backward, frozen, stay gathered": ({**IN_BACKWARD, **STAYS, "build": frozen}, None, None),
     "replicated by fully_shard, updated in backward": ({**REPLICAS, **IN_BACKWARD}, 0, 0),
     "under DDP": ({"shard": "ddp", "blocks": "auto"}, None, None),
-    "clipped and offloaded": ({**CLIPPED, "offload": True}, None, None),
+    "clipped and offloaded": ({**CLIPPED, **OFFLOADED}, None, None),
     "frozen": ({"build": frozen}, None, None),
     "auto": ({"micro_batch_size": "auto", "memory_limit": "1GiB"}, None, None),
     "tied blocks, sharded together": ({"build": tied, "parts": ("layers.0", "layers.2")}, None, None),
@@ -320,11 +316,8 @@ def test_a_rank_that_runs_out_of_memory_begins_again_exactly_and_all_do_with_a_s
         assert step.micro_batch_size == (2 if shell != "ddp" or rank == on else 4)
 
 
-OWN, STOPPED, NAN = (
-    "ArithmeticError: one rank's own",
-    "WindowError: Rank 1 stopped",
-    "ValueError: The loss of this batch is nan",
-)
+OWN, STOPPED = "ArithmeticError: one rank's own", "WindowError: Rank 1 stopped"
+NAN, WINDOW = "ValueError: The loss of this batch is nan", "WindowError"
 FULL, ELSEWHERE = "OutOfMemoryError: .*no memory", "OutOfMemoryError: .*on rank 1"
 FAILURES = {
     # The model and options, what fails on rank 1, what that rank says, and what the other one.
@@ -335,7 +328,7 @@ FAILURES = {
     "nothing fits": ("fsdp2", {}, "memory", FULL, ELSEWHERE),
     "the reduction": ("fsdp2", {}, "reduction", FULL, ELSEWHERE),
     "nan, in backward": ("blocks, window", IN_BACKWARD, "nan", NAN, NAN),
-    "memory, in backward": ("blocks, window", IN_BACKWARD, "memory", "WindowError", "WindowError"),
+    "memory, in backward": ("blocks, window", IN_BACKWARD, "memory", WINDOW, WINDOW),
 }
 
 
@@ -348,12 +341,8 @@ def test_an_error_that_smaller_micro_batches_do_not_help_is_one_on_every_rank_an
     shell, more, what, own, others = FAILURES[failure]
     build, spread, options = SHELLS[shell]
     halfway = what == "memory" and bool(more)
-    oracle, model, ranks, fails = (
-        Oracle(build()),
-        spread(build()),
-        data([[6, 5], [7, 4]]),
-        [what == "everywhere", False],
-    )
+    oracle, model, ranks = Oracle(build()), spread(build()), data([[6, 5], [7, 4]])
+    fails = [what == "everywhere", False]
     (x, y), place, before = ranks[rank][0], model.places[0 if halfway else 1], [p.clone() for p in whole(model)]
 
     def loss(m, x, y):

@@ -1,10 +1,12 @@
 """Wrapped optimizers over several ranks, beside their updates: messages, hooks, buffers, freezing, noise."""
 
+import contextlib
 import copy  # no postponed annotations here: DDP reads those of its hooks
 import gc
 import itertools
 import os
 import socket
+import statistics
 from collections import Counter
 from unittest import mock
 
@@ -49,6 +51,7 @@ from tests.torch.distributed.problems import (
 from tests.torch.distributed.processes import on_ranks
 from tests.torch.distributed.test_windows import LAYERS, train
 from tests.torch.problems import Does
+from tests.torch.test_calls import Calls
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -225,6 +228,36 @@ def test_an_ordinary_window_takes_no_more_collectives_than_these(rank, engine, w
     ordinary = COLLECTIVES[engine, way]
     assert found[1:] == [ordinary] * (len(found) - 1)
     assert engine == "fsdp2" or found[0].total() == sum(ordinary.values()) + IN_THE_FIRST.get(way, 0)
+
+
+def by_hand(used, batches):
+    optimizer = sgd(used)
+    for i, rows in enumerate(batches):
+        with contextlib.nullcontext() if i % 2 else used.no_sync():
+            (loss_of(used, rows) / 2).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def calls_of(windows):
+    """Of an ordinary window, Python and C together."""
+    found = []
+    for _ in range(15):
+        with Calls() as calls:
+            next(windows)
+        found.append(calls.names.total())
+    return statistics.median(found[8:])
+
+
+@pytest.mark.parametrize(("way", "most"), [("plain", 320), ("batches", 355), ("TrainStep", 197)])
+@on_ranks()
+def test_an_ordinary_window_makes_no_more_calls_beyond_those_of_no_sync_by_hand(rank, way, most):
+    """Two micro-batches: the message, its answers and the reduction, and what a window on one device makes."""
+    rows, model = data([[4] * 30] * 2)[rank], DistributedDataParallel(network())
+    expected = calls_of(by_hand(model, rows))
+    assert calls_of(trained_by(way, DistributedDataParallel(network()), rows)[0]) - expected <= most
 
 
 @pytest.mark.parametrize("way", ["plain", "batches weighed"])

@@ -1,6 +1,7 @@
-"""Checkpoints: in the middle of a window, in a fresh process, bit for bit; a plain optimizer's, and another's.
+"""Checkpoints: in the middle of a window; a plain optimizer's, and another's.
 
-The random programs (tests/fuzz) save anywhere in an epoch and resume, with and without `batches().state_dict()`.
+The random programs (tests/fuzz) save anywhere in an epoch and resume bit for bit, with and without
+`batches().state_dict()`; tests/torch/distributed/test_checkpoints.py goes on in fresh processes.
 """
 
 import copy
@@ -15,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import gradaccum.torch
 from gradaccum import WindowError
 from tests.reference import torch_updates
-from tests.torch.distributed.processes import fresh_process
 from tests.torch.optimizer.loops import assert_same, by_rows, parts, refused, resumed, scaler_of, train, wrapped
 from tests.torch.problems import adam, mse, network, regression, sgd, split
 
@@ -31,45 +31,12 @@ def start(make=adam, steps=4, done=0, **options):
     return model, optimizer
 
 
-def resume(middle, end):
-    """In a fresh process, with other parameters to begin with."""
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    model, optimizer = wrapped(adam, network(seed=99), steps=4)
-    saved = torch.load(middle, weights_only=True)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    assert optimizer.micro_batches == 2, optimizer.micro_batches
-    train(model, optimizer, optimizer.batches(PARTS[2:]), weigh=by_rows)
-    torch.save([optimizer.updates, optimizer.epoch, optimizer.loss, *model.state_dict().values()], end)
-
-
 @pytest.fixture
 def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_a_window_resumes_in_a_fresh_process_bit_for_bit(tmp_path):
-    model, optimizer = start()
-
-    def saving():
-        for index, batch in enumerate(PARTS):
-            if index == 3:  # one batch is fetched ahead: two are done
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "middle.pt")
-            yield batch
-
-    train(model, optimizer, optimizer.batches(saving()), weigh=by_rows)
-    process = fresh_process(resume, tmp_path / "middle.pt", tmp_path / "end.pt")
-    process.join(100)
-    assert process.exitcode == 0
-    updates, epoch, loss, *values = torch.load(tmp_path / "end.pt", weights_only=True)
-    assert (updates, epoch) == (2, 1)
-    assert torch.equal(loss, optimizer.loss)
-    assert all(torch.equal(a, b) for a, b in zip(values, model.state_dict().values(), strict=True))
 
 
 def test_a_snapshot_in_memory_does_not_move_with_the_window_nor_with_the_one_that_loads_it():

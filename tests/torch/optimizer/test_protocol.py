@@ -245,8 +245,9 @@ def test_windows_make_the_large_batchs_updates_with(kind):
     assert_same(model, large(windows_of(RAGGED, 3), make, loss, plain))
 
 
+@pytest.mark.parametrize("scaler", [(), (4.0, 1)], ids=["", "a scale that grows"])
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}, {"nonfinite": "skip_window"}])
-def test_sparse_gradients(options):
+def test_sparse_gradients(options, scaler):
     def model():
         torch.manual_seed(0)
         return nn.Embedding(10, 3, sparse=True)
@@ -269,7 +270,8 @@ def test_sparse_gradients(options):
 
     accumulated = model()
     optimizer = gradaccum.torch.optim.SparseAdam(accumulated.parameters(), lr=0.1, steps=3, **options)
-    train(accumulated, optimizer, optimizer.batches(micro_batches), loss=loss)
+    scaler = scaler_of(*scaler) if scaler else None
+    train(accumulated, optimizer, optimizer.batches(micro_batches), loss=loss, scaler=scaler)
     assert_same(accumulated, large(windows_of(micro_batches, 3), clipped, loss, model()))
 
 

@@ -90,22 +90,15 @@ def test_gradients_by_hand_follow_a_loss_scale_that_grows_with_each_micro_batch(
     assert_same(model, large([parts(SIZES)]))
 
 
-@pytest.mark.parametrize("make", ["backward", "TrainStep"])
-def test_a_hook_that_writes_to_a_losss_gradient_writes_to_that_alone(make):
-    model, optimizer = wrapped(steps=2)
+def test_a_hook_that_writes_to_a_losss_gradient_writes_to_that_alone():
 
     def doubled(model, x, y):
         loss = mse(model, x, y)
         loss.register_hook(lambda gradient: gradient.mul_(2))
         return loss
 
-    if make == "TrainStep":
-        step = TrainStep(model, sgd(model.parameters()), compute_loss=doubled, micro_batch_size=2)
-    for window in windows_of(parts([2] * 6), 2):
-        if make == "TrainStep":
-            step(*join(window))
-        else:
-            train(model, optimizer, window, loss=doubled, weigh=by_rows)
+    model, optimizer = wrapped(steps=2)
+    train(model, optimizer, parts([2] * 6), loss=doubled, weigh=by_rows)
     assert_same(model, large(windows_of(parts([2] * 6), 2), loss=lambda *batch: 2 * mse(*batch)))
 
 

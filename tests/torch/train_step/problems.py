@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.fuzz.problem import Faulty
 from tests.torch.problems import Does as Of
 
 OUT = "CUDA out of memory (simulated)"
@@ -42,21 +43,6 @@ def linear(inputs, outputs):
     return nn.Linear(inputs, outputs, dtype=torch.float64)
 
 
-class Backward(torch.autograd.Function):
-    """Identity that runs out of memory in the backward pass above a number of rows."""
-
-    @staticmethod
-    def forward(ctx, x, limit):
-        ctx.limit = limit
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if len(grad) > ctx.limit:
-            raise torch.OutOfMemoryError(OUT)
-        return grad, None
-
-
 def moves_statistics(module, x):
     """As a BatchNorm does: one in place, one by assignment."""
     module.mean.mul_(0.9).add_(x.detach().mean(0))
@@ -72,17 +58,13 @@ class Fragile(nn.Module):
         self.first = nn.Linear(5, 6, dtype=torch.float64)
         self.statistics = Of(moves_statistics, mean=zeros(5), count=torch.zeros(()))
         self.dropout = nn.Dropout(dropout)
-        self.last = nn.Linear(6, 3, dtype=torch.float64)
-        self.forward_limit, self.backward_limit = forward_limit, backward_limit
-        self.sizes = []
+        self.last, self.fault, self.sizes = nn.Linear(6, 3, dtype=torch.float64), Faulty(), []
+        self.fault.most = {"forward": forward_limit, "backward": backward_limit}
 
     def forward(self, x):
         self.sizes.append(len(x))
         self.statistics(x)
-        x = self.dropout(torch.tanh(self.first(x)))
-        if len(x) > self.forward_limit:
-            raise torch.OutOfMemoryError(OUT)
-        return self.last(Backward.apply(x, self.backward_limit))
+        return self.last(self.fault(self.dropout(torch.tanh(self.first(x)))))
 
 
 def centred(module, x):
@@ -91,6 +73,25 @@ def centred(module, x):
     with torch.no_grad():
         module.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
     return outputs
+
+
+class Sharp(torch.optim.SGD):
+    """Moves parameters between two evaluations of an optional closure, in steps after the `first` ones."""
+
+    first = 0
+
+    def step(self, closure=None):
+        if closure is None:
+            return super().step()
+        loss = closure()
+        self.first -= 1
+        if self.first < 0:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(parameter.grad, alpha=0.5)
+            closure()
+        super().step()
+        return loss
 
 
 class Experts(nn.Module):

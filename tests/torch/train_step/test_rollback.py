@@ -8,18 +8,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fuzz.problem import Faulty
 from tests.reference import relative_error
 from tests.torch.problems import Does
-from tests.torch.train_step.problems import (
-    OUT,
-    Backward,
-    Fragile,
-    batches,
-    moves_statistics,
-    network,
-    plain_loss,
-    zeros,
-)
+from tests.torch.train_step.problems import OUT, Fragile, Sharp, batches, moves_statistics, network, plain_loss, zeros
 from tests.torch.train_step.steps import assert_same_state, everything, left_as_it_was, same, step_of
 
 
@@ -142,16 +134,6 @@ def test_any_other_error_of_an_optimizer_changes_nothing_in_the_first_update_and
     assert f"{error.__name__}. Parameters and optimizer state may already have changed" in caplog.text
 
 
-@pytest.mark.parametrize("choice", ["pooled", "exact", "frozen"])
-def test_batch_norms_buffers_are_as_they_were(choice):
-    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double()
-    optimizer = fragile(torch.optim.Adam)(model.parameters(), lr=0.1)
-    step = step_of(model, optimizer, micro_batch_size=4, batch_norm=choice, verify=True)
-    for batch in batches(count=2):
-        failed(step, batch, model, optimizer, 0)
-        step(*batch)
-
-
 def test_of_several_optimizers_all_are_taken_back():
     model = network()
     first = torch.optim.Adam(model[0].parameters(), lr=0.1)
@@ -231,9 +213,9 @@ class Evaluated(nn.Module):
         outputs = self.layers(x)
         if fails:
             del self.failing[0]
-            if self.where == "forward":
-                raise torch.OutOfMemoryError(OUT)
-            return Backward.apply(outputs, 0)
+            fault = Faulty()
+            fault.most[self.where] = 0
+            return fault(outputs)
         self.sizes = [*before, len(x)]
         if sum(self.sizes) == self.rows:
             self.evaluations.append(self.sizes)
@@ -274,23 +256,6 @@ def test_memory_that_runs_out_in_a_later_evaluation_costs_that_evaluation_alone(
     assert torch.equal(torch.rand(3), after)
     assert relative_error(losses, expected) <= 1e-9  # LBFGS amplifies rounding
     assert_same_state(model, reference, 1e-9)
-
-
-class Sharp(torch.optim.SGD):
-    """Moves parameters between two evaluations of an optional closure, in later steps alone."""
-
-    first = 0
-
-    def step(self, closure=None):
-        loss = closure()
-        self.first -= 1
-        if self.first < 0:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.add_(parameter.grad, alpha=0.5)
-            closure()
-        super().step()
-        return loss
 
 
 @pytest.mark.parametrize("first", [0, 2])

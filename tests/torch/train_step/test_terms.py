@@ -158,15 +158,6 @@ def test_weights_that_change_from_pass_to_pass_are_refused():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_under_autocast_half_precision_gradients_of_terms_may_be_summed_in_float32():
-    (x, y, z), model = batches()[0], Tagger().to(torch.bfloat16)
-    reference = copy.deepcopy(model).double()
-    total(losses)(reference, x.bfloat16().double(), y, z).backward()
-    wide = {"autocast": torch.bfloat16, "accumulate_dtype": torch.float32, "compute_loss": losses, "verify": True}
-    step_of(model, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2, **wide)(x.bfloat16(), y, z)
-    assert relative_error([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()]) < 0.03
-
-
 @pytest.mark.parametrize("terms", [summed, lambda *batch: summed(*batch)["tokens"]], ids=["by name", "(loss, weight)"])
 def test_weights_that_are_tensors_are_predicted_with_on_fake_tensors(terms):
     objective = Objective(Tagger(), compute_loss=terms)

@@ -17,7 +17,7 @@ from gradaccum import NotEquivalentError, WindowError
 from gradaccum.torch import check_equivalence, chunked
 from tests.reference import relative_error
 from tests.torch.problems import SAM
-from tests.torch.train_step.problems import OPTIMIZERS, Experts, Of, batches, network, plain_loss
+from tests.torch.train_step.problems import OPTIMIZERS, Experts, Of, Sharp, batches, network, plain_loss
 from tests.torch.train_step.steps import assert_same_updates, left_as_it_was, same, step_of
 
 LOSS = nn.CrossEntropyLoss()
@@ -81,23 +81,6 @@ def parts_of(batch):
 # What surrounds a training step works as in the three lines that it replaces.
 
 
-class Twice(torch.optim.SGD):
-    """Moves by the gradient that it finds one step ahead."""
-
-    def step(self, closure=None):
-        if closure is None:
-            return super().step()
-        loss = closure()
-        with torch.no_grad():
-            before = [p.clone() for p in self.param_groups[0]["params"]]
-            super().step()
-        closure()
-        with torch.no_grad():
-            for p, old in zip(self.param_groups[0]["params"], before, strict=True):
-                p.copy_(old - 0.1 * p.grad)
-        return loss
-
-
 class Halved(torch.autograd.Function):
     @staticmethod
     def forward(context, loss):
@@ -147,7 +130,7 @@ PROGRAMS = {
         "compute_loss": functools.partial(with_squares, halved_by_a_hook),
         "weight": lambda x, y: dict.fromkeys(("classes", "squares"), len(x)), "verify": False,
     },
-    "an optional closure, twice": lambda: evaluating(Twice),
+    "an optional closure, twice": lambda: evaluating(Sharp),
     "a closure after a move": lambda: evaluating(SAM),
     **{
         f"a gradient edited by {name}, {reduction}, verify={verify}": functools.partial(edited, how, reduction, verify)
@@ -177,16 +160,12 @@ def test_an_optimizer_that_evaluates_its_closure_once_costs_no_second_window():
     assert len(passes) == 2 * 3
 
 
-def test_autocast_runs_the_forward_pass_in_its_dtype():
-    seen, model = [], network(torch.float32)
-    model[2].register_forward_hook(lambda _, args, output: seen.append(output.dtype))
-    step = step_of(model, autocast=torch.bfloat16, micro_batch_size=4)
-    loss = step(*batches(dtype=torch.float32)[0])
-    assert set(seen) == {torch.bfloat16}
-    assert {loss.dtype, *(p.grad.dtype for p in model.parameters())} == {torch.float32}
+def by_name(model, x, y):
+    return {"mean": (F.mse_loss(model(x), y), len(x)), "nothing": (0.0 * model(x).sum(), len(x))}
 
 
-def test_half_precision_gradients_may_be_summed_in_float32():
+@pytest.mark.parametrize("loss", [{"loss_fn": nn.MSELoss()}, {"compute_loss": by_name}], ids=["one", "by name"])
+def test_half_precision_gradients_may_be_summed_in_float32(loss):
     torch.manual_seed(0)
     x, y = torch.randn(256, 8), 3.0 + torch.randn(256, 1)  # gradients of one sign, whose sum dwarfs each
     errors = []
@@ -196,8 +175,8 @@ def test_half_precision_gradients_may_be_summed_in_float32():
         nn.init.zeros_(model.bias)
         exact = copy.deepcopy(model).float()
         F.mse_loss(exact(x), y).backward()
-        keywords = {"loss_fn": nn.MSELoss(), "micro_batch_size": 1, "accumulate_dtype": dtype}
-        step_of(model, torch.optim.SGD(model.parameters(), lr=0.0), **keywords)(x.bfloat16(), y.bfloat16())
+        options = {"micro_batch_size": 1, "accumulate_dtype": dtype, **loss}
+        step_of(model, torch.optim.SGD(model.parameters(), lr=0.0), **options)(x.bfloat16(), y.bfloat16())
         assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
         errors.append(relative_error([p.grad for p in model.parameters()], [p.grad for p in exact.parameters()]))
     assert errors[1] < 0.01

@@ -77,9 +77,14 @@ def wide(dtype: Any) -> str:
     return "float32" if dtype in ("float16", "bfloat16") else dtype
 
 
+def as_dtype(share: Any, dtype: Any) -> Any:
+    """A tensor in this dtype, and a number as it is: TensorFlow would cast it to float32 first."""
+    return share if isinstance(share, float) else ops.cast(share, dtype)
+
+
 def times(value: Any, share: Any) -> Any:
     """A tensor times a number, or times a tensor."""
-    return value * (share if isinstance(share, float) else ops.cast(share, value.dtype))
+    return value * as_dtype(share, value.dtype)
 
 
 def quotient(weight: Any, unit: Any, dtype: Any) -> Any:

@@ -46,18 +46,21 @@ def communication_hooks(model: DistributedDataParallel) -> Sequence[tuple[Any, A
     return model._comm_hooks
 
 
-def reduce_by_hand(model: DistributedDataParallel, parameters: int, device: torch.device) -> None:
-    """Have DDP reduce what is in `p.grad` as if a backward pass had just added nothing to so many parameters.
+def reduction_by_hand(model: DistributedDataParallel, parameters: int) -> Callable[[], None]:
+    """Has DDP reduce what is in `p.grad` as if a backward pass had just added nothing to so many parameters.
 
     They become ready in the opposite order of their use, as in a backward pass: DDP makes its buckets by the first one.
     """
-    leaf, reducer = torch.zeros((), device=device, requires_grad=True), cast(Any, model.reducer)
-    with torch.enable_grad():
-        output = leaf.clone()
-    output.register_hook(lambda _: [reducer._autograd_hook(index) for index in reversed(range(parameters))] and None)
-    reducer.prepare_for_forward()
-    reducer.prepare_for_backward([])
-    run_backward([output], [output.detach()])
+    leaf, reducer = torch.zeros((), device=model.device, requires_grad=True), cast(Any, model.reducer)
+    leaf.register_hook(lambda _: [reducer._autograd_hook(index) for index in reversed(range(parameters))] and None)
+    ends, nothing = [leaf], [torch.zeros_like(leaf, requires_grad=False)]
+
+    def reduce() -> None:
+        reducer.prepare_for_forward()
+        reducer.prepare_for_backward([])
+        run_backward(ends, nothing)
+
+    return reduce
 
 
 def reduces_exactly(model: DistributedDataParallel, parameters: Sequence[Tensor]) -> bool:

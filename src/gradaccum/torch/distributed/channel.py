@@ -10,11 +10,13 @@ import contextlib
 import enum
 import itertools
 import pickle
+import struct
+import weakref
 import zlib
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from socket import MSG_WAITALL, socket
 from typing import Any
 
 import torch.distributed as dist
@@ -22,10 +24,11 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import timeout_of
-from gradaccum.torch.distributed.meeting import meet
+from gradaccum.torch.distributed.meeting import give_up_after, meet
 
 _NUMBERS, _OBJECT = b"n", b"o"
-"""What a message begins with."""
+_HEAD = struct.Struct("<cQ")
+"""What a message begins with: what it is, and how many bytes follow."""
 
 
 class Kind(enum.IntEnum):
@@ -35,7 +38,7 @@ class Kind(enum.IntEnum):
     IDLE = 2  # this rank has nothing to reduce, and takes part if others have
     ABORTED = 3  # this rank has dropped out
     TOTAL = 4  # what the window weighs, after its reduction: where that was not known before
-    START = 5  # how long the windows are, and what else must be the same
+    START = 5  # an epoch begins
     MICRO_BATCH = 6  # a micro-batch begins
     NUMBER = 7  # something to add up over the ranks
     FORWARD = 8  # the forward pass of a sharded part begins, or all of them are done
@@ -54,15 +57,19 @@ class Channel:
 
     def __init__(self, members: Sequence[int] = (0,), group: dist.ProcessGroup | None = None) -> None:
         self.size, self.rank = len(members), 0
-        self._connections: Mapping[int, Connection] = {}
+        self._connections: Mapping[int, socket] = {}
         self._arrived = defaultdict[tuple[int, bytes], deque[bytes]](deque)
         """By rank and kind, messages that have come before one of the other kind that was waited for."""
         if self.size == 1:
             return
         Channel.made += 1
         self.rank, self.timeout = list(members).index(dist.get_rank()), timeout_of(group or dist.group.WORLD)
+        self._patience = self.timeout()
         try:
-            self._connections = meet(members, self.timeout())
+            self._connections = meet(members, self._patience)
+            for connection in self._connections.values():
+                give_up_after(connection, self._patience)
+                weakref.finalize(self, connection.close)
         except (RuntimeError, OSError) as error:
             if isinstance(error, WindowError):
                 raise
@@ -100,26 +107,44 @@ class Channel:
 
     def _send(self, kind: bytes, message: bytes) -> None:
         """To each other rank. One that is gone is noticed when its own message is read: it may have left one."""
+        message = _HEAD.pack(kind, len(message)) + message
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                connection.send_bytes(kind + message)
+                connection.sendall(message)
 
     def _next(self, rank: int, kind: bytes) -> bytes:
         """Wait for this rank's next message of this kind."""
-        connection, arrived = self._connections[rank], self._arrived[rank, kind]
+        if arrived := self._arrived[rank, kind]:
+            return arrived.popleft()
+        connection = self._connections[rank]
+        if (seconds := self.timeout()) != self._patience:
+            self._patience = seconds
+            for one in self._connections.values():
+                give_up_after(one, seconds)
         try:
-            while not arrived:
-                if not connection.poll(seconds := self.timeout()):
-                    raise TimeoutError(f"nothing came for {seconds:g} s")
-                message = connection.recv_bytes()
-                self._arrived[rank, message[:1]].append(message[1:])
+            while True:
+                found, size = _HEAD.unpack(_read(connection, _HEAD.size))
+                message = _read(connection, size)
+                if found == kind:
+                    return message
+                self._arrived[rank, found].append(message)
         except (OSError, EOFError) as error:
+            said = f"nothing came for {seconds:g} s" if isinstance(error, BlockingIOError) else error
             raise WindowError(
                 f"Rank {self.rank} waited for the other ranks at a window's end, and at least one of them is gone: it "
                 "raised an error, left its loop or died, or it took longer than the process group's timeout. Look at "
-                f"that rank's own error. ({str(error) or 'its connection is closed'})"
+                f"that rank's own error. ({said})"
             ) from error
-        return arrived.popleft()
+
+
+def _read(connection: socket, size: int) -> bytes:
+    """So many bytes; an EOFError where the other end is closed."""
+    found = connection.recv(size, MSG_WAITALL)
+    while len(found) < size:
+        if not (more := connection.recv(size - len(found), MSG_WAITALL)):
+            raise EOFError("its connection is closed")
+        found += more
+    return found
 
 
 class Settings:

@@ -21,8 +21,8 @@ from gradaccum.on_torch.private import (
     is_finalized,
     joins,
     rebuild_buckets,
-    reduce_by_hand,
     reduces_exactly,
+    reduction_by_hand,
     share_buffers,
 )
 from gradaccum.torch.distributed.engine import Engine, weakly
@@ -53,14 +53,15 @@ class Replicas(Engine):
         *,
         wide: bool,
         outside: bool,
+        whole_batches: bool,
     ) -> None:
         super().__init__(models, parameters)
         self.group = models[0].process_group
         self.members = dist.get_process_group_ranks(self.group)
         own = {*parameters()}
         _check(models, own)
-        self._counted = [_parameters_of(model, trained=True) for model in models]
-        others = len(set[Tensor]().union(*self._counted) - own)
+        counted = [_parameters_of(model, trained=True) for model in models]
+        others = len(set[Tensor]().union(*counted) - own)
         if others and not outside:
             logger.warning(
                 "%d parameters of the DistributedDataParallel model are not in this optimizer, which reduces only the "
@@ -68,7 +69,7 @@ class Replicas(Engine):
                 others,
             )
         statics = [model for model in models if model.static_graph]
-        self._flat = not all(map(reduces_exactly, models, self._counted))
+        self._flat = not all(map(reduces_exactly, models, counted))
         self._flat |= wide or outside or bool(others) or any(model.find_unused_parameters for model in models)
         self._flat |= not hasattr(models[0].reducer, "_autograd_hook")
         # Reductions of several models would start in the order of backward: here, every rank keeps one order.
@@ -90,7 +91,9 @@ class Replicas(Engine):
             )
         self.bucket_views = any(model.gradient_as_bucket_view for model in models)
         self._all = [p for model in models for p in _parameters_of(model, trained=not self._flat)]
-        self._reduces = self._sees_end = False
+        self._by_hand = [*map(reduction_by_hand, models, map(len, counted))]
+        self._reduces = self._sees_end = self._awaits = False
+        self._whole_batches = whole_batches  # in each, all passes are ours, and none reduces
         self._prepared = False  # DDP will reduce in the next backward pass, whatever the flag says by then
         self._filled = set[Tensor]()  # with zeros by `reduce`, in this window
 
@@ -98,13 +101,14 @@ class Replicas(Engine):
         super().attach(ranks)
         # At the end of the pass itself: reentrant checkpointing runs others inside, which bring gradients.
         self._at_output = weakly(ranks.pass_begins)
-        for model in self.modules:
+        for model in self.modules if not self._whole_batches else ():
             self._hooks.append(model.register_forward_pre_hook(weakly(self._forward_starts)))
-            self._hooks.append(model.register_forward_hook(weakly(self._forward_done)))
+            if not ranks.manual:
+                self._hooks.append(model.register_forward_hook(weakly(self._forward_done)))
         if not self._flat:
             frozen = {p for model in self.modules for p in _parameters_of(model)}.difference(self._all)
             self._hooks += [hook_frozen(parameter, weakly(self._not_reduced)) for parameter in frozen]
-        if not self.manual_reduce:
+        if not ranks.manual:
             bucket = _last_of_first_bucket(self.modules[0], self._all)
             for parameter, arrives in {self._all[-1]: self._first_gradient, bucket: self._first_bucket}.items():
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(weakly(arrives)))
@@ -120,15 +124,20 @@ class Replicas(Engine):
     def hold(self, closes: bool) -> None:
         self._reduces, self._sees_end = closes, False
         for model in self.modules:
+            if self._whole_batches:
+                self._check_joined(model)
             if model.require_backward_grad_sync != closes:  # a module's attributes are slow to set
                 model.require_backward_grad_sync = closes
 
-    def _forward_starts(self, model: Any, inputs: Any) -> None:
+    def _check_joined(self, model: Any) -> None:
         if joins(model):
             raise ValueError(
                 "model.join() waits for reductions that are held back to the window's end. Leave it out: ranks may "
                 "have different numbers of micro-batches."
             )
+
+    def _forward_starts(self, model: Any, inputs: Any) -> None:
+        self._check_joined(model)
         if model.require_backward_grad_sync != self._reduces:  # others set it, too: Lightning after each step
             model.require_backward_grad_sync = self._reduces
         if (self._reduces or self.stuck) and torch.is_grad_enabled() and (ranks := self._ranks()) is not None:
@@ -153,12 +162,15 @@ class Replicas(Engine):
             return
         if not self._sees_end:  # somebody's loop runs inside of the forward pass, as Lightning's does
             after_backward(ranks.pass_over)
+        self._awaits = True
         ranks.backward_starts()
 
     def _first_bucket(self, parameter: Tensor) -> None:
-        self._first_gradient(parameter)
-        if (ranks := self._ranks()) is not None:
-            ranks.first_bucket()
+        if self._prepared:
+            self._first_gradient(parameter)
+        if self._awaits and (ranks := self._ranks()) is not None:
+            self._awaits = False
+            ranks.read_answers()
 
     def _not_reduced(self, parameter: Tensor) -> None:
         if parameter in {*self.parameters()}:
@@ -190,8 +202,8 @@ class Replicas(Engine):
             gradients = [p.grad for p in self.trained() if p.grad is not None]
             _reduce_flat(gradients, self.group, self.modules[0].bucket_bytes_cap)
             return
-        for model, counted in zip(self.modules, self._counted):
-            reduce_by_hand(model, len(counted), counted[0].device)
+        for reduce in self._by_hand:
+            reduce()
 
     def settle(self, source: int = 0) -> None:
         self.clear()
@@ -219,7 +231,8 @@ class Replicas(Engine):
         return [p for p in self.trained() if p.grad is None and (p.requires_grad or not self._flat)]
 
     def unused(self) -> list[int]:
-        unused = self._filled or {*self._missing()}
+        if not (unused := self._filled or {*self._missing()}):
+            return []
         return [i for i, parameter in enumerate(self.trained()) if parameter in unused]
 
 

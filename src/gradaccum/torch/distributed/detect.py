@@ -31,15 +31,15 @@ def detect_ranks(
     model: nn.Module | None,
     optimizers: Sequence[torch.optim.Optimizer],
     *,
-    steps: int | None = None,
     manual_reduce: bool = False,
+    whole_batches: bool = False,
     options: Mapping[str, Any],
 ) -> Ranks:
     """What keeps the windows of this model together with those of the other ranks, if there are any.
 
-    The optimizers make an update together, of windows of this length, or of None that is always the same. The options
-    must be the same on every rank, `accumulate_dtype` and `sync` among them. `manual_reduce`: no backward pass may
-    reduce, since the sum is finished only afterwards.
+    The optimizers make an update together. The options must be the same on every rank, `accumulate_dtype` and `sync`
+    among them. `manual_reduce`: no backward pass may reduce, since the sum is finished only afterwards; nor where each
+    window is one call, on `whole_batches`.
     """
     replicas, shards = ([], []) if model is None or not _has_ranks() else _data_parallel(model)
     if model is None or not (replicas or shards):
@@ -60,13 +60,14 @@ def detect_ranks(
         engine = Shards(shards, parameters, always)
     else:
         outside = not {*replicas} <= {*model.modules()}
-        engine = Replicas(replicas, parameters, wide=wide, outside=outside)
+        engine = Replicas(replicas, parameters, wide=wide, outside=outside, whole_batches=whole_batches)
         if always:
             logger.warning(
                 'sync="micro_batch" is for sharded models: each rank has all gradients of a DistributedDataParallel '
                 "model, so they are reduced once per window."
             )
-    return Ranks(engine, Settings(groups), steps=steps, options=options, manual_reduce=manual_reduce)
+    manual_reduce |= whole_batches
+    return Ranks(engine, Settings(groups), options=options, manual_reduce=manual_reduce)
 
 
 def _has_ranks() -> bool:

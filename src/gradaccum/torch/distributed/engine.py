@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+def weakly(method: Any) -> Callable[..., Any]:
     """A hook that calls this method as long as its owner is alive; None afterwards."""
-    this = weakref.WeakMethod(method)
+    owner, function = weakref.ref(method.__self__), method.__func__
 
     def hook(*args: Any) -> Any:
-        alive = this()
-        return None if alive is None else alive(*args)
+        alive = owner()
+        return None if alive is None else function(alive, *args)
 
     return hook
 

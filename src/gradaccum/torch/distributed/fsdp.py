@@ -41,6 +41,7 @@ from gradaccum.on_torch.private import (
     sharded_groups,
     start_over,
 )
+from gradaccum.torch.distributed.channel import Kind
 from gradaccum.torch.distributed.engine import Engine, weakly
 
 logger = logging.getLogger("gradaccum")
@@ -105,7 +106,7 @@ class Shards(Engine):
     keeps the shard's gradient alone.
 
     Every forward and backward pass gathers parameters, so all ranks must run the same passes. In the first window they
-    compare them as they come; between `begin` and `end` they ask each other before each collective.
+    compare them as they come; in a large batch's passes they ask each other before each collective.
     """
 
     sharded = True
@@ -115,8 +116,8 @@ class Shards(Engine):
     def __init__(self, modules: Sequence[nn.Module], parameters: Callable[[], Iterable[Tensor]], always: bool) -> None:
         super().__init__(modules, parameters)
         self.always = always
-        self._groups = [group for module in self.modules for group in sharded_groups(module)]
-        self._mesh = self._groups[0].mesh
+        self.groups = [group for module in self.modules for group in sharded_groups(module)]
+        self._mesh = self.groups[0].mesh
         self.members = members_of(self.modules)
         self.group = self._mesh.get_group() if self._mesh.ndim == 1 else None
         self._closes = False
@@ -126,7 +127,7 @@ class Shards(Engine):
         self._first = True
         self._asks = False
         self.failure: RankOutOfMemory | None = None
-        """What the ranks know of each other's memory since `begin`."""
+        """What the ranks know of each other's memory since they ask."""
 
     def attach(self, ranks: Any) -> None:
         if self._is_shared():
@@ -141,7 +142,7 @@ class Shards(Engine):
         super().attach(ranks)
         for module in self.modules:
             module.set_reduce_scatter_unused_params(True)  # other ranks may have a gradient where this one has none
-        for group in self._groups:
+        for group in self.groups:
             group.reduce_in_one_dtype()
         done = weakly(self._forward_done)
         self._hooks += [module.register_forward_hook(done) for module in self.modules]
@@ -159,7 +160,7 @@ class Shards(Engine):
 
     def remove(self) -> bool:
         was_last = super().remove()
-        for group in self._groups:
+        for group in self.groups:
             group.ignore()
         if was_last:
             self._set(True)
@@ -185,7 +186,7 @@ class Shards(Engine):
             return
         if self._first and not Shards.asking_now:
             self.meet("")
-        self.watch(self._groups)
+        self.watch(self.groups)
         starts = weakly(self._backward_starts)
         for _, leaf in leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -227,14 +228,6 @@ class Shards(Engine):
 
     # Passes in which all ranks ask each other before each collective.
 
-    def begin(self) -> None:
-        """The passes of a window begin."""
-        self._ask_before(self.meet)
-
-    def end(self) -> None:
-        """They are over, and the reduction is to come; a RankOutOfMemory where they aren't on all ranks."""
-        self.meet("")
-
     def meet(self, name: str, number: float = 0.0) -> float:
         """A collective is about to begin, or a sharded part's forward pass; `""`: all passes are done.
 
@@ -259,23 +252,23 @@ class Shards(Engine):
     def _exchange(self, *numbers: float) -> list[list[float]]:
         ranks = self._ranks()
         assert ranks is not None
-        messages = ranks.exchange_passes(*numbers)
+        messages = ranks.exchange(Kind.FORWARD, *numbers)
         costs = {rank: int(numbers[3]) for rank, numbers in enumerate(messages) if numbers[2]}
         if costs:
             self.failure = RankOutOfMemory(costs, any(numbers[2] == _FINAL for numbers in messages))
         return messages
 
-    def _ask_before(self, ask: Callable[[str], object] | None) -> None:
+    def ask_before(self, ask: Callable[[str], object] | None) -> None:
         """Call this before each gathering and each reduction, with its name; None: no more."""
         self.failure = None
         if self._asks or ask is not None:
             self._asks = Shards.asking_now = ask is not None
-            for number, group in enumerate(self._groups):
+            for number, group in enumerate(self.groups):
                 group.ask_before(ask, str(number))
 
     def start_over(self) -> None:
         """Forget the passes of this window: one of them failed, and no collective is under way."""
-        self._ask_before(None)
+        self.ask_before(None)
         start_over(self.modules)
         self.clear()
 
@@ -285,14 +278,6 @@ class Shards(Engine):
             self.start_over()
 
     # Passes that gather nothing by themselves.
-
-    @contextlib.contextmanager
-    def in_turns(self) -> Iterator[list[ShardedGroup]]:
-        """Passes inside gather nothing and reduce nothing: somebody else does so, with these groups."""
-        start_over(self.modules)
-        self.clear()
-        with self.alone():
-            yield self._groups
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[dict[Tensor, torch.dtype]]:
@@ -305,7 +290,7 @@ class Shards(Engine):
             with contextlib.ExitStack() as stack:
                 for module in self.modules:
                     stack.enter_context(gathering_nothing(module))
-                yield {p: dtype for group in self._groups for p, dtype in group.gathered_dtypes().items()}
+                yield {p: dtype for group in self.groups for p, dtype in group.gathered_dtypes().items()}
         finally:
             Shards.alone_now = False
 
@@ -314,7 +299,7 @@ class Shards(Engine):
 
         `gradients`: bytes of all whole gradients in their parameters' dtype.
         """
-        whole = sorted(group.gathered_bytes() for group in self._groups)
+        whole = sorted(group.gathered_bytes() for group in self.groups)
         if self.always:  # a group's, while the next one's are on their way
             return sum(gathered for gathered, _ in whole[-2:]) + 2 * max(reduced for _, reduced in whole)
         return sum(gathered for gathered, _ in whole) + max(sum(reduced for _, reduced in whole), gradients)
@@ -333,11 +318,11 @@ class Shards(Engine):
             if self._asks and is_out_of_memory(error):
                 self.ran_out(0, final=True)
             raise
-        self._ask_before(None)
+        self.ask_before(None)
 
     def _reduce(self) -> None:
         self._set(True)
-        for group in self._groups:
+        for group in self.groups:
             group.add_zeros_to_reduce()
         with torch.no_grad():
             for module in self.modules:
@@ -355,10 +340,10 @@ class Shards(Engine):
         self.passes = 0
 
     def pending(self) -> list[Tensor]:
-        return [tensor for group in self._groups for tensor in group.pending()]
+        return [tensor for group in self.groups for tensor in group.pending()]
 
     def clear(self) -> None:
-        for group in self._groups:
+        for group in self.groups:
             group.clear()
         self._forget_passes()
 
@@ -373,7 +358,7 @@ class Shards(Engine):
     # Parameters that no rank has used.
 
     def trained(self) -> list[nn.Parameter]:
-        return [parameter for group in self._groups for parameter in group.trained()]
+        return [parameter for group in self.groups for parameter in group.trained()]
 
     def unused(self, among: Collection[ShardedGroup] | None = None) -> list[int]:
         """As everywhere; those of these groups alone, if some are given."""
@@ -418,8 +403,10 @@ class ByBlocks:
         if self._shards is None:
             yield
             return
-        with self._shards.in_turns() as groups:
-            self._groups = self._by_place(groups)
+        start_over(self._shards.modules)
+        self._shards.clear()
+        with self._shards.alone():
+            self._groups = self._by_place(self._shards.groups)
             self._gather(-1)
             yield
             self._shard([-1])  # gathered once more, where backward ran twice
@@ -449,7 +436,7 @@ class ByBlocks:
     def agree(self, passes: int) -> None:
         """So many micro-batches come on this rank: all ranks are told, where they have to know."""
         if self._one_by_one:
-            self._due = self._ranks.most_passes(passes)
+            self._due = int(max(self._ranks.numbers(passes)))
 
     @contextlib.contextmanager
     def forward(self, *, frees: bool = False, tail: int | None = None) -> Iterator[None]:
@@ -514,7 +501,7 @@ class ByBlocks:
             for group in self._groups[place]:
                 group.wait()
             unused = self._shards.unused(self._groups[place])
-            if self._ranks.sum_number(len(unused)):
+            if sum(self._ranks.numbers(len(unused))):
                 self._ranks.drop_common(unused)
 
 
@@ -533,7 +520,7 @@ def run_together(
     has too few rows for that runs passes that count nothing. `at_once` runs all, in place of one after the other.
     """
     pieces = list(plan)
-    most = ranks.most_passes(len(pieces))
+    most = int(max(ranks.numbers(len(pieces))))
     if at_once is None and rows:
         pieces = plan.in_passes(most, least)
     filler = running = min(pieces, key=lambda piece: piece.tokens, default=Slice(slice(0, rows)))
@@ -565,10 +552,10 @@ def run_by_blocks(ranks: Any, by_blocks: ByBlocks, oom: OomRetry, plan: Plan, ru
 
 def _run(shards: Shards, oom: OomRetry, plan: Plan, run: Callable[[], None], running: Callable[[], Slice]) -> None:
     """Run the passes of a window. Where memory runs out on a rank, all begin the batch again, in smaller slices."""
-    shards.begin()
+    shards.ask_before(shards.meet)
     try:
         run()
-        shards.end()
+        shards.meet("")
         return
     except Exception as error:
         smaller = isinstance(error, RestartWindow)  # this rank has taken a smaller size already

@@ -29,14 +29,13 @@ _STRANGER = AssertionError, AuthenticationError, EOFError, OSError
 """What a connection to somebody else comes to; the first in Python 3.11 and before."""
 
 
-def meet(members: Sequence[int], seconds: float) -> dict[int, Connection]:
+def meet(members: Sequence[int], seconds: float) -> dict[int, socket.socket]:
     """Wait until every rank is about to make a channel, or one says that it won't: nobody waits for that one then.
 
-    Returns connections by rank; this one's is missing. Writing, and reading a message that has begun, is an OSError
-    after so many seconds.
+    Returns connections by rank; this one's is missing.
     """
     store, place, rank = default_store(), _place(members), members.index(dist.get_rank())
-    key, connections = secrets.token_bytes(32), dict[int, Connection]()
+    key, connections = secrets.token_bytes(32), dict[int, socket.socket]()
     with _listener(len(members)) as listener:
         store.set(f"{place}/{rank}", json.dumps([[*_addresses(listener)], listener.getsockname()[1], key.hex()]))
         if store.add(f"{place}/arrived", 1) == len(members):
@@ -50,14 +49,13 @@ def meet(members: Sequence[int], seconds: float) -> dict[int, Connection]:
             )
         for other in range(rank):  # those before this one; those behind it call
             addresses, port, theirs = json.loads(store.get(f"{place}/{other}"))
-            connections[other] = _call(addresses, port, bytes.fromhex(theirs), seconds)
-            connections[other].send(rank)
+            connections[other] = _call(addresses, port, bytes.fromhex(theirs), seconds, rank)
         listener.settimeout(seconds)
         while len(connections) < len(members) - 1:
             one, _ = listener.accept()
             with contextlib.suppress(*_STRANGER):
-                connection = _connection(one, key, seconds, calls=False)
-                connections[connection.recv()] = connection
+                caller = _introduced(one, key, min(seconds, _REACHABLE))  # one with the key: the others wait for it
+                connections[caller] = one
     return connections
 
 
@@ -109,13 +107,14 @@ def _addresses(listener: socket.socket) -> Iterator[str]:
     yield from (host, "127.0.0.1")  # under its name others may know this machine better, if it is the store's
 
 
-def _call(addresses: Iterable[str], port: int, key: bytes, seconds: float) -> Connection:
+def _call(addresses: Iterable[str], port: int, key: bytes, seconds: float, rank: int) -> socket.socket:
     """A connection to the rank that left this word."""
     tried = dict[str, str]()
     for address in addresses:
         try:
             one = socket.create_connection((address, port), min(seconds, _REACHABLE))
-            return _connection(one, key, seconds, calls=True)
+            _introduced(one, key, seconds, rank)  # a caller waits for its turn
+            return one
         except _STRANGER as error:
             tried[address] = str(error)
     raise RuntimeError(
@@ -124,21 +123,27 @@ def _call(addresses: Iterable[str], port: int, key: bytes, seconds: float) -> Co
     )
 
 
-def _connection(one: socket.socket, key: bytes, seconds: float, *, calls: bool) -> Connection:
-    """To a rank that has shown that it has this key, as this one has."""
-    with one:
-        one.setblocking(True)
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _give_up_after(one, seconds if calls else min(seconds, _REACHABLE))  # a caller waits for its turn
-        connection = Connection(one.dup().detach())
-        for show in (answer_challenge, deliver_challenge) if calls else (deliver_challenge, answer_challenge):
-            show(connection, key)
-        _give_up_after(one, seconds)
-    return connection
+def _introduced(one: socket.socket, key: bytes, seconds: float, caller: int | None = None) -> int:
+    """The rank that calls, where both have shown that they have this key; closes the connection where they haven't."""
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    give_up_after(one, seconds)
+    try:
+        with Connection(one.dup().detach()) as connection:
+            for show in (deliver_challenge, answer_challenge)[:: 1 if caller is None else -1]:
+                show(connection, key)
+            if caller is None:
+                return int(connection.recv())
+            connection.send(caller)
+            return caller
+    except BaseException:
+        one.close()
+        raise
 
 
-def _give_up_after(one: socket.socket, seconds: float) -> None:
+def give_up_after(one: socket.socket, seconds: float) -> None:
     """A read or a write that has waited so long is an OSError."""
-    whole = math.ceil(seconds)
+    one.setblocking(True)
+    micro = max(1, math.ceil(1e6 * seconds))  # of 0, one would wait for ever
+    after = -(-micro // 1000) if os.name == "nt" else struct.pack("ll", *divmod(micro, 10**6))
     for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        one.setsockopt(socket.SOL_SOCKET, way, whole * 1000 if os.name == "nt" else struct.pack("ll", whole, 0))
+        one.setsockopt(socket.SOL_SOCKET, way, after)

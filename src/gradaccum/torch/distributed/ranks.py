@@ -47,7 +47,6 @@ class Total(NamedTuple):
     equal: bool = False  # whether micro-batches count equally, since nobody has said what they weigh
     idle: bool = False  # whether no micro-batch has run
     by_name: bool = False  # whether losses by name have sums of their own, to be divided before they are one
-    sums: tuple[float, ...] = ()  # numbers to be added up along with it
 
 
 class _Report(NamedTuple):
@@ -64,46 +63,38 @@ class _Report(NamedTuple):
     total: Total = Total(0.0)
 
     def numbers(self) -> list[float]:
-        return [*self[:-1], *self.total[:-1], *self.total.sums]
+        return [*self[:-1], *self.total]
 
-    @classmethod
-    def read(cls, numbers: Sequence[float]) -> _Report:
-        kind, *fields = numbers[:8]
-        return cls(Kind(int(kind)), *fields, Total(*numbers[8:17], tuple(numbers[17:])))  # type: ignore[call-arg,arg-type]
+
+_NUMBERS = len(_Report._fields) - 1 + len(Total._fields)
+"""Of a report's message. What comes behind them is to be added up over the ranks."""
 
 
 class _Reports:
     """The messages of all ranks about a window, and what they come to."""
 
     def __init__(self, rows: list[list[float]]) -> None:
-        self.rows, self.each = rows, [_Report.read(numbers) for numbers in rows]
-        _, _, last, known, manual, fills, *_, totals = zip(*self.each)
-        weights, given, largest, scales, next_scales, overflow, _, idle, by_name, sums = zip(*totals)
+        self.rows, columns = rows, [*zip(*rows)]
+        _, self.steps, last, known, manual, fills, passes, settings = columns[:8]
+        weights, given, largest, scales, next_scales, overflow, equal, idle, by_name = columns[8:]
         used = {*scales} - {0.0}
         lost, self.scales = any(overflow), scales if len(used) > 1 else ()
-        added = tuple(map(sum, itertools.zip_longest(*sums, fillvalue=0.0)))
-        self.total = Total(
-            *(sum(weights), any(given), max(largest), min(used, default=0.0)),
-            overflow=lost,
-            by_name=any(by_name),
-            sums=added,
-        )
+        shared = sum(weights), any(given), max(largest), min(used, default=0.0)
+        self.total = Total(*shared, overflow=lost, by_name=any(by_name))
         self.loss_scale = (min if lost else max)(filter(None, next_scales), default=0.0)
         self.source = min(range(len(idle)), key=idle.__getitem__)
         self.partly_idle = len({*idle}) > 1
         self.last, self.known, self.fills = all(last), all(known), any(fills)
         self.manual, self.all_manual = any(manual), all(manual)
-        self.ways = _ways(totals)
-        self.by_name = ["by name" if one.by_name else "one loss" if one.weight else "none" for one in totals]
-
-    def differ(self, name: str) -> bool:
-        return len({getattr(one, name) for one in self.each}) > 1
+        self.ways = _mixed(equal, "without a weight", weights, "weighed")
+        self.forms = _mixed(by_name, "by name", weights, "one loss")
+        self.same_passes, self.same_settings = len({*passes}) == 1, len({*settings}) == 1
 
 
-def _ways(totals: Sequence[Total]) -> list[str]:
-    """How each rank weighs its micro-batches, where not all do so in one way."""
-    ways = ["without a weight" if one.equal else "weighed" if one.weight else "none" for one in totals]
-    return ways if {"without a weight", "weighed"} <= {*ways} else []
+def _mixed(special: Sequence[float], name: str, others: Sequence[float], plain: str) -> str:
+    """What each rank has, where some have what is special, and others what is plain."""
+    each = [name if one else plain if other else "none" for one, other in zip(special, others)]
+    return by_rank(each) if {name, plain} <= {*each} else ""
 
 
 class Listener:
@@ -152,13 +143,14 @@ class Ranks:
     """The first rank whose micro-batches have run in the last window; None where they have on all ranks, or on none."""
     loss_scale = 0.0
     """The scale of a GradScaler that all ranks agreed upon at the last window's end."""
+    sums: Sequence[float] = ()
+    """What the ranks' reports had beside the last window's end adds up to."""
 
     def __init__(
         self,
         engine: Engine | None = None,
         settings: Settings | None = None,
         *,
-        steps: int | None = None,
         options: Mapping[str, Any] | None = None,
         manual_reduce: bool = False,
     ) -> None:
@@ -167,7 +159,8 @@ class Ranks:
         self.sharded = self.engine.sharded
         self.settings = settings or Settings(list)
         """What all ranks compare at a window's end."""
-        self._manual = manual_reduce or self.engine.manual_reduce
+        self.manual = manual_reduce or self.engine.manual_reduce
+        """Whether windows are reduced when their sums are finished from now on, as their messages say."""
         self._listener: Callable[[], Listener | None] = lambda: None
         self._closes = self._notified = self._reducing = False
         self._waits = False  # with its reduction for the window's end, whichever backward pass closes it
@@ -181,7 +174,7 @@ class Ranks:
         try:
             self.channel = Channel(self.engine.members, self.engine.group)
             if self.is_distributed:
-                self._check_same(steps, options or {})
+                self._check_same(options or {})
         except BaseException:
             self.engine.remove()
             raise
@@ -193,13 +186,9 @@ class Ranks:
         """Call this listener from now on. It is not kept alive."""
         self._listener = weakref.ref(listener)
 
-    def _listening(self) -> Listener:
-        return self._listener() or _SILENT
-
     def _restart(self) -> None:
         """A micro-batch begins."""
-        if self._sent is not None:  # of one that was never counted
-            self._read()
+        self.read_answers()  # of one that was never counted
         if self._reducing and self._versions is None:
             self.engine.stuck = True
         self._reports: _Reports | None = None  # of all ranks, about the window that closes
@@ -209,31 +198,25 @@ class Ranks:
 
     def reduce_manually(self) -> None:
         """From now on, reduce windows when their sums are finished."""
-        self._manual = True
+        self.manual = True
 
     @property
     def manual_reduce(self) -> bool:
         """Whether the open window is reduced when its sum is finished, rather than in its last backward pass."""
         # A backward pass reduces in a unit that is known before.
-        return self._manual or (self.unit is None and not self.sharded)
+        return self.manual or (self.unit is None and not self.sharded)
 
     @property
     def waits(self) -> bool:
         """Whether no backward pass reduces the open window, as in the first one and in that of a checkpoint."""
         return self.manual_reduce or self._waits
 
-    def _check_same(self, steps: int | None, options: Mapping[str, Any]) -> None:
-        texts = {name: repr(value) for name, value in options.items()}
-        messages = self.channel.exchange(Kind.START, steps or 0, zlib.crc32(repr(texts).encode()))
-        lengths = [int(numbers[1]) for numbers in messages]
-        if len({*lengths}) > 1:
-            raise ValueError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
-        if len({numbers[2] for numbers in messages}) > 1:
-            everybody = self.channel.gather(texts)
-            for name in dict.fromkeys(name for theirs in everybody for name in theirs):
-                values = [theirs.get(name, "none") for theirs in everybody]
-                if len({*values}) > 1:
-                    raise ValueError(f"`{name}` must be the same on every rank. Received: {by_rank(values)}.")
+    def _check_same(self, options: Mapping[str, Any]) -> None:
+        everybody = self.channel.gather({name: repr(value) for name, value in options.items()})
+        for name in dict.fromkeys(name for theirs in everybody for name in theirs):
+            values = [theirs.get(name, "none") for theirs in everybody]
+            if len({*values}) > 1:
+                raise ValueError(f"`{name}` must be the same on every rank. Received: {by_rank(values)}.")
 
     # Passes.
 
@@ -246,7 +229,7 @@ class Ranks:
     def agree_on_last(self, last: bool) -> None:
         """A micro-batch of `batches()` begins, this rank's `last` one perhaps. A WindowError where that can't be."""
         if self.sharded:
-            lasts = [bool(numbers[1]) for numbers in self._exchange(Kind.MICRO_BATCH, last)]
+            lasts = [bool(numbers[1]) for numbers in self.exchange(Kind.MICRO_BATCH, last)]
             if len({*lasts}) > 1:
                 raise WindowError(
                     "A sharded model needs the same number of batches on every rank. Whether this batch is the last: "
@@ -258,16 +241,16 @@ class Ranks:
         """A forward pass starts whose backward pass may reduce."""
         if self._closes and not self._adopted:
             self._adopted = True
-            self._listening().forward_starts(self.loss_scale)
+            (self._listener() or _SILENT).forward_starts(self.loss_scale)
 
     def pass_begins(self, gradient: Any = None) -> None:
         """A backward pass that may reduce has come to an output of a model, and to none of its parameters."""
         after_backward(self.pass_over)
-        self._listening().pass_begins()
+        (self._listener() or _SILENT).pass_begins()
 
     def backward_starts(self) -> None:
         """A backward pass starts that reduces, or any of a sharded model."""
-        listener, engine = self._listening(), self.engine
+        listener, engine = self._listener() or _SILENT, self.engine
         listener.backward_starts()
         if self.sharded and self.unit is None and (unit := engine.meet("unit", listener.own_unit())):
             self.unit = self.reduced_unit = unit
@@ -282,8 +265,8 @@ class Ranks:
             self._send(self._report(Kind.WINDOW, self._share))
             engine.hold(False)  # more forward passes of this micro-batch do not belong to it
 
-    def first_bucket(self) -> None:
-        """DDP is about to reduce: a rank that won't come is missed now, before anybody waits for it there."""
+    def read_answers(self) -> None:
+        """Those to the message that was sent: where DDP is about to reduce, a rank that won't come is missed now."""
         if self._sent is not None:
             self._read()
 
@@ -291,14 +274,14 @@ class Ranks:
         """A backward pass is over, in which a model has reduced, perhaps."""
         if self._reducing and self._versions is None:
             self._versions = self._current_versions()
-            self._listening().reduced()
+            (self._listener() or _SILENT).reduced()
 
     def early_over(self) -> None:
         """A backward pass is over in which DDP has reduced an open window, as `discard` came behind a forward pass.
 
         Part of the sum is the ranks' mean by now, if all of them did so, and its mean over the ranks is itself.
         """
-        self._listening().reduced()
+        (self._listener() or _SILENT).reduced()
 
     def check_finished(self, whose: str) -> None:
         """Raise a WindowError, on all ranks, where DDP's reduction has not come to its end."""
@@ -315,10 +298,6 @@ class Ranks:
         trained = () if self.sharded else self.engine.trained()
         return [(0, -1) if (gradient := p.grad) is None else (id(gradient), gradient._version) for p in trained]
 
-    def exchange_passes(self, *numbers: float) -> list[list[float]]:
-        """What the ranks of a sharded model tell each other before a pass, or a collective of it."""
-        return self._exchange(Kind.FORWARD, *numbers)
-
     # The window's sum.
 
     @property
@@ -326,32 +305,35 @@ class Ranks:
         """Whether a backward pass has reduced the open window's sum."""
         return self._versions is not None
 
-    def total(self, mine: Total, rescale: Callable[[float, float, bool], None] | None = None) -> Total:
+    def total(
+        self, mine: Total, rescale: Callable[[float, float, bool], None] | None = None, sums: Sequence[float] = ()
+    ) -> Total:
         """Bring `p.grad` to its mean over the ranks, at the window's end. Returns what the window weighs on all.
+
+        Where no backward pass has reduced it, `sums` go along, to be added up in `self.sums`.
 
         `rescale` brings this rank's sum to the unit and the GradScaler's scale that it is called with, if no backward
         pass has reduced it; or, if ranks have sums by name, those to one, which all of them meet to do.
         """
         self._check_unchanged(mine)
         if self._sent is None and self._reports is None:
-            self._send(self._report(Kind.FINISHED, mine))
-        if self._sent is not None:
-            self._read()
+            self._send(self._report(Kind.FINISHED, mine), sums)
+        self.read_answers()
         reports, self.reduced_unit, late = self._reports, self.unit or 1.0, self.sharded and self.reduced
         assert reports is not None
-        if {"by name", "one loss"} <= {*reports.by_name}:
+        if reports.forms:
             self._restart()
             raise WindowError(
                 "Some ranks have losses by name, backward({name: (loss, weight)}), and others a single loss: "
-                f"{by_rank(reports.by_name)}. Nothing was updated. Use the same names on every rank."
+                f"{reports.forms}. Nothing was updated. Use the same names on every rank."
             )
-        if not self.reduced:
-            mine = mine._replace(scale=self._reduce(reports, rescale))
+        scale = mine.scale if self.reduced else self._reduce(reports, rescale)
         if not reports.known:
+            mine = mine._replace(scale=scale)
             reports, late = self._meet(self._report(Kind.TOTAL, mine)), True
         self._restart()
         self._finish(reports)
-        if reports.differ("settings"):
+        if not reports.same_settings:
             self.settings.settle(self.channel)
         total = reports.total
         if total.scale < 0 and not total.overflow and (reports.partly_idle or reports.scales):
@@ -396,20 +378,20 @@ class Ranks:
 
     def _finish(self, reports: _Reports) -> None:
         """The window is reduced: the engine begins anew. Raises where the ranks' sums can't be put together."""
-        if reports.differ("passes"):
+        if not reports.same_passes:
             self.engine.settle()
             raise WindowError(DIFFERENT_PASSES)
         if reports.fills:
             self.drop_common(self.engine.unused())
         self.buffers_from = reports.source if reports.partly_idle else None
         self.engine.settle(reports.source)
-        self._waits, self._all_last, self._manual = False, reports.last, self._manual or reports.manual
+        self._waits, self._all_last, self.manual = False, reports.last, self.manual or reports.manual
         self.loss_scale = reports.loss_scale or self.loss_scale
         self.unit = reports.total.largest or self.unit
         if reports.ways:
             raise WindowError(
                 "Some ranks weigh their micro-batches, by batches() or backward(loss, weight=...), and others don't: "
-                f"{by_rank(reports.ways)}. Nothing was updated. Weigh them in the same way on every rank."
+                f"{reports.ways}. Nothing was updated. Weigh them in the same way on every rank."
             )
 
     def drop_common(self, unused: list[int]) -> None:
@@ -430,13 +412,13 @@ class Ranks:
 
     # Numbers of all ranks. All ranks take part.
 
-    def sum_number(self, number: float) -> float:
-        """A number's sum over the ranks."""
-        return sum(self._numbers(number))
+    def numbers(self, mine: float) -> list[float]:
+        """Every rank's number."""
+        return [numbers[1] for numbers in self.exchange(Kind.NUMBER, mine)]
 
     def sum_in_advance(self, *numbers: float) -> list[float]:
         """Sums over the ranks, and a look at their settings: where an update begins before `total`."""
-        messages = self._exchange(Kind.NUMBER, self.settings.number(), *numbers)
+        messages = self.exchange(Kind.NUMBER, self.settings.number(), *numbers)
         if len({message[1] for message in messages}) > 1:
             self.settings.settle(self.channel)
         return [sum(column) for column in zip(*messages)][2:]
@@ -444,20 +426,13 @@ class Ranks:
     def sum_by_name(self, mine: Mapping[Any, float]) -> dict[Any, float]:
         """Numbers summed over the ranks, each by its name; some ranks may lack some names."""
         names = list(mine)
-        messages = self._exchange(Kind.NUMBER, zlib.crc32(repr(names).encode()), *mine.values())
+        messages = self.exchange(Kind.NUMBER, zlib.crc32(repr(names).encode()), *mine.values())
         if len({numbers[1] for numbers in messages}) == 1:
             return {name: sum(numbers[2 + i] for numbers in messages) for i, name in enumerate(names)}
         everybody = self.channel.gather(dict(mine))
         return {
             n: sum(one.get(n, 0.0) for one in everybody) for n in dict.fromkeys(n for one in everybody for n in one)
         }
-
-    def most_passes(self, passes: int) -> int:
-        """The largest number of passes that any rank of a sharded model has in this window."""
-        return int(max(self._numbers(passes)))
-
-    def _numbers(self, number: float) -> list[float]:
-        return [numbers[1] for numbers in self._exchange(Kind.NUMBER, number)]
 
     # Epochs.
 
@@ -513,21 +488,25 @@ class Ranks:
         fills = idle or (kind is not Kind.WINDOW and bool(self.engine.unused()))
         settings = self.settings.number() if known else 0.0
         steps = 0 if idle else self._steps
-        return _Report(kind, steps, last, known, self._manual, fills, self.engine.passes, settings, total or Total(0.0))
+        return _Report(kind, steps, last, known, self.manual, fills, self.engine.passes, settings, total or Total(0.0))
 
     def _meet(self, report: _Report) -> _Reports:
         """Send a message, and wait for every rank's."""
         self._send(report)
         return self._read()
 
-    def _send(self, report: _Report) -> None:
+    def _send(self, report: _Report, sums: Sequence[float] = ()) -> None:
         self._check_left()
-        self._sent = report.kind, self.channel.send(*report.numbers())
+        self._sent = report.kind, self.channel.send(*report.numbers(), *sums)
 
     def _read(self) -> _Reports:
         """Wait for every rank's answer to the message that was sent; what they say about a window's end is kept."""
         (kind, sent), self._sent = self._sent, None
-        rows = self.channel.receive(sent)
+        messages = self.channel.receive(sent)
+        rows = [numbers[:_NUMBERS] for numbers in messages]
+        if len(sent) > _NUMBERS:
+            beside = [numbers[_NUMBERS:] for numbers in messages]
+            self.sums = [*map(sum, itertools.zip_longest(*beside, fillvalue=0.0))]
         if self._before is not None and rows == self._before.rows:
             self._reports = self._before
             return self._before
@@ -537,14 +516,14 @@ class Ranks:
         closing = Kind.WINDOW, Kind.FINISHED, Kind.IDLE
         self._check_kinds(kinds, *(closing if kind in closing else (kind,)))
         reports = _Reports(rows)
-        lengths = [int(report.steps) for report in reports.each]
+        lengths = [*map(int, reports.steps)]
         if len({*lengths} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
         if kind in closing and {*kinds} & {Kind.WINDOW, Kind.FINISHED}:
             self._reports = self._before = reports
         return reports
 
-    def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
+    def exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
         """Numbers of all ranks, behind one that says what they are about."""
         self._check_left()
         messages = self.channel.exchange(kind, *numbers)

@@ -94,11 +94,12 @@ class BatchLosses(LossAccumulator):
         rows: float = 0.0,
         unit: Weight | None = None,
         multiples: bool = False,
+        weight: float | None = None,
     ) -> None:
         self.objective, self.named, self._batch_rows = objective, named, batch.rows
         self._summed = objective.renew(batch)
         self._counted, self._by_forward, self._rows = counted, named and total is None, rows or float(batch.rows)
-        self._given_unit, self._multiples = unit, multiples
+        self._given_unit, self._multiples, self._weight = unit, multiples, weight  # of this rank's rows in all
         self.adds = objective.reduction == "sum" or self._summed
         if not named:
             one: Weight | None = one_weight(objective.total(batch) if total is None else total)
@@ -214,8 +215,8 @@ class BatchLosses(LossAccumulator):
 
     def unit_and_weight(self) -> tuple[float, float] | None:
         """The factor that makes the ranks' sums add up, and what this rank's sum weighs then; None: they do already."""
-        if self.divisor is None:
-            return None
+        if self.divisor is None:  # no forward pass has told a weight
+            return None if self._weight is None else (float(self._total), self._weight)
         unit = 1.0 if self._unit is None else float(self._unit)
         return unit, float(self.divisor) * unit
 

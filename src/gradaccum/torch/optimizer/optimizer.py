@@ -132,16 +132,14 @@ class Optimizer(OptimizerProxy):
             arguments["accumulate_dtype"] = torch.float32  # sums overflow easily
         self._hold(inner)
         leave_uncompiled()
-        options = {**arguments, "sync": self._sync}
+        options = {"steps": schedule.constant, **arguments, "sync": self._sync}
         manual_reduce = arguments["nonfinite"] == "skip_micro_batch"
         if manual_reduce and isinstance(inner, torch.optim.SparseAdam):
             raise ValueError(
                 'nonfinite="skip_micro_batch" adds gradients up in dense tensors, which SparseAdam doesn\'t take. Use '
                 'nonfinite="skip_window".'
             )
-        ranks = detect_ranks(
-            self._model, [inner], steps=schedule.constant, manual_reduce=manual_reduce, options=options
-        )
+        ranks = detect_ranks(self._model, [inner], manual_reduce=manual_reduce, options=options)
         check_closures([inner] if needs_closure(inner) else [], ranks)
         noise = noise_meter(arguments.pop("noise_scale"), self._model)
         current = GradientWindow(functools.partial(parameters_of, inner), ranks, noise, arguments)

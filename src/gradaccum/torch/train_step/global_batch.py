@@ -45,9 +45,6 @@ class GlobalBatch(Listener):
         self.ranks = ranks
         self._sums, self._in_blocks = sums, in_blocks
         self._window: BatchLosses | None = None
-        self._mine: float | None = None
-        """What this rank's rows weigh, where its sum is a multiple of `_unit` and that was known beforehand."""
-        self._unit = 1.0
         ranks.attach(self)
         self._met = False  # whether the ranks have told each other what kind of loss they have
 
@@ -74,17 +71,16 @@ class GlobalBatch(Listener):
         return self._window
 
     def _of_one_loss(self, objective: Objective, batch: Batch, mine: float | None) -> BatchLosses:
-        ranks, self._mine = self.ranks, None
+        ranks = self.ranks
+        if mine is not None and ranks.unit is not None and not ranks.sharded:
+            return BatchLosses(objective, batch, ranks.unit, weight=mine)
         # What a sharded model adds up over the ranks on the way has one unit from the start.
         unit = (1.0 if self._in_blocks else None) if ranks.unit is None else ranks.unit
-        if mine is None or ranks.sharded or ranks.unit is None:
-            total = None if mine is None else ranks.sum_number(mine)
-            if total and not ranks.sharded:
-                # Where passes span the ranks, as with SyncBatchNorm, all of them need one unit from the start.
-                ranks.unit = total / ranks.size
-            return BatchLosses(objective, batch, total, unit=unit if ranks.sharded else None, multiples=ranks.sharded)
-        self._mine, self._unit = mine, ranks.unit
-        return BatchLosses(objective, batch, self._unit)
+        total = None if mine is None else sum(ranks.numbers(mine))
+        if total and not ranks.sharded:
+            # Where passes span the ranks, as with SyncBatchNorm, all of them need one unit from the start.
+            ranks.unit = total / ranks.size
+        return BatchLosses(objective, batch, total, unit=unit if ranks.sharded else None, multiples=ranks.sharded)
 
     def own_unit(self) -> float:
         return 1.0 if self._window is None else self._window.own_unit()
@@ -118,25 +114,28 @@ class GlobalBatch(Listener):
         """Over all ranks' rows: the loss; whether anything weighs; several losses; what gradients are divided by."""
         if not self.ranks.is_distributed:
             return *window.finished(), window.divisor
-        known = window.unit_and_weight() or (None if self._mine is None else (self._unit, self._mine))
-        unit, weight = (1.0, 0.0) if known is None else known
+        known = window.unit_and_weight()
+        unit, weight = known or (1.0, 0.0)
         # A few numbers go with the ranks' message; on a device they are added up there, and nobody waits for them.
-        losses = window.sum.double() * unit
-        ride = losses.reshape(-1).tolist() if losses.is_cpu else []
-        mine = Total(weight, given=known is not None, largest=weight, idle=not window.ran, sums=tuple(ride))
+        losses = window.sum
+        ride = [unit * loss for loss in losses.reshape(-1).tolist()] if losses.is_cpu else []
+        mine = Total(weight, given=known is not None, largest=weight, idle=not window.ran)
 
         def rescale(of_all: float, *_: float) -> None:
             if unit != of_all:
                 self._sums.scale_(unit / of_all)
 
-        total = self.ranks.total(mine, rescale if known is not None and not self.ranks.sharded else None)
+        total = self.ranks.total(mine, rescale if known is not None and not self.ranks.sharded else None, ride)
         if (source := self.ranks.buffers_from) is not None:
             broadcast, gives = functools.partial(self.ranks.channel.broadcast, source=source), self.ranks.rank == source
             take_over(state.buffers(), state.device, broadcast, gives=gives, takes=not window.ran)
-        sums = losses.new_tensor(total.sums[: len(ride)]).view_as(losses) if ride else self.ranks.engine.sum(losses)
-        sums, divisor, weighs = self._finished(
-            window, sums, self.ranks.reduced_unit, total.weight if total.given else None
-        )
+        if ride:
+            sums = torch.tensor(self.ranks.sums[: len(ride)], dtype=torch.float64).view_as(losses)
+        else:
+            sums = self.ranks.engine.sum(losses.double() * unit)
+        weight_of_all = total.weight if total.given else None
+        sums, divisor, weighs = self._finished(window, sums, self.ranks.reduced_unit, weight_of_all)
+        sums = sums.to(losses.dtype)
         loss = sums.sum()
         return loss if weighs else torch.full_like(loss, float("nan")), weighs, window.each(sums), divisor
 
@@ -148,7 +147,7 @@ class GlobalBatch(Listener):
         if weight is not None:
             weighs, divisor = weight > 0, weight / unit / self.ranks.size
             sums = sums / weight if weighs else sums
-        return sums.to(window.sum.dtype), divisor, weighs
+        return sums, divisor, weighs
 
     def of_all_ranks(self, window: BatchLosses) -> InAdvance | BatchLosses:
         """The window, as those see it who use gradients of blocks before all of them are reduced."""
@@ -166,15 +165,16 @@ class InAdvance:
 
     def check(self) -> None:
         self._window.check()
-        self._ranks.engine.end()  # the forward passes
+        self._ranks.engine.meet("")  # the forward passes are over
         known = self._window.unit_and_weight()
-        factor, weight = (1.0, 0.0) if known is None else known
+        factor, weight = known or (1.0, 0.0)
         given, total = self._ranks.sum_in_advance(known is not None, weight)
-        sums = self._ranks.engine.sum(self._window.sum.double() * factor)
+        losses = self._window.sum
+        sums = self._ranks.engine.sum(losses.double() * factor)
         sums, self.divisor, weighs = self._finished(
             self._window, sums, self._ranks.unit or 1.0, total if given else None
         )
-        self.loss, self.empty = sums.sum(), not weighs
+        self.loss, self.empty = sums.to(losses.dtype).sum(), not weighs
 
 
 def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: Ranks) -> None:
@@ -195,8 +195,7 @@ def find_ranks(model: nn.Module, objective: Objective, update: Update, options: 
     ranks = detect_ranks(
         model,
         update.optimizers,
-        steps=1,
-        manual_reduce=True,
+        whole_batches=True,
         options={
             "reduction": objective.reduction,
             "weight": objective.weight and "given",

@@ -173,7 +173,7 @@ class WindowRunner:
         elif divisor is not None or self._staged:
             total = WindowTotal(self.buffer, divisor, rows=batch.rows, outside=self.state.outside)
             if self.noise is not None:
-                total.rows = round(self.ranks.sum_number(batch.rows))
+                total.rows = round(sum(self.ranks.numbers(batch.rows)))
                 total.scale, total.multiple = self.scale(), 1.0 if window.is_mean else float(total.rows)
             run_stages(self.stages, total)
             finished.grad_norm = total.grad_norm

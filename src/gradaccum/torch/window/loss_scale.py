@@ -142,7 +142,10 @@ class LossScale:
             self._buffer.scale_(self._live / self._scale)
             overflow = self.overflow > 0
             for part in self._buffer.everything():
-                part.masked_fill_(overflow.to(part.device), 0)
+                if not part.is_sparse:
+                    part.masked_fill_(overflow.to(part.device), 0)
+                elif overflow:
+                    part.zero_()
         self._scale = self._live.detach().clone()
 
     # Several ranks: their sums can be reduced together only in one scale.

@@ -112,7 +112,8 @@ class Windows:
     def expect_next(self, counts: bool = True) -> None:
         """Say what comes next, one micro-batch ahead: DDP looks at it in the forward pass."""
         if self.ranks.is_distributed:
-            self.ranks.expect(self.closes_next, self.steps, self.one.last, counts)
+            steps = self.steps
+            self.ranks.expect(steps == 1 or self.window.closes_next, steps, self.one.last, counts)
 
     # Micro-batches.
 
@@ -386,7 +387,7 @@ class Windows:
         if self.noise_schedule is not None and self.noise_schedule._due():
             assert current.noise is not None
             scale = current.noise.estimate()
-            votes = self.ranks.sum_number(self.noise_schedule._vote(scale))  # each rank measures for itself
+            votes = sum(self.ranks.numbers(self.noise_schedule._vote(scale)))  # each rank measures for itself
             self.noise_schedule._move(scale, int(2 * votes / self.ranks.size))
         return True
 
