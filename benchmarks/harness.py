@@ -114,12 +114,12 @@ def ratios(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
     about: str = "",
-    warm_up: int = 1,
+    warm_up: int = WARM_UP,
 ) -> dict[str, Ratio]:
     """Median over rounds of each contender's time over the rival's, all of them timed in every round.
 
-    Windows 1, 2, 4, 8, ... are watched and proven, so a benchmark of ordinary windows has `WARM_UP` of them behind it
-    before the first round, and reports proofs apart.
+    Windows 1, 2, 4, 8, ... are watched and proven, so `WARM_UP` of them come before the first round, and `looks` times
+    those that look apart.
 
     Args:
         contenders: Functions that do the same work. Or what builds them, anew for every third round: of small networks,
@@ -129,7 +129,7 @@ def ratios(
         clock: What times them: `time.process_time` counts what all threads of this process have computed, for what
             waits for nothing.
         about: What it is that they do, for the record.
-        warm_up: How often each is called before it is timed: `WARM_UP` where a call makes one window.
+        warm_up: How often each is called before it is timed. Fewer where a call makes several windows or none.
     """
     shuffle, times = random.Random(0), defaultdict[str, list[float]](list)
     built: Contenders = {}
@@ -146,6 +146,29 @@ def ratios(
         for name in built
     }
     return recorded(found, rival, rounds, about)
+
+
+def looks(window: Callable[[], object], last: int = 64, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """The last three windows that are watched or proven, over the median of the ordinary ones from their first on.
+
+    Args:
+        window: Makes a window of a training that begins here.
+        last: The last of them, a power of two: 64 for windows 16, 32 and 64.
+        clock: What times them.
+    """
+    times = dict(enumerate((seconds(window, clock) for _ in range(last)), 1))
+    ordinary = statistics.median(times[number] for number in range(last // 4, last) if number & (number - 1))
+    return [times[number] / ordinary for number in (last // 4, last // 2, last)]
+
+
+def first_call(make: Callable[[], Callable[[], object]], rounds: int) -> Ratio:
+    """What a new function's first call takes, which is proven, over the median of the next four."""
+    found = []
+    for _ in range(rounds):
+        function = make()
+        first, *others = [seconds(function) for _ in range(5)]
+        found.append(first / statistics.median(others))
+    return ratio_of(found)
 
 
 def ratio_of(values: Sequence[float]) -> Ratio:
@@ -299,14 +322,15 @@ def publish(
         "seconds": round(time.perf_counter() - _STARTED, 1),
         "ours": list(ours),
         "measured": list(_MEASURED),
+        "blocks": {target: text.rstrip("\n") + "\n" for target, text in (blocks or {}).items()},
     }
     print(section_of(record))
     write_json(options, place, record)
     if options.write:
         keep(PAGE, place, section_of(record))
-        for target, text in (blocks or {}).items() if options.device == "cpu" else ():
+        for target, text in record["blocks"].items() if options.device == "cpu" else ():
             page, _, block = target.partition("#")
-            keep(ROOT / page, block, text.rstrip("\n") + "\n")
+            keep(ROOT / page, block, text)
 
 
 def packages(names: Sequence[str]) -> str:

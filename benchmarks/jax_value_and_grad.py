@@ -139,7 +139,8 @@ def main() -> None:
         times = ratios({name: run for name, (run, _) in runners.items()}, "by hand", rounds, about=f"an update, {kind}")
         compiling = {name: functools.partial(compile_anew, name, kind) for name in CONTENDERS}
         rounds = 1 if options.quick else 5
-        compile_times = ratios(compiling, "by hand", rounds, time.process_time, about=f"compiling, {kind}")
+        about = f"compiling, {kind}"
+        compile_times = ratios(compiling, "by hand", rounds, time.process_time, about, warm_up=1)
         memory = {name: taken / runners["by hand"][1] for name, (_, taken) in runners.items()}
         rows.append([kind, "time", *(times[name] for name in CONTENDERS)])
         rows.append([kind, "temporaries", *(memory[name] for name in CONTENDERS)])

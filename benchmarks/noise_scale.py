@@ -10,9 +10,20 @@ from examples.demo.progress import Progress
 from torch import nn
 
 import gradaccum.torch
-from benchmarks.harness import arguments, keep_freed_memory, publish, ratios, table
+from benchmarks.harness import (
+    WARM_UP,
+    arguments,
+    keep_freed_memory,
+    looks,
+    publish,
+    ratio_of,
+    ratios,
+    recorded,
+    table,
+)
 from gradaccum.on_torch.noise import NoiseChoice
 
+STEPS = 4
 loss_function = nn.CrossEntropyLoss()
 
 
@@ -44,7 +55,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 def by_optimizer(make: Callable[[], nn.Module], batches: list, noise_scale: bool) -> Callable[[], None]:
     model = make()
     inner = torch.optim.Adam(model.parameters(), lr=1e-4)
-    optimizer = gradaccum.torch.optim.Optimizer(inner, 4, noise_scale=noise_scale)
+    optimizer = gradaccum.torch.optim.Optimizer(inner, STEPS, noise_scale=noise_scale)
 
     def epoch() -> None:
         for x, y in optimizer.batches(batches):
@@ -66,8 +77,8 @@ def by_train_step(make: Callable[[], nn.Module], batches: list, noise_scale: Noi
         verify=False,
     )
     joined = [
-        tuple(torch.cat(parts) for parts in zip(*batches[start : start + 4], strict=True))
-        for start in range(0, len(batches), 4)
+        tuple(torch.cat(parts) for parts in zip(*batches[start : start + STEPS], strict=True))
+        for start in range(0, len(batches), STEPS)
     ]
 
     def epoch() -> None:
@@ -125,24 +136,34 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     rounds, count = (5, 8) if options.quick else (21, 16)
-    rows = []
+    warm_up = WARM_UP * STEPS // count
+    rows, watched = [], dict[str, list[float]]()
     for name, (make, shape, size) in NETWORKS.items():
         batches = [(torch.randn(size, *shape), torch.randint(10, (size,))) for _ in range(count)]
         line: list[object] = [name]
         for way in (by_optimizer, by_train_step):
             both = {"without": way(make, batches, False), "with": way(make, batches, True)}
             about = f"{name}, {way.__name__.removeprefix('by_')}"
-            line.append(ratios(both, "without", rounds, about=about)["with"])
+            line.append(ratios(both, "without", rounds, about=about, warm_up=warm_up)["with"])
         rows.append(line)
+        for noise_scale in (True, False):
+            for _ in range(rounds // 5):
+                found = looks(by_optimizer(make, batches[:STEPS], noise_scale))
+                watched.setdefault("with" if noise_scale else "without", []).extend(found)
     make, shape, size = NETWORKS["2 transformer layers, 16 rows of 32"]
     batches = [(torch.randn(size, *shape), torch.randint(10, (size,))) for _ in range(count)]
     both = {"without": by_train_step(make, batches, False), "layer_norm": by_train_step(make, batches, "layer_norm")}
-    by_layers = ratios(both, "without", rounds, about="by normalization layers")["layer_norm"]
+    about = "by normalization layers"
+    by_layers = ratios(both, "without", rounds, about=about, warm_up=warm_up)["layer_norm"]
+    looking = {which: ratio_of(times) for which, times in watched.items()}
+    recorded(looking, "an ordinary window", rounds // 5, "watched")
     name, estimators = compared(options.quick)
     wrapped, stepped = (f"{min(column):.2f} to {max(column):.2f}" for column in list(zip(*rows, strict=True))[1:])
     overhead = f"{wrapped} for a wrapped optimizer, and {stepped} for `TrainStep`"
-    body = f"""Time with `noise_scale=True` relative to the time without, on four networks, in windows of 4
+    body = f"""Time with `noise_scale=True` relative to the time without, on four networks, in windows of {STEPS}
 micro-batches with Adam (one thread, median of {rounds} rounds): {overhead}.
+Watched windows (1, 2, 4, 8, ...) of a wrapped optimizer take {looking["with"]} ordinary ones, and
+{looking["without"]} without `noise_scale`; `TrainStep` has `verify=False`.
 
 `noise_scale="layer_norm"` takes {by_layers} of the time without, with the two transformer layers. The two estimates,
 with their 95 % intervals, in one training (two transformer layers of width 64 on {name}, 128 rows in micro-batches of

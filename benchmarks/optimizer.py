@@ -17,6 +17,7 @@ from benchmarks.harness import (
     arguments,
     in_fresh_process,
     keep_freed_memory,
+    looks,
     publish,
     ratio_of,
     ratios,
@@ -31,11 +32,6 @@ NETWORKS = {
     ),
     "32-64-10": lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)),
 }
-DEEP = {
-    f"{2 * layers} parameters": lambda layers=layers: nn.Sequential(*[nn.Linear(16, 16) for _ in range(layers)])
-    for layers in (5, 500)
-}
-"""Small layers, whose numbers of parameters tell what grows with them."""
 loss_function = nn.CrossEntropyLoss()
 CLOCK = time.process_time
 """One thread computes; what else a shared machine does in the meantime doesn't count."""
@@ -205,23 +201,16 @@ def long_windows(rounds: int) -> float:
     return found["windows of 256"]
 
 
-def watched(networks: dict[str, Callable[[], nn.Module]], rounds: int) -> dict[str, Ratio]:
-    """Windows 16, 32 and 64, which are watched or proven, over the median of those between them."""
+def watched(rounds: int) -> dict[str, Ratio]:
+    """What windows that are watched or proven take, over an ordinary one."""
     batches = {name: [(torch.randn(16, make()[0].in_features), torch.randint(10, (16,))) for _ in range(STEPS)]
-               for name, make in networks.items()}  # fmt: skip
-    ways = {
-        "wrapped": wrapped,
-        "`batches()`": lambda *arguments: wrapped(*arguments, "batches"),
-        "TrainStep": split,
-    }
+               for name, make in NETWORKS.items()}  # fmt: skip
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
-        for name, make in networks.items():
-            for way, contender in ways.items():
-                window = contender(make, batches[name], STEPS)
-                times = [seconds(window, CLOCK) for _ in range(64)]
-                ordinary = statistics.median(times[16:31] + times[32:63])
-                found.setdefault(f"{way}, {name}", []).extend(times[n - 1] / ordinary for n in (16, 32, 64))
+        for name, make in NETWORKS.items():
+            for way, contender in {"wrapped": wrapped, "TrainStep": split}.items():
+                times = looks(contender(make, batches[name], STEPS), clock=CLOCK)
+                found.setdefault(f"{way}, {name}", []).extend(times)
     return recorded({what: ratio_of(times) for what, times in found.items()}, "an ordinary window", rounds, "watched")
 
 
@@ -272,20 +261,16 @@ def main() -> None:
     rounds, count = 3 if options.quick else 21, STEPS * WINDOWS
     imported = statistics.median(float(in_fresh_process(IMPORT)) for _ in range(3 if options.quick else 9)) * 1e3
     per_network = per_micro_batch(rounds, count)
-    _, looking, skipping = only_finite(rounds, count).values()
+    _, testing, skipping = only_finite(rounds, count).values()
     _, clipping = with_clipping(rounds, count).values()
-    looks, deep = (
-        ", ".join(f"{ratio:.1f} ({what})" for what, ratio in watched(networks, rounds).items())
-        for networks in (NETWORKS, DEEP)
-    )
+    looking = ", ".join(f"{ratio:.1f} ({what})" for what, ratio in watched(rounds).items())
     body = f"""Time per micro-batch of 16 rows in windows of 4 with SGD, relative to the loop written by hand (one
 thread, median of {rounds} rounds, windows 129 to 224). TrainStep is compared with a loop that splits the same batches.
 
 {per_network}
 
-- Windows 1, 2, 4, 8, ... are watched or proven, and take {looks} ordinary ones;
-  of networks of small layers, {deep}.
-- With `nonfinite="skip_window"`, {skipping} on the first network; a loop by hand that tests the norm takes {looking}.
+- Windows 1, 2, 4, 8, ... are watched or proven, and take {looking} ordinary ones.
+- With `nonfinite="skip_window"`, {skipping} on the first network; a loop by hand that tests the norm takes {testing}.
 - With `clip_grad_norm=`, {clipping} of a loop by hand that clips.
 - In windows of 256, {long_windows(rounds):.2f} of the time per micro-batch in windows of 4.
 - An open `step()` with `zero_grad()` takes {open_step(rounds, 4):.1f} microseconds with 1000 parameters; in the watched

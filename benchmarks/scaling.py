@@ -1,5 +1,6 @@
 """The model of docs/scaling.md against two ranks (gloo, on this machine): updates of DDP with windows of any length."""
 
+import contextlib
 import functools
 import random
 import statistics
@@ -11,13 +12,22 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.distributed import RANKS, Contender, network
-from benchmarks.harness import arguments, on_ranks, publish, table
+from benchmarks.harness import WARM_UP, arguments, on_ranks, publish, table
 from benchmarks.scaling_model import Link, Scaling
 
 STEPS, ROWS = (1, 2, 4, 8, 16), 64
 
 
-def measured(rank: int, rounds: int) -> tuple[dict[str, list[float]], int]:
+def train_window(contender: Contender, batches: list[tuple[torch.Tensor, torch.Tensor]], every: bool = False) -> None:
+    """A window by hand, which is reduced at its end or in every micro-batch."""
+    for number, (x, y) in enumerate(batches, 1):
+        with contextlib.nullcontext() if every or number == len(batches) else contender.model.no_sync():
+            (nn.functional.cross_entropy(contender.model(x), y) / len(batches)).backward()
+    contender.optimizer.step()
+    contender.optimizer.zero_grad()
+
+
+def measured(rank: int, rounds: int, warm_up: int) -> tuple[dict[str, list[float]], int]:
     """Seconds of each part, and of each window in both ways, one after the other in each round; the gradients' bytes.
 
     A round's order changes: what a process has just done shows in what it does next.
@@ -40,16 +50,16 @@ def measured(rank: int, rounds: int) -> tuple[dict[str, list[float]], int]:
     }
     for steps in STEPS:
         batches = [(x, y)] * steps
-        parts[f"window of {steps}"] = functools.partial(Contender().no_sync, batches, steps)
-        parts[f"each of {steps}"] = functools.partial(Contender().every_micro_batch, batches, steps)
+        parts[f"window of {steps}"] = functools.partial(train_window, Contender(), batches)
+        parts[f"each of {steps}"] = functools.partial(train_window, Contender(), batches, every=True)
     found: dict[str, list[float]] = {name: [] for name in parts}
     shuffle = random.Random(0)  # the same on all ranks
-    for round_ in range(rounds + 2):
+    for round_ in range(warm_up + rounds):
         for name in shuffle.sample(list(parts), len(parts)):
             dist.barrier()
             start = time.perf_counter()
             parts[name]()
-            if round_ >= 2:  # DDP makes its buckets anew after the first
+            if round_ >= warm_up:  # DDP makes its buckets anew after the first
                 found[name].append(time.perf_counter() - start)
     return found, gradients.nbytes
 
@@ -66,7 +76,7 @@ def model_of(parts: dict[str, list[float]], gradient_bytes: int) -> Scaling:
 
 def main() -> None:
     options = arguments(__doc__)
-    parts, gradient_bytes = on_ranks(measured, RANKS, 3 if options.quick else 100)
+    parts, gradient_bytes = on_ranks(measured, RANKS, *((3, 2) if options.quick else (100, WARM_UP)))
     job = model_of(parts, gradient_bytes)
     middle = {name: statistics.median(each) for name, each in parts.items()}
     unit = middle["window of 1"]

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.harness import Ratio, arguments, on_ranks, publish, ratio_of, recorded, table
+from benchmarks.harness import WARM_UP, Ratio, arguments, on_ranks, publish, ratio_of, recorded, table
 from gradaccum.core.sizes import Tokens
 from gradaccum.torch import TrainStep
 from gradaccum.torch.distributed.fsdp import Shards
 
-RANKS, ROWS, COLUMNS, MAX_TOKENS = 2, 64, 96, 384
+RANKS, ROWS, COLUMNS, MAX_TOKENS = 2, 32, 96, 384
 
 
 class Model(nn.Module):
@@ -71,14 +72,14 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, kept)
 
 
-def step_of(**keywords: Any) -> TrainStep:
+def step_of(*, verify: bool = False, **keywords: Any) -> TrainStep:
     model = Model()
     return TrainStep(
         model,
         torch.optim.SGD(model.parameters(), lr=1e-3),
         compute_loss=lambda m, batch: m(**batch),
         weight=lambda batch: (batch["labels"] != -100).sum(),
-        verify=False,
+        verify=verify,
         **keywords,
     )
 
@@ -88,8 +89,10 @@ def as_packed(plan: Tokens, count: int, least: int = 1) -> list[Any]:
     return list(plan)
 
 
-def measured(rank: int, rounds: int, windows: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of each contender's rounds, and the part of the passes that ranks idle."""
+def measured(
+    rank: int, rounds: int, windows: int, warm_up: int
+) -> tuple[dict[str, list[float]], dict[str, float], list[float]]:
+    """Seconds of each contender's rounds, the part of the passes that ranks idle, and windows that are proven."""
     lengths = [drawn(window) for window in range(windows)]
     own = [text(window[rank]) for window in lengths]
     even = [text(dealt(window)[rank]) for window in lengths]
@@ -103,7 +106,7 @@ def measured(rank: int, rounds: int, windows: int) -> tuple[dict[str, list[float
     }
     times: dict[str, list[float]] = {name: [] for name in contenders}
     shuffle = random.Random(0)
-    for round_ in range(rounds + 1):
+    for round_ in range(-(-warm_up // windows) + rounds):
         for name in shuffle.sample(list(contenders), len(contenders)):
             step, batches, context = contenders[name]
             dist.barrier()
@@ -112,10 +115,18 @@ def measured(rank: int, rounds: int, windows: int) -> tuple[dict[str, list[float
                 for batch in batches:
                     step(batch)
             dist.barrier()
-            if round_:
+            if round_ * windows >= warm_up:
                 times[name].append(time.perf_counter() - start)
     idle = {name: idling(lengths, name) for name in list(contenders)[2:]}
-    return times, idle
+    proving, taken = step_of(verify=True, micro_batch_size=16), []
+    for number in range(16):
+        dist.barrier()
+        start = time.perf_counter()
+        proving(own[number % windows])
+        dist.barrier()
+        taken.append(time.perf_counter() - start)
+    ordinary = statistics.median(seconds for number, seconds in enumerate(taken, 1) if number & (number - 1))
+    return times, idle, [taken[number - 1] / ordinary for number in (4, 8, 16)]
 
 
 def idling(windows: list[list[list[int]]], name: str) -> float:
@@ -137,8 +148,8 @@ def idling(windows: list[list[list[int]]], name: str) -> float:
 
 def main() -> None:
     options = arguments(__doc__)
-    rounds, windows = (2, 2) if options.quick else (15, 4)
-    times, idle = on_ranks(measured, RANKS, rounds, windows)
+    rounds, windows, warm_up = (2, 2, 2) if options.quick else (15, 4, WARM_UP)
+    times, idle, proven = on_ranks(measured, RANKS, rounds, windows, warm_up)
     lines = []
     for rival, names in (
         ("without its messages", ["TrainStep", "without its messages"]),
@@ -157,6 +168,8 @@ def main() -> None:
         f"{rounds} rounds; idle: tokens that ranks could have computed.\n\n"
     )
     body = about + table(["", "time", "idle"], lines)
+    looks = ratio_of(proven)
+    body += f"\n\nAll with `verify=False`. A window that is proven (1, 2, 4, 8, ...) takes {looks} ordinary ones."
     publish("sharded", "Sharded models", body, ["torch"], options, ours=["TrainStep"])
 
 

@@ -75,7 +75,6 @@ def fixed(rounds: int) -> str:
             "by hand",
             rounds,
             about=f"{total} rows, {size} at a time",
-            warm_up=WARM_UP,
         )
         rows.append([total, size, found["TrainStep"]])
     return table(["rows", "micro-batch", "TrainStep / by hand"], rows)
@@ -183,7 +182,7 @@ def terms(rounds: int) -> str:
             for who, make in (("by hand", several_by_hand), ("TrainStep", several_by_step))
         }
         about = f"two losses, {total} rows, {size} at a time"
-        found = ratios(contenders, "by hand, told", rounds, about=about, warm_up=WARM_UP)
+        found = ratios(contenders, "by hand, told", rounds, about=about)
         counted = found["TrainStep, counted"]
         rows.append([found["TrainStep, told"], counted / found["by hand, counted"], counted])
     told, counting, cost = (f"{min(column):.2f} to {max(column):.2f}" for column in zip(*rows, strict=True))
@@ -204,8 +203,11 @@ def searched(rounds: int, fraction: int) -> str:
         update(), update()
         settled = next(iter(step.state_dict()["sizes"].values()))["settled"]
         sizes = [total >> halvings for halvings in range(9) if total >> halvings]
+        for _ in range(WARM_UP - 3):
+            update()
         contenders = {str(size): by_hand(make, batch, size) for size in sizes} | {"auto": update}
-        found = ratios(contenders, str(total), rounds, about=f"sizes of {total} rows, {name}")
+        about = f"sizes of {total} rows, {name}"
+        found = ratios(contenders, str(total), rounds, about=about, warm_up=1)  # loops by hand prove nothing
         best = min(map(str, sizes), key=lambda size: found[size])
         rows.append(
             [

@@ -84,10 +84,11 @@ def main() -> None:
             "max_tokens": trainer(MicroBatchTrainer, ragged, ROWS, max_tokens=MICRO * LONGEST),
         }
         first = dict.fromkeys(contenders, 0.0)
-        for _ in range(proven - 1):  # `ratios` calls each once more before it times
+        for _ in range(proven - 1):  # `ratios` calls each once more, before it times
             for name, train in contenders.items():
                 first[name] += train()
-        found = ratios(contenders, rival, calls - proven, time.process_time, f"texts of {kind}")
+        about = f"texts of {kind}"
+        found = ratios(contenders, rival, calls - proven, time.process_time, about, warm_up=1)
         rows += [[kind, name, found[name], first[name] / (first[rival] or 1)] for name in contenders]
     head = ["texts", "micro-batches", "time per update", f"updates 1 to {(proven - 1) * UPDATES}"]
     body = f"""Processor time of a Llama of three layers with {ROWS} texts of log-normal lengths per update, on

@@ -74,6 +74,20 @@ def test_the_pages_sections_are_their_records():
             assert not one["quick"], name
 
 
+def test_numbers_on_other_pages_are_those_of_the_records():
+    records = json.loads(harness.RECORDS.read_text(encoding="utf-8"))
+    kept = {place: text for one in records.values() for place, text in one.get("blocks", {}).items()}
+    on_pages = {
+        f"{page.relative_to(ROOT).as_posix()}#{name}": text
+        for page in PAGES if page not in (harness.PAGE, ROOT / "docs" / "peers.md")
+        for name, text in marked(page)
+    }  # fmt: skip
+    assert on_pages == kept
+    assert dict(marked(ROOT / "docs" / "peers.md")) == {"peers": "{body}\n\n{made}\n".format(**records["peers"])}
+    (away,) = re.findall(r"\*\*(\d+) % away\*\*", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert f" {away}% |" in records["demo"]["body"]
+
+
 def test_every_script_is_run_in_turn_and_what_fails_is_named(tmp_path, monkeypatch, capsys):
     """The loop: `python -m benchmarks --out folder`."""
     ran = []

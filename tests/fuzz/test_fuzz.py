@@ -93,6 +93,9 @@ EXACT = {
         epochs=((ONE,), (MicroBatch(weight=0.5),)), way="batches", loss="sum"
     ),
     "unscale_ after a scale that moved without a pass": Scenario(epochs=(NO_PASS,), way="plain", scaler=-1),
+    "gradients by torch.func in a scale that has changed": Scenario(
+        epochs=((ONE, MicroBatch(event="by hand"), ONE),), way="plain", scaler=-1, steps=3
+    ),
     "the loss where unscale_ has divided": Scenario(epochs=((ONE,) * 2,), scaler=3),
     "an overflow in a window that is saved": Scenario(
         epochs=((MicroBatch(event="inf"), SAVED, ONE, ONE),), scaler=1000, steps=3

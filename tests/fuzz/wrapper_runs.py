@@ -218,17 +218,26 @@ class _Wrapped:
                 loss.backward()
 
     def _by_hand(self, one: MicroBatch, x: Tensor, y: Tensor, weight: float | None) -> None:
-        losses = [self.scaler.scale(self._loss(one, x, y, part)) for part in range(self.scenario.losses)]
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        found = dict(zip(trained, torch.autograd.grad(sum(losses), trained, allow_unused=True), strict=True))
+        own = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        model, asked = self.used, [p for _, p in own]
+        if (self.scenario.scaler or self.scenario.seed % 2) and not self.scenario.hook and not self.scenario.engine:
+            # As `torch.func.grad` does: no hook of a parameter sees this pass.
+            asked = [p.detach().requires_grad_() for p in asked]
+            copies = dict(zip((name for name, _ in own), asked, strict=True))
+            model = lambda *args: torch.func.functional_call(self.model, copies, args)  # noqa: E731
+        losses = [self.scaler.scale(self._loss(one, x, y, part, model=model)) for part in range(self.scenario.losses)]
+        gradients = torch.autograd.grad(sum(losses), asked, allow_unused=True)
+        found = {p: gradient for (_, p), gradient in zip(own, gradients, strict=True)}
         for optimizer in self.optimizers:
             own = [p for group in optimizer.param_groups for p in group["params"]]
             by_parameter = {p: found[p] for p in own if found.get(p) is not None}
             optimizer.add_gradients([found.get(p) for p in own] if self.scenario.seed % 2 else by_parameter, weight)
 
-    def _loss(self, one: MicroBatch, x: Tensor, y: Tensor, part: int = 0, backward: bool = False) -> Tensor:
+    def _loss(
+        self, one: MicroBatch, x: Tensor, y: Tensor, part: int = 0, backward: bool = False, model: Any = None
+    ) -> Tensor:
         with problem.autocast(self.scenario):
-            loss = loss_of(self.scenario, self.used, x, y, one.head, part)
+            loss = loss_of(self.scenario, model or self.used, x, y, one.head, part)
         if one.event == "inf" and part == overflows(self.scenario, one):
             loss = loss * float("inf" if self.scenario.seed % 2 else "nan")
         if weights_of_terms(self.scenario, one)[part if self.scenario.way == "names" else 0] == 0:

@@ -330,6 +330,35 @@ def test_a_hook_of_one_module_that_ends_epochs_inside_a_window_is_put_back():
     assert asked == [*range(7)] * 2
 
 
+class Scheduled(Module):
+    """Halves its rate with each update, and ends its first epoch between windows, where the strategy raises."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        halved = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": halved, "interval": "step"}}
+
+    def on_train_batch_start(self, batch, index):
+        return -1 if self.ends and index == 4 else None
+
+
+def test_an_error_as_a_module_ends_an_epoch_between_windows_takes_no_step_from_a_later_scheduler(monkeypatch):
+    module, trainer = Scheduled(), problems.quiet_trainer(callbacks=[GradientAccumulation(1)])
+
+    def raises(batch, index):
+        if module.ends and index == 4:
+            raise OSError("lost")
+
+    monkeypatch.setattr(trainer.strategy, "on_train_batch_start", raises)
+    module.ends = True
+    with pytest.raises(OSError, match="lost"):
+        trainer.fit(module, loader())
+    module.ends = False
+    trainer.fit(module, loader())
+    (scheduler,) = [config.scheduler for config in trainer.lr_scheduler_configs]
+    assert scheduler.last_epoch == 12
+
+
 class Failing(Module):
     """Raises once, in one batch's forward pass or after its backward pass."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import keras
 from keras import ops
@@ -29,8 +29,16 @@ def batch_norms_of(model: Any) -> list[Any]:
     ]
 
 
-def warn(model: Any, named: set[str], stacklevel: int = 2) -> None:
-    """Name the BatchNormalization layers that aren't in `named` yet, which then holds them."""
+def checked_batch_norm(batch_norm: Any) -> None:
+    """Raise a ValueError for what is no `BatchNormOrExact`."""
+    if batch_norm not in (known := get_args(BatchNormOrExact)):
+        raise ValueError(f"`batch_norm` must be one of {known}. Received: batch_norm={batch_norm!r}.")
+
+
+def warn(model: Any, batch_norm: BatchNormOrExact, named: set[str], stacklevel: int = 2) -> None:
+    """For `"warn"`, name the BatchNormalization layers that aren't in `named` yet, which then holds them."""
+    if batch_norm != "warn":
+        return
     advice = (
         'Choose batch_norm="exact" (normalise by the whole batch), "pooled" (move the moving statistics once per '
         'update, by those of the whole batch), "frozen" (normalise by the moving statistics) or "micro" (leave it so), '

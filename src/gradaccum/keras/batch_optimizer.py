@@ -14,7 +14,7 @@ import keras
 from gradaccum.core.window import counted
 from gradaccum.keras.batch_norm import batch_norms_of
 from gradaccum.keras.callbacks import GradientAccumulation
-from gradaccum.keras.optimizer import Added, Counts, Optimizer, StepsRule, where, wrapped_optimizer
+from gradaccum.keras.optimizer import Counts, Optimizer, StepsRule, where, wrapped_optimizer
 from gradaccum.schedule import Schedule, checked_count, steps_for
 
 logger = logging.getLogger("gradaccum")
@@ -33,12 +33,12 @@ class SizesRule(StepsRule):
         self._batches = -(-train_size // maximum_batch_size)
         super().__init__(Schedule(steps_for(desired_batch_size, maximum_batch_size)))
 
-    def add(self, counts: Counts, rows: Any) -> Added:
-        """The window with one more micro-batch, of so many rows; None: not known, so as many as were promised."""
+    def add(self, counts: Counts, rows: Any) -> tuple[Counts, Any, Any]:
+        """The same; rows that are not known are as many as were promised."""
         left, most = counts.rows_left, self.maximum_batch_size
         rows = where(left < most, left, most) if rows is None else rows
         counts = counted(counts, rows, updated=0, unit=1, rows_left=left - rows)
-        return Added(counts, rows, (counts.weight >= self.desired_batch_size) | (counts.rows_left <= 0))
+        return counts, rows, (counts.weight >= self.desired_batch_size) | (counts.rows_left <= 0)
 
     def closed(self, counts: Counts, updated: Any) -> Counts:
         """The counts of the window that follows; in the next epoch, less the rows that were too many in this one."""

@@ -18,7 +18,7 @@ from gradaccum.core.numpy_arrays import ArrayRunner, largest
 from gradaccum.core.proof import Comparison, Outcome, Way
 from gradaccum.core.sizes import even_sizes
 from gradaccum.keras import backends, private
-from gradaccum.keras.backends.base import is_float
+from gradaccum.keras.backends.base import is_float, unpack
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch
 from gradaccum.keras.loss import Measured, as_array, coupled_losses, divisors_of, same_rows, take_rows
 
@@ -56,7 +56,7 @@ class StepRunner(ArrayRunner):
     def __init__(
         self, step: Any, data: Any, rows: int, batch_norm: BatchNorm, tolerance: float | None = None, state: Any = None
     ) -> None:
-        self._step, self._data, self.rows, self._batch_norm, self._state = step, data, rows, batch_norm, state
+        self.step, self.data, self.rows, self.batch_norm, self.state = step, data, rows, batch_norm, state
         self.precision, self.device, self.draws = precision_of(step.model), backends.running().device(), Draws()
         self._tolerance = tolerance
 
@@ -77,17 +77,17 @@ class StepRunner(ArrayRunner):
     def run(self, way: Way | None) -> Outcome:
         rows, sizes = way or (range(self.rows), [self.rows])
         assert list(sizes) == even_sizes(len(rows), max(sizes))
-        trial = self._step.trial(max(sizes), self._batch_norm)
-        found: Outcome = trial.outcome(take_rows(self._data, np.asarray(rows)), self._state)
+        trial = self.step.trial(max(sizes), self.batch_norm)
+        found: Outcome = trial.outcome(take_rows(self.data, np.asarray(rows)), self.state)
         self.draws = trial.draws
         # A moved variable may heed the order of rows, such as the last row's value.
         return found if [*rows] == sorted(rows) else dataclasses.replace(found, buffers=None)
 
     @contextlib.contextmanager
     def moved(self, seed: int, *, far: bool = False) -> Iterator[StepRunner]:
-        weights, *others = self._state or self._step.state()
+        weights, *others = self.state or self.step.state()
         there = copy.copy(self)
-        there._state = (self.moved_values(weights, seed, far=far), *others)
+        there.state = (self.moved_values(weights, seed, far=far), *others)
         yield there
 
     def moved_values(self, values: Sequence[Any], seed: int, *, far: bool) -> list[Any]:
@@ -170,19 +170,19 @@ _HELD: dict[str, Callable[..., Any]] = {
 # What makes the difference.
 
 
-def find_causes(
-    model: Any,
-    state: Sequence[Any],
-    data: tuple[Any, Any, Any],
-    parts: Sequence[np.ndarray],
-    differences: Sequence[Difference],
-    tolerance: float,
-    batch_norm: BatchNorm = "micro",
-) -> list[Cause]:
+def parts_of(way: Way) -> list[np.ndarray]:
+    """The rows of each micro-batch."""
+    return np.split(np.asarray(way[0]), np.cumsum(way[1])[:-1])
+
+
+def find_causes(runner: StepRunner, way: Way, differences: Sequence[Difference]) -> list[Cause]:
     """Why these micro-batches differ from the whole batch: losses, layers, terms of the loss, variables that move."""
+    model, batch_norm, tolerance = runner.step.model, runner.batch_norm, runner.tolerance
+    trained, moving, _, metrics = runner.state or runner.step.state()
+    state, data, parts = (trained, moving, metrics), unpack(runner.data), parts_of(way)
     found: list[Cause] = []
     wrong = [difference for difference in differences if not difference.error <= tolerance]
-    rows = np.arange(sum(map(len, parts)))
+    rows = np.arange(runner.rows)
 
     def run(rows: np.ndarray) -> tuple[dict[int, _LayerCall], Measured]:
         with held(), during_micro_batch(batch_norms_of(model), batch_norm), recorded_calls(model) as calls:

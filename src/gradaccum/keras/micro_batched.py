@@ -9,17 +9,16 @@ model.fit(x, y, batch_size=256)          # each update: 16 micro-batches of 16 r
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import keras
-import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.equivalence import Equivalence
 from gradaccum.core.proof import Comparison, even_ways
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import rows_of
-from gradaccum.keras.batch_norm import BatchNorm, BatchNormOrExact
+from gradaccum.keras.batch_norm import BatchNorm, BatchNormOrExact, checked_batch_norm
 from gradaccum.keras.chunking import chunked
 from gradaccum.keras.equivalence import StepRunner, find_causes
 from gradaccum.keras.train_step import MicroBatchedStep, remove_step
@@ -79,10 +78,7 @@ def micro_batched(
         raise TypeError(f"`model` must be a keras.Model. Received: model={model!r} of type {type(model).__name__}.")
     if micro_batch_size != "auto":
         checked_count(micro_batch_size, "micro_batch_size")
-    if batch_norm not in get_args(BatchNormOrExact):
-        raise ValueError(
-            f"`batch_norm` must be one of {get_args(BatchNormOrExact)}. Received: batch_norm={batch_norm!r}."
-        )
+    checked_batch_norm(batch_norm)
     if type(model).train_step is not keras.Model.train_step:
         raise ValueError(
             f"{type(model).__name__} overrides `train_step`, which micro_batched replaces. Pass a loss to `compile`, "
@@ -175,10 +171,8 @@ def _checked(
     comparison = Comparison(runner, ways, "differs")
     comparison.check_loss()
     found, causes = comparison.judged() or [], comparison.raised()
-    for order, sizes in comparison.failing(runner.tolerance)[:1] if not causes else ():
-        parts = np.split(np.asarray(order), np.cumsum(sizes)[:-1])
-        trained, moving, _, metrics = step.state()
-        causes = find_causes(model, (trained, moving, metrics), data, parts, found, runner.tolerance, batch_norm)
+    for way in comparison.failing(runner.tolerance)[:1] if not causes else ():
+        causes = find_causes(runner, way, found)
     notes = {
         "Random numbers, such as those of dropout, were the same for each row.": runner.draws.held,
         "The model draws random numbers that can't be made the same for each row, so they differ between "

@@ -35,6 +35,7 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName("metric", "_fn", "the function that a metric averages"),
     PrivateName("embedding", "_embeddings", "the table itself, where `embeddings` is merged with an adapter"),
     PrivateName("variable", "_value", "puts a value back that fit() on JAX took out of a variable"),
+    PrivateName("jax: variable", "_layout", "how keras.distribution spreads a variable over devices"),
     PrivateName("optimizer", "_iterations", "the wrapper leaves the count of its own out of its variables"),
     PrivateName("optimizer", "_trainable_variables", "stateless_apply() checks and maps them"),
     PrivateName("optimizer", "_trainable_variables_indices", "whether an optimizer knows a variable"),
@@ -91,8 +92,8 @@ squeeze_or_expand_to_same_rank = _function("keras.src.losses.loss", "squeeze_or_
 # (values, sample_weight, mask, reduction, dtype): what a loss makes of its values.
 reduce_weighted_values = _function("keras.src.losses.loss", "reduce_weighted_values")
 # (loss): divided by the number of replicas, whose gradients are added; and back.
-scale_loss_for_distribution = _function("keras.src.losses.loss", "scale_loss_for_distribution", lambda loss: loss)
-unscale_loss_for_distribution = _function("keras.src.losses.loss", "unscale_loss_for_distribution", lambda loss: loss)
+scale_loss_for_distribution = _function("keras.src.losses.loss", "scale_loss_for_distribution")
+unscale_loss_for_distribution = _function("keras.src.losses.loss", "unscale_loss_for_distribution")
 
 
 def torch_device() -> str:

@@ -19,7 +19,15 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
-__all__ = ["recomputed", "scan"]
+from gradaccum.core.sizes import free_host_memory
+
+__all__ = ["free_memory", "recomputed", "scan"]
+
+
+def free_memory() -> float | None:
+    """Bytes that the device has left; None where nobody says."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else free_host_memory()
 
 
 @jax.tree_util.register_static

@@ -709,13 +709,13 @@ def test_frequent_wrong_weights_of_a_mean_over_what_counts_are_refused_and_the_r
         elif kind == "padding":
             extra = (torch.arange(6) < torch.randint(1, 7, (20, 1), generator=generator)).double()
 
-        def counted(extra: Tensor) -> Tensor:
+        def counted(extra):
             return extra.sum(1) if kind == "padding" else (extra >= 0 if kind == "missing labels" else extra).double()
 
-        def mean(model: nn.Module, x: Tensor, y: Tensor, extra: Tensor) -> Tensor:
+        def mean(model, x, y, extra):
             return (counted(extra) * (model(x) - y).square().sum(1)).sum() / counted(extra).sum()
 
-        for name, weigh in {"right": Tensor.sum, **WRONG}.items():
+        for name, weigh in {"right": torch.Tensor.sum, **WRONG}.items():
             model = nn.Linear(3, 3, dtype=torch.float64)
             step = TrainStep(
                 model,

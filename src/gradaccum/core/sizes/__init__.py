@@ -3,6 +3,7 @@
 from gradaccum.core.sizes.plans import GivenSizes, Groups, Joined, Plan, Rows, Slice, TokenBudget, Tokens
 from gradaccum.core.sizes.search import (
     MARGIN,
+    WORSE,
     BatchSizeFinder,
     DoesNotFit,
     FixedSize,
@@ -10,15 +11,17 @@ from gradaccum.core.sizes.search import (
     SizeEstimate,
     container_limits,
     even_sizes,
+    fastest_size,
     format_bytes,
     free_host_memory,
     largest_size,
     parse_bytes,
     process_memory,
+    seconds_of,
 )
 
 __all__ = [
-    "MARGIN", "BatchSizeFinder", "DoesNotFit", "FixedSize", "GivenSizes", "Groups", "Joined", "MemoryLine", "Plan",
-    "Rows", "SizeEstimate", "Slice", "TokenBudget", "Tokens", "container_limits", "even_sizes", "format_bytes",
-    "free_host_memory", "largest_size", "parse_bytes", "process_memory",
+    "MARGIN", "WORSE", "BatchSizeFinder", "DoesNotFit", "FixedSize", "GivenSizes", "Groups", "Joined", "MemoryLine",
+    "Plan", "Rows", "SizeEstimate", "Slice", "TokenBudget", "Tokens", "container_limits", "even_sizes", "fastest_size",
+    "format_bytes", "free_host_memory", "largest_size", "parse_bytes", "process_memory", "seconds_of",
 ]  # fmt: skip

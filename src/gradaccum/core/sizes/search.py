@@ -3,6 +3,8 @@
 Any split gives the same update, so searching costs no exactness: every measurement is a real micro-batch. Sizes double
 from one row on; the fastest are measured again; the search ends within two windows. What a size needs is predicted
 before it is tried: above a knee, the peak memory is affine in the size.
+
+Where updates are compiled as a whole, a few sizes are compiled and timed beforehand: `fastest_size`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import logging
 import math
 import re
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +36,14 @@ CLEARLY = 0.95
 """A size that the first window had no rows for is tried only if larger sizes have been this much faster so far."""
 WINDOWS = 2
 """The search ends with this window."""
+STEP = 4
+"""Sizes that are compiled are tried in steps of this factor, and the double and the half of the best one after that."""
+SMALLEST_PART = 64
+"""The first of them is this part of the rows."""
+WORSE = 1.05
+"""A size that takes so much longer than the best one is slower, not noise."""
+QUICK = 0.2
+"""Seconds below which a program is timed three times."""
 
 
 def even_sizes(rows: int, micro_batch_size: int) -> list[int]:
@@ -238,6 +249,71 @@ class SizeSearch:
 
 
 Sizer = SizeSearch | FixedSize
+
+
+def fastest_size(
+    rows: int, trial: Callable[[int], tuple[float, float | None]], limit: float
+) -> tuple[int, dict[int, float], dict[int, float]]:
+    """The fastest size whose memory is within the limit; and by size, the bytes and the seconds that show it.
+
+    `trial(size)` returns the bytes that a size takes, and the seconds of the whole batch; None where it doesn't fit.
+
+    Raises:
+        DoesNotFit: Not even one row does.
+
+    Example:
+        >>> trial = lambda size: (100.0 * size, 1.0 + 64.0 / size if size <= 100 else None)
+        >>> size, tried, _ = fastest_size(256, trial, limit=10_000)
+        >>> size, sorted(tried)
+        (100, [4, 16, 64, 100])
+    """
+    tried: dict[int, float] = {}
+    seconds: dict[int, float] = {}
+    line = MemoryLine()
+
+    def fits(size: int) -> bool:
+        if size not in tried:
+            tried[size], taken = trial(size)
+            line.add(size, tried[size])
+            if taken is not None:
+                seconds[size] = taken
+        return size in seconds
+
+    size = max(rows // SMALLEST_PART, 1)
+    while not fits(size):
+        if size == 1:
+            raise DoesNotFit(
+                f'micro_batch_size="auto": micro-batches of one row take {format_bytes(tried[1])} with the parameters, '
+                f"the batch and the gradients, as XLA states it; the limit is {format_bytes(limit)}. Raise "
+                "`memory_limit`."
+            )
+        size = max(size // STEP, 1)
+    while size < rows:
+        following = min(STEP * size, rows)
+        if line.predict(following) > limit:
+            following = min(following, line.largest(limit) or 1)
+        if following <= size or not fits(following):
+            break
+        size = following
+        if seconds[size] > WORSE * min(seconds.values()):
+            break
+    best = min(seconds, key=seconds.__getitem__)
+    for near in (best // 2, 2 * best):
+        between = min(tried) < near < max(seconds)
+        new = all(max(near, size) > 1.5 * min(near, size) for size in tried)
+        if between and new and line.predict(near) <= limit:
+            fits(near)
+    return min(seconds, key=seconds.__getitem__), tried, seconds
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    """How long this takes: the least time of those behind the first one, which is slow."""
+    taken: list[float] = []
+    while len(taken) < (4 if taken[1:] and taken[1] < QUICK else 2):
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
 
 
 class BatchSizeFinder:

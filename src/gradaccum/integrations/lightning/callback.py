@@ -137,7 +137,7 @@ class GradientAccumulation(Callback):
         # In the middle of an epoch Lightning goes on without on_train_epoch_start.
         trainer.accumulate_grad_batches = self._schedule(trainer.current_epoch)
         if is_overridden("on_train_batch_start", pl_module):
-            hook = pl_module.on_train_batch_start
+            hook, skip = pl_module.on_train_batch_start, skip_schedulers(trainer, self._replaced)
 
             @functools.wraps(hook)
             def on_train_batch_start(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class GradientAccumulation(Callback):
                     if self._window.is_open:
                         self._flush(trainer)
                     else:
-                        skip_schedulers(trainer)
+                        skip()
                 return response
 
             put(replaced(pl_module, on_train_batch_start=on_train_batch_start))

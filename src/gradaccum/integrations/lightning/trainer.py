@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning
@@ -33,6 +33,7 @@ _LIGHTNING = Library(
         PrivateName("trainer", "fit_loop.epoch_loop.automatic_optimization._optimizer_step", "closes a short window"),
         PrivateName("trainer", "fit_loop.epoch_loop.batch_progress.is_last_batch", "counts that update"),
         PrivateName("trainer", "fit_loop.epoch_loop.update_lr_schedulers", "steps the schedulers after it"),
+        PrivateName("trainer", "fit_loop.epoch_loop.batch_progress.total.ready", "numbers the batches"),
     ),
 )
 
@@ -132,17 +133,21 @@ def count_updates(trainer: Trainer, stack: contextlib.ExitStack) -> None:
     stack.enter_context(replaced(loop, update_lr_schedulers=update_lr_schedulers))
 
 
-def skip_schedulers(trainer: Trainer) -> None:
-    """Leave schedulers of steps alone, once: a module ends the epoch between windows, and no update is made."""
-    loop, stack = trainer.fit_loop.epoch_loop, contextlib.ExitStack()
+def skip_schedulers(trainer: Trainer, stack: contextlib.ExitStack) -> Callable[[], None]:
+    """What leaves schedulers of steps alone in this batch: a module ends the epoch before it, and no update is made."""
+    loop, skipped = trainer.fit_loop.epoch_loop, -1
     original = loop.update_lr_schedulers
 
     def update_lr_schedulers(interval: str, *args: Any, **keywords: Any) -> None:
-        stack.close()
-        if interval != "step":
+        if interval != "step" or skipped != loop.batch_progress.total.ready:
             original(interval, *args, **keywords)
 
+    def skip() -> None:
+        nonlocal skipped
+        skipped = loop.batch_progress.total.ready  # no other batch has this number
+
     stack.enter_context(replaced(loop, update_lr_schedulers=update_lr_schedulers))
+    return skip
 
 
 def remember_arguments(trainer: Trainer, stack: contextlib.ExitStack) -> None:

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from gradaccum.core.sizes import MARGIN, MemoryLine, format_bytes, free_host_memory
+from gradaccum.core.sizes import MARGIN, fastest_size, format_bytes, seconds_of
 from gradaccum.jax.batch import stated_bytes
 from gradaccum.jax.train_step.call import Call
+from gradaccum.on_jax import free_memory
 
 logger = logging.getLogger("gradaccum")
-
-_STEP = 4
-"""Sizes are tried in steps of this factor, and the double and the half of the best one after that."""
-_SMALLEST_PART = 64
-"""The first size is this part of the rows."""
-_WORSE = 1.05
-"""A size that takes so much longer than the best one is slower, not noise."""
-_QUICK = 0.2
-"""Seconds below which an update is timed three times."""
-
-
-class Trial(NamedTuple):
-    """A size, compiled for the whole batch."""
-
-    bytes: float
-    """Memory that loss and gradients take, as XLA states it."""
-    seconds: Callable[[], float]
-    """How long they take, on zeros."""
 
 
 class AutoSize:
@@ -60,75 +42,26 @@ class AutoSize:
         arrays = call.arrays()
         kinds = [_on_one_device(leaves[number], places[number], devices) for number in arrays]
 
-        def trial(size: int) -> Trial:
+        def trial(size: int) -> tuple[float, float | None]:
             def run(*values: Any) -> Any:
                 given = [_key_again(leaves[number], value) for number, value in zip(arrays, values)]
                 args, kwargs = call.filled(arrays, given)
                 return self._compute(Call(call.options, args, kwargs), size)
 
-            return _compiled(run, kinds)
+            return _measured(run, kinds, limit)
 
-        arguments = float(sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in kinds))
-        limit = _free(arguments) if self.limit is None else float(self.limit)
-        size, trials, seconds = fastest(rows, trial, limit)
+        there = float(sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in kinds))
+        free = free_memory() if self.limit is None else None
+        limit = float(self.limit or math.inf) if free is None else (1 - MARGIN) * free + there
+        size, stated, seconds = fastest_size(rows, trial, limit)
         logger.info(
             "micro_batch_size='auto': %d of %d rows. Loss and gradients take %s of %s%s, as XLA states it. "
             "Milliseconds per update by size: %s.",
-            size * devices, call.batch.rows, format_bytes(trials[size].bytes), format_bytes(limit),
+            size * devices, call.batch.rows, format_bytes(stated[size]), format_bytes(limit),
             f" on each of {devices} devices" if devices > 1 else "",
             ", ".join(f"{each * devices}: {1e3 * seconds[each]:.3g}" for each in sorted(seconds)),
         )  # fmt: skip
         return size * devices
-
-
-def fastest(
-    rows: int, trial_of: Callable[[int], Trial], limit: float
-) -> tuple[int, dict[int, Trial], dict[int, float]]:
-    """The fastest size whose memory is within the limit, with what was compiled and timed to find it.
-
-    Example:
-        >>> trial_of = lambda size: Trial(100.0 * size, lambda: 1.0 + 64.0 / size)
-        >>> size, trials, _ = fastest(256, trial_of, limit=10_000)
-        >>> size, sorted(trials)
-        (100, [4, 16, 64, 100])
-    """
-    trials: dict[int, Trial] = {}
-    seconds: dict[int, float] = {}
-    line = MemoryLine()
-
-    def fits(size: int) -> bool:
-        if size not in trials:
-            trials[size] = trial_of(size)
-            line.add(size, trials[size].bytes)
-            if trials[size].bytes <= limit:
-                seconds[size] = trials[size].seconds()
-        return size in seconds
-
-    size = max(rows // _SMALLEST_PART, 1)
-    while not fits(size):
-        if size == 1:
-            raise ValueError(
-                f'micro_batch_size="auto": micro-batches of one row take {format_bytes(trials[1].bytes)} with the '
-                f"parameters, the batch and the gradients, as XLA states it; the limit is {format_bytes(limit)}. Raise "
-                "`memory_limit`."
-            )
-        size = max(size // _STEP, 1)
-    while size < rows:
-        following = min(_STEP * size, rows)
-        if line.predict(following) > limit:
-            following = min(following, line.largest(limit) or 1)
-        if following <= size or not fits(following):
-            break
-        size = following
-        if seconds[size] > _WORSE * min(seconds.values()):
-            break
-    best = min(seconds, key=seconds.__getitem__)
-    for near in (best // 2, 2 * best):
-        between = min(trials) < near < max(seconds)
-        new = all(max(near, size) > 1.5 * min(near, size) for size in trials)
-        if between and new and line.predict(near) <= limit:
-            fits(near)
-    return min(seconds, key=seconds.__getitem__), trials, seconds
 
 
 def _on_one_device(leaf: Any, axis: int | None, devices: int) -> Any:
@@ -148,7 +81,8 @@ def _is_typed_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _compiled(run: Callable[..., Any], kinds: list[Any]) -> Trial:
+def _measured(run: Callable[..., Any], kinds: list[Any], limit: float) -> tuple[float, float | None]:
+    """The bytes that XLA states, and the seconds, on zeros; None where it states more than the limit."""
     traced = jax.make_jaxpr(run)(*kinds)
     if any(type(effect).__name__ == "NamedAxisEffect" for effect in traced.effects):
         raise ValueError(
@@ -164,21 +98,9 @@ def _compiled(run: Callable[..., Any], kinds: list[Any]) -> Trial:
 
     compiled = jax.jit(of).lower(around, kinds).compile()
 
-    def seconds() -> float:
-        with jax.ensure_compile_time_eval(), jax.debug_nans(False):
-            arguments = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), (around, kinds))
-            taken: list[float] = []
-            while len(taken) < (4 if taken[1:] and taken[1] < _QUICK else 2):
-                start = time.perf_counter()
-                jax.block_until_ready(compiled(*arguments))
-                taken.append(time.perf_counter() - start)
-        return min(taken[1:])  # the first run is slow
-
-    return Trial(float(stated_bytes(compiled)), seconds)
-
-
-def _free(arguments: float) -> float:
-    """Bytes that the device has left; the arguments are there already."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else free_host_memory()
-    return math.inf if free is None else (1 - MARGIN) * free + arguments
+    stated = float(stated_bytes(compiled))
+    if stated > limit:
+        return stated, None
+    with jax.ensure_compile_time_eval(), jax.debug_nans(False):
+        arguments = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), (around, kinds))
+        return stated, seconds_of(lambda: jax.block_until_ready(compiled(*arguments)))

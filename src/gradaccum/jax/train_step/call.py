@@ -147,16 +147,15 @@ class Call:
                 self._explain(error)
             raise
         state = aux = None
-        if options.state_argnum is not None and options.has_aux:
-            returned, more = _pair(returned, "`loss_fn` must return (loss, (new_state, aux)), as `state_argnum` says")
-            asked = "`loss_fn` must return (loss, (new_state, aux)), as `state_argnum` and `has_aux` are given"
-            state, aux = _pair(more, asked, " in second place")
-        elif options.state_argnum is not None:
-            returned, state = _pair(returned, "`loss_fn` must return (loss, new_state), as `state_argnum` says")
+        if options.state_argnum is not None:
+            must = f"`loss_fn` must return (loss, {'(new_state, aux)' if options.has_aux else 'new_state'})"
+            returned, state = _pair(returned, f"{must}, as `state_argnum` says")
+            if options.has_aux:
+                asked = f"{must}, as `state_argnum` and `has_aux` are given"
+                state, aux = _pair(state, asked, " in second place")
+            self._check_state(state, values[options.state_argnum])
         elif options.has_aux:
             returned, aux = _pair(returned, "`loss_fn` must return (loss, aux), as `has_aux` says")
-        if options.state_argnum is not None:
-            self._check_state(state, values[options.state_argnum])
         losses, weights = self._losses(returned)
         if options.weight is not None and not set(options.differentiated).isdisjoint(options.batches):
             weights = {"": self.weight(values)}  # it is an error if it depends on what is differentiated

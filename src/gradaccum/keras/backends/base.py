@@ -2,14 +2,15 @@
 
 Beside other versions of what is here, `on_tensorflow`, `on_jax` and `on_torch` define
 
-- `MicroBatches`, `GradientSum`, `Training` and `Program`, see below.
+- `MicroBatches`, `GradientSum`, `Training` and `Program`, see below: `cut`, `gradient_sum`, `training` and `program` of
+  the backend.
 - `Backend`: `take_rows(leaf, rows)`. `look(function)`: runs it for the shapes that it sees. `at_once()`: while it is
   open, operations run at once, whatever is traced, and generators beside variables stay as they are.
-  `chunks(tensors, size)`. `recomputed(passes, carry)`: what `passes.first(passes.inputs, carry)` returns, with the
-  gradient of `passes.second`. `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)`
-  the gradients that those `given` of the outputs make, and the others; None: those of one output by itself. Where
-  updates are compiled, `free_memory(of_host)`: bytes left on `device()`; `prepared(function, arguments, model)`: its
-  call, compiled, and the bytes that it needs if known.
+  `recomputed(passes, carry)`: what `passes.first(passes.inputs, carry)` returns, with the gradient of `passes.second`.
+  `pullback(function, inputs, given, program)`: of `function(inputs) -> (outputs, others)` the gradients that those
+  `given` of the outputs make, and the others; None: those of one output by itself. Where updates are compiled,
+  `free_memory()`: bytes left on `device()`; `prepared(function, arguments, model)`: its call, compiled, and the bytes
+  that it needs if known.
 """
 
 from __future__ import annotations
@@ -48,6 +49,15 @@ def leaves_with_rows(data: Any, parts: Sequence[str] = PARTS) -> list[tuple[str,
             if has_rows(leaf):
                 found.append((name + "".join(f"[{key!r}]" for key in path), leaf))
     return found
+
+
+def kind_of(data: Any) -> str:
+    """The dimensions and dtypes of arrays, in their structure: a key."""
+
+    def kind(leaf: Any) -> Any:
+        return hasattr(leaf, "shape") and (len(leaf.shape), keras.backend.standardize_dtype(leaf.dtype))
+
+    return str(keras.tree.map_structure(kind, data))
 
 
 def listing(leaves: Sequence[tuple[str, Any]]) -> str:
@@ -120,14 +130,15 @@ class MicroBatches:
     """
 
     devices = 1
-    static = True  # a loop is over micro-batches of one size
     axis = 0  # of rows, in what was kept
     take: Callable[[Any, Any], Any]
     loop: Callable[..., tuple[Any, list[Any]]]
 
-    def __init__(self, data: Any, rows: Any, most: int) -> None:
-        self.data, self.rows = data, rows
+    def __init__(self, data: Any, rows: Any, size: Callable[[Any], int], static: bool = True) -> None:
+        """`size(rows)`: how many a device holds at most. `static`: a loop is over micro-batches of one size."""
+        self.data, self.rows, self.static = data, rows, static
         own = rows // self.devices
+        most = size(own)
         self.count = (own + most - 1) // most
         self.size, self.larger = own // self.count, own % self.count
 
@@ -213,16 +224,17 @@ def joined(total: Any, gradient: Any, overwritten: bool = False) -> Any:
 class GradientSum:
     """Gradients of a model's trainable weights, added up in at least 32 bits.
 
-    Of those that are overwritten with their gradient, by index, the largest. Backends define `gradients(forward)`, of
-    `forward() -> (loss, others)`: a gradient or None for each weight, the others, and rows to keep for `finish`, of the
-    kinds `specs`.
+    Of those whose gradient is their next value (`overwriting`, by index), the largest. Backends define
+    `gradients(forward)`, of `forward() -> (loss, others)`: a gradient or None for each weight, the others, and rows to
+    keep for `finish`, of the kinds `specs`.
     """
 
     specs: tuple[Spec, ...] = ()
     gradients: Callable[[Callable[[], Any]], tuple[list[Any], Any, list[Any]]]
 
-    def __init__(self, model: Any, overwriting: frozenset[int]) -> None:
-        self.model, self.weights, self.overwriting = model, model.trainable_weights, overwriting
+    def __init__(self, model: Any) -> None:
+        self.model, self.weights = model, model.trainable_weights
+        self.overwriting = frozenset(i for i, one in enumerate(self.weights) if private.is_overwritten(one))
 
     def zeros(self) -> Any:
         """What sums begin with."""
@@ -331,16 +343,14 @@ def loss_and_outputs(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[An
 
 
 class RestartWindow(Exception):  # no error: the window runs again
-    """The window has to begin again, in the micro-batches in which it ran."""
+    """The window has to begin again, in the micro-batches in which it ran: something shows only while it runs."""
 
 
 class Training:
-    """What a training step leaves to its backend, beside this.
-
-    `attempt(data, rows, size, run)`: `run(micro-batches, gradient sum)`, and once more where it must start over.
-    """
+    """What a training step does in another way on one backend or the other."""
 
     drew = False  # whether the batch that was evaluated last drew random numbers that nobody holds
+    _evaluated: Callable[..., Any] | None = None
 
     def __init__(self, step: Any) -> None:
         self.step = step
@@ -348,6 +358,14 @@ class Training:
     def call(self, *args: Any) -> Any:
         """Keras' signature of a training step."""
         return self.step.update(*args)
+
+    def attempt(self, data: Any, rows: Any, size: Callable[[Any], int], run: Callable[[Any, Any], Any]) -> Any:
+        """`run(micro-batches, gradient sum)`, and once more where it must start over."""
+        model, backend = self.step.model, self.step.backend
+        batches, sums = backend.cut(data, rows, size, model.jit_compile), backend.gradient_sum(model)
+        while True:
+            with contextlib.suppress(RestartWindow):
+                return run(batches, sums)
 
     def build(self, data: Any) -> None:
         """Build the model, its losses, metrics and optimizer, where that is still to do."""
@@ -372,22 +390,29 @@ class Training:
         return loss if model.optimizer is None else model.optimizer.scale_loss(loss), loss, y_pred
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        """Loss, gradients, and the non-trainable variables before and after, from a state or as it is. Moves nothing.
+        """Loss, gradients, and the non-trainable variables before and after, from a state or as it is. Moves none."""
+        step = self.step
+        state = step.state() if state is None else state
+        if self._evaluated is None:
 
-        It is assigned to variables, and taken back.
-        """
-        trained, moving, optimizer, metrics = self.step.variables()
-        variables = [*moving, *metrics] if state is None else [*trained, *moving, *optimizer, *metrics]
-        found = copies_of(variables)
-        try:
-            if state is not None:
-                assign(variables, [value for part in state for value in part])
-            before = copies_of(moving)
-            window = self.step.window(data)
-            gradients = [None if one is None else ops.convert_to_tensor(one) for one in window.gradients]
-            return ops.sum(window.loss), gradients, before, copies_of(moving)
-        finally:
-            assign(variables, found)
+            def evaluated(state: Any, data: Any) -> tuple[Any, list[Any], list[Any]]:
+                with self.in_scope(state):
+                    return (*self.sums(data), step.state()[1])
+
+            eager = step.model.run_eagerly or not step.model.jit_compile
+            self._evaluated = evaluated if eager else step.backend.compiled(evaluated)
+        loss, gradients, after = self._evaluated(state, data)
+        return loss, gradients, state[1], after
+
+    def in_scope(self, state: Any) -> Scope:
+        """A scope in which the step's variables have these values."""
+        parts = self.step.variables()
+        return Scope((v, value) for variables, values in zip(parts, state) for v, value in zip(variables, values))
+
+    def sums(self, data: Any) -> tuple[Any, list[Any]]:
+        """A batch's loss and gradients, as tensors."""
+        window = self.step.window(data)
+        return ops.sum(window.loss), [None if one is None else ops.convert_to_tensor(one) for one in window.gradients]
 
     # Keras' training function: a state, on JAX, and an iterator over batches.
 
@@ -436,6 +461,10 @@ class Backend:
     # Whether what a loss divides by may be found while gradients are summed. Else a first pass counts it, of which
     # compilers drop all that the counts don't depend on.
     lazy_divisors = False
+    cut: Any
+    gradient_sum: Any
+    training: Any = Training
+    program: Any = Program
     unrecorded: Any = contextlib.nullcontext  # while it is open, nothing is recorded for gradients
     pullback: Callable[..., tuple[list[Any], Any]]
 
@@ -464,6 +493,10 @@ class Backend:
         (then if condition else otherwise)()
 
     # A chunked layer.
+
+    def chunks(self, tensors: list[Any], micro_batch_size: int) -> Any:
+        """Its inputs in micro-batches: in loops over those of one size, as XLA may compile them."""
+        return self.cut(tensors, tensors[0].shape[0], lambda rows: micro_batch_size)
 
     def no_gradient_yet(self, weight: Any) -> Any:
         """What gradients are added to."""

@@ -20,7 +20,7 @@ from keras import tree
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
 from gradaccum.keras.backends.base import Result, Scope, assign, has_rows, values_of
-from gradaccum.on_jax import recomputed, scan
+from gradaccum.on_jax import free_memory, recomputed, scan
 
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """For XLA: what runs but twice takes longest to compile."""
@@ -41,9 +41,9 @@ class MicroBatches(base.MicroBatches):
 
     axis = 1
 
-    def __init__(self, data: Any, rows: int, size: Callable[[int], int]) -> None:
+    def __init__(self, data: Any, rows: int, size: Callable[[int], int], static: bool = True) -> None:
         self.devices = devices_of(rows)
-        super().__init__(data, rows, size(rows // self.devices))
+        super().__init__(data, rows, size)
 
     def take(self, start: Any, size: int) -> Any:
         return tree.map_structure(lambda leaf: self._slice(leaf, start, size) if has_rows(leaf) else leaf, self.data)
@@ -113,45 +113,20 @@ class GradientSum(base.GradientSum):
 class Training(base.Training):
     """What a training step leaves to JAX."""
 
-    _gradients_of: Callable[..., Any] | None = None
-
     def call(self, *args: Any) -> Any:
         state, data = args
-        with self._in_scope(state):
+        with self.in_scope(state):
             logs = self.step.update(data)
             return logs, self.step.state()
-
-    def _in_scope(self, state: Any) -> Scope:
-        parts = self.step.variables()
-        return Scope((v, value) for variables, values in zip(parts, state) for v, value in zip(variables, values))
 
     def build(self, data: Any) -> None:
         """Keras builds before it traces."""
 
-    def attempt(self, data: Any, rows: Any, size: Callable[[Any], int], run: Callable[[Any, Any], Any]) -> Any:
-        return run(MicroBatches(data, rows, size), GradientSum(self.step.model, self.step.overwriting))
-
-    def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        step = self.step
-        state = step.state() if state is None else state
-        if self._gradients_of is None:
-
-            def gradients_of(state: Any, data: Any) -> tuple[Any, Any, Any]:
-                with self._in_scope(state):
-                    window = step.window(data)
-                    return window.loss, window.gradients, step.state()[1]
-
-            eager = step.model.run_eagerly or not step.model.jit_compile
-            self._gradients_of = gradients_of if eager else jax.jit(gradients_of, compiler_options=QUICKLY)
-        loss, gradients, after = self._gradients_of(state, data)
-        return loss, gradients, state[1], after
-
     def make_train_function(self, make: Callable[[], None]) -> None:
         step = self.step
         if isinstance(step.model.train_step, type(step)):  # not what the GradientAccumulation callback put around it
-            step.model.train_step = copy.copy(
-                step
-            )  # a new one: `jax.jit` would find what was compiled for the old loss
+            # A new one: `jax.jit` would find what was compiled for the old loss.
+            step.model.train_step = copy.copy(step)
         super().make_train_function(make)
 
     def recover(self, state: Any = None) -> None:
@@ -208,9 +183,7 @@ class Program(base.Program):
 
 
 class Backend(base.Backend):
-    training: Any = Training
-    program: Any = Program
-
+    cut, gradient_sum, training, program = MicroBatches, GradientSum, Training, Program
     keeps_masks = False  # on JAX plain `fit` loses them, too
 
     def take_rows(self, leaf: Any, rows: Any) -> Any:
@@ -218,10 +191,6 @@ class Backend(base.Backend):
             return leaf[rows]
         places = jnp.full(leaf.shape[0], len(rows)).at[rows].set(jnp.arange(len(rows)))
         return _with_rows(leaf, places[leaf.indices[:, 0]], len(rows))
-
-    def free_memory(self, of_host: Callable[[], Any]) -> float | None:
-        stats = jax.local_devices()[0].memory_stats() or {}
-        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else of_host()
 
     def prepared(
         self, function: Callable[..., Any], arguments: Any, model: Any
@@ -236,9 +205,6 @@ class Backend(base.Backend):
         own = optimizer.variables
         trained, state = optimizer.stateless_apply(values_of(own), gradients, values_of(variables))
         assign([*variables, *own], [*trained, *state])
-
-    def chunks(self, tensors: list[Any], micro_batch_size: int) -> MicroBatches:
-        return MicroBatches(tensors, tensors[0].shape[0], lambda rows: micro_batch_size)
 
     def recomputed(self, passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
         return recomputed(passes.first, passes.second)(passes.inputs, carry)
@@ -259,9 +225,9 @@ class Backend(base.Backend):
         return not any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
 
     at_once = staticmethod(jax.ensure_compile_time_eval)
-    look, device = staticmethod(_look), staticmethod(jax.default_backend)
+    look, device, free_memory = staticmethod(_look), staticmethod(jax.default_backend), staticmethod(free_memory)
 
-    def compiled(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(function, compiler_options=QUICKLY)
 
     def when(

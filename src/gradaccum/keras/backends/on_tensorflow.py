@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,18 +11,18 @@ import tensorflow as tf
 from keras import tree
 from tensorflow.python.eager import record  # whether a tape watches a tensor is nowhere else to be asked
 
+from gradaccum.core.sizes import free_host_memory
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
-from gradaccum.keras.backends.base import Spec, has_rows, quotient, wide
+from gradaccum.keras.backends.base import RestartWindow, Spec, has_rows, quotient, values_of, wide
 
 
 class MicroBatches(base.MicroBatches):
     """A batch in micro-batches; while TensorFlow traces, the number of rows is mostly a tensor."""
 
-    def __init__(self, data: Any, rows: int | None, size: Callable[[Any], int], static: bool) -> None:
-        self.static = static
+    def __init__(self, data: Any, rows: int | None, size: Callable[[Any], int], static: bool = True) -> None:
         traced = Backend().checked_rows(base.leaves_with_rows(data), 1) if rows is None else rows
-        super().__init__(data, traced, size(rows))
+        super().__init__(data, traced, lambda own: size(rows), static)
 
     def take(self, start: Any, size: Any) -> Any:
         return tree.map_structure(lambda leaf: _slice(leaf, start, size) if has_rows(leaf) else leaf, self.data)
@@ -69,8 +68,8 @@ class GradientSum(base.GradientSum):
     Keras' optimizers don't treat them like the dense gradient they stand for, where a row occurs twice.
     """
 
-    def __init__(self, model: Any, overwriting: frozenset[int]) -> None:
-        super().__init__(model, overwriting)
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
         embeddings = [layer for layer in private.layers_in(model) if isinstance(layer, keras.layers.Embedding)]
         tables = {id(private.embedding_table(layer)) for layer in embeddings}
         self.sparse = frozenset(i for i, weight in enumerate(self.weights) if id(weight) in tables)  # most likely
@@ -85,13 +84,15 @@ class GradientSum(base.GradientSum):
         return [tf.zeros(() if i in self.sparse else w.shape, wide(w.dtype)) for i, w in enumerate(self.weights)]
 
     def gradients(self, forward: Callable[[], Any]) -> tuple[list[Any], Any, list[Any]]:
+        weights = values_of(self.weights)  # tensors, where an update is proved
         with tf.GradientTape() as tape:
+            tape.watch([weight for weight in weights if not isinstance(weight, tf.Variable)])
             loss, others = forward()
-        found = tape.gradient(loss, self.weights)
+        found = tape.gradient(loss, weights)
         sparse = frozenset(i for i, gradient in enumerate(found) if isinstance(gradient, tf.IndexedSlices))
         if sparse != self.sparse:
-            self.sparse = sparse
-            raise _SparseGradientsError
+            self.sparse = sparse  # which shows while a loop is traced
+            raise RestartWindow
         self.missing.update(i for i, gradient in enumerate(found) if gradient is None)
         kept = [part for i in sorted(sparse) for part in (found[i].values, found[i].indices)]
         return [None if i in sparse else gradient for i, gradient in enumerate(found)], others, kept
@@ -103,19 +104,8 @@ class GradientSum(base.GradientSum):
         return gradients
 
 
-class _SparseGradientsError(Exception):
-    """Other gradients than was thought are `tf.IndexedSlices`, which shows while a loop is traced."""
-
-
 class Training(base.Training):
     """What a training step leaves to TensorFlow."""
-
-    def attempt(self, data: Any, rows: Any, size: Callable[[Any], int], run: Callable[[Any, Any], Any]) -> Any:
-        model = self.step.model
-        batches, sums = MicroBatches(data, rows, size, model.jit_compile), GradientSum(model, self.step.overwriting)
-        while True:
-            with contextlib.suppress(_SparseGradientsError):
-                return run(batches, sums)
 
     def all_rows(self, batch: Any) -> Any:
         def joined(leaf: Any) -> Any:
@@ -200,8 +190,7 @@ def _add(total: Any, gradient: Any, minus: Any, overwritten: bool, alone: bool) 
 
 
 class Backend(base.Backend):
-    training: Any = Training
-    program: Any = Program
+    cut, gradient_sum, training, program = MicroBatches, GradientSum, Training, Program
 
     def take_rows(self, leaf: Any, rows: Any) -> Any:
         if not isinstance(leaf, tf.SparseTensor):
@@ -215,19 +204,15 @@ class Backend(base.Backend):
     def device(self) -> str:
         return "gpu" if tf.config.list_logical_devices("GPU") else "cpu"
 
-    def free_memory(self, of_host: Callable[[], Any]) -> float | None:
+    def free_memory(self) -> float | None:
         # Not told of a GPU: there the first size that runs out of memory ends the search.
-        return None if self.device() == "gpu" else of_host()
+        return None if self.device() == "gpu" else free_host_memory()
 
     def prepared(
         self, function: Callable[..., Any], arguments: Any, model: Any
     ) -> tuple[Callable[[], Any], float | None]:
         run = function if model.run_eagerly else tf.function(function, jit_compile=model.jit_compile)
         return lambda: keras.ops.convert_to_numpy(run(*arguments)[0][0]), None
-
-    def chunks(self, tensors: list[Any], micro_batch_size: int) -> MicroBatches:
-        """Its inputs in micro-batches: in loops over those of one size, as XLA may compile them."""
-        return MicroBatches(tensors, tensors[0].shape[0], lambda rows: micro_batch_size, static=True)
 
     def recomputed(self, passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
         given, count = len(passes.inputs), len(passes.body.specs)

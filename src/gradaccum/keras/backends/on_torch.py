@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +19,14 @@ from keras import tree
 from gradaccum.core.sizes import BatchSizeFinder, Rows, Slice
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
-from gradaccum.keras.backends.base import RestartWindow, Result, assign, has_rows, values_of
+from gradaccum.keras.backends.base import RestartWindow, Result, assign, copies_of, has_rows, values_of
 from gradaccum.on_torch.foreach import scale_
 from gradaccum.on_torch.grad_buffer import GradientBuffer, WindowTotal
 from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.on_torch.random_state import Conditions, all_generators, every_device, kept
-from gradaccum.on_torch.stages import Stage, gradient_stages, run_stages
+from gradaccum.on_torch.stages import gradient_stages, run_stages
 from gradaccum.on_torch.state import WindowState
 
 STAGES = gradient_stages({})
@@ -65,11 +65,11 @@ class MicroBatches(base.MicroBatches):
 class GradientSum(base.GradientSum):
     """In `.grad` where that has at least 32 bits, else beside it in float32. Also measures what micro-batches cost."""
 
-    def __init__(self, model: Any, overwriting: frozenset[int], once: Callable[[Any], None]) -> None:
-        super().__init__(model, overwriting)
+    def __init__(self, model: Any, once: Callable[[Any], None]) -> None:
+        super().__init__(model)
         self.once, self.parameters = once, values_of(self.weights)
         half = {index for index, p in enumerate(self.parameters) if p.dtype in (torch.float16, torch.bfloat16)}
-        self.outside = sorted(half | overwriting)
+        self.outside = sorted(half | self.overwriting)
 
     def zeros(self) -> Any:
         self.model.zero_grad()
@@ -102,22 +102,18 @@ class GradientSum(base.GradientSum):
 
     def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
         gradients = [sums.get(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
-
-        def correct(total: WindowTotal) -> bool:
-            """A stage: what the losses were taken to divide by is known now."""
-            scale_(total.gradients, scale)
-            return True
-
         plain = [one for i, one in enumerate(gradients) if one is not None and i not in self.overwriting]
-        _finish(plain, None, [] if scale is None else [correct])
+        if scale is not None:  # what the losses were taken to divide by is known now
+            scale_(plain, scale)
+        _finish(plain)
         return gradients
 
 
-def _finish(gradients: list[torch.Tensor], divisor: float | None, first: Sequence[Stage] = ()) -> None:
+def _finish(gradients: list[torch.Tensor], divisor: float | None = None) -> None:
     """Run the stages over these sums, in place."""
     buffer = GradientBuffer(list)
     buffer.attach(lambda: gradients)
-    run_stages([*first, *STAGES], WindowTotal(buffer, divisor))
+    run_stages(STAGES, WindowTotal(buffer, divisor))
 
 
 def _detached(one: Any) -> Any:
@@ -166,7 +162,7 @@ class Training(base.Training):
                     retry.once(batches.ran[-1], plan, passes)
 
                 try:
-                    window = run(batches, GradientSum(step.model, step.overwriting, once))
+                    window = run(batches, GradientSum(step.model, once))
                     break
                 except RestartWindow:
                     if cut is not None:
@@ -212,12 +208,19 @@ class Training(base.Training):
         return found
 
     def evaluate(self, data: Any, state: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
+        """Other weights are assigned, and taken back: nothing stands in for those of a torch.nn.Module inside."""
         self._proves = True
-        own = [value.grad for value in self._trained()]
+        trained, moving, *_ = self.step.variables()
+        own, found = [value.grad for value in self._trained()], [] if state is None else copies_of(trained)
         try:
-            return super().evaluate(data, state)
+            if state is not None:
+                assign(trained, state[0])
+            before = copies_of(moving)
+            return (*self.sums(data), before, copies_of(moving))
         finally:
             self.window_state.abandon()
+            if state is not None:
+                assign(trained, found)
             for value, gradient in zip(self._trained(), own):
                 value.grad = gradient
 
@@ -291,9 +294,7 @@ class _TwoPasses(torch.autograd.Function):
 
 
 class Backend(base.Backend):
-    training: Any = Training
-    program: Any = Program
-
+    training, program = Training, Program
     lazy_divisors = True  # a first pass that counts costs a third
 
     def device(self) -> str:

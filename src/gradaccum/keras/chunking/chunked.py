@@ -15,7 +15,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import keras
 import numpy as np
@@ -26,10 +26,10 @@ from gradaccum.core.proof import Comparison, Outcome, Way, rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import backends, private
-from gradaccum.keras.backends.base import assign, has_rows, is_float
-from gradaccum.keras.batch_norm import BatchNorm, BatchNormOrExact, during_micro_batch, warn
+from gradaccum.keras.backends.base import assign, has_rows, is_float, kind_of
+from gradaccum.keras.batch_norm import BatchNorm, BatchNormOrExact, checked_batch_norm, during_micro_batch, warn
 from gradaccum.keras.chunking.body import Body, Graph, OuterTensorError, exact_passes, two_passes
-from gradaccum.keras.equivalence import Draws, StepRunner, held, mixing_layers, precision_of, recorded_calls
+from gradaccum.keras.equivalence import Draws, StepRunner, held, mixing_layers, parts_of, precision_of, recorded_calls
 from gradaccum.keras.loss import as_array
 from gradaccum.schedule import checked_count
 
@@ -108,8 +108,7 @@ def chunked(
         )
     checked_count(micro_batch_size, "micro_batch_size")
     checked_count(keep, "keep", least=0)
-    if batch_norm not in (known := get_args(BatchNormOrExact)):
-        raise ValueError(f"`batch_norm` must be one of {known}. Received: batch_norm={batch_norm!r}.")
+    checked_batch_norm(batch_norm)
     if batch_norm == "exact":
         if keep:
             raise ValueError(
@@ -135,7 +134,7 @@ class _Chunking:
 
     def install(self) -> None:
         """Make this the layer's `call`."""
-        self._warn_of_batch_norms(stacklevel=4)
+        warn(self.layer, self.batch_norm, self._named, stacklevel=3)
 
         @functools.wraps(self.plain)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -148,23 +147,19 @@ class _Chunking:
             if hasattr(self.layer, function):
                 setattr(self.layer, function, None)  # compiled without it
 
-    def _warn_of_batch_norms(self, stacklevel: int) -> None:
-        if self.batch_norm == "warn":
-            warn(self.layer, self._named, stacklevel)
-
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if private.is_symbolic():
             return self.plain(*args, **kwargs)
         body = Body(self.layer, self.plain, self.batch_norm, args, kwargs)
         if self._verifies:
             return self._verified(body)
-        self._warn_of_batch_norms(stacklevel=4)
+        warn(self.layer, self.batch_norm, self._named, stacklevel=3)
         rows = body.tensors[0].shape[0]
         if rows is not None and rows <= self.micro_batch_size:
             with during_micro_batch(body.batch_norms, "frozen" if self.batch_norm == "frozen" else "micro"):
                 return self.plain(*args, **kwargs)
         outputs = self._passes(body)(body, self.micro_batch_size, self.keep)
-        kind = body.training, str([(tensor.dtype, len(tensor.shape)) for tensor in body.tensors])
+        kind = body.training, kind_of(body.tensors)
         if self._proves and kind not in self._proven:
             self._proven.add(kind)
             self._prove(body)
@@ -325,10 +320,9 @@ class _Trial(StepRunner):
         found = {}
         for layer in self._layers:
             for name, value in vars(layer).items():
-                looked_at = (not name.startswith("_") and isinstance(value, (list, tuple, dict))) or ops.is_tensor(
-                    value
-                )
-                tensors = [leaf for leaf in tree.flatten(value) if ops.is_tensor(leaf)] if looked_at else []
+                is_public = name[0] != "_" and isinstance(value, (list, tuple, dict))
+                flat = tree.flatten(value) if is_public else [value]
+                tensors = [leaf for leaf in flat if ops.is_tensor(leaf)]
                 if tensors:
                     found[id(layer), layer.name, name] = value, tensors
         return found
@@ -395,7 +389,7 @@ class _Trial(StepRunner):
             )
 
     def _raise(self, sizes: list[int], worst: float) -> None:
-        parts = np.split(np.arange(self.rows), np.cumsum(sizes)[:-1])
+        parts = parts_of((range(self.rows), sizes))
         message = (
             f"{self.body.name} gives {self.rows} rows{'' if self.real else ' of random numbers'} other outputs or "
             f"gradients in micro-batches of {', '.join(map(str, sizes))} than at once (relative error {worst:.3g}, "

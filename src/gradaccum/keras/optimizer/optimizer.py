@@ -309,7 +309,11 @@ class Optimizer(KerasOptimizer):
             raise ValueError(f"An Optimizer's config must have 'optimizer' and 'steps'. Received: {found}.")
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(config.pop("optimizer"), custom_objects=custom_objects)
-        steps = _steps_from_config(config.pop("steps"), custom_objects)
+        steps = config.pop("steps")
+        if isinstance(steps, list):
+            steps = Schedule.from_pairs(steps)
+        else:
+            steps = keras.saving.deserialize_keras_object(steps, custom_objects=custom_objects)
         self = Optimizer.__new__(cls, inner)
         Optimizer.__init__(self, inner, steps, **config)
         return self
@@ -389,9 +393,3 @@ def _steps_config(schedule: Schedule) -> Any:
     if schedule.largest is not None:
         return schedule.to_pairs()
     return keras.saving.serialize_keras_object(schedule.function)
-
-
-def _steps_from_config(steps: Any, custom_objects: dict[str, Any] | None) -> Any:
-    if isinstance(steps, list):
-        return Schedule.from_pairs(steps)
-    return keras.saving.deserialize_keras_object(steps, custom_objects=custom_objects)

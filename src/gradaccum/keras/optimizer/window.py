@@ -68,15 +68,6 @@ class Counts(NamedTuple):
         return at_least_1(self.unit)
 
 
-class Added(NamedTuple):
-    """What a rule says about one more micro-batch."""
-
-    counts: Counts
-    weight: Any
-    closes: Any
-    """Whether it closes the window."""
-
-
 class StepsRule:
     """A window closes with the last of its steps; micro-batches weigh as many as their rows, or the same.
 
@@ -92,8 +83,8 @@ class StepsRule:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
 
-    def add(self, counts: Counts, rows: Any) -> Added:
-        """The window with one more micro-batch, of so many rows; None: not known."""
+    def add(self, counts: Counts, rows: Any) -> tuple[Counts, Any, Any]:
+        """The window with one more micro-batch, of so many rows (None: not known); its weight; whether it closes."""
         held, weight, unit = counts.micro_batches, counts.weight, counts.unit
         if rows is None:
             rows = at_least_1((weight + held // 2) // at_least_1(held))
@@ -101,7 +92,7 @@ class StepsRule:
             first = unit == 0
             unit, weight = where(first, rows, unit), where(first, weight * rows, weight)
         counts = counted(counts._replace(weight=weight), rows, updated=0, unit=unit)
-        return Added(counts, rows, is_full(counts))
+        return counts, rows, is_full(counts)
 
     def closed(self, counts: Counts, updated: Any) -> Counts:
         """The counts of the window that follows."""
@@ -173,8 +164,7 @@ class Window:
         """Forget the open window."""
         counts = self.read()
         self.write(Counts.opened(counts.next_steps, counts.rows_left))
-        for variable in [*self.sums, self.touched]:
-            variable.assign(ops.zeros(variable.shape, variable.dtype))
+        backends.running().empty([*self.sums, self.touched])
 
     @property
     def steps(self) -> int:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 from keras import ops, tree
 
@@ -28,7 +27,7 @@ from gradaccum.core.proof import (
 from gradaccum.core.sizes import even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import private
-from gradaccum.keras.backends.base import has_rows, rows_of, unpack
+from gradaccum.keras.backends.base import has_rows, kind_of, rows_of, unpack
 from gradaccum.keras.equivalence import StepRunner, find_causes, precision_of
 from gradaccum.keras.loss import take_rows
 
@@ -109,7 +108,7 @@ class Proof:
 
     def _compare(self, data: Any, few: int, sizes: list[int], state: Any) -> str:
         """Raise what these few rows make different. Returns why it isn't known, if it isn't."""
-        model, allowed = self.step.model, rounding(precision_of(self.step.model)) / 10
+        allowed = rounding(precision_of(self.step.model)) / 10
         batch = take_rows(data, np.asarray(few_rows(data, sizes)))
         runner = StepRunner(self.step, batch, few, "frozen", allowed, state)
         comparison = Comparison(runner, [(range(few), sizes)], "raise")
@@ -119,11 +118,7 @@ class Proof:
         comparison.differences()
         doubt = runner.doubt(comparison)
         if not doubt and (wrong := comparison.wrong):
-            cuts = np.split(np.arange(few), np.cumsum(sizes)[:-1])
-            values = self.step.state() if state is None else state
-            causes = find_causes(
-                model, (values[0], values[1], values[3]), unpack(batch), cuts, wrong, allowed, "frozen"
-            )
+            causes = find_causes(runner, (range(few), sizes), wrong)
             try:
                 Equivalence(tuple(wrong), allowed, tuple(causes), rows=few).raise_if_different()
             except NotEquivalentError as error:
@@ -135,12 +130,7 @@ class Proof:
         return doubt
 
     def _kind(self, batch: Any) -> str:
-        def kind(leaf: Any) -> Any:
-            if leaf is None or not hasattr(leaf, "shape"):
-                return None
-            return len(leaf.shape), keras.backend.standardize_dtype(leaf.dtype)
-
-        return str((len(self.step.model.trainable_variables), tree.map_structure(kind, unpack(batch))))
+        return f"{len(self.step.model.trainable_variables)} {kind_of(unpack(batch))}"
 
 
 def _attempts(rows: int, micro_batch_size: Any) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import timeit
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.proof import Outcome
-from gradaccum.core.sizes import MARGIN, MemoryLine, free_host_memory, process_memory
+from gradaccum.core.sizes import MARGIN, WORSE, fastest_size, process_memory, seconds_of
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import (
     RestartWindow,
@@ -30,6 +29,7 @@ from gradaccum.keras.backends.base import (
     copies_of,
     discarded,
     has_rows,
+    kind_of,
     rows_of,
     times,
     unpack,
@@ -45,9 +45,7 @@ logger = logging.getLogger("gradaccum")
 _UNKNOWN_ROWS, _UNKNOWN_DIMENSION = 4096, 128
 """Rows to try at most where TensorFlow doesn't know the batch's while it traces, and what stands in for another
 dimension that is not known, such as the length of sequences."""
-_WORSE = 1.05
-"""Of sizes that are less than so much slower per row than the best, the largest is taken: what an update does once per
-micro-batch isn't measured. After two that are slower, larger ones aren't tried."""
+_OUT_OF_MEMORY = "resource_exhausted", "resourceexhausted", "memory", "oom"
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class MicroBatchedStep:
 
     def install(self) -> None:
         """Make this the model's training step."""
-        self._warn(stacklevel=4)
+        warn(self.model, self.batch_norm, self._named, stacklevel=3)
         model, train_on_batch = self.model, self.model.train_on_batch
         model.train_step, model.train_function, model.make_train_function = self, None, self._make_train_function
 
@@ -158,7 +156,7 @@ class MicroBatchedStep:
             self.check_states(rows)  # before TensorFlow makes variables in a trace that an error would end
             self.training.build(data)
             self.training.forget()
-            self._warn(stacklevel=2)
+            warn(self.model, self.batch_norm, self._named)
             self.check_states(rows)
             self._built, self.counts_first = compiled, not self.backend.lazy_divisors
         size = functools.partial(self._size_for, data)
@@ -176,8 +174,7 @@ class MicroBatchedStep:
 
     def plan(self, batches: Any) -> Plan:
         """What has to be counted and kept."""
-        ranks = tree.map_structure(lambda leaf: leaf if leaf is None else len(leaf.shape), batches.data)
-        key = private.compiled_losses(self.model), str(ranks)
+        key = private.compiled_losses(self.model), kind_of(batches.data)
         if key not in self.plans or not self.backend.lazy_divisors:  # what is traced is traced for these shapes
 
             def planned(micro_batch: Any) -> Plan:
@@ -210,11 +207,6 @@ class MicroBatchedStep:
     def batch_norms(self) -> list[Any]:
         return batch_norms_of(self.model)
 
-    @property
-    def overwriting(self) -> frozenset[int]:
-        """Trainable variables, by index, whose gradient is their next value: of several, the largest is taken."""
-        return frozenset(i for i, v in enumerate(self.model.trainable_variables) if private.is_overwritten(v))
-
     def _size_for(self, data: Any, rows: int | None) -> int:
         """Rows of a micro-batch at most, for a batch of so many."""
         if self.micro_batch_size != "auto":
@@ -222,12 +214,8 @@ class MicroBatchedStep:
         key = str(tree.map_structure(lambda leaf: None if leaf is None else tuple(leaf.shape), data))
         if key not in self._sizes:
             with self.backend.at_once():
-                self._sizes[key] = fastest_size(self.model, data, rows)
+                self._sizes[key] = _size_for_memory(self.model, data, rows)
         return self._sizes[key]
-
-    def _warn(self, stacklevel: int) -> None:
-        if self.batch_norm == "warn":
-            warn(self.model, self._named, stacklevel)
 
     # For a proof.
 
@@ -382,42 +370,36 @@ def _numbers_per_row(leaves: Any) -> int | None:
 # micro_batch_size="auto" where the update is compiled as a whole: measured beforehand.
 
 
-def fastest_size(model: Any, data: Any, rows: int | None) -> int:
-    """The rows with which a micro-batch is about the fastest per row, of those that fit into memory.
+def _size_for_memory(model: Any, data: Any, rows: int | None) -> int:
+    """The rows with which micro-batches are about the fastest, of those that fit into memory.
 
-    Powers of two are tried from small to large, each with a forward and backward pass over zeros in the shapes of
-    `data`, compiled as the model is. A size is only tried when the memory of the smaller ones, an affine function of
-    the rows, says that it fits: what XLA states on JAX, and what the process took on TensorFlow.
+    A few sizes are tried, each with a forward and backward pass over zeros in the shapes of `data`, compiled as the
+    model is. What they need is what XLA states on JAX, and what the process took on TensorFlow.
     """
-    most = _UNKNOWN_ROWS if rows is None else rows
-    free = backends.running().free_memory(free_host_memory)
-    line, limit = MemoryLine(), float("inf") if free is None else (1 - MARGIN) * free
-    base, first = process_memory()["VmHWM"], min(max(1, most // 64), 8)  # the most bytes ever in use
-    seconds: dict[int, float] = {}
+    most, free = _UNKNOWN_ROWS if rows is None else rows, backends.running().free_memory()
+    limit = float("inf") if free is None else (1 - MARGIN) * free
+    base = process_memory()["VmHWM"]  # the most bytes ever in use
 
-    def best() -> int:
-        return max((size for size in seconds if seconds[size] <= _WORSE * min(seconds.values())), default=1)
-
-    for size in dict.fromkeys(min(first << doublings, most) for doublings in range(most.bit_length() + 1)):
-        if sum(other > best() for other in seconds) >= 2 or line.predict(size) > limit:
-            break
+    def trial(size: int) -> tuple[float, float | None]:
+        seconds = needed = None
         try:
-            run, needed = _trial(model, data, size)
-            if needed is not None and needed > limit:
-                break
-            run()
-            seconds[size] = min(timeit.repeat(run, number=1, repeat=5)) / size
+            run, needed = _gradient(model, data, size)
+            if needed is None or needed <= limit or size == 1:
+                seconds = seconds_of(run) * most / size
         except Exception as error:
-            text = f"{type(error).__name__} {error}".lower()
-            if seconds and any(sign in text for sign in ("resource_exhausted", "resourceexhausted", "memory", "oom")):
-                break
-            raise
-        line.add(size, process_memory()["VmHWM"] - base if needed is None else needed)
-    logger.info("micro_batch_size='auto': %d of %s rows.", best(), "any number of" if rows is None else rows)
-    return best()
+            said = f"{type(error).__name__} {error}".lower()
+            if size == 1 or all(sign not in said for sign in _OUT_OF_MEMORY):
+                raise
+        return process_memory()["VmHWM"] - base if needed is None else needed, seconds
+
+    _, _, seconds = fastest_size(most, trial, limit)
+    # What an update does once per micro-batch isn't measured.
+    best = max(size for size, taken in seconds.items() if taken <= WORSE * min(seconds.values()))
+    logger.info("micro_batch_size='auto': %d of %s rows.", best, "any number of" if rows is None else rows)
+    return best
 
 
-def _trial(model: Any, data: Any, size: int) -> tuple[Callable[[], Any], float | None]:
+def _gradient(model: Any, data: Any, size: int) -> tuple[Callable[[], Any], float | None]:
     """One gradient of a micro-batch, ready to run, and the bytes that it needs, where the compiler says."""
     backend = backends.running()
 
