@@ -533,22 +533,27 @@ def telling_order(sizes: Sequence[int], columns: Iterable[Sequence[float]], leng
     """
     count, lengths = sum(sizes), lengths or [1] * sum(sizes)
     varying = (tuple(column) for column in columns if min(column) >= 0 and len({*column}) > 1)
-    known = dict.fromkeys(column for column in varying if sum(map(bool, column)) > 1 and math.isfinite(sum(column)))
+    known = {column for column in varying if sum(map(bool, column)) > 1 and math.isfinite(sum(column))}
+    ordered = sorted(known, key=lambda column: (len({*column}), column))  # those of few numbers decide soonest
     best, fewest = list[int](), math.inf
-    for seed in range(DRAWN):
-        order = Random(seed).sample(range(count), count)
+    for order in _orders(count):
         units, alike = iter(order), 0
         parts = [[*itertools.islice(units, size)] for size in sizes]
-        rows = [sum(lengths[unit] for unit in part) for part in parts]
-        for column in known:
-            alike += _weights_alike(rows, [[column[unit] for unit in part] for part in parts])
+        rows = tuple(sum(lengths[unit] for unit in part) for part in parts)
+        for column in ordered:
+            alike += _weights_alike(rows, tuple(tuple(sorted(column[unit] for unit in part)) for part in parts))
             if alike >= fewest:
                 break
         else:
             best, fewest = order, alike
         if not fewest:
             break
-    return best
+    return [*best]
+
+
+@functools.cache
+def _orders(count: int) -> list[list[int]]:
+    return [Random(seed).sample(range(count), count) for seed in range(DRAWN)]
 
 
 _WRONG_WEIGHTS: tuple[tuple[Callable[[int, Sequence[float]], float], bool], ...] = (
@@ -563,7 +568,8 @@ _WRONG_WEIGHTS: tuple[tuple[Callable[[int, Sequence[float]], float], bool], ...]
 """Of a part's rows and of what counts in each. Some can't be told where less than three units count."""
 
 
-def _weights_alike(rows: Sequence[int], parts: Sequence[Sequence[float]]) -> int:
+@functools.lru_cache(maxsize=1024)
+def _weights_alike(rows: tuple[int, ...], parts: tuple[tuple[float, ...], ...]) -> int:
     """How many wrong weights of these parts are in the same proportions as their sums."""
     counting, sums = [value for values in parts for value in values if value], [*map(sum, parts)]
     largest, found = max(sums), 0

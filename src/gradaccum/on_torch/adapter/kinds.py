@@ -170,18 +170,17 @@ def rows_to_prove(batch: Batch, most: int) -> list[int]:
             scores += 2 * (values >= 0).cpu() + values.cpu().double() / (1.0 + values.abs().max().item())
         else:
             scores += ((values != 0) & (values != -100)).flatten(1).sum(1).cpu()
-    sorts, ends = list[tuple[int, Sequence[int]]](), [int(scores.argmin()), int(scores.argmax())]
+    order = scores.argsort(stable=True).tolist()
+    sorts, ends = list[tuple[int, Sequence[int]]](), [order[0], int(scores.argmax())]
+    earlier = torch.arange(batch.rows, 0, -1)
     for columns in _columns(batch):  # of one device each, which is waited for once
-        there = (columns != 0).byte()
-        counts, firsts = there.sum(1), list[Tensor]()
-        for _ in range(3):
-            firsts.append(there.argmax(1))
-            there = there.scatter(1, firsts[-1][:, None], 0)
-        found = torch.stack([counts, columns.argmin(1), columns.argmax(1), *firsts], 1)
+        there = columns != 0
+        firsts = (there * earlier.to(columns.device)).topk(min(3, batch.rows), 1).indices
+        found = torch.stack([there.sum(1), columns.argmin(1), columns.argmax(1), *firsts.unbind(1)], 1)
         for count, least, greatest, *three in found.tolist():
             sorts.append((count, three[:count]))
             ends += [least, greatest]
-    rows = informative_rows(scores.argsort(stable=True).tolist(), sorts, ends, most)
+    rows = informative_rows(order, sorts, ends, most)
     return rows if batch.groups is None else informative_units(rows, [unit.tolist() for unit in batch.units()], most)
 
 
