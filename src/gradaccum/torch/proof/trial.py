@@ -68,7 +68,6 @@ class BatchRunner(TorchRunner):
     ) -> None:
         self.objective, self.gradients, self._parameters, self.state = objective, gradients, parameters, state
         self._scale, self.batch = scale or LoweredScale(None), batch
-        self._own_ids = set(map(id, parameters.values()))
         super().__init__(RowwiseRng(batch.rows, generators, **rng), objective.device, batch.rows)
 
     def tensors(self) -> list[Tensor]:
@@ -97,7 +96,7 @@ class BatchRunner(TorchRunner):
         return (self.batch if rows is None else self.batch.take(rows)).map(self._own)
 
     def _own(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or id(leaf) in self._own_ids:
+        if not isinstance(leaf, Tensor) or any(leaf is p for p in self._parameters.values()):
             return leaf
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
@@ -108,9 +107,7 @@ class BatchRunner(TorchRunner):
                 self._scale.scale(loss).backward()
             else:
                 order = torch.tensor(way[0])
-                few = self.taken(order)
-                if not self.rng.idle:
-                    few = watched(few, lambda taken: self.rng.start(order[taken]))
+                few = watched(self.taken(order), lambda taken: self.rng.start(order[taken]))
                 loss = self.gradients(self.objective, few, way[1])
             gradients: dict[str, Tensor | None] = {}
             for name, parameter in self._parameters.items():
@@ -126,7 +123,7 @@ class BatchRunner(TorchRunner):
         some = sample(gradient)
         return some if some is gradient else some.clone()
 
-    def left(self) -> dict[str, Any]:
+    def left(self) -> dict[str, Tensor]:
         """What modules hold now, by name: tensors and numbers."""
         return {**self.state.tensors(), **self.state.numbers()}
 
