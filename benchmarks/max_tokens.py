@@ -137,7 +137,7 @@ of at most {BUDGET} tokens, relative to {padded} padded rows. "Computed tokens" 
 
 {table(["micro-batches", "time per update", "peak of live bytes", "computed tokens"], rows)}
 
-With `max_tokens` an update that is proven (1, 2, 4, 8, ...) takes {proven} ordinary ones."""
+With `max_tokens` an update that is proven takes {proven} ordinary ones."""
     publish(
         "max_tokens", "Packing text by tokens", body, ["torch"], options, ours=["max_tokens", "max_tokens and pack"]
     )

@@ -162,7 +162,7 @@ def main() -> None:
     overhead = f"{wrapped} for a wrapped optimizer, and {stepped} for `TrainStep`"
     body = f"""Time with `noise_scale=True` relative to the time without, on four networks, in windows of {STEPS}
 micro-batches with Adam (one thread, median of {rounds} rounds): {overhead}.
-Watched windows (1, 2, 4, 8, ...) of a wrapped optimizer take {looking["with"]} ordinary ones, and
+Watched windows of a wrapped optimizer take {looking["with"]} ordinary ones, and
 {looking["without"]} without `noise_scale`; `TrainStep` has `verify=False`.
 
 `noise_scale="layer_norm"` takes {by_layers} of the time without, with the two transformer layers. The two estimates,
