@@ -70,8 +70,8 @@ micro-batch's logits take {logits:.0f} MiB, the head's weights and their gradien
 
 {table(["logits", "time per update", "peak of live bytes"], rows)}
 
-Besides the parameters an update takes {tiled:.0f} MiB in tiles, and {whole:.0f} MiB with whole logits. An update
-that is proven takes {proven} ordinary ones in tiles; the table is with `verify=False`."""
+Besides the parameters an update takes {tiled:.0f} MiB in tiles, and {whole:.0f} MiB with whole logits. A proven update
+takes {proven} ordinary ones in tiles; the table has `verify=False`."""
     publish("head", "A head over 128k classes", body, ["torch"], options, ours=["head in tiles"])
 
 

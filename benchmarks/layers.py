@@ -122,8 +122,8 @@ def main() -> None:
         f"tokens in micro-batches of {MICRO_BATCH}, AdamW. Peak live bytes, without parameters and optimizer state, "
         f"and time of an update, relative to accumulation:\n\n{table(head, rows)}\n"
         "\nOne more forward pass of all blocks but the last, which is the least that keeps no activations inside "
-        f"blocks, makes {taken[FLOOR]['plain']:.2f} of accumulation's time. All of this is with `verify=False`: with "
-        f"`blocks=`, an update that is proven takes {proven} ordinary ones.\n"
+        f"blocks, makes {taken[FLOOR]['plain']:.2f} of accumulation's time. With `verify=False`; a "
+        f"proven update takes {proven} ordinary ones with `blocks=`.\n"
     )
     wide = {"dtype": torch.bfloat16, "accumulate_dtype": torch.float32}
     half = {name: peaks(ids, **way, **wide) for name, way in WAYS.items() if name != "whole batch"}

@@ -655,7 +655,8 @@ def even_ways(rows: int, size: int | None = None, columns: Iterable[Sequence[flo
         [[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [4, 4, 4]]
     """
     ragged = ragged_size(rows)
-    sizes, shuffled = (even_sizes(rows, some) for some in (ragged or 1, ragged or max(rows // 3, min(2, rows - 1))))
+    sizes = even_sizes(rows, ragged or 1)
+    shuffled = even_sizes(rows, ragged or max(rows // 3, min(2, rows - 1)))
     given: list[Way] = [] if size is None or size >= rows else [(range(rows), even_sizes(rows, size))]
     return [*given, (range(rows), sizes), (telling_order(shuffled, columns), shuffled)]
 
