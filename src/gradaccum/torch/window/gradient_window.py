@@ -116,7 +116,7 @@ class GradientWindow(Listener):
 
     def parameters_added(self) -> None:
         self.buffer.prepare()
-        self.loss_scale.remove()
+        self.loss_scale.parameters_added()
         self.monitor.modification()
         self.monitor.watch_all()
 
@@ -167,8 +167,10 @@ class GradientWindow(Listener):
                 self._backward_named(checked_terms(loss, weight), retain_graph, create_graph)
                 return
             loss = checked_scalar(loss, "`loss`")
-        if self.special and self.losses.by_name:
-            raise mixed_terms_error()
+        if self.special:
+            if self.losses.by_name:
+                raise mixed_terms_error()
+            self.loss_scale.rescale_()
         if one.weight is None and not window.micro_batches:
             self.losses.restart()
         if weight is not None and self.ranks.sharded and self.ranks.unit is None:
@@ -177,7 +179,6 @@ class GradientWindow(Listener):
         if one.weight:
             self.losses.add(window.micro_batches, loss, one.weight, one.given)
         elif not self.ranks.sharded:
-            self.loss_scale.rescale_()  # no backward pass will do it
             self.buffer.reach(loss)
             return
         self._run_backward(loss, factor, retain_graph, create_graph)
@@ -196,8 +197,7 @@ class GradientWindow(Listener):
         if one.weight is None or (counts and one.weight == 0):
             one.weight = None
             window.weigh(float(bool(counts)))
-        if not counts:
-            self.loss_scale.rescale_()  # no backward pass will do it
+        self.loss_scale.rescale_()
         if nothing := [loss for loss, weight in terms.values() if not weight]:
             self.buffer.reach(*nothing)
         how = {"retain_graph": retain_graph, "create_graph": create_graph}
@@ -318,7 +318,7 @@ class GradientWindow(Listener):
         if self.noise is not None and self.noise.waiting and window.weight > 0 and not self.ranks.reduced:
             self._measure(self.noise)
         if not closes and self.loss_scale.in_use:
-            self.loss_scale.expect_backward()
+            self.loss_scale.stay_open()
         self._settle()
         return closes
 
@@ -496,7 +496,7 @@ class GradientWindow(Listener):
     def backward_starts(self) -> None:
         if isinstance(self.monitor, ShardedMonitor):
             self.monitor.pass_begins()
-        self.loss_scale.rescale_()
+            self.loss_scale.bring()  # DDP says so behind its first gradients
 
     def reduced(self) -> None:
         self.monitor.resync()
