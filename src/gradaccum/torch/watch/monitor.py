@@ -311,7 +311,7 @@ class GradientMonitor:
     def _found(self) -> Modification | None:
         for i, parameter in enumerate(self._watched.parameters):
             found = self._watched.modification(i)
-            if found == "assigned" and not (self.looking and _any(parameter.grad)):  # zeros change nothing
+            if found == "assigned" and not (self.looking and parameter.grad.count_nonzero()):  # type: ignore[union-attr]  # it has one
                 continue
             if found is not None:
                 return found
@@ -404,11 +404,6 @@ def _versions(gradients: list[Tensor | None]) -> list[int]:
         return [*map(_VERSION, gradients)]
     except AttributeError:
         return [0 if gradient is None else gradient._version for gradient in gradients]
-
-
-def _any(gradient: Tensor | None) -> bool:
-    """Whether anything in it isn't zero."""
-    return gradient is not None and bool((gradient._values() if gradient.is_sparse else gradient).count_nonzero())
 
 
 def _leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
