@@ -189,6 +189,7 @@ ORDERS = {
     "zero update backward step": True,
     "zero zero backward step update": False,
     "zero side update backward step": True,  # a backward pass before update(), and one behind it
+    "zero update side weighed step": True,
     "zero backward update step": True,
 }
 
@@ -224,11 +225,10 @@ def in_order(order, model, optimizer, scaler, batches):
                 scaler.update()
             elif word == "step":
                 scaler.step(optimizer)
-            elif word == "weighed":
-                optimizer.backward(scaler.scale(mse(model, x, y)))
-            elif word in ("backward", "side"):
-                part = {"side": 0.25, "backward": 0.75 if "side" in order else 1.0}[word]
-                scaler.scale(mse(model, x, y) * part).backward()
+            elif word in ("backward", "side", "weighed"):
+                part = 0.5 if "side" in order else 1.0
+                loss = scaler.scale(mse(model, x, y) * part)
+                optimizer.backward(loss) if word == "weighed" else loss.backward()
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -117,6 +117,9 @@ class GradientWindow(Listener):
     def parameters_added(self) -> None:
         self.buffer.prepare()
         self.loss_scale.parameters_added()
+        arriving = self.arrival_scale.factor
+        self.arrival_scale.set(1.0)
+        self.arrival_scale.set(arriving)
         self.monitor.modification()
         self.monitor.watch_all()
 

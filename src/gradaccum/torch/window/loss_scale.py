@@ -51,7 +51,7 @@ class LossScale:
 
     def close(self) -> None:
         self._scale: Tensor | None = None
-        self._version = 0  # of the live scale, when it was this one
+        self._version = 0  # of the live scale when it was this one; -1: the sum has none
         self._called = False  # `rescale_`, since the last `step()`
         self.overflow: Tensor | None = None
         self.unscaled = False  # `unscale_` has divided the sum
@@ -140,7 +140,7 @@ class LossScale:
         if not another and (self._handle is not None or not self._moved):
             return
         self.remove()
-        self._version, self._called = -1, True  # nothing brings this sum into one scale again
+        self._version, self._called = -1, True  # nothing brings this sum into one scale any more
         if another:
             raise WindowError(
                 "Two GradScalers have stepped in one window, so its gradients have different scales. Use one for all "
@@ -198,7 +198,7 @@ class LossScale:
 
     def bring(self) -> None:
         """Bring the sum to the live scale, in which the next gradient comes."""
-        if not self._moved:
+        if not self._moved or self._version < 0:
             return
         assert self._live is not None
         assert self._scale is not None
