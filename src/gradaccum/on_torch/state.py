@@ -182,6 +182,8 @@ class WindowState:
         self._modules: list[nn.Module] = []
         self._makers: list[nn.Module] = []
         """Those that may make buffers: all but BatchNorm's."""
+        self.draws = True
+        """Whether random numbers were drawn in the latest window that looked."""
         self._parameters: list[Tensor] | None = None
         self._not_optimized: list[Tensor] = []
         self._outside: list[tuple[Tensor, Tensor | None]] = []
@@ -289,8 +291,9 @@ class WindowState:
         if self._outside:
             self._add_up_outside()
         if self.looks:
-            drawn = [g for g in self._start.random.moved() if g not in (*self._torch, *self._drawn_from)]
-            self._drawn_from = self._drawn_from + drawn
+            drawn = self._start.random.moved()
+            self.draws = bool(drawn)
+            self._drawn_from += [g for g in drawn if g not in (*self._torch, *self._drawn_from)]
             for buffer in self._start.buffers:
                 buffer.moves = buffer.met or buffer.moved
             self._moving = [buffer for buffer in self._own if buffer.moves]
