@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import enum
 import functools
 import itertools
@@ -112,49 +111,6 @@ def nothing_drawn() -> Iterator[None]:
         RandomState.looks = held
 
 
-class _NumPyState:
-    """The state of NumPy's global generator, which takes as long to read or to set as a small network's forward pass.
-
-    So it is read and set where its memory shows another one. A number that `randn` keeps for its next call is not in
-    that memory, which says nothing then.
-    """
-
-    latest: _NumPyState | None = None
-    """The one that was read or set last."""
-
-    def __init__(self) -> None:
-        self._state = sys.modules["numpy"].random.get_state(legacy=False)
-        self._memory = None if self._state["has_gauss"] else _numpy_memory()
-
-    @classmethod
-    def now(cls) -> _NumPyState:
-        if cls.latest is None or not cls.latest.is_current():
-            cls.latest = cls()
-        return cls.latest
-
-    def is_current(self) -> bool:
-        return self._memory is not None and self._memory == _numpy_memory()
-
-    def put_back(self) -> None:
-        if not self.is_current():
-            sys.modules["numpy"].random.set_state(self._state)
-            _NumPyState.latest = self
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _NumPyState) and _same(self._state, other._state))
-
-    __hash__ = None  # type: ignore[assignment]  # it is compared alone
-
-
-def _numpy_memory() -> tuple[int, bytes] | None:
-    """Where NumPy's global generator is, and what is there: 624 words and a place; None of another kind."""
-    generator = sys.modules["numpy"].random.get_bit_generator()
-    if type(generator).__name__ != "MT19937":
-        return None
-    address = generator.ctypes.state_address
-    return address, ctypes.string_at(address, 625 * 4)
-
-
 _CPU = torch.default_generator.get_state, torch.set_rng_state
 
 
@@ -171,9 +127,8 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     if hasattr(generator, "bit_generator"):
         bits = generator.bit_generator
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
-    if generator == "numpy":
-        return _NumPyState.now, _NumPyState.put_back
-    return generator.get_state, generator.set_state
+    other = sys.modules["numpy"].random if generator == "numpy" else generator
+    return other.get_state, other.set_state
 
 
 def _same(one: Any, other: Any) -> bool:
