@@ -103,7 +103,7 @@ class Proof:
 
     def run(self, batch: Batch, size: int | None = None) -> None:
         """Prove that micro-batches of the batch that `is_due` make its update. Moves nothing, and compiles nothing."""
-        _uncompiled_run()(self, batch, size)
+        _uncompiled()(self, batch, size)
 
     def _run(self, batch: Batch, size: int | None) -> None:
         named = named_parameters(self.objective)
@@ -281,8 +281,8 @@ class Proof:
 
 
 @functools.cache
-def _uncompiled_run() -> Callable[[Proof, Batch, int | None], None]:
-    return sys.modules["torch._dynamo"].disable(Proof._run)  # TrainStep has loaded it
+def _uncompiled() -> Callable[[Proof, Batch, int | None], None]:
+    return torch.compiler.disable(Proof._run)  # takes as long as a pass, each time
 
 
 def eager() -> contextlib.AbstractContextManager[Any]:
