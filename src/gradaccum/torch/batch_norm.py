@@ -213,11 +213,16 @@ class BatchNormPolicy:
 
         `looks`: whether there are layers is looked up once more.
         """
-        self.micro_batches, self._has_layers = 0, None if looks else self._has_layers
+        self.micro_batches = 0
+        if looks and self._has_layers is False:
+            self._has_layers = self._look()
         self.idle = not self.pooled and (self.choice != "warn" or self.warned or self._has_layers is False)
         if self.choice == "frozen":
             return frozen(self.module)
         return self._pooling() if self.pooled else _NO_CONTEXT
+
+    def _look(self) -> bool:
+        return any(isinstance(layer, _BatchNorm) for layer in self.module.modules())
 
     @contextlib.contextmanager
     def _pooling(self) -> Iterator[None]:
@@ -244,7 +249,7 @@ class BatchNormPolicy:
         self.micro_batches += 1
         if self.choice == "warn" and self.micro_batches == 2 and not self.warned:  # one alone is the large batch
             if self._has_layers is None:
-                self._has_layers = any(isinstance(layer, _BatchNorm) for layer in self.module.modules())
+                self._has_layers = self._look()
             self.warned = self._has_layers and warn_of_batch_norm(self.module, self.remedy)
         return self._collected() if self._open else _NO_CONTEXT
 

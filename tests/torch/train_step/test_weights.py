@@ -302,3 +302,17 @@ def test_rows_of_weight_0_reach_parameters_and_move_buffers_as_in_the_large_batc
     assert_same_state(model, plain)
     gradients = [[p.grad is None for p in one.parameters()] for one in (model, plain)]
     assert gradients[0] == gradients[1]  # nothing leads to the third expert
+
+
+@pytest.mark.parametrize("how", OVER_NOTHING.values(), ids=OVER_NOTHING)
+def test_rows_of_weight_0_draw_their_random_numbers_in_every_update(how):
+    def drawn(mask):
+        step = step_of(nn.Sequential(nn.Dropout(0.3), linear(5, 4)), "sgd", micro_batch_size=2, verify=True, **how)
+        states = []
+        for seed in range(9):
+            torch.manual_seed(seed)
+            step(randn(4, 5), mask, randn(4, 4))
+            states.append(torch.get_rng_state())
+        return torch.stack(states)
+
+    assert torch.equal(drawn(torch.ones(4)), drawn(torch.tensor([0.0, 0.0, 1.0, 1.0])))
