@@ -183,7 +183,7 @@ ORDERS = {
     "backward step update zero": False,
     "zero weighed step update": False,
     "update zero backward step": False,
-    "weighed step update": False,
+    "weighed step update": True,
     "backward step update": True,
     "backward step zero update": True,
     "zero update backward step": True,
@@ -233,7 +233,7 @@ def in_order(order, model, optimizer, scaler, batches):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_loop_in_any_order_makes_the_large_batches_updates_while_the_scale_grows(order):
-    """Windows 3 and 5 are ordinary: where zero_grad() or backward(loss) come in time, they have three hooks at most."""
+    """Windows 3 and 5 are ordinary: where zero_grad() comes in time, they have three hooks at most."""
     (model, optimizer), scaler, found = wrapped(steps=3), Scaler(), []
     batches = parts([2, 2, 2] * 5)
     for batch in batches:
@@ -258,11 +258,18 @@ def test_an_update_of_the_scale_that_comes_in_another_order_than_before_is_named
         with refused(r"update\(\) came behind.*Keep one order.*discard", model):
             in_order(other, model, optimizer, scaler, one[1:])
         with refused("came behind", model):
-            in_order("weighed step update", model, optimizer, scaler, one[1:])
+            in_order("step update", model, optimizer, scaler, one[1:])
         optimizer.discard()
     in_order(other, model, optimizer, scaler, [*one[1 if looks else 0 :], *last])  # any order from now on
     assert optimizer.updates == len(usual) + 2
     assert_same(model, large([*usual, one, last]))
+
+
+def test_a_backward_pass_that_rarely_comes_before_backward_loss_joins_in_the_sums_scale():
+    (model, optimizer), scaler, batches = wrapped(steps=3), Scaler(), parts([2] * 9)
+    for i, batch in enumerate(batches):
+        in_order("side weighed step update" if i == 7 else "weighed step update", model, optimizer, scaler, [batch])
+    assert_same(model, large(windows_of(batches, 3)))
 
 
 def test_two_scalers_in_a_window_are_refused():

@@ -170,10 +170,8 @@ class GradientWindow(Listener):
                 self._backward_named(checked_terms(loss, weight), retain_graph, create_graph)
                 return
             loss = checked_scalar(loss, "`loss`")
-        if self.special:
-            if self.losses.by_name:
-                raise mixed_terms_error()
-            self.loss_scale.rescale_()
+        if self.special and self.losses.by_name:
+            raise mixed_terms_error()
         if one.weight is None and not window.micro_batches:
             self.losses.restart()
         if weight is not None and self.ranks.sharded and self.ranks.unit is None:
@@ -182,6 +180,7 @@ class GradientWindow(Listener):
         if one.weight:
             self.losses.add(window.micro_batches, loss, one.weight, one.given)
         elif not self.ranks.sharded:
+            self.loss_scale.rescale_()  # no backward pass will do it
             self.buffer.reach(loss)
             return
         self._run_backward(loss, factor, retain_graph, create_graph)
@@ -200,7 +199,8 @@ class GradientWindow(Listener):
         if one.weight is None or (counts and one.weight == 0):
             one.weight = None
             window.weigh(float(bool(counts)))
-        self.loss_scale.rescale_()
+        if not counts:
+            self.loss_scale.rescale_()  # no backward pass will do it
         if nothing := [loss for loss, weight in terms.values() if not weight]:
             self.buffer.reach(*nothing)
         how = {"retain_graph": retain_graph, "create_graph": create_graph}

@@ -32,9 +32,9 @@ class LossScale:
     multiplied by `s_{i+1} / s_i`; and if it has overflowed it is set to zero, so that the scaler, which looks at the
     sum on every micro-batch, sees one overflow and halves once.
 
-    Loops call `zero_grad()` or `backward(loss)` between `GradScaler.update` and the backward pass. Where a whole window
-    has shown that these were in time, no hook is needed: in ordinary windows `step()` compares the version of the
-    scaler's own tensor. Loops in another order keep a hook on each parameter, for good.
+    Most loops call `zero_grad()` between `GradScaler.update` and the backward pass, and it multiplies. Where a whole
+    window has shown that this was always in time, no hook is needed: in ordinary windows `step()` compares the version
+    of the scaler's own tensor. Loops in another order keep a hook on each parameter, for good.
     """
 
     neutral = _Neutral()
@@ -45,14 +45,13 @@ class LossScale:
         self.scaled: bool | None = None  # whether this window's micro-batches come through one; None: none has come yet
         self._live: Tensor | None = None  # the scaler's own, which it changes in place
         self._handle: Any = None
-        self._in_time: bool | None = None  # whether `rescale_` has always been; None: that is not seen yet
+        self._in_time: bool | None = None  # whether `zero_grad` has always been; None: that is not seen yet
         self._shown: tuple[Tensor, Tensor, int] | None = None
         self.close()
 
     def close(self) -> None:
         self._scale: Tensor | None = None
-        self._version = 0  # of the live scale when it was this one; -1: the sum has none
-        self._called = False  # `rescale_`, since the last `step()`
+        self._version = 0  # of the live scale when it was this one; -1: its gradients have several
         self.overflow: Tensor | None = None
         self.unscaled = False  # `unscale_` has divided the sum
         self._own: Tensor | None = None
@@ -115,7 +114,7 @@ class LossScale:
         if self._scale is not None:
             self._check_scale(live)
         self.overflow = found_inf.clone() if self.overflow is None else torch.maximum(self.overflow, found_inf)
-        self.unscaled, self._called = live is None, False
+        self.unscaled = live is None
         if live is not None:
             if self._scale is None:
                 self._note(live)
@@ -140,7 +139,7 @@ class LossScale:
         if not another and (self._handle is not None or not self._moved):
             return
         self.remove()
-        self._version, self._called = -1, True  # nothing brings this sum into one scale any more
+        self._version = -1
         if another:
             raise WindowError(
                 "Two GradScalers have stepped in one window, so its gradients have different scales. Use one for all "
@@ -154,7 +153,7 @@ class LossScale:
         )
 
     def stay_open(self) -> None:
-        """Another micro-batch is to come: drop a sum that has overflowed, and have the rest in its scale in time."""
+        """Another micro-batch is to come: drop a sum that has overflowed, and watch if `zero_grad` may be late."""
         assert self.overflow is not None
         overflow = self.overflow > 0
         if not overflow.is_cpu or overflow:  # on a device nobody waits for it
@@ -173,9 +172,8 @@ class LossScale:
         this = weakref.ref(self)  # the parameters shall not keep the optimizer alive
 
         def backward_starts(gradient: Tensor) -> None:
-            if (scale := this()) is not None and scale._moved:
-                scale._in_time = False
-                scale.bring()
+            if (scale := this()) is not None:
+                scale.rescale_()
 
         # Frozen ones, too: which ones are may change at any time.
         leaves = [p for p in self._buffer.parameters() if p.is_leaf and p.is_floating_point()]
@@ -188,16 +186,14 @@ class LossScale:
             self._attach()
 
     def rescale_(self) -> None:
-        """Before a backward pass: `bring` the sum, unless gradients may have come since an earlier call."""
-        again, self._called = self._called, True
-        if self._moved and again:
+        """`bring` the sum where `zero_grad` has not. Without hooks others may have come since: then `add` raises."""
+        if self._moved:
             self._in_time = False
-            if self._handle is None:
-                return  # in either scale: `add` raises
-        self.bring()
+            if self._handle is not None:
+                self.bring()
 
     def bring(self) -> None:
-        """Bring the sum to the live scale, in which the next gradient comes."""
+        """Bring the sum to the live scale, in which the next gradient comes: none has come since that changed."""
         if not self._moved or self._version < 0:
             return
         assert self._live is not None
@@ -213,8 +209,7 @@ class LossScale:
     def adopt(self, scale: float) -> None:
         """Have the scaler scale the losses that come by this much: before the backward pass in which ranks reduce."""
         if self._live is not None and scale:
-            self.rescale_()
-            known, self._own = not self._moved, self._live.detach().clone()
+            known, self._own = self._handle is not None or not self._moved, self._live.detach().clone()
             self._live.fill_(scale)
             if known:
                 self.bring()
