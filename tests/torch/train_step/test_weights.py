@@ -316,3 +316,12 @@ def test_rows_of_weight_0_draw_their_random_numbers_in_every_update(how):
         return torch.stack(states)
 
     assert torch.equal(drawn(torch.ones(4)), drawn(torch.tensor([0.0, 0.0, 1.0, 1.0])))
+
+
+def test_a_hook_that_writes_to_a_losss_gradient_does_so_once_per_micro_batch():
+    def doubled(model, x, y):
+        loss = plain_loss(model, x, y)
+        loss.register_hook(lambda gradient: gradient.mul_(2))
+        return loss
+
+    assert_same_updates(linear(5, 3), batches(8), doubled, compute_loss=doubled, micro_batch_size=2)

@@ -332,15 +332,13 @@ class TrainPasses(Passes):
             self.weightless.append(piece)
 
     def _note(self, piece: Slice, weighted: WeightedLoss) -> None:
-        """Have blocks, the noise scale and BatchNorm know that this micro-batch counts."""
+        """Have blocks and the noise scale know that this micro-batch counts."""
         if self._layers is not None:
             self._layers.commit(piece)
         if self._noise is not None and self._noise.waiting and weighted.ends:
             self._noise.counts_rows = True
             sums, multiple = self._runner.buffer.gradients(), self.window.multiple(weighted, piece.size)
             self._noise.micro_batch(sums, piece.size, self._runner.scale() * multiple)
-        if not self._norm.idle:
-            self._norm.commit()
 
     def idle(self, micro_batch: Batch) -> None:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
