@@ -22,6 +22,21 @@ def grouped(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     return groups.values()
 
 
+def values_of(gradient: Tensor) -> Tensor:
+    """Its entries; of a sparse one those that it has, each once."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+@torch.no_grad()
+def zeroed(gradient: Tensor) -> Tensor:
+    """The gradient of what weighs nothing, NaN or not; a sparse one keeps its rows, which `zeros_like` drops."""
+    if not gradient.is_sparse:
+        return torch.zeros_like(gradient)
+    copy = gradient.detach().clone()
+    copy._values().zero_()
+    return copy
+
+
 @torch.no_grad()
 def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply each tensor in place; a tensor factor stays on its device."""
@@ -67,7 +82,7 @@ def _division(divisor: float, kinds: set[Any]) -> tuple[Callable[..., None], Any
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether every entry is finite: a bool tensor of no dimensions. Waits for no device; few operators for many."""
     found = []
-    for group in grouped(t.coalesce().values() if t.is_sparse else t for t in tensors):
+    for group in grouped(map(values_of, tensors)):
         filled = [t for t in group if t.numel()]
         # On CPU a 2-norm takes a tenth of the largest entry's time. One that isn't finite may itself have overflowed.
         norms = torch._foreach_norm(filled, 2.0) if filled and filled[0].is_cpu else ()
@@ -86,7 +101,7 @@ def clip_norm_(tensors: list[Tensor], max_norm: float | None) -> Tensor:
         return torch.tensor(0.0)
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        dense = tensor.coalesce().values() if tensor.is_sparse else tensor
+        dense = values_of(tensor)
         groups[dense.device, dense.dtype, hasattr(dense, "to_local")].append(dense)
     each = [norm for group in groups.values() for norm in torch._foreach_norm(group, 2.0)]
     found: Any = torch.linalg.vector_norm(torch.stack([one.to(each[0].device) for one in each]), 2.0)

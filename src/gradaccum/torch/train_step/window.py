@@ -216,7 +216,7 @@ class WindowRunner:
             return  # which has freed gradients by now
         objective = self.objective.on(inside(self.objective.model))
         for piece in passes.weightless:
-            if all(p.grad is not None or not p.requires_grad for p in self.buffer.parameters()):
+            if not self.buffer.lacking():
                 return
             try:
                 with self.as_found(), self.batch_norm.window(), self.batch_norm.micro_batch(), self.oom.around():
@@ -307,9 +307,9 @@ class TrainPasses(Passes):
     def backward(self, piece: Slice, weighted: WeightedLoss) -> None:
         if self._layers is not None and (ends := weighted.ends):
             self.window.retain_graph = any(self._layers.shares(loss) for loss, _, _ in ends)
-        self.window.backward(weighted, self._scale)
         if weighted.weightless or not weighted.ends:
             self._weighs_nothing(piece, weighted)
+        self.window.backward(weighted, self._scale)
         if self._moves and weighted.ran and (piece.size < self._batch.rows or self._layers is not None):
             self._runner.buffers.micro_batch(self._runner.state.moved(), piece.size)
         if not self._plain:  # blocks may run again there, from the buffers that they have found
