@@ -82,7 +82,7 @@ def _division(divisor: float, kinds: set[Any]) -> tuple[Callable[..., None], Any
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether every entry is finite: a bool tensor of no dimensions. Waits for no device; few operators for many."""
     found = []
-    for group in grouped(map(values_of, tensors)):
+    for group in grouped(t.coalesce().values() if t.is_sparse else t for t in tensors):
         filled = [t for t in group if t.numel()]
         # On CPU a 2-norm takes a tenth of the largest entry's time. One that isn't finite may itself have overflowed.
         norms = torch._foreach_norm(filled, 2.0) if filled and filled[0].is_cpu else ()
@@ -101,7 +101,7 @@ def clip_norm_(tensors: list[Tensor], max_norm: float | None) -> Tensor:
         return torch.tensor(0.0)
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        dense = values_of(tensor)
+        dense = tensor.coalesce().values() if tensor.is_sparse else tensor
         groups[dense.device, dense.dtype, hasattr(dense, "to_local")].append(dense)
     each = [norm for group in groups.values() for norm in torch._foreach_norm(group, 2.0)]
     found: Any = torch.linalg.vector_norm(torch.stack([one.to(each[0].device) for one in each]), 2.0)

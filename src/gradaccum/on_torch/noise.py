@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from gradaccum.core.noise import WINDOWS, NoiseScale, Norms, estimate
 from gradaccum.on_torch.batch import map_leaves
-from gradaccum.on_torch.foreach import clip_norm_, values_of
+from gradaccum.on_torch.foreach import clip_norm_
 
 logger = logging.getLogger("gradaccum")
 
@@ -171,7 +171,7 @@ class NoiseMeter:
 @torch.no_grad()
 def _norms(tensors: Iterable[Tensor]) -> Tensor:
     """The 2-norm of each tensor, in one vector on the first one's device; half precision is summed in float32."""
-    dense = [*map(values_of, tensors)]
+    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in dense)
     found = torch._foreach_norm(dense, 2, dtype=torch.float32 if narrow else None)
     device = dense[0].device

@@ -48,7 +48,7 @@ _NO_ROWS = (
 )
 _NOT_REACHED = (
     "Out of memory in the forward pass of a micro-batch of %d rows with weight 0. Parameters that only such rows use "
-    "have no gradient now, and sparse gradients lack such rows, where the large batch gives them zeros. So weight decay "
+    "have no gradient now, and sparse gradients lack such rows, where the large batch has zeros. So weight decay "
     "and momentum don't move them."
 )
 
