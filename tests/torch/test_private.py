@@ -34,6 +34,7 @@ def samples():
             "torch": torch,
             "torch.optim.optimizer": sys.modules["torch.optim.optimizer"],
             "tensor": torch.ones(1),
+            "node": torch.ones(1, requires_grad=True).exp().grad_fn,
             "operator": torch.ops.aten.add.Tensor,
             "module": model,
             "optimizer": SGD(model.parameters(), lr=0.1, steps=2),

@@ -22,6 +22,21 @@ def grouped(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     return groups.values()
 
 
+def values_of(gradient: Tensor) -> Tensor:
+    """Its entries; of a sparse one those that it has, each once."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+@torch.no_grad()
+def zeroed(gradient: Tensor) -> Tensor:
+    """The gradient of what weighs nothing, NaN or not; a sparse one keeps its rows, which `zeros_like` drops."""
+    if not gradient.is_sparse:
+        return torch.zeros_like(gradient)
+    copy = gradient.detach().clone()
+    copy._values().zero_()
+    return copy
+
+
 @torch.no_grad()
 def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply each tensor in place; a tensor factor stays on its device."""

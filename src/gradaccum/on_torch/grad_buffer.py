@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradaccum.on_torch.foreach import all_finite, scale_
-from gradaccum.on_torch.private import leaves_of
+from gradaccum.on_torch.foreach import all_finite, scale_, zeroed
+from gradaccum.on_torch.private import zero_gradients
 
 Sums = list[Tensor | None]
 """One for each parameter, None where nothing has arrived."""
@@ -76,7 +76,9 @@ class GradientBuffer:
 
     def copies(self, scale: Tensor | None) -> dict[int, Tensor]:
         """The sum by the parameters' numbers, copied and divided by its scale: a power of two, which rounds nothing."""
-        scale, sums = (None, self.restored) if self.restored is not None else (scale, self.get())
+        sums = self.get()
+        if self.restored is not None:  # beside it are zeros alone, of micro-batches that weigh nothing
+            scale, sums = None, joined([s if s is None else s.clone() for s in self.restored], sums)
         return {
             index: (s.clone() if scale is None else s * scale.reciprocal().to(s.device, s.dtype)).detach()
             for index, s in enumerate(sums)
@@ -110,16 +112,18 @@ class GradientBuffer:
             scale_([s for s in restored if s is not None], scale)
         self.set(joined(self.get(), restored))
 
-    def reach(self, *losses: Tensor) -> None:
+    def lacking(self) -> list[Tensor]:
+        """The parameters to which a gradient of zero adds something: those without, and of sparse ones rows."""
+        return [p for p in self.parameters() if p.requires_grad and ((g := p.grad) is None or g.is_sparse)]
+
+    def reach(
+        self, *losses: Tensor, changing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> None:
         """Add the gradient of losses that weigh nothing: zero, for the parameters that they depend on."""
-        missing = [p for p in self.parameters() if p.grad is None and p.requires_grad]
-        if not missing:
-            return
-        reached, narrow = leaves_of(*losses), {id(p) for p in self._narrow()}
-        for parameter in missing:
-            if id(parameter) in reached:
-                dtype = self.dtype if id(parameter) in narrow else parameter.dtype
-                parameter.grad = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        if (lacking := self.lacking()) and (found := zero_gradients(losses, lacking)):
+            with changing():
+                for parameter, gradient in found:
+                    add_gradient(parameter, gradient)
 
     def cast(self) -> None:
         """Give the finished gradients their parameter's own dtype, which is all that optimizers accept."""
@@ -188,7 +192,7 @@ class ArrivalScale:
         def times(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
             if self.muted:
                 return None
-            return tuple(g if g is None else g * factor if factor else torch.zeros_like(g) for g in gradients)
+            return tuple(g if g is None else g * factor if factor else zeroed(g) for g in gradients)
 
         leaves = [p for p in self._parameters() if factor != 1.0 and (p.is_floating_point() or p.is_complex())]
         with all_require_grad(leaves):
@@ -302,18 +306,18 @@ def _give(parameter: Tensor, dtype: torch.dtype | None) -> None:
 def joined(sums: Sums, more: Sums) -> Sums:
     """Both added up, in the first one's tensors where that can be."""
     pairs = zip(sums, more, strict=True)
-    return [m if s is None else s if m is None else _added(s, m) for s, m in pairs]
+    return [m if s is None else s if m is None else added(s, m) for s, m in pairs]
 
 
-def _added(one: Tensor, other: Tensor) -> Tensor:
-    return one + other if one.is_sparse or other.is_sparse else one.add_(other.to(one.dtype))
+def added(one: Tensor, other: Tensor) -> Tensor:
+    """Both added up, in the first one if that can be."""
+    if not (one.is_sparse or other.is_sparse):
+        return one.add_(other.to(one.dtype))
+    return other + one if one.is_sparse else one + other  # torch adds a sparse one to a dense one, and not the reverse
 
 
 @torch.no_grad()
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
     """Add a gradient that comes from no backward pass, in the dtype in which autograd would."""
     dtype, held = getattr(parameter, "grad_dtype", None) or parameter.dtype, parameter.grad
-    if held is None or gradient.is_sparse or held.is_sparse:
-        parameter.grad = gradient.to(dtype) if held is None else held + gradient.to(dtype)
-    else:
-        held.add_(gradient)
+    parameter.grad = gradient.to(dtype) if held is None else added(held, gradient.to(dtype))

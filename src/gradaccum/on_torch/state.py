@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradaccum.on_torch.grad_buffer import added
 from gradaccum.on_torch.random_state import RandomState, all_generators, held_generators, torch_generators
 
 logger = logging.getLogger("gradaccum")
@@ -304,7 +305,7 @@ class WindowState:
     def _add_up_outside(self) -> None:
         for p, old in self._outside:  # nobody clears them: they add up from update to update
             if old is not None and p.grad is not None:
-                p.grad = old + p.grad if old.is_sparse or p.grad.is_sparse else old.add_(p.grad)
+                p.grad = added(old, p.grad)
             elif old is not None:
                 p.grad = old
         self._outside = []

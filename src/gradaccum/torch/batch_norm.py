@@ -242,7 +242,7 @@ class BatchNormPolicy:
                 move_running_statistics(layer, pool.mean, pool.unbiased_variance)
 
     def micro_batch(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward pass of each micro-batch of a window, which counts once `commit` says so.
+        """Around the forward pass of each micro-batch of a window.
 
         Passes outside of it, such as recomputations, leave pooled statistics alone.
         """
@@ -260,14 +260,10 @@ class BatchNormPolicy:
             yield
         finally:
             self._collecting = False
-
-    def commit(self) -> None:
-        """The last micro-batch is in: it won't be repeated in smaller ones for want of memory."""
-        for layer, pools in self._micro.items() if self._open else ():
+        for layer, pools in self._micro.items():
             known = self._pools.get(layer, [])
             merged = [before.merged(pool) for before, pool in zip(known, pools)]
             self._pools[layer] = [*merged, *known[len(pools) :], *pools[len(known) :]]
-        self._micro = {}
 
     def recomputation(self) -> contextlib.AbstractContextManager[Any]:
         """Around a forward pass that repeats one made before, outside the window."""

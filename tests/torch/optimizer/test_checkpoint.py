@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import gradaccum.torch
 from gradaccum import WindowError
 from tests.reference import torch_updates
-from tests.torch.optimizer.loops import assert_same, by_rows, parts, refused, resumed, scaler_of, train, wrapped
+from tests.torch.optimizer.loops import assert_same, by_rows, heads, parts, refused, resumed, scaler_of, train, wrapped
 from tests.torch.problems import adam, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -55,6 +55,23 @@ def test_a_snapshot_in_memory_does_not_move_with_the_window_nor_with_the_one_tha
     assert other.updates == 2
     assert all(map(torch.equal, gradients(given), gradients(before)))
     assert all(torch.equal(given["state"][i]["exp_avg"], s["exp_avg"]) for i, s in before["state"].items())
+
+
+def test_zeros_of_rows_that_weigh_nothing_are_saved_beside_a_sum_that_was_loaded():
+    """Weight decay moves what has a gradient of zero."""
+    model, optimizer = wrapped(sgd, heads(2), steps=3)
+    plain, scaler = copy.deepcopy(model), scaler_of(4.0)
+    for batch, (head, weight) in zip(PARTS, [(0, 1), (1, 0), (0, 1)]):
+        train(model[head], optimizer, [batch], weigh=lambda *_, weight=weight: weight, scaler=scaler)
+        if not optimizer.updated:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer.discard()
+            optimizer = wrapped(sgd, model, steps=3)[1]
+            optimizer.load_state_dict(state)
+    other = sgd(plain.parameters())
+    (mse(plain[0], *PARTS[0]) / 2 + mse(plain[0], *PARTS[2]) / 2 + 0 * mse(plain[1], *PARTS[1])).backward()
+    other.step()
+    assert_same(model, plain)
 
 
 def test_the_usual_keys_are_a_plain_optimizers_and_its_state_dict_loads():

@@ -67,6 +67,31 @@ def test_detached_losses_are_averaged_beside_others(first):
         assert relative_error([mean], [expected[name][0]]) <= FLOAT64
 
 
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_one_loss_looks_a_table_up_and_another_uses_the_whole_of_it(names):
+    """One sum is sparse, the other dense."""
+    torch.manual_seed(0)
+    table, plain = (nn.Embedding(9, 3, sparse=True) for _ in range(2))
+    plain.load_state_dict(table.state_dict())
+
+    def terms(table, index):
+        found = {"a": (table(index).square().mean(), len(index)), "b": (table.weight.square().sum(), len(index))}
+        return {name: found[name] for name in names}
+
+    optimizer = wrapped(lambda parameters: torch.optim.SGD(parameters, lr=0.1), table, steps=2)[1]
+    data = torch.randint(9, (12, 4))
+    for index in data.split([1, 3, 4, 4]):
+        optimizer.backward(terms(table, index))
+        optimizer.step()
+        optimizer.zero_grad()
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for index in data.split([4, 8]):
+        other.zero_grad()
+        sum(loss for loss, _ in terms(plain, index).values()).backward()
+        other.step()
+    assert_same(table, plain)
+
+
 def test_the_graph_is_gone_after_the_last_of_them():
     _, optimizer, found = with_heads()
     optimizer.backward(found)

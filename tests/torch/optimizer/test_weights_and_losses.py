@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error, windows_of
-from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, scaler_of, train, values, wrapped
-from tests.torch.problems import join, mse, network, regression, sgd
+from tests.torch.optimizer.loops import assert_same, by_rows, large, parts, scaler_of, step, train, values, wrapped
+from tests.torch.problems import Does, join, mse, network, regression, sgd
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -60,6 +62,109 @@ def test_a_window_that_weighs_nothing_makes_no_update(caplog):
     assert optimizer.flush() is False
     assert relative_error(model.parameters(), before) == 0
     assert not optimizer.inner.state
+
+
+def looked_up(run, **table):
+    """A model of indices: `run` looks them up in a table, whose gradient is sparse."""
+
+    def model():
+        torch.manual_seed(0)
+        return Does(run, table=nn.Embedding(9, 3, sparse=True, **table), bag=nn.EmbeddingBag(9, 3, sparse=True))
+
+    return model
+
+
+def look_up(model, index):
+    return model.table(index).sum(1)
+
+
+def bags(model, index):
+    return model.bag(index)
+
+
+def either(model, index):
+    """Few rows look at the other table."""
+    high = (index == 8).any(1)
+    outputs = model.table(index).sum(1)
+    return outputs.index_add(0, high.nonzero()[:, 0], model.bag(index[high])) if high.any() else outputs
+
+
+TABLES = {
+    "an embedding": looked_up(look_up),
+    "with padding": looked_up(look_up, padding_idx=2),
+    "a bag": looked_up(bags),
+    "a table that few rows look at": looked_up(either),
+    "checkpointed": looked_up(lambda model, i: checkpoint(look_up, model, i, use_reentrant=False)),
+    "gathered": looked_up(
+        lambda model, i: torch.gather(model.table.weight, 0, i[:, :1].expand(-1, 3), sparse_grad=True).tanh()
+    ),
+}
+
+
+def over_rows(model, index, mask):
+    """NaN over none, and its gradient, too."""
+    return (model(index).square().mean(1) * mask).sum() / mask.sum()
+
+
+def add_gradients(optimizer, loss, weight):
+    (group,) = optimizer.param_groups
+    optimizer.add_gradients(torch.autograd.grad(loss, group["params"], allow_unused=True), weight)
+
+
+IN_TURN = {
+    "batches": lambda optimizer, loss, weight: loss.backward(),
+    "backward": lambda optimizer, loss, weight: optimizer.backward(loss, weight=weight),
+    "by name": lambda optimizer, loss, weight: optimizer.backward({"a": (loss, weight)}),
+    "added": add_gradients,
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled, and cleared to zeros"])
+@pytest.mark.parametrize("way", IN_TURN)
+@pytest.mark.parametrize("table", TABLES)
+def test_rows_that_weigh_nothing_are_in_a_sparse_gradient_as_in_the_large_batchs(table, way, scaled):
+    """SparseAdam's moments decay in the rows that the gradient has, of which some are zero."""
+
+    def sparse_adam(parameters):
+        return torch.optim.SparseAdam(parameters, lr=0.1)
+
+    model, optimizer = wrapped(sparse_adam, TABLES[table](), steps=3)
+    torch.manual_seed(1)
+    data = [(torch.randint(9, (rows, 4)), torch.rand(rows)) for rows in (9, 3, 2) * 4]
+    for number in (3, 7, 11, 10):  # a window's first micro-batch, its second, its last two
+        data[number][1].fill_(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+    for batch in optimizer.batches(data, weight=lambda batch: batch[1].sum()) if way == "batches" else data:
+        optimizer.zero_grad(set_to_none=not scaled)
+        IN_TURN[way](optimizer, scaler.scale(over_rows(model, *batch)), batch[1].sum())
+        step(optimizer, scaler)
+    assert_same(model, large(windows_of(data, 3), sparse_adam, over_rows, TABLES[table]()))
+
+
+def smoothed(model, index, mask):
+    """Some rows add a penalty on the whole table, whose gradient is dense."""
+    dense = (index == 8).any(1)
+    loss = over_rows(model, index, mask)
+    return loss + (dense * mask).sum() / mask.sum() * model.table.weight.square().sum() if dense.any() else loss
+
+
+@pytest.mark.parametrize("way", IN_TURN)
+def test_a_table_is_looked_up_in_some_micro_batches_and_used_whole_in_others(way):
+    def make(parameters):
+        return torch.optim.SGD([*parameters][:1], lr=0.1)
+
+    model, optimizer = wrapped(make, TABLES["an embedding"](), steps=3)
+    torch.manual_seed(1)
+    data = [(torch.randint(8, (2, 4)), torch.rand(2)) for _ in range(12)]
+    for number in (1, 3, 8, 11):
+        data[number][0][0, 0] = 8
+    data[3][1].fill_(0)
+    data[10][1].fill_(0)
+    for batch in optimizer.batches(data, weight=lambda batch: batch[1].sum()) if way == "batches" else data:
+        optimizer.zero_grad()
+        IN_TURN[way](optimizer, smoothed(model, *batch), batch[1].sum())
+        optimizer.step()
+    assert_same(model, large(windows_of(data, 3), make, smoothed, TABLES["an embedding"]()))
 
 
 @pytest.mark.parametrize("first", ["by hand", "plain"])

@@ -156,6 +156,23 @@ def test_a_buffer_that_first_moves_in_or_before_a_micro_batch_that_does_not_fit_
     assert model.codes.tolist() == pytest.approx([1.0] * 3)  # all over again, and each micro-batch moves it by 1
 
 
+def test_a_table_that_no_optimizer_has_adds_sparse_and_dense_gradients_up():
+    model, (x, y) = network(), batches()[0]
+    table = nn.Embedding(9, 4, sparse=True).double()
+    step = step_of(
+        model,
+        compute_loss=lambda model, x, y: (
+            plain_loss(model, x, y) + (table(y) if whole is None else whole).square().mean()
+        ),
+        micro_batch_size=4,
+    )
+    expected = torch.zeros_like(table.weight)
+    for whole in (None, table.weight, None):
+        step(x, y)
+        expected += torch.autograd.grad((table(y) if whole is None else whole).square().mean(), table.weight)[0]
+    assert relative_error([table.weight.grad], [expected]) <= FLOAT64
+
+
 def test_any_other_error_leaves_no_half_window_in_any_parameter():
     """Gradients of parameters that no optimizer has add up from update to update, and not from failed ones."""
     model, reference = Fragile(), Fragile()

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from gradaccum import NotEquivalentError
 from gradaccum.torch import Blocks
 from gradaccum.torch.loss import named, objective
-from tests.reference import FLOAT64, relative_error
+from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.train_step.problems import Experts, Of, batches, linear, network, plain_loss, randn
 from tests.torch.train_step.steps import assert_same_state, assert_same_updates, by_hand, left_as_it_was, step_of
 
@@ -316,3 +316,42 @@ def test_rows_of_weight_0_draw_their_random_numbers_in_every_update(how):
         return torch.stack(states)
 
     assert torch.equal(drawn(torch.ones(4)), drawn(torch.tensor([0.0, 0.0, 1.0, 1.0])))
+
+
+def test_a_hook_that_writes_to_a_losss_gradient_does_so_once_per_micro_batch():
+    def doubled(model, x, y):
+        loss = plain_loss(model, x, y)
+        loss.register_hook(lambda gradient: gradient.mul_(2))
+        return loss
+
+    assert_same_updates(linear(5, 3), batches(8), doubled, compute_loss=doubled, micro_batch_size=2)
+
+
+def looked_up(model, index, mask):
+    """NaN over no rows, and its gradient, too."""
+    return (model(index).square().mean(1) * mask).sum() / mask.sum()
+
+
+LOOKED_UP = ways_to_say(looked_up, lambda index, mask: mask.sum())
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("blocks", [None, "0"])
+@pytest.mark.parametrize("how", LOOKED_UP.values(), ids=LOOKED_UP)
+def test_rows_of_weight_0_are_in_a_sparse_gradient_as_in_the_large_batchs(how, blocks):
+    """SparseAdam's moments decay in the rows that the gradient has, of which some are zero."""
+    model, plain = (nn.Sequential(nn.Sequential(nn.EmbeddingBag(9, 3, sparse=True), nn.Tanh())) for _ in range(2))
+    plain.load_state_dict(model.double().state_dict())
+    plain.double()
+    masks = torch.rand(5, 6).double()
+    masks[1, :2], masks[2, 2:], masks[4, 2:4] = 0, 0, 0
+    data = [(torch.randint(9, (6, 4)), mask) for mask in masks]
+    optimizer, other = (torch.optim.SparseAdam(one.parameters(), lr=0.1) for one in (model, plain))
+    torch_updates(plain, other, data, looked_up)
+    step = step_of(model, optimizer, micro_batch_size=2, blocks=blocks, verify=True, **how)
+    for batch in data[:-1]:
+        step(*batch)
+    optimizer.zero_grad(set_to_none=False)
+    step.backward(*data[-1])
+    optimizer.step()
+    assert_same_state(model, plain)

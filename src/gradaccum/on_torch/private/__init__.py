@@ -17,6 +17,7 @@ from gradaccum.on_torch.private.autograd import (
     recorded_operations,
     run_backward,
     without_global_step_hooks,
+    zero_gradients,
 )
 from gradaccum.on_torch.private.names import NAMES, missing
 from gradaccum.on_torch.private.ranks import (
@@ -74,4 +75,5 @@ __all__ = [
     "start_over",
     "timeout_of",
     "without_global_step_hooks",
+    "zero_gradients",
 ]

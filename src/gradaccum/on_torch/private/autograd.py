@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from gradaccum.on_torch.foreach import zeroed
 
 
 def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], retain_graph: bool = False) -> None:
@@ -75,9 +78,37 @@ def leaves_of(*outputs: Tensor) -> set[int]:
     return {id(getattr(node, "variable", None)) for node in graph_of(*[output.grad_fn for output in outputs])}
 
 
-def graph_of(*ends: Any) -> Iterator[Any]:
-    """The nodes that a backward pass from these would run, each once."""
-    waiting, seen = [*ends], set[Any]()
+def zero_gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The leaves that a backward pass from these outputs would reach, with its gradients times 0, whatever they are.
+
+    Sparse ones have the rows that the pass would bring: of it, what makes them runs, on zeros, and nothing is freed.
+    """
+    ends = [output.grad_fn for output in outputs]
+    nodes = [*graph_of(*ends)]
+    rows: Sequence[Tensor | None] = [None] * len(leaves)
+    if sparse := [node for node in nodes if any(getattr(node, name, False) for name in _SPARSE)]:
+        nodes = [*graph_of(*ends, without=sparse)]
+        made = [node._input_metadata[0] for node in sparse]
+        nothing = [torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in made]
+        edges = [GradientEdge(node, 0) for node in sparse]
+        rows = torch.autograd.grad(edges, leaves, nothing, retain_graph=True, allow_unused=True)
+    dense, found = {id(getattr(node, "variable", None)) for node in nodes}, []
+    for leaf, row in zip(leaves, rows, strict=True):
+        if id(leaf) in dense:
+            dtype = getattr(leaf, "grad_dtype", None)
+            found.append((leaf, torch.zeros_like(leaf, dtype=dtype, requires_grad=False)))
+        elif row is not None:
+            found.append((leaf, zeroed(row)))
+    return found
+
+
+_SPARSE = ("_saved_sparse", "_saved_sparse_grad")
+"""What is true of nodes whose gradients are sparse: those of embeddings, and of `torch.gather`."""
+
+
+def graph_of(*ends: Any, without: Iterable[Any] = ()) -> Iterator[Any]:
+    """The nodes that a backward pass from these would run, each once; those `without` which it would end there."""
+    waiting, seen = [*ends], {*without}
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:

@@ -26,6 +26,7 @@ torch | nn.utils.parametrize._cache_enabled | weights cached without a graph hav
 torch | _C._functorch.maybe_current_level | a transform of torch.func around two passes is an error
 torch | utils.weak.TensorWeakRef | finds tensors that leave a chunked module outside its outputs
 torch | utils._pytree.tree_iter | tensors nested in any container
+node | _input_metadata | zeros to go backward, so that what weighs nothing leaves the rows of a sparse gradient
 tensor | _version | notices edits in place; documented with autograd's checks
 tensor | _is_view | a view shares its version with others
 operator | _schema | the arguments of an operator, by name

@@ -199,7 +199,7 @@ def is_zero(weight: Any) -> bool:
 def ratio(weight: Weight, total: Weight) -> Weight:
     """`weight / total`, in float64; 0 where nothing weighs anything."""
     if isinstance(weight, Tensor) or isinstance(total, Tensor):
-        weight, total = torch.as_tensor(weight).double(), torch.as_tensor(total).double()
+        weight, total = (torch.as_tensor(x, dtype=torch.float64) for x in (weight, total))
         weight, total = (x.to(weight.device if total.device.type == "cpu" else total.device) for x in (weight, total))
         return torch.where(total > 0, weight / total, 0.0)
     return weight / total if total else 0.0

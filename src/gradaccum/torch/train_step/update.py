@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import leaves
+from gradaccum.on_torch.foreach import values_of
 from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory, local_part
 from gradaccum.on_torch.noise import NoiseMeter
@@ -64,7 +65,7 @@ class Update:
         return known
 
     def check_empty(self) -> None:
-        if any(p.grad is not None and bool(p.grad.count_nonzero()) for p in self.parameters()):
+        if any(p.grad is not None and bool(values_of(p.grad).count_nonzero()) for p in self.parameters()):
             raise WindowError(
                 "step.backward() found gradients in `.grad`, of another loss or of an earlier update, and would add to "
                 "them. Call optimizer.zero_grad() before it; to train on several batches at once, join their rows."

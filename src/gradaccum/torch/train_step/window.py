@@ -48,7 +48,8 @@ _NO_ROWS = (
 )
 _NOT_REACHED = (
     "Out of memory in the forward pass of a micro-batch of %d rows with weight 0. Parameters that only such rows use "
-    "have no gradient now, where the large batch gives them zeros, so weight decay and momentum don't move them."
+    "have no gradient now, and sparse gradients lack such rows, where the large batch has zeros. So weight decay "
+    "and momentum don't move them."
 )
 
 
@@ -218,7 +219,7 @@ class WindowRunner:
             return  # which has freed gradients by now
         objective = self.objective.on(inside(self.objective.model))
         for piece in passes.weightless:
-            if all(p.grad is not None or not p.requires_grad for p in self.buffer.parameters()):
+            if not self.buffer.lacking():
                 return
             try:
                 with self.as_found(), self.batch_norm.window(), self.batch_norm.micro_batch(), self.oom.around():
@@ -310,9 +311,9 @@ class TrainPasses(Passes):
     def backward(self, piece: Slice, weighted: WeightedLoss) -> None:
         if self._layers is not None and (ends := weighted.ends):
             self.window.retain_graph = any(self._layers.shares(loss) for loss, _, _ in ends)
-        self.window.backward(weighted, self._scale)
         if weighted.weightless or not weighted.ends:
             self._weighs_nothing(piece, weighted)
+        self.window.backward(weighted, self._scale)
         if self._moves and weighted.ran and (piece.size < self._batch.rows or self._layers is not None):
             self._runner.buffers.micro_batch(self._runner.state.moved(), piece.size)
         if not self._plain:  # blocks may run again there, from the buffers that they have found
@@ -332,15 +333,13 @@ class TrainPasses(Passes):
             self.weightless.append(piece)
 
     def _note(self, piece: Slice, weighted: WeightedLoss) -> None:
-        """Have blocks, the noise scale and BatchNorm know that this micro-batch counts."""
+        """Have blocks and the noise scale know that this micro-batch counts."""
         if self._layers is not None:
             self._layers.commit(piece)
         if self._noise is not None and self._noise.waiting and weighted.ends:
             self._noise.counts_rows = True
             sums, multiple = self._runner.buffer.gradients(), self.window.multiple(weighted, piece.size)
             self._noise.micro_batch(sums, piece.size, self._runner.scale() * multiple)
-        if not self._norm.idle:
-            self._norm.commit()
 
     def idle(self, micro_batch: Batch) -> None:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""

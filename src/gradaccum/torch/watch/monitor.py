@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from gradaccum.on_torch.foreach import values_of
 from gradaccum.on_torch.grad_buffer import all_require_grad
 from gradaccum.on_torch.private import current_backward, queue_callback, recorded_operations
 from gradaccum.torch.watch.messages import SEVERAL_PASSES, several_passes_warning
@@ -140,8 +141,8 @@ class _Watched:
             return "edited" if edited and counts_versions(gradient) else None
         if gradient is None or not arrived:
             return "cleared"
-        # With create_graph=True, for sparse gradients and when compiled, autograd adds out of place.
-        out_of_place = gradient.requires_grad or gradient.is_sparse or not counts_versions(gradient)
+        # With create_graph=True, to sparse gradients and when compiled, autograd adds out of place.
+        out_of_place = gradient.requires_grad or before.is_sparse or not counts_versions(gradient)
         return None if out_of_place else "cleared"
 
     def values(self) -> Values | None:
@@ -311,7 +312,7 @@ class GradientMonitor:
     def _found(self) -> Modification | None:
         for i, parameter in enumerate(self._watched.parameters):
             found = self._watched.modification(i)
-            if found == "assigned" and not (self.looking and parameter.grad.count_nonzero()):  # type: ignore[union-attr]  # it has one
+            if found == "assigned" and not (self.looking and values_of(parameter.grad).count_nonzero()):  # type: ignore[arg-type]  # it has one
                 continue
             if found is not None:
                 return found

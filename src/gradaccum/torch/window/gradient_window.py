@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gradaccum.core.window import Window, mixed_error
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.foreach import all_finite, scale_
+from gradaccum.on_torch.foreach import all_finite, scale_, zeroed
 from gradaccum.on_torch.grad_buffer import ArrivalScale, GradientBuffer, ScreenedBuffer, WindowTotal, add_gradient
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.private import run_backward
@@ -181,7 +181,7 @@ class GradientWindow(Listener):
             self.losses.add(window.micro_batches, loss, one.weight, one.given)
         elif not self.ranks.sharded:
             self.loss_scale.rescale_()  # no backward pass will do it
-            self.buffer.reach(loss)
+            self.buffer.reach(loss, changing=self.monitor.resyncing)
             return
         self._run_backward(loss, factor, retain_graph, create_graph)
 
@@ -202,7 +202,7 @@ class GradientWindow(Listener):
         if not counts:
             self.loss_scale.rescale_()  # no backward pass will do it
         if nothing := [loss for loss, weight in terms.values() if not weight]:
-            self.buffer.reach(*nothing)
+            self.buffer.reach(*nothing, changing=self.monitor.resyncing)
         how = {"retain_graph": retain_graph, "create_graph": create_graph}
         self.losses.backward_each(window.micro_batches, counts, self.monitor.resyncing, self._run_backward, **how)
 
@@ -280,7 +280,7 @@ class GradientWindow(Listener):
         self.loss_scale.rescale_()
         for parameter, gradient in zip(self.buffer.parameters(), gradients, strict=True):
             if gradient is not None:  # of rows that weigh nothing it may be NaN, and counts as 0
-                gradient = gradient.detach() * factor if one.weight else torch.zeros_like(gradient)
+                gradient = gradient.detach() * factor if one.weight else zeroed(gradient)
                 add_gradient(parameter, gradient)
         self.monitor.arrived()
         one.weighed += self.passes.arrivals - before
