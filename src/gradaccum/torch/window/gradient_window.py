@@ -119,7 +119,7 @@ class GradientWindow(Listener):
         self.loss_scale.parameters_added()
         arriving = self.arrival_scale.factor
         self.arrival_scale.set(1.0)
-        self.arrival_scale.set(arriving)
+        self.arrival_scale.set(arriving)  # of them, too
         self.monitor.modification()
         self.monitor.watch_all()
 
