@@ -389,13 +389,13 @@ def _gaps(runner: Runner, actual: Outcome, expected: Outcome) -> dict[Key, Gap]:
 
 
 def _pairs(actual: Outcome, expected: Outcome) -> tuple[dict[Key, tuple[Array, Array]], list[Key]]:
-    """What there is to compare, and losses and buffers that one of both lacks."""
+    """What there is to compare, as it isn't one object, and losses and buffers that one of both lacks."""
     theirs, ours = actual.parts(), expected.parts()
     needed = ("loss",) if actual.buffers is None else ("loss", "buffer")
     absent = [key for key in ours if key not in theirs and key[0] in needed]
     absent += [key for key in theirs if key not in ours and key[0] == "loss"]
     pairs = {key: (theirs.get(key), array) for key, array in ours.items() if key in theirs or key[0] == "gradient"}
-    return {key: (a, b) for key, (a, b) in pairs.items() if a is not None or b is not None}, absent
+    return {key: (a, b) for key, (a, b) in pairs.items() if a is not b}, absent
 
 
 def differences_between(runner: Runner, actual: Outcome, expected: Outcome) -> list[Difference]:
@@ -409,8 +409,10 @@ def _largest(compared: Iterable[Compared]) -> dict[Key, Gap]:
     for one in compared:
         gaps: dict[Key, Gap] = {("loss", "loss"): Gap(math.inf, math.inf, 1)} if one.failed else one.gaps
         for key, gap in gaps.items():
-            known = found.get(key, gap)
-            found[key] = gap._replace(error=max(known.error, gap.error), distance=max(known.distance, gap.distance))
+            known = found.get(key)
+            if known is not None:
+                gap = gap._replace(error=max(known.error, gap.error), distance=max(known.distance, gap.distance))
+            found[key] = gap
     return found
 
 
@@ -494,8 +496,9 @@ def informative_rows(
     chosen = dict[int, None]()
     for candidates, limit in ((rare, 5 * most // 8), (ends, 7 * most // 8), ([*others, *order], most)):
         for row in candidates:
-            if len(chosen) < max(1, limit):
-                chosen[row] = None
+            if len(chosen) >= max(1, limit):
+                break
+            chosen[row] = None
     return [row for row in order if row in chosen]
 
 

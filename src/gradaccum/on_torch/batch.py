@@ -210,6 +210,8 @@ class Batch:
                 return new
         else:
             taken, groups = len(rows), None if self.groups is None else self.groups[rows.cpu()]
+            if self.flat:
+                return Batch(tuple([leaf.index_select(0, rows.to(leaf.device)) for leaf in self.tree]), 0, None, groups)
         dims = iter([dim for _, _, dim in self.described])
 
         def pick(leaf: Any) -> Any:
@@ -232,6 +234,8 @@ class Batch:
         return list(order.split(sizes.tolist()))
 
     def map(self, function: Callable[[Any], Any]) -> Batch:
+        if self.flat:
+            return Batch(tuple([function(leaf) for leaf in self.tree]), 0, None, self.groups)
         return self.like(map_leaves(function, self.tree))
 
     def like(self, tree: Any) -> Batch:

@@ -177,10 +177,14 @@ class WindowState:
         self.modes: list[bool] = []
         """Of each module, the model's own first: whether it is in training mode."""
         self.looks = False
-        """Whether this window looks at every buffer after each micro-batch."""
+        """Whether this window is to learn which buffers move, and from which generators is drawn."""
+        self._closely = self._makes = False
+        """Whether it looks at every buffer after each micro-batch; and whether passes make buffers."""
         self._modules: list[nn.Module] = []
         self._makers: list[nn.Module] = []
         """Those that may make buffers: all but BatchNorm's."""
+        self.draws = True
+        """Whether random numbers were drawn in the latest window that looked."""
         self._parameters: list[Tensor] | None = None
         self._not_optimized: list[Tensor] = []
         self._outside: list[tuple[Tensor, Tensor | None]] = []
@@ -235,6 +239,7 @@ class WindowState:
 
     def _begin(self) -> None:
         self._is_open, self.looks = True, self.always or self.looks
+        self._closely = self.always or (self.looks and (self._makes or bool(self._own)))
         generators = [*self._torch, *self._drawn_from]
         if self.looks:
             generators = [*self._torch, *(one for one in all_generators() if one != "cpu"), *self._generators]
@@ -252,7 +257,7 @@ class WindowState:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to be looked at after micro-batches."""
-        return not self._moving and not self.looks
+        return not self._moving and not self._closely
 
     def moved(self) -> list[BufferSnapshot]:
         """The buffers that a micro-batch has moved, or made; not BatchNorm's."""
@@ -268,25 +273,28 @@ class WindowState:
 
     def surprised(self) -> bool:
         """Whether a buffer has moved, or was made, in a window that did not look for it: it is to restart, and look."""
-        if self.looks:
+        if self._closely:
             return False
-        self.looks = bool(self._start.made())
+        surprised = bool(self._start.made())
+        self._makes = self._makes or surprised
         for buffer in self._own:
             if not buffer.moves and buffer.moved:
                 buffer.moves = True
                 if buffer.tensor is None or buffer.copy is not None:
-                    self.looks = True
+                    surprised = True
                 else:
                     logger.warning(_TOO_LARGE, buffer.name)
-        return self.looks
+        self.looks, self._closely = self.looks or surprised, surprised
+        return surprised
 
     def close(self) -> None:
         """The update has been made. Learns what moves."""
         if self._outside:
             self._add_up_outside()
         if self.looks:
-            drawn = [g for g in self._start.random.moved() if g not in (*self._torch, *self._drawn_from)]
-            self._drawn_from = self._drawn_from + drawn
+            drawn = self._start.random.moved()
+            self.draws = bool(drawn)
+            self._drawn_from += [g for g in drawn if g not in (*self._torch, *self._drawn_from)]
             for buffer in self._start.buffers:
                 buffer.moves = buffer.met or buffer.moved
             self._moving = [buffer for buffer in self._own if buffer.moves]
@@ -331,7 +339,7 @@ class WindowState:
 
     def forget(self, *, modules: bool = True) -> None:
         """Leave everything as it is now, and look anew at what moves, and at which modules there are."""
-        self._is_open, self._outside, self._batch = False, [], None
+        self._is_open, self.looks, self._outside, self._batch = False, False, [], None
         if modules:
             self.modes = []
 

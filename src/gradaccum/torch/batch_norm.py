@@ -213,11 +213,16 @@ class BatchNormPolicy:
 
         `looks`: whether there are layers is looked up once more.
         """
-        self.micro_batches, self._has_layers = 0, None if looks else self._has_layers
+        self.micro_batches = 0
+        if looks and self._has_layers is False:
+            self._has_layers = self._look()
         self.idle = not self.pooled and (self.choice != "warn" or self.warned or self._has_layers is False)
         if self.choice == "frozen":
             return frozen(self.module)
         return self._pooling() if self.pooled else _NO_CONTEXT
+
+    def _look(self) -> bool:
+        return any(isinstance(layer, _BatchNorm) for layer in self.module.modules())
 
     @contextlib.contextmanager
     def _pooling(self) -> Iterator[None]:
@@ -237,14 +242,14 @@ class BatchNormPolicy:
                 move_running_statistics(layer, pool.mean, pool.unbiased_variance)
 
     def micro_batch(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward pass of each micro-batch of a window, which counts once `commit` says so.
+        """Around the forward pass of each micro-batch of a window.
 
         Passes outside of it, such as recomputations, leave pooled statistics alone.
         """
         self.micro_batches += 1
         if self.choice == "warn" and self.micro_batches == 2 and not self.warned:  # one alone is the large batch
             if self._has_layers is None:
-                self._has_layers = any(isinstance(layer, _BatchNorm) for layer in self.module.modules())
+                self._has_layers = self._look()
             self.warned = self._has_layers and warn_of_batch_norm(self.module, self.remedy)
         return self._collected() if self._open else _NO_CONTEXT
 
@@ -255,14 +260,10 @@ class BatchNormPolicy:
             yield
         finally:
             self._collecting = False
-
-    def commit(self) -> None:
-        """The last micro-batch is in: it won't be repeated in smaller ones for want of memory."""
-        for layer, pools in self._micro.items() if self._open else ():
+        for layer, pools in self._micro.items():
             known = self._pools.get(layer, [])
             merged = [before.merged(pool) for before, pool in zip(known, pools)]
             self._pools[layer] = [*merged, *known[len(pools) :], *pools[len(known) :]]
-        self._micro = {}
 
     def recomputation(self) -> contextlib.AbstractContextManager[Any]:
         """Around a forward pass that repeats one made before, outside the window."""

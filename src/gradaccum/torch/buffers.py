@@ -47,31 +47,38 @@ class Contents:
     def __init__(
         self, modules: Iterable[nn.Module], hooked: Iterable[nn.Module] = (), *, containers: bool = True
     ) -> None:
-        self._held: list[tuple[Any, Any]] = []
+        self._held, self._empty = list[tuple[Any, Any]](), list[Any]()
         names = (*_INSIDE, *(_HOOKS if containers else _OF_PASSES))
         for module in modules:
             if not isinstance(module, torch.jit.ScriptModule):
                 own = vars(module)
-                self._hold([own, *(own[name] for name in names if name in own)])
-                self._hold(
-                    [own[n] for n in own.keys() - _OF_EVERY_MODULE if containers and type(own[n]) in _CONTAINERS]
-                )
+                self._hold([own, *[own[name] for name in names if name in own]])
+                if containers:
+                    self._hold([value for value in _own_attributes(own).values() if type(value) in _CONTAINERS])
         for module in hooked:
             self._hold([vars(module)[name] for name in _HOOKS if name in vars(module)])
 
     def _hold(self, holders: Iterable[Any]) -> None:
-        self._held += [(holder, holder.copy() if holder else ()) for holder in holders]  # mostly they are empty
+        holders = [*holders]
+        self._held += [(holder, holder.copy()) for holder in holders if holder]
+        self._empty += [holder for holder in holders if not holder]  # as most are
 
     def put_back(self) -> None:
         """Make it what it was."""
         for holder, content in self._held:
-            if holder or content:  # mostly they are empty
-                _set(holder, content)
+            _set(holder, content)
+        for holder in self._empty if any(self._empty) else ():
+            holder.clear()
+
+
+def _own_attributes(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a module that not every module has."""
+    return {name: value for name, value in own.items() if name not in _OF_EVERY_MODULE}
 
 
 def _set(holder: Any, content: Any) -> None:
-    is_dict = content and isinstance(holder, dict)
-    if is_dict and holder.keys() == content.keys() and all(map(is_, holder.values(), content.values())):
+    same_names = isinstance(holder, dict) and holder.keys() == content.keys()
+    if same_names and all(map(is_, holder.values(), content.values())):
         return
     holder.clear()
     (holder.extend if isinstance(holder, list) else holder.update)(content)
@@ -127,7 +134,7 @@ class ModuleContents(Contents):
                 )
             if parameter.requires_grad:  # unfrozen since
                 replacements[id(parameter)] = parameter.detach()
-        found = [(holder, dict(holder)) for holder, _ in self._held]
+        found = [(holder, dict(holder)) for holder in (*[holder for holder, _ in self._held], *self._empty)]
         try:
             self.put_back()
             for module in self.modules:
@@ -182,15 +189,15 @@ class ModuleState:
         self._places = {id(module._buffers): (path, module) for path, module in named}
         self._numbers = list[tuple[str, dict[str, Any], str]]()
         for path, module in named:
-            self._hold(path, dict(module.named_buffers(recurse=False)), module._buffers)
-            frozen = {name: p for name, p in module.named_parameters(recurse=False) if not p.requires_grad}
-            self._hold(path, {n: p for n, p in frozen.items() if p.nbytes <= _SMALL}, module._parameters)
+            frozen = [(n, p) for n, p in module._parameters.items() if p is not None and not p.requires_grad]
+            self._hold(path, module._buffers, module._buffers)
+            self._hold(path, {name: p for name, p in frozen if p.nbytes <= _SMALL}, module._parameters)
             if not isinstance(module, torch.jit.ScriptModule):
-                own = vars(module)
-                self._hold(path, own, own)
-                numbers = [key for key, value in own.items() if type(value) in (int, float)]
+                own, others = vars(module), _own_attributes(vars(module))
+                self._hold(path, others, own)
                 is_ours = type(module).__module__.startswith("gradaccum.")  # a chunked module counts its calls
-                self._numbers += [(_joined(path, key), own, key) for key in numbers if not is_ours]
+                numbers = [] if is_ours else [key for key, value in others.items() if type(value) in (int, float)]
+                self._numbers += [(_joined(path, key), own, key) for key in numbers]
 
     def _hold(self, path: str, found: Mapping[str, Any], owner: Any) -> None:
         for key, value in found.items():
@@ -220,10 +227,10 @@ class ModuleState:
             now[name] = made.owner[made.name].detach().clone()
         return now
 
-    def numbers(self) -> dict[str, Tensor]:
-        """What the numbers among the attributes are now, by name."""
+    def numbers(self) -> dict[str, float]:
+        """The numbers among the attributes as they are now, by name: one that hasn't moved is the same object."""
         now = [(name, own.get(key)) for name, own, key in self._numbers]
-        return {n: torch.tensor(float(v), dtype=torch.float64) for n, v in now if type(v) in (int, float)}  # type: ignore[arg-type]  # a number
+        return {name: value for name, value in now if type(value) in (int, float)}  # type: ignore[misc]  # numbers
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -305,6 +305,29 @@ def test_rows_of_weight_0_reach_parameters_and_move_buffers_as_in_the_large_batc
     assert gradients[0] == gradients[1]  # nothing leads to the third expert
 
 
+@pytest.mark.parametrize("how", OVER_NOTHING.values(), ids=OVER_NOTHING)
+def test_rows_of_weight_0_draw_their_random_numbers_in_every_update(how):
+    def drawn(mask):
+        step = step_of(nn.Sequential(nn.Dropout(0.3), linear(5, 4)), "sgd", micro_batch_size=2, verify=True, **how)
+        states = []
+        for seed in range(9):
+            torch.manual_seed(seed)
+            step(randn(4, 5), mask, randn(4, 4))
+            states.append(torch.get_rng_state())
+        return torch.stack(states)
+
+    assert torch.equal(drawn(torch.ones(4)), drawn(torch.tensor([0.0, 0.0, 1.0, 1.0])))
+
+
+def test_a_hook_that_writes_to_a_losss_gradient_does_so_once_per_micro_batch():
+    def doubled(model, x, y):
+        loss = plain_loss(model, x, y)
+        loss.register_hook(lambda gradient: gradient.mul_(2))
+        return loss
+
+    assert_same_updates(linear(5, 3), batches(8), doubled, compute_loss=doubled, micro_batch_size=2)
+
+
 def looked_up(model, index, mask):
     """NaN over no rows, and its gradient, too."""
     return (model(index).square().mean(1) * mask).sum() / mask.sum()

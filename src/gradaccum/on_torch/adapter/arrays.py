@@ -6,7 +6,9 @@ import contextlib
 import copy
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +37,14 @@ def measure(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[Measur
     return [one if isinstance(one, Measured) else _measured(*one, next(read), next(read)) for one in found]
 
 
-def _comparable(actual: Tensor | None, expected: Tensor | None) -> Measured | tuple[Tensor, Tensor]:
+_KIND = operator.attrgetter("__class__", "dtype", "device", "shape")
+
+
+def _comparable(actual: Any, expected: Any) -> Measured | tuple[Tensor, Tensor]:
     """Both in one place and a dtype to subtract in; or what is known without looking at numbers."""
+    if type(actual) is type(expected) is Tensor and _KIND(actual) == _KIND(expected) and expected.numel():
+        return _wide(actual), _wide(expected)  # as mostly
+    actual, expected = _tensor(actual), _tensor(expected)
     one = actual if expected is None else expected
     same_shape = actual is None or expected is None or actual.shape == expected.shape
     if one is None or not one.numel():
@@ -47,6 +55,13 @@ def _comparable(actual: Tensor | None, expected: Tensor | None) -> Measured | tu
     if ours.device != theirs.device:
         ours, theirs = ours.cpu(), theirs.cpu()
     return _wide(ours), _wide(theirs)
+
+
+def _tensor(value: Any) -> Tensor | None:
+    return torch.tensor(float(value), dtype=torch.float64) if type(value) in (int, float) else value
+
+
+_PLACE = operator.attrgetter("device", "dtype")
 
 
 def _measured(ours: Tensor, theirs: Tensor, distance: float, scale: float) -> Measured:
@@ -60,7 +75,7 @@ def _measured(ours: Tensor, theirs: Tensor, distance: float, scale: float) -> Me
 
 def _wide(tensor: Tensor) -> Tensor:
     """Whole numbers in float64, narrow floats in float32."""
-    if tensor.is_complex():
+    if tensor.dtype is torch.float32 or tensor.is_complex():  # as most are
         return tensor
     if not tensor.is_floating_point() or tensor.itemsize == 1:
         return tensor.double()
@@ -71,11 +86,12 @@ def _read(tensors: Sequence[Tensor]) -> list[float]:
     """The largest absolute values, NaN where there is one, each device waited for once."""
     # A norm takes ten times as long on a CPU as both ends.
     ends = [end for t in tensors for end in torch.aminmax(t.abs() if t.is_complex() else t)]
-    kinds = {(end.device, end.dtype): list[Tensor]() for end in ends}
-    for end in ends:
-        kinds[end.device, end.dtype].append(end)
-    values = {kind: iter(torch.stack(own).double().abs().tolist()) for kind, own in kinds.items()}
-    numbers = [next(values[end.device, end.dtype]) for end in ends]
+    kinds = [*map(_PLACE, ends)]
+    own: dict[Any, list[Tensor]] = {kind: [] for kind in kinds}
+    for kind, end in zip(kinds, ends):
+        own[kind].append(end)
+    values = {kind: iter(torch.stack(ends).double().abs().tolist()) for kind, ends in own.items()}
+    numbers = [next(values[kind]) for kind in kinds]
     return [*map(max, numbers[::2], numbers[1::2])]
 
 
@@ -156,6 +172,8 @@ class TorchRunner(Runner):
 
     def is_finite(self, arrays: Sequence[Tensor]) -> bool:
         floating = [t.detach() for t in arrays if (t.is_floating_point() or t.is_complex()) and t.numel()]
+        if len(floating) == 1 and floating[0].numel() == 1:
+            return math.isfinite(abs(floating[0].item()))  # of a loss
         return all(map(math.isfinite, _read([_wide(tensor) for tensor in floating])))
 
     def replace_noise(self) -> bool:

@@ -35,11 +35,11 @@ class RowwiseRng(TorchDispatchMode):
         self.neutral = neutral
         self.unreplayed: set[str] = set()  # operations whose random numbers could not be assigned to rows
         self.precision = idle or torch.float64  # the narrowest floating dtype that was computed in
-        self._idle = idle is not None
+        self.idle = idle is not None
         self.used = False  # whether anything has drawn random numbers
         self._drawn: set[str] = set()
         self._draws = self._draws_of_all = 0  # in the pass that runs, and in one of the large batch
-        own = [one for one in generators if not (self._idle or isinstance(one, torch.Generator))]
+        own = [one for one in generators if not (self.idle or isinstance(one, torch.Generator))]
         self._own, self._begun = RandomState(own), RandomState(())
         self._ends: dict[Any, RandomState] = {}
         self._shapes: dict[int, torch.Size] = {}
@@ -51,10 +51,10 @@ class RowwiseRng(TorchDispatchMode):
         return False  # which is off, where a proof runs, and takes as long as the operation if asked for each
 
     def __enter__(self) -> Any:
-        return self if self._idle else super().__enter__()
+        return self if self.idle else super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        if not self._idle:
+        if not self.idle:
             self._look()
             super().__exit__(*error)
 
@@ -66,10 +66,10 @@ class RowwiseRng(TorchDispatchMode):
 
     def rest(self) -> None:
         """Look at nothing from now on, if all rows at once have drawn nothing."""
-        self._idle = self._idle or not self.used
+        self.idle = self.idle or not self.used
 
     def start(self, taken: Tensor | None) -> None:
-        if self._idle:
+        if self.idle:
             return
         self.rewind()
         self._taken = taken
@@ -77,7 +77,7 @@ class RowwiseRng(TorchDispatchMode):
         self._begun = RandomState([*all_generators()[1:], *self._own.states])
 
     def rewind(self) -> None:
-        if self._idle:
+        if self.idle:
             return
         self._look()
         self._own.put_back()

@@ -209,7 +209,6 @@ class Passes:
         versions = [version_of(tensor) for tensor in given]
         with self.policy.micro_batch(), self._buffers.lent(self.sizes[number]), _hooks_on_activations_explained():
             outputs = computed(self.module(*inputs.args, **inputs.kwargs), _IN_CHUNKS)
-        self.policy.commit()
         edited = [tensor for tensor, before in zip(given, versions) if version_of(tensor) != before]
         if edited:
             raise self.edited(inputs, edited[0])

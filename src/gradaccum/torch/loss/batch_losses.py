@@ -69,7 +69,7 @@ class BatchLosses(LossAccumulator):
     attempts = 0  # how often the weights of several losses were other than counted
     retain_graph = False  # parts of the graphs go backward once more after the loss has
     waits = False  # for devices, to read weights, as no window restarts by itself
-    skips = True  # a micro-batch known to weigh nothing has no forward pass: not where buffers move in it
+    skips = True  # a micro-batch known to weigh nothing has no forward pass, where that moves and draws nothing
 
     # What passes change; `restart` has it as it is here.
     ran = _has_gradient = False

@@ -103,8 +103,7 @@ class Proof:
 
     def run(self, batch: Batch, size: int | None = None) -> None:
         """Prove that micro-batches of the batch that `is_due` make its update. Moves nothing, and compiles nothing."""
-        dynamo = sys.modules.get("torch._dynamo")
-        (self._run if dynamo is None else dynamo.disable(self._run))(batch, size)
+        _uncompiled()(self, batch, size)
 
     def _run(self, batch: Batch, size: int | None) -> None:
         named = named_parameters(self.objective)
@@ -279,6 +278,11 @@ class Proof:
         except Exception as error:
             logger.debug("The cause can't be looked for on a copy: %s", error)
             return None
+
+
+@functools.cache
+def _uncompiled() -> Callable[[Proof, Batch, int | None], None]:
+    return torch.compiler.disable(Proof._run)  # takes as long as a pass, each time
 
 
 def eager() -> contextlib.AbstractContextManager[Any]:

@@ -68,6 +68,7 @@ class BatchRunner(TorchRunner):
     ) -> None:
         self.objective, self.gradients, self._parameters, self.state = objective, gradients, parameters, state
         self._scale, self.batch = scale or LoweredScale(None), batch
+        self._own_ids = set(map(id, parameters.values()))
         super().__init__(RowwiseRng(batch.rows, generators, **rng), objective.device, batch.rows)
 
     def tensors(self) -> list[Tensor]:
@@ -96,7 +97,7 @@ class BatchRunner(TorchRunner):
         return (self.batch if rows is None else self.batch.take(rows)).map(self._own)
 
     def _own(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or any(leaf is p for p in self._parameters.values()):
+        if not isinstance(leaf, Tensor) or id(leaf) in self._own_ids:
             return leaf
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
@@ -107,7 +108,9 @@ class BatchRunner(TorchRunner):
                 self._scale.scale(loss).backward()
             else:
                 order = torch.tensor(way[0])
-                few = watched(self.taken(order), lambda taken: self.rng.start(order[taken]))
+                few = self.taken(order)
+                if not self.rng.idle:
+                    few = watched(few, lambda taken: self.rng.start(order[taken]))
                 loss = self.gradients(self.objective, few, way[1])
             gradients: dict[str, Tensor | None] = {}
             for name, parameter in self._parameters.items():
@@ -123,7 +126,7 @@ class BatchRunner(TorchRunner):
         some = sample(gradient)
         return some if some is gradient else some.clone()
 
-    def left(self) -> dict[str, Tensor]:
+    def left(self) -> dict[str, Any]:
         """What modules hold now, by name: tensors and numbers."""
         return {**self.state.tensors(), **self.state.numbers()}
 

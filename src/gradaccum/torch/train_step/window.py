@@ -115,6 +115,7 @@ class WindowRunner:
         own.stages = gradient_stages({"accumulate_dtype": self.buffer.dtype})
         own._staged = len(own.stages) > 1
         own._global_batch = GlobalBatch(own.ranks, self.buffer, in_blocks=self.layers is not None)
+        own.state.always = not known
         own.state.open()
         try:
             return own.run(batch, sizes).loss
@@ -182,16 +183,17 @@ class WindowRunner:
         return finished
 
     def _run(self, batch: Batch, window: BatchLosses, plan: Plan) -> None:
+        norm = self.batch_norm.window(looks=self.state.looks)
         passes = TrainPasses(self, window, batch)
         self.buffers.open()
-        with self.batch_norm.window(looks=self.state.looks):
+        with norm:
             if self.layers is not None and (batch.rows or self.ranks.sharded):
                 self._run_blocks(self.layers, window, plan, passes)
             elif self.ranks.sharded or self.all_at_once:  # all ranks, or all rows, meet in each pass
                 self._run_together(batch, plan, passes)
             elif self.proving:  # which takes fewer rows where these don't fit
                 for piece in plan:
-                    self.oom.once(piece, plan, passes)
+                    passes.both(piece)
             else:
                 self.oom.run(plan, plan, passes)
         if self.state.surprised():
@@ -267,7 +269,8 @@ class TrainPasses(Passes):
         self._scale = None if runner.scaler is None else runner.scaler.scale
         self._moves = not runner.state.idle  # while a window runs, that stays so
         self._plain = self._layers is None and self._noise is None and self._norm.idle
-        window.skips, window.waits = not self._moves and self._norm.idle, runner.state.always
+        window.skips = not (self._moves or runner.state.draws) and self._norm.idle
+        window.waits = runner.state.always
         self._quick = self._plain and not self._moves and self._scale is None and not runner.ranks.sharded
 
     def take(self, piece: Slice) -> Batch:
@@ -330,15 +333,13 @@ class TrainPasses(Passes):
             self.weightless.append(piece)
 
     def _note(self, piece: Slice, weighted: WeightedLoss) -> None:
-        """Have blocks, the noise scale and BatchNorm know that this micro-batch counts."""
+        """Have blocks and the noise scale know that this micro-batch counts."""
         if self._layers is not None:
             self._layers.commit(piece)
         if self._noise is not None and self._noise.waiting and weighted.ends:
             self._noise.counts_rows = True
             sums, multiple = self._runner.buffer.gradients(), self.window.multiple(weighted, piece.size)
             self._noise.micro_batch(sums, piece.size, self._runner.scale() * multiple)
-        if not self._norm.idle:
-            self._norm.commit()
 
     def idle(self, micro_batch: Batch) -> None:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
