@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.on_torch.foreach import all_finite, scale_, zeroed
-from gradaccum.on_torch.private import zero_gradients
+from gradaccum.on_torch.private import checkpoints_of, run_on_zeros, zero_gradients
 
 Sums = list[Tensor | None]
 """One for each parameter, None where nothing has arrived."""
@@ -117,13 +117,27 @@ class GradientBuffer:
         return [p for p in self.parameters() if p.requires_grad and ((g := p.grad) is None or g.is_sparse)]
 
     def reach(
-        self, *losses: Tensor, changing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self,
+        *losses: Tensor,
+        alone: bool = True,
+        changing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Add the gradient of losses that weigh nothing: zero, for the parameters that they depend on."""
+        """Add the gradient of losses that weigh nothing: zero, for the parameters that they depend on.
+
+        Inside of reentrant checkpoints, too, if this process is `alone`: DDP would take their pass for one to reduce.
+        """
         if (lacking := self.lacking()) and (found := zero_gradients(losses, lacking)):
             with changing():
                 for parameter, gradient in found:
                     add_gradient(parameter, gradient)
+        if alone and self.lacking() and (checkpoints := checkpoints_of(*losses)):
+            zeros = ArrivalScale(self.parameters)
+            zeros.set(0.0)
+            try:
+                with changing():
+                    run_on_zeros(checkpoints)
+            finally:
+                zeros.set(1.0)
 
     def cast(self) -> None:
         """Give the finished gradients their parameter's own dtype, which is all that optimizers accept."""

@@ -1,6 +1,7 @@
 """What a micro-batch weighs: rows, class weights, tokens, sums, nothing; and the losses that are reported."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def looked_up(run, **table):
 
     def model():
         torch.manual_seed(0)
-        return Does(run, table=nn.Embedding(9, 3, sparse=True, **table), bag=nn.EmbeddingBag(9, 3, sparse=True))
+        return Does(run, table=nn.Embedding(30, 3, sparse=True, **table), bag=nn.EmbeddingBag(30, 3, sparse=True))
 
     return model
 
@@ -84,9 +85,13 @@ def bags(model, index):
 
 def either(model, index):
     """Few rows look at the other table."""
-    high = (index == 8).any(1)
+    high = (index > 26).any(1)
     outputs = model.table(index).sum(1)
     return outputs.index_add(0, high.nonzero()[:, 0], model.bag(index[high])) if high.any() else outputs
+
+
+def reentrant(run, index):
+    return checkpoint(run, index, torch.ones((), requires_grad=True), use_reentrant=True)
 
 
 TABLES = {
@@ -95,6 +100,7 @@ TABLES = {
     "a bag": looked_up(bags),
     "a table that few rows look at": looked_up(either),
     "checkpointed": looked_up(lambda model, i: checkpoint(look_up, model, i, use_reentrant=False)),
+    "checkpointed, reentrant": looked_up(lambda model, i: reentrant(lambda i, one: look_up(model, i) * one, i)),
     "gathered": looked_up(
         lambda model, i: torch.gather(model.table.weight, 0, i[:, :1].expand(-1, 3), sparse_grad=True).tanh()
     ),
@@ -120,8 +126,10 @@ IN_TURN = {
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled, and cleared to zeros"])
-@pytest.mark.parametrize("way", IN_TURN)
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    ("table", "way"),
+    sorted({*itertools.product(TABLES, IN_TURN)} - {("checkpointed, reentrant", "added")}),  # torch refuses it
+)
 def test_rows_that_weigh_nothing_are_in_a_sparse_gradient_as_in_the_large_batchs(table, way, scaled):
     """SparseAdam's moments decay in the rows that the gradient has, of which some are zero."""
 
@@ -130,7 +138,7 @@ def test_rows_that_weigh_nothing_are_in_a_sparse_gradient_as_in_the_large_batchs
 
     model, optimizer = wrapped(sparse_adam, TABLES[table](), steps=3)
     torch.manual_seed(1)
-    data = [(torch.randint(9, (rows, 4)), torch.rand(rows)) for rows in (9, 3, 2) * 4]
+    data = [(torch.randint(30, (rows, 4)), torch.rand(rows)) for rows in (9, 3, 2) * 4]
     for number in (3, 7, 11, 10):  # a window's first micro-batch, its second, its last two
         data[number][1].fill_(0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)

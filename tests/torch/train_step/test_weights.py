@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gradaccum import NotEquivalentError
 from gradaccum.torch import Blocks
@@ -332,23 +333,29 @@ def looked_up(model, index, mask):
     return (model(index).square().mean(1) * mask).sum() / mask.sum()
 
 
+def reentrant(module, index):
+    one = torch.ones((), dtype=torch.float64, requires_grad=True)
+    return checkpoint(lambda index, one: module.inner(index) * one, index, one, use_reentrant=True)
+
+
 LOOKED_UP = ways_to_say(looked_up, lambda index, mask: mask.sum())
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("blocks", [None, "0"])
+@pytest.mark.parametrize("kind", ["plain", "blocks", "reentrant"])
 @pytest.mark.parametrize("how", LOOKED_UP.values(), ids=LOOKED_UP)
-def test_rows_of_weight_0_are_in_a_sparse_gradient_as_in_the_large_batchs(how, blocks):
+def test_rows_of_weight_0_are_in_a_sparse_gradient_as_in_the_large_batchs(how, kind):
     """SparseAdam's moments decay in the rows that the gradient has, of which some are zero."""
-    model, plain = (nn.Sequential(nn.Sequential(nn.EmbeddingBag(9, 3, sparse=True), nn.Tanh())) for _ in range(2))
+    model, plain = (nn.Sequential(nn.Sequential(nn.EmbeddingBag(30, 3, sparse=True), nn.Tanh())) for _ in range(2))
     plain.load_state_dict(model.double().state_dict())
     plain.double()
     masks = torch.rand(5, 6).double()
     masks[1, :2], masks[2, 2:], masks[4, 2:4] = 0, 0, 0
-    data = [(torch.randint(9, (6, 4)), mask) for mask in masks]
+    data = [(torch.randint(30, (6, 4)), mask) for mask in masks]
     optimizer, other = (torch.optim.SparseAdam(one.parameters(), lr=0.1) for one in (model, plain))
     torch_updates(plain, other, data, looked_up)
-    step = step_of(model, optimizer, micro_batch_size=2, blocks=blocks, verify=True, **how)
+    used = Of(reentrant, inner=model) if kind == "reentrant" else model
+    step = step_of(used, optimizer, micro_batch_size=2, blocks="0" if kind == "blocks" else None, verify=True, **how)
     for batch in data[:-1]:
         step(*batch)
     optimizer.zero_grad(set_to_none=False)

@@ -7,6 +7,7 @@ code relies on, such as `Tensor._version`, are used where they are needed.
 
 from gradaccum.on_torch.private.autograd import (
     after_backward,
+    checkpoints_of,
     current_backward,
     global_step_hooks,
     graph_of,
@@ -16,6 +17,7 @@ from gradaccum.on_torch.private.autograd import (
     queue_callback,
     recorded_operations,
     run_backward,
+    run_on_zeros,
     without_global_step_hooks,
     zero_gradients,
 )
@@ -47,6 +49,7 @@ __all__ = [
     "ShardedGroup",
     "after_backward",
     "casts_outputs",
+    "checkpoints_of",
     "communication_hooks",
     "current_backward",
     "default_store",
@@ -70,6 +73,7 @@ __all__ = [
     "reduces_exactly",
     "reduction_by_hand",
     "run_backward",
+    "run_on_zeros",
     "sharded_groups",
     "share_buffers",
     "start_over",

@@ -88,9 +88,7 @@ def zero_gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[
     rows: Sequence[Tensor | None] = [None] * len(leaves)
     if sparse := [node for node in nodes if any(getattr(node, name, False) for name in _SPARSE)]:
         nodes = [*graph_of(*ends, without=sparse)]
-        made = [node._input_metadata[0] for node in sparse]
-        nothing = [torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in made]
-        edges = [GradientEdge(node, 0) for node in sparse]
+        edges, nothing = zip(*[(GradientEdge(node, 0), _zeros(node._input_metadata[0])) for node in sparse])
         rows = torch.autograd.grad(edges, leaves, nothing, retain_graph=True, allow_unused=True)
     dense, found = {id(getattr(node, "variable", None)) for node in nodes}, []
     for leaf, row in zip(leaves, rows, strict=True):
@@ -100,6 +98,23 @@ def zero_gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[
         elif row is not None:
             found.append((leaf, zeroed(row)))
     return found
+
+
+def _zeros(output: Any) -> Tensor:
+    """A gradient of zero, of an output of a node."""
+    return torch.zeros(output.shape, dtype=output.dtype, device=output.device)
+
+
+def checkpoints_of(*outputs: Tensor) -> list[GradientEdge]:
+    """Where a backward pass from these outputs would come to reentrant checkpoints, which hide their leaves."""
+    nodes = [n for n in graph_of(*[output.grad_fn for output in outputs]) if n.name() == "CheckpointFunctionBackward"]
+    outputs_of = [(node, i, made.dtype) for node in nodes for i, made in enumerate(node._input_metadata)]
+    return [GradientEdge(node, i) for node, i, dtype in outputs_of if dtype.is_floating_point or dtype.is_complex]
+
+
+def run_on_zeros(edges: Sequence[GradientEdge]) -> None:
+    """A backward pass that starts there, with gradients of zero, and frees nothing."""
+    torch.autograd.backward(edges, [_zeros(node._input_metadata[i]) for node, i, *_ in edges], retain_graph=True)
 
 
 _SPARSE = ("_saved_sparse", "_saved_sparse_grad")

@@ -223,7 +223,7 @@ class WindowRunner:
                 return
             try:
                 with self.as_found(), self.batch_norm.window(), self.batch_norm.micro_batch(), self.oom.around():
-                    self.buffer.reach(*objective.losses(passes.take(piece)))
+                    self.buffer.reach(*objective.losses(passes.take(piece)), alone=not self.ranks.is_distributed)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -328,7 +328,7 @@ class TrainPasses(Passes):
             elif not weighted.ends:
                 self.idle(self.take(piece))
         elif losses and self._layers is None:  # else blocks aren't in the graph
-            self._runner.buffer.reach(*losses)
+            self._runner.buffer.reach(*losses, alone=not self._runner.ranks.is_distributed)
         elif losses or not weighted.ran:
             self.weightless.append(piece)
 

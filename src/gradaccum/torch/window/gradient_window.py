@@ -181,7 +181,7 @@ class GradientWindow(Listener):
             self.losses.add(window.micro_batches, loss, one.weight, one.given)
         elif not self.ranks.sharded:
             self.loss_scale.rescale_()  # no backward pass will do it
-            self.buffer.reach(loss, changing=self.monitor.resyncing)
+            self._reach(loss)
             return
         self._run_backward(loss, factor, retain_graph, create_graph)
 
@@ -202,9 +202,15 @@ class GradientWindow(Listener):
         if not counts:
             self.loss_scale.rescale_()  # no backward pass will do it
         if nothing := [loss for loss, weight in terms.values() if not weight]:
-            self.buffer.reach(*nothing, changing=self.monitor.resyncing)
+            self._reach(*nothing)
         how = {"retain_graph": retain_graph, "create_graph": create_graph}
         self.losses.backward_each(window.micro_batches, counts, self.monitor.resyncing, self._run_backward, **how)
+
+    def _reach(self, *losses: Tensor) -> None:
+        """What losses that weigh nothing lead to has a gradient of zero, as in the large batch."""
+        before = self.passes.arrivals
+        self.buffer.reach(*losses, alone=not self.ranks.is_distributed, changing=self.monitor.resyncing)
+        self.window.micro_batch.weighed += self.passes.arrivals - before
 
     def _checked_names(self, names: Iterable[Hashable]) -> NamedBuffer:
         """Where losses by name add up; raises if they cannot."""
