@@ -123,6 +123,14 @@ def mse(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
+def hooked(model: nn.Module) -> int:
+    """How many hooks there are on the gradients of its parameters."""
+    parameters = list(model.parameters())
+    before = [hook for p in parameters for hook in p._backward_hooks or ()]
+    behind = [hook for p in parameters for hook in p._post_accumulate_grad_hooks or ()]  # as they have joined p.grad
+    return len(before) + len(behind)
+
+
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 

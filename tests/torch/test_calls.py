@@ -14,7 +14,7 @@ from torch import nn
 
 import gradaccum.torch
 from gradaccum.torch.window import RUNNING
-from tests.torch.problems import Operations
+from tests.torch.problems import Operations, hooked
 
 STEPS, WARM = 4, 8
 """Windows 1, 2, 4 and 8 look at all gradients; the next seven don't."""
@@ -31,10 +31,10 @@ def undisturbed():
 
 
 class Calls:
-    """Counts calls while it is entered."""
+    """Counts calls while it is entered, of the code in a folder and by it, where one is named."""
 
-    def __init__(self):
-        self.names = Counter()
+    def __init__(self, folder=""):
+        self.names, self._folder = Counter(), folder
 
     def __enter__(self):
         sys.setprofile(self._called)
@@ -45,6 +45,8 @@ class Calls:
         del self.names[self.__exit__.__qualname__], self.names["setprofile"]
 
     def _called(self, frame, event, argument):
+        if not frame.f_code.co_filename.startswith(self._folder):
+            return
         if event == "call":
             self.names[frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name] += 1
         elif event == "c_call":
@@ -146,6 +148,20 @@ def counted(parameters, way, wrapped=True, **options):
     return [max(found[i::STEPS], key=Counter.total) for i in range(STEPS)]
 
 
+def scaled(model, optimizer, batches):
+    """Under a GradScaler, which itself goes through all gradients at each step: calls of ours alone, and hooks."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for x, y in batches:
+        loss = model(x, y)
+        with Calls(gradaccum.__path__[0]) as calls:
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        calls.names["hooks on gradients"] = hooked(model)
+        yield calls.names
+
+
 WAYS = {"plain": plain, "batches()": with_batches, "backward(loss, weight)": with_weights}
 
 
@@ -160,6 +176,8 @@ MOST = {"plain": (13, 39), "batches()": (18, 44), "backward(loss, weight)": (-1,
 """Of an open micro-batch, and of a closing one. `loss.backward()` makes some twenty calls before the engine runs."""
 
 
+SCALED = (88, 146)
+"""The same under a GradScaler, the calls of `zero_grad()` and `step()` themselves and three hooks included."""
 CLOSING = [({"clip_grad_norm": 1.0}, 133), ({"clip_grad_value": 1.0}, 76), ({"nonfinite": "skip_window"}, 101)]
 """Of a closing micro-batch with ten parameters; lists for `_foreach` operators grow with them."""
 TRAIN_STEP = 38
@@ -184,6 +202,15 @@ def test_an_ordinary_micro_batch_makes_few_calls_whatever_the_number_of_paramete
     opened, first, closing = beyond(parameters, way)
     assert max(opened, first) <= MOST[way][0]
     assert closing <= MOST[way][1]
+
+
+def test_under_a_grad_scaler_an_ordinary_window_has_three_hooks_and_as_many_calls_for_any_number_of_parameters():
+    few, many = (counted(parameters, scaled) for parameters in (10, 1000))
+    assert {names["hooks on gradients"] for names in (*few, *many)} == {3}
+    assert many[:-1] == few[:-1]
+    assert max(names.total() for names in few[:-1]) <= SCALED[0]
+    assert few[-1].total() <= SCALED[1]
+    assert {*(many[-1] - few[-1])} == {"append"}  # lists for `_foreach` operators
 
 
 def test_a_window_that_looks_compares_by_foreach_operators_and_hooks_only_count():

@@ -28,6 +28,7 @@ from tests.torch.distributed.problems import (
     loss_of,
     network,
     reducing,
+    sgd,
     slowly,
     spread,
     train_on,
@@ -413,6 +414,32 @@ def scaled(rank, at=None, *, interval=1000, engine="ddp", sync="window", epochs=
 def test_an_overflow_on_one_rank_costs_all_ranks_one_window_and_one_halving_and_a_growing_scale_none(rank, how):
     """Scales that grow at different times are brought together; one that grows in a window keeps its sum exact."""
     scaled(rank, **{**SCALED, **SCALED_SLOWLY}[how])
+
+
+@pytest.mark.parametrize("update", ["behind step()", "behind zero_grad()"])
+@pytest.mark.parametrize("steps", [(3, 3), (2, 3)])
+@on_ranks()
+def test_two_optimizers_under_one_scaler_keep_their_sums_in_scales_that_ranks_bring_together(rank, steps, update):
+    """Where one window closes, the ranks agree on a scale in the middle of the other optimizer's micro-batch."""
+    parts, ranks = [network(), network()], data([[4, 3, 2, 1] * 6, [2, 2, 5, 3] * 6])
+    model = Does(lambda both, x: [both.one(x), both.other(x)], one=parts[0], other=parts[1])
+    oracles, used = [*map(Oracle, parts)], spread("ddp", model)
+    optimizers = [Optimizer(sgd(part), steps=n, model=used) for part, n in zip(parts, steps)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=[2, 1000][rank])
+    for oracle, n in zip(oracles, steps):
+        oracle.see(ranks, n)
+    for i, (x, y) in enumerate(optimizers[0].batches(optimizers[1].batches(ranks[rank]))):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if i and update == "behind zero_grad()":
+            scaler.update()
+        scaler.scale(sum(cross_entropy(output, y) for output in used(x))).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        if update == "behind step()":
+            scaler.update()
+    for oracle, part in zip(oracles, parts):
+        oracle.check(part)
 
 
 HYBRID = {  # over four ranks: reduced across replicas once per window

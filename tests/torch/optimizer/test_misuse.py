@@ -237,6 +237,24 @@ def test_a_group_that_joins_an_open_window_has_its_part_of_it_from_there_on_and_
     assert_same(model, plain)
 
 
+def test_a_group_that_joins_in_a_batch_that_weighs_nothing_gets_nothing_from_it():
+    model, plain, micro_batches = network(), network(), parts([2, 2, 2])
+    _, optimizer = wrapped(model=model[0], steps=3)
+    weights = {id(batch): weight for batch, weight in zip(micro_batches, (2, 0, 2))}
+    for i, batch in enumerate(optimizer.batches(micro_batches, weight=lambda batch: weights[id(batch)])):
+        if i == 1:
+            model[2].zero_grad()
+            optimizer.add_param_group({"params": [*model[2].parameters()]})
+        train(model, optimizer, [batch])
+    mse(plain, *micro_batches[0]).backward()
+    plain[2].zero_grad()
+    mse(plain, *micro_batches[2]).backward()
+    for parameter in plain.parameters():
+        parameter.grad /= 2
+    sgd(plain.parameters()).step()
+    assert_same(model, plain)
+
+
 @pytest.mark.parametrize("cleared", [True, False])
 @pytest.mark.parametrize("windows", [0, 1, 2, 3])
 @pytest.mark.parametrize("joins", ["a group", "all"])

@@ -11,8 +11,9 @@ from torch import nn
 
 import gradaccum.torch
 from gradaccum import WindowError
+from tests.reference import windows_of
 from tests.torch.optimizer.loops import assert_same, large, parts, refused, resumed, scaler_of, step, train, wrapped
-from tests.torch.problems import Operations, mse
+from tests.torch.problems import Operations, hooked, mse, network
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -174,6 +175,136 @@ def test_gradients_that_autograd_grad_asks_for_meanwhile_do_not_keep_the_sum_fro
                 do()
     assert optimizer.updates == 1
     assert_same(model, large([parts([2] * 4)]))
+
+
+ORDERS = {
+    # What a loop does in each micro-batch, "zero" between windows too; whether ordinary windows need hooks for it.
+    "zero backward step update": False,
+    "backward step update zero": False,
+    "zero weighed step update": False,
+    "update zero backward step": False,
+    "weighed step update": True,
+    "backward step update": True,
+    "backward step zero update": True,
+    "zero update backward step": True,
+    "zero zero backward step update": False,
+    "zero side update backward step": True,  # a backward pass before update(), and one behind it
+    "zero update side weighed step": True,
+    "zero backward update step": True,
+}
+
+
+class Scaler(torch.amp.GradScaler):
+    """Its scale grows with each step. However often update() is called, it counts once per step."""
+
+    stepped = False
+
+    def __init__(self):
+        super().__init__("cpu", init_scale=8.0, growth_interval=1)
+
+    def step(self, optimizer):
+        super().step(optimizer)
+        self.stepped = True
+
+    def update(self):
+        if self.stepped:
+            super().update()
+        self.stepped = False
+
+
+def in_order(order, model, optimizer, scaler, batches):
+    """A loop in this order, but for a window's first micro-batch, before which update() comes as in a plain loop."""
+    for x, y in batches:
+        if not optimizer.micro_batches:
+            scaler.update()
+            optimizer.zero_grad()
+        for word in order.split():
+            if word == "zero" and optimizer.micro_batches:
+                optimizer.zero_grad()
+            elif word == "update":
+                scaler.update()
+            elif word == "step":
+                scaler.step(optimizer)
+            elif word in ("backward", "side", "weighed"):
+                part = 0.5 if "side" in order else 1.0
+                loss = scaler.scale(mse(model, x, y) * part)
+                optimizer.backward(loss) if word == "weighed" else loss.backward()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_loop_in_any_order_makes_the_large_batches_updates_while_the_scale_grows(order):
+    """Windows 3 and 5 are ordinary: where zero_grad() comes in time, they have three hooks at most."""
+    (model, optimizer), scaler, found = wrapped(steps=3), Scaler(), []
+    batches = parts([2, 2, 2] * 5)
+    for batch in batches:
+        in_order(order, model, optimizer, scaler, [batch])
+        found.append(hooked(model))
+    assert optimizer.updates == 5
+    assert_same(model, large(windows_of(batches, 3)))
+    in_ordinary = [*found[6:8], *found[12:14]]
+    assert max(found[3:5]) > 3  # in a window that looks
+    assert (max(in_ordinary) > 3) == ORDERS[order]
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("other", [order for order, hooks in ORDERS.items() if hooks])
+def test_an_update_of_the_scale_that_comes_in_another_order_than_before_is_named_unless_the_window_looks(other, looks):
+    (model, optimizer), scaler = wrapped(steps=3), Scaler()
+    windows = windows_of(parts([2] * 18), 3)
+    usual, one, last = windows[: 3 if looks else 2], windows[4], windows[5]
+    for window in (*usual, one[:1]):
+        in_order("zero backward step update", model, optimizer, scaler, window)
+    if not looks:
+        with refused(r"update\(\) came behind.*Keep one order.*discard", model):
+            in_order(other, model, optimizer, scaler, one[1:])
+        with refused("came behind", model):
+            in_order("step update", model, optimizer, scaler, one[1:])
+        optimizer.discard()
+    in_order(other, model, optimizer, scaler, [*one[1 if looks else 0 :], *last])  # any order from now on
+    assert optimizer.updates == len(usual) + 2
+    assert_same(model, large([*usual, one, last]))
+
+
+def test_a_backward_pass_that_rarely_comes_before_backward_loss_joins_in_the_sums_scale():
+    (model, optimizer), scaler, batches = wrapped(steps=3), Scaler(), parts([2] * 9)
+    for i, batch in enumerate(batches):
+        in_order("side weighed step update" if i == 7 else "weighed step update", model, optimizer, scaler, [batch])
+    assert_same(model, large(windows_of(batches, 3)))
+
+
+def test_two_scalers_in_a_window_are_refused():
+    (model, optimizer), (x, y) = wrapped(steps=3), ALIKE[0]
+    train(model, optimizer, ALIKE[:1], scaler=scaler_of(8.0))
+    other = scaler_of(2.0)
+    optimizer.zero_grad()
+    other.scale(mse(model, x, y)).backward()
+    with refused("Two GradScalers", model):
+        other.step(optimizer)
+
+
+@pytest.mark.parametrize(("windows", "clear"), [(0, "before"), (0, "never"), (2, "before")])
+def test_parameters_may_join_in_a_window_whose_scale_moves(windows, clear):
+    (model, optimizer), scaler = wrapped(lambda p: torch.optim.SGD(list(p)[:2], lr=0.1), steps=3), scaler_of(8.0, 1)
+    added = [*model.parameters()][2:]
+    for window in windows_of(parts([2] * 3 * windows), 3):
+        train(model, optimizer, window, scaler=scaler, clear="before")
+    before, batches = network(), parts([2] * 3, seed=2)
+    before.load_state_dict(model.state_dict())
+    optimizer.zero_grad()
+    train(model, optimizer, batches[:1], scaler=scaler, clear=clear)
+    for parameter in added:
+        parameter.grad = None
+    optimizer.add_param_group({"params": added})
+    train(model, optimizer, batches[1:], scaler=scaler, clear=clear)
+
+    def mean(model, first):
+        """The first micro-batch counts for none of the parameters that were added."""
+        return sum(mse(model, *batch) for batch in (batches if first else batches[1:])) / 3
+
+    expected = [torch.autograd.grad(mean(before, first), list(before.parameters())) for first in (True, False)]
+    gradients = [*expected[0][:2], *expected[1][2:]]
+    for parameter, old, gradient in zip(model.parameters(), before.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.detach(), old.detach() - 0.1 * gradient)
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -246,6 +246,19 @@ def test_the_model_may_clear_its_gradients_between_windows(set_to_none):
     assert_same(model, large(windows_of(alike, 2)))
 
 
+def test_sparse_zeros_from_before_a_window_are_no_gradient_that_was_assigned():
+    """In each window the second micro-batch is the first that reaches the rows."""
+    model = nn.ModuleList([nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1)])
+    _, optimizer = wrapped(lambda parameters: torch.optim.SGD(parameters, lr=0.1), model, steps=2)
+    expected = model[0].weight.detach() - 0.05 * torch.tensor([[1.0], [2.0], [1.0]])
+    for i in range(8):
+        optimizer.zero_grad(set_to_none=False)
+        (model[0](torch.tensor([i % 3])) if i % 2 else model[1](torch.ones(1, 2))).sum().backward()
+        optimizer.step()
+    assert optimizer.updates == 4
+    torch.testing.assert_close(model[0].weight.detach(), expected)
+
+
 @pytest.mark.parametrize("end", ["flush", "discard"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_zeros_stay_zeros_after_flush_and_discard(end, dtype):

@@ -194,8 +194,8 @@ class NamedBuffer(GradientBuffer):
     def expose(self, accepting: Resyncing) -> None:
         """Have an overflow of any loss in `p.grad`, where a GradScaler looks for it."""
         others = [s for sums in self.sums.values() for s in sums if s is not None]
-        shown = [g for g in self.gradients() if not g.is_sparse]
-        if others and shown:
+        shown = [g for g in self.gradients() if not g.is_sparse] if others else []
+        if shown:
             smallest = min(shown, key=Tensor.numel)
             with torch.no_grad(), accepting():
                 smallest += torch.where(all_finite(others).to(smallest.device), 0.0, math.inf).to(smallest.dtype)

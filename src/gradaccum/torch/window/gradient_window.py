@@ -116,7 +116,10 @@ class GradientWindow(Listener):
 
     def parameters_added(self) -> None:
         self.buffer.prepare()
-        self.loss_scale.remove()
+        self.loss_scale.parameters_added()
+        arriving = self.arrival_scale.factor
+        self.arrival_scale.set(1.0)
+        self.arrival_scale.set(arriving)  # of them, too
         self.monitor.modification()
         self.monitor.watch_all()
 
@@ -324,7 +327,7 @@ class GradientWindow(Listener):
         if self.noise is not None and self.noise.waiting and window.weight > 0 and not self.ranks.reduced:
             self._measure(self.noise)
         if not closes and self.loss_scale.in_use:
-            self.loss_scale.expect_backward()
+            self.loss_scale.stay_open()
         self._settle()
         return closes
 
@@ -502,7 +505,7 @@ class GradientWindow(Listener):
     def backward_starts(self) -> None:
         if isinstance(self.monitor, ShardedMonitor):
             self.monitor.pass_begins()
-        self.loss_scale.rescale_()
+            self.loss_scale.bring()  # DDP says so behind its first gradients
 
     def reduced(self) -> None:
         self.monitor.resync()

@@ -31,6 +31,10 @@ class LossScale:
     Micro-batch i's gradient arrives as `s_i g_i`. Before the first gradient of micro-batch i+1 joins it, the sum is
     multiplied by `s_{i+1} / s_i`; and if it has overflowed it is set to zero, so that the scaler, which looks at the
     sum on every micro-batch, sees one overflow and halves once.
+
+    Most loops call `zero_grad()` between `GradScaler.update` and the backward pass, and it multiplies. Where a whole
+    window has shown that this was always in time, no hook is needed: in ordinary windows `step()` compares the version
+    of the scaler's own tensor. Loops in another order keep a hook on each parameter, for good.
     """
 
     neutral = _Neutral()
@@ -41,15 +45,18 @@ class LossScale:
         self.scaled: bool | None = None  # whether this window's micro-batches come through one; None: none has come yet
         self._live: Tensor | None = None  # the scaler's own, which it changes in place
         self._handle: Any = None
-        self._rescaled_to = -1  # the version of the live scale that the sum was brought to last
+        self._in_time: bool | None = None  # whether `zero_grad` has always been; None: that is not seen yet
         self._shown: tuple[Tensor, Tensor, int] | None = None
         self.close()
 
     def close(self) -> None:
         self._scale: Tensor | None = None
+        self._version = 0  # of the live scale when it was this one; -1: its gradients have several
         self.overflow: Tensor | None = None
-        self._due = self.unscaled = False  # unscaled: `unscale_` has divided the sum
+        self.unscaled = False  # `unscale_` has divided the sum
         self._own: Tensor | None = None
+        if self._in_time:
+            self.remove()
 
     def check(self, scaled: bool) -> None:
         """A micro-batch that weighs something came through the scaler, or without it: as those before it."""
@@ -86,9 +93,9 @@ class LossScale:
 
     def show(self) -> None:
         """`GradScaler.step` wants a gradient to look at: a zero where the window has none in `p.grad` so far."""
-        parameters = [p for p in self._buffer.parameters() if p.requires_grad]
-        if parameters and all(p.grad is None for p in parameters):
-            smallest = min(parameters, key=Tensor.numel)
+        parameters = self._buffer.parameters()
+        if all(p.grad is None or not p.requires_grad for p in parameters) and any(p.requires_grad for p in parameters):
+            smallest = min((p for p in parameters if p.requires_grad), key=Tensor.numel)
             dtype = getattr(smallest, "grad_dtype", None)  # wider than its own with `accumulate_dtype`
             smallest.grad = zero = torch.zeros_like(smallest, dtype=dtype, requires_grad=False)
             self._shown = smallest, zero, zero._version
@@ -104,57 +111,108 @@ class LossScale:
             shown[0].grad = None
 
     def add(self, live: Tensor | None, found_inf: Tensor) -> None:
-        if self._due and live is not None:
-            self.rescale_()  # no backward pass has done it
+        if self._scale is not None:
+            self._check_scale(live)
         self.overflow = found_inf.clone() if self.overflow is None else torch.maximum(self.overflow, found_inf)
         self.unscaled = live is None
         if live is not None:
-            self._live, self._scale = live, live.detach().clone()  # it is about to change
-        elif self._due and self._scale is not None and self._live is not None:
-            self._scale = self._scale / self._live  # no backward pass had brought the sum to what `unscale_` divided by
+            if self._scale is None:
+                self._note(live)
+        elif self._scale is not None and self._live is not None:
+            self._scale = self._scale / self._live  # which `unscale_` has divided the sum by
         else:
             self._scale = torch.ones_like(found_inf)
         self._buffer.join_restored(self._scale)
 
-    def expect_backward(self) -> None:
-        """The window stays open: bring the sum to the next backward pass's scale as soon as that one starts."""
-        self._due = True
-        if self._handle is None:
-            this = weakref.ref(self)  # the parameters shall not keep the optimizer alive
+    def _note(self, live: Tensor) -> None:
+        """The sum is in the live scale, which is about to change."""
+        self._live, self._scale, self._version = live, live.detach().clone(), live._version
 
-            def backward_starts(gradient: Tensor) -> None:
-                if (scale := this()) is not None:
-                    scale.rescale_()
+    @property
+    def _moved(self) -> bool:
+        return self._scale is not None and self._live is not None and self._live._version != self._version
 
-            # Frozen ones, too: which ones are may change at any time.
-            leaves = [p for p in self._buffer.parameters() if p.is_leaf and p.is_floating_point()]
-            with all_require_grad(leaves):
-                self._handle = torch.autograd.graph.register_multi_grad_hook(leaves, backward_starts, mode="any")
+    def _check_scale(self, live: Tensor | None) -> None:
+        """Raise if this micro-batch's gradient may have joined a sum in another scale."""
+        another = live is not None and live is not self._live
+        self._in_time = not self._moved and self._in_time is not False
+        if not another and (self._handle is not None or not self._moved):
+            return
+        self.remove()
+        self._version = -1
+        if another:
+            raise WindowError(
+                "Two GradScalers have stepped in one window, so its gradients have different scales. Use one for all "
+                "micro-batches of a window. discard() drops it."
+            )
+        raise WindowError(
+            "GradScaler.update() came behind this micro-batch's zero_grad(), or there was no zero_grad(), unlike in "
+            "the windows before: its gradient may have another scale than the window's sum. Keep one order: "
+            "zero_grad(), backward(), scaler.step(optimizer), scaler.update(). discard() drops the window; later ones "
+            "take any order."
+        )
+
+    def stay_open(self) -> None:
+        """Another micro-batch is to come: drop a sum that has overflowed, and watch if `zero_grad` may be late."""
+        assert self.overflow is not None
+        overflow = self.overflow > 0
+        if not overflow.is_cpu or overflow:  # on a device nobody waits for it
+            with torch.no_grad(), self._monitor.resyncing():
+                for part in self._buffer.everything():
+                    if not part.is_sparse:
+                        part.masked_fill_(overflow.to(part.device), 0)
+                    elif overflow:
+                        part.zero_()
+        if not self._in_time or self._monitor.looking:
+            self._attach()
+
+    def _attach(self) -> None:
+        if self._handle is not None:
+            return
+        this = weakref.ref(self)  # the parameters shall not keep the optimizer alive
+
+        def backward_starts(gradient: Tensor) -> None:
+            if (scale := this()) is not None:
+                scale.rescale_()
+
+        # Frozen ones, too: which ones are may change at any time.
+        leaves = [p for p in self._buffer.parameters() if p.is_leaf and p.is_floating_point()]
+        with all_require_grad(leaves):
+            self._handle = torch.autograd.graph.register_multi_grad_hook(leaves, backward_starts, mode="any")
+
+    def parameters_added(self) -> None:
+        if self._handle is not None:
+            self.remove()
+            self._attach()
 
     def rescale_(self) -> None:
-        if self._live is None or self._scale is None or self.overflow is None:
+        """`bring` the sum where `zero_grad` has not. Without hooks others may have come since: then `add` raises."""
+        if self._moved:
+            self._in_time = False
+            if self._handle is not None:
+                self.bring()
+
+    def bring(self) -> None:
+        """Bring the sum to the live scale, in which the next gradient comes: none has come since that changed."""
+        if not self._moved or self._version < 0:
             return
-        version = self._live._version  # it may change after a pass that only `torch.autograd.grad` has asked for
-        if not self._due and version == self._rescaled_to:
-            return
-        self._due, self._rescaled_to = False, version
-        with torch.no_grad(), self._monitor.resyncing():
-            self._buffer.scale_(self._live / self._scale)
-            overflow = self.overflow > 0
-            for part in self._buffer.everything():
-                if not part.is_sparse:
-                    part.masked_fill_(overflow.to(part.device), 0)
-                elif overflow:
-                    part.zero_()
-        self._scale = self._live.detach().clone()
+        assert self._live is not None
+        assert self._scale is not None
+        factor = self._live / self._scale
+        if not factor.is_cpu or factor != 1:  # on a device nobody waits for it
+            with self._monitor.resyncing():
+                self._buffer.scale_(factor)
+        self._note(self._live)
 
     # Several ranks: their sums can be reduced together only in one scale.
 
     def adopt(self, scale: float) -> None:
         """Have the scaler scale the losses that come by this much: before the backward pass in which ranks reduce."""
         if self._live is not None and scale:
-            self._own = self._live.detach().clone()
+            known, self._own = self._handle is not None or not self._moved, self._live.detach().clone()
             self._live.fill_(scale)
+            if known:
+                self.bring()
 
     def bring_to(self, scale: float) -> None:
         if self.in_use and self._scale is not None and scale:

@@ -241,6 +241,7 @@ class Windows:
         else:
             current.check_untouched()
             current.monitor.modification()
+            current.loss_scale.bring()
 
     def flush(self) -> bool:
         """Close the open window now; outside of `batches()` this ends the epoch. Returns whether it made an update."""
