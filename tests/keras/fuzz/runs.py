@@ -318,7 +318,9 @@ def _loss(name: str, reduction: str) -> Any:
     return kinds[name]() if name in kinds else functions[name]
 
 
-def _batch(s: Scenario, random: np.random.Generator, rows: int, last: bool) -> tuple[Any, ...]:
+def _batch(s: Scenario, random: np.random.Generator, rows: int, number: int) -> tuple[Any, ...]:
+    last, update = number == len(s.batches), number + (s.at if s.event == "train_on_batch" else 0)
+    proven = update & (update - 1) == 0  # what comes in others is silent until the next proof
     x = random.integers(0, 9, (rows, STEPS)) if s.tokens else random.normal(size=(rows, STEPS, 3))
     if s.tokens:
         x[:, 0] = 1 + x[:, 0] % 8
@@ -329,7 +331,7 @@ def _batch(s: Scenario, random: np.random.Generator, rows: int, last: bool) -> t
     for name in s.losses:
         classes = random.integers(0, 3, places)
         y: Any = np.eye(3)[classes] if name in ("binary", "dice") else random.normal(size=(*places, 3))
-        if name == "masked mean" and (s.missing == "early" or (s.missing == "late" and last)):
+        if name == "masked mean" and (s.missing == "early" or (s.missing == "late" and last and proven)):
             y[random.random(y.shape) < 0.3] = -1.0
         targets.append(classes if name == "sparse" else y)
         weight = random.uniform(0.5, 2, rows)
@@ -353,7 +355,7 @@ def _wrap(s: Scenario, part: Any) -> Any:
 
 def _split(s: Scenario) -> tuple[list[Any], list[Any]]:
     random = np.random.default_rng(s.seed)
-    data = [_batch(s, random, rows, i == len(s.batches) - 1) for i, rows in enumerate(s.batches)]
+    data = [_batch(s, random, rows, number) for number, rows in enumerate(s.batches, 1)]
     try:
         plain, history = _trained(s, data, lambda part: part)
     except Exception as error:
@@ -361,7 +363,9 @@ def _split(s: Scenario) -> tuple[list[Any], list[Any]]:
     ours, own_history = _trained(s, data, functools.partial(_wrap, s))
     for name, values in history.items():
         same = np.allclose(values, own_history[name], rtol=1e-5, atol=1e-6)
-        if not same and _error(ours, plain) <= BOUND:
+        # On PyTorch, plain `fit` multiplies the weights that metrics see by the loss' mask, in place.
+        edited = BACKEND == "torch" and name.endswith("mae") and s.masked and s.weights
+        if not (same or edited) and _error(ours, plain) <= BOUND:
             raise AssertionError(f"history[{name!r}] is {own_history[name]}, plain fit's is {values}")
     return ours, plain
 
