@@ -7,7 +7,6 @@ as a whole, and the window running again. So nothing is remembered per micro-bat
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,17 +39,18 @@ class _Registrations:
 
     def __init__(self) -> None:
         self.count, self._known = 0, weakref.WeakValueDictionary[int, nn.Module]()
-        nn.modules.module.register_module_module_registration_hook(self._registered)
+        self._hook: Any = None
 
     def know(self, modules: Iterable[nn.Module]) -> None:
+        if self._hook is None:
+            self._hook = nn.modules.module.register_module_module_registration_hook(self._registered)
         self._known.update((id(module), module) for module in modules)
 
     def _registered(self, module: nn.Module, *_: Any) -> None:
         self.count += self._known.get(id(module)) is module
 
 
-_registrations = functools.cache(_Registrations)
-"""Those of this process, since the first call."""
+_registrations = _Registrations()
 
 
 class BufferSnapshot:
@@ -203,7 +203,8 @@ class WindowState:
         self._modules: list[nn.Module] = []
         self._makers: list[nn.Module] = []
         """Those that may make buffers: all but BatchNorm's."""
-        self._neutral = False  # whether passes of the latest window that looked have drawn and moved nothing
+        self.neutral = False
+        """Whether a pass that nobody needs can be left out: in the latest window that looked, none drew or moved."""
         self._parameters: list[Tensor] | None = None
         self._not_optimized: list[Tensor] = []
         self._outside: list[tuple[Tensor, Tensor | None]] = []
@@ -222,7 +223,7 @@ class WindowState:
         self._windows += 1
         modes, parameters = [module.training for module in self._modules], self._find_parameters()
         changed = modes != self.modes or self._start.outdated or parameters is not self._parameters
-        changed = changed or self._registered != _registrations().count
+        changed = changed or self._registered != _registrations.count
         self._parameters = parameters
         if changed or self._windows & (self._windows - 1) == 0:
             self._find()
@@ -236,8 +237,8 @@ class WindowState:
         """Look which modules, buffers and parameters there are."""
         known = {(id(buffer.owner), buffer.name): buffer for buffer in self._start.buffers}
         self._modules = [*{id(m): m for root in self._roots for m in root.modules()}.values()]
-        _registrations().know(self._modules)
-        self._registered = _registrations().count
+        _registrations.know(self._modules)
+        self._registered = _registrations.count
         modes = [module.training for module in self._modules]
         if modes != self.modes:  # others may move from now on
             self.modes, known, self._windows, self._drawn_from = modes, {}, 1, []
@@ -261,6 +262,7 @@ class WindowState:
 
     def _begin(self) -> None:
         self._is_open, self.looks = True, self.always or self.looks
+        self.neutral = self.neutral and not self.looks
         self._closely = self.always or (self.looks and (self._makes or bool(self._own)))
         generators = [*self._torch, *self._drawn_from]
         if self.looks:
@@ -275,11 +277,6 @@ class WindowState:
         stale = [buffer for buffer in self._start.buffers if buffer.take(whole=self.looks)]
         if stale:
             torch._foreach_copy_([b.copy for b in stale], [b.tensor for b in stale])  # type: ignore[misc]  # there are
-
-    @property
-    def neutral(self) -> bool:
-        """Whether a pass that nobody needs can be left out: as far as is known, it draws and moves nothing."""
-        return self._neutral and not self.looks
 
     @property
     def idle(self) -> bool:
@@ -311,7 +308,7 @@ class WindowState:
                     surprised = True
                 else:
                     logger.warning(_TOO_LARGE, buffer.name)
-        self.looks, self._closely = self.looks or surprised, surprised
+        self.looks, self._closely, self.neutral = self.looks or surprised, surprised, self.neutral and not surprised
         return surprised
 
     def close(self) -> None:
@@ -323,7 +320,7 @@ class WindowState:
             self._drawn_from += [g for g in drawn if g not in (*self._torch, *self._drawn_from)]
             for buffer in self._start.buffers:
                 buffer.moves = buffer.met or buffer.moved
-            self._neutral = not drawn and not any(buffer.moves for buffer in self._start.buffers)
+            self.neutral = not drawn and not any(buffer.moves for buffer in self._start.buffers)
             self._moving = [buffer for buffer in self._own if buffer.moves]
             self.looks = False
         self._is_open, self._batch = False, None
