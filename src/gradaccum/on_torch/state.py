@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,25 @@ _LOST = (
     "These buffers changed for the first time in passes that failed. They are too large to be copied in every window, "
     "so they stay as they are now: %s."
 )
+
+
+class _Registrations:
+    """How often a known module has been given another one: cheaper to ask than to walk through a model."""
+
+    def __init__(self) -> None:
+        self.count, self._known = 0, weakref.WeakValueDictionary[int, nn.Module]()
+        self._hook: Any = None
+
+    def know(self, modules: Iterable[nn.Module]) -> None:
+        if self._hook is None:
+            self._hook = nn.modules.module.register_module_module_registration_hook(self._registered)
+        self._known.update((id(module), module) for module in modules)
+
+    def _registered(self, module: nn.Module, *_: Any) -> None:
+        self.count += self._known.get(id(module)) is module
+
+
+_registrations = _Registrations()
 
 
 class BufferSnapshot:
@@ -183,8 +203,8 @@ class WindowState:
         self._modules: list[nn.Module] = []
         self._makers: list[nn.Module] = []
         """Those that may make buffers: all but BatchNorm's."""
-        self.draws = True
-        """Whether random numbers were drawn in the latest window that looked."""
+        self.neutral = False
+        """Whether a pass that nobody needs can be left out: in the latest window that looked, none drew or moved."""
         self._parameters: list[Tensor] | None = None
         self._not_optimized: list[Tensor] = []
         self._outside: list[tuple[Tensor, Tensor | None]] = []
@@ -194,19 +214,20 @@ class WindowState:
         """Those that micro-batches find as the window did: all but BatchNorm's."""
         self._moving: list[BufferSnapshot] = []
         self._windows, self._is_open = 0, False
+        self._registered = 0
         self._batch: Snapshot | None = None
         """How everything was when the batch came, where closures evaluate windows since."""
 
     def open(self) -> None:
         """A window begins: remember how everything is."""
         self._windows += 1
-        modes = [module.training for module in self._modules]
-        if self._windows & (self._windows - 1) == 0 or modes != self.modes or self._start.outdated:
+        modes, parameters = [module.training for module in self._modules], self._find_parameters()
+        changed = modes != self.modes or self._start.outdated or parameters is not self._parameters
+        changed = changed or self._registered != _registrations.count
+        self._parameters = parameters
+        if changed or self._windows & (self._windows - 1) == 0:
             self._find()
         self._begin()
-        if self._parameters is not (found := self._find_parameters()):
-            self._parameters = found
-            self._find_not_optimized()
         if self._not_optimized:
             self._outside = [(p, p.grad) for p in self._not_optimized if p.requires_grad or p.grad is not None]
             for parameter, _ in self._outside:
@@ -216,6 +237,8 @@ class WindowState:
         """Look which modules, buffers and parameters there are."""
         known = {(id(buffer.owner), buffer.name): buffer for buffer in self._start.buffers}
         self._modules = [*{id(m): m for root in self._roots for m in root.modules()}.values()]
+        _registrations.know(self._modules)
+        self._registered = _registrations.count
         modes = [module.training for module in self._modules]
         if modes != self.modes:  # others may move from now on
             self.modes, known, self._windows, self._drawn_from = modes, {}, 1, []
@@ -239,6 +262,7 @@ class WindowState:
 
     def _begin(self) -> None:
         self._is_open, self.looks = True, self.always or self.looks
+        self.neutral = self.neutral and not self.looks
         self._closely = self.always or (self.looks and (self._makes or bool(self._own)))
         generators = [*self._torch, *self._drawn_from]
         if self.looks:
@@ -284,7 +308,7 @@ class WindowState:
                     surprised = True
                 else:
                     logger.warning(_TOO_LARGE, buffer.name)
-        self.looks, self._closely = self.looks or surprised, surprised
+        self.looks, self._closely, self.neutral = self.looks or surprised, surprised, self.neutral and not surprised
         return surprised
 
     def close(self) -> None:
@@ -293,10 +317,10 @@ class WindowState:
             self._add_up_outside()
         if self.looks:
             drawn = self._start.random.moved()
-            self.draws = bool(drawn)
             self._drawn_from += [g for g in drawn if g not in (*self._torch, *self._drawn_from)]
             for buffer in self._start.buffers:
                 buffer.moves = buffer.met or buffer.moved
+            self.neutral = not drawn and not any(buffer.moves for buffer in self._start.buffers)
             self._moving = [buffer for buffer in self._own if buffer.moves]
             self.looks = False
         self._is_open, self._batch = False, None

@@ -280,6 +280,28 @@ def test_buffers_that_come_and_go_between_updates(changes, at, blocks):
         assert_same_state(model, large)
 
 
+def less_its_average(module, x):
+    outputs = x - module.average
+    with torch.no_grad():
+        module.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return outputs
+
+
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("place", [lambda model: model, lambda model: model[1]], ids=["in the model", "deeper"])
+def test_buffers_of_modules_that_are_replaced_between_updates(place, at):
+    model = nn.Sequential(nn.Linear(5, 6), nn.Sequential(nn.Tanh(), nn.Tanh()), nn.Linear(6, 3)).double()
+    large = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, large))
+    step = step_of(model, ours, micro_batch_size=3)
+    for number, batch in enumerate(batches(10, count=8)):
+        for m in (model, large) if number == at else ():
+            place(m)[1] = Of(less_its_average, average=zeros(6))
+        step(*batch)
+        by_hand(large, [batch], make=lambda _: theirs)
+        assert_same_state(model, large)
+
+
 def test_a_failed_update_leaves_nothing_that_a_pass_has_made():
     model, batch = network(MIDDLES["made"]), batches()[0]
 

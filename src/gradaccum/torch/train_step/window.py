@@ -269,7 +269,7 @@ class TrainPasses(Passes):
         self._scale = None if runner.scaler is None else runner.scaler.scale
         self._moves = not runner.state.idle  # while a window runs, that stays so
         self._plain = self._layers is None and self._noise is None and self._norm.idle
-        window.skips = not (self._moves or runner.state.draws) and self._norm.idle
+        window.skips = runner.state.neutral and self._norm.idle
         window.waits = runner.state.always
         self._quick = self._plain and not self._moves and self._scale is None and not runner.ranks.sharded
 
