@@ -210,7 +210,7 @@ def test_the_optimizer_names_the_modules_once():
 @pytest.mark.parametrize(("late", "named"), [(1, 1), (2, 2), (3, 4), (5, 8)])
 @pytest.mark.parametrize("evaluates", [True, False], ids=["in eval mode before", "put into the model"])
 @pytest.mark.parametrize("way", ["wrapper", "TrainStep"])
-def test_layers_that_come_late_are_named_in_the_next_watched_window(way, evaluates, late, named):
+def test_layers_that_come_late_are_named_at_once_or_in_the_next_watched_window(way, evaluates, late, named):
     model = network()
     if evaluates:
         model[1].eval()
@@ -220,8 +220,7 @@ def test_layers_that_come_late_are_named_in_the_next_watched_window(way, evaluat
     for window in range(1, named + 1):
         if window == late:
             model[1] = model[1].train() if evaluates else layer
-        # A step looks at modes in every window.
-        warned = window == named if way == "wrapper" or not evaluates else window == late
+        warned = window == (named if way == "wrapper" else late)  # a TrainStep sees what changes in the model
         with pytest.warns(UserWarning, match=NAMED) if warned else warnings.catch_warnings():
             if not warned:
                 warnings.simplefilter("error")

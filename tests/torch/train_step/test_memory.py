@@ -279,6 +279,14 @@ def test_where_batch_norm_needs_more_rows_than_fit_it_is_out_of_memory(size, lim
     assert step(*batches(8)[0]).isfinite()
 
 
+@pytest.mark.parametrize("size", [3, 8, "auto"])
+def test_batch_norm_that_is_frozen_takes_a_single_row_where_no_more_fit(size):
+    models = normalised(limit=1), normalised()
+    for model, of_rows in zip(models, (size, 8)):
+        step_of(model, micro_batch_size=of_rows, batch_norm="frozen")(*batches(8)[0])
+    assert relative_error(*(m.state_dict().values() for m in models)) <= FLOAT64
+
+
 def test_a_micro_batchs_graph_is_gone_before_the_next_begins():
     alive, before = weakref.WeakSet(), []
 

@@ -33,7 +33,8 @@ class MicroBatcher:
     """Plans the micro-batches of large batches, and takes them."""
 
     def __init__(self, objective: Objective, meter: MemoryMeter, options: Options, *, judge: bool) -> None:
-        self.least = 2 if batch_norms(objective.model) else 1  # the fewest rows of a micro-batch
+        normalises = options.batch_norm != "frozen" and bool(batch_norms(objective.model))
+        self.least = 2 if normalises else 1  # the fewest rows of a micro-batch
         size, max_tokens, pack = options.micro_batch_size, options.max_tokens, options.pack
         size = EXACT_MICRO_BATCH_SIZE if options.batch_norm == "exact" and size == "auto" else size
         self.finder = BatchSizeFinder(size, meter.limit, minimum=self.least)
