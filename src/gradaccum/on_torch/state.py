@@ -10,6 +10,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -222,10 +223,11 @@ class WindowState:
         """A window begins: remember how everything is."""
         self._windows += 1
         modes, parameters = [module.training for module in self._modules], self._find_parameters()
-        changed = modes != self.modes or self._start.outdated or parameters is not self._parameters
-        changed = changed or self._registered != _registrations.count
-        self._parameters = parameters
-        if changed or self._windows & (self._windows - 1) == 0:
+        others = self._registered != _registrations.count or modes != self.modes
+        if parameters is not self._parameters:
+            others = others or not _are(parameters, self._parameters)
+            self._parameters = parameters
+        if others or self._start.outdated or self._windows & (self._windows - 1) == 0:
             self._find()
         self._begin()
         if self._not_optimized:
@@ -384,6 +386,11 @@ class WindowState:
                 held.setdefault(id(buffer.owner), {})[buffer.name] = buffer
         found = [(n, path, part._buffers) for n, root in enumerate(self._roots) for path, part in root.named_modules()]
         return {(number, path): (holder, held.get(id(holder), {})) for number, path, holder in found}
+
+
+def _are(found: list[Tensor], known: list[Tensor] | None) -> bool:
+    """Whether these are the same tensors."""
+    return known is not None and len(found) == len(known) and all(map(is_, found, known))
 
 
 def set_to(tensor: Tensor, value: Tensor) -> None:
