@@ -227,6 +227,7 @@ class ScreenedBuffer(GradientBuffer):
     def _empty(self) -> None:
         self._sums: dict[Tensor, Tensor] = {}
         self._reached: dict[Tensor, set[int]] = {}  # by which micro-batches
+        self._zeroed = set[Tensor]()  # what `zero_grad(set_to_none=False)` has left zeros in, before all of them
         self._finite: list[Tensor] = []
 
     def get(self) -> Sums:
@@ -263,6 +264,7 @@ class ScreenedBuffer(GradientBuffer):
         self.restored = None
         self._finite = [torch.tensor(counts) for counts in counted]
         self._reached = {parameter: {*range(len(counted))} for parameter in self._sums}
+        self._zeroed = {*self._sums}  # of what had been left out, nothing was saved
 
     def copies(self, scale: Tensor | None) -> dict[int, Tensor]:
         self._leave_out(self.counted())
@@ -276,12 +278,14 @@ class ScreenedBuffer(GradientBuffer):
         return counted
 
     def _leave_out(self, counted: Sequence[bool]) -> None:
-        """What only micro-batches that don't count have reached has no gradient."""
-        self._sums = {p: s for p, s in self._sums.items() if any(counted[i] for i in self._reached[p])}
+        """What only micro-batches that don't count have reached has no gradient, or the zeros of before."""
+        reached = {p for p, by in self._reached.items() if any(counted[i] for i in by)} | self._zeroed
+        self._sums = {p: s for p, s in self._sums.items() if p in reached}
 
     def clear(self, set_to_none: bool = True) -> None:
         self._empty()
         super().clear(set_to_none)
+        self._zeroed = {p for p in self.parameters() if p.grad is not None}
 
     def close(self) -> None:
         self._empty()

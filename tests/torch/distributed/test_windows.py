@@ -416,6 +416,24 @@ def test_an_overflow_on_one_rank_costs_all_ranks_one_window_and_one_halving_and_
     scaled(rank, **{**SCALED, **SCALED_SLOWLY}[how])
 
 
+@on_ranks()
+def test_an_order_that_only_closing_micro_batches_could_show_is_no_change_of_order(rank):
+    """Where the ranks agree on a scale in each of them, and the first window has but one micro-batch."""
+    model, epochs = network(), [data([[3], [2]]), data([[4, 3] * 6, [2, 5] * 6], 1)]
+    oracle, (used, optimizer) = Oracle(model), wrap("ddp", model, 2)
+    scaler, stepped = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3), False
+    for ranks in epochs:
+        for window in windows(ranks, 2):
+            oracle.update(concatenated(window))
+        for x, y in optimizer.batches(ranks[rank]):
+            optimizer.zero_grad()
+            if stepped:
+                scaler.update()
+            scaler.scale(cross_entropy(used(x), y)).backward()
+            stepped = scaler.step(optimizer) is None
+    oracle.check(model)
+
+
 @pytest.mark.parametrize("update", ["behind step()", "behind zero_grad()"])
 @pytest.mark.parametrize("steps", [(3, 3), (2, 3)])
 @on_ranks()

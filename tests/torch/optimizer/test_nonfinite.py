@@ -41,6 +41,29 @@ def test_what_is_skipped_is_logged_and_with_nothing_left_there_is_no_update(nonf
         assert_same(model, large([[FOUR[i] for i in left]] if left else []))
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_zeros_that_zero_grad_leaves_stay_where_a_micro_batch_is_left_out(bad):
+    """A parameter that only the first window uses has momentum in the second."""
+    steps = []
+    for _ in range(2):
+        model, unused = network(), nn.Parameter(torch.ones(2))
+        steps.append((model, unused, torch.optim.SGD([*model.parameters(), unused], lr=0.1, momentum=0.9)))
+    (model, unused, inner), (plain, other, by_hand) = steps
+    optimizer = gradaccum.torch.optim.Optimizer(inner, steps=2, nonfinite="skip_micro_batch")
+    for window in range(2):
+        for index, (x, y) in enumerate(ALIKE[:2]):
+            optimizer.zero_grad(set_to_none=False)
+            loss = mse(model, x, y) + (unused.square().sum() if window == 0 else 0)
+            (loss * float("nan") if (window, index) == (1, bad) else loss).backward()
+            optimizer.step()
+        by_hand.zero_grad(set_to_none=False)
+        x, y = (torch.cat(part) for part in zip(*(ALIKE[:2] if window == 0 else [ALIKE[1 - bad]])))
+        (mse(plain, x, y) + (other.square().sum() if window == 0 else 0)).backward()
+        by_hand.step()
+    assert_same(model, plain)
+    torch.testing.assert_close(unused, other)
+
+
 def test_skip_window_keeps_a_gradient_that_is_finite_where_its_norm_overflows():
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float32))
     inner = torch.optim.SGD([parameter], lr=1e-25)

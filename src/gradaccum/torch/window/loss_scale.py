@@ -209,9 +209,10 @@ class LossScale:
     def adopt(self, scale: float) -> None:
         """Have the scaler scale the losses that come by this much: before the backward pass in which ranks reduce."""
         if self._live is not None and scale:
-            known, self._own = self._handle is not None or not self._moved, self._live.detach().clone()
+            late, self._own = self._moved, self._live.detach().clone()
+            self._in_time = False if late else self._in_time
             self._live.fill_(scale)
-            if known:
+            if self._handle is not None or not late:
                 self.bring()
 
     def bring_to(self, scale: float) -> None:
