@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradaccum.on_torch.foreach import all_finite, scale_, zeroed
@@ -131,13 +131,17 @@ class GradientBuffer:
                 for parameter, gradient in found:
                     add_gradient(parameter, gradient)
         if alone and self.lacking() and (checkpoints := checkpoints_of(*losses)):
-            zeros = ArrivalScale(self.parameters)
-            zeros.set(0.0)
-            try:
-                with changing():
-                    run_on_zeros(checkpoints)
-            finally:
-                zeros.set(1.0)
+            with changing():
+                self.run_on_zeros(checkpoints)
+
+    def run_on_zeros(self, ends: Sequence[GradientEdge]) -> None:
+        """A backward pass that starts there and brings zeros alone, to the parameters that it reaches."""
+        zeros = ArrivalScale(self.parameters)
+        zeros.set(0.0)
+        try:
+            run_on_zeros(ends)
+        finally:
+            zeros.set(1.0)
 
     def cast(self) -> None:
         """Give the finished gradients their parameter's own dtype, which is all that optimizers accept."""

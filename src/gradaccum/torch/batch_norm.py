@@ -266,7 +266,7 @@ class BatchNormPolicy:
             self._pools[layer] = [*merged, *known[len(pools) :], *pools[len(known) :]]
 
     def recomputation(self) -> contextlib.AbstractContextManager[Any]:
-        """Around a forward pass that repeats one made before, outside the window."""
+        """Around passes that repeat some made before, outside the window."""
         return frozen(self.module) if self.choice == "frozen" else _NO_CONTEXT
 
     def _lend(self, layer: _BatchNorm, args: tuple[Any, ...]) -> None:

@@ -537,13 +537,15 @@ class _Moves:
             moved.add(ends[key][1] if key in ends else moved.start, rows)
         self._rows += rows
 
-    def move(self) -> None:
-        """After all passes."""
-        if self._moves:
-            with torch.no_grad():
-                for moved in sorted(self._moves.values(), key=lambda moved: moved.place):
-                    moved.move()
+    def move(self) -> bool:
+        """After all passes. Returns whether any has moved one."""
+        if not self._moves:
+            return False
+        with torch.no_grad():
+            for moved in sorted(self._moves.values(), key=lambda moved: moved.place):
+                moved.move()
         self.open()
+        return True
 
 
 class WindowBuffers(_Moves):

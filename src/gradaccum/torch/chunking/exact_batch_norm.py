@@ -28,11 +28,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import CheckpointFunction
 
 from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.torch.batch_norm import BatchNormPolicy, Pool, move_running_statistics, summed_over_ranks
-from gradaccum.torch.chunking.two_passes import Inputs, Passes, tensors_of, with_tensors, without_tensors
+from gradaccum.torch.chunking.two_passes import (
+    Inputs,
+    Passes,
+    no_word_of_missing_gradients,
+    tensors_of,
+    with_tensors,
+    without_tensors,
+)
 from gradaccum.torch.watch import is_of_the_user
 
 
@@ -166,6 +174,8 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
+        if not torch.is_grad_enabled() and _in_reentrant_checkpoint(sys._getframe(1)):
+            raise ValueError("A reentrant checkpoint hides its graph: pass use_reentrant=False to `checkpoint`.")
         node.meta["modes"] = _modes()
         node.meta["line"] = _line_of(sys._getframe(1))
         return node
@@ -177,7 +187,7 @@ class _Model:
     def __init__(self, module: nn.Module, inputs: Inputs, offload: bool) -> None:
         self.root, self.offload = _Root(module, inputs), offload
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), no_word_of_missing_gradients():
                 self.modes = _modes()
                 """Grad mode and autocast outside the model."""
                 graph = _Tracer().trace(self.root)
@@ -406,6 +416,12 @@ def _line_of(frame: Any) -> str:
     while frame is not None and not is_of_the_user(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'
+
+
+def _in_reentrant_checkpoint(frame: Any) -> bool:
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _blame(error: BaseException) -> str:

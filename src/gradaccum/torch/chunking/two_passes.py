@@ -153,10 +153,13 @@ class Passes:
             *(leaf for _, leaf in leaves(first) if is_generator(leaf)),
         ]
         of_policy = [m for m in self.state.modules if isinstance(m, _BatchNorm) and m.training]
-        excluded = {id(buffer) for layer in of_policy for buffer in layer.buffers(recurse=False)}
+        self._excluded = {id(buffer) for layer in of_policy for buffer in layer.buffers(recurse=False)}
+        self._owners = [*self.state.modules, *others]
         # Every micro-batch starts from the buffers as they are now, and they move once.
-        self._buffers = LentBuffers([*self.state.modules, *others], excluded)
+        self._buffers = LentBuffers(self._owners, self._excluded)
         self.trained = [parameter for parameter in self.state.parameters if parameter.requires_grad]
+        self._moves = False
+        """Whether first passes have moved buffers."""
         self._starts: list[Conditions] = []
         self._inputs: list[tuple[Any, list[int]]] = []
         """Of each micro-batch, what it is called with but for the tensors, and which tensors these are."""
@@ -173,7 +176,7 @@ class Passes:
         self._compared = {} if compares and recomputed else None
         outputs = self._in_two_passes(micro_batches[:recomputed]) if recomputed else []
         outputs += [self._first_pass(n, inputs) for n, inputs in enumerate(micro_batches) if n >= recomputed]
-        self._buffers.move()
+        self._moves = self._buffers.move()
         return outputs
 
     def _in_two_passes(self, micro_batches: Sequence[Inputs]) -> list[Any]:
@@ -226,35 +229,38 @@ class Passes:
         self, saved: Sequence[Tensor], needed: Sequence[bool], grads: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """The gradients of the trained parameters and of the tensors in the inputs; `needed`: which are asked for."""
-        count, many = len(self.trained), torch.is_grad_enabled()
+        many = torch.is_grad_enabled()
         if many:
             self._check_no_backward_hooks()
         own = [*map(_alias_or_leaf if many else gradient_leaf, saved, needed)]
         roots: list[Tensor] = []
         given: list[Tensor] = []
-        remaining = iter(grads)
+        remaining, tensors = iter(grads), own[len(self.trained) :]
         moved = {generator for start in self._starts for generator in start.random.states}
         check_nothing_cached()
         parameters = {id(parameter): leaf for parameter, leaf in zip(self.trained, own)}
-        with self.state.restored(parameters), kept(moved), torch.enable_grad():
+        with self.state.restored(parameters), kept(moved), self.policy.recomputation(), torch.enable_grad():
+            # Checkpoints inside run once more, from the buffers as they are by now.
+            buffers = LentBuffers(self._owners if self._moves else (), self._excluded)
             for number, skeleton in enumerate(self.outputs):
-                of_outputs = [next(remaining) for _ in tensors_of(skeleton)]
-                outputs = tensors_of(self._second_pass(number, own[count:]))
+                outputs = tensors_of(self._second_pass(number, tensors))
                 if self._compared is not None:
                     self._compare(outputs, self._compared.pop(number, []))
-                found = backward_roots(outputs, of_outputs)
+                found = backward_roots(outputs, [next(remaining) for _ in tensors_of(skeleton)])
                 del outputs
                 if many:  # all graphs stay, as these gradients are to be differentiated
                     roots, given = [*roots, *found[0]], [*given, *found[1]]
                 elif found[0]:
-                    run_backward(*found)
+                    with buffers.lent(self.sizes[number]):
+                        run_backward(*found)
+            buffers.move()
             if many:
                 return _differentiable(roots, own, needed, given)
         return [None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in own]
 
     def _second_pass(self, number: int, tensors: Sequence[Tensor]) -> Any:
         inputs = self._micro_batch(number, tensors)
-        with self._starts[number].restored(), self.policy.recomputation(), self._buffers.lent():
+        with self._starts[number].restored(), self._buffers.lent():
             return computed(self.module(*inputs.args, **inputs.kwargs), _IN_CHUNKS)
 
     def _compare(self, second: Sequence[Tensor], first: Sequence[Tensor]) -> None:
@@ -291,7 +297,7 @@ class _TwoPasses(torch.autograd.Function):
         ctx.passes = passes
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        with _no_word_of_missing_gradients():
+        with no_word_of_missing_gradients():
             outputs = passes.first_passes(tensors[len(passes.trained) :])
         # Autocast keeps half-precision copies of parameters for reuse. In some releases a copy made here, without
         # a graph, would hide its parameter from the loss.
@@ -369,7 +375,7 @@ _NO_GRADIENTS = ("ignore", re.compile("None of the inputs have requires_grad=Tru
 
 
 @contextlib.contextmanager
-def _no_word_of_missing_gradients() -> Iterator[None]:
+def no_word_of_missing_gradients() -> Iterator[None]:
     """Reentrant checkpoints inside would warn of a first pass, which has no gradients on purpose."""
     # `warnings.catch_warnings` would make Python forget which warnings it has shown, and show them once more.
     warnings.filters.insert(0, _NO_GRADIENTS)  # type: ignore[attr-defined]

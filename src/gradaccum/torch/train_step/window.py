@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from gradaccum.core.sizes import Plan, Rows, Slice
 from gradaccum.errors import WindowError
@@ -25,6 +26,7 @@ from gradaccum.on_torch.state import Snapshot, WindowState, as_found
 from gradaccum.torch.batch_norm import BatchNormPolicy, batch_norms
 from gradaccum.torch.buffers import WindowBuffers
 from gradaccum.torch.chunking import chunked
+from gradaccum.torch.chunking.two_passes import no_word_of_missing_gradients
 from gradaccum.torch.distributed import Ranks, run_by_blocks, run_together
 from gradaccum.torch.layers import Layers
 from gradaccum.torch.loss import MIXED_TERMS, BatchLosses, Objective, Term, Terms, WeightedLoss
@@ -328,7 +330,11 @@ class TrainPasses(Passes):
             elif not weighted.ends:
                 self.idle(self.take(piece))
         elif losses and self._layers is None:  # else blocks aren't in the graph
-            self._runner.buffer.reach(*losses, alone=not self._runner.ranks.is_distributed)
+            ends = [get_gradient_edge(loss) for loss in losses if loss.requires_grad]
+            if self._moves and ends and not weighted.ends:  # checkpoints run again, and move buffers again
+                self._runner.buffer.run_on_zeros(ends)
+            else:
+                self._runner.buffer.reach(*losses, alone=not self._runner.ranks.is_distributed)
         elif losses or not weighted.ran:
             self.weightless.append(piece)
 
@@ -394,7 +400,7 @@ class CountingPasses(Passes):
             return self._terms(piece, True)
 
     def _terms(self, piece: Slice, gradients: bool) -> Terms | None:
-        with torch.set_grad_enabled(gradients):
+        with torch.set_grad_enabled(gradients), no_word_of_missing_gradients():
             _, terms = self._objective.evaluate(self._runner.batcher.take(self._batch, piece))
         if isinstance(terms, dict):
             return {name: Term(term.loss.detach(), term.weight) for name, term in terms.items()}

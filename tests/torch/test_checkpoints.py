@@ -1,0 +1,130 @@
+"""Checkpoints run their modules once more in backward, which move their buffers once more, as in the large batch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+from gradaccum.torch import TrainStep, chunked
+from tests.reference import FLOAT64, relative_error
+from tests.torch.problems import Does, sgd
+
+pytestmark = pytest.mark.parametrize("reentrant", [False, True])
+
+
+def average(m, x):
+    x = m.linear(x)
+    outputs = x - m.center
+    with torch.no_grad():
+        m.center.mul_(0.9).add_(0.1 * x.mean(0))
+    return outputs
+
+
+def statistics():
+    norm = nn.BatchNorm1d(6)
+    norm.running_mean.fill_(0.3)
+    norm.running_var.fill_(2.0)
+    return nn.Sequential(nn.Linear(6, 6, bias=False), norm)
+
+
+MOVING = {
+    "a power iteration": lambda: spectral_norm(nn.Linear(6, 6)),
+    "a moving average": lambda: Does(average, linear=nn.Linear(6, 6), center=torch.zeros(6)),
+}
+moving = pytest.mark.parametrize("make", MOVING.values(), ids=MOVING)
+
+
+def checkpointed(inside, reentrant, norm=None):
+    again = Does(lambda m, x: checkpoint(m.inside, x, use_reentrant=reentrant), inside=inside)
+    layers = [nn.Linear(4, 6), nn.Tanh(), norm or nn.Identity(), again, nn.Tanh(), nn.Linear(6, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def batch():
+    return torch.randn(12, 4, dtype=torch.float64), torch.randint(3, (12,))
+
+
+def assert_same(model, plain):
+    assert relative_error([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()]) <= FLOAT64
+    assert relative_error([*model.parameters()], [*plain.parameters()]) <= FLOAT64
+    assert relative_error([*model.buffers()], [*plain.buffers()]) <= FLOAT64
+
+
+def counted(model, x, y):
+    valid = (y >= 0).sum()
+    return F.cross_entropy(model(x), y, reduction="sum") / valid, valid
+
+
+WEIGHS_NOTHING = {
+    "of a torch.nn loss": {"loss_fn": nn.CrossEntropyLoss()},
+    "by weight=": {"compute_loss": lambda *b: counted(*b)[0], "weight": lambda x, y: (y >= 0).sum()},
+    "by (loss, weight)": {"compute_loss": counted},
+    "by name": {"compute_loss": lambda *b: {"all": counted(*b)}},
+}
+
+
+@moving
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("how", WEIGHS_NOTHING.values(), ids=WEIGHS_NOTHING)
+def test_micro_batches_of_weight_0_run_again_too(make, reentrant, how, place):
+    plain = checkpointed(make(), reentrant)
+    model = copy.deepcopy(plain)
+    step, other = TrainStep(model, sgd(model.parameters()), micro_batch_size=4, **how), sgd(plain.parameters())
+    for _ in range(3):
+        x, y = batch()
+        y[4 * place : 4 * place + 4] = -100
+        step(x, y)
+        other.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        other.step()
+        assert_same(model, plain)
+
+
+@moving
+def test_exact_batch_norm_leaves_them_as_they_are(make, reentrant):
+    plain = checkpointed(make(), reentrant, nn.BatchNorm1d(6))
+    model = copy.deepcopy(plain)
+    options = {"loss_fn": nn.CrossEntropyLoss(), "micro_batch_size": 4, "batch_norm": "exact"}
+    step, other = TrainStep(model, sgd(model.parameters()), **options), sgd(plain.parameters())
+    for _ in range(3):
+        x, y = batch()
+        step(x, y)
+        other.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        other.step()
+        assert_same(model, plain)
+
+
+@pytest.mark.parametrize("make", [*MOVING.values(), statistics], ids=[*MOVING, "statistics, frozen"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_chunked_modules_run_them_again_from_where_the_large_batch_does(make, reentrant, calls):
+    plain = checkpointed(make(), reentrant)
+    model = copy.deepcopy(plain)
+    small, optimizers = chunked(model, 4, batch_norm="frozen"), [sgd(m.parameters()) for m in (model, plain)]
+    for layer in plain.modules():
+        layer.train(not isinstance(layer, nn.BatchNorm1d))
+    for _ in range(3):
+        xs = [batch()[0] for _ in range(calls)]
+        for optimizer, module in zip(optimizers, (small, plain), strict=True):
+            optimizer.zero_grad()
+            torch.cat([module(x) for x in xs]).std().backward()
+            optimizer.step()
+        assert_same(model, plain)
+
+
+def test_exact_batch_norm_cuts_none_that_hide_their_graph(reentrant):
+    plain = checkpointed(statistics(), reentrant)
+    model, (x, y) = copy.deepcopy(plain), batch()
+    options = {"loss_fn": nn.CrossEntropyLoss(), "micro_batch_size": 4, "batch_norm": "exact", "verify": False}
+    step = TrainStep(model, sgd(model.parameters()), **options)
+    if reentrant:
+        with pytest.raises(ValueError, match="(?s)can't be cut at its BatchNorm.*pass use_reentrant=False"):
+            step(x, y)
+        return
+    step(x, y)
+    F.cross_entropy(plain(x), y).backward()
+    assert relative_error([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()]) <= FLOAT64
