@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradaccum.torch import TrainStep, chunked
 from tests.reference import FLOAT64, relative_error
-from tests.torch.problems import Does, sgd
+from tests.torch.problems import Does, Empties, sgd
 
 pytestmark = pytest.mark.parametrize("reentrant", [False, True])
 
@@ -24,6 +24,12 @@ def average(m, x):
     return outputs
 
 
+def made(m, x):
+    if getattr(m, "center", None) is None:
+        m.register_buffer("center", torch.zeros(6, dtype=x.dtype))
+    return average(m, x)
+
+
 def statistics():
     norm = nn.BatchNorm1d(6)
     norm.running_mean.fill_(0.3)
@@ -34,6 +40,10 @@ def statistics():
 MOVING = {
     "a power iteration": lambda: spectral_norm(nn.Linear(6, 6)),
     "a moving average": lambda: Does(average, linear=nn.Linear(6, 6), center=torch.zeros(6)),
+}
+ONCE_MADE = {
+    "a moving average, made by the first pass": lambda: Does(made, linear=nn.Linear(6, 6)),
+    "one that was None": lambda: Empties(made, linear=nn.Linear(6, 6), center=None),
 }
 moving = pytest.mark.parametrize("make", MOVING.values(), ids=MOVING)
 
@@ -85,6 +95,29 @@ def test_micro_batches_of_weight_0_run_again_too(make, reentrant, how, place):
 
 
 @moving
+@pytest.mark.parametrize("counts", [[0, 1, 1], [1, 0, 0], [1, 0, 1]], ids=str)
+def test_a_loss_that_weighs_nothing_runs_none_again_to_which_another_leads(make, reentrant, counts):
+    def two(model, x, y):
+        outputs, valid = model(x), (y >= 0).sum()
+        entropy = F.cross_entropy(outputs, y, reduction="sum") / valid
+        return {"entropy": (entropy, valid), "norm": (outputs.square().mean(), len(x))}
+
+    plain = checkpointed(make(), reentrant)
+    model = copy.deepcopy(plain)
+    step = TrainStep(model, sgd(model.parameters()), micro_batch_size=4, compute_loss=two)
+    other = sgd(plain.parameters())
+    for update in range(3):
+        x, y = batch()
+        if update:
+            y[torch.tensor(counts).repeat_interleave(4) == 0] = -100
+        step(x, y)
+        other.zero_grad()
+        sum(loss for loss, _ in two(plain, x, y).values()).backward()
+        other.step()
+        assert_same(model, plain)
+
+
+@moving
 def test_exact_batch_norm_leaves_them_as_they_are(make, reentrant):
     plain = checkpointed(make(), reentrant, nn.BatchNorm1d(6))
     model = copy.deepcopy(plain)
@@ -99,12 +132,17 @@ def test_exact_batch_norm_leaves_them_as_they_are(make, reentrant):
         assert_same(model, plain)
 
 
-@pytest.mark.parametrize("make", [*MOVING.values(), statistics], ids=[*MOVING, "statistics, frozen"])
+IN_CHUNKS = {**MOVING, **ONCE_MADE, "frozen statistics": statistics}
+
+
+@pytest.mark.parametrize("make", IN_CHUNKS.values(), ids=IN_CHUNKS)
+@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("calls", [1, 2])
-def test_chunked_modules_run_them_again_from_where_the_large_batch_does(make, reentrant, calls):
+def test_chunked_modules_run_them_again_from_where_the_large_batch_does(make, reentrant, nested, calls):
     plain = checkpointed(make(), reentrant)
     model = copy.deepcopy(plain)
     small, optimizers = chunked(model, 4, batch_norm="frozen"), [sgd(m.parameters()) for m in (model, plain)]
+    small = chunked(small, 8, batch_norm="frozen") if nested else small
     for layer in plain.modules():
         layer.train(not isinstance(layer, nn.BatchNorm1d))
     for _ in range(3):

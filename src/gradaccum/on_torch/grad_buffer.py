@@ -119,18 +119,20 @@ class GradientBuffer:
     def reach(
         self,
         *losses: Tensor,
+        others: Sequence[Tensor] = (),
         alone: bool = True,
         changing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """Add the gradient of losses that weigh nothing: zero, for the parameters that they depend on.
 
         Inside of reentrant checkpoints, too, if this process is `alone`: DDP would take their pass for one to reduce.
+        Those to which the `others` lead, which go backward by themselves, run there.
         """
         if (lacking := self.lacking()) and (found := zero_gradients(losses, lacking)):
             with changing():
                 for parameter, gradient in found:
                     add_gradient(parameter, gradient)
-        if alone and self.lacking() and (checkpoints := checkpoints_of(*losses)):
+        if alone and self.lacking() and (checkpoints := checkpoints_of(losses, others)):
             with changing():
                 self.run_on_zeros(checkpoints)
 

@@ -596,6 +596,7 @@ class LentBuffers(_Moves):
         copies = self._copied({key: self._starts[key] for key in wanted})
         versions = {key: lent._version for key, lent in copies.items() if not lent.is_inference()}
         places = [(holder, name, buffer) for holder, name, buffer in self._places if id(buffer) in copies]
+        before = [(name in holder, holder.get(name)) for holder, name, _ in places]
         ends, made = Ends(), Ends()
         try:
             for holder, name, buffer in places:
@@ -605,9 +606,12 @@ class LentBuffers(_Moves):
             for found in self._start.made():
                 made[id(found.owner), found.name] = found, found.owner[found.name]
                 found.reset()
-            for holder, name, buffer in places:
+            for (holder, name, buffer), (there, value) in zip(places, before, strict=True):
                 ends[id(buffer)] = self._found[id(buffer)], holder.get(name)
-                holder[name] = buffer
+                if there:
+                    holder[name] = value
+                else:  # first passes have made it, and the one that is repeated found none
+                    holder.pop(name, None)
         if rows is not None:
             edited = [key for key, lent in copies.items() if self._edited(*ends[key], lent, versions.get(key))]
             self.add({**ends, **made}, rows, [*edited, *made])

@@ -105,9 +105,13 @@ def _zeros(output: Any) -> Tensor:
     return torch.zeros(output.shape, dtype=output.dtype, device=output.device)
 
 
-def checkpoints_of(*outputs: Tensor) -> list[GradientEdge]:
-    """Where a backward pass from these outputs would come to reentrant checkpoints, which hide their leaves."""
-    nodes = [n for n in graph_of(*[output.grad_fn for output in outputs]) if n.name() == "CheckpointFunctionBackward"]
+def checkpoints_of(outputs: Sequence[Tensor], others: Sequence[Tensor] = ()) -> list[GradientEdge]:
+    """Where a backward pass from these outputs would come to reentrant checkpoints, which hide their leaves.
+
+    Without those to which one from the others would come.
+    """
+    known, ends = graph_of(*[other.grad_fn for other in others]), [output.grad_fn for output in outputs]
+    nodes = [node for node in graph_of(*ends, without=known) if node.name() == "CheckpointFunctionBackward"]
     outputs_of = [(node, i, made.dtype) for node in nodes for i, made in enumerate(node._input_metadata)]
     return [GradientEdge(node, i) for node, i, dtype in outputs_of if dtype.is_floating_point or dtype.is_complex]
 

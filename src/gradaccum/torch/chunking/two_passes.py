@@ -239,9 +239,9 @@ class Passes:
         moved = {generator for start in self._starts for generator in start.random.states}
         check_nothing_cached()
         parameters = {id(parameter): leaf for parameter, leaf in zip(self.trained, own)}
+        # Checkpoints inside run once more, from the buffers as they are by now.
+        buffers = LentBuffers(self._owners if self._moves else (), self._excluded)
         with self.state.restored(parameters), kept(moved), self.policy.recomputation(), torch.enable_grad():
-            # Checkpoints inside run once more, from the buffers as they are by now.
-            buffers = LentBuffers(self._owners if self._moves else (), self._excluded)
             for number, skeleton in enumerate(self.outputs):
                 outputs = tensors_of(self._second_pass(number, tensors))
                 if self._compared is not None:
@@ -253,9 +253,9 @@ class Passes:
                 elif found[0]:
                     with buffers.lent(self.sizes[number]):
                         run_backward(*found)
-            buffers.move()
             if many:
                 return _differentiable(roots, own, needed, given)
+        buffers.move()
         return [None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in own]
 
     def _second_pass(self, number: int, tensors: Sequence[Tensor]) -> Any:

@@ -334,7 +334,8 @@ class TrainPasses(Passes):
             if self._moves and ends and not weighted.ends:  # checkpoints run again, and move buffers again
                 self._runner.buffer.run_on_zeros(ends)
             else:
-                self._runner.buffer.reach(*losses, alone=not self._runner.ranks.is_distributed)
+                others = [loss for loss, _, _ in weighted.ends]
+                self._runner.buffer.reach(*losses, others=others, alone=not self._runner.ranks.is_distributed)
         elif losses or not weighted.ran:
             self.weightless.append(piece)
 
