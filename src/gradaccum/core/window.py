@@ -41,9 +41,10 @@ class MicroBatch:
     given: bool = False  # by the user
     factor: float = 1.0  # what its gradient is multiplied by when it joins the sum
     weighed: int = 0  # gradients that arrived multiplied by the factor
+    without: tuple[Any, ...] = ()  # where it weighs nothing: the parameters that the sum has nothing of without it
 
     def restart(self) -> None:
-        self.weight, self.given, self.factor, self.weighed = None, False, 1.0, 0
+        self.weight, self.given, self.factor, self.weighed, self.without = None, False, 1.0, 0, ()
 
 
 class Window:
@@ -110,7 +111,7 @@ class Window:
     def expect(self, default: float, given: bool = False, last: bool = False) -> None:
         """A batch of `batches()` has been handed out: the next micro-batch, and its weight unless a loss has one."""
         one, self._alike = self.micro_batch, None
-        one.weight, one.given, one.factor, one.weighed = None, False, 1.0, 0
+        one.weight, one.given, one.factor, one.weighed, one.without = None, False, 1.0, 0, ()
         one.default, one.default_given, one.last = default, given, last
         one.in_batches = one.announced = True
 
@@ -190,7 +191,7 @@ class Window:
             self._alike = weight
         else:
             self._alike = None
-            one.weight, one.given, one.factor, one.weighed = None, False, 1.0, 0
+            one.weight, one.given, one.factor, one.weighed, one.without = None, False, 1.0, 0, ()
         return closes
 
     def _note_weighing(self, weight: float, given: bool, said: bool) -> None:

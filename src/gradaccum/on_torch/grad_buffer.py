@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -111,6 +112,11 @@ class GradientBuffer:
         if scale is not None:
             scale_([s for s in restored if s is not None], scale)
         self.set(joined(self.get(), restored))
+
+    def missing(self) -> tuple[Tensor, ...]:
+        """The parameters of which the sum has nothing."""
+        found = zip(self.parameters(), self.get(), self.restored or itertools.repeat(None))
+        return tuple([parameter for parameter, one, other in found if one is None and other is None])
 
     def lacking(self) -> list[Tensor]:
         """The parameters to which a gradient of zero adds something: those without, and of sparse ones rows."""

@@ -204,6 +204,26 @@ def test_a_checkpoint_between_backward_and_step_is_refused_in_an_open_window(sav
         train(model, optimizer, PARTS[1:2], weigh=weigh, before_step=lambda: save(optimizer))
 
 
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_checkpoint_before_the_step_of_rows_that_weigh_nothing_has_none_of_their_zeros(in_batches):
+    model, optimizer = wrapped(sgd, heads(2), steps=3)
+    weights = iter([1.0, 0.0])
+    batches = optimizer.batches(PARTS[:2], weight=lambda *_: next(weights)) if in_batches else PARTS[:2]
+    for head, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        loss = mse(model[head], x, y)
+        if in_batches:
+            loss.backward()
+        else:
+            optimizer.backward(loss, weight=next(weights))
+        saved = optimizer.state_dict()
+        optimizer.step()
+        if head == 0:
+            expected = optimizer.state_dict()["gradaccum"]["gradients"]
+    assert {p.grad is None for p in model.parameters()} == {False}
+    assert [*saved["gradaccum"]["gradients"]] == [*expected]
+
+
 @pytest.mark.parametrize("save", [lambda o: o.state_dict(), pickle.dumps, copy.deepcopy])
 @pytest.mark.parametrize("end", ["gone", "discard"])
 @pytest.mark.parametrize("more", [0, 1])

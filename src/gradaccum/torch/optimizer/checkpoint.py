@@ -108,7 +108,10 @@ def window_state(windows: Windows) -> dict[str, Any]:
         state["weights"], state["counted"] = list(open_.window.weights), open_.screened.counted()
     if open_.named is not None and open_.losses.by_name:
         state["terms"] = open_.named.copies_by_name(scale.scale)
-    return {**state, "gradients": open_.buffer.copies(scale.scale), **open_.losses.state_dict()}
+    without = set(map(id, open_.window.micro_batch.without))  # these are zeros of a micro-batch that isn't in yet
+    parameters, copies = open_.buffer.parameters(), open_.buffer.copies(scale.scale)
+    gradients = {index: copy for index, copy in copies.items() if id(parameters[index]) not in without}
+    return {**state, "gradients": gradients, **open_.losses.state_dict()}
 
 
 def restore(windows: Windows, state: dict[str, Any]) -> None:

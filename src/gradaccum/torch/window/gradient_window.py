@@ -156,6 +156,8 @@ class GradientWindow(Listener):
 
     def _scale_arrivals(self, factor: float) -> None:
         """What comes through `loss.backward()` cannot be multiplied there, so it is on its way to the sum."""
+        if factor == 0.0:
+            self.window.micro_batch.without = self.buffer.missing()
         if self.ranks.sharded:
             self.ranks.engine.scale(factor)
         elif factor != self.arrival_scale.factor:
@@ -208,9 +210,10 @@ class GradientWindow(Listener):
 
     def _reach(self, *losses: Tensor) -> None:
         """What losses that weigh nothing lead to has a gradient of zero, as in the large batch."""
-        before = self.passes.arrivals
+        one, before = self.window.micro_batch, self.passes.arrivals
+        one.without = one.without or self.buffer.missing()
         self.buffer.reach(*losses, alone=not self.ranks.is_distributed, changing=self.monitor.resyncing)
-        self.window.micro_batch.weighed += self.passes.arrivals - before
+        one.weighed += self.passes.arrivals - before
 
     def _checked_names(self, names: Iterable[Hashable]) -> NamedBuffer:
         """Where losses by name add up; raises if they cannot."""
