@@ -156,11 +156,12 @@ class GradientWindow(Listener):
 
     def _scale_arrivals(self, factor: float) -> None:
         """What comes through `loss.backward()` cannot be multiplied there, so it is on its way to the sum."""
-        if factor == 0.0:
-            self.window.micro_batch.without = self.buffer.missing()
         if self.ranks.sharded:
             self.ranks.engine.scale(factor)
-        elif factor != self.arrival_scale.factor:
+            return
+        if factor == 0.0:
+            self.window.micro_batch.without = self.buffer.missing()
+        if factor != self.arrival_scale.factor:
             self.arrival_scale.set(factor)
 
     def backward(self, loss: Any, weight: Any, retain_graph: bool | None, create_graph: bool) -> None:
