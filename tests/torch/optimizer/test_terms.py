@@ -4,6 +4,7 @@ Windows that go on from checkpoints, under a GradScaler whose scale moves or fin
 clipped ones are the random programs' (tests/fuzz: `way="names"`).
 """
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -12,8 +13,8 @@ from torch import nn
 
 from gradaccum import WindowError
 from tests.reference import FLOAT64, relative_error
-from tests.torch.optimizer.loops import assert_same, scaler_of, wrapped
-from tests.torch.problems import join, sgd
+from tests.torch.optimizer.loops import assert_same, heads, scaler_of, wrapped
+from tests.torch.problems import join, mse, regression, sgd
 from tests.torch.train_step.test_terms import Tagger, batches, losses
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -193,3 +194,27 @@ def test_an_edit_of_the_open_sum_is_seen():
     optimizer.backward(losses(model, *DATA[2]))
     with pytest.raises(WindowError, match="edited"):
         optimizer.step()
+
+
+def test_a_parameter_that_nothing_reaches_has_no_gradient_in_a_window_that_goes_on_under_a_grad_scaler():
+    """The scaler asks for a gradient to look at, which isn't there in `p.grad` of the first micro-batch then."""
+
+    def trained(saves):
+        torch.manual_seed(0)
+        model, optimizer = wrapped(sgd, heads(3), steps=2)
+        scaler = scaler_of(4.0)
+        for update, head in enumerate([0, 1, 2, 1]):  # in the second window nothing leads to head 0
+            x, y = regression(3, seed=update)
+            optimizer.zero_grad()
+            loss = scaler.scale(mse(model[head], x.double(), y.double()))
+            optimizer.backward({head: (loss, 3)})
+            scaler.step(optimizer)
+            scaler.update()
+            if saves and not optimizer.updated:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer.discard()
+                optimizer = wrapped(sgd, model, steps=2)[1]
+                optimizer.load_state_dict(state)
+        return model
+
+    assert_same(trained(saves=True), trained(saves=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -93,13 +94,14 @@ class LossScale:
 
     def show(self) -> None:
         """`GradScaler.step` wants a gradient to look at: a zero where the window has none in `p.grad` so far."""
-        parameters = self._buffer.parameters()
+        parameters, zero = self._buffer.parameters(), None
         if all(p.grad is None or not p.requires_grad for p in parameters) and any(p.requires_grad for p in parameters):
             smallest = min((p for p in parameters if p.requires_grad), key=Tensor.numel)
             dtype = getattr(smallest, "grad_dtype", None)  # wider than its own with `accumulate_dtype`
             smallest.grad = zero = torch.zeros_like(smallest, dtype=dtype, requires_grad=False)
-            self._shown = smallest, zero, zero._version
         self._buffer.expose(self._monitor.resyncing)
+        if zero is not None:
+            self._shown = smallest, zero, zero._version
 
     def hide(self) -> None:
         """Remove the zero gradient that `show` made, if no other has joined or replaced it.
@@ -108,7 +110,8 @@ class LossScale:
         """
         shown, self._shown = self._shown, None
         if shown is not None and shown[0].grad is shown[1] and shown[1]._version == shown[2]:
-            shown[0].grad = None
+            with self._monitor.resyncing() if shown[2] else contextlib.nullcontext():  # `expose` has noted it
+                shown[0].grad = None
 
     def add(self, live: Tensor | None, found_inf: Tensor) -> None:
         if self._scale is not None:
