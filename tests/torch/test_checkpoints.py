@@ -30,6 +30,15 @@ def made(m, x):
     return average(m, x)
 
 
+def begun(m, x):
+    """The first call takes where it begins from a buffer, which it deletes."""
+    if "init" in m._buffers:
+        with torch.no_grad():
+            m.center.copy_(m.init)
+        del m.init
+    return average(m, x)
+
+
 def statistics():
     norm = nn.BatchNorm1d(6)
     norm.running_mean.fill_(0.3)
@@ -43,6 +52,9 @@ MOVING = {
 }
 ONCE_MADE = {
     "a moving average, made by the first pass": lambda: Does(made, linear=nn.Linear(6, 6)),
+    "one that begins with another, which it deletes": lambda: Does(
+        begun, linear=nn.Linear(6, 6), center=torch.zeros(6), init=torch.full((6,), 0.3)
+    ),
     "one that was None": lambda: Empties(made, linear=nn.Linear(6, 6), center=None),
 }
 moving = pytest.mark.parametrize("make", MOVING.values(), ids=MOVING)

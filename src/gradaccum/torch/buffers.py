@@ -585,6 +585,7 @@ class LentBuffers(_Moves):
                 self._found[id(buffer)] = found = BufferSnapshot(holder, name, owners[id(holder)])
                 found.tensor, found.copy = buffer, self._starts[id(buffer)]
         self._start = Snapshot(modules=[m for m in owners.values() if not isinstance(m, _BatchNorm)])
+        self._names = [(module._buffers, frozenset(module._buffers)) for module in owners.values()]
 
     def lent(self, rows: int | None = None) -> contextlib.AbstractContextManager[Any]:
         """Around one pass: a first pass over so many rows, or, without rows, a repetition that moves nothing."""
@@ -597,8 +598,11 @@ class LentBuffers(_Moves):
         versions = {key: lent._version for key, lent in copies.items() if not lent.is_inference()}
         places = [(holder, name, buffer) for holder, name, buffer in self._places if id(buffer) in copies]
         before = [(name in holder, holder.get(name)) for holder, name, _ in places]
+        others = [(holder, name, holder[name]) for holder, own in self._names for name in holder.keys() - own]
         ends, made = Ends(), Ends()
         try:
+            for holder, name, _ in others:  # passes before have deleted these
+                del holder[name]
             for holder, name, buffer in places:
                 holder[name] = copies[id(buffer)]
             yield
@@ -612,6 +616,8 @@ class LentBuffers(_Moves):
                     holder[name] = value
                 else:  # first passes have made it, and the one that is repeated found none
                     holder.pop(name, None)
+            for holder, name, other in others:
+                holder[name] = other
         if rows is not None:
             edited = [key for key, lent in copies.items() if self._edited(*ends[key], lent, versions.get(key))]
             self.add({**ends, **made}, rows, [*edited, *made])
