@@ -467,10 +467,12 @@ class _Moved:
         """Callable rules come last, as they may look at other buffers, in the order they came in."""
         self._together, self._ends = _exactly(self.start), list[Tensor]()
         self._dtype: torch.dtype | None = None
+        self._named = False
 
-    def add(self, end: Tensor | None, rows: int) -> None:
-        """A pass over so many rows led here; None: it has deleted the buffer, or not made it."""
+    def add(self, end: Tensor | None, named: bool, rows: int) -> None:
+        """A pass over so many rows led here; None: it has deleted the buffer, unless it is `named`, or not made it."""
         self._rows += rows
+        self._named = named
         if end is None:
             self._together = None if self.start is not None else self._together
         elif callable(self.rule):
@@ -494,7 +496,10 @@ class _Moved:
         if end is not None:
             put(buffer.owner, buffer.name, buffer.tensor, end)
         elif buffer.name in buffer.owner and buffer.tensor is not None:
-            del buffer.owner[buffer.name]
+            if self._named:
+                buffer.owner[buffer.name] = None
+            else:
+                del buffer.owner[buffer.name]
 
     def _ruled(self, rule: Callable[..., Any]) -> Tensor:
         """What a callable rule makes of it."""
@@ -513,8 +518,8 @@ class _Moved:
         return end.detach()
 
 
-Ends = dict[Hashable, tuple[BufferSnapshot, Tensor | None]]
-"""Buffers, and where a pass has led each of them."""
+Ends = dict[Hashable, tuple[BufferSnapshot, Tensor | None, bool]]
+"""Buffers, where a pass has led each of them, and whether its name is there, if only for None."""
 
 
 class _Moves:
@@ -534,7 +539,8 @@ class _Moves:
             if key not in self._moves:
                 self._moves[key] = _Moved(ends[key][0], self._rows)
         for key, moved in self._moves.items():
-            moved.add(ends[key][1] if key in ends else moved.start, rows)
+            _, end, named = ends.get(key, (moved.buffer, moved.start, True))
+            moved.add(end, named, rows)
         self._rows += rows
 
     def move(self) -> bool:
@@ -554,7 +560,7 @@ class WindowBuffers(_Moves):
     @torch.no_grad()
     def micro_batch(self, moved: Sequence[BufferSnapshot], rows: int) -> None:
         """A micro-batch of so many rows is in, which moved these. Has the next one find what this one has found."""
-        ends: Ends = {(id(b.owner), b.name): (b, b.owner.get(b.name)) for b in moved}
+        ends: Ends = {(id(b.owner), b.name): (b, b.owner.get(b.name), b.name in b.owner) for b in moved}
         self.add(ends, rows, ends)
         for key in ends:  # all ends are known: some may share memory
             self._moves[key].buffer.reset()
@@ -585,11 +591,31 @@ class LentBuffers(_Moves):
                 self._found[id(buffer)] = found = BufferSnapshot(holder, name, owners[id(holder)])
                 found.tensor, found.copy = buffer, self._starts[id(buffer)]
         self._start = Snapshot(modules=[m for m in owners.values() if not isinstance(m, _BatchNorm)])
-        self._names = [(module._buffers, frozenset(module._buffers)) for module in owners.values()]
+        self._there = [(m._buffers, {n: b is not None for n, b in m._buffers.items()}) for m in owners.values()]
 
     def lent(self, rows: int | None = None) -> contextlib.AbstractContextManager[Any]:
         """Around one pass: a first pass over so many rows, or, without rows, a repetition that moves nothing."""
         return self._lent(rows) if self._found or self._start.there else _NO_CONTEXT
+
+    @contextlib.contextmanager
+    def _without_others(self) -> Iterator[None]:
+        """What passes before have deleted, or set to None, isn't there: one that is repeated has found it."""
+        others = [
+            (holder, name, other, name in there)
+            for holder, there in self._there
+            for name, other in holder.items()
+            if not there.get(name) and (other is not None or name not in there)
+        ]
+        for holder, name, _, emptied in others:
+            if emptied:
+                holder[name] = None
+            else:
+                del holder[name]
+        try:
+            yield
+        finally:
+            for holder, name, other, _ in others:
+                holder[name] = other
 
     @contextlib.contextmanager
     def _lent(self, rows: int | None) -> Iterator[None]:
@@ -598,28 +624,24 @@ class LentBuffers(_Moves):
         versions = {key: lent._version for key, lent in copies.items() if not lent.is_inference()}
         places = [(holder, name, buffer) for holder, name, buffer in self._places if id(buffer) in copies]
         before = [(name in holder, holder.get(name)) for holder, name, _ in places]
-        others = [(holder, name, holder[name]) for holder, own in self._names for name in holder.keys() - own]
         ends, made = Ends(), Ends()
-        try:
-            for holder, name, _ in others:  # passes before have deleted these
-                del holder[name]
-            for holder, name, buffer in places:
-                holder[name] = copies[id(buffer)]
-            yield
-        finally:
-            for found in self._start.made():
-                made[id(found.owner), found.name] = found, found.owner[found.name]
-                found.reset()
-            for (holder, name, buffer), (there, value) in zip(places, before, strict=True):
-                ends[id(buffer)] = self._found[id(buffer)], holder.get(name)
-                if there:
-                    holder[name] = value
-                else:  # first passes have made it, and the one that is repeated found none
-                    holder.pop(name, None)
-            for holder, name, other in others:
-                holder[name] = other
+        with self._without_others():
+            try:
+                for holder, name, buffer in places:
+                    holder[name] = copies[id(buffer)]
+                yield
+            finally:
+                for found in self._start.made():
+                    made[id(found.owner), found.name] = found, found.owner[found.name], True
+                    found.reset()
+                for (holder, name, buffer), (there, value) in zip(places, before, strict=True):
+                    ends[id(buffer)] = self._found[id(buffer)], holder.get(name), name in holder
+                    if there:
+                        holder[name] = value
+                    else:  # first passes have made it, and the one that is repeated found none
+                        holder.pop(name, None)
         if rows is not None:
-            edited = [key for key, lent in copies.items() if self._edited(*ends[key], lent, versions.get(key))]
+            edited = [key for key, lent in copies.items() if self._edited(*ends[key][:2], lent, versions.get(key))]
             self.add({**ends, **made}, rows, [*edited, *made])
 
     def _edited(self, found: BufferSnapshot, value: Tensor | None, lent: Tensor, version: int | None) -> bool:

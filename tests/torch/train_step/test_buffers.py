@@ -98,6 +98,14 @@ def deletes_what_it_starts_from(module, x):
     return outputs
 
 
+def empties_what_it_starts_from(module, x):
+    if module.once is None:
+        return x
+    outputs = x * (1 + module.once)
+    module.once = None
+    return outputs
+
+
 def moves_by(how):
     def function(module, x):
         outputs = scaled(x, module.passes)
@@ -162,6 +170,7 @@ MIDDLES = {
     "assigned in another size": lambda: Of(appends_a_mean_by_assigning, means=zeros(0)),
     "resized in place": lambda: Of(appends_a_mean_in_place, means=zeros(0)),
     "deleted": lambda: Of(deletes_what_it_starts_from, once=zeros(6) + 1),
+    "emptied": lambda: Of(empties_what_it_starts_from, once=zeros(6) + 1),
     "one tensor twice": shared(False),
     "views of one tensor": shared(True),
     "assigned": moves_by("assigned"),
