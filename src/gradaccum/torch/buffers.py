@@ -427,7 +427,9 @@ def _mean(start: Tensor | None, so_far: Tensor, end: Tensor, share: float) -> Te
 def _sum(start: Tensor | None, so_far: Tensor, end: Tensor, share: float) -> Tensor:
     if end.dtype == torch.bool:
         return so_far | end
-    return so_far + (end if start is None or not _same_kind(end, start) else end - start)
+    if start is None or not _same_kind(end, start):
+        return so_far + end
+    return torch.where(end == start, so_far, so_far + (end - start))  # infinities that stand still stay what they are
 
 
 def _once(start: Tensor | None, so_far: Tensor, end: Tensor, share: float) -> Tensor:

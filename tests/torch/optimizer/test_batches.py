@@ -193,6 +193,20 @@ def test_a_loop_or_a_loader_is_refused_and_what_to_do_is_said(name):
         assert next(iter(optimizer.batches([odd], weight=lambda batch: 2))) is odd
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_state_of_batches_whose_batch_is_not_counted_yet_is_warned_of(before, caplog):
+    model, optimizer = wrapped(steps=3)
+    batches = optimizer.batches(PAIRS)
+    for x, y in batches:
+        if before:
+            batches.state_dict()
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        optimizer.step()
+        batches.state_dict()
+    assert caplog.text.count("before step() has counted the batch in hand") == before
+
+
 def test_states_of_batches_are_named_where_they_are_none_and_batches_are_not_copied():
     batches = wrapped(steps=3)[1].batches([regression(2)])
     for state in ({}, None, {"batches": 1}):

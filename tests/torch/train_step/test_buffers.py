@@ -153,6 +153,11 @@ def largest_values():
     return module
 
 
+def counts_rows(module, x):
+    module.rows[1] += len(x)
+    return x
+
+
 def float8():
     module = Of(keeps_the_largest_in_float8, largest=torch.ones(6).to(torch.float8_e4m3fn))
     combine_buffers(module, largest="max")
@@ -212,6 +217,13 @@ def test_buffers_move_once_and_to_where_the_large_batch_moves_them(name, way):
     keywords = {"reference": reference, "micro_batch_size": size, "verify": way == "proven", **LOSS}
     assert_same_updates(model, make=make, **keywords)
     assert handle is None or len(passes) > 9
+
+
+def test_an_infinity_stays_where_other_numbers_of_its_buffer_are_summed():
+    model = network(lambda: Of(counts_rows, rows=torch.tensor([torch.inf, 0.0])))
+    combine_buffers(model[2], rows="sum")
+    step_of(model, "sgd", micro_batch_size=5)(*batches(13)[0])
+    assert model[2].rows.tolist() == [torch.inf, 13.0]
 
 
 def test_each_evaluation_of_a_closure_is_a_window():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,8 @@ from gradaccum.core.window import checked_weight
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import children, has_rows, leaves, number_of_rows
 from gradaccum.torch.window import Windows
+
+logger = logging.getLogger("gradaccum")
 
 
 class Batches:
@@ -41,6 +44,7 @@ class Batches:
         self._handed_out = 0
         self._to_skip: int | None = None  # what `load_state_dict` said, until the next loop
         self._loader_state: Any = None
+        self._warned = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -54,8 +58,17 @@ class Batches:
     def state_dict(self) -> dict[str, Any]:
         """How many batches of the running epoch have been handed out, and the loader's own state at that point.
 
-        The loader itself is one batch ahead, so its `state_dict()` counts one that has not been trained on.
+        The loader itself is one batch ahead, so its `state_dict()` counts one that has not been trained on. Call this
+        after `step()`: the batch in hand counts as handed out.
         """
+        loops = [windows for windows, _ in self.members if windows.source is self]
+        waiting = [windows for windows in loops if windows.one.announced and windows.current.in_progress[0]]
+        if not self._warned and loops and len(waiting) == len(loops):
+            self._warned = True
+            logger.warning(
+                "batches.state_dict() was called before step() has counted the batch in hand, which is left out when "
+                "training goes on from there. Call it after step()."
+            )
         return {"batches": self._handed_out, "loader": self._loader_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
