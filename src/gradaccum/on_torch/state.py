@@ -395,8 +395,9 @@ def _are(found: list[Tensor], known: list[Tensor] | None) -> bool:
 
 def set_to(tensor: Tensor, value: Tensor) -> None:
     """Give a tensor this value, and the size that goes with it."""
-    if tensor.shape != value.shape:
-        tensor.data = value.clone()  # another size may not fit into its memory
+    expanded = tensor.layout is torch.strided and 0 in tensor.stride()
+    if expanded or tensor.shape != value.shape:
+        tensor.data = value.clone()  # another size may not fit into its memory, and an expanded one has too little
     else:
         tensor.copy_(value)
 
