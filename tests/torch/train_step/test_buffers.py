@@ -106,7 +106,7 @@ def empties_what_it_starts_from(module, x):
     return outputs
 
 
-def moves_by(how, start=None):
+def moves_by(how, start=lambda: zeros(2)):
     def function(module, x):
         outputs = scaled(x, module.passes)
         if how == "assigned":
@@ -115,7 +115,7 @@ def moves_by(how, start=None):
             (module.passes.data if how == "data" else module.passes.numpy())[...] += 1
         return outputs
 
-    return lambda: Of(function, passes=zeros(2) if start is None else start)
+    return lambda: Of(function, passes=start())
 
 
 def keeps_the_largest_in_float8(module, x):
@@ -179,7 +179,7 @@ MIDDLES = {
     "one tensor twice": shared(False),
     "views of one tensor": shared(True),
     "assigned": moves_by("assigned"),
-    "assigned, where one was expanded": moves_by("assigned", zeros(1).expand(2)),
+    "assigned, where one was expanded": moves_by("assigned", lambda: zeros(1).expand(2)),
     "through .data": moves_by("data"),
     "through NumPy": moves_by("numpy"),
     "float8": float8,
