@@ -277,18 +277,18 @@ def main() -> None:
     _, clipping = with_clipping(rounds, count).values()
     looking = watched(min(rounds, 7))
     body = f"""Time per micro-batch of 16 rows in windows of 4 with SGD, relative to the loop written by hand (one
-thread, median of {rounds} rounds, windows 129 to 224). TrainStep is compared with a loop that splits the same batches.
+thread, median of {rounds} rounds, windows 129 to 224). TrainStep's rival splits the same batches.
 
 {per_network}
 
 - With `nonfinite="skip_window"`, {skipping} on the first network; a loop by hand that tests the norm takes {testing}.
 - With `clip_grad_norm=`, {clipping} of a loop by hand that clips.
 - In windows of 256, {long_windows(rounds):.2f} of the time per micro-batch in windows of 4.
-- An open `step()` with `zero_grad()` takes {open_step(rounds, 4):.1f} microseconds with 1000 parameters; in the watched
-  windows 1, 2, 4, 8, ..., {open_step(rounds, 1):.0f}.
+- An open `step()` with `zero_grad()` takes {open_step(rounds, 4):.1f} microseconds with 1000 parameters; in watched
+  windows, {open_step(rounds, 1):.0f}.
 - `import gradaccum` takes {imported:.0f} ms.
 
-Windows 1, 2, 4, 8, ... are watched. Relative to ordinary ones, they take:
+Watched windows, relative to ordinary ones:
 
 {looking}"""
     publish(

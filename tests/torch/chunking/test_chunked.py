@@ -451,3 +451,17 @@ def test_the_contrastive_example_follows_the_large_batch_where_naive_accumulatio
     assert abs(naive.losses[-1] - large.losses[-1]) > 0.1
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "naive" in capsys.readouterr().out
+
+
+def test_parameters_that_the_first_call_makes_are_warned_of(caplog):
+    def run(m, x):
+        if m.scale is None:
+            m.scale = nn.Parameter(torch.ones(5))
+        return x * m.scale
+
+    small = chunked(nn.Sequential(nn.Linear(5, 5), Does(run, scale=None)), 4)
+    for first in (True, False):
+        caplog.clear()
+        small(torch.randn(ROWS, 5)).std().backward()
+        assert ("has made parameters in its forward pass" in caplog.text) == first
+        assert (small[1].scale.grad is None) == first

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ from gradaccum.on_torch.random_state import Conditions, all_generators, is_gener
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.buffers import LentBuffers, ModuleContents
 from gradaccum.torch.head import computed
+
+logger = logging.getLogger("gradaccum")
 
 
 class Inputs(NamedTuple):
@@ -177,7 +180,19 @@ class Passes:
         outputs = self._in_two_passes(micro_batches[:recomputed]) if recomputed else []
         outputs += [self._first_pass(n, inputs) for n, inputs in enumerate(micro_batches) if n >= recomputed]
         self._moves = self._buffers.move()
+        if self._compared is not None:
+            self._warn_of_new_parameters()
         return outputs
+
+    def _warn_of_new_parameters(self) -> None:
+        known = set(map(id, self.state.parameters))
+        every = [parameter for module in self.state.modules for parameter in module.parameters(recurse=False)]
+        if any(parameter.requires_grad and id(parameter) not in known for parameter in every):
+            logger.warning(
+                "%s has made parameters in its forward pass, and this call gives them no gradient. Call the module "
+                "once before it is chunked.",
+                self.name,
+            )
 
     def _in_two_passes(self, micro_batches: Sequence[Inputs]) -> list[Any]:
         found = [tensors_of(inputs) for inputs in micro_batches]
