@@ -97,6 +97,7 @@ class ModuleContents(Contents):
         every = [parameter for part in self.modules for parameter in part.parameters(recurse=False)]
         self.parameters: list[Tensor] = list({id(p): p for p in every}.values())
         """Each once. What `torch.func.functional_call` puts in their place counts."""
+        self.trained_count = sum(parameter.requires_grad for parameter in every)
         own = [value for part in self.modules for value in vars(part).values() if type(value) not in _UNWATCHED]
         self.generators = [*filter(is_generator, own)]
         """Random number generators that are attributes."""

@@ -185,9 +185,9 @@ class Passes:
         return outputs
 
     def _warn_of_new_parameters(self) -> None:
-        known = set(map(id, self.state.parameters))
         every = [parameter for module in self.state.modules for parameter in module.parameters(recurse=False)]
-        if any(parameter.requires_grad and id(parameter) not in known for parameter in every):
+        trained = sum(parameter.requires_grad for parameter in every)
+        if trained > self.state.trained_count:  # which ones they are may change, as FSDP gathers them
             logger.warning(
                 "%s has made parameters in its forward pass, and this call gives them no gradient. Call the module "
                 "once before it is chunked.",
