@@ -90,7 +90,7 @@ def check_equivalence(
 
 
 def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None) -> Equivalence:
-    columns = numbers_of_rows(trial.arrays().values())
+    columns = numbers_of_rows(trial.arrays().items())
     comparison = Comparison(trial, even_ways(trial.rows, micro_batch_size, columns), "differs")
     comparison.check_loss()
     differences, verdict, allowed = comparison.judged() or [], trial.verdict(), trial.tolerance

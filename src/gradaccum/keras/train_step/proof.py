@@ -13,13 +13,12 @@ import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.equivalence import Equivalence
-from gradaccum.core.numpy_arrays import numbers_of_rows
+from gradaccum.core.numpy_arrays import numbers_of_rows, rows_to_prove
 from gradaccum.core.proof import (
     ENOUGH,
     ROWS,
     Comparison,
     ProofSchedule,
-    informative_rows,
     ragged_size,
     rounding,
     telling_order,
@@ -35,8 +34,6 @@ LOOKED_THROUGH = 4096
 """Rows among which the few that are proved are chosen, and columns that are looked at."""
 MOST_NUMBERS = 2**20
 """The numbers of an array that are looked at, about: of larger ones every n-th."""
-VALUES = 64
-"""The most whole numbers, and classes in columns, of an array that are told apart."""
 
 
 class Proof:
@@ -150,47 +147,25 @@ def few_rows(data: Any, sizes: Sequence[int]) -> list[int]:
     """Which rows to look at, ordered for parts of these sizes so that they tell what a loss divides by."""
     limit = min(rows_of(data) or 0, LOOKED_THROUGH)
     x, y, sample_weight = unpack(data)
-    sorts, features, arrays = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-    for part, closely in (((y, sample_weight), True), (x, False)):
-        for leaf in tree.flatten(part):
-            numbers = _numbers(leaf, limit)
-            if numbers is not None:
-                signs, of_rows = _told(numbers, closely)
-                sorts += signs
-                features += of_rows
-                arrays.append(numbers)
-    order = np.lexsort(features[::-1]) if features else np.arange(limit)
-    ends = [int(end(feature)) for feature in features for end in (np.argmin, np.argmax)]
-    shown = [(len(rows), rows[:3].tolist()) for rows in map(np.flatnonzero, sorts)]
-    chosen = informative_rows(order.tolist(), shown, ends, sum(sizes))
-    columns = numbers_of_rows(array[chosen] for array in arrays)
+    parts = ("", y), ("weight", sample_weight), ("", x)
+    leaves = [(name, leaf) for name, part in parts for leaf in tree.flatten(part)]
+    arrays = [(name, found) for name, leaf in leaves if (found := _numbers(leaf, limit)) is not None]
+    chosen = rows_to_prove(arrays, limit, sum(sizes))
+    columns = numbers_of_rows((name, array[chosen]) for name, array in arrays)
     return [chosen[place] for place in telling_order(sizes, columns)]
 
 
 def _numbers(leaf: Any, limit: int) -> np.ndarray | None:
-    """Some numbers of each of the first rows, `(rows, numbers, columns)`; None of what has none to look at."""
+    """Some numbers of each of the first rows; None of what has none to look at."""
     try:
         if not has_rows(leaf) or getattr(leaf, "nse", None) is not None:  # a sparse array of JAX's
             return None
         numbers = np.asarray(ops.convert_to_numpy(leaf[:limit]))
-        numbers = numbers.reshape(len(numbers), -1, numbers.shape[-1] if numbers.ndim > 1 else 1)
+        if numbers.dtype.kind == "V":  # bfloat16
+            numbers = numbers.astype("float32")
         stride = -(-numbers.size // MOST_NUMBERS)
-        numbers = numbers[:, ::stride, :LOOKED_THROUGH].astype("float64")
+        if numbers.ndim > 1 and (stride > 1 or numbers.shape[-1] > LOOKED_THROUGH):
+            numbers = numbers.reshape(len(numbers), -1, numbers.shape[-1])[:, ::stride, :LOOKED_THROUGH]
     except Exception:  # sparse, ragged, strings
         return None
-    return numbers if numbers.size else None
-
-
-def _told(numbers: np.ndarray, closely: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Which rows show something missing, below zero, zero, or of targets a number, a column; and numbers to sort by."""
-    flat = numbers.reshape(len(numbers), -1)
-    signs, known = [np.isnan(flat), np.isinf(flat), flat < 0, flat == 0], np.where(np.isfinite(flat), flat, 0)
-    features = [*(sign.sum(1) for sign in signs), known.max(1), known.argmax(1), known.mean(1), known.min(1)]
-    if closely:
-        values = np.unique(flat[np.isfinite(flat)])
-        whole = values[values == np.floor(values)]
-        signs += [flat == value for value in (whole if len(whole) <= VALUES else (whole[0], whole[-1]))]
-        if 1 < numbers.shape[2] <= VALUES:
-            signs += [numbers[..., column] != 0 for column in range(numbers.shape[2])]
-    shown = [sign.any(1) for sign in signs]
-    return shown, [feature for feature in features if len(np.unique(feature)) > 1]
+    return numbers if numbers.size and numbers.dtype.kind in "biuf" else None

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gradaccum.core.proof import ENOUGH, informative_rows, informative_units
+from gradaccum.core import numpy_arrays
+from gradaccum.core.numpy_arrays import FEW
+from gradaccum.core.proof import ENOUGH, informative_units
 from gradaccum.on_torch.batch import Batch, read_later
 
 SMALL = 1 << 12
 """Whole numbers in a tensor up to which zeros among them are looked for in every update."""
-FEW = 16
-"""Floating-point numbers in a row up to which zeros and NaN are: as many as targets and weights have, unlike inputs."""
-CLASSES = 64
-"""The most classes whose rows are told apart."""
+MOST_NUMBERS = 1 << 20
+"""Floating-point numbers of a tensor that rows are chosen by, about: of larger ones every n-th."""
+_OF_NUMPY = (torch.float64, torch.float32, torch.float16)
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MISSING, _IGNORED, _ZERO = "missing", "ignored", "zero"
 Vary = Callable[[Tensor, int], Tensor]
@@ -155,62 +157,21 @@ class _Known:
 
 def rows_to_prove(batch: Batch, most: int) -> list[int]:
     """Up to so many rows that contain what varies, sorted by how much in them counts; whole groups, where there are."""
-    scores = torch.zeros(batch.rows, dtype=torch.float64)
-    for _, leaf, dim in batch.leaves:
-        values = torch.as_tensor(leaf).detach().movedim(dim, 0)
-        if values.is_complex():
-            continue
-        if values.is_floating_point():
-            if _is_plain(values) and _is_small(batch, values):  # a mask or weights: a mean shows where a part has more
-                scores += (2 if values.ndim == 1 else 1) * (values != 0).reshape(len(values), -1).sum(1).cpu()
-            continue
-        if values.dtype is torch.bool:
-            values = values.byte()
-        if values.ndim == 1:
-            scores += 2 * (values >= 0).cpu() + values.cpu().double() / (1.0 + values.abs().max().item())
-        else:
-            scores += ((values != 0) & (values != -100)).flatten(1).sum(1).cpu()
-    order = scores.argsort(stable=True).tolist()
-    sorts, ends = list[tuple[int, Sequence[int]]](), [order[0], int(scores.argmax())]
-    earlier = torch.arange(batch.rows, 0, -1)
-    for columns in _columns(batch):  # of one device each, which is waited for once
-        there = columns != 0
-        firsts = (there * earlier.to(columns.device)).topk(min(3, batch.rows), 1).indices
-        found = torch.stack([there.sum(1), columns.argmin(1), columns.argmax(1), *firsts.unbind(1)], 1)
-        for count, least, greatest, *three in found.tolist():
-            sorts.append((count, three[:count]))
-            ends += [least, greatest]
-    rows = informative_rows(order, sorts, ends, most)
+    rows = numpy_arrays.rows_to_prove(arrays_of(batch), batch.rows, most)
     return rows if batch.groups is None else informative_units(rows, [unit.tolist() for unit in batch.units()], most)
 
 
-def numbers_of_rows(batch: Batch) -> list[list[float]]:
-    """What a loss may divide by, such as how much of each row isn't zero: a number for each row, in lists."""
-    return [column for columns in _columns(batch) for column in columns.tolist()]
-
-
-def _columns(batch: Batch) -> Iterator[Tensor]:
-    """Numbers of each row: how much is missing, below zero, zero, or isn't; a class; the least or the most of it."""
+def arrays_of(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a batch in host memory, rows in front, with their paths; of large ones some numbers."""
     for path, leaf, dim in batch.leaves:
-        if not _is_plain(leaf) or leaf.is_complex():
-            continue
-        nowhere = leaf.dtype.is_floating_point and leaf.abs().amin().item() > 0  # neither 0 nor NaN
-        varies = variations(path, leaf.dtype, leaf.dim(), True)
-        counted = {key: vary(leaf, dim) for key, vary in varies if not (nowhere and key in (_MISSING, _ZERO))}
-        numbers = leaf.numel() // batch.rows
-        found = [*counted.values(), *(numbers - counted[key] for key in (_IGNORED, _ZERO) if key in counted)]
-        rows = leaf.detach().movedim(dim, 0).flatten(1) if leaf.dim() > 1 else leaf.detach()[:, None]
-        if leaf.dtype is torch.bool:
-            found.append(rows.any(1))
-        elif leaf.dtype in _WHOLE:
-            least, most = batch.ends(leaf)
-            if leaf.dim() == 1 and most - least < CLASSES:
-                found += (leaf == torch.arange(least, most + 1, device=leaf.device)[:, None]).unbind()
-            else:
-                found += [rows.amin(1) == least, rows.amax(1) == most]
-        else:
-            found += [rows.amin(1), rows.amax(1)]
-        yield torch.stack(found).double()
+        if _is_plain(leaf) and not leaf.is_complex():
+            values = leaf.detach().movedim(dim, 0)
+            if values.is_floating_point():
+                if values.numel() > MOST_NUMBERS:
+                    values = values.flatten(1)[:, :: -(-values.numel() // MOST_NUMBERS)]
+                if values.dtype not in _OF_NUMPY:
+                    values = values.float()
+            yield path, values.cpu().numpy()
 
 
 def _in_the_models(modes: list[bool]) -> Iterator[tuple[bool, int, bool]]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.core.equivalence import Cause, Difference, Equivalence
+from gradaccum.core.numpy_arrays import numbers_of_rows
 from gradaccum.core.proof import (
     ATTEMPTS,
     IN_FLOAT64,
@@ -36,7 +37,7 @@ from gradaccum.core.proof import (
 from gradaccum.core.sizes import Groups, even_sizes
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch import random_state
-from gradaccum.on_torch.adapter.kinds import BatchKinds, numbers_of_rows, rows_to_prove
+from gradaccum.on_torch.adapter.kinds import BatchKinds, arrays_of, rows_to_prove
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.random_state import held_generators
@@ -176,7 +177,8 @@ class Proof:
             return comparison
 
         place, idle = way % len(ways()), self._unused.get(casts)
-        one = ways(numbers_of_rows(few) if place == 0 else ())[place : place + 1]  # the first one tells by numbers
+        numbers = numbers_of_rows(arrays_of(few)) if place == 0 else ()  # by which the first one tells
+        one = ways(numbers)[place : place + 1]
         self.quick = idle is not None
         # What goes wrong quickly, whatever it is, is looked at once more.
         with contextlib.suppress(Exception) if self.quick else contextlib.nullcontext():
@@ -186,7 +188,7 @@ class Proof:
                     self._unused[casts] = found.runner.rng.precision
                 return found
         self.quick = False
-        found = run(ways(numbers_of_rows(few)), None, closely=True)
+        found = run(ways(numbers_of_rows(arrays_of(few))), None, closely=True)
         if any(difference.part != "buffer" for difference in found.wrong):
             found.runner.rng.check("the model or the loss")
         return found
