@@ -176,9 +176,9 @@ class Proof:
                 comparison.differences()
             return comparison
 
-        place, idle = way % len(ways()), self._unused.get(casts)
-        numbers = numbers_of_rows(arrays_of(few)) if place == 0 else ()  # by which the first one tells
-        one = ways(numbers)[place : place + 1]
+        known, idle = ways(), self._unused.get(casts)
+        place = way % len(known)  # the first one tells by numbers
+        one = known[place : place + 1] if place else ways(numbers_of_rows(arrays_of(few)))[:1]
         self.quick = idle is not None
         # What goes wrong quickly, whatever it is, is looked at once more.
         with contextlib.suppress(Exception) if self.quick else contextlib.nullcontext():
