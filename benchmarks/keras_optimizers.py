@@ -32,6 +32,8 @@ NETWORKS = {"784-512-512-10": (784, 512, 12), "32-64-64-10": (32, 64, 24), "1024
 CONTENDERS = ("built-in", "plain", "gradaccum", "gradaccum with callback")
 WATCHED = "watched"
 ROWS, STEPS = 16, 8
+BUILDS, ROUNDS = 4, 3
+"""How often all contenders are built, as where their memory lies decides some per cent; and rounds of each build."""
 BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
 
 IN_BACKEND = """
@@ -82,21 +84,23 @@ def contender(name: str, features: int, units: int, windows: int) -> Callable[[]
     return epoch
 
 
-def print_times(networks: list[str], rounds: int) -> None:
+def print_times(networks: list[str], builds: int) -> None:
     """In the backend's process: a line per network, of the ratios to the built-in's time, and of watched windows."""
     for network in networks:
-        windows = NETWORKS[network][-1]
-        contenders = {name: contender(name, *NETWORKS[network]) for name in CONTENDERS}
-        for epoch in contenders.values():
-            for _ in range(-(-WARM_UP // windows)):
-                epoch()
-        shuffle, times, looks = random.Random(0), {name: list[float]() for name in CONTENDERS}, list[float]()
-        for _ in range(rounds):
-            for name in shuffle.sample(CONTENDERS, len(CONTENDERS)):
-                ordinary, watched = contenders[name]()
-                times[name].append(statistics.median(ordinary))
-                if name == CONTENDERS[-1]:
-                    looks.extend(seconds / times[name][-1] for seconds in watched)
+        windows, shuffle = NETWORKS[network][-1], random.Random(0)
+        times, looks = {name: list[float]() for name in CONTENDERS}, list[float]()
+        for _ in range(builds):
+            order = shuffle.sample(CONTENDERS, len(CONTENDERS))
+            contenders = {name: contender(name, *NETWORKS[network]) for name in order}
+            for epoch in contenders.values():
+                for _ in range(-(-WARM_UP // windows)):
+                    epoch()
+            for _ in range(ROUNDS):
+                for name in shuffle.sample(CONTENDERS, len(CONTENDERS)):
+                    ordinary, watched = contenders[name]()
+                    times[name].append(statistics.median(ordinary))
+                    if name == CONTENDERS[-1]:
+                        looks.extend(seconds / times[name][-1] for seconds in watched)
         pairs = {name: zip(mine, times["built-in"]) for name, mine in times.items()}
         found = {name: ratio_of([mine / theirs for mine, theirs in pair]) for name, pair in pairs.items()}
         send({**found, WATCHED: ratio_of(looks)})
@@ -112,15 +116,15 @@ def print_peak(name: str) -> None:
 
 def main() -> None:
     options = arguments(__doc__)
-    rounds = 2 if options.quick else 9
+    builds = 1 if options.quick else BUILDS
     backends = in_short(BACKENDS) if options.quick else BACKENDS
     networks = [*NETWORKS][:1] if options.quick else [*NETWORKS]
     times, peaks = [], []
     for backend, title in backends.items():
-        printed = in_fresh_process(f"{IN_BACKEND}keras_optimizers.print_times({networks}, {rounds})", backend)
+        printed = in_fresh_process(f"{IN_BACKEND}keras_optimizers.print_times({networks}, {builds})", backend)
         lines = printed.splitlines()[-len(networks) :]
         for network, line in zip(networks, lines, strict=True):
-            found = received(line, "built-in", rounds, f"{title}, {network}")
+            found = received(line, "built-in", builds * ROUNDS, f"{title}, {network}")
             times.append([title, network, *(found[name] for name in CONTENDERS[1:])])
         names = CONTENDERS[-1:] if options.quick else CONTENDERS
         code = f"{IN_BACKEND}keras_optimizers.print_peak"
