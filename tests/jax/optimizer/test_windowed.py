@@ -262,6 +262,22 @@ def test_value_reaches_the_inner_optimizer_as_the_windows_mean():
     assert seen == [[0, 0], [8, 2.0], [8, 2.0], [10, 4.0]]
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_short_window_is_closed_of_an_optimizer_that_takes_no_value(jit):
+    def update(grads, state, params=None, *, grad_fn=None):  # as optax.contrib.sam's
+        return grads, state
+
+    optimizer = windowed(optax.chain(optax.GradientTransformationExtraArgs(lambda _: (), update), SGD), 3)
+    state = optimizer.init(ONES)
+    for number in (1.0, 3.0):
+        _, state = optimizer.update(number * ONES, state, ONES)
+    updates, state = (jax.jit(optimizer.flush) if jit else optimizer.flush)(state, ONES)
+    assert_same(updates, -2 * ONES)
+    assert int(state.epoch) == 1
+    with pytest.raises(TypeError, match="unexpected keyword argument 'value'"):
+        optimizer.flush(state, ONES, value=1.0)
+
+
 def test_lookahead_gets_the_windows_gradient_for_its_fast_parameters():
     make = lambda: optax.lookahead(optax.adam(0.1), 2, 0.5)  # noqa: E731
     start = optax.LookaheadParams.init_synced({"w": ONES})

@@ -28,6 +28,7 @@ AUTO, SIZE, INT = {"micro_batch_size": "auto"}, {"micro_batch_size": 4}, "`micro
         ({**SIZE, "rng_argnum": 1}, ValueError, "can't be in both `batch_argnums` and `rng_argnum`"),
         ({**SIZE, "state_argnum": 0}, ValueError, "can't be in both `argnums` and `state_argnum`"),
         ({**SIZE, "rng_argnum": 2, "state_argnum": 2}, ValueError, "in both `rng_argnum` and `state_argnum`"),
+        ({**SIZE, "aux": "mean", "state_argnum": 2}, ValueError, "with `state_argnum`, without has_aux=True."),
         ({**SIZE, "reduction": "max"}, ValueError, '`reduction` must be "mean" or "sum"'),
         ({**SIZE, "weight": 3.0}, TypeError, "`weight` must be a function of the batch arguments"),
         ({**SIZE, "weight": len, "reduction": "sum"}, ValueError, "`weight` is what a mean is over"),

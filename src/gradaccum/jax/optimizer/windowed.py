@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -171,8 +172,13 @@ class _Window:
         """Close the short window, if one is open, and end the epoch."""
         _check_state(state)
         self._check_extra(extra)
-        extra.setdefault("value", None)  # whatever values there are in the window, their mean
-        updates, state = self._close_if(jnp.ones((), bool), state, params, _differentiated(params), extra)
+        close = functools.partial(self._close_if, jnp.ones((), bool), state, params, _differentiated(params))
+        try:
+            updates, state = close({"value": None, **extra})  # whatever values there are in the window, their mean
+        except TypeError as error:
+            if "value" in extra or "unexpected keyword argument 'value'" not in str(error):
+                raise
+            updates, state = close(extra)
         return updates, state._replace(epoch=state.epoch + 1)
 
     def _close_if(

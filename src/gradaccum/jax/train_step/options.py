@@ -108,14 +108,24 @@ def checked_options(loss_fn: Any, **keywords: Any) -> Options:
     _check_loss(keywords["weight"], keywords["reduction"])
     if keywords["accumulate_dtype"] is not None:
         keywords["accumulate_dtype"] = _dtype(keywords["accumulate_dtype"])
-    for how in jax.tree.leaves(keywords["aux"]):
+    _check_aux(**{name: keywords[name] for name in ("aux", "has_aux", "state_argnum")})
+    if not keywords["has_aux"]:
+        keywords["aux"] = None  # what is said of nothing must not decide how devices share the work
+    return Options(loss_fn=loss_fn, **keywords)
+
+
+def _check_aux(aux: Any, has_aux: bool, state_argnum: int | None) -> None:
+    for how in jax.tree.leaves(aux):
         if how not in AUX:
             raise ValueError(
                 f"`aux` must be one of {', '.join(map(repr, AUX))}, or a pytree of these. Received: {how!r}."
             )
-    if not keywords["has_aux"]:
-        keywords["aux"] = None  # what is said of nothing must not decide how devices share the work
-    return Options(loss_fn=loss_fn, **keywords)
+    if state_argnum is not None and not has_aux and aux not in ("concat", "last"):
+        raise ValueError(
+            "`aux` combines what has_aux=True returns beside the loss, and a state passes through micro-batches one "
+            f"after the other. Received: aux={aux!r} with `state_argnum`, without has_aux=True. To combine what moves, "
+            "return it as the aux, and leave out `state_argnum`."
+        )
 
 
 def _check_roles(roles: dict[str, tuple[int, ...]]) -> None:
