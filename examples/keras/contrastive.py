@@ -26,9 +26,9 @@ BATCH, MICRO = 512, 64
 
 def towers(wrap: Callable[[Any], Any] = lambda tower: tower) -> keras.Model:
     keras.utils.set_random_seed(0)
-    pictures, names = layers.Input((64,)), layers.Input((5,), dtype="int32")
+    pictures, names = layers.Input((64,)), layers.Input((5, 128))
     of_pictures = [layers.Dense(64, "relu"), layers.Dense(16)]
-    of_names = [layers.Embedding(128, 16), layers.Flatten(), layers.Dense(16)]
+    of_names = [layers.Dense(16, use_bias=False), layers.Flatten(), layers.Dense(16)]
     outputs = [wrap(keras.Sequential(of_pictures))(pictures), wrap(keras.Sequential(of_names))(names)]
     return keras.Model([pictures, names], layers.Concatenate()(outputs))
 
@@ -41,7 +41,7 @@ def contrastive(y: Any, outputs: Any) -> Any:
 
 def train(model: keras.Model, x: list[np.ndarray], epochs: int, steps: int = 1) -> list[float]:
     """The contrastive loss of the first batch's pairs after each epoch."""
-    optimizer = keras.optimizers.Adam(3e-3, gradient_accumulation_steps=steps if steps > 1 else None)
+    optimizer = keras.optimizers.Adam(1e-2, gradient_accumulation_steps=steps if steps > 1 else None)
     model.compile(optimizer=optimizer, loss=contrastive)
     losses = []
     few = [array[:BATCH] for array in x]
@@ -58,7 +58,7 @@ def main() -> None:
     options = parser.parse_args()
     digits = load_digits()
     rows = 3 * BATCH
-    letters = np.array([[*map(ord, name.ljust(5))] for name in NAMES], "int32")
+    letters = np.eye(128, dtype="float32")[[[*map(ord, name.ljust(5))] for name in NAMES]]
     x = [digits.data[:rows].astype("float32") / 16, letters[digits.target[:rows]]]
     epochs = 1 if options.quick else 8
     curves = {

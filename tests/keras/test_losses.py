@@ -62,7 +62,7 @@ def test_all_gradients_are_those_of_the_whole_matrix(exact, said, tile, symmetri
     assert relative_error([ops.convert_to_numpy(values[0])], [ops.convert_to_numpy(values[1])]) <= exact
 
 
-@slow_where_compiled
+@compiled_on("tensorflow")
 def test_a_tower_in_fit_has_the_updates_of_the_matrix(exact):
     """With chunked towers, and a last batch of its own size, of which TensorFlow doesn't know the rows."""
 
@@ -104,7 +104,7 @@ def test_half_precision_is_summed_in_single(exact):
 
 @slow_where_compiled
 @each_refused
-def test_what_is_wrong_is_named(case):
+def test_what_is_wrong_is_named(case, exact):
     assert_refused(case, info_nce, ops.convert_to_tensor, "a tensor")
 
 

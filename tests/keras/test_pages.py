@@ -4,7 +4,7 @@ import pytest
 
 from tests.demo.shells import program
 from tests.documents import OF_KERAS, ROOT
-from tests.keras.marks import BACKEND, slow_where_compiled
+from tests.keras.marks import BACKEND, compiled_on, slow_where_compiled
 
 PAGES = [*sorted((ROOT / "docs").rglob("keras*.md")), *(OF_KERAS if BACKEND == "torch" else [])]
 
@@ -21,7 +21,7 @@ def printed(fresh_process, tmp_path):
     return run
 
 
-@slow_where_compiled  # for up to twenty seconds
+@compiled_on("tensorflow")  # for up to twenty seconds
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_pages_blocks_run(path, printed):
     printed(path)
@@ -54,7 +54,7 @@ def contrastive(lines):
 EXAMPLES = {f"{check.__name__}.py": check for check in (mlp, vgg16, batch_optimizer, contrastive)}
 
 
-@slow_where_compiled
+@compiled_on("tensorflow")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_quickly_and_prints_what_it_says(name, printed):
     EXAMPLES[name](printed(ROOT / "examples" / "keras" / name, "--quick"))

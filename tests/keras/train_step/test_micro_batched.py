@@ -338,7 +338,8 @@ def test_the_model_saves_loads_and_clones_as_what_it_came_from(wrap, tmp_path):
     assert relative_error(loaded.get_weights(), ours.get_weights()) == 0
     loaded.fit(X, CLASSES, batch_size=BATCH, verbose=0)
     plain.set_weights(ours.get_weights())
-    assert relative_error([plain.predict(X, verbose=0)], [ours.predict(X, verbose=0)]) == 0
+    rounded = 1e-6 if wrap is gradaccum.keras.chunked else 0  # XLA rounds otherwise for other numbers of rows
+    assert relative_error([plain.predict(X, verbose=0)], [ours.predict(X, verbose=0)]) <= rounded
 
 
 @compiled_on("tensorflow")

@@ -500,7 +500,7 @@ class Backend:
 
     def no_gradient_yet(self, weight: Any) -> Any:
         """What gradients are added to."""
-        return ops.zeros(weight.shape, wide(weight.dtype))
+        return ops.zeros_like(weight, wide(weight.dtype))  # TensorFlow may not know its rows
 
     def added(self, total: Any, gradient: Any) -> Any:
         return joined(total, gradient)
