@@ -265,7 +265,8 @@ class WindowState:
     def _begin(self) -> None:
         self._is_open, self.looks = True, self.always or self.looks
         self.neutral = self.neutral and not self.looks
-        self._closely = self.always or (self.looks and (self._makes or bool(self._own)))
+        self._makes = self._makes and not self.looks  # to be learned anew
+        self._closely = self.looks or self._makes
         generators = [*self._torch, *self._drawn_from]
         if self.looks:
             generators = [*self._torch, *(one for one in all_generators() if one != "cpu"), *self._generators]
@@ -287,9 +288,10 @@ class WindowState:
 
     def moved(self) -> list[BufferSnapshot]:
         """The buffers that a micro-batch has moved, or made; not BatchNorm's."""
-        if not self.looks:
+        if not self._closely:
             return [buffer for buffer in self._moving if buffer.moved]
         found = self._start.made()
+        self._makes = self._makes or bool(found)
         for buffer in self._own:
             if buffer.differs():
                 buffer.unversioned = buffer.unversioned or not buffer.moved
@@ -322,7 +324,7 @@ class WindowState:
             self._drawn_from += [g for g in drawn if g not in (*self._torch, *self._drawn_from)]
             for buffer in self._start.buffers:
                 buffer.moves = buffer.met or buffer.moved
-            self.neutral = not drawn and not any(buffer.moves for buffer in self._start.buffers)
+            self.neutral = not (drawn or self._makes or any(buffer.moves for buffer in self._start.buffers))
             self._moving = [buffer for buffer in self._own if buffer.moves]
             self.looks = False
         self._is_open, self._batch = False, None

@@ -302,6 +302,40 @@ def test_buffers_that_come_and_go_between_updates(changes, at, blocks):
         assert_same_state(model, large)
 
 
+def made_and_used_up(module, x):
+    """Makes a factor where there is none, for the next pass, which takes it away again."""
+    factor = module._buffers.get("factor")
+    if factor is None:
+        module.register_buffer("factor", zeros(6) + 2)
+        return x
+    if module.named:
+        module.factor = None
+    else:
+        del module.factor
+    return x * factor
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("start", [None, 2.0])
+def test_what_every_other_pass_makes_and_uses_up_is_made_once_per_update(start, named, beside):
+    """In an even number of micro-batches, after which it is there no more than before."""
+    moving = Of(made_and_used_up, factor=None if start is None else zeros(6) + start)
+    moving.named = named
+    if beside:
+        moving.register_buffer("other", zeros(3))
+    if start is None and not named:
+        del moving.factor
+    model = nn.Sequential(nn.Linear(5, 6), moving, nn.Linear(6, 3)).double()
+    large = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, large))
+    step = step_of(model, ours, micro_batch_size=3)
+    for batch in batches(10, count=9):
+        step(*batch)
+        by_hand(large, [batch], make=lambda _: theirs)
+        assert_same_state(model, large)
+
+
 def less_its_average(module, x):
     outputs = x - module.average
     with torch.no_grad():
