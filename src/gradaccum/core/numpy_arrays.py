@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,87 +73,85 @@ def rows_to_prove(arrays: Iterable[tuple[str, np.ndarray]], rows: int, most: int
     `arrays`: of each tensor of the batch its path, and its numbers with the rows in front.
     """
     counting, columns = np.zeros(rows), list[np.ndarray]()
-    for path, values in arrays:
-        flat = values.reshape(rows, -1)
-        if flat.dtype.kind not in "biuf" or not flat.size:
-            continue
-        counting += _counting(flat)
-        columns += _columns(path, values.ndim, flat)
-        columns += _classes(values, flat)
+    for some in _numbers(arrays):
+        counting += some.counting()
+        columns += [*some.columns(), *some.classes()]
     order = counting.argsort(kind="stable").tolist()
     ends, sorts = [order[0], int(counting.argmax())], list[tuple[int, list[int]]]()
     if columns:
         told = np.array(columns, dtype="float64")
         told = told[told.min(1) != told.max(1)]
         ends += np.stack([told.argmin(1), told.argmax(1)], 1).ravel().tolist()
-        sorts = [(len(places), places[:3].tolist()) for places in map(np.flatnonzero, told)]
+        counts, places = np.count_nonzero(told, axis=1).tolist(), told.nonzero()[1]
+        starts = itertools.accumulate(counts, initial=0)
+        sorts = [(count, places[start : start + min(count, 3)].tolist()) for count, start in zip(counts, starts)]
     return informative_rows(order, sorts, ends, most)
 
 
 def numbers_of_rows(arrays: Iterable[tuple[str, np.ndarray]]) -> list[list[float]]:
     """What a loss may divide by, such as how much of each row isn't zero: for `telling_order`. As `rows_to_prove`."""
-    found = list[np.ndarray]()
-    for path, values in arrays:
-        flat = values.reshape(len(values), -1)
-        if flat.dtype.kind in "biuf" and flat.size:
-            found += _columns(path, values.ndim, flat)
-    return [column.tolist() for column in found]
+    return [column.tolist() for some in _numbers(arrays) for column in some.columns()]
 
 
-def _columns(path: str, dims: int, flat: np.ndarray) -> list[np.ndarray]:
-    """Numbers of each row: how much is missing, below zero, zero, or isn't; a class; the least or the most of it."""
-    least, most, numbers = flat.min(1), flat.max(1), flat.shape[1]
-    lowest, highest = _ends(flat)
-    found = list[np.ndarray]()
-    if not math.isfinite(lowest) or not math.isfinite(highest):
-        found.append((~np.isfinite(flat)).sum(1))
-    for sign, may_be in ((np.less, not lowest >= 0), (np.equal, not lowest > 0)):
-        if may_be:
-            count = sign(flat, 0).sum(1)
-            found += [count, numbers - count]
-    named = "mask" in path or "weight" in path
-    if numbers == 1 or (named and dims <= 2):
-        found.append(flat.sum(1, dtype="float64"))
-    if named and dims == 2:
-        found.append(flat[:, 0] == 0)  # padding on the left
-    if not _is_whole(flat, lowest, highest):
-        return [*found, least, most]
-    if numbers == 1 and highest - lowest < CLASSES:
-        return [*found, *(flat[:, 0] == np.arange(lowest, highest + 1)[:, None])]
-    return [*found, least == lowest, most == highest]
+def _numbers(arrays: Iterable[tuple[str, np.ndarray]]) -> Iterator[_Numbers]:
+    return (_Numbers(path, values) for path, values in arrays if values.dtype.kind in "biuf" and values.size)
 
 
-def _counting(flat: np.ndarray) -> Any:
-    """How much counts in each row of a tensor of targets, weights, a mask or ids."""
-    numbers = flat.shape[1]
-    if flat.dtype.kind == "f":  # a mask or weights: a mean shows where a part has more
-        return (2 if numbers == 1 else 1) * (flat != 0).sum(1) if numbers <= FEW else 0.0
-    if numbers > 1:
-        return ((flat != 0) & (flat != -100)).sum(1)
-    values = flat[:, 0].astype("float64")
-    return 2 * (values >= 0) + values / (1.0 + np.abs(values).max())
+class _Numbers:
+    """The numbers of a tensor of the batch, and what there is to tell of each row."""
 
+    def __init__(self, path: str, values: np.ndarray) -> None:
+        self.path, self.values, self.flat = path, values, values.reshape(len(values), -1)
+        self.in_row, self.is_float = self.flat.shape[1], values.dtype.kind == "f"
+        self.least, self.most = self.flat.min(1), self.flat.max(1)
+        self.lowest, self.highest = self.least.min().item(), self.most.max().item()
 
-def _classes(values: np.ndarray, flat: np.ndarray) -> list[np.ndarray]:
-    """Which rows have one of several numbers from each class: whole numbers, or columns that aren't zero."""
-    last, (lowest, highest) = values.shape[-1], _ends(flat)
-    if flat.shape[1] == 1:
-        return []
-    columns = 1 < last <= CLASSES and (flat.dtype.kind in "bf" or (lowest, highest) == (0, 1))
-    found = [*(values != 0).reshape(len(values), -1, last).any(1).T] if columns and not lowest > 0 else []
-    if highest - lowest < CLASSES and _is_whole(flat, lowest, highest):
-        found += [(flat == number).any(1) for number in range(int(lowest), int(highest) + 1)]
-    return found
+    def columns(self) -> list[np.ndarray]:
+        """How much is missing, below zero, zero, or isn't; a class; the least or the most of each row."""
+        flat, found = self.flat, list[np.ndarray]()
+        if not math.isfinite(self.lowest) or not math.isfinite(self.highest):
+            found.append((~np.isfinite(flat)).sum(1))
+        for sign, may_be in ((np.less, not self.lowest >= 0), (np.equal, not self.lowest > 0)):
+            if may_be:
+                count = sign(flat, 0).sum(1)
+                found += [count, self.in_row - count]
+        named = "mask" in self.path or "weight" in self.path
+        if self.in_row == 1 or (named and self.values.ndim <= 2):
+            found.append(flat.sum(1, dtype="float64"))
+        if named and self.values.ndim == 2:
+            found.append(flat[:, 0] == 0)  # padding on the left
+        if not self._is_whole():
+            return [*found, self.least, self.most]
+        if self.in_row == 1 and self.highest - self.lowest < CLASSES:
+            return [*found, *(flat[:, 0] == np.arange(self.lowest, self.highest + 1)[:, None])]
+        return [*found, self.least == self.lowest, self.most == self.highest]
 
+    def classes(self) -> list[np.ndarray]:
+        """Which rows have one of several numbers from each class: whole numbers, or columns that aren't zero."""
+        if self.in_row == 1:
+            return []
+        last, ends, found = self.values.shape[-1], (self.lowest, self.highest), list[np.ndarray]()
+        may_be_columns = self.values.dtype.kind in "bf" or ends == (0, 1)
+        if 1 < last <= CLASSES and may_be_columns and not self.lowest > 0:
+            found += [*(self.values != 0).reshape(len(self.values), -1, last).any(1).T]
+        if self.highest - self.lowest < CLASSES and self._is_whole():
+            found += [(self.flat == number).any(1) for number in range(int(self.lowest), int(self.highest) + 1)]
+        return found
 
-def _is_whole(flat: np.ndarray, lowest: float, highest: float) -> bool:
-    if flat.dtype.kind != "f":
-        return True
-    return lowest.is_integer() and highest.is_integer() and bool((flat == np.floor(flat)).all())
+    def counting(self) -> Any:
+        """How much counts, of targets, weights, a mask or ids."""
+        if self.is_float:  # a mask or weights: a mean shows where a part has more
+            return (2 if self.in_row == 1 else 1) * (self.flat != 0).sum(1) if self.in_row <= FEW else 0.0
+        if self.in_row > 1:
+            return ((self.flat != 0) & (self.flat != -100)).sum(1)
+        values = self.flat[:, 0].astype("float64")
+        return 2 * (values >= 0) + values / (1.0 + np.abs(values).max())
 
-
-def _ends(flat: np.ndarray) -> tuple[float, float]:
-    return flat.min().item(), flat.max().item()
+    def _is_whole(self) -> bool:
+        if not self.is_float:
+            return True
+        whole_ends = self.lowest.is_integer() and self.highest.is_integer()
+        return whole_ends and bool((self.flat == np.floor(self.flat)).all())
 
 
 def leaf_of(name: str, code: str, values: np.ndarray) -> Leaf:

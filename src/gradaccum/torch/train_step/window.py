@@ -100,7 +100,6 @@ class WindowRunner:
             functions=[objective.evaluate],
         )
         self.state, self.buffers = self._new_state(always=always), WindowBuffers()
-        self._own_state = self._new_state(always=True)  # of proofs
         self._global_batch = GlobalBatch(ranks, self.buffer, in_blocks=layers is not None)
 
     def rehearse(
@@ -110,19 +109,26 @@ class WindowRunner:
 
         `known`: which modules there are has been looked up for the proof before.
         """
-        own = copy.copy(self)
+        own = self._alone
         own.objective = objective.on(inside(self.roots[0]) if self.whole is None else self.whole.chunks)
-        own.ranks, own.state, own.buffers, own.scaler = Ranks(), self._own_state, WindowBuffers(), scaler
-        own.noise, own.not_proven, own.proving = None, None, True
-        own.stages = gradient_stages({"accumulate_dtype": self.buffer.dtype})
-        own._staged = len(own.stages) > 1
-        own._global_batch = GlobalBatch(own.ranks, self.buffer, in_blocks=self.layers is not None)
-        own.state.always = not known
+        own.scaler, own.state.always = scaler, not known
         own.state.open()
         try:
             return own.run(batch, sizes).loss
         finally:
             own.state.forget(modules=not known)
+            own.objective = self.objective
+
+    @functools.cached_property
+    def _alone(self) -> WindowRunner:
+        """The runner of proofs."""
+        own = copy.copy(self)
+        own.ranks, own.state, own.buffers = Ranks(), self._new_state(always=True), WindowBuffers()
+        own.noise, own.not_proven, own.proving = None, None, True
+        own.stages = gradient_stages({"accumulate_dtype": self.buffer.dtype})
+        own._staged = len(own.stages) > 1
+        own._global_batch = GlobalBatch(own.ranks, self.buffer, in_blocks=self.layers is not None)
+        return own
 
     @property
     def all_at_once(self) -> bool:
