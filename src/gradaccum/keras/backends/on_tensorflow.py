@@ -214,6 +214,13 @@ class Backend(base.Backend):
         run = function if model.run_eagerly else tf.function(function, jit_compile=model.jit_compile)
         return lambda: keras.ops.convert_to_numpy(run(*arguments)[0][0]), None
 
+    def chunks(self, tensors: list[Any], micro_batch_size: int) -> Any:
+        rows = tensors[0].shape[0]
+        if rows is None:  # of any number of inputs, which `cut` takes for a batch's x, y and weights
+            named = [(f"input {number}", one) for number, one in enumerate(tensors) if has_rows(one)]
+            rows = self.checked_rows(named, 1)
+        return self.cut(tensors, rows, lambda rows: micro_batch_size)
+
     def recomputed(self, passes: Any, carry: list[Any]) -> tuple[list[Any], list[Any]]:
         given, count = len(passes.inputs), len(passes.body.specs)
 
