@@ -32,7 +32,7 @@ NETWORKS = {"784-512-512-10": (784, 512, 12), "32-64-64-10": (32, 64, 24), "1024
 CONTENDERS = ("built-in", "plain", "gradaccum", "gradaccum with callback")
 WATCHED = "watched"
 ROWS, STEPS = 16, 8
-BUILDS, ROUNDS = 4, 3
+BUILDS, ROUNDS = 3, 2
 """How often all contenders are built, as where their memory lies decides some per cent; and rounds of each build."""
 BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
 
