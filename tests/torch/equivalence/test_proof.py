@@ -5,13 +5,14 @@ import logging
 import random
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import gradaccum
-from gradaccum.on_torch.adapter.kinds import BatchKinds
+from gradaccum.on_torch.adapter.kinds import BatchKinds, rows_to_prove
 from gradaccum.on_torch.batch import Batch
 from gradaccum.torch import TrainStep, check_equivalence
 from tests.torch.equivalence import problems
@@ -731,3 +732,12 @@ def test_frequent_wrong_weights_of_a_mean_over_what_counts_are_refused_and_the_r
             else:
                 silent += [(name, seed)] if name != "right" else []
     assert not silent
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.tensor, lambda values: torch.tensor(values).bfloat16()])
+def test_of_40_rows_those_with_a_missing_label_are_among_the_few_that_are_proven(convert):
+    labels = [1.0] * 40
+    for row in (7, 19, 31):
+        labels[row] = -100.0
+    batch = Batch((torch.zeros(40, 3), convert(labels)))
+    assert {7, 19, 31} <= {*rows_to_prove(batch, 8)}

@@ -108,7 +108,7 @@ def checked_options(loss_fn: Any, **keywords: Any) -> Options:
     _check_loss(keywords["weight"], keywords["reduction"])
     if keywords["accumulate_dtype"] is not None:
         keywords["accumulate_dtype"] = _dtype(keywords["accumulate_dtype"])
-    _check_aux(**{name: keywords[name] for name in ("aux", "has_aux", "state_argnum")})
+    _check_aux(keywords["aux"], keywords["has_aux"], keywords["state_argnum"])
     if not keywords["has_aux"]:
         keywords["aux"] = None  # what is said of nothing must not decide how devices share the work
     return Options(loss_fn=loss_fn, **keywords)

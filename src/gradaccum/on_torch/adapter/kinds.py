@@ -164,14 +164,16 @@ def rows_to_prove(batch: Batch, most: int) -> list[int]:
 def arrays_of(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of a batch in host memory, rows in front, with their paths; of large ones some numbers."""
     for path, leaf, dim in batch.leaves:
-        if _is_plain(leaf) and not leaf.is_complex():
+        if not isinstance(leaf, Tensor):
+            yield path, np.moveaxis(np.asarray(leaf), dim, 0)
+        elif _is_plain(leaf) and not leaf.is_complex():
             values = leaf.detach().movedim(dim, 0)
             if values.is_floating_point():
                 if values.numel() > MOST_NUMBERS:
                     values = values.flatten(1)[:, :: -(-values.numel() // MOST_NUMBERS)]
                 if values.dtype not in _OF_NUMPY:
                     values = values.float()
-            yield path, values.cpu().numpy()
+            yield path, values.resolve_neg().cpu().numpy()
 
 
 def _in_the_models(modes: list[bool]) -> Iterator[tuple[bool, int, bool]]:
