@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import PAGE, RECORDS, keep, section_of
+from benchmarks.harness import section_of
 from benchmarks.picture import drawn
 
 HERE = Path(__file__).parent
@@ -36,7 +36,6 @@ ON_CUDA = (
 )  # fmt: skip
 """Those that `--device cuda` is for."""
 TIME_LIMIT = 1200
-IMAGE = PAGE.parent / "images" / "benchmarks.svg"
 
 
 def main() -> int:
@@ -76,20 +75,11 @@ def main() -> int:
     results.with_suffix(".md").write_text(page, encoding="utf-8")
     results.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     results.with_suffix(".svg").write_text(drawn(records), encoding="utf-8")
-    if options.write:
-        write_picture()
     failed = [name for (name, _), record in zip(runs, done, strict=True) if not record]
     print(f"{len(runs)} benchmarks in {time.perf_counter() - started:.0f} s: {results}.md, .json and .svg")
     if failed:
         print(f"failed, or not done in time: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def write_picture() -> None:
-    """Draw docs/images/benchmarks.svg from docs/benchmarks.json, and show it on the page."""
-    IMAGE.write_text(drawn(json.loads(RECORDS.read_text(encoding="utf-8"))), encoding="utf-8")
-    words = "The table's times: a line for each contender, the rival of each comparison at 1."
-    keep(PAGE, "picture", f"![{words}](images/benchmarks.svg)\n")
 
 
 def cuda_is_found() -> bool:

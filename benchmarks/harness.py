@@ -331,6 +331,9 @@ def publish(
         for target, text in record["blocks"].items() if options.device == "cpu" else ():
             page, _, block = target.partition("#")
             keep(ROOT / page, block, text)
+        from benchmarks.picture import write_picture  # which draws what is kept here
+
+        write_picture()
 
 
 def packages(names: Sequence[str]) -> str:

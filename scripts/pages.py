@@ -35,7 +35,15 @@ EXAMPLES = {
     if path.parent.name != "demo"
 }
 PAGES = {**WHOLE_FILES, **EXAMPLES}
-CONCEPTS = ("noise_scale.md", "batch_norm.md", "equivalence.md", "limits.md", "layers.md", "contrastive.md")
+CONCEPTS = (
+    "noise_scale.md",
+    "batch_norm.md",
+    "equivalence.md",
+    "limits.md",
+    "layers.md",
+    "contrastive.md",
+    "howto/mixed_precision.md",
+)
 """Pages that a search for their subject finds before those that mention it."""
 LAST = ("benchmarks.md", "changelog.md", "examples/")
 

@@ -126,8 +126,11 @@ def chart(
     shapes = [
         text(20, 28, title, "title"),
         text(20, 48, y_label, "small"),
-        text(width - 30, height - 52, x_label, "small end"),
+        text(width - 30, height - 38, x_label, "small end"),
     ]
+    for i in range(5):
+        at = most_x * i / 4
+        shapes.append(text(place(at, least)[0], height - 54, f"{at:.3g}", "small end" if i == 4 else "small mid"))
     step = next(s for s in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if (most - least) / s <= 6)
     for i in range(int(least // step), int(most // step) + 1):
         if least <= i * step <= most:

@@ -19,7 +19,7 @@ MARKED = r"<!-- measured:(\w+) -->\n(.*?)<!-- /measured:\1 -->"
 SCRIPTS = {name: (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8") for name in runner.NAMES}
 NUMBER = r"\d[\d.,]*\s(?:ms|ns|microseconds|milliseconds|[KMG]i?B\b)|\d+\.\d+\s(?:of|times)\s(?:the|its|as)\b"
 SETTINGS = {
-    "README.md": ["280 MB"],  # what the demo downloads
+    "README.md": ["1.2 GB", "280 MB"],  # what the tests and the demo download
     "docs/contrastive.md": ["4 MiB"],  # 1024 x 1024 x 4 bytes
     "docs/scaling.md": ["25 MiB"],  # DDP's buckets
 }
@@ -86,6 +86,18 @@ def test_numbers_on_other_pages_are_those_of_the_records():
     assert dict(marked(ROOT / "docs" / "peers.md")) == {"peers": "{body}\n\n{made}\n".format(**records["peers"])}
     (away,) = re.findall(r"\*\*(\d+) % away\*\*", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert f" {away}% |" in records["demo"]["body"]
+
+
+def test_the_readmes_distances_are_those_of_the_page_of_peers():
+    """Their rows have other words there, in a table of twelve."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    peers = (ROOT / "docs/peers.md").read_text(encoding="utf-8")
+    rows = {"ragged": "4, 4 and 1", "short window": "ends inside", "tokens": "means over", "resume": "saved inside"}
+    for case, words in rows.items():
+        cells = re.search(rf"^\| \*\*{case}\*\*: .*?\| (.*) \|$", peers, re.MULTILINE)[1].split(" | ")
+        _, accelerate, lightning, keras, optax, ours = (cell.removeprefix("off by ") for cell in cells)
+        shown = re.search(rf"^\| [^|]*{words}[^|]*\| (.*) \|$", readme, re.MULTILINE)[1].split(" | ")
+        assert shown == [ours, accelerate, lightning, keras, optax], case
 
 
 def test_every_script_is_run_in_turn_and_what_fails_is_named(tmp_path, monkeypatch, capsys):
@@ -166,6 +178,12 @@ def test_a_section_takes_the_place_of_its_last_one_in_page_and_records(tmp_path,
 def test_the_machine_has_a_processor_and_no_name_of_its_own():
     assert re.fullmatch(r".+, \d+ cores", harness.machine())
     assert platform.node() not in harness.machine()
+
+
+def test_the_picture_on_the_page_is_that_of_the_tables():
+    records = json.loads(harness.RECORDS.read_text(encoding="utf-8"))
+    shown = (ROOT / "docs/images/benchmarks.svg").read_text(encoding="utf-8")
+    assert shown == drawn(records), "benchmarks.picture.write_picture() draws it anew"
 
 
 def test_the_picture_has_each_contender_keeps_to_its_frame_and_counts_sizes_as_people_do():

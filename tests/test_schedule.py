@@ -87,6 +87,13 @@ def test_steps_for_gives_the_fewest_steps_that_reach_the_desired_rows(desired, m
     assert (steps - 1) * maximum * ranks < desired <= steps * maximum * ranks
 
 
+def test_steps_for_says_that_its_arguments_may_be_swapped(caplog):
+    assert steps_for(256, 256) == 1
+    assert not caplog.records
+    assert steps_for(16, 256) == 1
+    assert "steps_for(desired_batch_size=256, maximum_batch_size=16)" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["desired_batch_size", "maximum_batch_size", "ranks"])
 @pytest.mark.parametrize("value", [0, -4, 2.0, True, "64"])
 def test_steps_for_refuses_what_does_not_count_anything(name, value):

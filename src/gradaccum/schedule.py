@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import numbers
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Union
+
+logger = logging.getLogger("gradaccum")
 
 Steps = Union[int, Mapping[int, int], Callable[[int, int], int], "Schedule"]
 """What users may pass as `steps`."""
@@ -107,7 +110,8 @@ class Schedule:
 def steps_for(desired_batch_size: int, maximum_batch_size: int, *, ranks: int = 1) -> int:
     """Steps that reach the desired rows with micro-batches of at most `maximum_batch_size` rows on each rank.
 
-    Rounds up, so the effective batch size is at least the desired one if every micro-batch is full.
+    Rounds up, so the effective batch size is at least the desired one if every micro-batch is full. If the desired rows
+    fit at once, the result is 1 and a log line says so, as the arguments may have been swapped.
 
     Args:
         desired_batch_size: Rows of one update, over all ranks.
@@ -125,6 +129,12 @@ def steps_for(desired_batch_size: int, maximum_batch_size: int, *, ranks: int = 
     arguments = {"desired_batch_size": desired_batch_size, "maximum_batch_size": maximum_batch_size, "ranks": ranks}
     for name, value in arguments.items():
         checked_count(value, name)
+    if desired_batch_size < maximum_batch_size:
+        logger.warning(
+            "steps_for: %d desired rows fit at once, as %d do, so windows have 1 step. If the two were swapped: "
+            "steps_for(desired_batch_size=%d, maximum_batch_size=%d).",
+            *(desired_batch_size, maximum_batch_size, maximum_batch_size, desired_batch_size),
+        )
     return -(-desired_batch_size // (maximum_batch_size * ranks))
 
 

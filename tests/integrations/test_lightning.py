@@ -579,7 +579,7 @@ def test_a_lightning_that_lacks_a_name_is_too_old_or_has_another_strategy_is_ref
 
 def test_the_pages_examples_run(monkeypatch):
     data = TensorDataset(torch.randn(22, 3), torch.randn(22, 1))
-    names = {"__name__": "page", "rows": data, "loader": DataLoader(data, batch_size=2)}
+    names = {"__name__": "page", "loader": DataLoader(data, batch_size=2)}
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     monkeypatch.setattr(lightning, "Trainer", functools.partial(lightning.Trainer, **quiet))
 

@@ -116,3 +116,10 @@ def test_what_never_changes_is_a_sentence_and_no_picture_and_other_numbers_get_t
     assert "The same" not in str(parse("run", steps[:1]).report()), "one update says nothing of that"
     others = [encode({"update": i, "loss": 1.0 + i, "accuracy": 0.5 * i}) for i in range(3)]
     assert [figure.title for figure in parse("run", others).report().figures] == ["Loss", "accuracy"]
+
+
+def test_numbers_too_long_and_nesting_too_deep_are_damage_and_no_traceback():
+    long = "9" * 400
+    run = parse("run", [f'{{"update": 1, "loss": {long}}}', f'{{"update": {long}}}', "[" * 100_000])
+    assert (len(run.updates), run.damaged, run.column("loss")) == (1, 2, ([], []))
+    assert "1 update." in str(run.report())

@@ -126,7 +126,7 @@ def parse(name: str, lines: Iterable[str]) -> Run:
     for line in filter(str.strip, lines):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or nested a thousand times
             record = None
         if isinstance(record, dict) and isinstance(record.get("start"), dict):
             starts.append(record["start"])
@@ -154,4 +154,6 @@ def encode(record: Mapping[str, Any]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return (isinstance(value, (int, float)) and not isinstance(value, bool)) or value in ("nan", "inf", "-inf")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value.bit_length() < 1024  # larger ones don't fit into a float
+    return isinstance(value, float) or value in ("nan", "inf", "-inf")
