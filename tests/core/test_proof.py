@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from gradaccum.core.numpy_arrays import ArrayRunner
-from gradaccum.core.proof import Comparison, Outcome, even_ways, interleaved_ways, telling_order
+from gradaccum.core.proof import Comparison, Outcome
+from gradaccum.core.ways import even_ways, interleaved_ways, telling_order
 
 ROWS = 8
 X = np.random.default_rng(0).normal(size=(ROWS, 3))

@@ -22,7 +22,8 @@ from random import Random
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from gradaccum.core.equivalence import Cause
-from gradaccum.core.proof import Runner, Way, differences_between
+from gradaccum.core.proof import Runner, differences_between
+from gradaccum.core.ways import Way
 
 Array = Any
 Rows = Any

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from gradaccum.core.causes import Leaf
-from gradaccum.core.proof import Measured, Runner, informative_rows, last_place
+from gradaccum.core.proof import Measured, Runner
+from gradaccum.core.rounding import last_place
+from gradaccum.core.ways import informative_rows
 
 
 class ArrayRunner(Runner):

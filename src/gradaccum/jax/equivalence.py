@@ -16,7 +16,8 @@ from jax.extend.random import define_prng_impl, threefry_prng_impl
 from gradaccum.core.causes import LossFacts, LossSplit, coupling_cause, halves, loss_cause, shared_input
 from gradaccum.core.equivalence import Cause, Difference, Equivalence
 from gradaccum.core.numpy_arrays import ArrayRunner, largest, leaf_of, numbers_of_rows
-from gradaccum.core.proof import Comparison, Outcome, Way, even_ways
+from gradaccum.core.proof import Comparison, Outcome
+from gradaccum.core.ways import Way, even_ways
 from gradaccum.jax.batch import Batch, argument_names, argument_numbers, axes_of_each, equations
 from gradaccum.jax.loss import Verdict
 from gradaccum.jax.train_step import judge_loss, known_exact, value_and_grad

@@ -15,8 +15,9 @@ from keras import ops, tree
 from gradaccum.core.causes import innermost, mixing_cause
 from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.numpy_arrays import ArrayRunner, largest
-from gradaccum.core.proof import Comparison, Outcome, Way
+from gradaccum.core.proof import Comparison, Outcome
 from gradaccum.core.sizes import even_sizes
+from gradaccum.core.ways import Way
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import is_float, unpack
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, during_micro_batch

@@ -15,7 +15,8 @@ import keras
 from keras import ops, tree
 
 from gradaccum.core.equivalence import Equivalence
-from gradaccum.core.proof import Comparison, even_ways
+from gradaccum.core.proof import Comparison
+from gradaccum.core.ways import even_ways
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import rows_of
 from gradaccum.keras.batch_norm import BatchNorm, BatchNormOrExact, checked_batch_norm

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.core.equivalence import Equivalence
-from gradaccum.core.proof import IN_FLOAT64
+from gradaccum.core.rounding import IN_FLOAT64
 from gradaccum.on_torch.arguments import checked_model
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.schedule import checked_count

@@ -22,8 +22,10 @@ import numpy as np
 from keras import ops, tree
 
 from gradaccum.core.numpy_arrays import relative_error
-from gradaccum.core.proof import Comparison, Outcome, Way, rounding
+from gradaccum.core.proof import Comparison, Outcome
+from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
+from gradaccum.core.ways import Way
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import assign, has_rows, is_float, kind_of

@@ -14,16 +14,11 @@ from keras import ops, tree
 
 from gradaccum.core.equivalence import Equivalence
 from gradaccum.core.numpy_arrays import numbers_of_rows, rows_to_prove
-from gradaccum.core.proof import (
-    ENOUGH,
-    ROWS,
-    Comparison,
-    ProofSchedule,
-    ragged_size,
-    rounding,
-    telling_order,
-)
+from gradaccum.core.proof import Comparison
+from gradaccum.core.proof_schedule import ENOUGH, ROWS, ProofSchedule
+from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
+from gradaccum.core.ways import ragged_size, telling_order
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import private
 from gradaccum.keras.backends.base import has_rows, kind_of, rows_of, unpack

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from gradaccum.core import numpy_arrays
 from gradaccum.core.numpy_arrays import FEW
-from gradaccum.core.proof import ENOUGH, informative_units
+from gradaccum.core.proof_schedule import ENOUGH
+from gradaccum.core.ways import informative_units
 from gradaccum.on_torch.batch import Batch, read_later
 
 SMALL = 1 << 12

@@ -16,7 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from gradaccum.core.proof import Comparison, Outcome, Way, with_fewer_rows
+from gradaccum.core.proof import Comparison, Outcome, with_fewer_rows
+from gradaccum.core.ways import Way
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.adapter.arrays import TorchRunner
 from gradaccum.on_torch.adapter.probes import Trace, mixing, part_differs
@@ -24,7 +25,7 @@ from gradaccum.on_torch.adapter.rng import RowwiseRng
 from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_rows, take
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import graph_of, run_backward
-from gradaccum.on_torch.random_state import held_generators
+from gradaccum.on_torch.reach import held_generators
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import frozen
 from gradaccum.torch.buffers import Contents, ModuleContents, gradients_kept, left_as_found

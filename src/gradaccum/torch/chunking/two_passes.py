@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradaccum.core.proof import rounding
+from gradaccum.core.rounding import rounding
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.adapter.arrays import relative_error
 from gradaccum.on_torch.batch import BatchDims, children, leaves, map_leaves

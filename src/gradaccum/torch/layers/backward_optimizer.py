@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradaccum.core.proof import rounding
+from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import format_bytes
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.adapter.arrays import relative_error

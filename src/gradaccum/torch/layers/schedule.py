@@ -15,7 +15,8 @@ from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
 from gradaccum.on_torch.oom_retry import OomRetry, RestartWindow
 from gradaccum.on_torch.private import leaves_of
-from gradaccum.on_torch.random_state import Conditions, all_generators, held_generators, kept
+from gradaccum.on_torch.random_state import Conditions, all_generators, kept
+from gradaccum.on_torch.reach import held_generators
 from gradaccum.on_torch.state import Snapshot
 from gradaccum.torch.buffers import Contents, ModuleContents
 from gradaccum.torch.chunking.two_passes import (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gradaccum.core.window import checked_reduction
 from gradaccum.on_torch.batch import Batch, BatchDims
-from gradaccum.on_torch.random_state import MOST, names_of
+from gradaccum.on_torch.reach import MOST, names_of
 from gradaccum.torch.loss.named import (
     Terms,
     Totals,

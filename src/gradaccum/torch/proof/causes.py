@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradaccum.core.causes import LossFacts, LossSplit, halves, loss_cause, mixing_cause, moving_cause, shared_input
 from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.numpy_arrays import leaf_of
-from gradaccum.core.proof import Runner, Way
+from gradaccum.core.proof import Runner
+from gradaccum.core.ways import Way
 from gradaccum.on_torch.adapter.probes import Trace, mixing, part_differs
 from gradaccum.on_torch.batch import Batch, children, rebuild
 from gradaccum.torch.loss import Objective, referred

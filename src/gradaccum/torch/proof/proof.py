@@ -21,26 +21,16 @@ from torch import Tensor, nn
 
 from gradaccum.core.equivalence import Cause, Difference, Equivalence
 from gradaccum.core.numpy_arrays import numbers_of_rows
-from gradaccum.core.proof import (
-    ATTEMPTS,
-    IN_FLOAT64,
-    Comparison,
-    ProofSchedule,
-    Way,
-    WeightlessError,
-    interleaved_ways,
-    ragged_ways,
-    rounding,
-    with_fewer_rows,
-    worst,
-)
+from gradaccum.core.proof import Comparison, WeightlessError, with_fewer_rows, worst
+from gradaccum.core.rounding import IN_FLOAT64, rounding
 from gradaccum.core.sizes import Groups, even_sizes
+from gradaccum.core.ways import Way, interleaved_ways, ragged_ways
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch import random_state
-from gradaccum.on_torch.adapter.kinds import BatchKinds, arrays_of, rows_to_prove
+from gradaccum.on_torch.adapter.kinds import arrays_of, rows_to_prove
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
-from gradaccum.on_torch.random_state import held_generators
+from gradaccum.on_torch.reach import held_generators
 from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, frozen
 from gradaccum.torch.buffers import ModuleState, gradients_kept, left_as_found, owners_of_buffers, warn_of_buffers
 from gradaccum.torch.loss import Objective
@@ -53,6 +43,7 @@ from gradaccum.torch.proof.causes import (
     nondeterminism_cause,
     suspicion,
 )
+from gradaccum.torch.proof.schedule import BatchSchedule
 from gradaccum.torch.proof.trial import Accumulate, BatchRunner, Gradients, LoweredScale, Trial, named_parameters
 
 logger = logging.getLogger("gradaccum")
@@ -83,34 +74,35 @@ class Proof:
         synced = any(isinstance(module, nn.SyncBatchNorm) for module in objective.model.modules())
         self.exact = batch_norm == "exact" and not synced
         self.scale = LoweredScale(scaler)
-        self.schedule, self.kinds, self._attempts = ProofSchedule(), BatchKinds(), 0
-        self._text = frozenset[str]()
-        self._failed_parts: tuple[int, Exception | None] = 0, None
-        self._pending_warning = ""
+        self.schedule = BatchSchedule()
+        self.ran = False
+        """Whether it has run since `tell`."""
+        self.quick = False
+        """Whether rows run just now as where nothing is drawn: what differs then is looked at once more."""
+        self._begin(frozenset())
         self._warned: set[str] = set()
         self._generators: list[Any] = []
         self._unused: dict[bool, torch.dtype] = {}
         """With and without autocast: in which dtype the latest proof has computed, if nothing was drawn in it."""
-        self.quick = False
-        """Whether rows run just now as where nothing is drawn: what differs then is looked at once more."""
 
-    def is_due(self, batch: Batch, modes: list[bool], text: frozenset[str] = frozenset()) -> bool:
-        """Whether this batch, which has rows to be split, is to be proven: of a new kind, or the 2nd, 4th, 8th, ..."""
-        self._pending_warning, self._text, self._failed_parts, self.quick = "", text, (0, None), False
-        if batch.rows < 2 or self._attempts >= ATTEMPTS or (batch.groups is not None and len(batch.units()) < 2):
-            self.schedule.batches += 1
-            return False
-        return self.schedule.is_due(self.kinds.is_new(batch, modes, text))
+    def _begin(self, text: frozenset[str]) -> None:
+        self._text, self._pending_warning, self.quick = text, "", False
+        self._failed_parts: tuple[int, Exception | None] = 0, None
 
-    def run(self, batch: Batch, size: int | None = None) -> None:
-        """Prove that micro-batches of the batch that `is_due` make its update. Moves nothing, and compiles nothing."""
+    def run(self, batch: Batch, size: int | None = None, text: frozenset[str] = frozenset()) -> None:
+        """Prove that micro-batches of the batch that `schedule` includes make its update, and that alone.
+
+        `text`: the paths of what `max_tokens` cuts in it. Moves nothing, and compiles nothing.
+        """
+        self.ran = True
+        self._begin(text)
         _uncompiled()(self, batch, size)
 
     def _run(self, batch: Batch, size: int | None) -> None:
         named = named_parameters(self.objective)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in named.values()):
             return
-        self._attempts += 1
+        self.schedule.attempts += 1
         for cause in counting_layers(self.objective.modules.values()):
             raise NotEquivalentError(f"{cause.message} verify=False leaves this proof out.")
         known = {id(parameter) for parameter in named.values()}
@@ -144,7 +136,7 @@ class Proof:
             self._could_not(tried[-1].rows if tried else 0, error)
             return False
         if found.found is None:
-            self._attempts -= not found.weighs  # as no update is made with it, either
+            self.schedule.attempts -= not found.weighs  # as no update is made with it, either
             self.schedule.postpone()
             return False
         runner, wrong = found.runner, found.wrong
@@ -153,7 +145,7 @@ class Proof:
         elif wrong and (causes := self._causes(runner.batch, wrong, runner.tolerance)):
             sizes = tuple(tuple(sizes) for _, sizes in found.ways)
             self._refuse(Equivalence((*found.found,), runner.tolerance, tuple(causes), runner.rows, sizes))
-        self._proven()
+        self.schedule.proven()
         return True
 
     def _compared(
@@ -200,10 +192,6 @@ class Proof:
             self._failed_parts = batch.rows, error
             raise
 
-    def _proven(self) -> None:
-        self.kinds.add()
-        self._attempts = 0
-
     def _could_not(self, rows: int, error: Exception) -> None:
         if self.schedule.repeated:
             logger.debug("The proof could not be repeated on %d rows: %s", rows, error)
@@ -216,6 +204,7 @@ class Proof:
     def check_error(self, error: BaseException) -> None:
         """Raise a NotEquivalentError where the update has failed as micro-batches of the proof did, unlike its rows."""
         rows, known = self._failed_parts
+        self._end()
         if type(error) is type(known) and type(error) in (RuntimeError, AssertionError, IndexError):
             raise NotEquivalentError(
                 "accumulated gradients differ from the large batch's.\n"
@@ -227,8 +216,12 @@ class Proof:
         """The update has been made, so what could not be proven is no error of the batch or the model: warn of it."""
         if self._pending_warning:
             logger.warning(self._pending_warning)
-            self._pending_warning = ""
-            self._proven()
+            self.schedule.proven()
+        self._end()
+
+    def _end(self) -> None:
+        self.ran = False
+        self._begin(frozenset())
 
     def _refuse(self, result: Equivalence) -> None:
         try:

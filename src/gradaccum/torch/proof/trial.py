@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradaccum.core.proof import Outcome, Way, rounding
+from gradaccum.core.proof import Outcome
+from gradaccum.core.rounding import rounding
+from gradaccum.core.ways import Way
 from gradaccum.on_torch.adapter.arrays import TorchRunner, sample
 from gradaccum.on_torch.adapter.probes import Trace
 from gradaccum.on_torch.adapter.rng import RowwiseRng, watched
 from gradaccum.on_torch.batch import Batch
-from gradaccum.on_torch.random_state import held_generators
+from gradaccum.on_torch.reach import held_generators
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
 from gradaccum.torch.buffers import ModuleState

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.core.equivalence import Cause
-from gradaccum.core.proof import rounding
+from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import Groups, Joined, Slice, TokenBudget, Tokens
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.adapter.probes import Trace, mixing, tokens_differ

@@ -196,6 +196,7 @@ class TrainStep:
             scaler=update.scaler,
             explain=self.batcher.cause,
         )
+        self._schedule = self._proof.schedule
 
     def __dir__(self) -> list[str]:
         """What is public: the methods and properties, `losses`, `model` and `updates`."""
@@ -280,7 +281,8 @@ class TrainStep:
                 self.update.check_empty()
             self._prove(batch)
             loss = self._leave_gradients(batch) if leaves else self._make_update(batch)
-            self._proof.tell()
+            if self._proof.ran:
+                self._proof.tell()
         except BaseException as error:
             self.update.abandon()
             state.abandon()
@@ -323,14 +325,15 @@ class TrainStep:
     def _prove(self, batch: Batch) -> None:
         if not self._verify or not (self._windows.whole is not None or self.batcher.splits(batch)):
             return
-        if not self._proof.is_due(batch, self._state.modes, self.batcher.text(batch)):
+        text = self.batcher.text(batch)
+        if not self._schedule.includes(batch, self._state.modes, text):
             return
         self.proving = True
         self.update.buffer.clear()  # of the last update's gradients, beside which the proof's would take memory
         try:
             self.batcher.plan(batch)  # max_tokens judges the padding
             with proof_of(self._layers), self._windows.oom.around():
-                self._proof.run(batch, self.batcher.finder.given)
+                self._proof.run(batch, self.batcher.finder.given, text)
         finally:
             self.proving = False
         self._state.retake()

@@ -20,7 +20,8 @@ from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.grad_buffer import WindowTotal
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.oom_retry import OneRow, OomRetry, Passes, RestartWindow, nothing_fits
-from gradaccum.on_torch.random_state import all_generators, held_generators
+from gradaccum.on_torch.random_state import all_generators
+from gradaccum.on_torch.reach import held_generators
 from gradaccum.on_torch.stages import gradient_stages, run_stages
 from gradaccum.on_torch.state import Snapshot, WindowState, as_found
 from gradaccum.torch.batch_norm import BatchNormPolicy, batch_norms
