@@ -9,7 +9,7 @@ model.fit(x, y, batch_size=256)          # each update: 16 micro-batches of 16 r
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import keras
 from keras import ops, tree
@@ -25,10 +25,13 @@ from gradaccum.keras.equivalence import StepRunner, find_causes
 from gradaccum.keras.train_step import MicroBatchedStep, remove_step
 from gradaccum.schedule import checked_count
 
+Model = TypeVar("Model", bound=keras.Model)
+"""The type of the user's model, which `micro_batched` returns as it is."""
+
 
 def micro_batched(
-    model: Any, micro_batch_size: int | Literal["auto"], *, batch_norm: BatchNormOrExact = "warn", verify: bool = True
-) -> Any:
+    model: Model, micro_batch_size: int | Literal["auto"], *, batch_norm: BatchNormOrExact = "warn", verify: bool = True
+) -> Model:
     """Let `fit` and `train_on_batch` run each batch in micro-batches, with the update of the whole batch.
 
     The update after micro-batches i of `rows_i` rows is the one plain `fit` makes from the whole batch:

@@ -230,3 +230,16 @@ def test_a_weight_that_counts_what_parameters_decide_is_no_error():
 
     expected = jax.jit(jax.grad(lambda params: loss_fn(params, tokens(8))["sure"][0]))(PARAMS)
     assert_same(in_micro_batches(loss_fn, 4)(PARAMS, tokens(8))[1], expected)
+
+
+def test_the_functions_have_the_arguments_of_the_loss():
+    def loss_fn(params, batch, power):
+        return ((batch @ params) ** (2 if power == "two" else 4)).mean()
+
+    arguments = jnp.ones(3), jnp.ones((6, 3)), "two"
+    for of in (gradaccum.jax.value_and_grad, gradaccum.jax.grad):
+        compiled = jax.jit(of(loss_fn, micro_batch_size=4), static_argnames="power")  # a name, passed by position
+        expected = {gradaccum.jax.grad: jax.grad, gradaccum.jax.value_and_grad: jax.value_and_grad}[of](loss_fn)
+        assert_same(compiled(*arguments), expected(*arguments))
+    with pytest.raises(ValueError, match="or \"auto\". Received: 'fastest'"):
+        gradaccum.jax.grad(loss_fn, micro_batch_size="fastest")  # type: ignore[arg-type]  # which mypy refuses, too

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, ParamSpec
 
-from gradaccum.jax.train_step.accumulate import accumulated
+from gradaccum.jax.train_step.accumulate import Accumulation, accumulated
 from gradaccum.jax.train_step.auto_size import AutoSize
 from gradaccum.jax.train_step.call import Call
 from gradaccum.jax.train_step.devices import data_axes, on_each_device
+from gradaccum.jax.train_step.noise import MeasuredAccumulation
 from gradaccum.jax.train_step.options import checked_options
 from gradaccum.jax.train_step.verify import Verification
 
+Arguments = ParamSpec("Arguments")
+"""The arguments of the loss, which are those of the function that is returned."""
+
 
 def value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[Arguments, Any],
     *,
-    micro_batch_size: int | str,
+    micro_batch_size: int | Literal["auto"],
     argnums: int | tuple[int, ...] = 0,
     batch_argnums: int | tuple[int, ...] = 1,
     in_axes: Any = 0,
     weight: Callable[..., Any] | None = None,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum"] = "mean",
     has_aux: bool = False,
     aux: Any = "concat",
     rng_argnum: int | None = None,
@@ -30,7 +35,7 @@ def value_and_grad(
     memory_limit: int | str | None = None,
     noise_scale: bool = False,
     verify: bool = True,
-) -> Callable[..., Any]:
+) -> Callable[Arguments, Any]:
     """Like `jax.value_and_grad(loss_fn)`, in the memory of a micro-batch.
 
     The function that it returns takes the arguments of `loss_fn` and gives the loss and gradients of the whole batch,
@@ -97,27 +102,30 @@ def value_and_grad(
     """
     keywords = {name: given for name, given in locals().items() if name != "verify"}
     options = checked_options(**keywords, verification=Verification() if verify else None)
-    auto = AutoSize(options.memory_limit, accumulated)
+    accumulate = functools.partial(accumulated, accumulation_type=MeasuredAccumulation if noise_scale else Accumulation)
+    auto = AutoSize(options.memory_limit, accumulate)
 
-    def value_and_grad_of(*args: Any, **kwargs: Any) -> Any:
+    def value_and_grad_of(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         call = Call(options, args, kwargs)
         if call.batch.devices > 1 and not call.is_traced:
             return call.compiled(value_and_grad_of)
         size = options.micro_batch_size
-        return _computed(call, auto.of(call) if isinstance(size, str) else size)
+        return _computed(
+            call, functools.partial(accumulate, micro_batch_size=auto.of(call) if size == "auto" else size)
+        )
 
     return _named(value_and_grad_of, loss_fn)
 
 
 def grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[Arguments, Any],
     *,
-    micro_batch_size: int | str,
+    micro_batch_size: int | Literal["auto"],
     argnums: int | tuple[int, ...] = 0,
     batch_argnums: int | tuple[int, ...] = 1,
     in_axes: Any = 0,
     weight: Callable[..., Any] | None = None,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum"] = "mean",
     has_aux: bool = False,
     aux: Any = "concat",
     rng_argnum: int | None = None,
@@ -126,7 +134,7 @@ def grad(
     memory_limit: int | str | None = None,
     noise_scale: bool = False,
     verify: bool = True,
-) -> Callable[..., Any]:
+) -> Callable[Arguments, Any]:
     """The gradients of `value_and_grad` alone, as `jax.grad`: `(gradients, aux)` with `has_aux`, or with a new state.
 
     With `noise_scale` the norms of this update come last.
@@ -144,7 +152,7 @@ def grad(
     keywords = {name: given for name, given in locals().items() if name != "loss_fn"}
     both = value_and_grad(loss_fn, **keywords)
 
-    def grad_of(*args: Any, **kwargs: Any) -> Any:
+    def grad_of(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         value, *found = both(*args, **kwargs)
         if has_aux or state_argnum is not None:
             found.insert(1, value[1])
@@ -153,12 +161,10 @@ def grad(
     return _named(grad_of, loss_fn)
 
 
-def _computed(call: Call, micro_batch_size: int) -> Any:
-    def computed(call: Call) -> Any:
-        return accumulated(call, micro_batch_size)
-
-    options, axes = call.options, data_axes(call)
-    losses, state, aux, gradients, norms = on_each_device(call, axes, computed) if axes else computed(call)
+def _computed(call: Call, accumulate: Callable[[Call], Any]) -> Any:
+    """The value and the gradients, in the structure that `jax.value_and_grad` gives them."""
+    options, axes = call.options, data_axes(call) if call.batch.devices > 1 else ()
+    losses, state, aux, gradients, norms = on_each_device(call, axes, accumulate) if axes else accumulate(call)
     value = losses.get("", losses)
     if options.state_argnum is not None:
         value = (value, (state, aux) if options.has_aux else state)
@@ -168,8 +174,9 @@ def _computed(call: Call, micro_batch_size: int) -> Any:
     return (*found, norms) if options.noise_scale else found
 
 
-def _named(function: Callable[..., Any], loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function by the name of the loss, for profiles and tracebacks."""
+def _named(function: Callable[Arguments, Any], loss_fn: Callable[Arguments, Any]) -> Callable[Arguments, Any]:
+    """The function by the name of the loss, for profiles and tracebacks, and with its arguments, as of `jax.grad`."""
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     function.__name__ = function.__qualname__ = f"{function.__name__}_{name}"
+    function.__wrapped__ = loss_fn  # type: ignore[attr-defined]  # as functools.wraps says whose signature it has
     return function
