@@ -1,4 +1,4 @@
-"""`python -m examples.demo`: an attention network's memory, then two runs on pictures, with a report of both.
+"""`python -m examples.demo`: an attention network's memory, then runs on pictures, with a report of both.
 
 Exit code 0: equal; 1: accumulated and large batch differ by more than rounding; 2: bad input; 3: a run failed.
 """
@@ -39,7 +39,7 @@ EPOCHS = {"digits": 60}
     "--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Rows of the large batch."
 )
 @click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Micro-batches per update.")
-@click.option("--epochs", type=click.IntRange(min=1), help="Default: 6 of FashionMNIST, 60 of the digits.")
+@click.option("--epochs", type=click.IntRange(min=1), help="Default: 4 of FashionMNIST, 60 of the digits.")
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float64", show_default=True)
 @click.option(
     "--out",

@@ -60,24 +60,33 @@ def _network(initial: Sequence[np.ndarray], dtype: torch.dtype) -> nn.Sequential
 
 def _optimizer(setup: Setup, plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=setup.learning_rate)
-    if plan.steps > 1:
+    if plan.steps > 1 and not plan.by_hand:
         optimizer = gradaccum.torch.optim.Optimizer(optimizer, steps=plan.steps, model=model)
     return optimizer
 
 
 def _epoch(plan: Plan, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, notify: Notify) -> float:
-    """The training loop, the same for both runs. Returns the mean loss over all rows."""
+    """The training loop, the same for (a) and (b). Returns the mean loss over all rows."""
     total = torch.zeros((), dtype=x.dtype)
     loader = _slices(x, y, plan)
     for i, (inputs, labels) in enumerate(_batches(optimizer, loader), start=1):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        total += loss.detach() * len(inputs)
+        total += _micro_batch(plan, model, optimizer, inputs, labels, closes=i % plan.steps == 0 or i == len(loader))
         if i % NOTIFY_EVERY == 0:
             notify(NOTIFY_EVERY / len(loader))
     return float(total) / len(x)
+
+
+def _micro_batch(plan: Plan, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, *, closes: bool) -> Tensor:
+    """Forward, backward and `step()`; by hand, the mean is divided by the steps, and a window is closed by an `if`."""
+    if not plan.by_hand:
+        optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    (loss / plan.steps if plan.by_hand else loss).backward()
+    if closes or not plan.by_hand:
+        optimizer.step()
+    if closes and plan.by_hand:
+        optimizer.zero_grad()
+    return loss.detach() * len(x)
 
 
 def _batches(optimizer: Any, loader: Any) -> Any:
@@ -98,8 +107,8 @@ def _test(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
 
 def _first_window(
     setup: Setup, plan: Plan, model: nn.Module, x: Tensor, y: Tensor
-) -> tuple[list[np.ndarray], int, int]:
-    """Gradients, activations and peak of the first window, on a copy of the model.
+) -> tuple[list[np.ndarray] | None, int]:
+    """Gradients and peak of the first window, on a copy of the model; no gradients by hand, which clears them.
 
     Memory is the bytes of the tensors alive, counted as they come and go. The process's own peak would not do: beside
     the interpreter, PyTorch and the data it moves by megabytes from run to run. Nor is this counted during the run
@@ -107,20 +116,14 @@ def _first_window(
     """
     model = copy.deepcopy(model)
     optimizer = _optimizer(setup, plan, model)
-    activations = 0
     batches = _slices(x, y, plan)[: plan.steps]
     with CountBytes(model.parameters()) as count:
-        for views in _batches(optimizer, batches):
-            optimizer.zero_grad()
-            before = count.alive
+        for i, views in enumerate(_batches(optimizer, batches), start=1):
             inputs, labels = (view.clone() for view in views)  # a loader's batch has memory of its own
-            loss = nn.functional.cross_entropy(model(inputs), labels)
-            activations = max(activations, count.alive - before)
-            loss.backward()
-            optimizer.step()
-            del inputs, labels, loss
+            _micro_batch(plan, model, optimizer, inputs, labels, closes=i == len(batches))
+            del inputs, labels
     gradients = [parameter.grad.numpy().T for parameter in model.parameters() if parameter.grad is not None]
-    return gradients, activations, count.peak
+    return None if plan.by_hand else gradients, count.peak
 
 
 class CountBytes(TorchDispatchMode):
