@@ -25,14 +25,14 @@ HERE = Path(__file__).parent
 NAMES = (
     "demo", "optimizer", "scaling", "peers", "chunked", "layers", "trainers", "transformers_trainer", "distributed",
     "jax_value_and_grad", "jax_windowed", "jax_chunked", "exact_batch_norm", "sentence_transformers", "noise_schedule",
-    "train_step", "max_tokens", "noise_scale", "keras_optimizers", "info_nce", "head", "keras_micro_batched",
+    "train_step", "max_tokens", "noise_scale", "keras_optimizers", "info_nce", "keras_micro_batched",
     "keras_chunked", "sharded",
 )  # fmt: skip
 """In the order in which they are run: what the README shows first, what takes longest last."""
 QUICKLY = ("keras_optimizers", "jax_value_and_grad", "train_step", "trainers", "chunked", "layers", "optimizer", "demo")
 """What `--quick` takes by itself: one of each way in, in two minutes. The longest first, as two run at a time."""
 ON_CUDA = (
-    "chunked", "exact_batch_norm", "head", "info_nce", "layers", "max_tokens", "noise_scale", "optimizer", "train_step",
+    "chunked", "exact_batch_norm", "info_nce", "layers", "max_tokens", "noise_scale", "optimizer", "train_step",
 )  # fmt: skip
 """Those that `--device cuda` is for."""
 TIME_LIMIT = 1200

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,20 +46,18 @@ class Passes:
 class OomRetry:
     """Runs the micro-batches of a window, and says what is to come after one that did not fit."""
 
-    def __init__(self, meter: MemoryMeter, around: Callable[[], AbstractContextManager[None]] | None = None) -> None:
+    def __init__(self, meter: MemoryMeter) -> None:
         self.meter = meter
-        self.around = nullcontext if around is None else around
-        """A context for forward passes."""
 
     def run(self, pieces: Iterable[Slice], plan: Plan, passes: Passes) -> None:
         piece: Slice | None = None
-        plain = not plan.measuring and self.around is nullcontext
+        measuring = plan.measuring
         try:
             for piece in pieces:
-                if plain:
-                    passes.both(piece)
-                else:
+                if measuring:
                     self.once(piece, plan, passes)
+                else:
+                    passes.both(piece)
             return
         except Exception as error:
             if piece is None:
@@ -95,8 +92,7 @@ class OomRetry:
         if measuring:
             meter.synchronize()
             base, mark, began = meter.live(), meter.mark(), time.perf_counter()
-        with self.around():
-            forwarded = passes.forward(piece)
+        forwarded = passes.forward(piece)
         if measuring:
             live = meter.live()
         passes.backward(piece, forwarded)

@@ -89,7 +89,7 @@ def test_a_call_that_fails_moves_no_pooled_statistics():
     assert all(map(torch.equal, before, model.buffers()))
 
 
-EXACT = [{}, {"offload": True}, {"head": "4"}, {"head": "4", "verify": False}]
+EXACT = [{}, {"offload": True}, {"verify": False}]
 
 
 @pytest.mark.parametrize("options", EXACT, ids=str)
@@ -184,7 +184,7 @@ def test_running_out_of_memory_leaves_no_trace_in_the_statistics(choice, where):
 
 def test_out_of_memory_at_the_smallest_size_says_what_to_do():
     model = nn.Sequential(running_out(0, "forward"), *network())
-    step = step_of(model, "exact", size=2, verify=False, head="5")
+    step = step_of(model, "exact", size=2, verify=False)
     too_much = "(?s)micro-batch of one row: no memory.*Make the model's activations"
     with pytest.raises(torch.OutOfMemoryError, match=too_much):
         step(*batch())

@@ -5,7 +5,6 @@ Sharded models may not fit, and all ranks run their passes together, whatever ha
 
 import contextlib
 import random
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum.torch import head
 from gradaccum.torch.measure.fake_memory import LiveBytes
 from tests.reference import FLOAT64, relative_error
 from tests.torch.distributed.problems import (
@@ -297,7 +295,7 @@ def test_auto_on_a_loss_that_fake_tensors_cannot_run_is_an_error_on_every_rank(r
     assert said.startswith(predicts if rank == 1 else "WindowError: Rank 1 stopped")
 
 
-# Ragged rows of tokens, `head` and `pack`.
+# Ragged rows of tokens, and `pack`.
 
 
 def spread_tagger(model, engine):
@@ -325,7 +323,7 @@ def laid(batch, rows):
 
 
 def train_tagger(rank, engine, updates, own_loss=True, clip=None, **keywords):
-    """Updates of a language model on rows of these lengths. Returns tiles, and tokens of the last one's passes."""
+    """Updates of a language model on rows of these lengths. Returns the tokens of the last one's passes."""
     model, seen = Tagger(own_loss), []
     oracle = Oracle(model, "adam", clip)
     model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]["input_ids"].numel()))
@@ -333,69 +331,50 @@ def train_tagger(rank, engine, updates, own_loss=True, clip=None, **keywords):
         model.place.rows = fits[1]
     used = spread_tagger(model, engine)
     step = step_of(used, "adam", **TAGGED, clip_grad_norm=clip, **keywords)
-    with counted_tiles() as tiles:
-        for update, lengths in enumerate(updates):
-            seen.clear()
-            check_steps(rank, step, oracle, [[text(own, 10 * update + r)] for r, own in enumerate(lengths)], tagged)
+    for update, lengths in enumerate(updates):
+        seen.clear()
+        check_steps(rank, step, oracle, [[text(own, 10 * update + r)] for r, own in enumerate(lengths)], tagged)
     if fits is not None and engine == "DDP":
         assert fits[1] > 20 or (model.place.failures > 0) == (
             rank == fits[0]
         )  # how far "auto" climbs depends on the clock
-    return len(tiles), seen
-
-
-@contextlib.contextmanager
-def counted_tiles():
-    """Tiles of few rows, which were computed in forward passes."""
-    original, found = head.cross_entropies, []
-
-    def counting(*arguments):
-        *others, losses = arguments
-        return original(*others, lambda tile, target: found.append(len(tile)) or losses(tile, target))
-
-    with mock.patch.multiple(head, cross_entropies=counting, NUMBERS=5 * 20):
-        yield found
+    return seen
 
 
 APART, LONG_AND_SHORT = "the head by itself", [LENGTHS, LENGTHS[::-1]]
-TILED, PACKED = {"head": "head", "max_tokens": 24, "clip": 0.05}, {"pack": laid, "max_tokens": 24, "clip": 0.05}
-BY_TOKENS, FEW = {"max_tokens": 48, "verify": True}, {"head": "head", "micro_batch_size": 2}
-EACH, IN_TILES, WHOLE = [LENGTHS] * 3, range(21, 999), range(1)
+CLIPPED, PACKED = {"max_tokens": 24, "clip": 0.05}, {"pack": laid, "max_tokens": 24, "clip": 0.05}
+BY_TOKENS, FEW = {"max_tokens": 48, "verify": True}, {"micro_batch_size": 2}
+EACH = [LENGTHS] * 3
 TEXTS = {
-    # The engine, the lengths of each update's rows, options, how many tiles there may be. Of long rows on one rank and
-    # short ones on the other, in turns, each rank has passes of about the same cost, and as many.
-    "passes of the same cost": (APART, LONG_AND_SHORT, BY_TOKENS, WHOLE),
+    # The engine, the lengths of each update's rows, options. Of long rows on one rank and short ones on the other, in
+    # turns, each rank has passes of about the same cost, and as many.
+    "passes of the same cost": (APART, LONG_AND_SHORT, BY_TOKENS),
     # Each rank of a replicated model searches, packs and runs out of memory for itself.
-    "auto on replicas": ("DDP", LONG_AND_SHORT, {"fits": (1, 60), "micro_batch_size": "auto"}, WHOLE),
-    "max_tokens on replicas": ("DDP", LONG_AND_SHORT, {"fits": (0, 20), "max_tokens": 48}, WHOLE),
-    "tiles, DDP, its own loss": ("DDP", EACH, TILED, IN_TILES),
-    "tiles, at once": ("at once", EACH, {**TILED, "own_loss": False}, IN_TILES),
-    f"tiles, {APART}, its own loss": (APART, EACH, TILED, IN_TILES),
-    "passes for the other rank's sake": (APART, [[LENGTHS[0], [9]]] * 3, FEW, range(9, 999)),
-    "outputs that sharded modules cast": ("outputs cast", EACH, {"head": "head", "micro_batch_size": 3}, WHOLE),
-    "packed, DDP": ("DDP", EACH, PACKED, WHOLE),
-    "packed, at once, in tiles": ("at once", EACH, {**PACKED, "head": "head"}, range(1, 999)),
-}  # fmt: skip
+    "auto on replicas": ("DDP", LONG_AND_SHORT, {"fits": (1, 60), "micro_batch_size": "auto"}),
+    "max_tokens on replicas": ("DDP", LONG_AND_SHORT, {"fits": (0, 20), "max_tokens": 48}),
+    "a loss outside of the model": ("at once", EACH, {**CLIPPED, "own_loss": False}),
+    "its own loss": (APART, EACH, CLIPPED),
+    "passes for the other rank's sake": (APART, [[LENGTHS[0], [9]]] * 3, FEW),
+    "outputs that sharded modules cast": ("outputs cast", EACH, {"micro_batch_size": 3}),
+    "packed, DDP": ("DDP", EACH, PACKED),
+    "packed, at once": ("at once", EACH, PACKED),
+}
 TEXTS_SLOWLY = {
-    "passes of the same cost, of 20 tokens": (APART, LONG_AND_SHORT, {**BY_TOKENS, "fits": (1, 20)}, WHOLE),
-    "passes of the same cost, in groups": (APART, LONG_AND_SHORT, {**BY_TOKENS, "groups": 2}, WHOLE),
+    "passes of the same cost, of 20 tokens": (APART, LONG_AND_SHORT, {**BY_TOKENS, "fits": (1, 20)}),
+    "passes of the same cost, in groups": (APART, LONG_AND_SHORT, {**BY_TOKENS, "groups": 2}),
     **{
-        f"tiles, {engine}, {own_loss=}": (engine, EACH, {**TILED, "own_loss": own_loss}, IN_TILES)
+        f"clipped, {engine}, {own_loss=}": (engine, EACH, {**CLIPPED, "own_loss": own_loss})
         for engine in ("DDP", "at once", "the head with the rest", APART) for own_loss in (True, False)
     },
-    **{
-        f"packed, {engine}, {head=}": (engine, EACH, {**PACKED, "head": head}, range(1, 999) if head else WHOLE)
-        for engine in ("DDP", "at once", APART) for head in (None, "head")
-    },
+    **{f"packed, {engine}": (engine, EACH, PACKED) for engine in ("DDP", "at once", APART)},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", slowly(TEXTS, TEXTS_SLOWLY))
 @on_ranks()
-def test_ragged_rows_of_tokens_in_passes_of_few_and_a_head_in_tiles_make_the_update_of_all_ranks_rows(rank, what):
-    engine, updates, options, in_tiles = {**TEXTS, **TEXTS_SLOWLY}[what]
-    tiles, seen = train_tagger(rank, engine, updates, **options)
-    assert tiles in in_tiles or (rank == 1 and "pack" in options)
+def test_ragged_rows_of_tokens_in_passes_of_few_make_the_update_of_all_ranks_rows(rank, what):
+    engine, updates, options = {**TEXTS, **TEXTS_SLOWLY}[what]
+    seen = train_tagger(rank, engine, updates, **options)
     if engine != "DDP" and "fits" not in options:
         assert set(gathered(len(seen))) == {len(seen)}
     if engine != "DDP" and updates is LONG_AND_SHORT:

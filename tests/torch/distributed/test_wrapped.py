@@ -596,20 +596,15 @@ def told(scale):
     return scale.value, *scale.interval, scale.batch_size
 
 
-def normalised():
-    return nn.Sequential(nn.LayerNorm(5, dtype=torch.float64), network())
-
-
-def noise_of(rank, engine, scaled, noise_scale):
+def noise_of(rank, engine, scaled):
     """The noise scale of this rank is that of one process whose windows begin with this rank's first micro-batch."""
-    ranks, build = data(NOISY), normalised if noise_scale == "layer_norm" else network
-    model = build()
-    alone = Optimizer(sgd(model), steps=2 * NOISY_STEPS, model=model, noise_scale=noise_scale)
+    ranks, model = data(NOISY), network()
+    alone = Optimizer(sgd(model), steps=2 * NOISY_STEPS, model=model, noise_scale=True)
     order = [rank, 1 - rank]
     rows = [b for w in range(3) for r in order for b in ranks[r][NOISY_STEPS * w : NOISY_STEPS * (w + 1)]]
     train_on(model, alone, alone.batches(rows))
-    model = spread(engine, build())
-    optimizer = Optimizer(sgd(model), steps=NOISY_STEPS, model=model, noise_scale=noise_scale)
+    model = spread(engine, network())
+    optimizer = Optimizer(sgd(model), steps=NOISY_STEPS, model=model, noise_scale=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=scaled)
     train_on(model, optimizer, optimizer.batches(ranks[rank]), scaler=scaler)
     assert told(optimizer.noise_scale) == pytest.approx(told(alone.noise_scale), rel=EXACT)
@@ -617,16 +612,10 @@ def noise_of(rank, engine, scaled, noise_scale):
 
 
 @pytest.mark.parametrize(
-    ("engine", "scaled", "noise_scale"),
-    slowly(
-        [("ddp", True, True), ("fsdp2", False, True), ("ddp", True, "layer_norm")],
-        [("ddp", False, True), ("fsdp2", True, True)],
-    ),
+    ("engine", "scaled"), slowly([("ddp", True), ("fsdp2", False)], [("ddp", False), ("fsdp2", True)])
 )
-def test_each_rank_finds_what_one_process_finds_whose_windows_begin_with_its_micro_batch(
-    ranks, engine, scaled, noise_scale
-):
-    first, second = ranks.run(noise_of, engine, scaled, noise_scale)
+def test_each_rank_finds_what_one_process_finds_whose_windows_begin_with_its_micro_batch(ranks, engine, scaled):
+    first, second = ranks.run(noise_of, engine, scaled)
     assert first != pytest.approx(second, rel=EXACT)  # each is an estimate of its own
 
 

@@ -159,7 +159,6 @@ OPTIONS = {
     "reduction": {"compute_loss": lambda *batch: token_mean(*batch) * problems.counted(*batch[1:]), "reduction": "sum"},
     "batch_dims": {"compute_loss": lambda model, ids, y: loss_of(model, ids, y.T), "batch_dims": (0, 1)},
     "groups": {"groups": 2},
-    "head": {"head": "head"},
     "autocast": {"autocast": torch.bfloat16},
     "accumulate_dtype": {"accumulate_dtype": torch.float64},
     "batch_norm": {"batch_norm": "pooled"},

@@ -1,5 +1,6 @@
 """Whatever a loss divides by, the micro-batches add up to the large batch's loss and update."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -148,7 +149,7 @@ def test_other_losses_and_functions_are_weighed_by_what_they_divide_by(loss_fn, 
 
 WITH_PARAMETERS = {
     "AdaptiveLogSoftmaxWithLoss": {"cutoffs": [2, 6], "div_value": 2.0},
-    "LinearCrossEntropyLoss": {},  # of newer versions of torch
+    "LinearCrossEntropyLoss": {},  # from torch 2.13 on
 }
 
 
@@ -159,6 +160,30 @@ def test_every_loss_of_torch_nn_is_in_the_table_or_has_parameters():
         torch.manual_seed(0)
         loss_fn = getattr(nn, name)(6, 10, **WITH_PARAMETERS[name]).double()
         same_updates(loss_fn, linear(5, 6), partial(classes, count=10, ignored=-100 if "Linear" in name else None))
+
+
+@pytest.mark.filterwarnings("ignore:linear_cross_entropy. ``options`` ignored")  # says torch, of label smoothing
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="new in torch 2.13")
+@pytest.mark.parametrize("chunks", [True, False])
+@pytest.mark.parametrize("ignored", [-100, 1])
+@pytest.mark.parametrize(
+    "options", [{}, {"weight": WEIGHTS}, {"weight": WEIGHTS, "label_smoothing": 0.1}, {"reduction": "sum"}], ids=str
+)
+def test_a_vocabulary_in_chunks_tied_to_an_embedding_makes_the_large_batchs_update(chunks, ignored, options):
+    torch.manual_seed(0)
+    chunked_by = nn.LinearCrossEntropyOptions(batch_chunk_size=2) if chunks else None
+    loss_fn = nn.LinearCrossEntropyLoss(6, 4, bias=True, ignore_index=ignored, options=chunked_by, **options).double()
+    model = nn.Sequential(nn.Embedding(4, 6, dtype=torch.float64), nn.Tanh(), linear(6, 6))
+    model[0].weight = loss_fn.linear.weight
+    both = nn.ModuleList([model, loss_fn])
+    whole = copy.deepcopy(both)
+    plain = nn.CrossEntropyLoss(ignore_index=ignored, **options)
+    step = step_of(model, torch.optim.Adam(both.parameters()), loss_fn=loss_fn, micro_batch_size=3, verify=True)
+    data = [(classes(), classes(ignored=ignored)) for _ in range(3)]
+    losses = [step(*batch) for batch in data]
+    expected, _ = by_hand(whole, data, lambda m, x, y: plain(m[1].linear(m[0](x)), y), torch.optim.Adam)
+    assert relative_error(losses, expected) <= FLOAT64
+    assert relative_error(both.parameters(), whole.parameters()) <= FLOAT64
 
 
 @pytest.mark.parametrize("verify", [True, False])

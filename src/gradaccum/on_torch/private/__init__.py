@@ -24,7 +24,6 @@ from gradaccum.on_torch.private.autograd import (
 from gradaccum.on_torch.private.names import NAMES, missing
 from gradaccum.on_torch.private.ranks import (
     ShardedGroup,
-    casts_outputs,
     communication_hooks,
     default_store,
     drop_static_graph,
@@ -48,7 +47,6 @@ __all__ = [
     "NAMES",
     "ShardedGroup",
     "after_backward",
-    "casts_outputs",
     "checkpoints_of",
     "communication_hooks",
     "current_backward",

@@ -166,17 +166,6 @@ class ShardedGroup:
         """Whether this is one of its parameters, gathered or not."""
         return any(tensor is own for p in self._group.fsdp_params for own in (p.sharded_param, _whole(p)))
 
-    @contextlib.contextmanager
-    def staying_gathered(self) -> Iterator[None]:
-        """After forward passes inside, its parameters stay gathered until the backward pass."""
-        inside = "reshard" in vars(self._group)
-        self._group.reshard = _nothing
-        try:
-            yield
-        finally:
-            if not inside:
-                del self._group.reshard
-
     def ask_before(self, ask: Callable[[str], object] | None, name: str) -> None:
         """Call this before each of its collectives, with what is to begin; None: no more."""
         for way in ("_all_gather_comm", "_reduce_scatter_comm"):
@@ -293,17 +282,6 @@ def _after_one_dtype(group: Any, *unused: Any) -> None:
             elif group.reduce_scatter_unused_params:
                 _put_zeros(parameter)
     type(group).post_backward(group, *unused)
-
-
-def _nothing() -> None:
-    """In place of what frees gathered parameters."""
-
-
-def casts_outputs(model: nn.Module) -> bool:
-    """Whether a sharded part of the model casts what it returns."""
-    parts: list[Any] = [part for part in model.modules() if hasattr(part, "_get_fsdp_state")]
-    states = [part._get_fsdp_state() for part in parts]
-    return any(state._mp_policy.output_dtype is not None for state in states)
 
 
 def _sums_in_the_gradient(parameter: Any) -> bool:

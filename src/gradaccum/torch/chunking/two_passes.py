@@ -31,7 +31,6 @@ from gradaccum.on_torch.private import pass_for_parameter, run_backward
 from gradaccum.on_torch.random_state import Conditions, all_generators, is_generator, kept
 from gradaccum.torch.batch_norm import BatchNormPolicy
 from gradaccum.torch.buffers import LentBuffers, ModuleContents
-from gradaccum.torch.head import computed
 
 logger = logging.getLogger("gradaccum")
 
@@ -226,7 +225,7 @@ class Passes:
         given = tensors_of(inputs)
         versions = [version_of(tensor) for tensor in given]
         with self.policy.micro_batch(), self._buffers.lent(self.sizes[number]), _hooks_on_activations_explained():
-            outputs = computed(self.module(*inputs.args, **inputs.kwargs), _IN_CHUNKS)
+            outputs = self.module(*inputs.args, **inputs.kwargs)
         edited = [tensor for tensor, before in zip(given, versions) if version_of(tensor) != before]
         if edited:
             raise self.edited(inputs, edited[0])
@@ -276,7 +275,7 @@ class Passes:
     def _second_pass(self, number: int, tensors: Sequence[Tensor]) -> Any:
         inputs = self._micro_batch(number, tensors)
         with self._starts[number].restored(), self._buffers.lent():
-            return computed(self.module(*inputs.args, **inputs.kwargs), _IN_CHUNKS)
+            return self.module(*inputs.args, **inputs.kwargs)
 
     def _compare(self, second: Sequence[Tensor], first: Sequence[Tensor]) -> None:
         """Raise a NotEquivalentError if a second pass has made something else than the first one."""
@@ -299,9 +298,6 @@ class Passes:
                     "second derivatives (create_graph=True) don't call. Remove it, or register hooks on parameters and "
                     "inputs."
                 )
-
-
-_IN_CHUNKS = "the outputs of a chunked module"
 
 
 class _TwoPasses(torch.autograd.Function):

@@ -16,7 +16,7 @@ from gradaccum.core.noise import AnySteps, NoiseScale, NoiseSchedule, schedule_o
 from gradaccum.core.window import Reduction, checked_reduction
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_limits, checked_model
-from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
+from gradaccum.on_torch.noise import NoiseMeter, checked_noise
 from gradaccum.on_torch.private import leave_uncompiled
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
@@ -71,8 +71,7 @@ class Optimizer(OptimizerProxy):
         nonfinite: `"propagate"` NaN and infinity as a plain loop does; `"skip_window"`: no update from a gradient that
             is not finite; `"skip_micro_batch"`: leave such a micro-batch out and keep the other rows exact, for one
             more copy of the gradients.
-        noise_scale: Measure the noise scale for the property `noise_scale`; `"layer_norm"` uses `model`'s normalization
-            layers.
+        noise_scale: Measure the noise scale for the property `noise_scale`.
         sync: `"window"`: data-parallel ranks reduce once per window; `"micro_batch"`: once per micro-batch, for sharded
             models whose unsharded gradients don't fit.
 
@@ -105,7 +104,7 @@ class Optimizer(OptimizerProxy):
         clip_grad_value: float | None = None,
         accumulate_dtype: torch.dtype | None = None,
         nonfinite: Nonfinite = "propagate",
-        noise_scale: NoiseChoice = False,
+        noise_scale: bool = False,
         sync: Sync = "window",
     ) -> None:
         self._accumulation_arguments: dict[str, Any] = {
@@ -113,7 +112,7 @@ class Optimizer(OptimizerProxy):
             **checked_limits(clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value),
             "accumulate_dtype": checked_dtype(accumulate_dtype),
             "nonfinite": checked_choice("nonfinite", nonfinite, get_args(Nonfinite)),
-            "noise_scale": checked_noise(noise_scale, nonfinite) or isinstance(steps, NoiseSchedule) or None,
+            "noise_scale": checked_noise(noise_scale) or isinstance(steps, NoiseSchedule) or None,
         }
         self._model = None if model is None else checked_model(model)
         schedule = schedule_of(steps)
@@ -141,7 +140,7 @@ class Optimizer(OptimizerProxy):
             )
         ranks = detect_ranks(self._model, [inner], manual_reduce=manual_reduce, options=options)
         check_closures([inner] if needs_closure(inner) else [], ranks)
-        noise = noise_meter(arguments.pop("noise_scale"), self._model)
+        noise = NoiseMeter() if arguments.pop("noise_scale") else None
         current = GradientWindow(functools.partial(parameters_of, inner), ranks, noise, arguments)
         self._loss_scale, self._passes = current.loss_scale, current.passes
         # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.

@@ -128,8 +128,15 @@ def check_optimized(optimizers: Sequence[torch.optim.Optimizer], modules: Sequen
         )
 
 
+_GONE = {
+    "head": "A huge vocabulary is torch.nn.LinearCrossEntropyLoss' (torch 2.13), whose divisor TrainStep knows: "
+    "loss_fn=torch.nn.LinearCrossEntropyLoss(features, classes, options=torch.nn.LinearCrossEntropyOptions()).",
+}
+"""Arguments of earlier versions, and what takes their place."""
+
+
 def loss_by_name(init: Callable[..., None]) -> Callable[..., None]:
-    """Around `TrainStep.__init__`: a third argument is a loss, which has to say which of the two it is."""
+    """Around `TrainStep.__init__`: names what takes the place of arguments that it doesn't have, or had."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **keywords: Any) -> None:
@@ -138,6 +145,8 @@ def loss_by_name(init: Callable[..., None]) -> Callable[..., None]:
                 "TrainStep(model, optimizer, ...) takes its loss by keyword: loss_fn=... for loss_fn(model(x), y), or "
                 f"compute_loss=... for compute_loss(model, *batch). Received: {args[2]!r} as the third argument."
             )
+        for name in _GONE.keys() & keywords.keys():
+            raise TypeError(f"TrainStep has no argument `{name}` any more. {_GONE[name]} Received: {keywords[name]!r}.")
         init(self, *args, **keywords)
 
     return checked

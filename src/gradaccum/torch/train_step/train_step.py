@@ -14,12 +14,11 @@ from gradaccum.core.sizes import parse_bytes
 from gradaccum.on_torch.arguments import Sync, checked_dtype, checked_limits, checked_model
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.memory import MemoryMeter
-from gradaccum.on_torch.noise import NoiseChoice, checked_noise, noise_meter
+from gradaccum.on_torch.noise import NoiseMeter, checked_noise
 from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.private import leave_uncompiled
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.distributed import leaving_on_error
-from gradaccum.torch.head import tiling
 from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, proof_of
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof import Proof
@@ -67,8 +66,7 @@ class TrainStep:
         offload: Keep tensors that cross exact BatchNorm layers or `blocks` in host memory, or, given a folder, in files
             there.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
-        noise_scale: Measure the gradient noise scale for the property `noise_scale`; `"layer_norm"` uses the rows'
-            gradients of normalization layers alone.
+        noise_scale: Measure the gradient noise scale for the property `noise_scale`.
         verify: Prove on a few rows that micro-batches give the same as these rows at once, at the first update, at
             updates 2, 4, 8, ..., 1024, 2048, 3072, ..., and for batches of a new kind.
         sync: When ranks reduce their gradients: `"window"`, once per update; `"micro_batch"`, on every micro-batch, for
@@ -77,8 +75,6 @@ class TrainStep:
             or `gradaccum.torch.Blocks(...)` around any of these, which sets when they are updated and where they live.
             Only the blocks' inputs are kept; backward runs the blocks again, one after the other, each on all
             micro-batches. A sharded model gathers a block once per pass.
-        head: The linear layer whose outputs are logits over a huge vocabulary, its dotted path, or `"auto"` for models
-            of transformers. It and the cross entropy run in tiles, so the logits never exist as a whole.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -118,11 +114,10 @@ class TrainStep:
         batch_norm: BatchNormChoice = "warn",
         offload: OffloadChoice = False,
         memory_limit: int | str | None = None,
-        noise_scale: NoiseChoice = False,
+        noise_scale: bool = False,
         verify: bool = True,
         sync: Sync = "window",
         blocks: BlocksChoice = None,
-        head: nn.Module | str | None = None,
     ) -> None:
         leave_uncompiled()
         self.model = checked_model(model)
@@ -162,7 +157,7 @@ class TrainStep:
         )
         plain = self.objective.on(inside(model))
         meter = MemoryMeter(self.objective.device, parse_bytes(memory_limit))
-        self.update = update = Update(options, meter, noise_meter(checked_noise(noise_scale), model))
+        self.update = update = Update(options, meter, NoiseMeter() if checked_noise(noise_scale) else None)
         self.batcher = MicroBatcher(plain, meter, options, judge=verify)
         self._layers = layers = None if options.blocks is None else Layers(model, options.blocks, offload)
         self.ranks = find_ranks(model, self.objective, update, options)
@@ -181,7 +176,7 @@ class TrainStep:
             update,
             self.batcher,
             batch_norm=BatchNormPolicy(batch_norm, model, remedy=_REMEDY),
-            oom=OomRetry(meter, None if head is None else tiling(inside(model), head)),
+            oom=OomRetry(meter),
             layers=layers,
             whole=whole,
             # Where all ranks run passes together, or blocks are updated on the way, no window restarts by itself.
@@ -332,7 +327,7 @@ class TrainStep:
         self.update.buffer.clear()  # of the last update's gradients, beside which the proof's would take memory
         try:
             self.batcher.plan(batch)  # max_tokens judges the padding
-            with proof_of(self._layers), self._windows.oom.around():
+            with proof_of(self._layers):
                 self._proof.run(batch, self.batcher.finder.given, text)
         finally:
             self.proving = False

@@ -231,7 +231,7 @@ class WindowRunner:
             if not self.buffer.lacking():
                 return
             try:
-                with self.as_found(), self.batch_norm.window(), self.batch_norm.micro_batch(), self.oom.around():
+                with self.as_found(), self.batch_norm.window(), self.batch_norm.micro_batch():
                     self.buffer.reach(*objective.losses(passes.take(piece)), alone=not self.ranks.is_distributed)
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -357,7 +357,7 @@ class TrainPasses(Passes):
 
     def idle(self, micro_batch: Batch) -> None:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
-        with self._runner.oom.around(), self._runner.as_found():
+        with self._runner.as_found():
             try:
                 loss = self.window.objective.forward(micro_batch)[0]
             except (RuntimeError, ValueError, IndexError) as error:
