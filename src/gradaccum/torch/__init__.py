@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradaccum.torch.chunking import chunked
     from gradaccum.torch.layers import Blocks
     from gradaccum.torch.measure import Recorder, suggest_micro_batch_size
+    from gradaccum.torch.reproducible import GlobalBatchSampler
     from gradaccum.torch.train_step import TrainStep
 else:
     # Importing a module makes it its package's attribute. This one, whose name is to be the class's, is imported now,
@@ -33,6 +34,7 @@ else:
         __name__,
         {
             "Blocks": "gradaccum.torch.layers",
+            "GlobalBatchSampler": "gradaccum.torch.reproducible",
             "Recorder": "gradaccum.torch.measure",
             "TrainStep": "gradaccum.torch.train_step",
             "check_equivalence": "gradaccum.torch.check",
@@ -48,6 +50,7 @@ else:
 
 __all__ = [
     "Blocks",
+    "GlobalBatchSampler",
     "Recorder",
     "TrainStep",
     "check_equivalence",
