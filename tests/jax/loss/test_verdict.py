@@ -324,6 +324,24 @@ SILENT = {
         case(lambda w, x, labels: (jnp.zeros((len(x), 5)).at[jnp.arange(len(x)), labels].set(1.0) * (x @ w)).mean()),
     "class weights": case(class_weighed, weight=lambda labels: jnp.arange(1.0, 6.0)[labels].sum()),
     "convolutions and pools": case(pooled),
+    **{
+        f"tokens of all rows in one axis, {how}": case(
+            lambda v, text, mask: jnp.sum((text @ v).reshape(-1), where=mask.reshape(-1))
+            / jnp.count_nonzero(mask.reshape(-1)), weight=weight,
+        )
+        for how, weight in {
+            "by a sum": lambda mask: mask.sum(), "by a count": lambda mask: jnp.count_nonzero(mask),
+        }.items()
+    },
+    "labels of all rows in one axis": case(
+        lambda v, x, mask, counts: (lambda y, m: jnp.where((y != 0) & m, (x @ v).repeat(3), 0).sum()
+            / ((y != 0) & m).sum())((counts[:, None] * jnp.ones(3, int)).reshape(-1), mask.reshape(-1)),
+        weight=lambda mask, counts: ((counts[:, None] * jnp.ones(3, int) != 0) & mask).sum(),
+    ),
+    "at least 1, of a mask of floats": case(
+        over(lambda n: jnp.maximum(n, 1), lambda mask, soft: mask.astype(float)),
+        weight=lambda mask: mask.astype(float).sum(),
+    ),
     "a mean over a detached sum": (by_confidence(lax.stop_gradient), "", 3, {}),
     "a mean that is 0 where nothing counts": case(
         lambda v, x, mask: jnp.where(jnp.isnan(it := token_mean(v, x, mask)), 0.0, it), **COUNTED
@@ -526,8 +544,16 @@ LINES = {
         ).mean(), "is not followed (slice)",
     ),
     # What a mean is over.
-    "at least 1, of others": case(
-        over(lambda n: jnp.maximum(n, 1.0), lambda mask, soft: soft), "(0.25 becomes 1)", weight=lambda soft: soft.sum()
+    "at least 2, of others": case(
+        over(lambda n: jnp.maximum(n, 2.0), lambda mask, soft: soft), "(0.25 becomes 2)", weight=lambda soft: soft.sum()
+    ),
+    "a trace of products": case(
+        lambda w, x: jnp.trace(x @ w @ (x @ w).T) / len(x), "compute these alone: (a * b).sum(-1)"
+    ),
+    "a mask and another one that is transposed, weighed by both as they are": case(
+        lambda v, x, squares: (lambda some: ((x @ v)[:, None, None] ** 2 * some).sum() / some.sum())(
+            (squares > 0) & (squares.swapaxes(1, 2) > -0.5)
+        ), ELSE, weight=lambda squares: ((squares > 0) & (squares > -0.5)).sum(),
     ),
     "1e-8 more in double precision": in_single(lambda n: n.astype(float) + 1e-8, "`add` at test_verdict.py"),
     "a weight that isn't a sum": case(

@@ -296,6 +296,13 @@ def _of_flaw(flaw: Flaw, statistics: frozenset[int] | set[int]) -> Verdict:
         verdict = _by_another_count(f" ({_at(flaw.source)})")
     else:
         verdict = _mixes(flaw.source, statistics)
+        if flaw.soft and flaw.source.primitive == "dot_general":
+            verdict = Verdict(
+                verdict.kind,
+                f"It multiplies rows with each other: {_at(flaw.source)}. If only the products of each row with itself "
+                "count (a trace or diagonal), compute these alone: (a * b).sum(-1). If not, it looks across the rows "
+                "of the batch: use gradaccum.jax.chunked around the model.",
+            )
     return verdict._replace(certain=flaw.certain)
 
 

@@ -288,6 +288,8 @@ def _added(e: Equation, inputs: list[Value]) -> Any:
 
 def _compared(e: Equation, inputs: list[Value]) -> Any:
     a, b = inputs[0], inputs[-1]
+    if e.name == "ne" and b.known == 0 and str(e.traced[-1].invars[0].aval.dtype) == "bool":
+        return a  # as `count_nonzero` asks of a mask
     if e.name == "lt" and e.walk.is_position(a.number) and b.known == 0:
         return e.valued(False)
     if (e.name == "is_finite" or a.number == b.number) and a.place is None and a.flaw is None and a.own:

@@ -32,7 +32,14 @@ _INTEGRAL = {
 _POSITIVE = _INTEGRAL - {"convert_element_type", "neg", "pad", "sub"} | {"div", "integer_pow", "pow", "rsqrt", "sqrt"}
 """Of positive numbers they give positive ones."""
 LAYOUT = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
-_SAME_TOTAL = {"expand_dims", "reduce_sum", "reshape", "rev", "squeeze", "transpose"}
+_PERMUTES = {"expand_dims", "reshape", "rev", "squeeze", "transpose"}
+"""They have the same entries, in other places."""
+_SAME_TOTAL = _PERMUTES | {"reduce_sum"}
+_OF_ENTRIES = {
+    "abs", "and", "convert_element_type", "div", "eq", "ge", "gt", "integer_pow", "is_finite", "le", "lt", "max", "min",
+    "mul", "ne", "neg", "not", "or", "select_n", "sign", "square", "sub", "add",
+}  # fmt: skip
+"""What a loss and its `weight` count entries with, which may have changed their places before."""
 _STEPS = {"argmax", "argmin", "ceil", "convert_element_type", "floor", "round", "sign"}
 """Of a statistic of the batch they may be the same for all micro-batches, as comparisons may."""
 _BOUNDS = {"abs", "clamp", "max", "min"}
@@ -57,6 +64,8 @@ class Equation:
     @functools.cached_property
     def number(self) -> int:
         params = tuple((key, repr(value)) for key, value in sorted(self.params.items()) if key != "sharding")
+        if self.name in _PERMUTES:
+            params = (*params, ("of", repr(self.shapes)))
         return self.walk.number(self.name, params, *(value.number for value in self.values))
 
     @functools.cached_property
@@ -160,6 +169,9 @@ class Equation:
         """A sum that a constant has changed: the same sum, but for rounding, and perhaps where it is 0; with a doubt,
         if it hardly changes where it is large."""
         was = value.lanes or ()
+        if self.name in ("max", "clamp") and all(y == (x if x >= 1 else 1) for x, y in zip(was, lanes)):
+            # Numbers in a mask are taken to be 0 and 1, so that a sum of them is 0 or at least 1.
+            lanes = tuple(x if x else y for x, y in zip(was, lanes))
         off = [abs(y / x - 1) if x and y == y else 0.0 for x, y in zip(was, lanes)]
         rounding = _rounding(str(self.dtypes[0]), 0.25 in was)
         if max(off) <= rounding:
@@ -261,8 +273,27 @@ class Walk:
         return number
 
     def total(self, value: Value) -> int:
-        """The number of the sum of all entries: equal for an array, its transpose, its sums over some axes."""
-        return self.number("sum", None, self.through(value.number, _SAME_TOTAL))
+        """The number of the sum of all entries: equal for an array, its transpose, its sums over some axes; and for
+        what is computed of entries before or after they change their places."""
+        return self.number("sum", None, self._in_place(self.through(value.number, _SAME_TOTAL))[0])
+
+    def _in_place(self, number: int) -> tuple[int, tuple[Any, ...]]:
+        """What this is before its entries change their places, and how they do."""
+        name, params, *inputs = self.keys[number]
+        if name in _PERMUTES:
+            inner, moves = self._in_place(inputs[0])
+            return inner, (*moves, (name, params))
+        if name not in _OF_ENTRIES:
+            return number, ()
+        inner_numbers, all_moves = list(inputs), set()
+        for position, each in enumerate(inputs):
+            value = self.values[each]
+            if not value.scalar or value.place is not None:
+                inner_numbers[position], moves = self._in_place(each)
+                all_moves.add(moves)
+        if len(all_moves) != 1:
+            return number, ()
+        return self.number(name, params, *inner_numbers), all_moves.pop()
 
     def is_position(self, number: int) -> bool:
         """Whether it is 0, 1, 2, ... along the rows."""
