@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import gradaccum.jax
@@ -422,6 +423,10 @@ CASES = {
     "a value that is no scalar": (
         lambda: update(windowed(SGD, 2), value=ONES), ValueError, "must be the micro-batch's mean loss, a scalar",
     ),
+    "float8's own, which gradients replace": (
+        init(SGD, {"params": ONES, "_overwrite_with_gradient": {"input_scale": ONES}}), ValueError,
+        "Received: params['_overwrite_with_gradient']['input_scale']. Pass params['params'] alone",
+    ),
     "sums in half precision": (init(SGD, accumulate_dtype=jnp.bfloat16), ValueError, SHORT),
     "updated of two": (lambda: updated((ONE, ONE)), ValueError, "Received: tuple with 2 of them"),
     "updated of none": (lambda: updated(optax.adam(0.1).init(ONES)), ValueError, "with 0 of them"),
@@ -445,6 +450,28 @@ def test_weights_on_some_micro_batches_of_a_window(first, second):
     updates, state = jax.jit(lambda state: optimizer.update(ONES, state, ONES, **second))(state)
     assert jnp.isnan(updates).all()
     optimizer.update(ONES, state, ONES, **first)  # the next window may do otherwise
+
+
+def test_flax_nnx_closes_an_epoch_by_a_flush_of_plain_arrays():
+    model, batches = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=float), jnp.ones((3, 4, 3))
+    expected, inner = nnx.as_pure(nnx.state(model, nnx.Param)), optax.sgd(0.1, momentum=0.9)
+    optimizer = nnx.Optimizer(model, windowed(inner, 2), wrt=nnx.Param)
+    gradients = nnx.grad(lambda model, x: (model(x) ** 2).mean())
+    state = inner.init(expected)
+    for x in (batches[:2].reshape(-1, 3), batches[2]):
+        updates, state = inner.update(nnx.as_pure(gradients(model, x)), state, expected)
+        for each in x.reshape(-1, 4, 3):
+            optimizer.update(model, gradients(model, each), weight=len(each))
+        expected = optax.apply_updates(expected, updates)
+        if len(x) == 4:
+            with pytest.raises(TypeError, match=r"flush\(nnx.as_pure\(optimizer.opt_state\)"):
+                optimizer.tx.flush(optimizer.opt_state, nnx.state(model, nnx.Param))
+            params = nnx.as_pure(nnx.state(model, nnx.Param))
+            updates, rest = optimizer.tx.flush(nnx.as_pure(optimizer.opt_state), params)
+            nnx.update(model, optax.apply_updates(params, updates))
+            nnx.update(optimizer.opt_state, nnx.state(rest))
+        assert_same(nnx.as_pure(nnx.state(model, nnx.Param)), expected)
+    assert int(optimizer.opt_state.epoch[...]) == 1
 
 
 def test_a_traced_schedule_below_1():

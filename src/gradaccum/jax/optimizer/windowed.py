@@ -23,6 +23,9 @@ from gradaccum.jax.optimizer.state import (
 )  # fmt: skip
 from gradaccum.schedule import Schedule, Steps
 
+_OVERWRITTEN = "_overwrite_with_gradient"
+"""Flax' name for parameters that are replaced by their gradients: the scales and largest values of float8."""
+
 
 class WindowedOptimizer(optax.GradientTransformationExtraArgs):
     """What `windowed` returns: an `optax.GradientTransformationExtraArgs` with one more function, `flush`."""
@@ -248,6 +251,12 @@ class _Window:
                 f"Parameters must be floating or complex numbers. Received: params{jax.tree_util.keystr(path)} of "
                 f"{dtype}. Keep it out of `params`, as with optax.masked around, or equinox.partition."
             )
+        if any(getattr(key, "key", None) == _OVERWRITTEN for key in path):
+            raise ValueError(
+                "windowed() divides sums of gradients, but those of Flax' float8 layers are the parameters' next "
+                f"values, of which a window needs the largest. Received: params{jax.tree_util.keystr(path)}. Pass "
+                "params['params'] alone, and take jnp.maximum of the others over the window's micro-batches."
+            )
         return jnp.zeros_like(leaf, dtype=jnp.promote_types(dtype, self.dtype))
 
     def _check_extra(self, extra: dict[str, Any]) -> None:
@@ -307,6 +316,12 @@ def _check_state(state: Any) -> None:
         raise TypeError(
             "`state` must be what init(params) or the last update() of this optimizer returned, not its inner "
             f"optimizer's. Received: state of type {type(state).__name__}."
+        )
+    if type(state.weight).__module__.startswith("flax."):
+        raise TypeError(
+            "`state` must hold arrays, as update() gets them. Received: the variables of Flax NNX. Call "
+            "flush(nnx.as_pure(optimizer.opt_state), nnx.as_pure(nnx.state(model, nnx.Param))), add the updates, and "
+            "write parameters and state back by nnx.update(...)."
         )
 
 
