@@ -169,10 +169,9 @@ class Equation:
         """A sum that a constant has changed: the same sum, but for rounding, and perhaps where it is 0; with a doubt,
         if it hardly changes where it is large."""
         was = value.lanes or ()
-        if self.name in ("max", "clamp") and all(y == (x if x >= 1 else 1) for x, y in zip(was, lanes)):
-            # Numbers in a mask are taken to be 0 and 1, so that a sum of them is 0 or at least 1.
-            lanes = tuple(x if x else y for x, y in zip(was, lanes))
-        off = [abs(y / x - 1) if x and y == y else 0.0 for x, y in zip(was, lanes)]
+        if self.name in ("max", "clamp") and lanes == tuple(max(x, 1) for x in was):
+            lanes = tuple(x or 1 for x in was)  # a mask holds 0 and 1, so a sum of it is 0, or at least 1
+        off = _changes(was, lanes)
         rounding = _rounding(str(self.dtypes[0]), 0.25 in was)
         if max(off) <= rounding:
             lanes = tuple(x if x or abs(y) <= rounding else y for x, y in zip(was, lanes))
@@ -232,6 +231,11 @@ class Equation:
     def _asks(self, names: Collection[str]) -> bool:
         """Whether it gives a number for all rows that may be the same for all micro-batches, whatever is mixed."""
         return (str(self.dtypes[0]) == "bool" or self.name in names) and self.grown_axes() == 0
+
+
+def _changes(was: Sequence[float], lanes: Sequence[float]) -> list[float]:
+    """By how much numbers have changed, relative to what they were; 0 where they were 0, or are no numbers."""
+    return [abs(y / x - 1) if x and y == y else 0.0 for x, y in zip(was, lanes)]
 
 
 def _plain(value: Any) -> Any:
