@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from benchmarks.harness import WARM_UP, arguments, keep_freed_memory, looks, publish, ratio_of, ratios, table
-from gradaccum.torch import Blocks, TrainStep
+from gradaccum.torch import BlockStep, TrainStep
 from gradaccum.torch.measure.fake_memory import LiveBytes
 
 SIZE, DEPTH, VOCABULARY, ROWS, LENGTH, MICRO_BATCH = 256, 12, 4096, 32, 16, 4
@@ -45,17 +45,20 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole batch": {"micro_batch_size": ROWS},
     "accumulation": {},
     "accumulation, each block checkpointed": {"checkpointed": True},
-    "blocks=": {"blocks": "layers"},
-    'blocks=Blocks(..., update="in_backward")': {"blocks": Blocks("layers", update="in_backward")},
+    "BlockStep": {"kind": BlockStep, "blocks": "layers"},
+    'BlockStep(..., update="in_backward")': {"kind": BlockStep, "blocks": "layers", "update": "in_backward"},
 }
 FLOOR = "accumulation, and its blocks forward once more"
 
 
-def step_of(*, checkpointed: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> TrainStep:
+def step_of(
+    *, kind: Any = TrainStep, checkpointed: bool = False, dtype: torch.dtype = torch.float32, **options: Any
+) -> TrainStep | BlockStep:
     model = Model(checkpointed).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     options = {"micro_batch_size": MICRO_BATCH, "verify": False, **options}
-    return TrainStep(model, optimizer, compute_loss=compute_loss, **options)
+    step: TrainStep | BlockStep = kind(model, optimizer, compute_loss=compute_loss, **options)
+    return step
 
 
 def times(rounds: int, ids: Tensor, warm_up: int) -> dict[str, dict[str, float]]:
@@ -68,7 +71,7 @@ def times(rounds: int, ids: Tensor, warm_up: int) -> dict[str, dict[str, float]]
     return {name: {"plain": ratio, "checkpointed": ratio / rival} for name, ratio in found.items()}
 
 
-def once_more(step: TrainStep, ids: Tensor) -> None:
+def once_more(step: TrainStep | BlockStep, ids: Tensor) -> None:
     """What layer by layer adds at least: all blocks but the last go forward once more."""
     step(ids)
     with torch.no_grad():
@@ -109,7 +112,7 @@ def main() -> None:
     keep_freed_memory()
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH))
     taken = times(1, ids, 1) if options.quick else times(7, ids, WARM_UP)
-    proven = ratio_of(looks(functools.partial(step_of(blocks="layers", verify=True), ids), 8 if options.quick else 16))
+    proven = ratio_of(looks(functools.partial(step_of(kind=BlockStep, verify=True), ids), 8 if options.quick else 16))
     found = {name: peaks(ids, **way) for name, way in WAYS.items()}
     base = found["accumulation"]
     rows = [
@@ -123,7 +126,7 @@ def main() -> None:
         f"and time of an update, relative to accumulation:\n\n{table(head, rows)}\n"
         "\nOne more forward pass of all blocks but the last, which is the least that keeps no activations inside "
         f"blocks, makes {taken[FLOOR]['plain']:.2f} of accumulation's time. With `verify=False`; a "
-        f"proven update takes {proven} ordinary ones with `blocks=`.\n"
+        f"proven update takes {proven} ordinary ones with `BlockStep`.\n"
     )
     wide = {"dtype": torch.bfloat16, "accumulate_dtype": torch.float32}
     half = {name: peaks(ids, **way, **wide) for name, way in WAYS.items() if name != "whole batch"}
@@ -138,7 +141,7 @@ def main() -> None:
         body,
         ["torch"],
         options,
-        ours=[name for name in WAYS if "blocks" in WAYS[name]],
+        ours=[name for name in WAYS if "kind" in WAYS[name]],
     )
 
 

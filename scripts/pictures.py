@@ -12,6 +12,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -247,7 +248,7 @@ def memory() -> str:
         "whole batch": {"micro_batch_size": 64},
         "16 micro-batches": {"micro_batch_size": 4},
         "chunked": {"micro_batch_size": 64},
-        "layer by layer": {"micro_batch_size": 4, "blocks": gradaccum.torch.Blocks("blocks", update="in_backward")},
+        "layer by layer": {"micro_batch_size": 4, "blocks": "blocks", "update": "in_backward"},
     }
     ids = torch.randint(128, (64, 16), generator=torch.Generator().manual_seed(0))
     curves = []
@@ -255,7 +256,8 @@ def memory() -> str:
         model = Transformer()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         called = gradaccum.torch.chunked(model, 4) if name == "chunked" else model
-        step = gradaccum.torch.TrainStep(called, optimizer, compute_loss=compute_loss, verify=False, **how)  # type: ignore[arg-type]
+        kind: Any = gradaccum.torch.BlockStep if "blocks" in how else gradaccum.torch.TrainStep
+        step = kind(called, optimizer, compute_loss=compute_loss, verify=False, **how)
         step(ids)  # `chunked` tries itself out once
         optimizer.zero_grad()
         with Trace(model.parameters()) as trace:

@@ -19,7 +19,7 @@ else:
             "steps_for": "gradaccum.schedule",
         },
         {
-            "Blocks": "It is gradaccum.torch.Blocks.",
+            "BlockStep": "It is gradaccum.torch.BlockStep.",
             "MicroBatchTrainer": "It is gradaccum.integrations.transformers.MicroBatchTrainer.",
             "Optimizer": "It is gradaccum.torch.optim.Optimizer or gradaccum.keras.optimizers.Optimizer.",
             "TrainStep": "It is gradaccum.torch.TrainStep.",

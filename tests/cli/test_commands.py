@@ -146,12 +146,12 @@ def test_the_best_way_its_peak_and_the_margin_are_printed_first(file):
     assert code == 0
     rows = int(first.removeprefix("Accumulated, ").split()[0])
     assert 1 < rows < 512
-    assert first.endswith(f"{rows} rows at a time: pass micro_batch_size={rows} to TrainStep.")
+    assert first.endswith(f"{rows} rows at a time: TrainStep(..., micro_batch_size={rows}).")
     assert "that a margin of 10 % leaves of 1.4 MiB" in second
     assert title.startswith("update of 512 rows")
     assert [way.split()[0] for way in ways] == ["plain", "accumulated"]
     assert ways[0].endswith("does not fit")
-    assert ways[1].endswith(f"micro_batch_size={rows}")
+    assert ways[1].endswith(f"TrainStep(..., micro_batch_size={rows})")
     assert note.startswith("No list of blocks was found")
     assert "20 %" in size(f"{file}:with_optimizer", "1500 kB", "--margin", "0.2")[1][1]
 
@@ -161,7 +161,7 @@ def test_a_limit_that_only_updates_in_backward_fit_is_exit_code_0(file):
     assert code == 0
     assert first.startswith("Whole gradients, 218.2 KiB, don't fit with the rest. Updated in backward")
     (pasted,) = [line for line in lines if line.startswith("updated in backward  ")]
-    assert 'blocks=Blocks("auto", update="in_backward")' in pasted
+    assert 'BlockStep(..., micro_batch_size=16, update="in_backward")' in pasted
     for misfit in ("accumulated", "layer by layer"):
         (line,) = [line for line in lines if line.startswith(misfit)]
         assert line.endswith("does not fit")

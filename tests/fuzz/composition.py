@@ -106,8 +106,11 @@ def _of_train_step(chance: Chance, alone: bool, dtype: str) -> dict[str, Any]:
         found["loss"] = "rows" if found["loss"] == "penalty" else found["loss"]  # which finds no graph in blocks
         found |= {"blocks": blocks, "blocks_on": chance.rarely(["cpu"], "", 0.3)}
         found |= {"noise": False, "norm": "" if found["norm"] == "exact" else found["norm"]}
+        found |= {"micro": found["micro"] or 3, "scaler": 0, "way": ""}
+        if found.get("optimizer") == "lbfgs":
+            found |= {"optimizer": "sgd"}
         if blocks == "in_backward":
-            found |= {"micro": found["micro"] or 3, "hook": "", "clip": None, "scaler": 0, "way": ""}
+            found |= {"hook": "", "clip": None}
     if found.get("dropout", True):
         found |= {"memory": 0, "micro": found["micro"] or 2}
     return found

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradaccum.torch import Blocks, TrainStep
+from gradaccum.torch import BlockStep, TrainStep
 from tests.fuzz import problem
 from tests.fuzz.loaders import loader_of
 from tests.fuzz.problem import Gone, Injected, Model, Script, apart, buffers_of, loss_of, state_of, weight_of
@@ -36,22 +37,22 @@ class _Split(Script):
             for optimizer in self.plain:
                 optimizer.register_step_pre_hook(self._before_update)
         self.scaler = problem.scaler_of(scenario)
-        self.step = TrainStep(
+        own: dict[str, Any] = {"scaler": self.scaler if scenario.scaler else None, "noise_scale": scenario.noise}
+        kind: Callable[..., Any] = functools.partial(TrainStep, **own, sync=scenario.sync)
+        if scenario.blocks:
+            kind = functools.partial(BlockStep, blocks="layers", update=scenario.blocks, on=scenario.blocks_on or None)
+        self.step = kind(
             self.used,
             self.plain if scenario.optimizers > 1 else self.plain[0],
             micro_batch_size=scenario.micro or "auto",
             max_tokens=scenario.micro * 4 + 4 if scenario.loss == "tokens" else None,
             clip_grad_norm=scenario.clip if scenario.way != "loop" else None,
-            scaler=self.scaler if scenario.scaler else None,
             autocast=torch.bfloat16 if scenario.dtype == "autocast" else None,
             accumulate_dtype=torch.float64 if scenario.wide else None,
-            noise_scale=scenario.noise,
-            sync=scenario.sync,
             batch_norm=scenario.norm or "warn",
             batch_dims=_dims(scenario),
             groups={"pairs": 2, "groups": lambda *batch: batch[3]}.get(scenario.loss),
             verify=scenario.seed % 4 > 0 or scenario.loss == "across",
-            blocks=Blocks("layers", update=scenario.blocks, on=scenario.blocks_on or None) if scenario.blocks else None,
             **self._loss(),
         )
 

@@ -375,7 +375,8 @@ def _of_jax(model: Any, batch: Any, keywords: dict[str, Any]) -> tuple[Any, bool
 
 
 def _of_torch(model: Any, batch: Any, keywords: dict[str, Any]) -> tuple[Any, bool]:
-    from gradaccum.torch.measure import SIZE_KEYWORDS, estimate_ways
+    from gradaccum.torch.layers import estimate_ways
+    from gradaccum.torch.measure import SIZE_KEYWORDS
 
     known = keywords.keys() & {*SIZE_KEYWORDS, "blocks"}
     ways = estimate_ways(model, batch, **{name: keywords[name] for name in known})

@@ -2,6 +2,7 @@
 
 - `optim`: wrap the optimizer, in a loop that runs small batches.
 - `TrainStep`: split the batch, if the loader yields the large one.
+- `BlockStep`: the same layer by layer, if gradients or parameters don't fit either.
 - `chunked`: chunk the model, if the loss looks across the batch; `losses` has such losses in tiles.
 - `check_equivalence`: whether micro-batches make the large batch's update, and if not, why.
 - `suggest_micro_batch_size`: which size fits, without the device.
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from gradaccum.torch.buffers import combine_buffers
     from gradaccum.torch.check import check_equivalence
     from gradaccum.torch.chunking import chunked
-    from gradaccum.torch.layers import Blocks
+    from gradaccum.torch.layers import BlockStep
     from gradaccum.torch.measure import Recorder, suggest_micro_batch_size
     from gradaccum.torch.reproducible import GlobalBatchSampler
     from gradaccum.torch.train_step import TrainStep
@@ -33,7 +34,7 @@ else:
     __getattr__, __dir__ = when_used(
         __name__,
         {
-            "Blocks": "gradaccum.torch.layers",
+            "BlockStep": "gradaccum.torch.layers",
             "GlobalBatchSampler": "gradaccum.torch.reproducible",
             "Recorder": "gradaccum.torch.measure",
             "TrainStep": "gradaccum.torch.train_step",
@@ -45,11 +46,15 @@ else:
             "packing": "gradaccum.torch.packing",
             "suggest_micro_batch_size": "gradaccum.torch.measure",
         },
-        {"Optimizer": "It is gradaccum.torch.optim.Optimizer.", "info_nce": "It is gradaccum.torch.losses.info_nce."},
+        {
+            "Blocks": "It is gradaccum.torch.BlockStep, a class of its own.",
+            "Optimizer": "It is gradaccum.torch.optim.Optimizer.",
+            "info_nce": "It is gradaccum.torch.losses.info_nce.",
+        },
     )
 
 __all__ = [
-    "Blocks",
+    "BlockStep",
     "GlobalBatchSampler",
     "Recorder",
     "TrainStep",

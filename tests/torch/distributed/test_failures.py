@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum.errors import WindowError
-from gradaccum.torch import Blocks, TrainStep
+from gradaccum.torch import TrainStep
 from gradaccum.torch.optim import Optimizer
 from tests.torch.distributed.problems import (
     SYNCS,
@@ -109,14 +109,13 @@ def differing_option(way, name, first, second):
 
 
 def different_hyperparameters(rank, name, values, way):
-    model = shards() if way == "layers" else ddp()
+    model = ddp()
     inner = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=torch.tensor(0.1), foreach=False)
     inner.param_groups[2][name] = values[rank]
     if way == "wrapped":
         train_on(model, wrapped(model, inner), data(FOUR)[rank])
         return
-    blocks = {"blocks": Blocks([model[0]], update="in_backward")} if way == "layers" else {}
-    step = TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2, **blocks)
+    step = TrainStep(model, inner, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=2)
     step(*data(FOUR)[rank][0])
 
 
@@ -243,7 +242,6 @@ HYPERPARAMETERS = [  # before the update
     ("wrapped", "betas", (0.9, 0.99), (0.9, 0.95)),
     ("wrapped", "lr", torch.tensor(0.5), torch.tensor(0.25)),
     ("TrainStep", "weight_decay", 0.1, 0.2),
-    ("layers", "weight_decay", 0.1, 0.2),
 ]
 LOCAL, UNKNOWN = "PostLocalSGDOptimizer(Optimizer(", "Pass model=, the sharded model"
 STEPPED = "Ranks have different hyperparameters: lr is 0.025 on rank 0, 0.05 on rank 1"

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import WindowError
 from gradaccum.core.noise import NoiseSchedule
-from gradaccum.torch import Blocks
 from gradaccum.torch.distributed import meeting
 from gradaccum.torch.distributed.channel import Channel, Kind
 from gradaccum.torch.optim import Optimizer
@@ -137,7 +136,6 @@ def test_a_loop_may_run_in_the_models_forward_pass_as_lightnings_does(rank, step
 
 AT_ONCE, AT_END = {"WINDOW": 1, "reduction": 1}, {"FINISHED": 1, "reduction": 1}
 SHARDED = {"FINISHED": 1, "all_gather": 7, "reduce_scatter": 2}
-BLOCKS = {"FINISHED": 1, "all_gather": 3, "reduce_scatter": 2}
 COLLECTIVES = {
     # An ordinary window of two micro-batches, by what each is for. WINDOW, FINISHED: "I come to the reduction", with
     # the window's weight; TOTAL: its weight, where only the pass shows it; NUMBER: sums of numbers.
@@ -155,9 +153,6 @@ COLLECTIVES = {
     ("fsdp2", "weighed"): SHARDED,
     ("fsdp2", "batches"): {**SHARDED, "MICRO_BATCH": 2},  # whether it is the last
     ("fsdp2", "TrainStep"): {**SHARDED, "all_gather": 6, "FORWARD": 9, "NUMBER": 2},  # passes, weights
-    ("fsdp2", "TrainStep, blocks"): {**BLOCKS, "FORWARD": 6, "NUMBER": 1},
-    # Before each block's update: losses, and whether a parameter has had no gradient.
-    ("fsdp2", "TrainStep, blocks updated in backward"): {**BLOCKS, "FORWARD": 7, "NUMBER": 5, "all_reduce": 1},
 }
 IN_THE_FIRST = {"batches": 1, "batches weighed": 1, "GradScaler": -1}
 IN_THE_FIRST |= {
@@ -194,8 +189,6 @@ def trained_by(way, used, batches, scaler=None):
             "compute_loss": lambda m, x, y: {"rows": loss_of_rows(m, x, y)},
             "weight": lambda x, y: {"rows": len(x)},
         },
-        "TrainStep, blocks": lambda: {"blocks": [used[0], used[2]]},
-        "TrainStep, blocks updated in backward": lambda: {"blocks": Blocks([used[0], used[2]], update="in_backward")},
     }
     step = step_of(used, micro_batch_size=2, **keywords[way]())
     return (step(*rows) for rows in batches), step.ranks.channel

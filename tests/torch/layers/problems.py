@@ -6,7 +6,7 @@ import copy
 import torch
 from torch import nn
 
-from gradaccum.torch import Blocks, TrainStep
+from gradaccum.torch import BlockStep, TrainStep
 from tests.reference import relative_error
 from tests.torch.train_step import steps
 
@@ -124,17 +124,13 @@ def with_its_weight(model, ids, labels):
     return token_mean(model, ids, labels), counted(ids, labels)
 
 
-def in_blocks(options):
-    """These options, with what is meant for `Blocks` in it."""
-    given = {name: options[name] for name in ("update", "on") if name in options}
-    others = {name: value for name, value in options.items() if name not in given}
-    return {**others, "blocks": Blocks(options["blocks"], **given)} if given else others
-
-
 def build(model, optimizer=None, **options):
+    """A BlockStep; a TrainStep with blocks=None."""
     optimizer = OPTIMIZERS["sgd"](model.parameters()) if optimizer is None else optimizer
-    usual = {"compute_loss": loss_of, "micro_batch_size": 3, "blocks": "auto"}
-    return TrainStep(model, optimizer, **in_blocks({**usual, **options}))
+    options = {"compute_loss": loss_of, "micro_batch_size": 3, "blocks": "auto", **options}
+    if options["blocks"] is None:
+        return TrainStep(model, optimizer, **{name: value for name, value in options.items() if name != "blocks"})
+    return BlockStep(model, optimizer, **options)
 
 
 def trained(model, data=None, optimizer=None, **options):
@@ -155,5 +151,4 @@ def unchanged(model):
 
 def assert_same_updates(model, data, loss=loss_of, make=OPTIMIZERS["sgd"], size=2, **options):
     """Train a copy by ordinary steps and the model layer by layer: the same parameters, the same losses."""
-    options = in_blocks({"blocks": "auto", "micro_batch_size": size, **options})
-    return steps.assert_same_updates(model, data, loss, make, **options)
+    return steps.assert_same_updates(model, data, loss, make, kind=BlockStep, micro_batch_size=size, **options)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from gradaccum.on_torch.random_state import RandomState
-from gradaccum.torch import TrainStep
+from gradaccum.torch import BlockStep, TrainStep
+from gradaccum.torch.layers.refused import NOT_TAKEN
 from tests.reference import FLOAT64, relative_error
 from tests.torch.chunking.problems import seeded
 from tests.torch.layers import problems
@@ -165,7 +166,6 @@ OPTIONS = {
     "offload": {"offload": True},
     "memory_limit": {"memory_limit": "64GiB"},
     "verify": {"verify": True},
-    "sync": {"sync": "micro_batch"},
 }
 PICTURES = [(torch.randn(8, 5, dtype=torch.float64), torch.arange(8) % 3) for _ in range(2)]
 IN_SPECTRAL = {"loss_fn": nn.CrossEntropyLoss(), "compute_loss": None, "data": PICTURES, "blocks": "1"}
@@ -213,6 +213,8 @@ def test_rows_by_tokens_and_packed_ones_are_those_of_accumulation_in_backward():
         assert relative_error(*updated) <= FLOAT64
 
 
-def test_each_option_is_in_the_table_above_or_in_that_of_what_is_refused_in_backward():
-    options = set(inspect.signature(TrainStep).parameters) - {"model", "optimizer"}
-    assert {*options, "update", "weight returned"} == {*REFUSED, *OPTIONS, "blocks", "max_tokens", "pack"}
+def test_each_option_is_in_the_table_above_or_in_that_of_what_is_refused():
+    kinds = BlockStep, TrainStep
+    taken, others = (set(inspect.signature(kind).parameters) - {"model", "optimizer"} for kind in kinds)
+    assert taken <= {*REFUSED, *OPTIONS, "blocks", "update", "on", "max_tokens", "pack"}
+    assert others - taken <= {*NOT_TAKEN}

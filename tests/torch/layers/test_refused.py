@@ -7,7 +7,10 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from gradaccum.errors import NotEquivalentError, WindowError
+import gradaccum.torch
+from gradaccum.errors import NotEquivalentError
+from gradaccum.torch import TrainStep
+from gradaccum.torch.layers.refused import NOT_TAKEN
 from tests.torch.layers.problems import OPTIMIZERS, Layer, batches, build, doing, late, loss_of, network, unchanged
 
 
@@ -131,7 +134,7 @@ STEPS = {
     "counts in its groups": (stepping(lambda own: [g.update(k=g.get("k", 0) + 1) for g in own.param_groups]), ACROSS),
     "counts in itself": (stepping(lambda optimizer: setattr(optimizer, "count", optimizer.count + 1)), ACROSS),
     "moves an average": (averaging, r"Stepping.step\(\) does more than update its parameters: it calls aten"),
-    "evaluates a closure": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS evaluates a closure"),
+    "evaluates a closure": (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS, which evaluates a closure"),
     "has hooks": (hooked, "SGD has hooks of register_step_pre_hook"),
 }
 
@@ -150,20 +153,18 @@ BLOCKS = {  # what is given for blocks of a network
     ),
 }
 OPTIONS = {
-    "batch_norm": ("exact", 'batch_norm="exact"'),
-    "noise_scale": (True, "noise_scale=True"),
-    "clip_grad_norm": (0.1, "`clip_grad_norm` needs the norm of all of them. Use update='after_backward'"),
-    "scaler": (torch.amp.GradScaler("cpu"), "a GradScaler makes an update only where all of them are finite"),
-    "micro_batch_size": ("auto", "give a `micro_batch_size` in rows"),
+    "batch_norm": ("exact", 'doesn\'t take batch_norm="exact"'),
+    "clip_grad_norm": (0.1, "update='in_backward' and `clip_grad_norm` together"),
+    "micro_batch_size": ("auto", "needs a `micro_batch_size` in rows"),
     "update": ("sometimes", "`update` must be one of 'after_backward', 'in_backward'"),
 }
 WAYS = {"": {}, "in backward": {"update": "in_backward"}, "on the CPU": {"update": "in_backward", "on": "cpu"}}
 IN_BACKWARD, ON_CPU, AUTO = WAYS["in backward"], {"on": "cpu"}, {"blocks": "auto"}
 ROOM = {**IN_BACKWARD, "optimizer": lambda model: OPTIMIZERS["adam"](model.parameters()), "memory_limit": 1}
 INFINITE = {**IN_BACKWARD, "verify": False, "compute_loss": lambda *batch: loss_of(*batch) / 0}
-EXACT = {"offload": "/tmp", "blocks": None, "batch_norm": "exact"}
 VALUE, LATE = ValueError, "updated before their gradient is complete: 'layers.2.norm.weight'"
 COMPILED = functools.partial(torch.compile, backend="eager")
+SYNCED = changed(lambda model: setattr(model, "norm", nn.SyncBatchNorm(6)))
 SHARING = changed(lambda model: setattr(model.layers[0].norm, "weight", model.norm.weight))
 RECURRENT = changed(lambda model: model.layers[1].add_module("rnn", nn.LSTM(2, 2)))
 HOOKED = changed(lambda model: model.layers[1].inner.weight.register_hook(lambda g: g))
@@ -190,8 +191,8 @@ REFUSED = {  # the model, options, the error
     "blocks in a folder": (network, {"on": "/tmp"}, VALUE, "`on` must be 'cpu' or None. Received: on='/tmp'"),
     "a folder that is not there": (network, {"offload": "/no/such/folder"}, VALUE, "a folder that exists"),
     "a number for a folder": (network, {"offload": 3}, TypeError, "Received: offload=3"),
-    "a folder without blocks": (network, {"offload": "/tmp", "blocks": None}, VALUE, "or `blocks`"),
-    "a folder for an exact BatchNorm": (network, EXACT, TypeError, "must be True or False"),
+    "BatchNorm over several ranks": (SYNCED, AUTO, VALUE, "doesn't take SyncBatchNorm, which waits for other ranks"),
+    "a model on several devices": (lambda: nn.DataParallel(network()), AUTO, VALUE, "doesn't take DataParallel"),
 }  # fmt: skip
 
 
@@ -220,5 +221,17 @@ def test_in_backward_a_step_that_was_replaced_later_is_refused():
     optimizer.step = functools.wraps(inner)(lambda closure=None: inner(closure))
     with pytest.raises(ValueError, match="SGD's step was replaced by step, and update='in_backward' calls it several"):
         step(*batches()[0])
-    with pytest.raises(WindowError, match=r"step.backward\(\) leaves"):
-        step.backward(*batches()[0])
+
+
+@pytest.mark.parametrize("name", NOT_TAKEN)
+def test_an_argument_that_only_train_step_has_is_refused_with_what_to_do(name):
+    with pytest.raises(TypeError, match=f"BlockStep takes no `{name}`. "):
+        build(network(), **{name: True})
+
+
+def test_train_step_knows_no_blocks():
+    model = network()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'blocks'"):
+        TrainStep(model, OPTIMIZERS["sgd"](model.parameters()), compute_loss=loss_of, blocks="layers")
+    with pytest.raises(AttributeError, match="It is gradaccum.torch.BlockStep"):
+        getattr(gradaccum.torch, "Blocks")  # noqa: B009  # the name of an earlier version

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from gradaccum.core.sizes import process_memory
-from gradaccum.torch import Blocks, TrainStep
+from gradaccum.torch import BlockStep, TrainStep
+from gradaccum.torch.layers import estimate_ways
 from gradaccum.torch.loss.objective import Objective
-from gradaccum.torch.measure import estimate_ways
 from gradaccum.torch.measure.estimates import estimate_size, suggest_micro_batch_size
 from gradaccum.torch.measure.fake_memory import LiveBytes, bytes_of, micro_batch_peak, optimizer_bytes
 from tests.torch.distributed.processes import fresh_process
@@ -153,16 +153,16 @@ def loss_of(model, ids):
 WAYS = {
     "plain": {"micro_batch_size": 24},
     "accumulated": {},
-    "layer by layer": {"blocks": "auto"},
-    "updated in backward": {"blocks": Blocks("auto", update="in_backward")},
+    "layer by layer": {"kind": BlockStep},
+    "updated in backward": {"kind": BlockStep, "update": "in_backward"},
 }
 
 
-def peak_of_an_update(**options):
+def peak_of_an_update(kind=TrainStep, **options):
     """Beyond what is there."""
     model, ids = large(), torch.zeros(24, 6, dtype=torch.long)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = TrainStep(model, optimizer, compute_loss=loss_of, verify=False, **{"micro_batch_size": 4, **options})
+    step = kind(model, optimizer, compute_loss=loss_of, verify=False, **{"micro_batch_size": 4, **options})
     step(ids)
     for parameter in model.parameters():
         parameter.grad = None
@@ -175,7 +175,7 @@ def peak_of_an_update(**options):
 def test_the_predicted_peaks_are_those_of_the_updates(device, monkeypatch):
     model, ids = large(device), torch.zeros(24, 6, dtype=torch.long, device=device)
     constant = bytes_of(model.parameters()) + ids.nbytes
-    monkeypatch.setattr("gradaccum.torch.measure.estimates.largest_size", lambda peak, rows, allowed: (4, peak(4)))
+    monkeypatch.setattr("gradaccum.torch.layers.estimates.largest_size", lambda peak, rows, allowed: (4, peak(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     found = estimate_ways(model, ids, compute_loss=loss_of, memory_limit="1GiB", optimizer=optimizer)
     peaks = {way.name: way.peak - constant for way in found.ways}

@@ -44,22 +44,23 @@ def by_hand(model, data, loss=plain_loss, make="sgd", *, evaluated=False, clip=m
     return losses, norms
 
 
-def step_of(model, optimizer="sgd", *, verify=False, **keywords):
-    """A TrainStep with an optimizer of all parameters, or one by name, and cross entropy where no loss is given."""
+def step_of(model, optimizer="sgd", *, kind=TrainStep, verify=False, **keywords):
+    """A step with an optimizer of all parameters, or one by name, and cross entropy where no loss is given."""
     inner = OPTIMIZERS[optimizer](model.parameters()) if isinstance(optimizer, str) else optimizer
     loss = {} if "compute_loss" in keywords else {"loss_fn": nn.CrossEntropyLoss()}
-    return TrainStep(model, inner, **{**loss, **keywords}, verify=verify)
+    return kind(model, inner, **{**loss, **keywords}, verify=verify)
 
 
 def assert_same_updates(
     model, data=None, loss=plain_loss, make="sgd", tolerance=FLOAT64, *,
-    reference=None, terms=None, evaluated=False, buffers=True, as_one=False, **keywords,
+    reference=None, terms=None, evaluated=False, buffers=True, as_one=False, kind=TrainStep, **keywords,
 ):  # fmt: skip
     """Train a copy by ordinary steps and the model by TrainStep: the same parameters, losses, norms and buffers.
 
     Args:
         terms: `{name: (loss, weight)}` of a batch, in place of `loss`: `step.losses` has the large batch's of each.
         evaluated: The ordinary steps find gradients when they begin, as TrainStep's do.
+        kind: The class of the step.
         as_one: Parameters are one vector, because the true gradient of some is 0; the loss is computed in float32.
     """
     data = batches() if data is None else data
@@ -76,7 +77,7 @@ def assert_same_updates(
     own = {} if "loss_fn" in keywords else {"compute_loss": loss if terms is None else terms}
     own |= {} if "max_tokens" in keywords else {"micro_batch_size": 4}
     optimizer = OPTIMIZERS.get(make, make)(list(model.parameters()))
-    step = TrainStep(model, optimizer, **{**own, **keywords})
+    step = kind(model, optimizer, **{**own, **keywords})
     losses = []
     for number, batch in enumerate(data):
         losses.append(step(*batch))

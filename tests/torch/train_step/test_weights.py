@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradaccum import NotEquivalentError
-from gradaccum.torch import Blocks
+from gradaccum.torch import BlockStep
 from gradaccum.torch.loss import named, objective
 from tests.reference import FLOAT64, relative_error, torch_updates
 from tests.torch.train_step.problems import Experts, Of, batches, linear, network, plain_loss, randn
@@ -291,11 +291,7 @@ OVER_NOTHING = ways_to_say(masked, lambda x, mask, y: mask.sum())
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("make", ["sgd", "adam"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"blocks": "0"}, {"blocks": Blocks("0", update="in_backward")}],
-    ids=["", "after_backward", "in_backward"],
-)
+@pytest.mark.parametrize("options", [None, {}, {"update": "in_backward"}], ids=["", "blocks", "in_backward"])
 @pytest.mark.parametrize("how", OVER_NOTHING.values(), ids=OVER_NOTHING)
 def test_a_mean_over_nothing_is_left_out_with_its_gradient_on_any_device(how, options, make):
     masks = torch.ones(4, ROWS)
@@ -303,7 +299,8 @@ def test_a_mean_over_nothing_is_left_out_with_its_gradient_on_any_device(how, op
     data = [(randn(ROWS, 5), mask, randn(ROWS, 4)) for mask in masks]
     model, plain = (nn.Sequential(nn.Sequential(linear(5, 5), linear(5, 4))) for _ in range(2))
     expected, _ = by_hand(plain, data, masked, make)
-    step = step_of(model, make, micro_batch_size=4, verify=True, **how, **options)
+    blocks = {} if options is None else {"kind": BlockStep, "blocks": "0", **options}
+    step = step_of(model, make, micro_batch_size=4, verify=True, **how, **blocks)
     assert relative_error([step(*batch) for batch in data], expected) <= FLOAT64
     assert_same_state(model, plain)
 
@@ -315,14 +312,13 @@ def of_experts(model, x, kinds, y):
 OF_EXPERTS = ways_to_say(of_experts, valid)
 
 
-@pytest.mark.parametrize("blocks", [None, "blocks"])
 @pytest.mark.parametrize("how", OF_EXPERTS.values(), ids=OF_EXPERTS)
-def test_rows_of_weight_0_reach_parameters_and_move_buffers_as_in_the_large_batch(how, blocks):
+def test_rows_of_weight_0_reach_parameters_and_move_buffers_as_in_the_large_batch(how):
     """Their gradient is left out; their forward pass isn't."""
     model, plain = Experts(), Experts()
     data = [(randn(4, 5), torch.tensor([0, 0, 1, 1]), torch.tensor([1, 2, -100, -100])) for _ in range(4)]
     by_hand(plain, data, of_experts, torch.optim.AdamW)
-    step = step_of(model, torch.optim.AdamW(model.parameters()), micro_batch_size=2, blocks=blocks, verify=True, **how)
+    step = step_of(model, torch.optim.AdamW(model.parameters()), micro_batch_size=2, verify=True, **how)
     for batch in data:
         step(*batch)
     assert_same_state(model, plain)
@@ -369,7 +365,7 @@ LOOKED_UP = ways_to_say(looked_up, lambda index, mask: mask.sum())
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("kind", ["plain", "blocks", "reentrant"])
+@pytest.mark.parametrize("kind", ["plain", "reentrant"])
 @pytest.mark.parametrize("how", LOOKED_UP.values(), ids=LOOKED_UP)
 def test_rows_of_weight_0_are_in_a_sparse_gradient_as_in_the_large_batchs(how, kind):
     """SparseAdam's moments decay in the rows that the gradient has, of which some are zero."""
@@ -382,7 +378,7 @@ def test_rows_of_weight_0_are_in_a_sparse_gradient_as_in_the_large_batchs(how, k
     optimizer, other = (torch.optim.SparseAdam(one.parameters(), lr=0.1) for one in (model, plain))
     torch_updates(plain, other, data, looked_up)
     used = Of(reentrant, inner=model) if kind == "reentrant" else model
-    step = step_of(used, optimizer, micro_batch_size=2, blocks="0" if kind == "blocks" else None, verify=True, **how)
+    step = step_of(used, optimizer, micro_batch_size=2, verify=True, **how)
     for batch in data[:-1]:
         step(*batch)
     optimizer.zero_grad(set_to_none=False)

@@ -73,11 +73,7 @@ fsdp group | reduce_scatter_unused_params | zeros are reduced in the dtype of th
 fsdp group | _all_gather_comm | every rank is asked before parameters are gathered
 fsdp group | _reduce_scatter_comm | the same before gradients are reduced
 fsdp group | reshard | a head whose logits come in tiles stays gathered until its backward pass
-fsdp group | unshard wait_for_unshard | a block's parameters are gathered once for all micro-batches
-fsdp group | post_backward reduce_grads all_reduce_grads | a block's gradients are added up, and reduced once
-fsdp group | reshard_after_backward | a block's gradients are added up, and reduced once
-fsdp group | finalize_backward | a block is updated when its gradients have been reduced
-fsdp group | post_forward_mesh_info | whether parameters stay gathered until backward
+fsdp group | post_backward reduce_grads | sums in reduce_dtype are reduced with gradients that came to no sum
 fsdp state | _mp_policy | logits in tiles are not cast as outputs are
 fsdp parameter | mp_policy | in which dtype parameters are gathered
 fsdp state | _training_state | a forward pass on fake tensors gathers nothing

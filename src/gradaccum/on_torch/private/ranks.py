@@ -162,10 +162,6 @@ class ShardedGroup:
         """In which dtype parameters are gathered."""
         return {p.sharded_param: p.mp_policy.param_dtype or p.sharded_param.dtype for p in self._group.fsdp_params}
 
-    def holds(self, tensor: Any) -> bool:
-        """Whether this is one of its parameters, gathered or not."""
-        return any(tensor is own for p in self._group.fsdp_params for own in (p.sharded_param, _whole(p)))
-
     def ask_before(self, ask: Callable[[str], object] | None, name: str) -> None:
         """Call this before each of its collectives, with what is to begin; None: no more."""
         for way in ("_all_gather_comm", "_reduce_scatter_comm"):
@@ -198,46 +194,6 @@ class ShardedGroup:
             del self._group.post_backward
         while self._watched:
             self._watched.popitem()[1].remove()
-
-    @property
-    def stays_gathered(self) -> bool:
-        """Whether its parameters stay gathered from the forward to the backward pass."""
-        return self._group.post_forward_mesh_info is None
-
-    @property
-    def sums_apart(self) -> bool:
-        """Whether gradients are added up in another dtype than they arrive in."""
-        return any(parameter.reduce_dtype is not None for parameter in self._group.fsdp_params)
-
-    def gather(self) -> None:
-        """Put the whole parameters into the modules, if they aren't there. All ranks take part."""
-        self._group.unshard()
-        self._group.wait_for_unshard()
-
-    def shard(self) -> None:
-        """Put this rank's shards into the modules, and free the whole parameters."""
-        self._group.reshard()
-
-    def add_up(self) -> None:
-        """A backward pass is over: what has arrived joins the sum, in the dtype of that. Parameters stay gathered."""
-        self._after_backward(reduces=False)
-
-    def reduce(self) -> None:
-        """Reduce the sum, or zeros where there is none, into the shards' gradients, and shard. All ranks take part."""
-        self._after_backward(reduces=True)
-
-    def _after_backward(self, *, reduces: bool) -> None:
-        flags = {"reduce_grads": reduces, "all_reduce_grads": reduces, "reshard_after_backward": reduces}
-        held = {name: getattr(self._group, name) for name in flags}
-        try:
-            vars(self._group).update(flags)
-            self._group.post_backward()
-        finally:
-            vars(self._group).update(held)
-
-    def wait(self) -> None:
-        """What has been reduced can be used from here on."""
-        self._group.finalize_backward()
 
     def clear(self) -> None:
         """Drop what has been added up."""

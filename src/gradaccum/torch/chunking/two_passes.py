@@ -128,7 +128,7 @@ def check_nothing_cached() -> None:
     if getattr(nn.utils.parametrize, "_cache_enabled", 0):
         raise ValueError(
             "torch.nn.utils.parametrize.cached() keeps weights from a first pass, which have no graph, for the second "
-            "one. Don't use it around chunked modules, `blocks`, and their backward pass."
+            "one. Don't use it around chunked modules, blocks of a BlockStep, and their backward pass."
         )
 
 

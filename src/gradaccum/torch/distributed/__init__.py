@@ -9,11 +9,10 @@ sent, or by its closed connection. `detect_ranks` builds all of this from the us
 
 from gradaccum.torch.distributed.channel import Channel, Kind, Settings, by_rank
 from gradaccum.torch.distributed.detect import check_closures, check_detected, detect_ranks, leaving_on_error
-from gradaccum.torch.distributed.fsdp import ByBlocks, run_by_blocks, run_together
+from gradaccum.torch.distributed.fsdp import run_together
 from gradaccum.torch.distributed.ranks import Listener, Ranks, Total
 
 __all__ = [
-    "ByBlocks",
     "Channel",
     "Kind",
     "Listener",
@@ -25,6 +24,5 @@ __all__ = [
     "check_detected",
     "detect_ranks",
     "leaving_on_error",
-    "run_by_blocks",
     "run_together",
 ]

@@ -416,13 +416,6 @@ class Ranks:
         """Every rank's number."""
         return [numbers[1] for numbers in self.exchange(Kind.NUMBER, mine)]
 
-    def sum_in_advance(self, *numbers: float) -> list[float]:
-        """Sums over the ranks, and a look at their settings: where an update begins before `total`."""
-        messages = self.exchange(Kind.NUMBER, self.settings.number(), *numbers)
-        if len({message[1] for message in messages}) > 1:
-            self.settings.settle(self.channel)
-        return [sum(column) for column in zip(*messages)][2:]
-
     def sum_by_name(self, mine: Mapping[Any, float]) -> dict[Any, float]:
         """Numbers summed over the ranks, each by its name; some ranks may lack some names."""
         names = list(mine)

@@ -58,7 +58,7 @@ def parameters_by_block(
 class BackwardOptimizer:
     """The user's own optimizers, each of whose steps is made in parts: for one block after the other.
 
-    `stages` finish a block's gradients. Ranks that share the update must not begin it again once it has begun on any.
+    `stages` finish a block's gradients.
     """
 
     def __init__(
@@ -69,11 +69,9 @@ class BackwardOptimizer:
         model: nn.Module,
         meter: MemoryMeter,
         stages: Sequence[Stage],
-        *,
-        is_distributed: bool = False,
     ) -> None:
         self._optimizers, self._sums, self._blocks = optimizers, sums, blocks
-        self._model, self._meter, self._stages, self._is_distributed = model, meter, stages, is_distributed
+        self._model, self._meter, self._stages = model, meter, stages
         self._state_bytes: dict[int, list[float]] = {}
         self.late: list[str] = []
         """Parameters, by name, whose gradient went on arriving in a rehearsal when they would have been updated."""
@@ -83,7 +81,7 @@ class BackwardOptimizer:
         """A window begins."""
         self.made: bool | None = None
         """Whether it has made its update; None before its first part."""
-        self._updated, self._begun, self._rehearsal, self._empty = set[int](), False, False, False
+        self._updated, self._rehearsal, self._empty = set[int](), False, False
         self._due: dict[int, list[Tensor]] = {}
         self._divisor: Any = None
         self._seen: list[tuple[Tensor, Tensor | None, int]] = []
@@ -133,7 +131,6 @@ class BackwardOptimizer:
     def finished(self, place: int) -> None:
         """The gradients are finished that wait for this block, or for what stands before all blocks (-1)."""
         parameters = self._due.pop(place, [])
-        self._begun = not self._rehearsal
         if self._rehearsal:
             self._rehearse(parameters, last=place < 0)
             return
@@ -193,7 +190,7 @@ class BackwardOptimizer:
 
     def explained(self, error: BaseException) -> BaseException:
         """The error to raise in place of one that comes in the middle: it names what has been updated."""
-        if not (self._updated or (self._begun and self._is_distributed)):
+        if not self._updated:
             return error
         trained = [(b.path, [p for p in b.module.parameters() if p.requires_grad]) for b in self._blocks]
         blocks = [repr(path) for path, own in trained if own and all(id(p) in self._updated for p in own)]
@@ -203,7 +200,7 @@ class BackwardOptimizer:
             "in part. All others are as they were. This cannot be undone: continue from a checkpoint."
         )
         logger.error("%s stopped an update='in_backward' halfway. %s", type(error).__name__, state)
-        if is_out_of_memory(error) and not self._is_distributed:
+        if is_out_of_memory(error):
             return torch.OutOfMemoryError(f"{error}\n{state}")
         return WindowError(f"{type(error).__name__}: {error}\n{state}") if isinstance(error, Exception) else error
 

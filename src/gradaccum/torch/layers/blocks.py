@@ -1,110 +1,17 @@
-"""`Blocks`: which modules of a model take turns in backward, when they are updated and where they live; their calls."""
+"""Which modules of a model are its blocks, and how calls of them are intercepted."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from gradaccum.on_torch.arguments import checked_choice
-
-UpdateChoice = Literal["after_backward", "in_backward"]
-
-ModulesChoice = nn.ModuleList | nn.Sequential | list[nn.Module] | tuple[nn.Module, ...] | str
+BlocksChoice = nn.ModuleList | nn.Sequential | list[nn.Module] | tuple[nn.Module, ...] | str
 """An `nn.ModuleList`, its dotted path, a list of modules, or `"auto"`."""
-
-
-class Blocks:
-    """The blocks of a model for `TrainStep(blocks=...)`, layer by layer: when they are updated, and where they live.
-
-    Backward runs the blocks one after the other, each on all micro-batches. So a block's gradient is finished when
-    backward leaves the block, and only one block has to be on the device at a time:
-
-        g_k = sum_i g_k,i      over micro-batches i, for block K, then K - 1, ..., then the layers before the blocks
-
-    Args:
-        modules: An `nn.ModuleList`, its dotted path, a list of modules in the order in which they are called, or
-            `"auto"`: the longest list of modules of one class.
-        update: `"after_backward"`: one step of the optimizer when all gradients are finished. `"in_backward"`: a
-            block's parameters are updated as soon as its gradient is finished, and the gradient is freed. It takes no
-            `clip_grad_norm` and no GradScaler, which need all gradients at once.
-        on: `"cpu"`: parameters, gradients and optimizer state of the blocks live in host memory. A block is copied to
-            the device while it computes, and the next one meanwhile. None: the blocks stay where they are.
-
-    Raises:
-        TypeError, ValueError: An argument is invalid.
-
-    Example:
-        >>> import torch
-        >>> from gradaccum.torch import TrainStep
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 2))
-        >>> optimizer = torch.optim.Adam(model.parameters())
-        >>> blocks = Blocks(model[1], update="in_backward")
-        >>> step = TrainStep(model, optimizer, loss_fn=nn.CrossEntropyLoss(), micro_batch_size=4, blocks=blocks)
-        >>> step(torch.randn(16, 4), torch.randint(2, (16,))).shape
-        torch.Size([])
-    """
-
-    def __init__(
-        self, modules: ModulesChoice, *, update: UpdateChoice = "after_backward", on: Literal["cpu"] | None = None
-    ) -> None:
-        self.modules = modules
-        self.update = checked_choice("update", update, get_args(UpdateChoice))
-        if on not in (None, "cpu"):
-            raise ValueError(
-                f"`on` must be 'cpu' or None. Received: on={on!r}. Blocks live in host memory or on the device; "
-                "activations between blocks can be kept in files, with TrainStep's `offload`."
-            )
-        self.on = on
-
-    def __repr__(self) -> str:
-        modules = self.modules if isinstance(self.modules, str) else type(self.modules).__name__
-        return f"Blocks({modules!r}, update={self.update!r}, on={self.on!r})"
-
-
-BlocksChoice = ModulesChoice | Blocks | None
-"""What `TrainStep(blocks=...)` takes."""
-
-
-def checked_blocks(blocks: BlocksChoice, *, batch_norm: str, noise_scale: bool) -> Blocks | None:
-    """The blocks as `Blocks`, where other options of a `TrainStep` go together with them."""
-    if blocks is None:
-        return None
-    if batch_norm == "exact":
-        raise ValueError(
-            '`blocks` runs the model in micro-batches, and batch_norm="exact" all rows at once. Leave out one of them.'
-        )
-    if noise_scale:
-        raise ValueError(
-            "noise_scale=True compares a micro-batch's gradient with the batch's, but with `blocks` no micro-batch's "
-            "gradient is ever complete. Leave out one of them."
-        )
-    return blocks if isinstance(blocks, Blocks) else Blocks(blocks)
-
-
-def check_in_backward(*, clips: bool, scales: bool, closure: str | None, searched: bool, replicated: bool) -> None:
-    """Raise a ValueError if a block can't be updated before the gradients of the others are known."""
-    for wrong, why in (
-        (clips, "`clip_grad_norm` needs the norm of all of them"),
-        (scales, "a GradScaler makes an update only where all of them are finite: use autocast=torch.bfloat16"),
-        (closure, f"{closure} evaluates a closure, which needs all gradients and all parameters as they were"),
-        (searched, "the search for a size measures whole micro-batches: give a `micro_batch_size` in rows"),
-        (
-            replicated,
-            "ranks that replicate a model reduce all gradients together. fully_shard with a mesh of (ranks, 1) "
-            "replicates it, too, and reduces by blocks",
-        ),
-    ):
-        if wrong:
-            raise ValueError(
-                f"update='in_backward' frees each gradient before the next is known, and {why}. Use "
-                "update='after_backward', or leave that out."
-            )
 
 
 class Block(NamedTuple):
@@ -116,7 +23,6 @@ class Block(NamedTuple):
 
 def find_blocks(model: nn.Module, blocks: Any) -> list[Block]:
     """The blocks of a model, in the order in which they are called."""
-    _check_runs_in_parts(model)
     if isinstance(blocks, str):
         blocks = _longest(model) if blocks == "auto" else _at(model, blocks)
     if not isinstance(blocks, (nn.ModuleList, nn.Sequential, list, tuple)):
@@ -150,24 +56,6 @@ def find_blocks(model: nn.Module, blocks: Any) -> list[Block]:
     if not found:
         raise ValueError("`blocks` must hold at least one module. Received: none.")
     return found
-
-
-def _check_runs_in_parts(model: nn.Module) -> None:
-    """Raise a ValueError if `torch.compile` has made one program of all blocks, or FSDP1 has sharded a part."""
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    inside = getattr(model, "module", model)
-    if eval_frame is not None and any(isinstance(m, eval_frame.OptimizedModule) for m in (model, inside)):
-        raise ValueError(
-            "`blocks` runs the model's blocks one by one, and torch.compile(model) makes one program of them. "
-            "Compile each block instead: `for block in model.layers: block.compile()`."
-        )
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for path, module in model.named_modules() if fsdp is not None else ():
-        if isinstance(module, fsdp.FullyShardedDataParallel):  # type: ignore[union-attr]  # not None here
-            raise ValueError(
-                f"{path or 'The model'!r} is a FullyShardedDataParallel (FSDP1), whose parameters `blocks` can't "
-                "gather for a second run. Shard the model with fully_shard (FSDP2)."
-            )
 
 
 def _at(model: nn.Module, path: str) -> nn.Module:

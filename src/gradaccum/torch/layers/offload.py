@@ -151,11 +151,6 @@ class OffloadedBlocks:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise ValueError(
-                "Blocks(on='cpu') is for one device, and DistributedDataParallel expects all parameters on one. "
-                "Leave out one of them."
-            )
         self._blocks = [*blocks]
         inside = {id(module) for block in blocks for module in block.module.modules()}
         outside = [p for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)]
@@ -172,20 +167,20 @@ class OffloadedBlocks:
         for name, parameter in block.module.named_parameters():
             if parameter.device.type != "cpu":
                 raise ValueError(
-                    f"Blocks(on='cpu') expects the blocks on the CPU. Received: {block.path}.{name} on "
+                    f"on='cpu' expects the blocks on the CPU. Received: {block.path}.{name} on "
                     f"{parameter.device}. Build the model on the CPU, and move the modules outside the blocks to the "
                     "device before the optimizer is built."
                 )
             if id(parameter) in outside:
                 raise ValueError(
-                    f"{block.path}.{name} is a weight of a module outside the blocks, too, and with Blocks(on='cpu') "
+                    f"{block.path}.{name} is a weight of a module outside the blocks, too, and with on='cpu' "
                     "it would have to be in two places. Leave one of them out."
                 )
         for module in block.module.modules():
             if isinstance(module, nn.RNNBase):
                 raise ValueError(
                     f"The block {block.path!r} has a {type(module).__name__}, which keeps references to its weights "
-                    "that Blocks(on='cpu') can't exchange. Leave it out of the blocks, or leave `on` out."
+                    "that on='cpu' can't exchange. Leave it out of the blocks, or leave `on` out."
                 )
 
     @property
@@ -194,7 +189,7 @@ class OffloadedBlocks:
         if self.device.type != "cpu":
             logger.warning(
                 "Whether micro-batches make the large batch's update is not proven here: the proof runs the whole "
-                "model at once, and with Blocks(on='cpu') the blocks aren't on %s at once. Prove it on the CPU.",
+                "model at once, and with on='cpu' the blocks aren't on %s at once. Prove it on the CPU.",
                 self.device,
             )
         return self.device.type == "cpu"
@@ -206,7 +201,7 @@ class OffloadedBlocks:
             for name, p in block.module.named_parameters():
                 if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
                     raise ValueError(
-                        f"{block.path}.{name} has a hook on its gradient, and with Blocks(on='cpu') the gradient adds "
+                        f"{block.path}.{name} has a hook on its gradient, and with on='cpu' the gradient adds "
                         "up in a copy on the device. Leave out the hook, or `on`."
                     )
         modules = [block.module for block in self._blocks] if self.device.type != "cpu" else []

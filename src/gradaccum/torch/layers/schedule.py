@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradaccum.core.sizes import Plan, Slice
 from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import Batch, leaves
-from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory
+from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.oom_retry import OomRetry, RestartWindow
 from gradaccum.on_torch.private import leaves_of
 from gradaccum.on_torch.random_state import Conditions, all_generators, kept
@@ -26,9 +26,8 @@ from gradaccum.torch.chunking.two_passes import (
     check_nothing_cached,
     tensors_of,
 )
-from gradaccum.torch.distributed import ByBlocks
 from gradaccum.torch.layers.backward_optimizer import BackwardOptimizer
-from gradaccum.torch.layers.blocks import Blocks, called, find_blocks, intercepted
+from gradaccum.torch.layers.blocks import Block, called, intercepted
 from gradaccum.torch.layers.calls import BlockCall, MicroBatch, Reached
 from gradaccum.torch.layers.offload import OffloadChoice, OffloadedBlocks, Store
 
@@ -46,10 +45,14 @@ class Layers:
     The last block runs again, too, where it is on the device only while it computes.
     """
 
-    def __init__(self, model: nn.Module, blocks: Blocks, offload: OffloadChoice = False) -> None:
-        self.model, self.blocks, self.update = model, find_blocks(model, blocks.modules), blocks.update
-        self.offloaded = None if blocks.on is None else OffloadedBlocks(model, self.blocks)
-        self.ranks, self.waits = ByBlocks(), False  # of a sharded model, and whether they wait for each other
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        offloaded: OffloadedBlocks | None = None,
+        offload: OffloadChoice = False,
+    ) -> None:
+        self.model, self.blocks, self.offloaded = model, [*blocks], offloaded
         self.listener: Any = None
         """Updates parameters while backward goes on: a `BackwardOptimizer`."""
         self.failed = dict[str, Exception]()
@@ -61,11 +64,6 @@ class Layers:
         self._tail = len(self.blocks) - (self.offloaded is None)
         self._window = _Window(self, proving=False)
 
-    @property
-    def proves(self) -> bool:
-        """Whether some rows can go through the whole model at once, as a proof needs."""
-        return self.offloaded is None or self.offloaded.proves
-
     def reachable(self) -> contextlib.AbstractContextManager[None]:
         """Around an update: blocks that live elsewhere can be called meanwhile, in passes of any kind."""
         return _NO_CONTEXT if self.offloaded is None else self.offloaded.reachable()
@@ -74,26 +72,24 @@ class Layers:
         self,
         plan: Plan,
         forward_and_loss: Callable[[Slice], None],
-        meter: MemoryMeter,
+        oom: OomRetry,
         window: Any,
         *,
         proving: bool,
     ) -> None:
         """All passes of a window, whose loss and divisor the listener asks for."""
-        listener, ranks = self.listener, self.ranks
+        listener = self.listener
         check_nothing_cached()
         self._window = _Window(self, proving=proving)
         if listener is not None:
             listener.open()
-        with ranks.window(), intercepted(self._modules, self._call):
+        with intercepted(self._modules, self._call):
             try:
-                with ranks.forward(frees=listener is not None, tail=self._tail):
-                    for piece in plan:
-                        self._window.at_once = plan.measuring
-                        forward_and_loss(piece)
+                for piece in plan:
+                    forward_and_loss(piece)
                 if listener is not None:
-                    listener.begin(window, {**self._window.reached, **ranks.places()}, rehearsal=proving)
-                self._backward_that_fits(plan, meter)
+                    listener.begin(window, self._window.reached, rehearsal=proving)
+                self._backward_that_fits(plan, oom)
             except BaseException as error:
                 explained = error if listener is None else listener.explained(error)
                 if explained is error:
@@ -147,11 +143,10 @@ class Layers:
         current.check_turn(place, self.blocks)
         before = attributes_of(block.module) if window.proving else {}
         again = place < self._tail and torch.is_grad_enabled()
-        with self.ranks.call(place):
-            if again and place not in window.states:
-                window.states[place] = ModuleContents(block.module)
-            with self._on_device(place, place + 1):
-                outputs = self._first_pass(place, Inputs(args, kwargs), current)
+        if again and place not in window.states:
+            window.states[place] = ModuleContents(block.module)
+        with self._on_device(place, place + 1):
+            outputs = self._first_pass(place, Inputs(args, kwargs), current)
         if window.proving:
             now = attributes_of(block.module)
             left = [name for name, value in now.items() if value is not before.get(name)]
@@ -203,33 +198,30 @@ class Layers:
         call = current.pop(self._tail)
         if call is not None:
             current.arrive(self._tail, call, call.arrived())
-        self.ranks.add_up(self._tail if self._tail < len(self.blocks) else -1)
         if not (any(current.calls) or current.first_grads):
             return
         window.micro_batches.append(current)
         if window.largest is None or piece.size > window.largest.size:
             window.largest = piece
-        if window.at_once:
-            self._backward()
 
     # Backward.
 
-    def _backward_that_fits(self, plan: Plan, meter: MemoryMeter) -> None:
+    def _backward_that_fits(self, plan: Plan, oom: OomRetry) -> None:
         """Backward; where a block runs out of memory, the window starts over in smaller micro-batches."""
         piece = self._window.largest
         try:
-            self._backward(None if self.listener is None else self.listener.finished)
+            self._backward()
             return
         except Exception as error:
             begun = self.listener is not None and self.listener.made is not None
-            if piece is None or begun or self.waits or not is_out_of_memory(error):
-                raise  # where other ranks wait, they learn of it
-            smaller = OomRetry(meter).smaller(error, piece, plan)
+            if piece is None or begun or not is_out_of_memory(error):
+                raise
+            smaller = oom.smaller(error, piece, plan)
         self._forget()
-        meter.release()  # only here, out of reach of the error's frames, is its memory free
+        oom.meter.release()  # only here, out of reach of the error's frames, is its memory free
         raise RestartWindow(smaller)
 
-    def _backward(self, finished: Callable[[int], None] | None = None) -> None:
+    def _backward(self) -> None:
         """Block by block, each over all micro-batches; then what stands before the blocks."""
         window = self._window
         window.current = None
@@ -238,14 +230,13 @@ class Layers:
         devices = accelerators(p for state in window.states.values() for p in state.parameters)
         with kept(drawn.union(all_generators(devices))):
             for place in range(len(self.blocks) - 1, -2, -1):
-                with self.ranks.backward(place, used=finished is not None):
-                    if place < 0:
-                        for micro_batch in waiting:
-                            self._before_the_blocks(micro_batch)
-                    else:
-                        self._turn(place, [m for m in waiting if m.calls[place] is not None])
-                if finished is not None:
-                    finished(place)
+                if place < 0:
+                    for micro_batch in waiting:
+                        self._before_the_blocks(micro_batch)
+                else:
+                    self._turn(place, [m for m in waiting if m.calls[place] is not None])
+                if self.listener is not None:
+                    self.listener.finished(place)
 
     def _turn(self, place: int, waiting: list[MicroBatch]) -> None:
         """A block runs again on each of these micro-batches, and backward."""
@@ -271,7 +262,6 @@ class Layers:
                     getattr(error, "add_note", str)(f"Raised where backward runs the block {block.path!r} again.")
                     raise
                 micro_batch.arrive(place, call, found)
-                self.ranks.add_up(place)
 
     def _before_the_blocks(self, micro_batch: MicroBatch) -> None:
         """The gradients of what the first block is called with, passed on to what stands before it."""
@@ -286,7 +276,6 @@ class Layers:
                 window.reaching = False
             if roots:
                 torch.autograd.backward(roots, grads)
-                self.ranks.add_up()
 
 
 class _Window:
@@ -294,13 +283,11 @@ class _Window:
 
     def __init__(self, layers: Layers, *, proving: bool) -> None:
         self.proving, self.reaching = proving, False  # the latter: what stands before the blocks runs again
-        self.at_once = False
-        """Whether a micro-batch goes backward through all blocks at once, so that what it costs is measured."""
         self.inside = {module for block in layers.blocks for module in block.module.modules()}
         self.around = [module for module in layers.model.modules() if module not in self.inside]
         self.generators: list[Any] | None = None
         self.states = dict[int, ModuleContents]()
-        """What blocks that run again hold, by place: gathered, if sharded, and not copied to a device yet."""
+        """What blocks that run again hold, by place, not copied to a device yet."""
         self.reached = dict[int, int]()
         """Of what graphs between blocks lead to, by id, after which block's turn its gradient is in."""
         self.current: MicroBatch | None = None
@@ -327,11 +314,8 @@ class _SecondPasses:
 
 
 @contextlib.contextmanager
-def proof_of(layers: Layers | None) -> Iterator[None]:
+def proof_of(layers: Layers) -> Iterator[None]:
     """Around a proof: where it fails, say which blocks have left something that backward can't know of."""
-    if layers is None:
-        yield
-        return
     updates = layers.listener if isinstance(layers.listener, BackwardOptimizer) else None
     layers.left.clear()
     layers.failed.clear()
@@ -342,10 +326,10 @@ def proof_of(layers: Layers | None) -> Iterator[None]:
         for path, error in layers.failed.items():
             if not is_out_of_memory(error):
                 raise NotEquivalentError(
-                    f"`blocks` runs each block again in backward, and the block {path!r} failed there "
+                    f"BlockStep runs each block again in backward, and the block {path!r} failed there "
                     f"({type(error).__name__}: {error}). If it reads what the model stores in an attribute or a global "
                     "in each forward pass, it sees another micro-batch's: pass that to the block as an argument, or "
-                    "leave out `blocks`."
+                    "leave it out of `blocks`."
                 ) from error
         if updates is not None and updates.late:
             raise NotEquivalentError(
@@ -359,7 +343,7 @@ def proof_of(layers: Layers | None) -> Iterator[None]:
             raise
         left = ", ".join(f"the block {path!r} ({', '.join(names)})" for path, names in layers.left.items())
         raise NotEquivalentError(
-            f"{error}\nThese keep something from a call in attributes: {left}. With `blocks`, what a block gives "
+            f"{error}\nThese keep something from a call in attributes: {left}. With BlockStep, what a block gives "
             "to the loss must be among its outputs, because its forward pass has no graph; and what it keeps from one "
             "micro-batch to the next belongs to other rows."
         ) from error.__cause__

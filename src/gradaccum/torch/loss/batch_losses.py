@@ -67,7 +67,6 @@ class BatchLosses(LossAccumulator):
     """
 
     attempts = 0  # how often the weights of several losses were other than counted
-    retain_graph = False  # parts of the graphs go backward once more after the loss has
     waits = False  # for devices, to read weights, as no window restarts by itself
     skips = True  # a micro-batch known to weigh nothing has no forward pass, where that moves and draws nothing
 
@@ -251,7 +250,7 @@ class BatchLosses(LossAccumulator):
         if before is not factor or start.dtype is not loss.dtype or start.device != loss.device or start._version:
             start = self.objective.start(loss, factor)
             self._start = factor, start
-        run_backward((loss,), (start,), self.retain_graph)
+        run_backward((loss,), (start,))
         self.ran = True
         self.sums[None].losses.append((loss.detach(), self._times, 0))
         return None
@@ -339,7 +338,13 @@ class BatchLosses(LossAccumulator):
         }
         return WeightedLoss(parts, weightless=[term.loss for name, term in terms.items() if name not in found])
 
-    def backward(self, weighted: WeightedLoss, scaled: Callable[[Tensor], Tensor] | None = None) -> None:
+    def backward(
+        self,
+        weighted: WeightedLoss,
+        scaled: Callable[[Tensor], Tensor] | None = None,
+        *,
+        retain_graph: bool = False,
+    ) -> None:
         """Run the backward pass, if there is one, and count the micro-batch."""
         ends, told = weighted.ends, weighted.told
         if ends:
@@ -350,7 +355,7 @@ class BatchLosses(LossAccumulator):
             starts = [self.objective.start(loss, factor) for loss, (_, factor, _) in zip(losses, ends, strict=True)]
             if len(starts) > 1:  # a hook of the user's may write to one of them
                 starts = [start.clone() for start in starts]
-            run_backward(losses, starts, self.retain_graph)
+            run_backward(losses, starts, retain_graph)
             self._has_gradient = True
         self.ran = self.ran or weighted.ran
         self._arriving = 0.0

@@ -2,13 +2,16 @@
 
 from gradaccum.torch.measure.estimates import (
     SIZE_KEYWORDS,
+    SMALLER,
+    Subject,
     estimate_size,
-    estimate_ways,
     largest_fitting,
+    subject_of,
     suggest_micro_batch_size,
 )
 from gradaccum.torch.measure.recorder import Recorder
 
 __all__ = [
-    "SIZE_KEYWORDS", "Recorder", "estimate_size", "estimate_ways", "largest_fitting", "suggest_micro_batch_size",
+    "SIZE_KEYWORDS", "SMALLER", "Recorder", "Subject", "estimate_size", "largest_fitting", "subject_of",
+    "suggest_micro_batch_size",
 ]  # fmt: skip

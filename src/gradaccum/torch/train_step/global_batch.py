@@ -41,9 +41,9 @@ _ROWS = ("rows of all ranks",)
 class GlobalBatch(Listener):
     """Puts a rank's window together with those of the others."""
 
-    def __init__(self, ranks: Ranks, sums: GradientBuffer, *, in_blocks: bool = False) -> None:
+    def __init__(self, ranks: Ranks, sums: GradientBuffer) -> None:
         self.ranks = ranks
-        self._sums, self._in_blocks = sums, in_blocks
+        self._sums = sums
         self._window: BatchLosses | None = None
         ranks.attach(self)
         self._met = False  # whether the ranks have told each other what kind of loss they have
@@ -75,12 +75,11 @@ class GlobalBatch(Listener):
         if mine is not None and ranks.unit is not None and not ranks.sharded:
             return BatchLosses(objective, batch, ranks.unit, weight=mine)
         # What a sharded model adds up over the ranks on the way has one unit from the start.
-        unit = (1.0 if self._in_blocks else None) if ranks.unit is None else ranks.unit
         total = None if mine is None else sum(ranks.numbers(mine))
         if total and not ranks.sharded:
             # Where passes span the ranks, as with SyncBatchNorm, all of them need one unit from the start.
             ranks.unit = total / ranks.size
-        return BatchLosses(objective, batch, total, unit=unit if ranks.sharded else None, multiples=ranks.sharded)
+        return BatchLosses(objective, batch, total, unit=ranks.unit if ranks.sharded else None, multiples=ranks.sharded)
 
     def own_unit(self) -> float:
         return 1.0 if self._window is None else self._window.own_unit()
@@ -148,33 +147,6 @@ class GlobalBatch(Listener):
             weighs, divisor = weight > 0, weight / unit / self.ranks.size
             sums = sums / weight if weighs else sums
         return sums, divisor, weighs
-
-    def of_all_ranks(self, window: BatchLosses) -> InAdvance | BatchLosses:
-        """The window, as those see it who use gradients of blocks before all of them are reduced."""
-        return InAdvance(window, self.ranks, self._finished) if self.ranks.is_distributed else window
-
-
-class InAdvance:
-    """The window of all ranks of a sharded model, when all losses are in, and before gradients are reduced."""
-
-    def __init__(self, window: BatchLosses, ranks: Ranks, finished: Callable[..., tuple[Tensor, Weight, bool]]) -> None:
-        self._window, self._ranks, self._finished = window, ranks, finished
-        self.loss = torch.tensor(float("nan"))
-        self.divisor: Weight | None = None
-        self.empty = True
-
-    def check(self) -> None:
-        self._window.check()
-        self._ranks.engine.meet("")  # the forward passes are over
-        known = self._window.unit_and_weight()
-        factor, weight = known or (1.0, 0.0)
-        given, total = self._ranks.sum_in_advance(known is not None, weight)
-        losses = self._window.sum
-        sums = self._ranks.engine.sum(losses.double() * factor)
-        sums, self.divisor, weighs = self._finished(
-            self._window, sums, self._ranks.unit or 1.0, total if given else None
-        )
-        self.loss, self.empty = sums.to(losses.dtype).sum(), not weighs
 
 
 def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: Ranks) -> None:

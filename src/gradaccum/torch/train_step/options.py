@@ -10,13 +10,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from gradaccum.errors import WindowError
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_scaler
 from gradaccum.on_torch.batch import Batch
 from gradaccum.schedule import checked_count
 from gradaccum.torch.batch_norm import checked_batch_norm
-from gradaccum.torch.distributed import Ranks
-from gradaccum.torch.layers import Layers, check_in_backward, checked_blocks
 from gradaccum.torch.optimizer import needs_closure
 
 GroupsChoice = int | Tensor | Sequence[int] | Callable[..., Any] | None
@@ -38,14 +35,12 @@ class Options:
     offload: Any
     noise_scale: Any
     sync: Any
-    blocks: Any
 
     def __post_init__(self) -> None:
         self.batch_norm = checked_batch_norm(self.batch_norm)
         self.sync = checked_choice("sync", self.sync, get_args(Sync))
-        check_exact(self.batch_norm, self.offload, self.max_tokens, self.groups, self.blocks)
+        check_exact(self.batch_norm, self.offload, self.max_tokens, self.groups)
         checked_groups(self.groups)
-        self.blocks = checked_blocks(self.blocks, batch_norm=self.batch_norm, noise_scale=bool(self.noise_scale))
         self.scaler = checked_scaler(self.scaler)
         if self.pack is not None and self.max_tokens is None:
             raise ValueError("`pack` joins rows up to `max_tokens` tokens, so give `max_tokens`, too.")
@@ -77,39 +72,16 @@ class Options:
     def closures(self) -> list[torch.optim.Optimizer]:
         return [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
 
-    def check_ranks(self, layers: Layers | None, ranks: Ranks) -> None:
-        """Raise a ValueError where blocks can't live elsewhere, or be updated in backward, on these ranks."""
-        if layers is not None and layers.offloaded is not None and ranks.sharded:
-            raise ValueError(
-                "Blocks(on='cpu') keeps whole blocks on the CPU, but each rank has only a part of a sharded model. Use "
-                "fully_shard(..., offload_policy=CPUOffloadPolicy()), which keeps those parts in host memory."
-            )
-        if layers is not None and layers.update == "in_backward":
-            check_in_backward(
-                clips=self.gradients["clip_grad_norm"] is not None,
-                scales=self.scaler is not None,
-                closure=next((type(optimizer).__name__ for optimizer in self.closures()), None),
-                searched=self.searches and not ranks.sharded,
-                replicated=ranks.is_distributed and not ranks.sharded,
-            )
 
-    def check_backward(self) -> None:
-        if self.blocks is not None and self.blocks.update == "in_backward":
-            raise WindowError(
-                "step.backward() leaves the large batch's gradient in `.grad`, and update='in_backward' frees it block "
-                "by block. Call the step itself, or use update='after_backward'."
-            )
-
-
-def check_exact(choice: str, offload: Any, max_tokens: int | None, groups: Any, blocks: Any = None) -> None:
+def check_exact(choice: str, offload: Any, max_tokens: int | None, groups: Any) -> None:
     """Whether these options of a `TrainStep` go together with what it does about BatchNorm."""
-    if offload and choice != "exact" and blocks is None:
+    if not isinstance(offload, bool):
+        raise TypeError(f"`offload` must be True or False. Received: offload={offload!r}.")
+    if offload and choice != "exact":
         raise ValueError(
-            "offload=True keeps what crosses exact BatchNorm layers in host memory, or what lies between `blocks`, so "
-            f'it needs batch_norm="exact" or `blocks`. Received: batch_norm={choice!r}, blocks=None.'
+            'offload=True keeps what crosses exact BatchNorm layers in host memory, so it needs batch_norm="exact". '
+            f"Received: batch_norm={choice!r}."
         )
-    if choice == "exact" and not isinstance(offload, bool):
-        raise TypeError(f'With batch_norm="exact" `offload` must be True or False. Received: offload={offload!r}.')
     if max_tokens is not None and choice == "exact":
         raise ValueError('batch_norm="exact" needs the whole batch as it is padded. Leave out `max_tokens`.')
     if groups is not None and choice == "exact":

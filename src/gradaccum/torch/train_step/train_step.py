@@ -19,7 +19,6 @@ from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.private import leave_uncompiled
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.distributed import leaving_on_error
-from gradaccum.torch.layers import BlocksChoice, Layers, OffloadChoice, proof_of
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof import Proof
 from gradaccum.torch.train_step.global_batch import check_members, find_ranks, inside, spans_ranks
@@ -63,18 +62,13 @@ class TrainStep:
         accumulate_dtype: Dtype in which gradients of narrower parameters are summed, such as `torch.float32`.
         batch_norm: How BatchNorm is handled: `"warn"`, `"micro"` (as is, silent), `"pooled"` (statistics once per
             update, pooled over the window), `"frozen"`, or `"exact"`.
-        offload: Keep tensors that cross exact BatchNorm layers or `blocks` in host memory, or, given a folder, in files
-            there.
+        offload: Keep tensors that cross exact BatchNorm layers in host memory.
         memory_limit: Bytes, or a string such as `"4GiB"`; default: what the device, or the container, has free.
         noise_scale: Measure the gradient noise scale for the property `noise_scale`.
         verify: Prove on a few rows that micro-batches give the same as these rows at once, at the first update, at
             updates 2, 4, 8, ..., 1024, 2048, 3072, ..., and for batches of a new kind.
         sync: When ranks reduce their gradients: `"window"`, once per update; `"micro_batch"`, on every micro-batch, for
-            sharded models whose unsharded gradients don't fit; with `blocks`, forward passes gather one at a time.
-        blocks: Layer by layer: the model's blocks, an `nn.ModuleList`, its dotted path, a list of modules, or `"auto"`;
-            or `gradaccum.torch.Blocks(...)` around any of these, which sets when they are updated and where they live.
-            Only the blocks' inputs are kept; backward runs the blocks again, one after the other, each on all
-            micro-batches. A sharded model gathers a block once per pass.
+            sharded models whose unsharded gradients don't fit.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -112,16 +106,15 @@ class TrainStep:
         autocast: torch.dtype | None = None,
         accumulate_dtype: torch.dtype | None = None,
         batch_norm: BatchNormChoice = "warn",
-        offload: OffloadChoice = False,
+        offload: bool = False,
         memory_limit: int | str | None = None,
         noise_scale: bool = False,
         verify: bool = True,
         sync: Sync = "window",
-        blocks: BlocksChoice = None,
     ) -> None:
         leave_uncompiled()
         self.model = checked_model(model)
-        self._options = options = Options(
+        options = Options(
             optimizers=optimizer,
             micro_batch_size=micro_batch_size,
             max_tokens=max_tokens,
@@ -136,7 +129,6 @@ class TrainStep:
             offload=offload,
             noise_scale=noise_scale,
             sync=sync,
-            blocks=blocks,
         )
         self.updates = 0
         """Updates made so far."""
@@ -145,7 +137,7 @@ class TrainStep:
         self.proving = False
         """Whether passes run just now that only prove something: nothing is kept of them."""
         self._is_checked, exact = False, options.batch_norm == "exact"
-        whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=bool(offload)) if exact else None
+        whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=offload) if exact else None
         self.objective = Objective(
             model if whole is None else whole.model,
             loss_fn=loss_fn,
@@ -159,16 +151,12 @@ class TrainStep:
         meter = MemoryMeter(self.objective.device, parse_bytes(memory_limit))
         self.update = update = Update(options, meter, NoiseMeter() if checked_noise(noise_scale) else None)
         self.batcher = MicroBatcher(plain, meter, options, judge=verify)
-        self._layers = layers = None if options.blocks is None else Layers(model, options.blocks, offload)
         self.ranks = find_ranks(model, self.objective, update, options)
         spans = spans_ranks(model, self.ranks, exact=exact, verify=verify)
-        self._verify = verify and not spans and (layers is None or layers.proves)
+        self._verify = verify and not spans
         update.buffer.attach(self.ranks.engine.pending)
-        options.check_ranks(layers, self.ranks)
         if self.ranks.sharded:
             self.batcher.without_trying(update.optimizers, self.ranks, proves=verify)
-        if layers is not None:
-            update.by_blocks(layers, self.ranks)
         self._windows = WindowRunner(
             self.objective,
             model,
@@ -177,10 +165,8 @@ class TrainStep:
             self.batcher,
             batch_norm=BatchNormPolicy(batch_norm, model, remedy=_REMEDY),
             oom=OomRetry(meter),
-            layers=layers,
             whole=whole,
-            # Where all ranks run passes together, or blocks are updated on the way, no window restarts by itself.
-            always=spans or update.in_backward is not None,
+            always=spans,  # where all ranks run passes together, no window restarts by itself
         )
         self._windows.not_proven, self._state = self._prove, self._windows.state
         self._proof = Proof(
@@ -253,10 +239,7 @@ class TrainStep:
     def _call(self, arguments: tuple[Any, ...], *, leaves: bool = False) -> Tensor:
         try:
             batch = self.objective.batch(arguments)
-            if self._layers is None:
-                return self._guarded(batch, leaves)
-            with self._layers.reachable():
-                return self._guarded(batch, leaves)
+            return self._guarded(batch, leaves)
         except BaseException:
             self.ranks.abort(notified=True)
             raise
@@ -272,7 +255,6 @@ class TrainStep:
         state.open()
         try:
             if leaves:
-                self._options.check_backward()
                 self.update.check_empty()
             self._prove(batch)
             loss = self._leave_gradients(batch) if leaves else self._make_update(batch)
@@ -327,8 +309,7 @@ class TrainStep:
         self.update.buffer.clear()  # of the last update's gradients, beside which the proof's would take memory
         try:
             self.batcher.plan(batch)  # max_tokens judges the padding
-            with proof_of(self._layers):
-                self._proof.run(batch, self.batcher.finder.given, text)
+            self._proof.run(batch, self.batcher.finder.given, text)
         finally:
             self.proving = False
         self._state.retake()

@@ -19,8 +19,6 @@ from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory, local_part
 from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.stages import Stage, Unscale, gradient_stages
-from gradaccum.torch.distributed import ByBlocks, Ranks
-from gradaccum.torch.layers import BackwardOptimizer, Layers
 from gradaccum.torch.train_step.options import Options
 
 logger = logging.getLogger("gradaccum")
@@ -35,14 +33,13 @@ class Update:
     def __init__(self, options: Options, meter: MemoryMeter, noise: NoiseMeter | None = None) -> None:
         options.check_optimizers()
         self.optimizers: list[torch.optim.Optimizer] = options.optimizers
-        self.scaler, self.noise, self._options, self._meter = options.scaler, noise, options.gradients, meter
+        self.scaler, self.noise, self._meter = options.scaler, noise, meter
         self._parameters: list[Tensor] = []
         self.buffer = GradientBuffer(self.parameters, options.gradients["accumulate_dtype"])
         unscale = None if self.scaler is None else Unscale(self._unscale)
         self.stages: list[Stage] = gradient_stages(options.gradients, unscale=unscale, noise=noise)
         """What makes the finished gradient of the sum: divide, unscale, measure, clip, cast."""
         self.grad_norm: Tensor | None = None
-        self.in_backward: BackwardOptimizer | None = None  # makes the update block by block, where that is wanted
         demanding = options.closures()
         self._closures: dict[torch.optim.Optimizer, _Closure] = {}
         if self.scaler is None:  # which does not pass closures on
@@ -77,21 +74,6 @@ class Update:
             self.scaler.scale(torch.ones((), device=self._meter.device))
             self._scaler_met = True
 
-    def by_blocks(self, layers: Layers, ranks: Ranks) -> None:
-        """Blocks take turns, and each is updated as soon as its gradient is in, where that is wanted."""
-        layers.waits = ranks.sharded
-        layers.ranks = ByBlocks(ranks, layers.model, [block.module for block in layers.blocks])
-        if layers.update == "in_backward":
-            layers.listener = self.in_backward = BackwardOptimizer(
-                self.optimizers,
-                self.buffer,
-                layers.blocks,
-                layers.model,
-                self._meter,
-                gradient_stages(self._options),
-                is_distributed=ranks.is_distributed,
-            )
-
     def abandon(self) -> None:
         """After an error: no gradients, and a scaler that has not heard of them."""
         self.buffer.clear()
@@ -108,8 +90,6 @@ class Update:
 
     def step(self, loss: Tensor, window: Callable[[], Tensor]) -> bool:
         """Run every optimizer on the finished gradients. Returns whether an update was made; an overflow makes none."""
-        if self.in_backward is not None:  # it has been made, block by block
-            return bool(self.in_backward.made)
         before = _Snapshot.of(self.optimizers) if self._snapshots else None
         for closure in self._closures.values():
             closure.begin(loss, window)

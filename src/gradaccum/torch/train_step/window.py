@@ -19,6 +19,7 @@ from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.grad_buffer import WindowTotal
 from gradaccum.on_torch.memory import is_out_of_memory
+from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.oom_retry import OneRow, OomRetry, Passes, RestartWindow, nothing_fits
 from gradaccum.on_torch.random_state import all_generators
 from gradaccum.on_torch.reach import held_generators
@@ -28,8 +29,7 @@ from gradaccum.torch.batch_norm import BatchNormPolicy, batch_norms
 from gradaccum.torch.buffers import WindowBuffers
 from gradaccum.torch.chunking import chunked
 from gradaccum.torch.chunking.two_passes import no_word_of_missing_gradients
-from gradaccum.torch.distributed import Ranks, run_by_blocks, run_together
-from gradaccum.torch.layers import Layers
+from gradaccum.torch.distributed import Ranks, run_together
 from gradaccum.torch.loss import MIXED_TERMS, BatchLosses, Objective, Term, Terms, WeightedLoss
 from gradaccum.torch.train_step.global_batch import GlobalBatch, inside
 from gradaccum.torch.train_step.micro_batcher import EXACT_MICRO_BATCH_SIZE, MicroBatcher
@@ -83,12 +83,11 @@ class WindowRunner:
         *,
         batch_norm: BatchNormPolicy,
         oom: OomRetry,
-        layers: Layers | None,
         whole: WholeBatch | None,
         always: bool,
     ) -> None:
         self.objective, self.ranks, self.batcher, self.batch_norm, self.oom = objective, ranks, batcher, batch_norm, oom
-        self.layers, self.whole = layers, whole
+        self.whole = whole
         self.buffer, self.stages, self.scaler, self.noise = update.buffer, update.stages, update.scaler, update.noise
         self.roots = [model, *(module for prefix, module in objective.modules.items() if prefix)]
         """The model, and what the loss has of modules."""
@@ -101,7 +100,7 @@ class WindowRunner:
             functions=[objective.evaluate],
         )
         self.state, self.buffers = self._new_state(always=always), WindowBuffers()
-        self._global_batch = GlobalBatch(ranks, self.buffer, in_blocks=layers is not None)
+        self._global_batch = GlobalBatch(ranks, self.buffer)
 
     def rehearse(
         self, objective: Objective, batch: Batch, sizes: Sequence[int], scaler: Any, *, known: bool = False
@@ -128,7 +127,7 @@ class WindowRunner:
         own.noise, own.not_proven, own.proving = None, None, True
         own.stages = gradient_stages({"accumulate_dtype": self.buffer.dtype})
         own._staged = len(own.stages) > 1
-        own._global_batch = GlobalBatch(own.ranks, self.buffer, in_blocks=self.layers is not None)
+        own._global_batch = GlobalBatch(own.ranks, self.buffer)
         return own
 
     @property
@@ -196,9 +195,7 @@ class WindowRunner:
         passes = TrainPasses(self, window, batch)
         self.buffers.open()
         with norm:
-            if self.layers is not None and (batch.rows or self.ranks.sharded):
-                self._run_blocks(self.layers, window, plan, passes)
-            elif self.ranks.sharded or self.all_at_once:  # all ranks, or all rows, meet in each pass
+            if self.ranks.sharded or self.all_at_once:  # all ranks, or all rows, meet in each pass
                 self._run_together(batch, plan, passes)
             elif self.proving:  # which takes fewer rows where these don't fit
                 for piece in plan:
@@ -224,8 +221,6 @@ class WindowRunner:
         """Give a gradient of zero to parameters that only micro-batches of weight 0 lead to: the large batch does."""
         if self.ranks.sharded or (self.ranks.is_distributed and (self.all_at_once or self.state.always)):
             return
-        if self.layers is not None and self.layers.update == "in_backward":
-            return  # which has freed gradients by now
         objective = self.objective.on(inside(self.objective.model))
         for piece in passes.weightless:
             if not self.buffer.lacking():
@@ -238,16 +233,6 @@ class WindowRunner:
                     raise
                 logger.warning(_NOT_REACHED, piece.size)
                 return
-
-    def _run_blocks(self, layers: Layers, window: BatchLosses, plan: Plan, passes: TrainPasses) -> None:
-        ranks, oom, fits = self.ranks, self.oom, self.ranks.sharded or self.proving
-
-        def forward_and_loss(piece: Slice) -> None:
-            oom.once(piece, plan, passes) if fits else oom.run([piece], plan, passes)
-
-        losses = self._global_batch.of_all_ranks(window)
-        turns = functools.partial(layers.run, plan, forward_and_loss, oom.meter, losses, proving=self.proving)
-        run_by_blocks(ranks, layers.ranks, oom, plan, turns)
 
     def _count(self, batch: Batch, sizes: Sequence[int] | None, first: bool) -> list[Terms] | None:
         """What several losses divide by, counted; None where the micro-batches' own passes tell in time.
@@ -274,10 +259,10 @@ class TrainPasses(Passes):
     def __init__(self, runner: WindowRunner, window: BatchLosses, batch: Batch) -> None:
         self.window, self._runner, self._batch = window, runner, batch
         self.weightless: list[Slice] = []  # the micro-batches that weigh nothing
-        self._norm, self._layers, self._noise = runner.batch_norm, runner.layers, runner.noise
+        self._norm, self._noise = runner.batch_norm, runner.noise
         self._scale = None if runner.scaler is None else runner.scaler.scale
         self._moves = not runner.state.idle  # while a window runs, that stays so
-        self._plain = self._layers is None and self._noise is None and self._norm.idle
+        self._plain = self._noise is None and self._norm.idle
         window.skips = runner.state.neutral and self._norm.idle
         window.waits = runner.state.always
         self._quick = self._plain and not self._moves and self._scale is None and not runner.ranks.sharded
@@ -303,11 +288,7 @@ class TrainPasses(Passes):
         try:
             if self._plain:
                 return self.window.forward(micro_batch)
-            layers: Any = _NO_CONTEXT
-            if self._layers is not None:
-                retake = functools.partial(self.take, piece)
-                layers = self._layers.micro_batch(retake, self.window.objective.evaluate)
-            with self._norm.micro_batch(), layers:
+            with self._norm.micro_batch():
                 return self.window.forward(micro_batch, self._noise is not None and self._noise.waiting)
         except ValueError as error:
             self._check_one_row(piece, error)
@@ -318,42 +299,38 @@ class TrainPasses(Passes):
             raise OneRow(_ONE_ROW.format(error=error)) from error
 
     def backward(self, piece: Slice, weighted: WeightedLoss) -> None:
-        if self._layers is not None and (ends := weighted.ends):
-            self.window.retain_graph = any(self._layers.shares(loss) for loss, _, _ in ends)
         if weighted.weightless or not weighted.ends:
             self._weighs_nothing(piece, weighted)
         self.window.backward(weighted, self._scale)
-        if self._moves and weighted.ran and (piece.size < self._batch.rows or self._layers is not None):
+        if self._moves and weighted.ran and piece.size < self._batch.rows:
             self._runner.buffers.micro_batch(self._runner.state.moved(), piece.size)
-        if not self._plain:  # blocks may run again there, from the buffers that they have found
-            self._note(piece, weighted)
+        if self._noise is not None:
+            self._note(self._noise, piece, weighted)
 
     def _weighs_nothing(self, piece: Slice, weighted: WeightedLoss) -> None:
         """The micro-batch, or one of its losses. What that alone leads to has a gradient of zero, as of all rows."""
         losses = weighted.weightless
-        if self._layers is None and self._runner.ranks.sharded:
+        if self._runner.ranks.sharded:
             if losses and not weighted.ends:
                 self._backward_of_nothing(sum(losses[1:], losses[0]))
             elif not weighted.ends:
                 self.idle(self.take(piece))
-        elif losses and self._layers is None:  # else blocks aren't in the graph
+        elif losses:
             ends = [get_gradient_edge(loss) for loss in losses if loss.requires_grad]
             if self._moves and ends and not weighted.ends:  # checkpoints run again, and move buffers again
                 self._runner.buffer.run_on_zeros(ends)
             else:
                 others = [loss for loss, _, _ in weighted.ends]
                 self._runner.buffer.reach(*losses, others=others, alone=not self._runner.ranks.is_distributed)
-        elif losses or not weighted.ran:
+        elif not weighted.ran:
             self.weightless.append(piece)
 
-    def _note(self, piece: Slice, weighted: WeightedLoss) -> None:
-        """Have blocks and the noise scale know that this micro-batch counts."""
-        if self._layers is not None:
-            self._layers.commit(piece)
-        if self._noise is not None and self._noise.waiting and weighted.ends:
-            self._noise.counts_rows = True
+    def _note(self, noise: NoiseMeter, piece: Slice, weighted: WeightedLoss) -> None:
+        """Have the noise scale know that this micro-batch counts."""
+        if noise.waiting and weighted.ends:
+            noise.counts_rows = True
             sums, multiple = self._runner.buffer.gradients(), self.window.multiple(weighted, piece.size)
-            self._noise.micro_batch(sums, piece.size, self._runner.scale() * multiple)
+            noise.micro_batch(sums, piece.size, self._runner.scale() * multiple)
 
     def idle(self, micro_batch: Batch) -> None:
         """A forward and a backward pass that count nothing: the other ranks of a sharded model wait for them."""
