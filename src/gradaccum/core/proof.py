@@ -168,6 +168,7 @@ class Comparison(Generic[SomeRunner]):
         self.runner, self.ways, self.failed = runner, ways, failed
         self.found: list[Difference] | None = None  # the largest difference of each array; None without any
         self.compared: list[Compared] = []  # the ways that have run
+        self.unrepeated: list[Difference] = []  # how far the rows at once are from themselves, if it is what differs
         self.error: Exception | None = None  # of the last way that could not
         self.weighs = True  # whether these rows do
 
@@ -207,10 +208,17 @@ class Comparison(Generic[SomeRunner]):
         return self.found
 
     def judged(self) -> list[Difference] | None:
-        """The same; of what rounding makes at these parameters, the error is that at others nearby."""
+        """The same; of what rounding makes at these parameters, the error is that at others nearby.
+
+        Of rows that can't be repeated nothing is rounding.
+        """
         if self.differences() is None:
             return None
         wrong = {(one.part, one.name) for one in self.wrong}
+        again = self.unrepeatable() if wrong else []
+        self.unrepeated = [one for one in again if one.part != "buffer" and not one.error <= self.runner.tolerance]
+        if self.unrepeated:
+            return self.found
         excused, beside = dict[Key, float](), dict.fromkeys(wrong, 0.0)
         for seed in range(ELSEWHERE if wrong else 0):
             equal, rounded = dict[Key, float](), dict[Key, float]()
@@ -219,13 +227,22 @@ class Comparison(Generic[SomeRunner]):
                 equal, rounded = other._of_rounding(wrong - excused.keys(), beside.keys())
             excused |= equal  # where it is equal once, it hangs on these parameters; large terms cancel at all of them
             beside = rounded
-        excused = beside | excused
+        drifting = self._drifting(again, beside)
+        excused = {key: error for key, error in beside.items() if key not in drifting} | excused
         self.compared = [
             one._replace(gaps={k: g._replace(error=excused.get(k, g.error)) for k, g in one.gaps.items()})
             for one in self.compared
         ]
         self.found = worst(self.compared)
         return self.found
+
+    def _drifting(self, before: Sequence[Difference], keys: Iterable[Key]) -> set[Key]:
+        """Those that move further away with each run, as state does that runs leave behind: rounding doesn't."""
+        if not (keys := {*keys}):
+            return set()
+        least, errors = last_place(self.runner.precision), {(one.part, one.name): one.error for one in before}
+        later = {(one.part, one.name): one.error for one in self.unrepeatable()}
+        return {key for key in keys & later.keys() if later[key] > 4 * max(errors.get(key, 0.0), least)}
 
     @property
     def wrong(self) -> list[Difference]:

@@ -18,7 +18,7 @@ from gradaccum.core.proof import NEARBY
 from gradaccum.on_torch.adapter.arrays import bits_flipped
 from gradaccum.on_torch.state import evaluated
 from gradaccum.torch import TrainStep, check_equivalence
-from gradaccum.torch.buffers import ModuleState
+from gradaccum.torch.module_state import ModuleState
 from tests.torch.equivalence.problems import CE, net, of, seeded, token_mean, with_gradient_hook
 from tests.torch.problems import MIXING, Does
 

@@ -22,7 +22,6 @@ from gradaccum.errors import NotEquivalentError
 from gradaccum.on_torch.batch import BatchDims, concatenate, described, map_leaves, number_of_rows, take
 from gradaccum.schedule import checked_count
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy, batch_norms, check_plain, ranks_of
-from gradaccum.torch.buffers import ModuleContents
 from gradaccum.torch.chunking.exact_batch_norm import run_exact
 from gradaccum.torch.chunking.proof import ROWS, prove, proving
 from gradaccum.torch.chunking.two_passes import (
@@ -33,6 +32,7 @@ from gradaccum.torch.chunking.two_passes import (
     is_flat,
     tensors_of,
 )
+from gradaccum.torch.module_state import ModuleContents
 from gradaccum.torch.padding import Left, Packs, can_take_positions
 
 logger = logging.getLogger("gradaccum")

@@ -28,7 +28,6 @@ from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.on_torch.reach import held_generators
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import frozen
-from gradaccum.torch.buffers import Contents, ModuleContents, gradients_kept, left_as_found
 from gradaccum.torch.chunking.two_passes import (
     Inputs,
     accelerators,
@@ -37,6 +36,7 @@ from gradaccum.torch.chunking.two_passes import (
     is_floating,
     tensors_of,
 )
+from gradaccum.torch.module_state import Contents, ModuleContents, gradients_kept, left_as_found
 from gradaccum.torch.proof import counting_layers, eager
 
 logger = logging.getLogger("gradaccum")
@@ -89,6 +89,12 @@ def prove(
             comparison.judged()
             if wrong := [difference for difference in comparison.wrong if difference.part != "buffer"]:
                 runner.rng.check(name)
+                if comparison.unrepeated:
+                    raise NotEquivalentError(
+                        f"{name} gives another result for the same {count} rows each time, by a relative error of "
+                        f"{max(one.error for one in comparison.unrepeated):.2g}, with the same random state: look for "
+                        "state of its own, or randomness that torch, Python and NumPy don't seed."
+                    )
                 listing = "\n".join(
                     f"  {'gradient of ' * (d.part == 'gradient')}{d.name}   relative error {d.error:.3g}   "
                     f"({runner.tolerance:g} allowed)"

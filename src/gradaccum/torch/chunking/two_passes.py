@@ -30,7 +30,8 @@ from gradaccum.on_torch.batch import BatchDims, children, leaves, map_leaves
 from gradaccum.on_torch.private import pass_for_parameter, run_backward
 from gradaccum.on_torch.random_state import Conditions, all_generators, is_generator, kept
 from gradaccum.torch.batch_norm import BatchNormPolicy
-from gradaccum.torch.buffers import LentBuffers, ModuleContents
+from gradaccum.torch.chunking.lent_buffers import LentBuffers
+from gradaccum.torch.module_state import ModuleContents
 
 logger = logging.getLogger("gradaccum")
 

@@ -18,7 +18,6 @@ from gradaccum.on_torch.private import leaves_of
 from gradaccum.on_torch.random_state import Conditions, all_generators, kept
 from gradaccum.on_torch.reach import held_generators
 from gradaccum.on_torch.state import Snapshot
-from gradaccum.torch.buffers import Contents, ModuleContents
 from gradaccum.torch.chunking.two_passes import (
     Inputs,
     accelerators,
@@ -30,6 +29,7 @@ from gradaccum.torch.layers.backward_optimizer import BackwardOptimizer
 from gradaccum.torch.layers.blocks import Block, called, intercepted
 from gradaccum.torch.layers.calls import BlockCall, MicroBatch, Reached
 from gradaccum.torch.layers.offload import OffloadChoice, OffloadedBlocks, Store
+from gradaccum.torch.module_state import Contents, ModuleContents
 
 _NO_CONTEXT = contextlib.nullcontext()
 

@@ -13,7 +13,7 @@ from gradaccum.torch.loss.named import (
     mixed_terms_error,
     not_by_name_error,
 )
-from gradaccum.torch.loss.objective import Objective, referred
+from gradaccum.torch.loss.objective import Objective
 
 __all__ = [
     "MIXED_TERMS",
@@ -32,5 +32,4 @@ __all__ = [
     "counted",
     "mixed_terms_error",
     "not_by_name_error",
-    "referred",
 ]

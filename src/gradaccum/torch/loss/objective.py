@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 
 from gradaccum.core.window import checked_reduction
 from gradaccum.on_torch.batch import Batch, BatchDims
-from gradaccum.on_torch.reach import MOST, names_of
+from gradaccum.on_torch.reach import Holder, Reach
 from gradaccum.torch.loss.named import (
     Terms,
     Totals,
@@ -111,11 +109,14 @@ class Objective:
     @functools.cached_property
     def modules(self) -> dict[str, nn.Module]:
         """The model, and what the loss has of modules, by the prefix of their names."""
-        found = {"": self.model, "loss": self.loss_fn, "compute_loss": self.compute_loss}
-        for function in (self.loss_fn, self.compute_loss):
-            if not isinstance(function, nn.Module):
-                found.update(held_modules(function, self.model))
-        return {prefix: module for prefix, module in found.items() if isinstance(module, nn.Module)}
+        given = {"": self.model, "loss": self.loss_fn, "compute_loss": self.compute_loss}
+        found = {prefix: module for prefix, module in given.items() if isinstance(module, nn.Module)}
+        functions = [function for function in given.values() if not isinstance(function, nn.Module)]
+        return {**found, **held_modules(self.model, *functions)}
+
+    def holders(self) -> list[Holder]:
+        """What the functions reach at the moment beside modules that holds values which a pass may replace."""
+        return Reach(self.loss_fn, self.compute_loss, self.weight).holders
 
     def on(self, model: nn.Module) -> Objective:
         new = copy.copy(self)
@@ -308,61 +309,16 @@ def _unpacked(values: Any) -> tuple[Any, ...]:
     return values if isinstance(values, tuple) and not hasattr(values, "_fields") else (values,)
 
 
-def held_modules(function: Any, model: Any = None) -> dict[str, nn.Module]:
-    """The modules that a function refers to, by what it calls them; without the model, its parts, and what holds it.
-
-    Looked through are closures, globals by name, defaults, arguments of `functools.partial`, the object of a method,
-    attributes of a callable object, and functions among all these that come from the same file.
+def held_modules(model: Any, *functions: Any) -> dict[str, nn.Module]:
+    """The modules that functions reach, by what they call them, without the model and its parts.
 
     Example:
         >>> criterion, model = nn.BCEWithLogitsLoss(), nn.Linear(2, 1)
-        >>> held_modules(lambda model, x, y: criterion(model(x), y), model)
+        >>> held_modules(model, lambda model, x, y: criterion(model(x), y))
         {'criterion': BCEWithLogitsLoss()}
     """
     parts = set(map(id, model.modules())) if isinstance(model, nn.Module) else set()
-    found: dict[str, nn.Module] = {}
-    for name, module in referred(function):
-        if not isinstance(module, nn.Module) or id(module) in parts or module in found.values():
-            continue
-        if not any(inner is model for inner in module.modules()):
-            found.setdefault(name, module)
-    return found
-
-
-def referred(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """The modules and tensors that a function refers to, each once, by what it calls them."""
-    seen = set() if seen is None else seen
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, nn.Module | Tensor):
-        yield name, value
-        return
-    for key, inner in _inside(value, name):
-        yield from referred(inner, key, seen)
-
-
-def _inside(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What a function, a container or an object refers to, by what it is called."""
-    if isinstance(value, functools.partial):
-        arguments: dict[Any, Any] = {**dict(enumerate(value.args)), **value.keywords}
-        yield from ((f"{name}.{key}".lstrip("."), inner) for key, inner in arguments.items())
-        yield name, value.func
-    elif isinstance(value, types.MethodType):
-        yield name or "self", value.__self__
-        yield name, value.__func__
-    elif isinstance(value, types.FunctionType):
-        for key, inner in names_of(value):
-            nested = isinstance(inner, types.FunctionType)
-            if not nested or inner.__globals__ is value.__globals__:
-                yield key, inner
-    elif isinstance(value, (list, tuple, dict)):
-        items = (value if isinstance(value, dict) else dict(enumerate(value))).items()
-        modules = [(key, inner) for key, inner in itertools.islice(items, MOST) if isinstance(inner, nn.Module)]
-        yield from ((f"{name}.{key}", inner) for key, inner in modules)
-    elif not name and hasattr(value, "__dict__") and not isinstance(value, type):  # the loss is an object of a class
-        yield from vars(value).items()
-        yield name, vars(type(value)).get("__call__")
+    return {name: module for name, module in Reach(*functions).modules.items() if id(module) not in parts}
 
 
 # What each `torch.nn` loss divides by.

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_iter
 from gradaccum.on_torch.batch import Batch, has_rows
 from gradaccum.on_torch.random_state import all_generators, kept, nothing_drawn
 from gradaccum.on_torch.state import as_found
-from gradaccum.torch.buffers import gradients_kept
 from gradaccum.torch.loss import Objective
+from gradaccum.torch.module_state import gradients_kept
 
 Found = TypeVar("Found")
 

@@ -19,7 +19,8 @@ from gradaccum.core.proof import Runner
 from gradaccum.core.ways import Way
 from gradaccum.on_torch.adapter.probes import Trace, mixing, part_differs
 from gradaccum.on_torch.batch import Batch, children, rebuild
-from gradaccum.torch.loss import Objective, referred
+from gradaccum.on_torch.reach import Reach
+from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof.trial import Trial
 
 
@@ -110,8 +111,11 @@ def _facts(trial: Trial, term: Any) -> LossFacts:
 def _class_weights(original: Objective) -> list[tuple[str, Any]]:
     """Vectors of weights that the loss refers to, with their names."""
     found: list[tuple[str, Any]] = []
-    for name, value in [*referred(original.loss_fn), *referred(original.compute_loss)]:
-        inner = {"": value} if isinstance(value, Tensor) else {**vars(value), **dict(value.named_buffers())}
+    reached = Reach(original.loss_fn, original.compute_loss)
+    held: list[tuple[str, dict[str, Any]]] = [(name, {"": tensor}) for name, tensor in reached.tensors]
+    for name, module in reached.modules.items():
+        held.append((name, {**vars(module), **dict(module.named_buffers())}))
+    for name, inner in held:
         for own, one in inner.items():
             if isinstance(one, Tensor) and one.dim() == 1 and one.is_floating_point() and (one >= 0).all():
                 found.append((f"{name}.{own}".strip("."), one.detach().double().cpu().numpy()))

@@ -32,8 +32,9 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.reach import held_generators
 from gradaccum.torch.batch_norm import BatchNormChoice, batch_norms, frozen
-from gradaccum.torch.buffers import ModuleState, gradients_kept, left_as_found, owners_of_buffers, warn_of_buffers
+from gradaccum.torch.buffers import warn_of_buffers
 from gradaccum.torch.loss import Objective
+from gradaccum.torch.module_state import ModuleState, gradients_kept, left_as_found, owners_of_buffers
 from gradaccum.torch.padding import what_is_cut
 from gradaccum.torch.proof.causes import (
     counting_layers,
@@ -124,7 +125,13 @@ class Proof:
             tried.append(batch.take(torch.tensor(rows_to_prove(batch, most))))
             with (
                 contextlib.nullcontext() if self.exact else frozen(objective.model, lends=True),
-                left_as_found(objective.modules, [*parameters.values()], [objective.device], self._generators) as state,
+                left_as_found(
+                    objective.modules,
+                    [*parameters.values()],
+                    [objective.device],
+                    self._generators,
+                    objective.holders(),
+                ) as state,
                 eager(),
                 torch.enable_grad(),
             ):
@@ -308,8 +315,7 @@ def certify(
     generators = random_state.all_generators(random_state.every_device())
     generators += held_generators(objective.model, objective.loss_fn, objective.compute_loss, objective.weight)
     # The user's own have theirs, should a closure reach them past the copy.
-    modules = [o for o in (objective.model, objective.loss_fn, objective.compute_loss) if isinstance(o, nn.Module)]
-    parameters = [p for module in modules for p in module.parameters()]
+    parameters = [*named_parameters(objective).values()]
     copied = functools.partial(Trial, objective, batch, accumulate, device=device, batch_norm=batch_norm)
     with torch.inference_mode(False), torch.enable_grad(), random_state.kept(generators), gradients_kept(parameters):
         return _Check(copied, _ways(batch, size), tolerance).run()

@@ -23,8 +23,8 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.reach import held_generators
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
-from gradaccum.torch.buffers import ModuleState
 from gradaccum.torch.loss import Objective, Terms, batch_losses
+from gradaccum.torch.module_state import ModuleState
 
 Gradients = Callable[[Objective, Batch, Sequence[int]], Tensor]
 """Runs the rows of a batch in micro-batches of these sizes, in order, as an update does: takes each of them by
@@ -78,7 +78,7 @@ class BatchRunner(TorchRunner):
 
     def again(self) -> BatchRunner:
         other = copy.copy(self)  # small frozen parameters are part of the state
-        other.state = ModuleState(self.objective.modules)
+        other.state = ModuleState(self.objective.modules, self.objective.holders())
         return other
 
     @contextlib.contextmanager
@@ -138,7 +138,11 @@ class BatchRunner(TorchRunner):
 
 def named_parameters(objective: Objective) -> dict[str, Tensor]:
     """The parameters of the model and the loss, by name."""
-    return {name: p for prefix, root in objective.modules.items() for name, p in root.named_parameters(prefix)}
+    found: dict[int, tuple[str, Tensor]] = {}
+    for prefix, root in objective.modules.items():
+        for name, parameter in root.named_parameters(prefix):
+            found.setdefault(id(parameter), (name, parameter))
+    return dict(found.values())
 
 
 def in_micro_batches(objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
@@ -210,7 +214,8 @@ class Trial(BatchRunner):
             gradients = functools.partial(accumulate, batch_norm=batch_norm)
         self.by_train_step = gradients is not in_micro_batches
         """Whether TrainStep adds up, so that what it says about the model is what there is to know."""
-        generators, state = held_generators(*copied.modules.values(), copied.evaluate), ModuleState(copied.modules)
+        generators = held_generators(*copied.modules.values(), copied.evaluate)
+        state = ModuleState(copied.modules, copied.holders())
         few = batch.map(converted)
         super().__init__(copied, few, gradients, trained, state, generators=generators, neutral=self.by_train_step)
         self.device, self._batch_norm = str(device), batch_norm
@@ -248,7 +253,9 @@ class Trial(BatchRunner):
                     ".item(), detach() or argmax), or doesn't depend on the model."
                 ) from error
             raise
-        if way is None and all(gradient is None for gradient in outcome.gradients.values()):
+        own = {id(parameter) for parameter in self.objective.model.parameters()}
+        of_model = [g for name, g in outcome.gradients.items() if id(self._parameters[name]) in own]
+        if way is None and all(gradient is None for gradient in of_model or outcome.gradients.values()):
             raise ValueError(
                 "The loss doesn't reach the parameters of `model`. compute_loss(model, *batch) must use the model that "
                 "it is given: the check runs a copy."
@@ -323,15 +330,15 @@ class _Copies:
     def of_hooks(self, objective: Objective) -> dict[str, list[RemovableHandle]]:
         """Put copies of the users' hooks on the copies of their parameters: deepcopy leaves them out."""
         handles: dict[str, list[RemovableHandle]] = {}
-        for prefix, module in {**objective.modules, "": _bare(objective.model)}.items():
-            for name, parameter in module.named_parameters(prefix):
-                copied: Any = self._memo.get(id(parameter))
-                if copied is None or not copied.requires_grad:
-                    continue
-                hooks = (parameter._backward_hooks or {}).values()
-                users = [h for h in hooks if not getattr(h, "__module__", "").startswith(("torch.", "gradaccum."))]
-                if users:
-                    handles[name] = [copied.register_hook(self.of(hook)) for hook in users]
+        bare = objective.on(_bare(objective.model))
+        for name, parameter in named_parameters(bare).items():
+            copied: Any = self._memo.get(id(parameter))
+            if copied is None or not copied.requires_grad:
+                continue
+            hooks = (parameter._backward_hooks or {}).values()
+            users = [h for h in hooks if not getattr(h, "__module__", "").startswith(("torch.", "gradaccum."))]
+            if users:
+                handles[name] = [copied.register_hook(self.of(hook)) for hook in users]
         return handles
 
     def of(self, thing: Any) -> Any:
