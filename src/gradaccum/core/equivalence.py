@@ -18,7 +18,7 @@ from gradaccum.report import Bars, Block, Report, Table, Text, write
 
 CauseKind = Literal[
     "batch_norm", "mixes_rows", "loss", "weight", "reduction", "regulariser", "input", "buffer", "padding", "hook",
-    "randomness", "nondeterminism", "error", "unknown",
+    "randomness", "nondeterminism", "rounding", "error", "unknown",
 ]  # fmt: skip
 """What makes accumulation differ from the large batch:
 
@@ -34,6 +34,7 @@ CauseKind = Literal[
 - `"hook"`: a hook on a parameter's gradient that is not linear sees a part of it per micro-batch.
 - `"randomness"`: random numbers that cannot be replayed row by row.
 - `"nondeterminism"`: the large batch's own gradient is not the same twice.
+- `"rounding"`: a layer rounds to so few bits that each number of rows rounds otherwise (float8).
 - `"error"`: a micro-batch raises where the large batch does not.
 - `"unknown"`: none of these was found.
 """

@@ -176,17 +176,28 @@ class GradientAccumulation(keras.callbacks.Callback):
             self._watch()
 
     def _watch(self) -> None:
-        """Name weights that have changed since the micro-batch before, in the same window."""
+        """Name weights that have changed since the micro-batch before, in the same window, and others that move."""
         self._sync()
-        optimizer, before = self._optimizer, self._weights
+        optimizer, previous = self._optimizer, self._weights
+        statistics = {id(variable) for layer in batch_norms_of(self._model) for variable in layer.weights}
+        others = [variable for variable in self._model.non_trainable_weights if id(variable) not in statistics]
+        variables = [*optimizer.window.variables, *others]
         with backends.running().unrecorded():
-            sums = [ops.sum(ops.cast(variable.value, "float32")) for variable in optimizer.window.variables]
+            sums = [ops.sum(ops.cast(variable.value, "float32")) for variable in variables]
             updates = int(ops.convert_to_numpy(optimizer.iterations))
             self._weights = updates, ops.convert_to_numpy(ops.stack(sums)).tolist()
-        if before is None or before[0] != self._weights[0] or not optimizer.micro_batches:
+        if previous is None or previous[0] != self._weights[0] or not optimizer.micro_batches:
             return
-        pairs = zip(optimizer.window.variables, before[1], self._weights[1])
-        changed = [variable.path for variable, old, new in pairs if old != new and new == new]
+        triples = zip(variables, previous[1], self._weights[1])
+        different = [variable.path for variable, old, new in triples if old != new and new == new]
+        trained = {variable.path for variable in optimizer.window.variables}
+        changed, moved = ([path for path in different if (path in trained) == is_weight] for is_weight in (True, False))
+        if moved:
+            optimizer.window.warn_once(
+                "Variables move in the forward pass, so once per micro-batch and not once per update: "
+                f"{', '.join(map(repr, moved[:4]))}. If the loss depends on them, updates are not the large batch's. "
+                "Move them in a callback if `optimizer.updated`, or use gradaccum.keras.micro_batched, which compares."
+            )
         if changed:
             optimizer.window.warn_once(
                 "Weights were changed inside an open window, by set_weights() or another optimizer, perhaps: "
@@ -311,6 +322,12 @@ class GradientAccumulation(keras.callbacks.Callback):
                     f"The loss {entry.loss.name!r} looks across the rows of a batch: a window's mean gradient is not "
                     "the large batch's. Use gradaccum.keras.chunked in place of the wrapped optimizer, or for Dice and "
                     "Tversky an `axis` without the rows."
+                )
+            if getattr(entry.loss, "ignore_class", None) is not None:
+                self._optimizer.window.warn_once(
+                    f"The loss {entry.loss.name!r} has ignore_class={entry.loss.ignore_class}, so it is a mean over "
+                    "the other labels: the optimizer weighs micro-batches by rows, so updates are not exact if "
+                    "micro-batches hold different numbers of them. Use gradaccum.keras.micro_batched."
                 )
             reduction = getattr(entry.loss, "reduction", "mean")
             if reduction not in ("mean", "sum_over_batch_size"):

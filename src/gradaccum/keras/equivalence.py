@@ -202,6 +202,7 @@ def find_causes(runner: StepRunner, way: Way, differences: Sequence[Difference])
         if not found and any(difference.part != "buffer" for difference in wrong):
             together = sum(added_terms(part) * (len(part) / len(rows)) for part in parts)
             found += _wrong_terms(added_terms(rows), np.ravel(together), tolerance) or _own_loss(model)
+            found += [] if found else _in_float8(model)
     except Exception as error:  # it can't be run once more, piece by piece
         if not found:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -232,6 +233,20 @@ def _wrong_terms(terms: np.ndarray, together: np.ndarray, tolerance: float) -> l
         )
         for index, (term, parts) in enumerate(zip(terms, together))
         if not abs(term - parts) <= tolerance * max(abs(term), abs(parts))
+    ]
+
+
+def _in_float8(model: Any) -> list[Cause]:
+    """The layers that round gradients to float8, where nothing else is left."""
+    layers = [layer for layer in private.layers_in(model) if getattr(layer, "quantization_mode", None) == "float8"]
+    return [
+        Cause(
+            "rounding",
+            layer.name,
+            f"{layer.name!r} rounds the gradients of its outputs to float8, by the largest of the rows that it gets, "
+            "so those of a micro-batch round otherwise. If that is close enough, pass verify=False.",
+        )
+        for layer in layers
     ]
 
 

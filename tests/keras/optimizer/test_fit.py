@@ -478,6 +478,35 @@ def test_a_loss_that_looks_across_rows_is_named(loss, named, caplog):
     assert ("looks across the rows of a batch" in caplog.text) == named
 
 
+@on_jax
+def test_variables_that_move_in_the_forward_pass_are_named_once(caplog):
+    class Anneals(keras.layers.Layer):
+        def build(self, shape):
+            self.passes = self.add_weight(shape=(), initializer="zeros", trainable=False, name="passes")
+
+        def call(self, inputs):
+            self.passes.assign_add(1.0)
+            return inputs / (1.0 + 0.01 * self.passes)
+
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3), Anneals()], name="model")
+    model.compile(Optimizer(sgd(), 2), "mse")
+    with warnings_of(caplog):
+        fit(model, FIVE[:4], GradientAccumulation(), epochs=2)
+    (line,) = logged(caplog)
+    assert "once per micro-batch and not once per update: 'model/anneals/passes'." in line
+
+
+@on_jax
+@pytest.mark.parametrize("ignored", [-1, None])
+def test_a_loss_that_ignores_a_class_is_named(ignored, caplog):
+    model = network()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=ignored)
+    model.compile(Optimizer(sgd(), 2), loss)
+    with warnings_of(caplog):
+        model.fit(FIVE[0][0], np.array([0, 1, 2, 0]), batch_size=2, verbose=0, callbacks=[GradientAccumulation()])
+    assert ("has ignore_class=-1, so it is a mean over the other labels" in caplog.text) == (ignored is not None)
+
+
 SUM = "The loss 'squares' has reduction='sum', which is no mean over rows.*gradaccum.keras.micro_batched in place"
 WEIGHTED = "has reduction='mean_with_sample_weight', which is no mean over rows where rows have sample or class weights"
 OTHER = "drives only the optimizer that the model was compiled with. Not driven: model.critic_optimizer"

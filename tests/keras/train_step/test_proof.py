@@ -99,14 +99,24 @@ def own_loss():
 
 
 class Counting(layers.Layer):
-    """Has a variable that moves with every pass."""
+    """Has a variable that moves with every pass, and perhaps reads it."""
+
+    def __init__(self, reads=False, **kwargs):
+        super().__init__(**kwargs)
+        self.reads = reads
 
     def build(self, shape):
         self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
 
     def call(self, inputs):
         self.count.assign_add(1.0)
-        return inputs
+        return inputs * (1 + 0.1 * self.count) if self.reads else inputs
+
+
+def in_float8():
+    model = with_layer(layers.Dense(4, name="float8"))
+    model.get_layer("float8").quantize("float8")
+    return model
 
 
 class Sampling(layers.Layer):
@@ -173,8 +183,9 @@ REFUSED = {
     "the model's own call": mixing(Inside, "`call` of Inside itself mixes rows"),
     "compute_loss": mixing(own_loss, "`compute_loss` of Summed is no mean over rows", "loss"),
     "add_loss": mixing(lambda: with_layer(AddsLoss("sum")), r"model.losses\[0\] is no mean over rows", "regulariser"),
-    "a variable that moves": mixing(
-        lambda: with_layer(Counting(name="counting")), "'counting.count' moves with every", "buffer"),
+    "a variable that moves and is read": mixing(
+        lambda: with_layer(Counting(reads=True, name="counting")), "'counting.count' moves with every", "buffer"),
+    "float8": mixing(in_float8, "'float8' rounds the gradients of its outputs to float8", "rounding"),
 }  # fmt: skip
 OFTEN = {"divided by its own mean", "softmax over rows"}
 if BACKEND == "torch":
@@ -207,6 +218,23 @@ def test_what_mixes_rows_is_refused_by_name_before_anything_is_trained_and_by_th
 
 
 # What is no difference.
+
+
+@slow_where_compiled
+def test_a_variable_that_only_counts_passes_is_named_once_and_the_update_is_the_large_batchs():
+    models = [with_layer(Counting(name="counting")) for _ in range(2)]
+    models[1].set_weights(models[0].get_weights())
+    micro_batched(models[0], 8)
+    for model in models:
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    with pytest.warns(UserWarning, match=r"once per micro-batch and not once per update: 'counting.count'\."):
+        models[0].fit(X, Y, batch_size=ROWS, shuffle=False, verbose=0)
+    models[0].fit(X, Y, batch_size=ROWS, shuffle=False, verbose=0)  # a second warning would be an error
+    models[1].fit(X, Y, batch_size=ROWS, shuffle=False, epochs=2, verbose=0)
+    pairs = zip(models[0].trainable_variables, models[1].trainable_variables)
+    assert max(relative_error(*map(ops.convert_to_numpy, pair)) for pair in pairs) <= 1e-6
+    (cause,) = check_equivalence(models[0], X, Y).causes
+    assert (cause.kind, cause.where) == ("buffer", "counting.count")
 
 
 def harmless(heavy):

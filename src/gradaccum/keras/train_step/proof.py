@@ -46,6 +46,8 @@ class Proof:
         self._compiled: Any = None
         self._proven: set[str] = set()
         self._doubt = ""
+        self._moved: dict[str, bool] = {}
+        """The variables that move with each micro-batch, and whether a warning has named them."""
 
     def begin(self, is_new: bool) -> None:
         """The training function is asked for, made anew or as it is: by a `fit`, if no batch comes by itself."""
@@ -86,7 +88,7 @@ class Proof:
         self._doubt = f"{type(reason).__name__}: {reason}".splitlines()[0]
 
     def warn(self) -> None:
-        """Warn, once, of an update that has been made although it could not be proved."""
+        """Warn, once, of an update that could not be proved, and of variables that move with each micro-batch."""
         if self._doubt and not self._warned:
             self._warned = True
             warnings.warn(
@@ -97,6 +99,14 @@ class Proof:
                 stacklevel=2,
             )
         self._doubt = ""
+        if moved := [name for name, is_named in self._moved.items() if not is_named]:
+            self._moved.update(dict.fromkeys(moved, True))
+            warnings.warn(
+                "Variables move in the forward pass, so once per micro-batch and not once per update: "
+                f"{', '.join(map(repr, moved))}. Loss and gradients are the large batch's. To move them once, do it in "
+                "a callback's on_train_batch_end.",
+                stacklevel=2,
+            )
 
     def _compare(self, data: Any, few: int, sizes: list[int], state: Any) -> str:
         """Raise what these few rows make different. Returns why it isn't known, if it isn't."""
@@ -109,7 +119,12 @@ class Proof:
             raise FloatingPointError(f"the loss of {few} rows at once is {loss}")
         comparison.differences()
         doubt = runner.doubt(comparison)
-        if not doubt and (wrong := comparison.wrong):
+        if doubt:
+            return doubt
+        wrong = comparison.wrong
+        if wrong and all(difference.part == "buffer" for difference in wrong):
+            self._moved = dict.fromkeys((difference.name for difference in wrong), False) | self._moved
+        elif wrong:
             causes = find_causes(runner, (range(few), sizes), wrong)
             try:
                 Equivalence(tuple(wrong), allowed, tuple(causes), rows=few).raise_if_different()
@@ -119,7 +134,7 @@ class Proof:
                     f"{', '.join(map(str, sizes))}. Nothing has been trained with this batch. To train anyway, pass "
                     "micro_batched(..., verify=False)."
                 ) from None
-        return doubt
+        return ""
 
     def _kind(self, batch: Any) -> str:
         return f"{len(self.step.model.trainable_variables)} {kind_of(unpack(batch))}"
