@@ -24,7 +24,7 @@ from benchmarks.picture import drawn
 HERE = Path(__file__).parent
 NAMES = (
     "demo", "optimizer", "scaling", "peers", "chunked", "layers", "trainers", "transformers_trainer", "distributed",
-    "jax_value_and_grad", "jax_windowed", "jax_chunked", "exact_batch_norm", "sentence_transformers", "noise_schedule",
+    "jax_value_and_grad", "jax_windowed", "jax_chunked", "exact_batch_norm", "sentence_transformers",
     "train_step", "max_tokens", "noise_scale", "keras_optimizers", "info_nce", "keras_micro_batched",
     "keras_chunked", "sharded",
 )  # fmt: skip

@@ -220,12 +220,15 @@ class Gradaccum(Torch):
             for x, y in tensors(case.windows()):
                 step(x, y)
             return arrays(model)
-        nonfinite = "propagate" if case.bad is None else "skip_micro_batch"
-        optimizer = Optimizer(sgd(model), case.steps, clip_grad_norm=case.clip, nonfinite=nonfinite)  # type: ignore[arg-type]
+        optimizer = Optimizer(sgd(model), case.steps, clip_grad_norm=case.clip)
         scheduler = halving(optimizer)
         for x, y in optimizer.batches(tensors(case.batches()), weight=weight):
             optimizer.zero_grad()
-            loss(model(x), y).backward()
+            value = loss(model(x), y)
+            if case.bad is None:
+                value.backward()
+            else:
+                optimizer.backward(value, weight=len(x) if value.isfinite() else 0)
             optimizer.step()
             if case.halving and optimizer.updated:
                 scheduler.step()
@@ -276,11 +279,13 @@ class Gradaccum(Torch):
 
         models = model_of(case), model_of(case, 1)
         first, second = (Optimizer(sgd(model), case.steps) for model in models)
-        for x, y in first.batches(second.batches(tensors(case.batches()))):
+        for x, y in tensors(case.batches()):
             for model, optimizer in zip(models, (first, second), strict=True):
                 optimizer.zero_grad()
-                loss_of(case)(model(x), y).backward()
+                optimizer.backward(loss_of(case)(model(x), y), weight=len(x))
                 optimizer.step()
+        first.flush()
+        second.flush()
         return arrays(*models)
 
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, overload
 import torch
 from torch.optim.optimizer import ParamsT
 
-from gradaccum.core.noise import AnySteps as Steps
+from gradaccum.schedule import Steps
 from gradaccum.torch.optimizer import Optimizer as Optimizer
 
 __all__ = ["Optimizer"]

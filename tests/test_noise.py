@@ -1,15 +1,12 @@
-"""The noise scale's estimators against problems whose answer is known in closed form, and steps that follow it."""
+"""The noise scale's estimators against problems whose answer is known in closed form."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 
-import gradaccum
-from gradaccum import NoiseSchedule, Schedule
 from gradaccum.core.noise import Norms, estimate
 
 GRADIENT = np.array([1.0, -0.5, 0.25, 0.0, 0.5])
@@ -117,80 +114,3 @@ def test_the_advice_follows_from_where_the_batch_stands(noise_scale, says):
     assert [line[:2] for line in advice.splitlines()] == ["- "] * 3
     for part in (*says, "Zhang et al. 2024", "Marek et al. 2025"):
         assert part in advice
-
-
-# Steps that follow the noise scale: when they change, and what the learning rate becomes.
-
-
-def followed(schedule: NoiseSchedule, value: float, updates: int) -> list[int]:
-    """The steps after each change, where the noise scale is so many rows, and 16 are in a step."""
-    found = []
-    for _ in range(updates):
-        before = schedule.steps
-        if schedule._due():
-            scale = measured(value, 16 * before)
-            schedule._move(scale, schedule._vote(scale))
-        if schedule.steps != before:
-            found.append(schedule.steps)
-    return found
-
-
-def test_windows_grow_to_the_noise_scale_and_stay_there_within_bounds() -> None:
-    schedule = NoiseSchedule(2, 64, every=10)
-    assert sum(schedule._due() for _ in range(100)) == 10  # it waits for the device, so not at every update
-    for steps_worth, steps in ((11, [4, 8]), (40, [16, 32]), (24, []), (12, [16])):  # 24: within the root of 2
-        assert followed(schedule, 16 * steps_worth, 100) == steps
-    schedule = NoiseSchedule(3, 20, every=2)
-    for value, steps in ((1e9, [6, 12, 20]), (1.0, [12, 6, 3])):  # the length between is no power of two
-        assert followed(schedule, value, 20) == steps
-
-
-def test_what_the_interval_does_not_decide_or_cannot_be_measured_changes_nothing_and_is_said_once(caplog: Any) -> None:
-    schedule = NoiseSchedule(2, 64, every=2)
-    assert schedule._vote(measured(1000, 32, wobble=0.9)) == 0
-    for _ in range(3):
-        assert schedule._vote(estimate([])) == 0
-    (record,) = caplog.records
-    assert "could not be measured in the last 2 updates, so windows stay 2 micro-batches long" in record.message
-
-
-def test_the_last_updates_decide() -> None:
-    early, late = measured(4, 64, updates=300), measured(400, 64, updates=50)
-    schedule = NoiseSchedule(2, 64, every=50)
-    schedule.steps = 8
-    assert schedule._vote(early) == -1
-    assert schedule._vote(estimate([*early.measured, *late.measured])) == 1
-
-
-@pytest.mark.parametrize("group", [{"d": 1}, {"lr": None}, {}])
-def test_a_group_without_a_learning_rate_to_scale_is_an_error(group: dict[str, Any]) -> None:
-    schedule = NoiseSchedule(2, 64, scale_learning_rate="linear")
-    schedule.steps = 16
-    with pytest.raises(ValueError, match="no learning rate"), schedule._scaled([group]):
-        pass
-
-
-def test_a_state_goes_on_within_the_bounds_of_the_schedule_that_loads_it() -> None:
-    schedule, narrow = NoiseSchedule(2, 64, every=10), NoiseSchedule(2, 4)
-    followed(schedule, 16 * 40, 25)
-    narrow.load_state_dict(schedule.state_dict())
-    assert (narrow.steps, narrow.updates) == (4, 5)
-    with pytest.raises(ValueError, match=r"what a NoiseSchedule's state_dict\(\) wrote. Received: {}"):
-        narrow.load_state_dict({})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "keywords", "message"),
-    [
-        ((1, 8), {}, "`smallest` must be an int >= 2"),
-        ((4, 2), {}, "`largest` must be an int >= 4"),
-        ((2, 8), {"every": 0}, "`every` must be an int >= 2"),
-        ((2.0, 8), {}, "`smallest` must be an int"),
-        ((2, 8), {"scale_learning_rate": "cubic"}, 'must be "sqrt", "linear" or None'),
-    ],
-)
-def test_what_is_no_schedule_is_an_error_that_names_the_argument(arguments: Any, keywords: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        gradaccum.NoiseSchedule(*arguments, **keywords)
-    with pytest.raises(TypeError, match="NoiseSchedule.2, 8"):  # where nothing measures, it is none, either
-        Schedule(NoiseSchedule(2, 8))  # type: ignore[arg-type]

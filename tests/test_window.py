@@ -47,10 +47,10 @@ def test_sums_are_divided_by_the_total_of_weights_where_any_loss_of_a_micro_batc
     assert window.divisor == divisor
 
 
-def test_several_losses_in_a_micro_batch_count_it_once_and_different_weights_point_to_losses_by_name():
+def test_several_losses_in_a_micro_batch_count_it_once_and_different_weights_point_to_train_step():
     window = Window(steps=2)
     assert [window.weigh(8), window.weigh(8), window.weigh()] == [1.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match=r"Received: weight=9 after 8\..*need names"):
+    with pytest.raises(ValueError, match=r"Received: weight=9 after 8\..*use gradaccum.torch.TrainStep"):
         window.weigh(9)
     assert window.micro_batch.weight == 8.0, "the refused weight left a trace"
     window.add()

@@ -8,19 +8,18 @@ from gradaccum.lazy import when_used
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from gradaccum.core.noise import NoiseSchedule
     from gradaccum.schedule import Schedule, steps_for
 else:
     __getattr__, __dir__ = when_used(
         __name__,
         {
-            "NoiseSchedule": "gradaccum.core.noise",
             "Schedule": "gradaccum.schedule",
             "steps_for": "gradaccum.schedule",
         },
         {
             "BlockStep": "It is gradaccum.torch.BlockStep.",
             "MicroBatchTrainer": "It is gradaccum.integrations.transformers.MicroBatchTrainer.",
+            "NoiseSchedule": "It was removed: set optimizer.steps between windows, by optimizer.noise_scale.",
             "Optimizer": "It is gradaccum.torch.optim.Optimizer or gradaccum.keras.optimizers.Optimizer.",
             "TrainStep": "It is gradaccum.torch.TrainStep.",
             "check_equivalence": "It is in gradaccum.torch, gradaccum.keras and gradaccum.jax.",
@@ -37,6 +36,6 @@ else:
         },
     )
 
-__all__ = ["NoiseSchedule", "NotEquivalentError", "Schedule", "WindowError", "__version__", "steps_for"]
+__all__ = ["NotEquivalentError", "Schedule", "WindowError", "__version__", "steps_for"]
 
 __version__ = "0.1.0"

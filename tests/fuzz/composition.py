@@ -25,9 +25,7 @@ def random_scenario(seed: int, kind: str | None = None, engine: str = "") -> Sce
     kind = kind or chance.choices(["wrapper", "TrainStep", "chunked"], [5, 5, 2])[0]
     alone = engine == ""
     heads_vary = engine in ("", "ddp unused", "fsdp2")
-    nonfinite = chance.rarely(["skip_window", "skip_micro_batch"], "propagate") if kind == "wrapper" else "propagate"
-    if engine.endswith("fsdp2") and nonfinite == "skip_micro_batch":
-        nonfinite = "skip_window"
+    nonfinite = chance.rarely(["skip_window"], "propagate") if kind == "wrapper" else "propagate"
     scaler = chance.rarely([1, 3, 1000, *([-1, -1] if alone else [])], 0, 0.3)
     dtype = chance.rarely(["float32", "autocast"], "float64", 0.15)
     first: dict[str, Any] = {
@@ -60,8 +58,8 @@ def random_scenario(seed: int, kind: str | None = None, engine: str = "") -> Sce
 
 def _of_wrapper(chance: Chance, alone: bool, dtype: str) -> dict[str, Any]:
     ways = ["plain", "closure", "backward", "backward", "batches", "batches", "batches backward"]
-    way = chance.choice([*ways, *(["names"] * 2 if alone else [])])
-    two = alone and way in ("plain", "batches") and chance.rarely([True], False)
+    way = chance.choice(ways)
+    two = alone and way == "plain" and chance.rarely([True], False)
     loader = chance.rarely([*FRESH] if alone else ["generator", "iterator", "stream", "stateful"], "list", 0.4)
     return {
         "way": way,
@@ -69,7 +67,7 @@ def _of_wrapper(chance: Chance, alone: bool, dtype: str) -> dict[str, Any]:
         "lengths": chance.rarely(["epoch", "update"], "") if alone else "",
         "optimizers": 2 if two else 1,
         "loss": chance.rarely(["sum", "penalty"] if alone and dtype != "autocast" else ["sum"], "rows", 0.3),
-        "losses": chance.rarely([2], 1, 0.8 if way == "names" else 0.2) if way != "closure" else 1,
+        "losses": chance.rarely([2], 1, 0.2) if way != "closure" else 1,
         "loader": loader,
         "norm": chance.rarely(["warn"], "", 0.1) if alone else "",
     }
@@ -154,8 +152,6 @@ def _epochs(chance: Chance, scenario: Scenario, heads: bool) -> dict[str, Any]:
         events += ["inf"] * (8 if kind == "wrapper" else 3)
     if kind == "wrapper" and scenario.scaler < 0:
         events += ["no pass"] * 8
-    if scenario.way == "names":
-        events += ["save"] * 4
     often = chance.choice([0.1, 0.2, 0.4])
     if alone:  # a few kinds, each of which meets itself and the others
         events = [chance.choice(events) for _ in range(chance.choice([1, 2, 4, 20]))]
@@ -234,11 +230,8 @@ def sensible(scenario: Scenario) -> bool:
         "step error" in events and (scenario.scaler or scenario.optimizers > 1 or scenario.way == "loop"),
         scenario.way == "closure" and scenario.kind == "wrapper" and (scenario.scaler or scenario.losses > 1),
         # Gradients by hand come of no other pass, and not through recomputation.
-        "by hand" in events and (scenario.way in ("closure", "names") or scenario.checkpoint or scenario.chunk),
-        # The oracle runs each loss's passes in turn; the wrapper's first backward pass comes after all forward passes.
-        scenario.way == "names" and scenario.norm and events & {"backward error", "backward oom"},
-        scenario.way == "names" and (scenario.nonfinite == "skip_micro_batch" or scenario.noise),
-        scenario.optimizers > 1 and scenario.kind == "wrapper" and scenario.way not in ("plain", "batches"),
+        "by hand" in events and (scenario.way == "closure" or scenario.checkpoint or scenario.chunk),
+        scenario.optimizers > 1 and scenario.kind == "wrapper" and scenario.way != "plain",
         # Micro-batches of unknown sizes, which draw or normalise by themselves.
         _by_micro_batch(scenario) and (events & {"oom", "backward oom"} or scenario.memory or not scenario.micro),
         scenario.dropout and scenario.norm == "exact",

@@ -38,7 +38,7 @@ class Scenario(Program):
     engine: str = ""  # ddp, ddp unused, fsdp2, or nested fsdp2
     sync: str = "window"
     way: str = "backward"
-    """plain, closure, backward, names (losses by name), batches, or batches backward; of TrainStep: loop, one's own."""
+    """plain, closure, backward, batches, or batches backward; of TrainStep: loop, one's own."""
     steps: int = 2
     lengths: str = ""  # what windows' lengths depend on: nothing, epoch, or update
     micro: int = 3  # rows of a micro-batch; 0: as many as fit, found by trying

@@ -40,14 +40,9 @@ def given(scenario: Scenario, weight: float) -> Any:
     return torch.tensor(weight) if scenario.seed % 3 == 1 else weight
 
 
-def weights_of_terms(scenario: Scenario, one: MicroBatch) -> list[float]:
-    """What each loss by name is a mean over: they differ."""
-    return [weight_in_window(scenario, one), *(one.rows + 1.0 for _ in range(1, scenario.losses))]
-
-
 def unscales(scenario: Scenario) -> bool:
     """Whether the loop calls `scaler.unscale_` as a window closes."""
-    return scenario.scaler != 0 and scenario.seed % 4 == 0 and scenario.way != "names"
+    return scenario.scaler != 0 and scenario.seed % 4 == 0
 
 
 def overflows(scenario: Scenario, one: MicroBatch) -> int:
@@ -88,7 +83,7 @@ class _Wrapped:
             optimizer.register_step_pre_hook(self._before_update)
         self.fails_to_step = False
         self.finished: list[list[Any]] = [[] for _ in self.optimizers]
-        """Of each update: loss, norm before clipping, and the means of losses by name."""
+        """Of each update: loss, and norm before clipping."""
         self.trace: list[tuple[bool, int, int, bool]] = []
         """Of each step: whether it closes its window; updates, micro-batches in the open window, `updated` after it."""
         around = [optimizer.inner if scenario.seed % 2 else optimizer for optimizer in self.optimizers]
@@ -112,8 +107,7 @@ class _Wrapped:
             self.fails_to_step = False
             raise Injected
         if not self.scenario.engine:
-            means = dict(optimizer.losses)
-            self.finished[self.optimizers.index(optimizer)].append((optimizer.loss, optimizer.grad_norm, means))
+            self.finished[self.optimizers.index(optimizer)].append((optimizer.loss, optimizer.grad_norm))
         if self.scenario.hook == "step":
             problem.limit(optimizer)
 
@@ -205,11 +199,6 @@ class _Wrapped:
         if one.event == "by hand":
             self._by_hand(one, x, y, weight)
             return
-        if scenario.way == "names":
-            losses = [self.scaler.scale(self._loss(one, x, y, part)) for part in range(scenario.losses)]
-            pairs = [*zip(losses, weights_of_terms(scenario, one), strict=True)]
-            optimizer.backward(pairs if scenario.seed % 2 else dict(enumerate(pairs)))
-            return
         for part in range(scenario.losses):
             loss = self.scaler.scale(self._loss(one, x, y, part))
             if scenario.way.endswith("backward"):
@@ -240,7 +229,7 @@ class _Wrapped:
             loss = loss_of(self.scenario, model or self.used, x, y, one.head, part)
         if one.event == "inf" and part == overflows(self.scenario, one):
             loss = loss * float("inf" if self.scenario.seed % 2 else "nan")
-        if weights_of_terms(self.scenario, one)[part if self.scenario.way == "names" else 0] == 0:
+        if weight_in_window(self.scenario, one) == 0:
             loss = loss * float("nan")  # a mean over nothing
         if backward:
             loss.backward()
@@ -252,14 +241,14 @@ class ByHand(Script):
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario)
-        self.windows: list[list[list[tuple[float, float, list[Tensor | None]]]]] = [[] for _ in self.plain]
-        """Of each optimizer, of each micro-batch, of each loss by name: weight, loss and gradients."""
+        self.windows: list[list[tuple[float, float, list[Tensor | None]]]] = [[] for _ in self.plain]
+        """Of each optimizer, of each micro-batch: weight, loss and gradients."""
         self.epochs, self.in_epoch = 0, False
         self.number = 0
         """Of the epoch that runs, whether or not it has a pass."""
         self.updates = [0 for _ in self.plain]
-        self.finished: list[list[tuple[float, Any, dict[int, float]]]] = [[] for _ in self.plain]
-        """Of each update: the window's mean loss, NaN where it isn't known, the gradient's norm, and means by name."""
+        self.finished: list[list[tuple[float, Any]]] = [[] for _ in self.plain]
+        """Of each update: the window's mean loss, NaN where it isn't known, and the gradient's norm."""
         self.trace: list[tuple[bool, int, int, bool]] = []
         self.halvings = 0
 
@@ -271,7 +260,6 @@ class ByHand(Script):
         if one.event == "freeze":
             problem.freeze(self.model)
         torch.manual_seed(seed)
-        named = scenario.way == "names"
         losses: list[Any] = []
         for part in range(scenario.losses):
             if one.event in ("forward error", "oom"):
@@ -283,25 +271,17 @@ class ByHand(Script):
             if one.event in ("backward error", "backward oom"):
                 self.windows = [[] for _ in self.plain]
                 return False
-        weights = weights_of_terms(scenario, one)
-        if not named:
-            losses, weights = [sum(losses)], weights[:1]
+        loss, weight = sum(losses), weight_in_window(scenario, one)
         self.in_epoch = True
-        infinite = one.event == "inf" and weights[overflows(scenario, one) if named else 0] > 0
-        left_out = infinite and scenario.nonfinite == "skip_micro_batch"
-        if infinite:
-            weights = [0.0 if left_out else float("inf") for _ in weights]
+        if one.event == "inf" and weight > 0:
+            weight = float("inf")
             self.halvings += 1
-        for window in self.windows:
-            window.append([])
-        for loss, weight in zip(losses, weights, strict=True):
-            self.model.zero_grad()
-            if one.event != "no pass":
-                loss.backward()
-            for part, window in zip(self.parts, self.windows, strict=True):
-                gradients = [None if left_out else p.grad for p in part]
-                known = float("nan") if one.event in ("by hand", "no pass") else loss.item()
-                window[-1].append((weight, known, gradients))
+        self.model.zero_grad()
+        if one.event != "no pass" and weight:  # rows that weigh nothing leave no gradient
+            loss.backward()
+        known = float("nan") if one.event in ("by hand", "no pass") else loss.item()
+        for part, window in zip(self.parts, self.windows, strict=True):
+            window.append((weight, known, [p.grad for p in part]))
         self.model.zero_grad()
         return True
 
@@ -332,25 +312,23 @@ class ByHand(Script):
         """Make the update of a window."""
         scenario, window = self.scenario, self.windows[number]
         self.windows[number] = []
-        if fails or not 0 < sum(weight for terms in window for weight, *_ in terms) < float("inf"):
+        divisor = sum(weight for weight, *_ in window)
+        if fails or not 0 < divisor < float("inf"):
             return
-        means, gradients = {}, [[] for _ in self.parts[number]]
-        for name, terms in enumerate(zip(*window, strict=True)):
-            divisor = sum(weight for weight, *_ in terms) or 1.0
-            if scenario.loss == "sum":
-                divisor = divisor if self.is_weighed else 1.0
-                terms = tuple((float(weight > 0), *found) for weight, *found in terms)
-            if any(weight for weight, *_ in terms):
-                means[name] = sum(weight * loss for weight, loss, _ in terms) / divisor
-            for weight, _, found in terms:
-                for own, gradient in zip(gradients, found, strict=True):
-                    own.extend([] if gradient is None else [weight / divisor * gradient])
+        if scenario.loss == "sum":
+            divisor = divisor if self.is_weighed else 1.0
+            window = [(float(weight > 0), loss, found) for weight, loss, found in window]
+        mean = sum(weight * loss for weight, loss, _ in window if weight) / divisor
+        gradients: list[list[Tensor]] = [[] for _ in self.parts[number]]
+        for weight, _, found in window:
+            for own, gradient in zip(gradients, found, strict=True):
+                own.extend([] if gradient is None else [weight / divisor * gradient])
         for parameter, own in zip(self.parts[number], gradients, strict=True):
-            parameter.grad = sum(own) if own else None
+            parameter.grad = sum(own[1:], own[0]) if own else None
         norm = None
         if scenario.clip is not None:
             norm = nn.utils.clip_grad_norm_(self.parts[number], scenario.clip)
-        self.finished[number].append((sum(means.values()), norm, means if scenario.way == "names" else {}))
+        self.finished[number].append((mean, norm))
         if scenario.hook == "step":
             problem.limit(self.plain[number])
         self.plain[number].step()
@@ -364,7 +342,7 @@ class ByHand(Script):
         if self.scenario.way in ("plain", "closure"):
             return False
         ones = [one for epochs in self.scenario.ranks for one in epochs[self.number]]
-        return self.scenario.way in ("backward", "names") or any(one.weight is not None for one in ones)
+        return self.scenario.way == "backward" or any(one.weight is not None for one in ones)
 
 
 def _expected(scenario: Scenario, data: list[list[list[Any]]]) -> ByHand:
@@ -415,14 +393,12 @@ def run_wrapper(scenario: Scenario, rank: int) -> dict[str, float]:
         return found
     found.note("trace", float(run.trace != oracle.trace))
     for seen, right in zip(run.finished, oracle.finished, strict=True):
-        for (loss, norm, means), (mean, whole_norm, whole_means) in zip(seen, right):
-            if scenario.way.endswith("backward") or scenario.way == "names":
+        for (loss, norm), (mean, whole_norm) in zip(seen, right):
+            if scenario.way.endswith("backward"):
                 unknown = mean != mean or (loss is None and unscales(scenario))
                 found.note("loss", 0.0 if unknown else abs(loss.item() / mean - 1))
             if scenario.dtype == "float64":
                 found.note("norm", apart([norm], [whole_norm]))
-            for name in {*means, *whole_means}:
-                found.note("means", abs(means[name].item() / whole_means[name] - 1))
     if scenario.scaler == 1000:  # it doesn't grow
         found.note("scale", abs(run.scaler.get_scale() * 2**oracle.halvings / 256 - 1))
     for optimizer, plain in zip(run.optimizers, oracle.plain, strict=True):
@@ -462,9 +438,7 @@ def _epoch(run: _Wrapped, scenario: Scenario, epoch: Epoch, data: list[Any], ran
     first, state = 0, None
     loader = loader_of(scenario.loader, data, faults, Injected())
     while first < len(epoch):
-        batches: Any = loader
-        for optimizer in run.optimizers if with_batches else []:
-            batches = optimizer.batches(batches, weight=weight)
+        batches: Any = run.optimizers[0].batches(loader, weight=weight) if with_batches else loader
         if state is not None:
             batches.load_state_dict(state)
         first = len(epoch)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import gradaccum.torch
-from gradaccum.torch.window import RUNNING
 from tests.torch.problems import Operations, hooked
 
 STEPS, WARM = 4, 8
@@ -22,10 +21,9 @@ STEPS, WARM = 4, 8
 
 @pytest.fixture(autouse=True)
 def undisturbed():
-    """No garbage of other tests is collected meanwhile, and none of their loops runs on."""
+    """No garbage of other tests is collected meanwhile."""
     gc.collect()
     gc.disable()
-    RUNNING.clear()
     yield
     gc.enable()
 

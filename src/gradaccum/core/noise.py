@@ -1,4 +1,4 @@
-"""The gradient noise scale, how many rows an update can use, and windows that follow it. Floats in, floats out.
+"""The gradient noise scale: how many rows an update can use. Floats in, floats out.
 
 A row's gradient is the true gradient `G` plus noise of covariance `S`. The mean over n rows is off by `tr(S) / n` in
 squared norm, so that
@@ -17,22 +17,16 @@ Where rows weigh differently, a mean `sum_i w_i g_i / sum_i w_i` over micro-batc
 `(sum_i w_i)^2 / sum_i (w_i^2 / b_i)` rows, which takes the place of n and N.
 
 Sources: McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training", 2018 (appendix A.1: the noise
-scale; batches that follow it). Goyal et al., "Accurate, Large Minibatch SGD", 2017 (the linear rule). Malladi et al.,
-"On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", 2022 (the square root, with the betas).
+scale). Goyal et al., "Accurate, Large Minibatch SGD", 2017 (the linear rule). Malladi et al., "On the SDEs and Scaling
+Rules for Adaptive Gradient Algorithms", 2022 (the square root, with the betas).
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
-
-from gradaccum.schedule import Schedule, Steps, checked_count
-
-logger = logging.getLogger("gradaccum")
+from typing import NamedTuple
 
 WINDOWS = 500
 """How many windows are looked back on: the noise scale drifts."""
@@ -239,186 +233,3 @@ def _t_quantile(probability: float, freedom: int) -> float:
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     return z + first / freedom + second / freedom**2
-
-
-# Windows that follow the noise scale: doubled when that of the last updates is well above their rows, halved when it is
-# well below. Both need the whole confidence interval to lie on that side, and their thresholds are a factor of two
-# apart, so a window that has just been doubled is not halved on the same measurements. The learning rate is the one of
-# the smallest window; at every update it is multiplied, and put back: schedulers, logs and checkpoints see theirs.
-
-ScalingRule = Literal["sqrt", "linear"]
-
-CONFIDENCE = 0.8
-"""Of the interval that decides: a window that is doubled too early costs some rows, one that never is, updates."""
-
-_BAND = math.sqrt(2)
-"""Ratio of the noise scale to the rows of a window, and back, from which on the window is doubled or halved."""
-
-
-class NoiseSchedule:
-    """`steps` that follow the measured noise scale, between two bounds.
-
-    Pass it as `steps` to a PyTorch optimizer of this library, which then measures the noise scale.
-
-    Args:
-        smallest: Steps of the first windows, >= 2, because the first micro-batch is compared with its window.
-        largest: Most steps of a window.
-        every: Updates between two decisions. Each decision uses the noise scale of these updates: take dozens at least.
-        scale_learning_rate: How the learning rate follows a window r times as long as the smallest. `"sqrt"` multiplies
-            it by the root of r and takes Adam's betas to the power of r, which keeps their memory the same in rows;
-            `"linear"` multiplies it by r, as for SGD; None leaves it.
-
-    Raises:
-        TypeError: A number is no int.
-        ValueError: One is out of range, or the rule is unknown.
-
-    Example:
-        >>> schedule = NoiseSchedule(2, 32, every=50, scale_learning_rate="sqrt")
-        >>> schedule.steps, schedule.factor
-        (2, 1.0)
-    """
-
-    def __init__(
-        self, smallest: int, largest: int, *, every: int = 100, scale_learning_rate: ScalingRule | None = None
-    ) -> None:
-        self.smallest = checked_count(smallest, "smallest", least=2)
-        self.largest = checked_count(largest, "largest", least=self.smallest)
-        self.every = checked_count(every, "every", least=2)
-        if scale_learning_rate is not None and scale_learning_rate not in get_args(ScalingRule):
-            raise ValueError(
-                f'`scale_learning_rate` must be "sqrt", "linear" or None. Received: {scale_learning_rate!r}.'
-            )
-        self.scale_learning_rate = scale_learning_rate
-        self.steps = self.smallest
-        """Of the next window."""
-        self.updates = 0
-        """Observed since the last decision."""
-        self._warned = False
-
-    @staticmethod
-    def _of(schedule: Schedule) -> NoiseSchedule | None:
-        """The one that an optimizer's schedule follows, if any."""
-        return schedule.function.followed if isinstance(schedule.function, _Followed) else None
-
-    @property
-    def factor(self) -> float:
-        """Length of windows, as a multiple of the smallest."""
-        return self.steps / self.smallest
-
-    @property
-    def learning_rate_factor(self) -> float:
-        """Factor for the learning rate."""
-        return {None: 1.0, "linear": self.factor, "sqrt": math.sqrt(self.factor)}[self.scale_learning_rate]
-
-    def _due(self) -> bool:
-        """Count an update. Returns whether a decision follows."""
-        self.updates += 1
-        if self.updates < self.every:
-            return False
-        self.updates = 0
-        return True
-
-    def _vote(self, scale: NoiseScale) -> int:
-        """1 for longer windows, -1 for shorter ones, else 0.
-
-        Example:
-            >>> measured = estimate([Norms(600 + wobble, 8, 301 - wobble, 16) for wobble in (-1, 1) * 50])
-            >>> NoiseSchedule(2, 32)._vote(measured)  # 2,393 rows, well above 16
-            1
-        """
-        recent = scale.last(self.every, CONFIDENCE)
-        if math.isnan(recent.value):
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "The noise scale could not be measured in the last %d updates, so windows stay %d micro-batches "
-                    "long. Measuring takes two micro-batches in each window, with finite gradients.",
-                    self.every,
-                    self.steps,
-                )
-            return 0
-        low, high = recent.interval
-        if low > recent.batch_size * _BAND and self.steps < self.largest:
-            return 1
-        return -1 if high * _BAND < recent.batch_size and self.steps > self.smallest else 0
-
-    def _move(self, scale: NoiseScale, direction: int) -> None:
-        """Double the window's steps, halve them, or leave them: what `_vote` says, agreed upon by all ranks."""
-        before = self.steps
-        if direction > 0:
-            self.steps = min(2 * before, self.largest)
-        elif direction < 0:
-            lengths = [self.smallest]
-            while lengths[-1] * 2 < before:
-                lengths.append(lengths[-1] * 2)
-            self.steps = lengths[-1]
-        if self.steps != before:
-            recent = scale.last(self.every, CONFIDENCE)
-            logger.info("Windows of %d micro-batches instead of %d from here on: %s", self.steps, before, recent)
-
-    @contextlib.contextmanager
-    def _scaled(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        """Have learning rates and betas of the optimizer's groups follow the window, for one update."""
-        if self.scale_learning_rate is None or self.factor == 1.0:
-            yield
-            return
-        changed: list[tuple[dict[str, Any], str, Any, Any]] = []
-        for group in groups:
-            if group.get("lr") is None:
-                raise ValueError(
-                    f"A parameter group has no learning rate to scale. Received: scale_learning_rate="
-                    f"{self.scale_learning_rate!r}, and a group with {sorted(group)}. Use scale_learning_rate=None."
-                )
-            new = {"lr": group["lr"] * self.learning_rate_factor}
-            if self.scale_learning_rate == "sqrt" and group.get("betas") is not None:
-                new["betas"] = tuple(None if beta is None else beta**self.factor for beta in group["betas"])
-            for name, value in new.items():
-                changed.append((group, name, group[name], value))
-                group[name] = value
-        try:
-            yield
-        finally:
-            for group, name, before, value in changed:
-                if group[name] is value:  # else the optimizer has set it
-                    group[name] = before
-
-    def state_dict(self) -> dict[str, Any]:
-        """The length of windows, and the updates since it was decided."""
-        return {"steps": self.steps, "updates": self.updates}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, within these bounds.
-
-        Raises:
-            ValueError: `state` is no state of a NoiseSchedule.
-        """
-        if not isinstance(state, Mapping) or not {"steps", "updates"} <= state.keys():
-            raise ValueError(f"`state` must be what a NoiseSchedule's state_dict() wrote. Received: {state!r}.")
-        self.steps = min(max(checked_count(state["steps"], "steps"), self.smallest), self.largest)
-        self.updates = checked_count(state["updates"], "updates", least=0)
-
-    def __repr__(self) -> str:
-        rule = f", scale_learning_rate={self.scale_learning_rate!r}" if self.scale_learning_rate else ""
-        return f"NoiseSchedule({self.smallest}, {self.largest}, every={self.every}{rule})"
-
-
-AnySteps = Steps | NoiseSchedule
-"""What may be passed as `steps` where the noise scale is measured."""
-
-
-def schedule_of(steps: AnySteps) -> Schedule:
-    """The schedule of a number, a table, a function, or one that follows the noise scale."""
-    return Schedule(_Followed(steps) if isinstance(steps, NoiseSchedule) else steps)
-
-
-@dataclass(frozen=True, eq=False)
-class _Followed:
-    """The steps of the next window, as a function of epoch and update that knows better than these."""
-
-    followed: NoiseSchedule
-
-    def __call__(self, epoch: int, update: int) -> int:
-        return self.followed.steps
-
-    def __repr__(self) -> str:
-        return repr(self.followed)

@@ -41,10 +41,9 @@ class MicroBatch:
     given: bool = False  # by the user
     factor: float = 1.0  # what its gradient is multiplied by when it joins the sum
     weighed: int = 0  # gradients that arrived multiplied by the factor
-    without: tuple[Any, ...] = ()  # where it weighs nothing: the parameters that the sum has nothing of without it
 
     def restart(self) -> None:
-        self.weight, self.given, self.factor, self.weighed, self.without = None, False, 1.0, 0, ()
+        self.weight, self.given, self.factor, self.weighed = None, False, 1.0, 0
 
 
 class Window:
@@ -111,7 +110,7 @@ class Window:
     def expect(self, default: float, given: bool = False, last: bool = False) -> None:
         """A batch of `batches()` has been handed out: the next micro-batch, and its weight unless a loss has one."""
         one, self._alike = self.micro_batch, None
-        one.weight, one.given, one.factor, one.weighed, one.without = None, False, 1.0, 0, ()
+        one.weight, one.given, one.factor, one.weighed = None, False, 1.0, 0
         one.default, one.default_given, one.last = default, given, last
         one.in_batches = one.announced = True
 
@@ -141,8 +140,8 @@ class Window:
             if comparable and weight != one.weight:
                 raise ValueError(
                     f"The losses of one micro-batch must have one weight. Received: weight={weight:g} after "
-                    f"{one.weight:g}. A window divides by one total, so losses that divide by different counts need "
-                    "names: backward({'a': (a, count_of_a), 'b': (b, count_of_b)})."
+                    f"{one.weight:g}. A window divides by one total. For losses with a denominator each use "
+                    "gradaccum.torch.TrainStep, whose compute_loss may return {name: (loss, weight)}."
                 )
             one.given = True
         one.weight = weight
@@ -191,7 +190,7 @@ class Window:
             self._alike = weight
         else:
             self._alike = None
-            one.weight, one.given, one.factor, one.weighed, one.without = None, False, 1.0, 0, ()
+            one.weight, one.given, one.factor, one.weighed = None, False, 1.0, 0
         return closes
 
     def _note_weighing(self, weight: float, given: bool, said: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Sync = Literal["window", "micro_batch"]
 """When several ranks reduce their gradients: once per window, or on every micro-batch."""
@@ -45,3 +45,13 @@ def checked_scaler(scaler: Any) -> Any:
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in wanted):
         raise TypeError(f"`scaler` must be a torch.amp.GradScaler. Received: scaler={scaler!r}.")
     return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def checked_scalar(loss: Any, what: str = "The loss") -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"{what} must be a tensor. Received: loss={loss!r} of type {type(loss).__name__}.")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"{what} must be a scalar, the mean or the sum over its rows. Received: shape {tuple(loss.shape)}."
+        )
+    return loss.reshape(()) if loss.dim() else loss

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradaccum.on_torch.foreach import all_finite, scale_, zeroed
+from gradaccum.on_torch.foreach import scale_, zeroed
 from gradaccum.on_torch.private import checkpoints_of, run_on_zeros, zero_gradients
 
 Sums = list[Tensor | None]
@@ -50,6 +50,8 @@ class GradientBuffer:
         for parameter in narrow:
             _claims[parameter] = self._claim
             _give(parameter, self.dtype)
+        if self.restored is not None:  # parameters that were added come last
+            self.restored += [None] * (len(self.parameters()) - len(self.restored))
 
     def release(self) -> None:
         """Leave the parameters' `grad_dtype` as it was found, unless another sum has taken them over."""
@@ -97,9 +99,6 @@ class GradientBuffer:
         """All parts of the sum, wherever they are."""
         return self.gradients() + [s for s in self.restored or () if s is not None]
 
-    def expose(self, accepting: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        """A GradScaler is about to look for overflows in `p.grad`: there is nothing elsewhere."""
-
     def scale_(self, factor: float | Tensor) -> None:
         scale_(self.everything(), factor)
 
@@ -144,7 +143,7 @@ class GradientBuffer:
 
     def run_on_zeros(self, ends: Sequence[GradientEdge]) -> None:
         """A backward pass that starts there and brings zeros alone, to the parameters that it reaches."""
-        zeros = ArrivalScale(self.parameters)
+        zeros = ArrivalScale(self.parameters, zeros=True)
         zeros.set(0.0)
         try:
             run_on_zeros(ends)
@@ -197,13 +196,13 @@ class WindowTotal:
 
 
 class ArrivalScale:
-    """Multiplies gradients as they arrive, before they join the sum: NaN by 0 is 0. Nothing runs while it is 1.
+    """Multiplies gradients as they arrive, before they join the sum; by 0, none arrives. Nothing runs while it is 1.
 
     Those that `torch.autograd.grad` returns don't arrive, so the hooks are those of the nodes that add to the sum.
     """
 
-    def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
-        self._parameters, self._hooks = parameters, list[Any]()
+    def __init__(self, parameters: Callable[[], list[Tensor]], zeros: bool = False) -> None:
+        self._parameters, self._hooks, self._zeros = parameters, list[Any](), zeros
         self._nodes = list[Any]()  # no longer than they are kept are they the ones that later passes find
         self.factor = 1.0
         self.muted = False  # while a loss that is multiplied itself goes backward
@@ -218,89 +217,14 @@ class ArrivalScale:
         def times(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
             if self.muted:
                 return None
-            return tuple(g if g is None else g * factor if factor else zeroed(g) for g in gradients)
+            if self._zeros:
+                return tuple(g if g is None else zeroed(g) for g in gradients)
+            return tuple(None if g is None or not factor else g * factor for g in gradients)
 
         leaves = [p for p in self._parameters() if factor != 1.0 and (p.is_floating_point() or p.is_complex())]
         with all_require_grad(leaves):
             self._nodes = [get_gradient_edge(p).node for p in leaves]
         self._hooks = [node.register_prehook(times) for node in self._nodes]
-
-
-class ScreenedBuffer(GradientBuffer):
-    """The sum of those micro-batches whose gradient is finite, beside `p.grad`: costs one more gradient copy.
-
-    Whether a micro-batch counts is decided on the device; the host learns it once per window, from `counted`.
-    """
-
-    def __init__(self, parameters: Callable[[], list[Tensor]], dtype: torch.dtype | None = None) -> None:
-        self._empty()
-        super().__init__(parameters, dtype)
-
-    def _empty(self) -> None:
-        self._sums: dict[Tensor, Tensor] = {}
-        self._reached: dict[Tensor, set[int]] = {}  # by which micro-batches
-        self._zeroed = set[Tensor]()  # what `zero_grad(set_to_none=False)` has left zeros in, before all of them
-        self._finite: list[Tensor] = []
-
-    def get(self) -> Sums:
-        return [self._sums.get(p) for p in self.parameters()]
-
-    def set(self, sums: Iterable[Tensor | None]) -> None:
-        self._sums = {p: s for p, s in zip(self.parameters(), sums, strict=True) if s is not None}
-
-    def everything(self) -> list[Tensor]:
-        return list(self._sums.values())
-
-    @torch.no_grad()
-    def add(self) -> None:
-        """Move this micro-batch's gradient from `p.grad` into the sum, or nothing at all where it is not finite."""
-        finite = all_finite(self.gradients())
-        for parameter in self.parameters():
-            if (gradient := parameter.grad) is None:
-                continue
-            parameter.grad = None
-            self._reached.setdefault(parameter, set()).add(len(self._finite))
-            gradient = (gradient.to_dense() if gradient.is_sparse else gradient).detach()
-            gradient.masked_fill_(~finite.to(gradient.device), 0)
-            held = self._sums.get(parameter)
-            self._sums[parameter] = gradient if held is None else held.add_(gradient)
-        self._finite.append(finite)
-
-    def counted(self) -> list[bool]:
-        """For each micro-batch that was added, whether it counts. The window's one host synchronisation."""
-        return torch.stack([f.cpu() for f in self._finite]).tolist() if self._finite else []
-
-    def restore(self, sums: dict[int, Tensor], counted: Sequence[bool] = ()) -> None:
-        super().restore(sums)
-        self.set(self.restored or ())
-        self.restored = None
-        self._finite = [torch.tensor(counts) for counts in counted]
-        self._reached = {parameter: {*range(len(counted))} for parameter in self._sums}
-        self._zeroed = {*self._sums}  # of what had been left out, nothing was saved
-
-    def copies(self, scale: Tensor | None) -> dict[int, Tensor]:
-        self._leave_out(self.counted())
-        return super().copies(scale)
-
-    def present(self) -> list[bool]:
-        """Have the sum in `p.grad`, where optimizers and ranks look for it. Returns which micro-batches count."""
-        counted = self.counted()
-        self._leave_out(counted)
-        super().set(self.get())
-        return counted
-
-    def _leave_out(self, counted: Sequence[bool]) -> None:
-        """What only micro-batches that don't count have reached has no gradient, or the zeros of before."""
-        reached = {p for p, by in self._reached.items() if any(counted[i] for i in by)} | self._zeroed
-        self._sums = {p: s for p, s in self._sums.items() if p in reached}
-
-    def clear(self, set_to_none: bool = True) -> None:
-        self._empty()
-        super().clear(set_to_none)
-        self._zeroed = {p for p in self.parameters() if p.grad is not None}
-
-    def close(self) -> None:
-        self._empty()
 
 
 @contextlib.contextmanager

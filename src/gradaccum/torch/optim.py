@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from gradaccum.core.noise import AnySteps, NoiseSchedule, schedule_of
-from gradaccum.schedule import Schedule, signature_with_steps
+from gradaccum.schedule import Schedule, Steps, signature_with_steps
 from gradaccum.torch.optimizer import Optimizer
 
 __all__ = ["Optimizer"]
@@ -31,17 +30,17 @@ _OWN = {name: p for name, p in inspect.signature(Optimizer).parameters.items() i
 def _named(inner: type[torch.optim.Optimizer]) -> type[Optimizer]:
     """`inner`, wrapped: its own arguments, and `steps` first or by keyword."""
 
-    def __init__(self: Optimizer, *args: Any, steps: AnySteps | None = None, **kwargs: Any) -> None:
+    def __init__(self: Optimizer, *args: Any, steps: Steps | None = None, **kwargs: Any) -> None:
         if steps is None:
             first = args[0] if args else None
-            if not isinstance(first, (int, float, str, Mapping, NoiseSchedule, Schedule)) and not callable(first):
+            if not isinstance(first, (int, float, str, Mapping, Schedule)) and not callable(first):
                 raise TypeError(
                     f"`steps` is missing: {inner.__name__}(model.parameters(), steps=4), or "
                     f"{inner.__name__}(4, model.parameters())."
                 )
             steps, args = args[0], args[1:]
         wrapping = {name: kwargs.pop(name) for name in _OWN.keys() & kwargs.keys()}
-        schedule_of(steps)  # a wrong one shall be told before the inner optimizer is made
+        Schedule(steps)  # a wrong one shall be told before the inner optimizer is made
         Optimizer.__init__(self, inner(*args, **kwargs), steps, **wrapping)
 
     doc = (

@@ -155,14 +155,12 @@ def whole(model: nn.Module) -> list[Tensor]:
 
 def train_on(model: Any, optimizer: Optimizer, batches: Any, way: str = "plain", scaler: Any = None) -> None:
     """The user's loop, plain ("unscaled" by `unscale_` as windows close), or with `optimizer.backward`: weighed by rows
-    ("scaled", too), or as losses by name."""
+    ("scaled", too)."""
     for rows in batches:
         optimizer.zero_grad()
         loss = loss_of(model, rows) if scaler is None else scaler.scale(loss_of(model, rows))
         if way in ("weighed", "scaled"):
             optimizer.backward(loss, weight=len(rows[0]))
-        elif way == "named":
-            optimizer.backward({"rows": (loss, len(rows[0]))})
         else:
             loss.backward()
         if scaler is None:

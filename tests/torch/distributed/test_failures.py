@@ -35,8 +35,7 @@ from tests.torch.distributed.problems import (
     wrap,
 )
 from tests.torch.distributed.processes import TIMEOUT, Raised, on_ranks, wait_no_longer_than
-from tests.torch.distributed.test_windows import UNEVEN, train
-from tests.torch.distributed.test_wrapped import train_two
+from tests.torch.distributed.test_windows import train
 
 FOUR = [[4] * 4] * 2
 VALUE, WINDOW = "ValueError", "WindowError"
@@ -171,20 +170,6 @@ def uneven(rank, way, sync):
         train_on(model, optimizer, optimizer.batches(data(sizes)[rank]), "plain" if scaler else "weighed", scaler)
 
 
-def unscaled_sums(rank, steps):
-    """Two losses by name, whose sums `unscale_` can't reach both."""
-    model, optimizer = wrap("ddp", network(), steps)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for rows in data(FOUR)[rank]:
-        optimizer.zero_grad()
-        loss = scaler.scale(loss_of(model, rows))
-        optimizer.backward({"whole": (loss, 4), "half": (loss * 0.5, 2)})
-        if optimizer.closes_next:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-
-
 def fail_in(layer):
     return layer.weight.register_hook(lambda _: 1 / 0)
 
@@ -245,7 +230,6 @@ HYPERPARAMETERS = [  # before the update
 ]
 LOCAL, UNKNOWN = "PostLocalSGDOptimizer(Optimizer(", "Pass model=, the sharded model"
 STEPPED = "Ranks have different hyperparameters: lr is 0.025 on rank 0, 0.05 on rank 1"
-ENDED = "reached the end of an epoch while other ranks continued"
 REDUCED, EDITED = "was changed after a backward pass had reduced it", "The gradients were edited"
 BEFORE, UNWEIGHED = "an earlier window's gradients", "weighed on rank 0, without a weight on rank 1"
 REFUSED = {
@@ -275,8 +259,6 @@ REFUSED = {
     "steps that differ at the start": (VALUE, "2 on rank 0, 4 on rank 1", different_steps, False),
     "steps that differ at the window": (WINDOW, "2 on rank 0, 4 on rank 1", different_steps, True),
     "weights on some ranks": (WINDOW, UNWEIGHED, different_ways, "weighed", "plain"),
-    "names on some ranks": (WINDOW, "by name on rank 0, one loss on rank 1", different_ways, "named", "weighed"),
-    "names that come later": (WINDOW, "Use names from the first window on", different_ways, "weighed", "named", True),
     **{
         f"parts sharded by themselves, {how}": (WINDOW, "different parts", different_parts, *how)
         for how in (("batches", "window"), ("batches", "micro_batch"), ("backward", "window"))
@@ -287,18 +269,10 @@ REFUSED = {
         f"shards with different numbers of batches, {way}, {sync}": (WINDOW, FEWER, uneven, way, sync)
         for way in ("within", "between", "scaler") for sync in SYNCS
     },
-    **{
-        f"optimizers that share batches, {sizes}, {steps} steps": (WINDOW, ENDED, train_two, sizes, steps)
-        for sizes in (UNEVEN, [[], [4, 2, 3]]) for steps in (1, 2)
-    },
     **{f"behind a window whose pass failed, {at}": (WINDOW, BEFORE, failed_before, at) for at in (0, 2, "unused")},
     **{
         f"a second backward pass behind a reduction, {together=}": (WINDOW, REDUCED, penalty_later, (0, 1), together)
         for together in (False, True)
-    },
-    **{
-        f"scaler.unscale_() of losses by name, {steps} steps": (WINDOW, "Named losses have", unscaled_sums, steps)
-        for steps in (1, 2)
     },
 }  # fmt: skip
 

@@ -69,14 +69,11 @@ def train(
     used = torch.compile(used, backend="eager") if compiles == "outside" else used
     inner = OPTIMIZERS[optimizer](model.parameters())
     wrapped = Optimizer(inner, steps=steps, model=used, clip_grad_norm=clip, **keywords)
-    sums, by_names, closed = keywords.get("reduction") == "sum", loss is by_name, 0
+    sums, closed = keywords.get("reduction") == "sum", 0
 
     def losses(m, rows, place):
         found = loss(m, rows) if heads is None else loss(lambda x: m(x, heads[place[0]][place[1]]), rows)
         return found if isinstance(found, list) else [found]
-
-    def named_losses(m, rows):
-        return sum(part for part, weight in loss(m, rows).values() if weight)
 
     def weight(place, rows):
         return len(rows[0]) if weights is None else weights[place[0]][place[1]]
@@ -94,9 +91,7 @@ def train(
                 def whole_loss(m, _, seen=seen, total=total):
                     return sum(sum(losses(m, rows, p)) * ((1 if sums else w) / total) for w, p, rows in seen)
 
-                if by_names:
-                    oracle.update(concatenated([rows for _, rows in window]), named_losses)
-                elif total and not skipped:
+                if total and not skipped:
                     oracle.update(None, whole_loss)
             loader = list(enumerate(ranks[rank]))
             if "batches" in way:
@@ -109,9 +104,7 @@ def train(
                 factor = float("inf") if (rank, i) in bad else 1.0 if weight((rank, i), rows) else float("nan")
                 parts = losses(used, rows, (rank, i))
                 for part in parts:
-                    if by_names:
-                        wrapped.backward(part)
-                    elif "backward" in way:
+                    if "backward" in way:
                         wrapped.backward(part * factor, weight=None if "batches" in way else weight((rank, i), rows))
                     else:
                         (part * factor).backward(retain_graph=part is not parts[-1])
@@ -156,13 +149,6 @@ class TwoOutputs(Heads):
 def each_output(m, rows):
     first, second = m(rows[0])
     return [cross_entropy(first, rows[1]), second.square().sum(1).mean()]
-
-
-def by_name(m, rows):
-    """Two losses with denominators of their own: one over rows, one over those whose first entry is positive."""
-    outputs, kept = m(rows[0]), rows[0][:, 0] > 0
-    second = outputs[kept].square().mean() if kept.any() else outputs.sum() * 0.0
-    return {"rows": (cross_entropy(outputs, rows[1]), len(rows[0])), "kept": (second, int(kept.sum()))}
 
 
 def checkpointed(all_of_it, reentrant):
@@ -217,7 +203,6 @@ HALF_SHARDS = {**FSDP2, "ddp": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=t
 HALF, IN_FLOAT32 = {"hook": "fp16_compress_hook"}, {"dtype": torch.float32, "bound": 2**-9}
 HALVES = [(131072.0, {**HALF, **FLUSHED}), (1e-6, HALF), (1e-6, {**HALF_SHARDS, **FLUSHED}), (131072.0, HALF_SHARDS)]
 HALVES = [*HALVES, (131072.0, {**HALF_SHARDS, **MICRO_BATCH, **FLUSHED})]
-LATER = [[4, 2, 3], []], [[], [4, 2, 3, 1, 2]]
 TOTALS = [[8, 6, 10], [4, 10, 2, 8, 4]]
 
 
@@ -251,13 +236,6 @@ LOOPS = {
         f"sums over weights, {steps} steps": (UNSUMMED, steps, {**SUMS, **FLUSHED, "weights": TOTALS, "ddp": how})
         for steps, how in ((1, VIEWS), (2, {}))
     },
-    **{
-        f"losses by name, {steps} steps, {name}": (sizes, steps, {"loss": by_name, "epochs": 2, **FLUSHED})
-        for name, sizes, steps in (
-            *(("even", EVEN, 4), ("ragged", RAGGED, 2), ("ragged", RAGGED, 1)),
-            ("uneven", [[4, 4, 4, 4, 3], [4, 2]], 2),
-        )
-    },
     "two forward passes": (RAGGED, 2, {"loss": lambda m, rows: loss_of(m, rows) + second(m, rows)}),
     **{
         f"a backward pass for each output, {steps} steps, {how}": (
@@ -274,12 +252,6 @@ LOOPS = {
         for of in ((False, True), (True, True), (False, False)) for how in ({"static_graph": True}, {})
     },
     "compiled": (EVEN, 3, {"compiles": "outside"}),
-    **{
-        f"losses by name, which a rank has in a later window, {first}, {steps} steps": (
-            RAGGED, steps, {"loss": by_name, "way": "batches backward", "first": first, "epochs": 3},
-        )
-        for first in LATER for steps in (1, 2, 3)
-    },
     # Sharded models: when to reduce is a trade of memory against communication.
     **{f"shards, {way['way']}": (RAGGED, 4, {**FSDP2, **way}) for way in WAYS},
     "shards, micro_batch": (RAGGED, 4, {**FSDP2, **MICRO_BATCH, **FLUSHED}),
@@ -302,7 +274,7 @@ LOOPS = {
         f"one rank skips what is not finite, {engine}, {mode}": (
             [[4, 3, 2] * 3, [2, 2, 5] * 3], 3, {"engine": engine, "bad": {(1, 1), (0, 5)}, "nonfinite": mode},
         )
-        for engine, mode in (("ddp", "skip_micro_batch"), ("ddp", "skip_window"), ("fsdp2", "skip_window"))
+        for engine, mode in (("ddp", "skip_window"), ("fsdp2", "skip_window"))
     },
     # Ranks use different parts, or weigh nothing: weight 0 leaves out a loss that is NaN.
     **{name: of_weights(*one) for name, one in PARTS.items()},
@@ -373,7 +345,7 @@ SCALED = {
         f"a rank has its first micro-batch in a later window, {first}, {steps} steps": {
             "way": "scaled", "epochs": [first, RAGGED, RAGGED], "steps": steps, "interval": 2000,
         }
-        for first in LATER for steps in (1, 2, 3)
+        for first in ([[4, 2, 3], []], [[], [4, 2, 3, 1, 2]]) for steps in (1, 2, 3)
     },
 }  # fmt: skip
 SCALED_SLOWLY = {f"{at} of shards, {s}": {"at": at, "sync": s, **FSDP2} for at in (None, (1, 3)) for s in SYNCS}
@@ -439,14 +411,14 @@ def test_an_order_that_only_closing_micro_batches_could_show_is_no_change_of_ord
 @on_ranks()
 def test_two_optimizers_under_one_scaler_keep_their_sums_in_scales_that_ranks_bring_together(rank, steps, update):
     """Where one window closes, the ranks agree on a scale in the middle of the other optimizer's micro-batch."""
-    parts, ranks = [network(), network()], data([[4, 3, 2, 1] * 6, [2, 2, 5, 3] * 6])
+    parts, ranks = [network(), network()], data([[2] * 24] * 2)
     model = Does(lambda both, x: [both.one(x), both.other(x)], one=parts[0], other=parts[1])
     oracles, used = [*map(Oracle, parts)], spread("ddp", model)
     optimizers = [Optimizer(sgd(part), steps=n, model=used) for part, n in zip(parts, steps)]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=[2, 1000][rank])
     for oracle, n in zip(oracles, steps):
         oracle.see(ranks, n)
-    for i, (x, y) in enumerate(optimizers[0].batches(optimizers[1].batches(ranks[rank]))):
+    for i, (x, y) in enumerate(ranks[rank]):
         for optimizer in optimizers:
             optimizer.zero_grad()
         if i and update == "behind zero_grad()":

@@ -57,23 +57,6 @@ def test_a_snapshot_in_memory_does_not_move_with_the_window_nor_with_the_one_tha
     assert all(torch.equal(given["state"][i]["exp_avg"], s["exp_avg"]) for i, s in before["state"].items())
 
 
-def test_zeros_of_rows_that_weigh_nothing_are_saved_beside_a_sum_that_was_loaded():
-    """Weight decay moves what has a gradient of zero."""
-    model, optimizer = wrapped(sgd, heads(2), steps=3)
-    plain, scaler = copy.deepcopy(model), scaler_of(4.0)
-    for batch, (head, weight) in zip(PARTS, [(0, 1), (1, 0), (0, 1)]):
-        train(model[head], optimizer, [batch], weigh=lambda *_, weight=weight: weight, scaler=scaler)
-        if not optimizer.updated:
-            state = copy.deepcopy(optimizer.state_dict())
-            optimizer.discard()
-            optimizer = wrapped(sgd, model, steps=3)[1]
-            optimizer.load_state_dict(state)
-    other = sgd(plain.parameters())
-    (mse(plain[0], *PARTS[0]) / 2 + mse(plain[0], *PARTS[2]) / 2 + 0 * mse(plain[1], *PARTS[1])).backward()
-    other.step()
-    assert_same(model, plain)
-
-
 def test_the_usual_keys_are_a_plain_optimizers_and_its_state_dict_loads():
     model, optimizer = start(steps=3, done=3)
     plain_model = network()
@@ -205,7 +188,7 @@ def test_a_checkpoint_between_backward_and_step_is_refused_in_an_open_window(sav
 
 
 @pytest.mark.parametrize("in_batches", [False, True])
-def test_a_checkpoint_before_the_step_of_rows_that_weigh_nothing_has_none_of_their_zeros(in_batches):
+def test_a_checkpoint_before_the_step_of_rows_that_weigh_nothing_has_nothing_of_them(in_batches):
     model, optimizer = wrapped(sgd, heads(2), steps=3)
     weights = iter([1.0, 0.0])
     batches = optimizer.batches(PARTS[:2], weight=lambda *_: next(weights)) if in_batches else PARTS[:2]
@@ -220,7 +203,7 @@ def test_a_checkpoint_before_the_step_of_rows_that_weigh_nothing_has_none_of_the
         optimizer.step()
         if head == 0:
             expected = optimizer.state_dict()["gradaccum"]["gradients"]
-    assert {p.grad is None for p in model.parameters()} == {False}
+    assert all(p.grad is None for p in model[1].parameters())
     assert [*saved["gradaccum"]["gradients"]] == [*expected]
 
 
@@ -245,9 +228,7 @@ FILES = Path(__file__).parent.parent / "data" / "v0_1"
 OPTIMIZERS = {
     "plain": lambda p: gradaccum.torch.optim.Optimizer(adam(p), steps=4),
     "named": lambda p: gradaccum.torch.optim.SGD(p, lr=0.1, momentum=0.9, steps={0: 4, 1: 2}),
-    "screened": lambda p: gradaccum.torch.optim.Optimizer(
-        sgd(p), steps=4, nonfinite="skip_micro_batch", clip_grad_norm=0.5
-    ),
+    "screened": lambda p: gradaccum.torch.optim.Optimizer(sgd(p), steps=4, clip_grad_norm=0.5),
     "scaled": lambda p: gradaccum.torch.optim.Optimizer(adam(p), steps=4, reduction="sum"),
 }
 """What made the files: each trained on the first two of six micro-batches, then on the others."""

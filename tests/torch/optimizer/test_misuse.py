@@ -41,11 +41,6 @@ RAGGED = parts([3, 1, 4, 2, 2, 5])
         ({"make": network}, TypeError, "must be a torch.optim.Optimizer. Received: Sequential"),
         ({"make": lambda: torch.optim.Adam}, TypeError, "Received: type"),
         ({"make": lambda: wrapped(steps=4)[1]}, ValueError, "wrapped already"),
-        (  # which would get dense sums
-            {"make": lambda: torch.optim.SparseAdam(network().parameters()), "nonfinite": "skip_micro_batch"},
-            ValueError,
-            "SparseAdam doesn't take",
-        ),
     ],
 )
 def test_a_wrong_argument_is_refused(options, error, says):
@@ -146,8 +141,7 @@ def test_added_gradients_are_left_alone_and_may_be_missing_or_weigh_nothing(weig
         optimizer.step()
     assert all(bool((g == 1).all()) for g in given[1].values())
     assert all(bool((p.grad == 1).all()) for p in matrices)
-    assert other.grad is None
-    assert reached.grad.count_nonzero() == 0
+    assert other.grad is reached.grad is None
 
 
 @pytest.mark.parametrize(
@@ -206,27 +200,25 @@ def test_parameters_that_come_or_go_inside_an_open_window_are_an_error_that_upda
 
 
 @pytest.mark.parametrize("windows", [1, 3])
-@pytest.mark.parametrize("how", ["weights", "restored", "by name", "by name, restored"])
-def test_a_group_that_joins_an_open_window_has_its_part_of_it_from_there_on_and_must_bring_no_gradients(how, windows):
-    """After a checkpoint was loaded, and beside sums of losses by name, which are kept in the parameters' order."""
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_group_that_joins_an_open_window_has_its_part_of_it_from_there_on_and_must_not_bring_gradients(
+    restored, windows
+):
+    """After a checkpoint was loaded, too, whose sum is kept in the parameters' order."""
     model, plain, micro_batches = network(), network(), parts([3, 1, 4])
     _, optimizer = wrapped(model=model[0], steps=3)
     inner = sgd(plain[0].parameters())
 
-    def halves(*batch):
-        return dict.fromkeys("ab", (mse(*batch) / 2, len(batch[-1])))
-
-    weighed = {"loss": halves, "weigh": lambda *batch: None} if "by name" in how else {"weigh": by_rows}
-    train(model, optimizer, micro_batches * (windows - 1) + micro_batches[:2], **weighed)
+    train(model, optimizer, micro_batches * (windows - 1) + micro_batches[:2], weigh=by_rows)
     torch_updates(plain, inner, [join(micro_batches)] * (windows - 1), mse)
-    if "restored" in how:
+    if restored:
         optimizer.load_state_dict(optimizer.state_dict())
     with pytest.raises(WindowError, match="have gradients already"):
         optimizer.add_param_group({"params": [*model[2].parameters()]})
     assert len(optimizer.param_groups) == 1
     model[2].zero_grad()
     optimizer.add_param_group({"params": [*model[2].parameters()]})
-    train(model, optimizer, micro_batches[2:], **weighed)
+    train(model, optimizer, micro_batches[2:], weigh=by_rows)
     plain.zero_grad()
     (mse(plain, *micro_batches[2]) * 4 / 8).backward()
     inner.add_param_group({"params": [*plain[2].parameters()]})

@@ -25,8 +25,6 @@ FOUR, ALIKE = parts([2, 3, 1, 4]), parts([2] * 4)
     [
         ("propagate", [2], None, ""),  # as in a plain loop
         ("skip_window", [2], [], "the gradient of this window is not finite"),
-        ("skip_micro_batch", [2], [0, 1, 3], "Left out 1 of 4 micro-batches"),
-        ("skip_micro_batch", [0, 1, 2, 3], [], "Left out 4 of 4 micro-batches"),
     ],
 )
 def test_what_is_skipped_is_logged_and_with_nothing_left_there_is_no_update(nonfinite, bad, left, said, caplog):
@@ -41,27 +39,19 @@ def test_what_is_skipped_is_logged_and_with_nothing_left_there_is_no_update(nonf
         assert_same(model, large([[FOUR[i] for i in left]] if left else []))
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_zeros_that_zero_grad_leaves_stay_where_a_micro_batch_is_left_out(bad):
-    """A parameter that only the first window uses has momentum in the second."""
-    steps = []
-    for _ in range(2):
-        model, unused = network(), nn.Parameter(torch.ones(2))
-        steps.append((model, unused, torch.optim.SGD([*model.parameters(), unused], lr=0.1, momentum=0.9)))
-    (model, unused, inner), (plain, other, by_hand) = steps
-    optimizer = gradaccum.torch.optim.Optimizer(inner, steps=2, nonfinite="skip_micro_batch")
-    for window in range(2):
-        for index, (x, y) in enumerate(ALIKE[:2]):
-            optimizer.zero_grad(set_to_none=False)
-            loss = mse(model, x, y) + (unused.square().sum() if window == 0 else 0)
-            (loss * float("nan") if (window, index) == (1, bad) else loss).backward()
-            optimizer.step()
-        by_hand.zero_grad(set_to_none=False)
-        x, y = (torch.cat(part) for part in zip(*(ALIKE[:2] if window == 0 else [ALIKE[1 - bad]])))
-        (mse(plain, x, y) + (other.square().sum() if window == 0 else 0)).backward()
-        by_hand.step()
-    assert_same(model, plain)
-    torch.testing.assert_close(unused, other)
+def test_a_micro_batch_whose_loss_is_not_finite_is_left_out_by_its_weight():
+    """What `nonfinite="skip_micro_batch"` did, which is refused."""
+    with pytest.raises(ValueError, match=r"backward\(loss, weight=n if loss.isfinite\(\) else 0\)"):
+        wrapped(steps=4, nonfinite="skip_micro_batch")
+    model, optimizer = wrapped(steps=4)
+    batches = [(x * (float("nan") if index == 2 else 1), y) for index, (x, y) in enumerate(FOUR)]
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = mse(model, x, y)
+        optimizer.backward(loss, weight=len(x) if loss.isfinite() else 0)
+        optimizer.step()
+    assert optimizer.updated
+    assert_same(model, large([[FOUR[i] for i in (0, 1, 3)]]))
 
 
 def test_skip_window_keeps_a_gradient_that_is_finite_where_its_norm_overflows():
@@ -167,8 +157,6 @@ def test_after_a_window_that_was_refused_for_its_scales_training_goes_on(weightl
         # A micro-batch that weighs nothing has no say in the scale,
         *(("ps", [2, 0], {}), ("sp", [0, 2], {}), ("sp", [2, 0], {}), ("ps", [0, 2], {})),
         *(("pspp", [2, 0, 2, 2], {}), ("spps", [2, 0, 0, 2], {})),
-        # where micro-batches are screened, each is unscaled by itself,
-        ("psps", None, {"nonfinite": "skip_micro_batch"}),
         # and a step without a backward pass has no scale.
         *(("s-ss", None, {}), ("-ss", None, {}), ("ss-", None, {})),
     ],

@@ -11,10 +11,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import gradaccum.torch
-from gradaccum import NoiseSchedule
 from gradaccum.on_torch import grad_buffer
-from tests.reference import FLOAT64, relative_error, windows_of
-from tests.torch.optimizer.loops import assert_same, large, parts, refused, scaler_of, train, values, wrapped
+from tests.reference import windows_of
+from tests.torch.optimizer.loops import assert_same, large, parts, refused, scaler_of, train, wrapped
 from tests.torch.problems import SAM, Does, Operations, adam, mse, network, regression, sgd, split
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -72,28 +71,6 @@ def test_hooks_run_once_per_update_in_torchs_order_and_see_the_wrapper_and_those
     inner = [(name, optimizer.inner) for name in ("all pre", "inner pre", "inner post", "all post")]
     own = [(name, optimizer) for name in ("all pre", "pre", "post", "all post")]
     assert calls == [*own[:2], *inner[1:3], *own[2:], *inner], "as in torch, where it is the inner one's own"
-
-
-class Base(torch.optim.SGD):
-    pass
-
-
-class Stepping(Base):
-    def step(self, closure=None):
-        return super().step(closure)
-
-
-def test_a_noise_schedule_goes_around_an_optimizer_whose_hooks_run_twice():
-    Base(network().parameters(), lr=0.1).step()
-    schedule = NoiseSchedule(2, 8, scale_learning_rate="linear")
-    model, optimizer = wrapped(lambda p: Stepping(p, lr=0.1), steps=schedule)
-    schedule.steps = 4
-    before = values(model)
-    train(model, optimizer, parts([3, 1, 4, 2]))
-    assert optimizer.updates == 1
-    assert optimizer.inner.param_groups[0]["lr"] == 0.1
-    moved = [(b - p) / 0.2 for b, p in zip(before, model.parameters(), strict=True)]  # at twice the rate
-    assert relative_error(moved, [p.grad for p in model.parameters()]) <= FLOAT64
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def detect_ranks(
     wide = any(torch.finfo(own).bits < torch.finfo(dtype).bits for own in floats)
     engine: Engine
     if shards:
-        _check_shards(parameters(), options.get("nonfinite"), wide)
+        _check_shards(parameters(), wide)
         engine = Shards(shards, parameters, always)
     else:
         outside = not {*replicas} <= {*model.modules()}
@@ -111,7 +111,7 @@ def leaving_on_error(construct: Callable[Concatenate[Self, P], None]) -> Callabl
     return constructed
 
 
-def _check_shards(parameters: Sequence[Tensor], nonfinite: str | None, wide: bool) -> None:
+def _check_shards(parameters: Sequence[Tensor], wide: bool) -> None:
     if not any(is_sharded(parameter) for parameter in parameters):
         raise ValueError(
             "None of the optimizer's parameters is sharded, but `model` is, because fully_shard has replaced its "
@@ -123,11 +123,6 @@ def _check_shards(parameters: Sequence[Tensor], nonfinite: str | None, wide: boo
             f"{len(whole)} of the optimizer's parameters (the first of shape {tuple(whole[0].shape)}) are not sharded, "
             "so their gradients would differ from rank to rank. Shard the model that contains them, too, and don't "
             "list them in `ignored_params`."
-        )
-    if nonfinite == "skip_micro_batch":
-        raise ValueError(
-            "nonfinite='skip_micro_batch' looks at each micro-batch's gradient, which fully_shard does not show before "
-            "it is reduced. Use nonfinite='skip_window'."
         )
     if wide:
         raise ValueError(

@@ -12,9 +12,9 @@ from torch import Tensor
 from gradaccum.on_torch.batch import Batch, read_early
 from gradaccum.on_torch.oom_retry import RestartWindow
 from gradaccum.on_torch.private import run_backward
-from gradaccum.torch.loss.accumulator import LossAccumulator, LossSum
 from gradaccum.torch.loss.named import (
     MIXED_TERMS,
+    Entry,
     Terms,
     Totals,
     Weight,
@@ -57,8 +57,21 @@ class WeightedLoss(NamedTuple):
         return bool(self.parts) or bool(self.weightless)
 
 
-class BatchLosses(LossAccumulator):
-    """Adds up the losses and the gradients of a large batch's micro-batches.
+class LossSum:
+    """What one loss has added up to."""
+
+    def __init__(self, unit: Weight) -> None:
+        self.unit = unit  # what it is to be divided by
+        self.losses: list[Entry] = []
+        self.weights: dict[int, Weight] = {}  # of its micro-batches
+
+
+class BatchLosses:
+    """Adds up the losses and the gradients of a large batch's micro-batches. A single loss has the name None.
+
+        large batch's loss  =  sum_j  sum_i w_ij l_ij / W_j   with  W_j = sum_i w_ij,  over names j and micro-batches i
+
+    Loss j adds `w_ij / W_j` times its gradient to the sum, or `1 / W_j` times, where losses are sums.
 
     Where only the forward pass tells what a single loss weighs, `divisor` is what the sums are to be divided by in the
     end. Factors cost nothing: each is where its backward pass starts, in place of 1. Several losses (`named`) have
@@ -119,7 +132,8 @@ class BatchLosses(LossAccumulator):
         self._begin(None if self._by_forward else self.totals)
 
     def _begin(self, totals: Totals | None) -> None:
-        self.totals, self.sums, self._unit = totals, {}, self._given_unit
+        self.totals, self._unit = totals, self._given_unit
+        self.sums: dict[Hashable, LossSum] = {}
         if not self.named:
             self.sums[None] = LossSum(self._total)
         # What the window weighs, on the host or on its way there: as forward passes tell, and as was known before.
@@ -334,9 +348,22 @@ class BatchLosses(LossAccumulator):
                     "must have the same terms each time they are evaluated; where one is missing, it weighs 0."
                 )
         parts = {
-            name: (wide(where_any(x, weight)), self.factor(name, weight), weight) for name, (x, weight) in found.items()
+            name: (wide(where_any(loss, weight)), self._factor_of(name, weight), weight)
+            for name, (loss, weight) in found.items()
         }
         return WeightedLoss(parts, weightless=[term.loss for name, term in terms.items() if name not in found])
+
+    def _factor_of(self, name: Hashable, weight: Weight) -> Weight:
+        """What the gradient of one of several losses is multiplied by."""
+        assert self.totals is not None
+        return ratio(1.0 if self.adds else weight, self.totals[name])
+
+    def _add(self, name: Hashable, loss: Tensor, weight: Weight) -> None:
+        if name not in self.sums:
+            assert self.totals is not None
+            self.sums[name] = LossSum(self.totals[name])
+        self.sums[name].losses.append((loss.detach(), 1.0 if self.adds else weight, self._passes))
+        self.sums[name].weights[self._passes] = weight
 
     def backward(
         self,
@@ -361,7 +388,7 @@ class BatchLosses(LossAccumulator):
         self._arriving = 0.0
         self._passes += 1
         for name, (loss, _, weight) in weighted.parts.items():
-            self.add(self._passes, loss, weight, True, name)
+            self._add(name, loss, weight)
         if told is not None:
             unit = 1.0 if self._unit is None else self._unit
             share, self.sums[None].unit = ratio(told, unit), unit

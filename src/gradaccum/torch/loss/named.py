@@ -1,4 +1,4 @@
-"""Losses by name, each with a weight of its own, as users give them: what `compute_loss` returns and `backward` takes.
+"""Losses by name, each with a weight of its own, as users give them: what `compute_loss` returns.
 
 Beside it, the arithmetic of weights, which are numbers, or tensors where reading them would wait for a device.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradaccum.core.window import checked_weight
-from gradaccum.errors import WindowError
+from gradaccum.on_torch.arguments import checked_scalar
 
 MIXED_TERMS = "`compute_loss` must return {name: (loss, weight)} always or never. Received: both."
 
@@ -41,14 +41,7 @@ def terms_of(result: Any, by_batch: bool) -> Terms | None:
         )
     if not isinstance(result, (Mapping, list)) or hasattr(result, "loss"):  # as transformers' outputs, mappings
         return None
-    return {name: _term(name, value, plain_weight, by_batch) for name, value in _named(result)}
-
-
-def checked_terms(losses: Any, weight: Any) -> Terms:
-    """The losses that `backward` was given, with their weights as numbers."""
-    if weight is not None:
-        raise not_by_name_error()
-    return {name: _term(name, value, checked_weight) for name, value in _named(losses)}
+    return {name: _term(name, value, by_batch) for name, value in _named(result)}
 
 
 def totals_of(weights: Any) -> Totals | None:
@@ -56,7 +49,7 @@ def totals_of(weights: Any) -> Totals | None:
     if not isinstance(weights, (Mapping, list)):
         return None
     named = weights.items() if isinstance(weights, Mapping) else enumerate(weights)
-    return {name: _weight(name, weight, plain_weight) for name, weight in named}
+    return {name: _weight(name, weight) for name, weight in named}
 
 
 def _named(received: Any) -> Iterable[tuple[Any, Any]]:
@@ -68,7 +61,7 @@ def _named(received: Any) -> Iterable[tuple[Any, Any]]:
     return received.items() if isinstance(received, Mapping) else enumerate(received)
 
 
-def _term(name: Any, value: Any, read: Callable[[Any], Weight], by_batch: bool = False) -> Term:
+def _term(name: Any, value: Any, by_batch: bool = False) -> Term:
     pair = isinstance(value, (tuple, list)) and len(value) == 2
     if pair and by_batch:
         raise ValueError(
@@ -76,34 +69,20 @@ def _term(name: Any, value: Any, read: Callable[[Any], Weight], by_batch: bool =
         )
     if not pair and not by_batch:
         received = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        in_turn = "backward({name: (loss, weight)}), such as (loss, len(x))."
-        at_once = (
-            "return {name: (loss, weight)}, such as (loss, len(x)); or return {name: loss} and give "
-            "weight=lambda *batch: {name: number}."
-        )
         raise ValueError(
             f"The loss term {name!r} comes without its weight. Received: {received}. Each of several losses needs what "
-            f"it is a mean over: {in_turn if read is checked_weight else at_once}"
+            "it is a mean over: return {name: (loss, weight)}, such as (loss, len(x)); or return {name: loss} and give "
+            "weight=lambda *batch: {name: number}."
         )
     loss, weight = value if pair else (value, None)
-    return Term(checked_scalar(loss, f"The loss term {name!r}"), _weight(name, weight, read) if pair else None)
+    return Term(checked_scalar(loss, f"The loss term {name!r}"), _weight(name, weight) if pair else None)
 
 
-def _weight(name: Any, weight: Any, read: Callable[[Any], Weight]) -> Weight:
+def _weight(name: Any, weight: Any) -> Weight:
     try:
-        return read(weight)
+        return plain_weight(weight)
     except (TypeError, ValueError) as error:
         raise type(error)(f"The loss term {name!r}: {error}") from None
-
-
-def checked_scalar(loss: Any, what: str = "The loss") -> Tensor:
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"{what} must be a tensor. Received: loss={loss!r} of type {type(loss).__name__}.")
-    if loss.numel() != 1:
-        raise ValueError(
-            f"{what} must be a scalar, the mean or the sum over its rows. Received: shape {tuple(loss.shape)}."
-        )
-    return loss.reshape(()) if loss.dim() else loss
 
 
 def weighed(terms: Terms, by_batch: Totals | None) -> dict[Hashable, tuple[Tensor, Weight]]:
@@ -214,21 +193,3 @@ def times(value: Tensor, factor: Weight) -> Tensor:
     if isinstance(factor, Tensor):
         return value * factor.to(value.device, value.dtype)
     return value if factor == 1 else value * factor
-
-
-# What is refused.
-
-
-def not_by_name_error() -> ValueError:
-    return ValueError(
-        "backward({name: (loss, weight)}) has a weight for each loss: pass no other weight to backward() or batches(). "
-        "It keeps a sum of gradients for each loss, so it can't be combined with sharded models, "
-        'nonfinite="skip_micro_batch" or noise_scale=True. TrainStep can: its compute_loss may return the same dict.'
-    )
-
-
-def mixed_terms_error() -> WindowError:
-    return WindowError(
-        "Some losses of this window came as backward({name: (loss, weight)}), others as a single loss, which has no "
-        "name. Use one form for all of them; discard() drops the window."
-    )

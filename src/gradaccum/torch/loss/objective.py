@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.core.window import checked_reduction
+from gradaccum.on_torch.arguments import checked_scalar
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.reach import Holder, Reach
 from gradaccum.torch.loss.named import (
@@ -23,7 +24,6 @@ from gradaccum.torch.loss.named import (
     Totals,
     Weight,
     added,
-    checked_scalar,
     plain_weight,
     terms_of,
     times,

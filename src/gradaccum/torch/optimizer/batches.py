@@ -27,8 +27,7 @@ class Batches:
     """The loader's batches, unchanged and in order, with one fetched ahead: so the last one is known to be the last.
 
     Args:
-        loader: Any iterable, sized or not; or another optimizer's `Batches`, which are then shared: both see the batch
-            that is in use, not the one that is ahead.
+        loader: Any iterable, sized or not.
         windows: What the batches fill.
         weight: `weight(batch) -> number`; None: the batch's number of rows.
     """
@@ -36,11 +35,13 @@ class Batches:
     def __init__(self, loader: Iterable[Any], windows: Windows, weight: Callable[[Any], float] | None = None) -> None:
         if not isinstance(loader, Iterable):
             raise TypeError(f"`loader` must be iterable. Received: loader of type {type(loader).__name__}.")
-        self.loader: Iterable[Any] = loader.loader if isinstance(loader, Batches) else loader
-        others = loader.members if isinstance(loader, Batches) else []
-        if any(windows is other for other, _ in others):
-            raise ValueError("These batches already fill this optimizer's windows. Call batches() once per optimizer.")
-        self.members: list[tuple[Windows, BatchWeight]] = [*others, (windows, BatchWeight(weight))]
+        if isinstance(loader, Batches):
+            raise ValueError(
+                "`loader` is a loop of batches() already, and one loop fills one optimizer's windows. Pass the loader "
+                "itself; for several optimizers wrap them in one: Optimizer([a, b], steps=4)."
+            )
+        self.loader: Iterable[Any] = loader
+        self._windows, self._weigh = windows, BatchWeight(weight)
         self._handed_out = 0
         self._to_skip: int | None = None  # what `load_state_dict` said, until the next loop
         self._loader_state: Any = None
@@ -61,9 +62,9 @@ class Batches:
         The loader itself is one batch ahead, so its `state_dict()` counts one that has not been trained on. Call this
         after `step()`: the batch in hand counts as handed out.
         """
-        loops = [windows for windows, _ in self.members if windows.source is self]
-        waiting = [windows for windows in loops if windows.one.announced and windows.current.in_progress[0]]
-        if not self._warned and loops and len(waiting) == len(loops):
+        windows = self._windows
+        waits = windows.source is self and windows.one.announced and windows.current.in_progress[0]
+        if waits and not self._warned:
             self._warned = True
             logger.warning(
                 "batches.state_dict() was called before step() has counted the batch in hand, which is left out when "
@@ -100,22 +101,21 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         resumed = self._to_skip is not None
+        windows, weigh = self._windows, self._weigh
+        passes, one = windows.passes, windows.one
         ahead: _Ahead | None = None
         try:
             ahead, first = self._begin(resumed), True
-            members = [(windows, windows.passes, windows.one, weigh) for windows, weigh in self.members]
             while ahead.has_next or ahead.arrives():
                 batch = ahead.batch
                 self._loader_state = ahead.look_ahead()
-                for windows, _, _, weigh in members:
-                    windows.expect_batch(weigh(batch), weigh.given, ahead.is_over)
+                windows.expect_batch(weigh(batch), weigh.given, ahead.is_over)
                 self._handed_out += 1
                 yield batch
-                for windows, passes, one, _ in members:
-                    if windows.source is not self:
-                        windows.go_on_in(self)
-                    if first or passes.arrivals or one.announced:
-                        windows.end_batch()
+                if windows.source is not self:
+                    windows.go_on_in(self)
+                if first or passes.arrivals or one.announced:
+                    windows.end_batch()
                 first = False
             ahead.exhaust()
             self._handed_out, self._loader_state = 0, None
@@ -126,7 +126,7 @@ class Batches:
             self._break_off(ahead)
             raise
         except Exception:  # the batches cannot be used, or a window cannot be closed
-            self._abort()
+            windows.ranks.abort()
             raise
         if ahead.failure is not None:
             try:
@@ -136,55 +136,36 @@ class Batches:
 
     def _begin(self, resumed: bool) -> _Ahead:
         """Fetch the first batch, or go on from what a loop over the same iterator has left."""
+        windows, once = self._windows, isinstance(self.loader, Iterator)
         to_skip, self._to_skip = self._to_skip or 0, None
         if not resumed:
             self._handed_out = 0
-        once = isinstance(self.loader, Iterator)
-        ranks = [windows.ranks for windows, _ in self.members]
         # An epoch may be one of other ranks alone: not with an iterator, which may have been used before.
-        may_be_empty = resumed or (not once and all(one.is_distributed and not one.sharded for one in ranks))
-        found: _Ahead | None = None
+        other_ranks = windows.ranks.is_distributed and not windows.ranks.sharded
+        left, windows.left_over = windows.left_over, None
+        ahead: _Ahead | None = left if once and left is not None and left.loader is self.loader else None
         try:
-            for windows, _ in self.members:
-                left, windows.left_over = windows.left_over, None
-                if once and left is not None and left.loader is self.loader:
-                    found = left
-            if found is None:
-                found = _Ahead(self.loader, to_skip, may_be_empty)
+            if ahead is None:
+                ahead = _Ahead(self.loader, to_skip, may_be_empty=resumed or (other_ranks and not once))
         finally:  # of an error, too, other ranks learn when this one has begun
-            for windows, _ in self.members:
-                if found is not None or windows.ranks.is_distributed:
-                    windows.begin_loop(self, resumed)
-        return found
+            if ahead is not None or windows.ranks.is_distributed:
+                windows.begin_loop(self, resumed)
+        return ahead
 
     def _break_off(self, ahead: _Ahead | None) -> None:
-        for windows, _ in self.members:
-            if windows.source is self:
-                windows.break_off()
-                windows.left_over = ahead if ahead is not None and not ahead.is_over else None
-
-    def _abort(self) -> None:
-        for windows, _ in self.members:
-            windows.ranks.abort()
+        windows = self._windows
+        if windows.source is self:
+            windows.break_off()
+            windows.left_over = ahead if ahead is not None and not ahead.is_over else None
 
     def _end(self) -> bool:
-        """The loop has used the last batch. Returns whether the epoch had one, on any rank.
-
-        Other ranks may go on, and close more windows. Those of several optimizers come in an order that this rank
-        doesn't know, so there they must not.
-        """
-        ending = [windows for windows, _ in self.members if windows.source is self]
-        for windows in ending:
-            windows.end_loop()
-        if len(self.members) > 1:
-            for windows in ending:
-                windows.ranks.offer_end()
-            for windows in ending:
-                windows.ranks.check_end()
-        for windows in ending:
-            windows.join_remaining()
-        took_part = [windows.end_epoch() for windows in ending]
-        return any(took_part) or len(ending) < len(self.members)  # of which another loop has begun since
+        """The loop has used the last batch. Returns whether the epoch had one, on any rank."""
+        windows = self._windows
+        if windows.source is not self:
+            return True  # another loop has begun since
+        windows.end_loop()
+        windows.join_remaining()
+        return windows.end_epoch()
 
 
 _FETCHED: Any = WeakIdKeyDictionary()  # a tensor is a loader of its rows, and compares them

@@ -104,14 +104,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
     scale = open_.loss_scale
     state["scaled"] = scale.in_use or open_.buffer.restored is not None
     state["overflow"] = scale.overflowed()
-    if open_.screened is not None:
-        state["weights"], state["counted"] = list(open_.window.weights), open_.screened.counted()
-    if open_.named is not None and open_.losses.by_name:
-        state["terms"] = open_.named.copies_by_name(scale.scale)
-    without = set(map(id, open_.window.micro_batch.without))  # these are zeros of a micro-batch that isn't in yet
-    parameters, copies = open_.buffer.parameters(), open_.buffer.copies(scale.scale)
-    gradients = {index: copy for index, copy in copies.items() if id(parameters[index]) not in without}
-    return {**state, "gradients": gradients, **open_.losses.state_dict()}
+    return {**state, "gradients": open_.buffer.copies(scale.scale), **open_.losses.state_dict()}
 
 
 def restore(windows: Windows, state: dict[str, Any]) -> None:
@@ -125,18 +118,11 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
     open_.expect_nothing()
     open_.losses.restart()
     if state["window"]["micro_batches"]:
-        open_.window.load_state_dict(state["window"], state.get("weights"))
+        open_.window.load_state_dict(state["window"])
         open_.losses.load_state_dict(state, open_.buffer.parameters()[0].device)
-        if open_.screened is not None:
-            open_.screened.restore(state["gradients"], state.get("counted", [True] * open_.window.micro_batches))
-        else:
-            open_.buffer.restore(state["gradients"])
-            open_.loss_scale.restore(state["overflow"])
-        if open_.named is not None:
-            open_.named.restore_by_name(state.get("terms", ()))
-            if open_.named.used:
-                ranks.reduce_manually()
-            open_.build_stages()
+        open_.buffer.restore(state["gradients"])
+        open_.loss_scale.restore(state["overflow"])
+        open_.build_stages()
         open_.be_special()
         if ranks.sharded:
             ranks.engine.restored([p for i, p in enumerate(open_.buffer.parameters()) if i in state["gradients"]])
@@ -155,18 +141,18 @@ def _check_window(windows: Windows, state: dict[str, Any]) -> None:
             f"{here[0]} of {here[1]}. Save and load one checkpoint per rank, or {updated}: a closed window is the same "
             "on every rank, and on any number of them."
         )
-    followed = state.get("noise_schedule") if windows.noise_schedule is not None else None
-    steps = followed["steps"] if followed else windows.schedule(state["epoch"], state["updates"])
+    steps = windows.schedule(state["epoch"], state["updates"])
     if steps != saved["steps"]:
         raise WindowError(
             f"{inside} of {saved['steps']} steps ({saved['micro_batches']} of them done), and this optimizer has "
             f"steps={steps} there. A window's length changes only between windows: load it with "
             f"steps={saved['steps']}, or {updated}."
         )
-    if state.get("terms") and (current.named is None or current.noise is not None):
+    if state.get("terms") or not all(state.get("counted", [])):
+        kind = "of several losses with a denominator each" if state.get("terms") else "that left out micro-batches"
         raise WindowError(
-            f"{inside} of several losses, each with its own denominator. That can't be combined with "
-            f'nonfinite="skip_micro_batch" or noise_scale=True: load it without them, or {updated}.'
+            f"{inside} {kind}, as this version doesn't make any more. Finish that window with the version that "
+            f"saved it, and {updated}."
         )
     reduction = current.window.reduction
     if saved.get("reduction", reduction) != reduction:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from gradaccum.core.noise import AnySteps, NoiseScale, NoiseSchedule, schedule_of
+from gradaccum.core.noise import NoiseScale
 from gradaccum.core.window import Reduction, checked_reduction
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_limits, checked_model
@@ -36,7 +36,7 @@ from gradaccum.torch.optimizer.proxy import (
     needs_closure,
 )
 from gradaccum.torch.watch import parameters_of
-from gradaccum.torch.window import GradientWindow, Nonfinite, Windows, on_collect
+from gradaccum.torch.window import Nonfinite, Windows, checked_nonfinite, make_window, on_collect
 
 logger = logging.getLogger("gradaccum")
 
@@ -59,7 +59,7 @@ class Optimizer(OptimizerProxy):
     Args:
         optimizer: The inner optimizer, any `torch.optim.Optimizer`. It stays the same object.
         steps: Micro-batches in a window: an int >= 1; `{epoch: steps}` with epoch 0 in it; or a callable
-            `(epoch, update) -> steps`; or a `NoiseSchedule`. Epochs are counted by `batches()`, or by `flush()`.
+            `(epoch, update) -> steps`. Epochs are counted by `batches()`, or by `flush()`.
         model: The model. Its data-parallel reduction is held back to the window's end, and a warning names BatchNorm in
             it.
         reduction: `"mean"`: losses are means over their micro-batch. `"sum"`: they are sums, divided by the window's
@@ -69,8 +69,7 @@ class Optimizer(OptimizerProxy):
         accumulate_dtype: Dtype in which gradients of narrower parameters are summed, such as `torch.float32` for
             bfloat16. Those of float16 always are summed wider, because their sum may overflow.
         nonfinite: `"propagate"` NaN and infinity as a plain loop does; `"skip_window"`: no update from a gradient that
-            is not finite; `"skip_micro_batch"`: leave such a micro-batch out and keep the other rows exact, for one
-            more copy of the gradients.
+            is not finite. `backward(loss, weight=0)` leaves out one micro-batch.
         noise_scale: Measure the noise scale for the property `noise_scale`.
         sync: `"window"`: data-parallel ranks reduce once per window; `"micro_batch"`: once per micro-batch, for sharded
             models whose unsharded gradients don't fit.
@@ -96,7 +95,7 @@ class Optimizer(OptimizerProxy):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        steps: AnySteps,
+        steps: Steps,
         *,
         model: nn.Module | None = None,
         reduction: Reduction = "mean",
@@ -111,11 +110,11 @@ class Optimizer(OptimizerProxy):
             "reduction": checked_reduction(reduction),
             **checked_limits(clip_grad_norm=clip_grad_norm, clip_grad_value=clip_grad_value),
             "accumulate_dtype": checked_dtype(accumulate_dtype),
-            "nonfinite": checked_choice("nonfinite", nonfinite, get_args(Nonfinite)),
-            "noise_scale": checked_noise(noise_scale) or isinstance(steps, NoiseSchedule) or None,
+            "nonfinite": checked_nonfinite(nonfinite),
+            "noise_scale": checked_noise(noise_scale) or None,
         }
         self._model = None if model is None else checked_model(model)
-        schedule = schedule_of(steps)
+        schedule = Schedule(steps)
         if schedule.constant != 1:
             self._check_batch_norm()
         self._sync = checked_choice("sync", sync, get_args(Sync))
@@ -132,19 +131,14 @@ class Optimizer(OptimizerProxy):
         self._hold(inner)
         leave_uncompiled()
         options = {"steps": schedule.constant, **arguments, "sync": self._sync}
-        manual_reduce = arguments["nonfinite"] == "skip_micro_batch"
-        if manual_reduce and isinstance(inner, torch.optim.SparseAdam):
-            raise ValueError(
-                'nonfinite="skip_micro_batch" adds gradients up in dense tensors, which SparseAdam doesn\'t take. Use '
-                'nonfinite="skip_window".'
-            )
-        ranks = detect_ranks(self._model, [inner], manual_reduce=manual_reduce, options=options)
+        ranks = detect_ranks(self._model, [inner], options=options)
         check_closures([inner] if needs_closure(inner) else [], ranks)
         noise = NoiseMeter() if arguments.pop("noise_scale") else None
-        current = GradientWindow(functools.partial(parameters_of, inner), ranks, noise, arguments)
+        parameters = functools.partial(parameters_of, inner)
+        current = make_window(parameters, noise, arguments, ranks)
         self._loss_scale, self._passes = current.loss_scale, current.passes
         # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
-        self._windows = windows = Windows(inner, schedule, current, weakref.ref(self), check_steps)
+        self._windows = windows = Windows(inner, schedule, current, ranks, weakref.ref(self), check_steps)
         weakref.finalize(self, on_collect, windows).atexit = False
         self._checked = False
 
@@ -220,11 +214,6 @@ class Optimizer(OptimizerProxy):
         return self._windows.current.losses.mean()
 
     @property
-    def losses(self) -> dict[Any, Tensor]:
-        """`{name: mean}` of named losses, over the same window as `loss`."""
-        return {name: mean for name, mean in self._windows.current.losses.means().items() if name is not None}
-
-    @property
     def noise_scale(self) -> NoiseScale:
         """How many rows an update can use, measured over the last 500 windows; reading it waits for the device.
 
@@ -238,7 +227,7 @@ class Optimizer(OptimizerProxy):
 
     def backward(
         self,
-        loss: Tensor | Mapping[Any, tuple[Tensor, float]] | list[tuple[Tensor, float]],
+        loss: Tensor,
         weight: float | None = None,
         *,
         retain_graph: bool | None = None,
@@ -250,16 +239,15 @@ class Optimizer(OptimizerProxy):
         Several calls for the same rows count as one micro-batch.
 
         Args:
-            loss: Scalar, the mean over this micro-batch (with `reduction="sum"`, the sum). Or `{name: (loss, weight)}`,
-                or a list of pairs. The update is then that of the sum of their means, each over its own weights in the
-                window. Each loss after the first takes one more copy of the gradients.
+            loss: Scalar, the mean over this micro-batch (with `reduction="sum"`, the sum). Several losses over the same
+                rows can be added; where each has a denominator of its own, use `TrainStep`.
             weight: What that mean is over: rows, or valid tokens. 0 skips the micro-batch, even if its loss is NaN.
                 None: the batch's rows under `batches()`, else 1.
             retain_graph: As for `torch.Tensor.backward`.
             create_graph: As for `torch.Tensor.backward`.
 
         Raises:
-            TypeError: `weight` is no number.
+            TypeError: `loss` is no tensor, or `weight` no number.
             ValueError: `weight` is neither 0 nor between 1e-150 and 1e150, or not the one given before for this
                 micro-batch; or `loss` is no scalar.
             WindowError: An earlier backward pass of this window failed.
@@ -386,7 +374,7 @@ class Optimizer(OptimizerProxy):
         Each pass is an epoch for the schedule, except after `load_state_dict` restored an open window, which it
         continues. Breaking out discards the open window and logs it; `flush()` before the break keeps it. If the loader
         raises, the window stays as it is: iterating over the same iterator again continues it, and a new pass over the
-        loader replaces it. Several optimizers can share a loader: `a.batches(b.batches(loader))`.
+        loader replaces it.
 
         Args:
             loader: Any iterable of batches, sized or not.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
@@ -73,16 +72,15 @@ class OptimizerProxy(torch.optim.Optimizer):
 
     def _step_inner(self, *closure: Callable[[], Any]) -> Any:
         """The inner optimizer's step, between the hooks of all optimizers and those that were registered here."""
-        windows, given = self._windows, closure or self._answer
-        if not any(self._step_hooks) and (windows.noise_schedule is None or windows.rates() is None):
+        given = closure or self._answer
+        if not any(self._step_hooks):
             return self.inner.step(*given)  # nearly always
         args: Any = (self, *given)
         kwargs = dict[str, Any]()
         with without_global_step_hooks() as (before, after):
             for pre_hook in (*before, *self._optimizer_step_pre_hooks.values()):
                 args, kwargs = pre_hook(self, args, kwargs) or (args, kwargs)
-            with windows.rates() or contextlib.nullcontext():  # a hook may have changed what they are made of
-                result = self.inner.step(*args[1:], **kwargs)
+            result = self.inner.step(*args[1:], **kwargs)
             for post_hook in (*self._optimizer_step_post_hooks.values(), *after):
                 post_hook(self, args, kwargs)
         return result

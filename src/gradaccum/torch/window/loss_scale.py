@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from typing import Any
 
@@ -94,13 +93,11 @@ class LossScale:
 
     def show(self) -> None:
         """`GradScaler.step` wants a gradient to look at: a zero where the window has none in `p.grad` so far."""
-        parameters, zero = self._buffer.parameters(), None
+        parameters = self._buffer.parameters()
         if all(p.grad is None or not p.requires_grad for p in parameters) and any(p.requires_grad for p in parameters):
             smallest = min((p for p in parameters if p.requires_grad), key=Tensor.numel)
             dtype = getattr(smallest, "grad_dtype", None)  # wider than its own with `accumulate_dtype`
             smallest.grad = zero = torch.zeros_like(smallest, dtype=dtype, requires_grad=False)
-        self._buffer.expose(self._monitor.resyncing)
-        if zero is not None:
             self._shown = smallest, zero, zero._version
 
     def hide(self) -> None:
@@ -110,8 +107,7 @@ class LossScale:
         """
         shown, self._shown = self._shown, None
         if shown is not None and shown[0].grad is shown[1] and shown[1]._version == shown[2]:
-            with self._monitor.resyncing() if shown[2] else contextlib.nullcontext():  # `expose` has noted it
-                shown[0].grad = None
+            shown[0].grad = None
 
     def add(self, live: Tensor | None, found_inf: Tensor) -> None:
         if self._scale is not None:

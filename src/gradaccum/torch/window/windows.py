@@ -13,29 +13,22 @@ In LOOP, a batch that has been handed out may be counted once: `MicroBatch.annou
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
-import warnings
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradaccum.core.noise import NoiseSchedule
-from gradaccum.core.window import Window
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.noise import inside_step
+from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.schedule import Schedule
-from gradaccum.torch.watch import ParameterMonitor, level_of_the_user, parameters_of
+from gradaccum.torch.distributed import Ranks
+from gradaccum.torch.watch import ParameterMonitor, parameters_of
 from gradaccum.torch.window.gradient_window import GradientWindow
 
 logger = logging.getLogger("gradaccum")
-
-RUNNING: dict[int, weakref.ref[Window]] = {}
-"""The windows that a loop of `batches()` fills, of all optimizers."""
 
 WRITTEN = (
     "Parameters were changed inside an open window, by another optimizer's step, by clamping or by loading, perhaps. "
@@ -51,10 +44,11 @@ class Windows:
         inner: torch.optim.Optimizer,
         schedule: Schedule,
         current: GradientWindow,
+        ranks: Ranks,
         wrapper: Callable[[], Any],
         check_steps: Callable[[Schedule], None],
     ) -> None:
-        self.inner, self.current, self.ranks = inner, current, current.ranks
+        self.inner, self.current, self.ranks = inner, current, ranks
         self.window, self.passes, self.one = current.window, current.passes, current.window.micro_batch
         self.epoch = self.updates = 0
         self.updated = self.in_epoch = False  # in_epoch: this epoch has a micro-batch
@@ -66,7 +60,6 @@ class Windows:
         self._updates_in_loop = 0
         self._expected: float | None = None  # what the last batch weighed, of the loop that runs
         self.before_update: Callable[[], None] | None = None  # a checkpoint may have reserved room in the state
-        self._defaults_elsewhere: dict[int, float] | None = {}  # of the last micro-batch in other loops; None: warned
         self._wrapper, self._check_steps = wrapper, check_steps
         self.parameter_monitor = ParameterMonitor(inner)
         self._warned: set[str] = set()
@@ -85,8 +78,7 @@ class Windows:
     # How long they are.
 
     def _follow(self, schedule: Schedule, scheduled_for: tuple[int, int] | None) -> None:
-        self.schedule, self.noise_schedule = schedule, NoiseSchedule._of(schedule)
-        self._scheduled_for = scheduled_for
+        self.schedule, self._scheduled_for = schedule, scheduled_for
         self.expect_next()
 
     def reschedule(self, schedule: Schedule) -> None:
@@ -122,7 +114,7 @@ class Windows:
         window, passes, one = self.window, self.passes, self.one
         mixed = one.factor != 1.0 and passes.arrivals != one.weighed
         closes = window.micro_batches + 1 >= window.steps or one.last
-        elsewhere = one.in_batches is not one.announced or (RUNNING and not one.in_batches)
+        elsewhere = one.in_batches is not one.announced
         reduces = closes and self.ranks.is_distributed
         if mixed or elsewhere or reduces or not (passes.open or self._begins_ordinary()):
             self.count()
@@ -160,8 +152,6 @@ class Windows:
             if max(current.monitor.passes_of_each, default=0) > 1:
                 self.ranks.reduce_manually()  # in the first of them, others are to come
         closes = current.count(scaled)
-        if RUNNING and not one.in_batches:
-            self._check_other_loops()
         self.in_epoch, self.updated = True, False
         if closes:
             self.updated = self._update()
@@ -200,24 +190,6 @@ class Windows:
                 "backward(loss, weight=0)."
             )
         self.current.monitor.warn_of_several_passes(self.window.steps)
-
-    def _check_other_loops(self) -> None:
-        """Warn, once, if this window counts another one's batches equally, and they differ."""
-        window, before = self.window, self._defaults_elsewhere
-        if before is None or window.weights_given or window.reduction == "sum":
-            return
-        others = [other for one in [*RUNNING.values()] if (other := one()) is not None and other is not window]
-        self._defaults_elsewhere = {id(other): other.micro_batch.default for other in others}
-        for number, rows in self._defaults_elsewhere.items():
-            if window.micro_batches > 1 and rows != before.get(number, rows):
-                self._defaults_elsewhere = None
-                warnings.warn(
-                    "This optimizer steps inside another one's batches(), which weigh differently (the last two "
-                    f"{before[number]:g} and {rows:g}), and counts its micro-batches equally. Let both share the "
-                    "batches, a.batches(b.batches(loader)), or use backward(loss, weight=...).",
-                    stacklevel=level_of_the_user(),
-                )
-                break
 
     def _warn_once(self, what: str) -> None:
         if what not in self._warned:
@@ -291,11 +263,6 @@ class Windows:
     def _set_source(self, source: Any, phase: _Phase = _Phase.PLAIN) -> None:
         self.source, self._phase, self._expected = source, phase if source is None else _Phase.LOOP, None
         self.passes.ordinary = False
-        number = id(self.window)
-        if source is None:
-            RUNNING.pop(number, None)
-        else:
-            RUNNING[number] = weakref.ref(self.window, lambda _: RUNNING.pop(number, None))
 
     def expect_batch(self, weight: float, given: bool, last: bool) -> None:
         window = self.window
@@ -385,36 +352,16 @@ class Windows:
         finally:
             current.close()
         self.updates += 1
-        if self.noise_schedule is not None and self.noise_schedule._due():
-            assert current.noise is not None
-            scale = current.noise.estimate()
-            votes = sum(self.ranks.numbers(self.noise_schedule._vote(scale)))  # each rank measures for itself
-            self.noise_schedule._move(scale, int(2 * votes / self.ranks.size))
         return True
-
-    def rates(self) -> contextlib.AbstractContextManager[None] | None:
-        """A context in which the inner optimizer has the hyperparameters of a window of this length; None: its own."""
-        followed = self.noise_schedule
-        if followed is None or followed.learning_rate_factor == 1.0:
-            return None
-        return inside_step(self.inner, followed._scaled(self.inner.param_groups))
 
     # Files.
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"epoch": self.epoch, "updates": self.updates, "in_epoch": self.in_epoch}
-        if self.noise_schedule is not None and self.current.noise is not None:
-            state["noise_schedule"] = self.noise_schedule.state_dict()
-            state["noise"] = self.current.noise.state_dict()
-        return state
+        return {"epoch": self.epoch, "updates": self.updates, "in_epoch": self.in_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.updates, self.in_epoch = state["epoch"], state["updates"], state["in_epoch"]
         self.updated = False
-        followed = state.get("noise_schedule")
-        if followed and self.noise_schedule is not None and self.current.noise is not None:
-            self.noise_schedule.load_state_dict(followed)
-            self.current.noise.load_state_dict(state["noise"])
         restored = self.window.is_open
         self._interrupted = self._interrupted if self.source is None else self.source
         self._set_source(None, _Phase.RESTORED if restored else _Phase.PLAIN)
@@ -437,3 +384,14 @@ def on_collect(windows: Windows) -> None:
             window.steps,
         )
     windows.current.remove()
+
+
+def make_window(
+    parameters: Callable[[], list[Tensor]], noise: NoiseMeter | None, options: Mapping[str, Any], ranks: Ranks
+) -> GradientWindow:
+    """The window of an optimizer on one device, or on these ranks."""
+    if not ranks.is_distributed:
+        return GradientWindow(parameters, noise, options)
+    from gradaccum.torch.window.ranks_window import RanksWindow
+
+    return RanksWindow(parameters, noise, options, ranks)
