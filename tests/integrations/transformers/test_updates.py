@@ -126,17 +126,13 @@ class Found(MicroBatchTrainer, Asks):
     ("made", "cls", "kind", "says"),
     [
         (WithRouter, MicroBatchTrainer, NotEquivalentError, "MicroBatchTrainer.compute_loss"),
-        (
-            lambda: problems.mixtral(output_router_logits=True), MicroBatchTrainer, ValueError,
-            "output_router_logits=True in the model's config adds the router's load-balancing loss",
-        ),
         (Tokenwise, Found, TypeError, r"Found\.training_step asks compute_loss for the outputs of the large batch"),
     ],
-    ids=["a router of which nothing tells", "Mixtral's router", "outputs of the large batch"],
+    ids=["a router of which nothing tells", "outputs of the large batch"],
 )  # fmt: skip
 def test_what_is_no_mean_is_refused_by_name(made, cls, kind, says, tmp_path):
     with pytest.raises(kind, match=says):
-        train(cls, made(), rows("Mixtral" if kind is ValueError else TOKENS), tmp_path, micro=BY_ROWS)
+        train(cls, made(), rows(TOKENS), tmp_path, micro=BY_ROWS)
 
 
 class Experts(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import math
 from collections import deque
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from gradaccum.errors import NotEquivalentError
 from gradaccum.integrations.trainer import check_same, refuse, replaced
 from gradaccum.integrations.transformers.denominator import IGNORED, Denominator
+from gradaccum.integrations.transformers.router import Router, router_of, tokens
 from gradaccum.integrations.transformers.rows import (
     as_inputs,
     as_rows,
@@ -24,14 +26,19 @@ from gradaccum.integrations.transformers.rows import (
     check_cuttable,
     row_count,
 )
-from gradaccum.integrations.transformers.settings import MicroBatches, gathers, inner_of, wrong
+from gradaccum.integrations.transformers.settings import MicroBatches, balances, gathers, inner_of, wrong
+from gradaccum.on_torch.adapter.rng import all_generators
 from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.state import as_found
 from gradaccum.torch import TrainStep
 
 logger = logging.getLogger("gradaccum")
 
 WITHOUT_LIMIT = 1 << 40
 """Tokens of a micro-batch that holds so many rows, whatever their lengths."""
+
+COUNTED = 16
+"""Rows of a forward pass that counts a router's choices, before "auto" has found a size."""
 
 Loss = Callable[..., Any]
 
@@ -46,6 +53,8 @@ class LargeBatch:
         """Whether rows are sorted, and each micro-batch rid of the padding that all its rows have."""
         self.denominator: Denominator | None = None
         self.step: TrainStep | None = None
+        self.router: Router | None = None
+        """Of a mixture of experts whose balancing loss counts."""
         self._made_for: tuple[Any, ...] = (None, None, None)
         self._state: dict[str, Any] = {}
         self._metrics = Metrics(trainer)
@@ -79,6 +88,7 @@ class LargeBatch:
         # Losses are means over this rank's own micro-batch: TrainStep weighs them, over all ranks.
         with replaced(trainer.args, average_tokens_across_devices=False), self._metrics.of_a_batch():
             assert self.denominator is not None
+            self._count_choices(step, model, own, batch)
             self.denominator.look_at(batch)
             try:
                 loss = self._backward(step, model, own, batch)
@@ -91,6 +101,21 @@ class LargeBatch:
             if all(p.grad is None for group in trainer.optimizer.param_groups for p in group["params"]):
                 loss = self._leave_zeros(model, own, batch)
         return loss.requires_grad_()
+
+    def _count_choices(self, step: TrainStep, model: nn.Module, own: Loss, batch: Any) -> None:
+        """Have the router know which experts the batch's tokens go to: one forward pass more."""
+        if self.router is None:
+            return
+        trainer, size = self._trainer, step.micro_batch_size or COUNTED
+        rows = Batch((batch,))
+
+        def passes() -> Iterator[Callable[[], Tensor]]:
+            for start in range(0, rows.rows, size):
+                yield functools.partial(self._own, own, model, rows.take(slice(start, start + size)).tree[0])
+
+        modules = list(trainer.accelerator.unwrap_model(model).modules())
+        with as_found(modules, trainer.args.device, all_generators()):
+            self.router.count(passes(), functools.partial(trainer.accelerator.reduce, reduction="sum"))
 
     def _backward(self, step: TrainStep, model: nn.Module, own: Loss, batch: Any) -> Tensor:
         try:
@@ -122,20 +147,30 @@ class LargeBatch:
         refuse(wrong(trainer, settings))
         state = self._state if step is None else step.state_dict()
 
-        def loss(model: nn.Module, batch: Any) -> Tensor:
+        def plain_loss(model: nn.Module, batch: Any) -> Tensor:
             if new.proving or new.batcher.predicting:
-                return self._alone(own, model, batch)
+                return self._own(own, model, batch)
             inputs, items = self._inputs(batch)
             self._metrics.next(batch, inputs)
             return own(model, inputs, num_items_in_batch=items)
 
+        def balanced_loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            with router.balanced():
+                loss = plain_loss(model, batch)
+            return {"loss": loss, "router": router.loss}
+
+        def weights(batch: Any) -> dict[str, Any]:
+            return {"loss": denominator(batch), "router": tokens(as_inputs(batch))}
+
         if self.denominator is None or not all(same[:2]):
             self.denominator = Denominator(trainer, lambda batch: self._alone(own, model, batch), settings.weight)
+            self.router = router_of(trainer.accelerator.unwrap_model(model)) if balances(trainer) else None
+        denominator, router = self.denominator, self.router
         new = TrainStep(
             model,
             optimizer,
-            compute_loss=loss,
-            weight=self.denominator,
+            compute_loss=plain_loss if router is None else balanced_loss,
+            weight=denominator if router is None else weights,
             scaler=getattr(trainer.accelerator, "scaler", None),
             micro_batch_size=settings.micro_batch_size,
             max_tokens=WITHOUT_LIMIT if self.trims else settings.max_tokens,
@@ -158,7 +193,12 @@ class LargeBatch:
         return inputs, self.denominator.items(batch)
 
     def _alone(self, own: Loss, model: nn.Module, batch: Any) -> Tensor:
-        """The loss in a pass that only proves something: no trace in logs and metrics, no callback, no other rank."""
+        """The loss of a pass that only proves something, without a router's."""
+        with contextlib.nullcontext() if self.router is None else self.router.balanced():
+            return self._own(own, model, batch)
+
+    def _own(self, own: Loss, model: nn.Module, batch: Any) -> Tensor:
+        """The loss in a pass that only proves or counts: no trace in logs and metrics, no callback, no other rank."""
         trainer = self._trainer
         inputs, items = self._inputs(batch)
         function = getattr(own, "__func__", None)

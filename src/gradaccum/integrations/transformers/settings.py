@@ -9,6 +9,7 @@ import transformers
 
 from gradaccum.extras import PrivateName
 from gradaccum.integrations.trainer import Library, accumulates, fsdp1
+from gradaccum.integrations.transformers.router import router_of
 
 
 class MicroBatches(NamedTuple):
@@ -101,7 +102,10 @@ def _across_rows(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
             "neftune_noise_alpha scales noise by the length of the padded rows, which `max_tokens` shortens. Remove "
             "one of them."
         )
-    if micro_batches.verify and (router := _router(trainer)):
+    if balances(trainer) and router_of(trainer.model) is not None:
+        if trainer.is_fsdp_enabled:
+            yield "A sharded model's router loss isn't balanced over micro-batches. Use DDP, or switch it off."
+    elif micro_batches.verify and (router := _router(trainer)):
         yield (
             f"{router} adds the router's load-balancing loss, which looks across the whole batch: micro-batches would "
             "balance each by itself. Switch it off, or pass verify=False if this is intended."
@@ -139,6 +143,11 @@ def _strange_ranks(trainer: Any, micro_batches: MicroBatches) -> Iterator[str]:
             f"{type(trainer).__name__}.compute_loss gathers metrics over the ranks, so all of them need as many "
             f"micro-batches. Received: micro_batch_size={found[0]!r}, max_tokens={found[1]!r}. Give a number of rows."
         )
+
+
+def balances(trainer: Any) -> bool:
+    """Whether the model's own loss has that of a router in it."""
+    return not hasattr(trainer, "aux_loss_enabled") and _router(trainer) != ""
 
 
 def _router(trainer: Any) -> str:
