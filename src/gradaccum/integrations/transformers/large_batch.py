@@ -155,6 +155,7 @@ class LargeBatch:
             return own(model, inputs, num_items_in_batch=items)
 
         def balanced_loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            assert router is not None
             with router.balanced():
                 loss = plain_loss(model, batch)
             return {"loss": loss, "router": router.loss}
