@@ -27,8 +27,8 @@ from gradaccum.integrations.transformers.rows import (
     row_count,
 )
 from gradaccum.integrations.transformers.settings import MicroBatches, balances, gathers, inner_of, wrong
-from gradaccum.on_torch.adapter.rng import all_generators
 from gradaccum.on_torch.batch import Batch
+from gradaccum.on_torch.random_state import all_generators
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch import TrainStep
 
