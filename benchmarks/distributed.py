@@ -93,27 +93,27 @@ class Contender:
             with contextlib.nullcontext() if last else self.model.no_sync():
                 (nn.functional.cross_entropy(self.model(x), y) / STEPS).backward()
             if last:
+                if self.message is not None:
+                    self.message.read()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
 
 class Message:
-    """Exchanged during a backward pass: sent when the first gradient is there, read before the first reduction."""
+    """Exchanged during a backward pass: sent when the first gradient is there, read before the update."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.due, self._channel, self._sent = False, Channel(range(RANKS)), list[float]()
-        parameters = [*model.parameters()]
-        parameters[-1].register_post_accumulate_grad_hook(lambda _: self._send())
-        parameters[2].register_post_accumulate_grad_hook(lambda _: self._read())  # it fills DDP's first bucket
+        self._sent: Any = None
+        self.due, self._channel = False, Channel(dist.group.WORLD)
+        [*model.parameters()][-1].register_post_accumulate_grad_hook(lambda _: self._send())
 
     def _send(self) -> None:
         if self.due:
             self._sent = self._channel.send(0.0)
 
-    def _read(self) -> None:
-        if self.due:
-            self._channel.receive(self._sent)
-            self.due = False
+    def read(self) -> None:
+        self._channel.receive(self._sent)
+        self.due = False
 
 
 # DDP reads the annotations of its hooks, which may not be postponed.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from gradaccum.on_torch.state import BufferSnapshot, put, same
+from gradaccum.on_torch.state import BufferSnapshot, put
 
 logger = logging.getLogger("gradaccum")
 
@@ -296,44 +296,3 @@ class WindowBuffers(Moves):
         self.add(ends, rows, ends)
         for key in ends:  # all ends are known: some may share memory
             self._moves[key].buffer.reset()
-
-
-Key = tuple[int, str]
-Buffers = Mapping[Key, tuple[dict[str, Any], Mapping[str, BufferSnapshot]]]
-
-
-@torch.no_grad()
-def take_over(
-    buffers: Buffers,
-    device: torch.device,
-    broadcast: Callable[[Any], Any],
-    *,
-    gives: bool,
-    takes: bool,
-) -> None:
-    """Have the ranks agree after an update on the buffers on which they agreed before, where some have run nothing.
-
-    Those on which they didn't are each rank's own, as statistics of its rows are: without rows they stay.
-    """
-    moved: dict[Key, dict[str, tuple[Tensor | None, Tensor, bool]]] = broadcast(_moved(buffers) if gives else None)
-    for key, names in moved.items() if takes else ():
-        holder, held = buffers.get(key, ({}, {}))
-        for name, (start, end, on_device) in names.items():
-            now, before = holder.get(name), held.get(name)
-            own = now if before is None else before.tensor if before.copy is None else before.copy
-            if (own is not None) if start is None else (own is None or not same(own, start.to(own.device))):
-                continue
-            put(holder, name, now, end.to(device if on_device else "cpu"))
-
-
-def _moved(buffers: Buffers) -> dict[Key, dict[str, tuple[Tensor | None, Tensor, bool]]]:
-    """Where an update has moved buffers from and to, in host memory, and whether they live elsewhere."""
-    found: dict[Key, dict[str, tuple[Tensor | None, Tensor, bool]]] = {}
-    for key, (holder, held) in buffers.items():
-        for name, now in holder.items():
-            before = held.get(name)
-            start = None if before is None else before.copy
-            if type(now) is not Tensor or (before is not None and (start is None or same(now, start))):
-                continue
-            found.setdefault(key, {})[name] = None if start is None else start.cpu(), now.detach().cpu(), not now.is_cpu
-    return found

@@ -157,7 +157,6 @@ class Unsized(torch.utils.data.IterableDataset):
         ("unsized", "have different numbers of batches: further batches on rank 0, the last batch on rank 1"),
         ("-1", "at a window's last batch on rank 0, closing a window that is short on rank 1"),
         ("schedule", "Ranks have different hyperparameters: lr is 0.1 on rank 0, 0.05 on rank 1"),
-        ("error", "Rank 1 stopped with an error, while other ranks continued"),
     ],
 )
 @on_ranks()
@@ -166,19 +165,14 @@ def test_ranks_that_are_not_in_the_same_place_are_an_error_on_all_at_once(rank, 
 
     def before(module, index):
         module.log("rank", float(module.current_epoch if rank else -module.current_epoch), on_epoch=True)
-        if rank == 1 and how == "error" and index == 3:
-            raise ArithmeticError("rank 1 failed")
 
     module = (ScheduledApart if how == "schedule" else EndsEarly if how == "-1" and rank == 1 else Module)(before)
     rows = batches(rank)[: 5 - 2 * rank if how in ("loader", "unsized", "limit") else 4]
     loader = torch.utils.data.DataLoader(Unsized(rows), batch_size=None) if how == "unsized" else Rows(rows)
     limit = {"limit_train_batches": 4} if how == "limit" else {}
     said = error_of(lambda: fit(rank, 2, module, loader, max_epochs=3, **limit))
-    if how == "error" and rank == 1:
-        assert said == "ArithmeticError: rank 1 failed"
-    else:
-        assert said.startswith("WindowError")
-        assert message in said
+    assert said.startswith("WindowError")
+    assert message in said
 
 
 @pytest.mark.parametrize(("steps", "index"), [(2, 1), (2, 2), (1, 1)])

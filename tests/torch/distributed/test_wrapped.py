@@ -4,10 +4,10 @@ import contextlib
 import copy  # no postponed annotations here: DDP reads those of its hooks
 import gc
 import itertools
-import os
-import socket
 import statistics
+import threading
 from collections import Counter
+from datetime import timedelta
 from unittest import mock
 
 import psutil
@@ -19,8 +19,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from gradaccum import WindowError
-from gradaccum.torch.distributed import meeting
-from gradaccum.torch.distributed.channel import Channel, Kind
+from gradaccum.on_torch.private import timeout_of
+from gradaccum.torch.distributed import Channel
+from gradaccum.torch.distributed.ranks import Kind
 from gradaccum.torch.optim import Optimizer
 from tests.reference import FLOAT64, relative_error
 from tests.torch.distributed.problems import (
@@ -46,7 +47,7 @@ from tests.torch.distributed.problems import (
     wrap,
 )
 from tests.torch.distributed.processes import on_ranks
-from tests.torch.distributed.test_windows import LAYERS, train
+from tests.torch.distributed.test_windows import LAYERS
 from tests.torch.problems import Does
 from tests.torch.test_calls import Calls
 
@@ -130,11 +131,11 @@ def test_a_loop_may_run_in_the_models_forward_pass_as_lightnings_does(rank, step
     oracle.check(model.model)
 
 
-AT_ONCE, AT_END = {"WINDOW": 1, "reduction": 1}, {"FINISHED": 1, "reduction": 1}
-SHARDED = {"FINISHED": 1, "all_gather": 7, "reduce_scatter": 2}
+AT_ONCE = AT_END = {"WINDOW": 1, "reduction": 1}
+SHARDED = {"WINDOW": 1, "all_gather": 7, "reduce_scatter": 2}
 COLLECTIVES = {
-    # An ordinary window of two micro-batches, by what each is for. WINDOW, FINISHED: "I come to the reduction", with
-    # the window's weight; TOTAL: its weight, where only the pass shows it; NUMBER: sums of numbers.
+    # An ordinary window of two micro-batches, by what each is for. WINDOW: "I come to the reduction", with the window's
+    # weight; TOTAL: its weight, where only the pass shows it; NUMBER: numbers of all ranks.
     ("ddp", "plain"): AT_ONCE,
     ("ddp", "batches"): AT_ONCE,
     ("ddp", "weighed"): AT_ONCE,
@@ -143,11 +144,12 @@ COLLECTIVES = {
     ("ddp", "TrainStep"): AT_END,
     **{("ddp", f"TrainStep, {how}"): AT_END for how in ("weight", "told", "sum", "classes")},
     ("ddp", "TrainStep, named"): {**AT_END, "NUMBER": 1},
-    # Two layers and what is around them, each gathered for a pass. FORWARD: before a collective, "I am about to".
+    # Two layers and what is around them, each gathered for a pass.
     ("fsdp2", "plain"): SHARDED,
     ("fsdp2", "weighed"): SHARDED,
-    ("fsdp2", "batches"): {**SHARDED, "MICRO_BATCH": 2},  # whether it is the last
-    ("fsdp2", "TrainStep"): {**SHARDED, "all_gather": 6, "FORWARD": 9, "NUMBER": 2},  # passes, weights
+    ("fsdp2", "batches"): SHARDED,
+    # Passes, weights, and before each collective: "I am about to begin it".
+    ("fsdp2", "TrainStep"): {**SHARDED, "all_gather": 6, "NUMBER": 11},
 }
 IN_THE_FIRST = {"batches": 1, "batches weighed": 1, "GradScaler": -1}
 IN_THE_FIRST |= {
@@ -201,7 +203,7 @@ def test_an_ordinary_window_takes_no_more_collectives_than_these(rank, engine, w
         used.register_comm_hook(lambda _: sent.append("reduction"), reducing)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if way == "GradScaler" else None
     steps, channel = trained_by(way, used, data([[4] * 40, [3] * 40])[rank], scaler)
-    for name in ("gather", "broadcast"):
+    for name in ("texts", "broadcast", "sum"):
         setattr(channel, name, _noted(sent, name, getattr(channel, name)))
     send = channel.send
     channel.send = lambda kind, *numbers: sent.append(Kind(int(kind)).name) or send(kind, *numbers)
@@ -239,7 +241,7 @@ def calls_of(windows):
     return statistics.median(found[8:])
 
 
-@pytest.mark.parametrize(("way", "most"), [("plain", 320), ("batches", 355), ("TrainStep", 197)])
+@pytest.mark.parametrize(("way", "most"), [("plain", 340), ("batches", 372), ("TrainStep", 227)])
 @on_ranks()
 def test_an_ordinary_window_makes_no_more_calls_beyond_those_of_no_sync_by_hand(rank, way, most):
     """Two micro-batches: the message, its answers and the reduction, and what a window on one device makes."""
@@ -261,7 +263,7 @@ def test_the_message_travels_during_the_backward_pass(rank, way):
     for _ in steps:
         last = events.copy()
         events.clear()
-    assert last == ["first gradient", "send", "first gradient", "receive", "reduction"]
+    assert last == ["first gradient", "send", "first gradient", "reduction", "receive"]
 
 
 @on_ranks()
@@ -331,77 +333,47 @@ def test_a_model_is_as_it_was_found_when_its_wrapper_is_gone(rank, engine):
     assert torch.equal(*others)
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 @on_ranks()
-def test_optimizers_that_come_one_after_the_other_leave_no_connection_open(rank):
-    """Rank 1's last message is heard by nobody, and later ones arrive."""
-    held = set()
-    for i in range(4):
-        train(rank, [[4, 2], [3, 3]], 2)
-        channel = Channel([0, 1])
-        assert [numbers[:2] for numbers in channel.exchange(i, rank)] == [[i, 0], [i, 1]]
-        assert channel.gather({"of": rank}) == [{"of": 0}, {"of": 1}]
-        if rank == 1:
-            channel.send(7)
-        del channel
-        gc.collect()
-        held.add(len(psutil.Process().net_connections()))
+def test_optimizers_open_no_connection_no_thread_and_write_to_no_store(rank, engine):
+    used, rows, process = spread(engine, network()), data([[4] * 4] * 2)[rank], psutil.Process()
+    (loss_of(used, rows[0]) * 0.0).backward()
+    store, held = dist.distributed_c10d._get_default_store(), set()
+    for _ in range(2):
+        held.add((len(process.net_connections()), process.num_fds(), threading.active_count(), store.num_keys()))
+        optimizer = Optimizer(sgd(used), steps=2, model=used)
+        train_on(used, optimizer, optimizer.batches(rows))
+        held.add((len(process.net_connections()), process.num_fds(), threading.active_count(), store.num_keys()))
+        del optimizer
         dist.barrier()
     assert len(held) == 1
 
 
-STRANGERS = {
-    "goes": b"",
-    "says something": b"hello",
-    "hasn't the key": b"\0\0\0\x10" + bytes(16),
-    "stays silent": None,
-    "stops in the middle": b"\0\0",
-}
+@on_ranks("new_ranks")
+def test_a_group_that_serves_no_cpu_has_one_gloo_group_beside_it(rank):
+    """As one of NCCL's; with the same timeout, and for all optimizers."""
+    group = dist.new_group(timeout=timedelta(seconds=77))
+    with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
+        channels = [Channel(group), Channel(group), Channel(dist.group.WORLD, [0, 1])]
+    assert channels[0]._group is channels[1]._group
+    assert len({group, channels[0]._group, channels[2]._group}) == 3
+    assert timeout_of(channels[0]._group) == timedelta(seconds=77)
+    assert channels[0].exchange(5, rank)[1 - rank][:3] == [5, 1 - rank, 0]
+    assert channels[1].texts(f"rank {rank}" * rank) == ["", "rank 1"]
+    assert channels[2].sum(torch.tensor([rank, 4])).tolist() == [1, 8]
+    assert channels[2].broadcast(torch.tensor([rank]), 1).tolist() == [1]
 
 
-@pytest.mark.parametrize("interface", ["", "lo", "none"])
-@on_ranks()
-def test_ranks_find_each_other_among_strangers(rank, interface):
-    """Others call where a rank listens, and stay perhaps; the first address that it gives is nobody's."""
-    addresses, listening, staying = meeting._addresses, meeting._listener, []
-
-    def called(callers):
-        listener = listening(len(STRANGERS) + callers)
-        for says in STRANGERS.values():
-            staying.append(socket.create_connection(("127.0.0.1", listener.getsockname()[1])))
-            staying[-1].sendall(says or b"")
-            if says == b"":
-                staying.pop().close()
-        return listener
-
-    nobody = {"_addresses": lambda listener: ["255.255.255.255", *addresses(listener)]}
-    named = mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": interface})
-    with named, mock.patch.multiple(meeting, _listener=called, _REACHABLE=1.0, **nobody):
-        channel = Channel([0, 1])
-    assert channel.exchange(5, rank)[1 - rank] == [5, 1 - rank]
-    for one in staying:
-        one.close()
-
-
-@pytest.mark.parametrize(
-    ("host", "interface", "addresses"),
-    [
-        ("localhost", "", ["127.0.0.1"]),
-        ("127.0.0.1", "none,lo", ["127.0.0.1"]),
-        ("elsewhere.invalid", "lo", ["127.0.0.1"]),
-        ("elsewhere.invalid", "", ["elsewhere.invalid", "127.0.0.1"]),
-        ("127.0.1.1", "", ["127.0.0.1", "127.0.1.1", "127.0.0.1"]),
-    ],
-)
-def test_a_rank_listens_on_this_machine_alone_where_the_store_is_or_at_the_interface_named(
-    host, interface, addresses, monkeypatch
-):
-    """Elsewhere at all, and says how to reach it: at what leads to the store, by the store's name, on this machine."""
-    monkeypatch.setattr(meeting, "default_store", lambda: mock.Mock(spec=["host"], host=host))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
-    with meeting._listener(1) as listener:
-        at = listener.getsockname()[0]
-        assert [*dict.fromkeys(meeting._addresses(listener))] == [*dict.fromkeys(addresses)]
-    assert at in (["127.0.0.1"] if len(addresses) == 1 else ["0.0.0.0", "::"])
+@on_ranks("fragile_ranks")
+def test_a_message_that_meets_another_collective_is_an_error_and_not_a_weight(rank):
+    first, second = Channel(dist.group.WORLD), Channel(dist.group.WORLD)
+    with pytest.raises(WindowError, match=f"rank {1 - rank} to another collective"):
+        (second if rank else first).exchange(1, 2, 3)
+    if rank:
+        dist.all_gather([torch.empty(24).double() for _ in range(2)], torch.ones(24).double())
+    else:
+        with pytest.raises(WindowError, match="Nothing was updated"):
+            first.exchange(1)
 
 
 @pytest.mark.parametrize("in_views", [False, True])

@@ -325,8 +325,6 @@ class GradientAccumulation(Callback):
         self._ranks.end_epoch()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._trainer is not None:
-            self._ranks.abort()
         if self._window.is_open:  # which a checkpoint may still be taken of
             logger.warning(
                 "Training has ended inside an open window of %d micro-batches, which has made no update",

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -19,7 +20,7 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.extras import PrivateName
 from gradaccum.integrations.trainer import Library, accumulates, check_same, replaced
-from gradaccum.torch.distributed import Channel, Kind, Settings, by_rank
+from gradaccum.torch.distributed import Channel, Settings, by_rank
 from gradaccum.torch.optimizer import needs_closure
 
 _LIGHTNING = Library(
@@ -180,15 +181,15 @@ _UNEVEN = (
     "use_distributed_sampler=True, or cut all ranks' loaders to the shortest one; or wrap the optimizer in a loop with "
     "Fabric, where optimizer.batches(loader) takes different numbers."
 )
-_PLACES = {
-    Kind.START: "at an epoch's first batch",
-    Kind.MICRO_BATCH: "at a batch",
-    Kind.WINDOW: "at a window's last batch",
-    Kind.FINISHED: "closing a window that is short",
-    Kind.NUMBER: "before a batch",
-    Kind.ENDED: "stopping",
-    Kind.IDLE: "at an epoch's end",
-}
+_PLACES = (
+    "at an epoch's first batch",
+    "at a batch",
+    "at a window's last batch",
+    "closing a window that is short",
+    "before a batch",
+    "stopping",
+    "at an epoch's end",
+)
 
 
 class Ranks:
@@ -201,7 +202,7 @@ class Ranks:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._alone = trainer, trainer.world_size == 1
         if not self._alone:
-            self._channel = Channel(range(trainer.world_size))
+            self._channel = Channel(dist.group.WORLD)
         self.settings = Settings(lambda: [group for one in trainer.optimizers for group in one.param_groups])
         self._epoch: int | None = None
         self._sized = True
@@ -218,13 +219,13 @@ class Ranks:
         checks = loop._should_check_val_fx
 
         def before_batch() -> None:
-            signals = self._exchange(Kind.NUMBER, float(getattr(trainer, "received_sigterm", False)))
+            signals = self._exchange("before a batch", float(getattr(trainer, "received_sigterm", False)))
             if any(numbers[1] for numbers in signals):
                 ends_by_signal()
 
         def after_batch(*args: Any) -> bool:
             if trainer.should_stop and trainer.fit_loop._can_stop_early:
-                self._exchange(Kind.ENDED)
+                self._exchange("stopping")
             return checks(*args)
 
         hooks = {"_broadcast_sigterm_tensor": before_batch, "_should_check_val_fx": after_batch}
@@ -239,13 +240,14 @@ class Ranks:
             self._epoch = trainer.current_epoch
             loaders = CombinedLoader(trainer.train_dataloader).flattened
             self._sized = all(sized_len(loader) is not None for loader in loaders)
-            messages = self._exchange(Kind.START, weight, float(trainer.num_training_batches), self._sized)
+            batches = float(trainer.num_training_batches)
+            messages = self._exchange("at an epoch's first batch", weight, batches, self._sized)
             counts = [numbers[2] if numbers[3] else -1 for numbers in messages]
             check_same([f"{count:g} batches" if count >= 0 else "an unknown number" for count in counts], _UNEVEN)
             largest = max(numbers[1] for numbers in messages)
         if not self._sized:
             last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-            lasts = [numbers[1] for numbers in self._exchange(Kind.MICRO_BATCH, last)]
+            lasts = [numbers[1] for numbers in self._exchange("at a batch", last)]
             check_same(["the last batch" if one else "further batches" for one in lasts], _UNEVEN)
         return largest
 
@@ -253,7 +255,8 @@ class Ranks:
         """A window closes, which has this weight here. Returns its weight on all ranks."""
         if self._alone:
             return weight
-        messages = self._exchange(Kind.FINISHED if manual_reduce else Kind.WINDOW, weight, self.settings.number())
+        place = "closing a window that is short" if manual_reduce else "at a window's last batch"
+        messages = self._exchange(place, weight, self.settings.number())
         if len({numbers[2] for numbers in messages}) > 1:
             self.settings.settle(self._channel)
         return sum(numbers[1] for numbers in messages)
@@ -261,13 +264,8 @@ class Ranks:
     def end_epoch(self) -> None:
         """The epoch is over here. Raises WindowError where it is not on other ranks."""
         if not self._alone:
-            self._exchange(Kind.IDLE)
+            self._exchange("at an epoch's end")
         self._epoch = None
-
-    def abort(self) -> None:
-        """An error has ended training here. Waits for nobody."""
-        if not self._alone:
-            self._channel.send(Kind.ABORTED)
 
     def reduce(self, number: Tensor, how: str) -> Tensor:
         """A tensor's "sum" or "mean" over the ranks."""
@@ -282,18 +280,12 @@ class Ranks:
         own = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
         return [self.reduce(g, "mean") if there else None for g, there in zip(own, anywhere, strict=True)]
 
-    def _exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
-        messages = self._channel.exchange(kind, *numbers)
-        kinds = [Kind(int(numbers[0])) for numbers in messages]
-        left = [rank for rank, one in enumerate(kinds) if one is Kind.ABORTED]
-        if left:
+    def _exchange(self, place: str, *numbers: float) -> list[list[float]]:
+        messages = self._channel.exchange(_PLACES.index(place), *numbers)
+        places = [_PLACES[int(numbers[0])] for numbers in messages]
+        if len({*places}) > 1:
             raise WindowError(
-                f"Rank{'s' * (len(left) > 1)} {', '.join(map(str, left))} stopped with an error, while other ranks "
-                "continued. Look at that rank's own error."
-            )
-        if len({*kinds}) > 1:
-            raise WindowError(
-                f"The ranks are at different places: {by_rank([_PLACES[one] for one in kinds])}. Lightning's ranks "
+                f"The ranks are at different places: {by_rank(places)}. Lightning's ranks "
                 "wait for each other in every batch. Stop training, or return -1 from on_train_batch_start, on all of "
                 "them at once: trainer.strategy.reduce_boolean_decision(stop, all=False)."
             )

@@ -44,13 +44,12 @@ torch.optim.optimizer | _global_optimizer_pre_hooks _global_optimizer_post_hooks
 optimizer | _optimizer_state_dict_pre_hooks _optimizer_state_dict_post_hooks | hooks of state_dict() see the wrapper
 optimizer | _optimizer_load_state_dict_pre_hooks | hooks of state_dict() see the wrapper
 optimizer | _optimizer_load_state_dict_post_hooks | hooks of state_dict() see the wrapper
-torch | distributed.distributed_c10d._get_default_store | a rank tells the others that it has failed to start
-group | _get_backend | a process group's timeout | torch's default of half an hour
+group | _get_backend | a gloo group beside another one has its timeout | torch's default
 ddp | _comm_hooks | whether a communication hook is registered
 ddp | _join_config | model.join() is refused
 ddp | _check_reducer_finalized | a window that DDP has reduced in part is an error
-ddp | _get_ddp_logging_data | whether parameters were frozen or unfrozen after DDP wrapped them
-reducer | _get_zeros_like_grad_buckets | which parameters DDP reduces, where some are frozen
+ddp | _get_ddp_logging_data | whether parameters were frozen after DDP wrapped them, or reduced before
+reducer | _get_zeros_like_grad_buckets | which parameters DDP reduces, and which first
 ddp | _sync_buffers | buffers are broadcast once per window
 reducer | _rebuild_buckets | buckets are in the same order on all ranks
 reducer | _autograd_hook | DDP reduces outside of a backward pass | torch.distributed.all_reduce

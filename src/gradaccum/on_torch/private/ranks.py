@@ -16,26 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum.on_torch.private.autograd import run_backward
 
 
-def default_store() -> Any:
-    """Where all ranks can leave word for each other, without a collective."""
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
-def host_of(store: Any) -> str | None:
-    """Where the process is that serves this store; None where it is a file."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return getattr(store, "host", None)
-
-
-def timeout_of(group: Any) -> Callable[[], float]:
-    """How many seconds this process group waits, at any time that this is called; if unknown, torch's half an hour."""
+def timeout_of(group: Any) -> timedelta | None:
+    """How long this process group waits; None where it doesn't say."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):
-            options = group._get_backend(torch.device(device)).options
-            if isinstance(options._timeout, timedelta):
-                return lambda: options._timeout.total_seconds()
-    return lambda: 1800.0
+            found = group._get_backend(torch.device(device)).options._timeout
+            if isinstance(found, timedelta):
+                return found
+    return None
 
 
 # DistributedDataParallel.
@@ -91,9 +79,18 @@ def hook_frozen(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
         parameter.requires_grad_(not frozen)
 
 
-def rebuild_buckets(model: DistributedDataParallel) -> None:
-    """Do what DDP would do in the next forward pass, which not all ranks may have."""
-    model.reducer._rebuild_buckets()
+def rebuild_buckets(model: DistributedDataParallel) -> bool:
+    """Do what DDP would do in the next forward pass, which not all ranks may have. Returns whether buckets changed."""
+    return bool(model.reducer._rebuild_buckets())
+
+
+def of_first_bucket(model: DistributedDataParallel, parameters: Sequence[Tensor], *, look: bool = False) -> Tensor:
+    """One of these parameters, without whose gradient DDP reduces none: a late one, whose gradient comes early."""
+    alike = len({(p.dtype, p.device) for p in parameters}) == 1
+    if alike and not look and not model._get_ddp_logging_data().get("has_rebuilt_buckets", 1):
+        return parameters[-1]  # its buckets are in the opposite order of the parameters
+    inside = {*model.reducer._get_zeros_like_grad_buckets()[0].parameters()}
+    return next(p for p in reversed(parameters) if p in inside)
 
 
 def share_buffers(model: DistributedDataParallel, source: int) -> None:

@@ -2,19 +2,20 @@
 
 An `Engine` holds a model's own reduction back to the window's end, lets it happen or brings it about: `Replicas` that
 of DistributedDataParallel, `Shards` that of FSDP2. `Ranks` closes the windows of all ranks together: each rank sends a
-few numbers over a `Channel`, that it comes to the reduction and what its part of the window weighs, and reads the
-others' before it waits for them in a collective. A rank that is elsewhere, has raised or died is named by what it has
-sent, or by its closed connection. `detect_ranks` builds all of this from the user's model.
+few numbers over a `Channel`, in one collective of torch.distributed: that it comes to the reduction, and what its part
+of the window weighs. A rank that raises or dies is the process group's error. `detect_ranks` builds all of this from
+the user's model.
 """
 
-from gradaccum.torch.distributed.channel import Channel, Kind, Settings, by_rank
-from gradaccum.torch.distributed.detect import check_closures, check_detected, detect_ranks, leaving_on_error
+from gradaccum.torch.distributed.buffers import take_over
+from gradaccum.torch.distributed.channel import Channel
+from gradaccum.torch.distributed.detect import check_closures, check_detected, detect_ranks
 from gradaccum.torch.distributed.fsdp import run_together
 from gradaccum.torch.distributed.ranks import Listener, Ranks, Total
+from gradaccum.torch.distributed.settings import Settings, by_rank
 
 __all__ = [
     "Channel",
-    "Kind",
     "Listener",
     "Ranks",
     "Settings",
@@ -23,6 +24,6 @@ __all__ = [
     "check_closures",
     "check_detected",
     "detect_ranks",
-    "leaving_on_error",
     "run_together",
+    "take_over",
 ]

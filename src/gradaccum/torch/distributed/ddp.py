@@ -20,6 +20,7 @@ from gradaccum.on_torch.private import (
     hook_frozen,
     is_finalized,
     joins,
+    of_first_bucket,
     rebuild_buckets,
     reduces_exactly,
     reduction_by_hand,
@@ -28,9 +29,6 @@ from gradaccum.on_torch.private import (
 from gradaccum.torch.distributed.engine import Engine, weakly
 
 logger = logging.getLogger("gradaccum")
-
-FIRST_BUCKET = 2**20
-"""Bytes of the bucket that DDP reduces first, at most."""
 
 
 class Replicas(Engine):
@@ -92,7 +90,9 @@ class Replicas(Engine):
         self.bucket_views = any(model.gradient_as_bucket_view for model in models)
         self._all = [p for model in models for p in _parameters_of(model, trained=not self._flat)]
         self._by_hand = [*map(reduction_by_hand, models, map(len, counted))]
-        self._reduces = self._sees_end = self._awaits = False
+        self._first: Tensor | None = None
+        self._at_first: Any = None
+        self._reduces = self._sees_end = False
         self._whole_batches = whole_batches  # in each, all passes are ours, and none reduces
         self._prepared = False  # DDP will reduce in the next backward pass, whatever the flag says by then
         self._filled = set[Tensor]()  # with zeros by `reduce`, in this window
@@ -109,12 +109,20 @@ class Replicas(Engine):
             frozen = {p for model in self.modules for p in _parameters_of(model)}.difference(self._all)
             self._hooks += [hook_frozen(parameter, weakly(self._not_reduced)) for parameter in frozen]
         if not ranks.manual:
-            bucket = _last_of_first_bucket(self.modules[0], self._all)
-            for parameter, arrives in {self._all[-1]: self._first_gradient, bucket: self._first_bucket}.items():
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(weakly(arrives)))
+            self._watch_first_bucket()
+
+    def _watch_first_bucket(self, *, look: bool = False) -> None:
+        """The message is sent before DDP's first reduction, as it goes over the same process group."""
+        first = of_first_bucket(self.modules[0], self._all, look=look)
+        if first is not self._first:
+            if self._at_first is not None:
+                self._at_first.remove()
+            self._first, self._at_first = first, first.register_post_accumulate_grad_hook(weakly(self._first_gradient))
 
     def remove(self) -> bool:
         was_last = super().remove()
+        if self._at_first is not None:
+            self._at_first.remove()
         for model in self.modules if was_last else ():
             model.require_backward_grad_sync = True
         return was_last
@@ -162,15 +170,7 @@ class Replicas(Engine):
             return
         if not self._sees_end:  # somebody's loop runs inside of the forward pass, as Lightning's does
             after_backward(ranks.pass_over)
-        self._awaits = True
         ranks.backward_starts()
-
-    def _first_bucket(self, parameter: Tensor) -> None:
-        if self._prepared:
-            self._first_gradient(parameter)
-        if self._awaits and (ranks := self._ranks()) is not None:
-            self._awaits = False
-            ranks.read_answers()
 
     def _not_reduced(self, parameter: Tensor) -> None:
         if parameter in {*self.parameters()}:
@@ -208,7 +208,8 @@ class Replicas(Engine):
     def settle(self, source: int = 0) -> None:
         self.clear()
         for model in self.modules:
-            rebuild_buckets(model)
+            if rebuild_buckets(model) and self._at_first is not None and len({p.dtype for p in self._all}) > 1:
+                self._watch_first_bucket(look=True)
             share_buffers(model, source)
 
     def clear(self) -> None:
@@ -263,19 +264,6 @@ def _parameters_of(model: DistributedDataParallel, trained: bool = False) -> lis
     ignored, named = getattr(model, "parameters_to_ignore", ()), model.module.named_parameters()
     found = [p for name, p in named if name not in ignored and (p.is_floating_point() or p.is_complex())]
     return [p for p in found if p.requires_grad or not trained]
-
-
-def _last_of_first_bucket(model: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> nn.Parameter:
-    """The parameter whose gradient completes DDP's first bucket, if they come in the opposite order of their use.
-
-    Where they don't, a rank that won't come is missed later: in the reduction, after the process group's timeout.
-    """
-    size, limit = 0, min(FIRST_BUCKET, model.bucket_bytes_cap)
-    for parameter in reversed(parameters):
-        size += parameter.numel() * parameter.element_size()
-        if size >= limit:
-            return parameter
-    return parameters[0]
 
 
 @torch.no_grad()

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradaccum.torch.distributed.channel import Channel, Settings
 from gradaccum.torch.distributed.ddp import Replicas
 from gradaccum.torch.distributed.engine import Engine
-from gradaccum.torch.distributed.fsdp import Shards, is_sharded, members_of, sharded_modules
-from gradaccum.torch.distributed.meeting import stay_away
+from gradaccum.torch.distributed.fsdp import Shards, is_sharded, sharded_modules
 from gradaccum.torch.distributed.ranks import Ranks
+from gradaccum.torch.distributed.settings import Settings
 
 logger = logging.getLogger("gradaccum")
-
-Self = TypeVar("Self")
-P = ParamSpec("P")
 
 
 def detect_ranks(
@@ -86,29 +81,6 @@ def _data_parallel(model: nn.Module) -> tuple[list[DistributedDataParallel], lis
     if not (replicas or shards) and dist.get_world_size() > 1:
         replicas = [module for module in _existing(DistributedDataParallel) if model in {*module.modules()}][-1:]
     return replicas, shards
-
-
-def leaving_on_error(construct: Callable[Concatenate[Self, P], None]) -> Callable[Concatenate[Self, P], None]:
-    """Have a constructor that raises on this rank tell those that wait for it in the same one."""
-
-    @functools.wraps(construct)
-    def constructed(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        made = Channel.made
-        try:
-            construct(self, *args, **kwargs)
-        except BaseException:
-            model = kwargs.get("model", args[0] if args else None)
-            if Channel.made > made:  # the others have got theirs, and know, or learn it in the first window
-                getattr(self, "ranks", Ranks()).abort()
-            elif isinstance(model, nn.Module) and _has_ranks():
-                replicas, shards = _data_parallel(model)
-                if replicas:
-                    stay_away(dist.get_process_group_ranks(replicas[0].process_group))
-                elif shards:
-                    stay_away(members_of(shards))
-            raise
-
-    return constructed
 
 
 def _check_shards(parameters: Sequence[Tensor], wide: bool) -> None:

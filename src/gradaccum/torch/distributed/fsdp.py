@@ -41,7 +41,6 @@ from gradaccum.on_torch.private import (
     sharded_groups,
     start_over,
 )
-from gradaccum.torch.distributed.channel import Kind
 from gradaccum.torch.distributed.engine import Engine, weakly
 
 logger = logging.getLogger("gradaccum")
@@ -119,7 +118,9 @@ class Shards(Engine):
         self.groups = [group for module in self.modules for group in sharded_groups(module)]
         self._mesh = self.groups[0].mesh
         self.members = members_of(self.modules)
-        self.group = self._mesh.get_group() if self._mesh.ndim == 1 else None
+        # Over several dimensions the ranks have no group of their own, unless they are all that there are.
+        everybody = len(self.members) == dist.get_world_size()
+        self.group = dist.group.WORLD if everybody else self._mesh.get_group(0)
         self._closes = False
         self._used = set[Tensor]()  # had a gradient of this rank's own in this window
         self.factor, self._idle = 1.0, False
@@ -238,9 +239,9 @@ class Shards(Engine):
         messages = self._exchange(zlib.crc32(name.encode()), 0, 0, number)
         if self.failure is not None:
             raise self.failure
-        if len({numbers[1] for numbers in messages}) > 1:
+        if len({numbers[0] for numbers in messages}) > 1:
             raise WindowError(f"{DIFFERENT_PASSES} This rank is at {name or 'the end'!r}.")
-        return max(numbers[4] for numbers in messages)
+        return max(numbers[3] for numbers in messages)
 
     def ran_out(self, cost: int, *, final: bool) -> RankOutOfMemory:
         """Tell the other ranks that memory ran out here, on so many rows or tokens. Returns what they all know."""
@@ -252,10 +253,10 @@ class Shards(Engine):
     def _exchange(self, *numbers: float) -> list[list[float]]:
         ranks = self._ranks()
         assert ranks is not None
-        messages = ranks.exchange(Kind.FORWARD, *numbers)
-        costs = {rank: int(numbers[3]) for rank, numbers in enumerate(messages) if numbers[2]}
+        messages = ranks.exchange(*numbers)
+        costs = {rank: int(numbers[2]) for rank, numbers in enumerate(messages) if numbers[1]}
         if costs:
-            self.failure = RankOutOfMemory(costs, any(numbers[2] == _FINAL for numbers in messages))
+            self.failure = RankOutOfMemory(costs, any(numbers[1] == _FINAL for numbers in messages))
         return messages
 
     def ask_before(self, ask: Callable[[str], object] | None) -> None:

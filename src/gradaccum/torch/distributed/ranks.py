@@ -10,29 +10,52 @@ micro-batch, so what is reduced is of the gradients' own size.
 
 A window's message says that this rank comes to the reduction, and what its part of the window weighs:
 
-    backward()   DDP: WINDOW is sent, travels during the pass, and is read before the first bucket is reduced
-    step()       where no backward pass has reduced: FINISHED is sent and read, then the sum is reduced
+    backward()   DDP: WINDOW is sent at the first gradient, and travels while the pass and DDP's reduction go on
+    step()       WINDOW is read; it is sent only here where no backward pass reduces, and the sum is reduced then
     step()       TOTAL, only where a WINDOW could not say the weight: a GradScaler's verdict comes after the pass
 
-A sharded model's ranks meet in each of its collectives, so one FINISHED after the last backward pass does.
+A rank without a micro-batch sends its WINDOW with weight 0 at the end of its epoch, and joins the reduction if another
+rank has one; the epoch is over when none has. torch's `Join` would need a blocking reduction per micro-batch for that.
+Every rank that has sent a WINDOW reduces, and looks only afterwards whether the ranks' windows go together: so none
+waits in a reduction for one that has raised. A sharded model's ranks meet in each of its collectives, so its message
+comes after the last backward pass.
 """
 
 from __future__ import annotations
 
-import itertools
+import enum
+import json
 import logging
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import after_backward
-from gradaccum.torch.distributed.channel import Channel, Kind, Settings, by_rank
+from gradaccum.torch.distributed.channel import LENGTH, Channel
 from gradaccum.torch.distributed.engine import Engine
 from gradaccum.torch.distributed.fsdp import DIFFERENT_PASSES
+from gradaccum.torch.distributed.settings import Settings, by_rank
 
 logger = logging.getLogger("gradaccum")
+
+
+class Kind(enum.IntEnum):
+    """What a message is about."""
+
+    WINDOW = 1  # this rank comes to the reduction of a window, or has nothing to reduce; what it weighs, if known
+    TOTAL = 2  # what the window weighs, after its reduction: where that was not known before
+    NUMBER = 3  # numbers of all ranks in between
+
+
+_FEWER = (
+    "A sharded model needs the same number of batches on every rank. Whether the epoch is over: {}. Nothing was "
+    "updated. Pad or drop batches (DistributedSampler does), or use TrainStep or DistributedDataParallel, which take "
+    "different numbers."
+)
 
 
 class Total(NamedTuple):
@@ -68,6 +91,8 @@ class _Report(NamedTuple):
 
 _NUMBERS = len(_Report._fields) - 1 + len(Total._fields)
 """Of a report's message. What comes behind them is to be added up over the ranks."""
+_ROOM = LENGTH - 1 - _NUMBERS
+"""So many numbers at most come behind a report."""
 
 
 class _Reports:
@@ -75,7 +100,8 @@ class _Reports:
 
     def __init__(self, rows: list[list[float]]) -> None:
         self.rows, columns = rows, [*zip(*rows)]
-        _, self.steps, last, known, manual, fills, passes, settings = columns[:8]
+        _, steps, last, known, manual, fills, passes, settings = columns[:8]
+        self.lengths, self.lasts = [*map(int, steps)], [*map(bool, last)]
         weights, given, largest, scales, next_scales, overflow, equal, idle, by_name = columns[8:]
         used = {*scales} - {0.0}
         lost, self.scales = any(overflow), scales if len(used) > 1 else ()
@@ -83,7 +109,7 @@ class _Reports:
         self.total = Total(*shared, overflow=lost, by_name=any(by_name))
         self.loss_scale = (min if lost else max)(filter(None, next_scales), default=0.0)
         self.source = min(range(len(idle)), key=idle.__getitem__)
-        self.partly_idle = len({*idle}) > 1
+        self.partly_idle, self.closes = len({*idle}) > 1, any(steps)
         self.last, self.known, self.fills = all(last), all(known), any(fills)
         self.manual, self.all_manual = any(manual), all(manual)
         self.ways = _mixed(equal, "without a weight", weights, "weighed")
@@ -162,17 +188,16 @@ class Ranks:
         self.manual = manual_reduce or self.engine.manual_reduce
         """Whether windows are reduced when their sums are finished from now on, as their messages say."""
         self._listener: Callable[[], Listener | None] = lambda: None
-        self._closes = self._notified = self._reducing = False
+        self._closes = self._reducing = False
         self._waits = False  # with its reduction for the window's end, whichever backward pass closes it
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
         self._steps = 0
         self._sent: Any = None  # a message that the other ranks' answers have not been read of
-        self._left: list[list[float]] = []  # those that say that this rank has dropped out, likewise
         self._before: _Reports | None = None  # of the window before, to which those of the next are mostly equal
         self.engine.attach(self)
         weakref.finalize(self, self.engine.remove).atexit = False
         try:
-            self.channel = Channel(self.engine.members, self.engine.group)
+            self.channel = Channel(self.engine.group, self.engine.members)
             if self.is_distributed:
                 self._check_same(options or {})
         except BaseException:
@@ -188,12 +213,12 @@ class Ranks:
 
     def _restart(self) -> None:
         """A micro-batch begins."""
-        self.read_answers()  # of one that was never counted
+        self._sent = None  # of one that was never counted
         if self._reducing and self._versions is None:
             self.engine.stuck = True
         self._reports: _Reports | None = None  # of all ranks, about the window that closes
         self._share: Total | None = None  # what this rank's has said that it weighs
-        self._adopted = self._reducing = self._met = False
+        self._adopted = self._reducing = False
         self._versions: list[tuple[int, int]] | None = None  # of the gradients, when a backward pass had reduced them
 
     def reduce_manually(self) -> None:
@@ -212,7 +237,8 @@ class Ranks:
         return self.manual_reduce or self._waits
 
     def _check_same(self, options: Mapping[str, Any]) -> None:
-        everybody = self.channel.gather({name: repr(value) for name, value in options.items()})
+        mine = json.dumps({name: repr(value) for name, value in options.items()})
+        everybody: list[dict[str, str]] = [*map(json.loads, self.channel.texts(mine))]
         for name in dict.fromkeys(name for theirs in everybody for name in theirs):
             values = [theirs.get(name, "none") for theirs in everybody]
             if len({*values}) > 1:
@@ -225,17 +251,6 @@ class Ranks:
         self._closes, self._steps, self._last = closes, steps, last
         self._restart()
         self.engine.hold(closes and not self.waits and (counts or self.sharded))
-
-    def agree_on_last(self, last: bool) -> None:
-        """A micro-batch of `batches()` begins, this rank's `last` one perhaps. A WindowError where that can't be."""
-        if self.sharded:
-            lasts = [bool(numbers[1]) for numbers in self.exchange(Kind.MICRO_BATCH, last)]
-            if len({*lasts}) > 1:
-                raise WindowError(
-                    "A sharded model needs the same number of batches on every rank. Whether this batch is the last: "
-                    f"{by_rank(lasts)}. Nothing was updated. Pad or drop batches (DistributedSampler does), or use "
-                    "TrainStep or DistributedDataParallel, which take different numbers."
-                )
 
     def forward_starts(self) -> None:
         """A forward pass starts whose backward pass may reduce."""
@@ -262,13 +277,8 @@ class Ranks:
             after_backward(self.pass_over)
         else:
             self._share = listener.share() if self.settings.known_early else None
-            self._send(self._report(Kind.WINDOW, self._share))
+            self._send(self._report(self._share, sees_unused=False))
             engine.hold(False)  # more forward passes of this micro-batch do not belong to it
-
-    def read_answers(self) -> None:
-        """Those to the message that was sent: where DDP is about to reduce, a rank that won't come is missed now."""
-        if self._sent is not None:
-            self._read()
 
     def pass_over(self) -> None:
         """A backward pass is over, in which a model has reduced, perhaps."""
@@ -290,7 +300,6 @@ class Ranks:
         except WindowError:
             self._restart()
             self.engine.stuck = True
-            self.abort()
             raise
 
     def _current_versions(self) -> list[tuple[int, int]]:
@@ -316,21 +325,19 @@ class Ranks:
         pass has reduced it; or, if ranks have sums by name, those to one, which all of them meet to do.
         """
         self._check_unchanged(mine)
+        rides = [*sums] if len(sums) <= _ROOM else []
         if self._sent is None and self._reports is None:
-            self._send(self._report(Kind.FINISHED, mine), sums)
-        self.read_answers()
+            self._send(self._report(mine), rides)
+        if self._sent is not None:
+            self._read()
         reports, self.reduced_unit, late = self._reports, self.unit or 1.0, self.sharded and self.reduced
         assert reports is not None
-        if reports.forms:
-            self._restart()
-            raise WindowError(
-                "Some ranks have losses by name, backward({name: (loss, weight)}), and others a single loss: "
-                f"{reports.forms}. Nothing was updated. Use the same names on every rank."
-            )
         scale = mine.scale if self.reduced else self._reduce(reports, rescale)
         if not reports.known:
             mine = mine._replace(scale=scale)
-            reports, late = self._meet(self._report(Kind.TOTAL, mine)), True
+            reports, late = self._meet(self._report(mine, Kind.TOTAL)), True
+        if len(sums) > _ROOM:
+            self.sums = self.channel.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
         self._restart()
         self._finish(reports)
         if not reports.same_settings:
@@ -358,7 +365,7 @@ class Ranks:
         scale = reports.total.scale
         if scale and not reports.known:
             scale = self.loss_scale or scale
-        if rescale is not None:
+        if rescale is not None and not reports.forms:
             rescale(self.reduced_unit, scale, reports.total.by_name)
         self.engine.reduce()
         return scale
@@ -367,8 +374,7 @@ class Ranks:
         """Raise where the window has become another one than a backward pass has reduced, or has reduced in part."""
         self.check_finished("this window's")
         if self.reduced and (self._versions != self._current_versions() or self._share not in (None, mine)):
-            self._restart()
-            self.abort()  # the others may have made their update: they learn it in the next window
+            self._restart()  # the others may have made their update
             raise WindowError(
                 "This window's gradient or weight was changed after a backward pass had reduced it over the ranks, by "
                 "another backward pass or weight. Other ranks may have made the update without it, so continue from a "
@@ -378,6 +384,15 @@ class Ranks:
 
     def _finish(self, reports: _Reports) -> None:
         """The window is reduced: the engine begins anew. Raises where the ranks' sums can't be put together."""
+        if len({*reports.lengths} - {0}) > 1:
+            raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(reports.lengths)}.")
+        if reports.forms:
+            raise WindowError(
+                "Some ranks have losses by name, backward({name: (loss, weight)}), and others a single loss: "
+                f"{reports.forms}. Nothing was updated. Use the same names on every rank."
+            )
+        if self.sharded:
+            self._check_lasts(reports)
         if not reports.same_passes:
             self.engine.settle()
             raise WindowError(DIFFERENT_PASSES)
@@ -394,10 +409,16 @@ class Ranks:
                 f"{reports.ways}. Nothing was updated. Weigh them in the same way on every rank."
             )
 
+    def _check_lasts(self, reports: _Reports) -> None:
+        if len({*reports.lasts}) > 1:
+            raise WindowError(_FEWER.format(by_rank(reports.lasts)))
+
     def drop_common(self, unused: list[int]) -> None:
         """What no rank has used, by number, has no gradient, as on one device: an optimizer passes it over."""
         trained = self.engine.trained()
-        for index in set.intersection(*map(set, self.channel.gather(unused))):
+        flags = torch.zeros(len(trained), dtype=torch.int32)
+        flags[unused] = 1
+        for index in (self.channel.sum(flags) == self.size).nonzero().flatten().tolist():
             trained[index].grad = None
 
     def reduce_pending(self) -> None:
@@ -414,18 +435,21 @@ class Ranks:
 
     def numbers(self, mine: float) -> list[float]:
         """Every rank's number."""
-        return [numbers[1] for numbers in self.exchange(Kind.NUMBER, mine)]
+        return [numbers[0] for numbers in self.exchange(mine)]
 
     def sum_by_name(self, mine: Mapping[Any, float]) -> dict[Any, float]:
         """Numbers summed over the ranks, each by its name; some ranks may lack some names."""
-        names = list(mine)
-        messages = self.exchange(Kind.NUMBER, zlib.crc32(repr(names).encode()), *mine.values())
-        if len({numbers[1] for numbers in messages}) == 1:
-            return {name: sum(numbers[2 + i] for numbers in messages) for i, name in enumerate(names)}
-        everybody = self.channel.gather(dict(mine))
-        return {
-            n: sum(one.get(n, 0.0) for one in everybody) for n in dict.fromkeys(n for one in everybody for n in one)
-        }
+        names, numbers = [*mine], [*mine.values()]
+        rides = numbers if len(numbers) <= LENGTH - 3 else []
+        messages = self.exchange(zlib.crc32(repr(names).encode()), *rides)
+        if len({message[0] for message in messages}) > 1:
+            by_text = {name if isinstance(name, str) else repr(name): name for name in names}
+            everybody = [json.loads(text) for text in self.channel.texts(json.dumps([*by_text]))]
+            names = [by_text.get(text, text) for text in dict.fromkeys(text for texts in everybody for text in texts)]
+            numbers, rides = [mine.get(name, 0.0) for name in names], []
+        if rides:
+            return {name: sum(message[1 + i] for message in messages) for i, name in enumerate(names)}
+        return dict(zip(names, self.channel.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()))
 
     # Epochs.
 
@@ -436,11 +460,10 @@ class Ranks:
     def others_continue(self) -> bool:
         """Whether other ranks close one more window, in which this one takes part with nothing."""
         while self.is_distributed and not self._all_last:
-            idle = self._report(Kind.IDLE, Total(0.0, idle=True) if self.settings.known_early else None)
-            if self.sharded and self._last:
-                idle = _Report(Kind.ENDED, last=True)
-            reports = self._meet(idle)
-            if self._reports is not None:
+            reports = self._meet(self._report(Total(0.0, idle=True) if self.settings.known_early else None, idle=True))
+            if reports.closes:
+                if self.sharded:
+                    self._check_lasts(reports)
                 return True
             self._all_last = reports.last
             if not self._last:
@@ -451,37 +474,22 @@ class Ranks:
         """The epoch is over on all ranks: the next one may begin."""
         self._last = self._all_last = False
 
-    def offer_end(self) -> None:
-        """The batches that several optimizers share are used up here. `check_end` waits for the other ranks' word."""
-        if not self._all_last:
-            self._send(_Report(Kind.ENDED, last=True))
-
-    def check_end(self) -> None:
-        """A WindowError where other ranks go on after `offer_end`."""
-        if self._sent is not None:
-            self._read()
-            self._all_last = True
-
     def abort(self, *, notified: bool = False) -> None:
-        """This rank drops out in the middle of an epoch: the others must not wait for it.
-
-        `notified`: whoever called has an error of this rank's own, and may go on with all ranks.
-        """
-        self._notified = notified
+        """An error, or a `break`, has ended this rank's epoch. The others learn it from the process group alone."""
         if self.sharded:
             self.engine.stop()
-        if self.size > 1 and not (self._all_last or self._met or self._sent is not None or self._reports is not None):
-            self._left.append(self.channel.send(*_Report(Kind.ABORTED, last=True).numbers()))
 
     # Messages.
 
-    def _report(self, kind: Kind, total: Total | None) -> _Report:
+    def _report(
+        self, total: Total | None, kind: Kind = Kind.WINDOW, *, idle: bool = False, sees_unused: bool = True
+    ) -> _Report:
         """A message about a window, which is complete where the total is known."""
-        idle, known, last = kind is Kind.IDLE, total is not None, self._last or self._all_last
-        fills = idle or (kind is not Kind.WINDOW and bool(self.engine.unused()))
-        settings = self.settings.number() if known else 0.0
-        steps = 0 if idle else self._steps
-        return _Report(kind, steps, last, known, self.manual, fills, self.engine.passes, settings, total or Total(0.0))
+        known, last = total is not None, self._last or self._all_last
+        fills = idle or (sees_unused and bool(self.engine.unused()))
+        settings, steps = self.settings.number() if known else 0.0, 0 if idle else self._steps
+        total = total or Total(0.0, idle=idle)
+        return _Report(kind, steps, last, known, self.manual, fills, self.engine.passes, settings, total)
 
     def _meet(self, report: _Report) -> _Reports:
         """Send a message, and wait for every rank's."""
@@ -489,72 +497,33 @@ class Ranks:
         return self._read()
 
     def _send(self, report: _Report, sums: Sequence[float] = ()) -> None:
-        self._check_left()
-        self._sent = report.kind, self.channel.send(*report.numbers(), *sums)
+        self._sent = report.kind, len(sums), self.channel.send(*report.numbers(), *sums)
 
     def _read(self) -> _Reports:
         """Wait for every rank's answer to the message that was sent; what they say about a window's end is kept."""
-        (kind, sent), self._sent = self._sent, None
+        (kind, rides, sent), self._sent = self._sent, None
         messages = self.channel.receive(sent)
+        self._check_kinds(messages, kind)
+        if rides:
+            self.sums = [sum(numbers[_NUMBERS + i] for numbers in messages) for i in range(rides)]
         rows = [numbers[:_NUMBERS] for numbers in messages]
-        if len(sent) > _NUMBERS:
-            beside = [numbers[_NUMBERS:] for numbers in messages]
-            self.sums = [*map(sum, itertools.zip_longest(*beside, fillvalue=0.0))]
-        if self._before is not None and rows == self._before.rows:
+        if self._before is None or rows != self._before.rows:
+            self._before = _Reports(rows)
+        if kind is Kind.WINDOW and self._before.closes:
             self._reports = self._before
-            return self._before
-        kinds = [Kind(int(row[0])) for row in rows]
-        if self._last and Kind.ABORTED in kinds and {*kinds} <= {Kind.ABORTED, Kind.IDLE}:
-            return _Reports(rows)  # a rank has left an epoch that is over here
-        closing = Kind.WINDOW, Kind.FINISHED, Kind.IDLE
-        self._check_kinds(kinds, *(closing if kind in closing else (kind,)))
-        reports = _Reports(rows)
-        lengths = [*map(int, reports.steps)]
-        if len({*lengths} - {0}) > 1:
-            raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(lengths)}.")
-        if kind in closing and {*kinds} & {Kind.WINDOW, Kind.FINISHED}:
-            self._reports = self._before = reports
-        return reports
+        return self._before
 
-    def exchange(self, kind: Kind, *numbers: float) -> list[list[float]]:
-        """Numbers of all ranks, behind one that says what they are about."""
-        self._check_left()
-        messages = self.channel.exchange(kind, *numbers)
-        self._check_kinds([Kind(int(numbers[0])) for numbers in messages], kind)
-        return messages
+    def exchange(self, *numbers: float) -> list[list[float]]:
+        """Every rank's numbers, which zeros follow."""
+        messages = self.channel.exchange(Kind.NUMBER, *numbers)
+        self._check_kinds(messages, Kind.NUMBER)
+        return [message[1:] for message in messages]
 
-    def _check_left(self) -> None:
-        answers, self._left = [self.channel.receive(sent) for sent in self._left], []
-        for messages in answers if not self._notified else ():
-            self._check_kinds([Kind(int(numbers[0])) for numbers in messages], Kind.ABORTED, Kind.IDLE)
-
-    def _check_kinds(self, kinds: Sequence[Kind], *expected: Kind) -> None:
+    def _check_kinds(self, messages: Sequence[Sequence[float]], expected: Kind) -> None:
         """Raise if a rank is not where this one is."""
-        if all(kind in expected for kind in kinds):
-            return
-        self._met = True  # this rank's message has met theirs: it needs no other one to leave
-        for kind, error in _ELSEWHERE.items():
-            found = [rank for rank, theirs in enumerate(kinds) if theirs is kind]
-            if found:
-                ranks = f"Rank{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
-                raise WindowError(f"{ranks} {error} (Reported by rank {self.rank}.)")
-        raise WindowError(
-            f"The ranks are at different places: {by_rank([kind.name for kind in kinds])}. Call step(), flush() and "
-            "batches() in the same order on every rank."
-        )
-
-
-_ELSEWHERE = {
-    Kind.ABORTED: (
-        "stopped in the middle of an epoch, because of an error or a `break`, while other ranks continued. "
-        "Nothing was updated. Look at that rank's own error; a `break` must come at the same batch on all "
-        "ranks."
-    ),
-    Kind.ENDED: (
-        "reached the end of an epoch while other ranks continued. Nothing was updated. Ranks of a sharded "
-        "model, and those on which several optimizers share batches, need the same number of batches: pad or "
-        "drop some (DistributedSampler does). TrainStep, and one optimizer over DistributedDataParallel, take "
-        "different numbers."
-    ),
-}
-"""What a rank that is elsewhere has done."""
+        if any(message[0] != expected for message in messages):
+            kinds = [Kind(int(message[0])).name for message in messages]
+            raise WindowError(
+                f"The ranks are at different places: {by_rank(kinds)}. Nothing was updated. Call step(), flush() and "
+                "batches() in the same order on every rank."
+            )

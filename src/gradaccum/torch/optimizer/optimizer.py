@@ -20,7 +20,7 @@ from gradaccum.on_torch.noise import NoiseMeter, checked_noise
 from gradaccum.on_torch.private import leave_uncompiled
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
-from gradaccum.torch.distributed import check_closures, check_detected, detect_ranks, leaving_on_error
+from gradaccum.torch.distributed import check_closures, check_detected, detect_ranks
 from gradaccum.torch.optimizer import checkpoint
 from gradaccum.torch.optimizer.batches import Batches
 from gradaccum.torch.optimizer.proxy import (
@@ -91,7 +91,6 @@ class Optimizer(OptimizerProxy):
         3
     """
 
-    @leaving_on_error
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -137,7 +136,7 @@ class Optimizer(OptimizerProxy):
         parameters = functools.partial(parameters_of, inner)
         current = make_window(parameters, noise, arguments, ranks)
         self._loss_scale, self._passes = current.loss_scale, current.passes
-        # Nothing holds this object: without cycles it goes as soon as an error ends its loop, and other ranks know.
+        # Nothing holds this object: without cycles it goes as soon as an error ends its loop.
         self._windows = windows = Windows(inner, schedule, current, ranks, weakref.ref(self), check_steps)
         weakref.finalize(self, on_collect, windows).atexit = False
         self._checked = False

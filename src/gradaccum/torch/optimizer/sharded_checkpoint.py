@@ -44,7 +44,7 @@ def pack(inner: torch.optim.Optimizer, window: dict[str, Any], ranks: Ranks) -> 
         "losses": [[i, loss.item(), str(loss.dtype).removeprefix("torch."), weight] for i, loss, weight in losses],
     }
     packed["param_groups"][0][KEY] = json.dumps(
-        {**window, "blank": blank or nothing_yet, "parts": ranks.channel.gather(mine)}
+        {**window, "blank": blank or nothing_yet, "parts": [*map(json.loads, ranks.channel.texts(json.dumps(mine)))]}
     )
     return packed
 

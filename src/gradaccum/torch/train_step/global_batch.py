@@ -13,7 +13,6 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.private import after_backward
 from gradaccum.on_torch.state import WindowState
-from gradaccum.torch.buffers import take_over
 from gradaccum.torch.distributed import (
     Listener,
     Ranks,
@@ -21,6 +20,7 @@ from gradaccum.torch.distributed import (
     check_closures,
     check_detected,
     detect_ranks,
+    take_over,
 )
 from gradaccum.torch.loss import BatchLosses, Objective, Terms, Totals, Weight, batch_losses, counted
 from gradaccum.torch.optimizer import needs_closure
@@ -126,8 +126,7 @@ class GlobalBatch(Listener):
 
         total = self.ranks.total(mine, rescale if known is not None and not self.ranks.sharded else None, ride)
         if (source := self.ranks.buffers_from) is not None:
-            broadcast, gives = functools.partial(self.ranks.channel.broadcast, source=source), self.ranks.rank == source
-            take_over(state.buffers(), state.device, broadcast, gives=gives, takes=not window.ran)
+            take_over(state.buffers(), state.device, self.ranks.channel, source, takes=not window.ran)
         if ride:
             sums = torch.tensor(self.ranks.sums[: len(ride)], dtype=torch.float64).view_as(losses)
         else:

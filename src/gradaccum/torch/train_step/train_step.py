@@ -18,7 +18,6 @@ from gradaccum.on_torch.noise import NoiseMeter, checked_noise
 from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.private import leave_uncompiled
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
-from gradaccum.torch.distributed import leaving_on_error
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof import Proof
 from gradaccum.torch.train_step.global_batch import check_members, find_ranks, inside, spans_ranks
@@ -85,7 +84,6 @@ class TrainStep:
     """
 
     @loss_by_name
-    @leaving_on_error
     def __init__(
         self,
         model: nn.Module,

@@ -271,8 +271,6 @@ class Windows:
             self.one.announced, self.one.last = True, last
             return
         self._expected = weight
-        if self.ranks.is_distributed:
-            self.ranks.agree_on_last(last)
         self.current.expect(weight, given, last)
         self.expect_next(counts=weight > 0)
 
