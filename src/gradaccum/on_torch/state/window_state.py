@@ -83,8 +83,6 @@ class WindowState:
         self._modules: list[nn.Module] = []
         self._makers: list[nn.Module] = []
         """Those that may make buffers: all but BatchNorm's."""
-        self.neutral = False
-        """Whether a pass that nobody needs can be left out: in the latest window that looked, none drew or moved."""
         self._parameters: list[Tensor] | None = None
         self._not_optimized: list[Tensor] = []
         self._outside: list[tuple[Tensor, Tensor | None]] = []
@@ -143,7 +141,6 @@ class WindowState:
 
     def _begin(self) -> None:
         self._is_open, self.looks = True, self.always or self.looks
-        self.neutral = self.neutral and not self.looks
         self._makes = self._makes and not self.looks  # to be learned anew
         self._closely = self.looks or self._makes
         generators = [*self._torch, *self._drawn_from]
@@ -191,7 +188,7 @@ class WindowState:
                     surprised = True
                 else:
                     logger.warning(_TOO_LARGE, buffer.name)
-        self.looks, self._closely, self.neutral = self.looks or surprised, surprised, self.neutral and not surprised
+        self.looks, self._closely = self.looks or surprised, surprised
         return surprised
 
     def close(self) -> None:
@@ -203,7 +200,6 @@ class WindowState:
             self._drawn_from += [g for g in drawn if g not in (*self._torch, *self._drawn_from)]
             for buffer in self._start.buffers:
                 buffer.moves = buffer.met or buffer.moved
-            self.neutral = not (drawn or self._makes or any(buffer.moves for buffer in self._start.buffers))
             self._moving = [buffer for buffer in self._own if buffer.moves]
             self.looks = False
         self._is_open, self._batch = False, None

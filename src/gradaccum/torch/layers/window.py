@@ -141,7 +141,6 @@ class _BlockPasses(Passes):
 
     def __init__(self, runner: BlockRunner, window: BatchLosses, batch: Batch) -> None:
         self._runner, self._layers, self._window, self._batch = runner, runner.layers, window, batch
-        window.skips = runner.state.neutral and runner.batch_norm.idle
         window.waits = runner.state.always
 
     def take(self, piece: Slice) -> Batch:

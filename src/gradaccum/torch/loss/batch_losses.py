@@ -44,7 +44,7 @@ class WeightedLoss(NamedTuple):
     """By name: the micro-batch's own loss, what its gradient is multiplied by, and what it weighs."""
     told: Weight | None = None  # what a single loss weighs, where the forward pass alone tells
     share: Weight | None = None  # its part of the total, where that is known beforehand
-    weightless: Sequence[Tensor] = ()  # losses that weigh nothing, of those that had a forward pass
+    weightless: Sequence[Tensor] = ()  # losses that weigh nothing, and don't go backward
 
     @property
     def ends(self) -> list[tuple[Tensor, Weight, Weight]]:
@@ -81,7 +81,7 @@ class BatchLosses:
 
     attempts = 0  # how often the weights of several losses were other than counted
     waits = False  # for devices, to read weights, as no window restarts by itself
-    skips = True  # a micro-batch known to weigh nothing has no forward pass, where that moves and draws nothing
+    shares = False  # each micro-batch's part of the total is wanted, where that is known
 
     # What passes change; `restart` has it as it is here.
     ran = _has_gradient = False
@@ -269,12 +269,12 @@ class BatchLosses:
         self.sums[None].losses.append((loss.detach(), self._times, 0))
         return None
 
-    def forward(self, micro_batch: Batch, share: bool = False) -> WeightedLoss:
+    def forward(self, micro_batch: Batch) -> WeightedLoss:
         """Run the forward pass of a micro-batch and weigh its losses. Changes nothing here: `backward` does."""
         objective, known = self.objective, None
         if self.named:
             known = _by_batch(objective, micro_batch)
-        elif share or not self._summed:
+        elif self.shares or not self._summed:
             known = {None: one_weight(objective.total(micro_batch))}
         if known is not None and self._same is None:
             known = {name: self._noted(weight) for name, weight in known.items()}
@@ -296,7 +296,7 @@ class BatchLosses:
         return WeightedLoss({None: (where_any(loss, weight), part, weight)}, share=part)
 
     def _of_nothing(self, micro_batch: Batch) -> WeightedLoss:
-        return WeightedLoss({}, weightless=() if self.skips else self.objective.losses(micro_batch))
+        return WeightedLoss({}, weightless=self.objective.losses(micro_batch))
 
     def _noted(self, weight: Any) -> Any:
         """A mean's weight. It stays on its device, which nobody waits for, until one is 0."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,11 @@ from gradaccum.torch.distributed import (
     detect_ranks,
     take_over,
 )
-from gradaccum.torch.loss import BatchLosses, Objective, Terms, Totals, Weight, batch_losses, counted
+from gradaccum.torch.loss import BatchLosses, Objective, Terms, Totals, Weight, counted
 from gradaccum.torch.optimizer import needs_closure
-from gradaccum.torch.train_step.options import Options
+from gradaccum.torch.train_step.options import Options, inside
 from gradaccum.torch.train_step.update import Update
+from gradaccum.torch.train_step.window import WindowRunner
 
 logger = logging.getLogger("gradaccum")
 
@@ -53,8 +55,6 @@ class GlobalBatch(Listener):
 
         They must be so in the backward pass already: it spans the ranks where SyncBatchNorm does.
         """
-        if not self.ranks.is_distributed:
-            return batch_losses(objective, batch, count)
         mine, found = objective.total(batch), objective.found
         if isinstance(mine, dict):
             return self._of_terms(objective, batch, mine, None)
@@ -92,10 +92,6 @@ class GlobalBatch(Listener):
         self, window: BatchLosses, objective: Objective, batch: Batch, count: Callable[[], list[Terms] | None]
     ) -> BatchLosses:
         """The window that begins once more, with the arguments of `open`. Exchanges nothing with other ranks."""
-        if not self.ranks.is_distributed:
-            new = self.open(objective, batch, count)
-            new.attempts = window.attempts
-            return new
         if objective.found.terms and not window.named:
             raise ValueError(_NOT_COUNTED)
         window.restart()
@@ -111,8 +107,6 @@ class GlobalBatch(Listener):
         self, window: BatchLosses, state: WindowState
     ) -> tuple[Tensor, bool, dict[Hashable, Tensor], Weight | None]:
         """Over all ranks' rows: the loss; whether anything weighs; several losses; what gradients are divided by."""
-        if not self.ranks.is_distributed:
-            return *window.finished(), window.divisor
         known = window.unit_and_weight()
         unit, weight = known or (1.0, 0.0)
         # A few numbers go with the ranks' message; on a device they are added up there, and nobody waits for them.
@@ -146,6 +140,39 @@ class GlobalBatch(Listener):
             weighs, divisor = weight > 0, weight / unit / self.ranks.size
             sums = sums / weight if weighs else sums
         return sums, divisor, weighs
+
+
+class RanksRunner(WindowRunner):
+    """Windows whose gradients and losses are those of all ranks' rows."""
+
+    def __init__(self, *arguments: Any, ranks: Ranks, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.ranks = ranks
+        self._global_batch = GlobalBatch(ranks, self.buffer)
+
+    def clear(self) -> None:
+        super().clear()
+        self.ranks.engine.clear()
+        self.ranks.expect(closes=False, steps=1)
+
+    def open(self, batch: Batch, count: Callable[[], list[Terms] | None]) -> BatchLosses:
+        return self._global_batch.open(self.objective, batch, count)
+
+    def reopen(self, window: BatchLosses, batch: Batch, count: Callable[[], list[Terms] | None]) -> BatchLosses:
+        return self._global_batch.reopen(window, self.objective, batch, count)
+
+    def close(self, window: BatchLosses) -> tuple[Tensor, bool, dict[Hashable, Tensor], Weight | None]:
+        return self._global_batch.close(window, self.state)
+
+    def count(self, batch: Batch, sizes: Sequence[int] | None, first: bool) -> list[Terms] | None:
+        # Where passes span the ranks, counting would have to run on all of them at once.
+        return None if self.state.always else super().count(batch, sizes, False)
+
+    def alone(self) -> Objective:
+        return self.objective.on(inside(self.objective.model))
+
+    def rows_of_all(self, batch: Batch) -> int:
+        return round(sum(self.ranks.numbers(batch.rows)))
 
 
 def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: Ranks) -> None:
@@ -191,7 +218,3 @@ def spans_ranks(model: nn.Module, ranks: Ranks, *, exact: bool, verify: bool) ->
             "for each other in every pass. Prove it on one process, with gradaccum.torch.check_equivalence."
         )
     return spans
-
-
-def inside(model: nn.Module) -> nn.Module:
-    return model.get_submodule("module") if isinstance(model, nn.parallel.DistributedDataParallel) else model

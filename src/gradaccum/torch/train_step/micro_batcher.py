@@ -18,8 +18,8 @@ from gradaccum.torch.distributed import Ranks
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.measure import largest_fitting
 from gradaccum.torch.padding import what_is_cut
+from gradaccum.torch.padding.judged import Joining, Packing
 from gradaccum.torch.train_step.options import Options, with_groups
-from gradaccum.torch.train_step.padding import Joining, Packing
 
 EXACT_MICRO_BATCH_SIZE = 32
 """Rows, for "auto" with exact BatchNorm: all rows' boundary activations are kept in any case, and larger micro-batches

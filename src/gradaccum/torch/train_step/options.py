@@ -124,6 +124,11 @@ def loss_by_name(init: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
+def inside(model: nn.Module) -> nn.Module:
+    """The model without DistributedDataParallel around it."""
+    return model.get_submodule("module") if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
 def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:
     """The batch with the groups of its rows; those of a group are brought together, where they lie apart."""
     if isinstance(groups, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -20,11 +21,12 @@ from gradaccum.on_torch.private import leave_uncompiled
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof import Proof
-from gradaccum.torch.train_step.global_batch import check_members, find_ranks, inside, spans_ranks
+from gradaccum.torch.train_step.features import features_of, rehearsal_features, whole_batch, window_runner
+from gradaccum.torch.train_step.global_batch import check_members, find_ranks, spans_ranks
 from gradaccum.torch.train_step.micro_batcher import MicroBatcher
-from gradaccum.torch.train_step.options import GroupsChoice, Options, check_optimized, loss_by_name
+from gradaccum.torch.train_step.options import GroupsChoice, Options, check_optimized, inside, loss_by_name
 from gradaccum.torch.train_step.update import Update
-from gradaccum.torch.train_step.window import Finished, WholeBatch, WindowRunner
+from gradaccum.torch.train_step.window import Finished
 
 logger = logging.getLogger("gradaccum")
 
@@ -135,7 +137,7 @@ class TrainStep:
         self.proving = False
         """Whether passes run just now that only prove something: nothing is kept of them."""
         self._is_checked, exact = False, options.batch_norm == "exact"
-        whole = WholeBatch(model, batch_dims, loss_fn is not None, offload=offload) if exact else None
+        whole = whole_batch(model, batch_dims, loss_fn is not None, offload=offload) if exact else None
         self.objective = Objective(
             model if whole is None else whole.model,
             loss_fn=loss_fn,
@@ -155,17 +157,19 @@ class TrainStep:
         update.buffer.attach(self.ranks.engine.pending)
         if self.ranks.sharded:
             self.batcher.without_trying(update.optimizers, self.ranks, proves=verify)
-        self._windows = WindowRunner(
+        runner = functools.partial(
+            window_runner,
             self.objective,
             model,
-            self.ranks,
             update,
             self.batcher,
             batch_norm=BatchNormPolicy(batch_norm, model, remedy=_REMEDY),
             oom=OomRetry(meter),
-            whole=whole,
-            always=spans,  # where all ranks run passes together, no window restarts by itself
         )
+        # Where all ranks run passes together, no window restarts by itself.
+        self._windows = runner(features_of(options, update, self.ranks, whole), always=spans)
+        self._rehearsal = functools.cache(lambda: runner(rehearsal_features(options, model, whole), always=True))
+        self._always_proves = whole is not None
         self._windows.not_proven, self._state = self._prove, self._windows.state
         self._proof = Proof(
             plain,
@@ -295,10 +299,10 @@ class TrainStep:
 
     def _rehearse(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
         scaler = self.update.scaler and self._proof.scale
-        return self._windows.rehearse(objective, batch, sizes, scaler, known=self._proof.quick)
+        return self._rehearsal().rehearse(objective, batch, sizes, scaler, known=self._proof.quick)
 
     def _prove(self, batch: Batch) -> None:
-        if not self._verify or not (self._windows.whole is not None or self.batcher.splits(batch)):
+        if not self._verify or not (self._always_proves or self.batcher.splits(batch)):
             return
         text = self.batcher.text(batch)
         if not self._schedule.includes(batch, self._state.modes, text):

@@ -19,7 +19,7 @@ from gradaccum.on_torch.batch import Batch, leaves
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.state import evaluated
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.padding import IGNORED, Left, Text, can_take_positions, other_widths, what_is_cut
+from gradaccum.torch.padding.text import IGNORED, Left, Text, can_take_positions, other_widths, what_is_cut
 
 logger = logging.getLogger("gradaccum")
 
