@@ -19,6 +19,8 @@ from gradaccum.core.window import uncounted_error
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import map_leaves
 from gradaccum.torch.optimizer import sharded_checkpoint as sharded
+from gradaccum.torch.optimizer.proxy import optimizers_of
+from gradaccum.torch.optimizer.several import SeveralOptimizers
 from gradaccum.torch.watch import parameters_of
 from gradaccum.torch.window import Windows
 
@@ -35,7 +37,7 @@ def state_dict(windows: Windows) -> dict[str, Any]:
     if windows.ranks.sharded:
         return sharded.pack(windows.inner, state, windows.ranks)
     packed, window = {**windows.inner.state_dict(), KEY: state}, state["window"]
-    if windows.ranks.is_distributed or window["micro_batches"]:
+    if "param_groups" in packed and (windows.ranks.is_distributed or window["micro_batches"]):
         # torch.distributed.checkpoint keeps "state" and "param_groups" alone: it shall not lose a window unnoticed.
         first, *others = packed["param_groups"]
         packed["param_groups"] = [{**first, _IN_WINDOW: [window["micro_batches"], window["steps"]]}, *others]
@@ -58,7 +60,11 @@ def initialise(windows: Windows) -> None:
 
 
 def load(windows: Windows, state_dict: dict[str, Any]) -> None:
-    _check_form(state_dict)
+    several = isinstance(windows.inner, SeveralOptimizers)
+    _check_form(state_dict, len(optimizers_of(windows.inner)) if several else 0)
+    if several:
+        _load_several(windows, dict(state_dict))
+        return
     state_dict, own = sharded.unpack(dict(state_dict), windows.ranks)
     own = state_dict.pop(KEY, own)
     groups = state_dict["param_groups"] = [dict(group) for group in state_dict["param_groups"]]
@@ -72,13 +78,34 @@ def load(windows: Windows, state_dict: dict[str, Any]) -> None:
             steps,
         )
     _check_inner(windows.inner, state_dict)
+    _check_own(windows, own)
+    windows.inner.load_state_dict(_cloned(state_dict))
+    _go_on(windows, own)
+
+
+def _load_several(windows: Windows, state_dict: dict[str, Any]) -> None:
+    own = state_dict.pop(KEY, None)
+    for optimizer, state in zip(optimizers_of(windows.inner), state_dict["optimizers"], strict=True):
+        _check_inner(optimizer, state)
+    _check_own(windows, own)
+    windows.inner.load_state_dict({"optimizers": [*map(_cloned, state_dict["optimizers"])]})
+    _go_on(windows, own)
+
+
+def _check_own(windows: Windows, own: Any) -> None:
     if own is not None:
         _check_whole(own)
         if own["window"]["micro_batches"]:
             _check_window(windows, own)
-    # torch would share tensors with the dict it is given, and the next update change them there.
-    cloned = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state_dict["state"])
-    windows.inner.load_state_dict({**state_dict, "state": cloned})
+
+
+def _cloned(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """torch would share tensors with the dict it is given, and the next update change them there."""
+    state = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state_dict["state"])
+    return {**state_dict, "state": state}
+
+
+def _go_on(windows: Windows, own: Any) -> None:
     if own is not None:
         restore(windows, own)
     else:
@@ -170,12 +197,25 @@ def _check_window(windows: Windows, state: dict[str, Any]) -> None:
             )
 
 
-def _check_form(state_dict: Any) -> None:
+def _check_form(state_dict: Any, several: int = 0) -> None:
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             "A state dict must be a dict, as state_dict() returns it. "
             f"Received: state_dict={state_dict!r} of type {type(state_dict).__name__}."
         )
+    saved = state_dict.get("optimizers")
+    if several:
+        if not isinstance(saved, (list, tuple)) or len(saved) != several:
+            found = "one optimizer" if saved is None else f"{len(saved)} optimizers"
+            raise ValueError(
+                f"This optimizer wraps {several} optimizers, and the state dict is of {found}. To load one use "
+                "optimizer.inner[0].load_state_dict()."
+            )
+        for state in saved:
+            _check_form(state)
+        return
+    if saved is not None and "param_groups" not in state_dict:
+        raise ValueError(f"The state dict is of {len(saved)} optimizers, and this optimizer wraps one.")
     no_state_dict = "This is no optimizer's state dict:"
     for key in ("state", "param_groups"):
         if key not in state_dict:

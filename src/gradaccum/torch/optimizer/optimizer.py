@@ -34,6 +34,7 @@ from gradaccum.torch.optimizer.proxy import (
     lightning_module,
     may_evaluate_again,
     needs_closure,
+    optimizers_of,
 )
 from gradaccum.torch.watch import parameters_of
 from gradaccum.torch.window import Nonfinite, Windows, checked_nonfinite, make_window, on_collect
@@ -57,7 +58,8 @@ class Optimizer(OptimizerProxy):
     undivided sum.
 
     Args:
-        optimizer: The inner optimizer, any `torch.optim.Optimizer`. It stays the same object.
+        optimizer: The inner optimizer, any `torch.optim.Optimizer`. It stays the same object. Or a list of them, such
+            as Muon and AdamW, each with parameters of its own: one window, one clip and one `step()` for all.
         steps: Micro-batches in a window: an int >= 1; `{epoch: steps}` with epoch 0 in it; or a callable
             `(epoch, update) -> steps`. Epochs are counted by `batches()`, or by `flush()`.
         model: The model. Its data-parallel reduction is held back to the window's end, and a warning names BatchNorm in
@@ -93,7 +95,7 @@ class Optimizer(OptimizerProxy):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         steps: Steps,
         *,
         model: nn.Module | None = None,
@@ -117,10 +119,12 @@ class Optimizer(OptimizerProxy):
         if schedule.constant != 1:
             self._check_batch_norm()
         self._sync = checked_choice("sync", sync, get_args(Sync))
-        self._start(checked_inner(optimizer), schedule)
-        logger.info("Wrapping '%s' PyTorch optimizer with GA of %s steps", type(optimizer).__name__, schedule)
+        inner = checked_inner(optimizer)
+        self._start(inner, schedule)
+        names = ", ".join(type(each).__name__ for each in optimizers_of(inner))
+        logger.info("Wrapping '%s' PyTorch optimizer with GA of %s steps", names, schedule)
 
-    def _start(self, inner: torch.optim.Optimizer, schedule: Schedule) -> None:
+    def _start(self, inner: Any, schedule: Schedule) -> None:
         arguments = {**self._accumulation_arguments}
         check_steps = functools.partial(check_steps_of, inner, self._accumulation_arguments)
         check_steps(schedule)
@@ -130,7 +134,11 @@ class Optimizer(OptimizerProxy):
         self._hold(inner)
         leave_uncompiled()
         options = {"steps": schedule.constant, **arguments, "sync": self._sync}
-        ranks = detect_ranks(self._model, [inner], options=options)
+        ranks = detect_ranks(self._model, optimizers_of(inner), options=options)
+        if ranks.sharded and len(optimizers_of(inner)) > 1:
+            raise ValueError(
+                "Several optimizers in one wrapper can't share a sharded model. Use TrainStep, or one of them."
+            )
         check_closures([inner] if needs_closure(inner) else [], ranks)
         noise = NoiseMeter() if arguments.pop("noise_scale") else None
         parameters = functools.partial(parameters_of, inner)
@@ -156,8 +164,8 @@ class Optimizer(OptimizerProxy):
         Raises:
             WindowError: The window is open, and the parameters have gradients of unknown micro-batches.
         """
-        if hasattr(self, "inner"):  # or behind a framework's imitation of this class
-            self.inner.add_param_group(param_group)
+        if "_inner" in self.__dict__:  # or behind a framework's imitation of this class
+            self._inner.add_param_group(param_group)
             if self._windows.current.window.is_open and any(
                 parameter.grad is not None for parameter in self.inner.param_groups[-1]["params"]
             ):
@@ -311,9 +319,9 @@ class Optimizer(OptimizerProxy):
             windows.count_ordinary()  # nearly always
             return None
         if closure is not None:
-            again = may_evaluate_again(self.inner)
+            again = may_evaluate_again(self._inner)
             plain = not (has_options(self._accumulation_arguments) or windows.ranks.is_distributed)
-            if needs_closure(self.inner) or (again and plain and windows.steps == 1):
+            if needs_closure(self._inner) or (again and plain and windows.steps == 1):
                 return windows.evaluate(functools.partial(self._step_inner, closure))
             try:
                 with torch.enable_grad():
@@ -323,7 +331,7 @@ class Optimizer(OptimizerProxy):
                 raise
             if result is None and lightning_module(closure) is not None:
                 windows.window.leave_out()  # its training_step returned None: there was no backward pass
-            self._answer = (evaluated(self.inner, result),) if again else ()
+            self._answer = (evaluated(self._inner, result),) if again else ()
         if not windows.current.passes.arrivals and checkpoint.is_initialisation(windows):
             return checkpoint.initialise(windows)
         if not self._checked:
@@ -427,7 +435,7 @@ class Optimizer(OptimizerProxy):
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "inner": self.inner,
+            "inner": self._inner,
             "schedule": self._windows.schedule,
             "arguments": {
                 "_accumulation_arguments": self._accumulation_arguments,

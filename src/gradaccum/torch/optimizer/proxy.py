@@ -14,6 +14,7 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import global_step_hooks, without_global_step_hooks
 from gradaccum.schedule import Schedule
+from gradaccum.torch.optimizer.several import SeveralOptimizers
 from gradaccum.torch.watch import callers, check_outside_of_trainers, parameters_of
 from gradaccum.torch.window import LossScale, Windows
 
@@ -32,11 +33,11 @@ def _inners(name: str) -> property:
     """The inner optimizer's own table, so that schedulers, scalers and checkpoints find it where they look."""
 
     def get(self: OptimizerProxy) -> Any:
-        return getattr(self.inner, name)
+        return getattr(self._inner, name)
 
     def set_(self: OptimizerProxy, value: Any) -> None:
-        if hasattr(self, "inner"):
-            setattr(self.inner, name, value)
+        if "_inner" in self.__dict__:
+            setattr(self._inner, name, value)
 
     return property(get, set_)
 
@@ -44,18 +45,20 @@ def _inners(name: str) -> property:
 class OptimizerProxy(torch.optim.Optimizer):
     """torch's optimizer protocol, passed on to an inner optimizer; `step` and the files are left to subclasses."""
 
-    inner: torch.optim.Optimizer
+    inner: Any
+    """The inner optimizer; of several, the list."""
     _loss_scale: LossScale
     _windows: Windows
     param_groups: Any = _inners("param_groups")
     state: Any = _inners("state")
     defaults: Any = _inners("defaults")
 
-    def _hold(self, inner: torch.optim.Optimizer) -> None:
+    def _hold(self, inner: Any) -> None:
         # torch's constructor makes the hook tables. It would also write groups and state, which are the inner
-        # optimizer's: until `inner` is set, the properties swallow that.
+        # optimizer's: until `_inner` is set, the properties swallow that.
         super().__init__(inner.param_groups, inner.defaults)
-        self.inner = inner
+        self._inner = inner
+        self.inner = inner.optimizers if isinstance(inner, SeveralOptimizers) else inner
         self._scaled: list[Any] = []
         self._answer: tuple[Callable[[], Any], ...] = ()  # the inner optimizer's, for a closure that has been evaluated
         own = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
@@ -63,8 +66,12 @@ class OptimizerProxy(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         # What an inner optimizer has beyond torch's interface (train() and eval() of schedule-free ones, say).
-        if name.startswith("_") or "inner" not in self.__dict__:
+        if name.startswith("_") or "_inner" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if self.inner is not self._inner:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}. Ask one of `.inner`, a list"
+            )
         found = getattr(self.inner, name)
         if self._windows.schedule.constant != 1 and inspect.ismethod(found) and _works_on_gradients(found):
             return functools.partial(_refuse, f"{type(self.inner).__name__}.{name}()")
@@ -74,13 +81,13 @@ class OptimizerProxy(torch.optim.Optimizer):
         """The inner optimizer's step, between the hooks of all optimizers and those that were registered here."""
         given = closure or self._answer
         if not any(self._step_hooks):
-            return self.inner.step(*given)  # nearly always
+            return self._inner.step(*given)
         args: Any = (self, *given)
         kwargs = dict[str, Any]()
         with without_global_step_hooks() as (before, after):
             for pre_hook in (*before, *self._optimizer_step_pre_hooks.values()):
                 args, kwargs = pre_hook(self, args, kwargs) or (args, kwargs)
-            result = self.inner.step(*args[1:], **kwargs)
+            result = self._inner.step(*args[1:], **kwargs)
             for post_hook in (*self._optimizer_step_post_hooks.values(), *after):
                 post_hook(self, args, kwargs)
         return result
@@ -120,6 +127,11 @@ class OptimizerProxy(torch.optim.Optimizer):
 
 
 _INSTEAD = "Use gradaccum.torch.TrainStep, which does that, or steps=1 without options."
+
+
+def optimizers_of(inner: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that an inner one is made of: most often itself."""
+    return inner.optimizers if isinstance(inner, SeveralOptimizers) else [inner]
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -192,7 +204,20 @@ def check_first_step(closure: Any) -> None:
         )
 
 
-def checked_inner(optimizer: Any) -> torch.optim.Optimizer:
+def checked_inner(optimizer: Any) -> Any:
+    """The inner optimizer; of a list, one that is made of them."""
+    if not isinstance(optimizer, (list, tuple)):
+        return _checked_optimizer(optimizer)
+    if not optimizer:
+        raise ValueError("`optimizer` must be an optimizer, or a list of at least one. Received: an empty list.")
+    optimizers = [_checked_optimizer(each) for each in optimizer]
+    for each in optimizers:
+        if needs_closure(each):
+            raise ValueError(f"{type(each).__name__} re-evaluates its closure: it can't be one of several. {_INSTEAD}")
+    return SeveralOptimizers(optimizers)
+
+
+def _checked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     if isinstance(optimizer, OptimizerProxy):
         raise ValueError(f"This optimizer is wrapped already. Received: {optimizer!r}. Pass its `.inner`, or use it.")
     kind = type(optimizer).__name__
