@@ -15,6 +15,25 @@ from gradaccum.on_torch import random_state
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.random_state import RandomState, all_generators
 
+SEED = 0x5EEDFA11
+"""What a proof seeds PyTorch's generators with: nobody else does."""
+
+
+def _key(generator: torch.Generator) -> Any:
+    return getattr(generator, "_cdata", id(generator))
+
+
+class _Known:
+    """A generator that isn't made in passes, and its state, in which it has been found and from which passes begin."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator, self.state = generator, generator.get_state()
+        copied = torch.Generator(generator.device)
+        copied.set_state(self.state)
+        torch.randint(2, (), generator=copied, device=copied.device)
+        self.advanced = copied.get_state()
+        """One number later: not as one is that a pass has seeded."""
+
 
 class RowwiseRng(TorchDispatchMode):
     """While active, every random tensor is cut out of the one that the large batch has drawn.
@@ -44,7 +63,13 @@ class RowwiseRng(TorchDispatchMode):
         self._ends: dict[Any, RandomState] = {}
         self._shapes: dict[int, torch.Size] = {}
         self._taken: Tensor | None = None
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._generators = [_Known(one) for one in generators if isinstance(one, torch.Generator)]
+        self.seeded = False
+        """Whether passes have drawn numbers that the next micro-batch draws again, for rows of its own."""
+        self._seeded: list[torch.Generator] = []
+        self.seeded_by_forks = False
+        """Whether that is so of all numbers, as `torch.random.fork_rng` takes back that they were drawn."""
+        self._forks, self._draws_of_default, self._start = False, 0, Tensor()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -59,10 +84,15 @@ class RowwiseRng(TorchDispatchMode):
             super().__exit__(*error)
 
     def replace_noise(self) -> bool:
-        """Where random numbers were not those of their rows: have them be their mean from now on. Returns whether."""
+        """Have numbers that belong to no row be their mean from now on, and those that are drawn again be drawn again.
+
+        Returns whether there were any.
+        """
         replaced = bool(self.unreplayed) and not self.neutral
         self.neutral = self.neutral or replaced
-        return replaced
+        forks = self._forks and not self.seeded_by_forks
+        self.seeded_by_forks = self.seeded_by_forks or forks
+        return replaced or forks
 
     def rest(self) -> None:
         """Look at nothing from now on, if all rows at once have drawn nothing."""
@@ -73,7 +103,10 @@ class RowwiseRng(TorchDispatchMode):
             return
         self.rewind()
         self._taken = taken
-        random_state.seed(0)
+        random_state.seed(SEED)
+        for known in self._generators:
+            known.generator.set_state(known.advanced)
+        self._seeded, self._draws_of_default, self._start = [], 0, torch.default_generator.get_state()
         self._begun = RandomState([*all_generators()[1:], *self._own.states])
 
     def rewind(self) -> None:
@@ -81,8 +114,8 @@ class RowwiseRng(TorchDispatchMode):
             return
         self._look()
         self._own.put_back()
-        for generator, state in self._generators:
-            generator.set_state(state)
+        for known in self._generators:
+            known.generator.set_state(known.state)
 
     def _look(self) -> None:
         """Numbers that aren't PyTorch's can't be cut. As many in each pass are the same; others follow its rows.
@@ -101,6 +134,26 @@ class RowwiseRng(TorchDispatchMode):
             if self._ends.setdefault(generator, now.only([generator])).moved(now):
                 self._drawn.add({"python": "Python's", "numpy": "NumPy's"}.get(str(generator), "its own"))
         self._begun = RandomState(())
+
+    def end_of_forward(self) -> None:
+        """A forward pass has run. Where it has drawn, and no number is gone, the next one draws the same ones."""
+        if self._draws_of_default and torch.equal(self._start, torch.default_generator.get_state()):
+            self._forks = True
+
+    def _repeats(self, generator: torch.Generator | None, device: torch.device) -> bool:
+        """Whether this generator was seeded in this pass, so that each micro-batch draws the same numbers."""
+        if generator is None or _key(generator) == _key(torch.default_generator):
+            self._draws_of_default += 1
+            on_cuda = device.type == "cuda"
+            default = torch.cuda.default_generators[device.index or 0] if on_cuda else torch.default_generator
+            return self.seeded_by_forks or default.initial_seed() != SEED
+        if any(_key(generator) == _key(known) for known in self._seeded):
+            return True
+        fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+        if not torch.equal(fresh.get_state(), generator.get_state()):
+            return False
+        self._seeded.append(generator)
+        return True
 
     def check(self, name: str) -> None:
         if self._drawn:
@@ -130,6 +183,9 @@ class RowwiseRng(TorchDispatchMode):
         if given.get("dropout_p") == 0.0 or given.get("train") is False or given.get("training") is False:
             return func(*args, **kwargs)
         sampler = _SAMPLERS.get(base)
+        if self._repeats(given.get("generator"), _device_of(given)):
+            self.seeded = True
+            return func(*args, **kwargs)
         if sampler is None:
             self.unreplayed.add(name)
             return func(*args, **kwargs)
@@ -137,19 +193,19 @@ class RowwiseRng(TorchDispatchMode):
         result = sampler(template, given, self)
         return template.copy_(result) if name.endswith("_") else result
 
-    def uniform(self, template: Tensor, given: dict[str, Any]) -> Tensor:
-        """Noise in [0, 1) of the template's shape: the rows in progress of the large batch's."""
+    def uniform(self, template: Tensor, given: dict[str, Any], *, neutral: bool | None = None) -> Tensor:
+        """Noise in [0, 1) of the template's shape: the rows in progress of the large batch's; 0.5 where `neutral`."""
         self._draws += 1
         shape, device, generator = template.shape, template.device, given.get("generator")
-        if generator is not None and all(generator is not known for known, _ in self._generators):
-            self._generators.append((generator, generator.get_state()))
+        if generator is not None and all(_key(generator) != _key(known.generator) for known in self._generators):
+            self._generators.append(_Known(generator))
         drawn = torch.randint(2**62, (), generator=generator, device="cpu" if generator is None else generator.device)
         seed = int(drawn.item())
         if self._taken is None:
             self._shapes[seed] = shape
         full = self._shapes.get(seed)
         dim = row_dimension(full, shape, self.rows, self._taken) if full is not None else None
-        if self.neutral:
+        if self.neutral if neutral is None else neutral:
             return torch.full(shape, 0.5, dtype=torch.float64, device=device)
         if full is None or dim is None:
             self.unreplayed.add("of a shape that doesn't follow the rows")
@@ -160,6 +216,11 @@ class RowwiseRng(TorchDispatchMode):
             return values
         assert self._taken is not None
         return rows_in(values, dim, self.rows, self._taken)
+
+
+def _device_of(given: dict[str, Any]) -> torch.device:
+    tensor = next((value for value in given.values() if isinstance(value, Tensor)), None)
+    return torch.device(given.get("device") or "cpu") if tensor is None else tensor.device
 
 
 def row_dimension(full: torch.Size, shape: torch.Size, rows: int, taken: Tensor | None) -> int | None:
@@ -184,7 +245,7 @@ def rows_in(values: Tensor, dim: int, rows: int, taken: Tensor) -> Tensor:
 def _template(given: dict[str, Any]) -> Tensor:
     """An empty tensor like the result; for operations in place, the tensor itself."""
     dtype = given["dtype"] if isinstance(given.get("dtype"), torch.dtype) else None  # a schema's default is a number
-    own = given.get("self", given.get("input"))
+    own = given.get("self", given.get("input", given.get("count")))
     if isinstance(own, Tensor):
         return own if dtype is None else torch.empty_like(own, dtype=dtype)
     for name in ("mean", "std"):
@@ -245,6 +306,48 @@ def _cauchy(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
     return (given["median"] + given["sigma"] * tangent).to(template.dtype)
 
 
+def _gamma(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
+    # By Wilson and Hilferty: nearly as a gamma variable is distributed, and of one number a place. For shapes below 1,
+    # a larger one's times a power of a uniform number.
+    shape, power = template.double() + 1, rng.uniform(template, given).clamp(min=2.0**-60).log() / template.double()
+    normal = torch.special.ndtri(rng.uniform(template, given).clamp(min=2.0**-60))
+    cube = (1 - 1 / (9 * shape) + normal / (3 * shape.sqrt())).clamp(min=1e-3) ** 3
+    return (shape * cube * power.exp()).clamp(min=torch.finfo(template.dtype).tiny).to(template.dtype)
+
+
+def _dirichlet(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
+    parts = _gamma(template, given, rng)
+    return parts / parts.sum(-1, keepdim=True)
+
+
+def _count(mean: Tensor, variance: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
+    """A whole number that is about normal: of Poisson's and the binomial distribution, in a proof."""
+    normal = torch.special.ndtri(rng.uniform(mean, given).clamp(min=2.0**-60))
+    return (mean + variance.sqrt() * normal).round().clamp(min=0)
+
+
+def _binomial(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
+    count, share = given["count"].double(), given["prob"].double()
+    drawn = _count(count * share, count * share * (1 - share), given, rng)
+    return drawn.minimum(count).to(given["count"].dtype)
+
+
+def _geometric(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
+    return (_arrivals(template, given, rng) / -math.log1p(-given["p"])).floor().add(1).to(template.dtype)
+
+
+def _random(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
+    low, high = given.get("from") or 0, given.get("to")
+    if high is None:
+        high = 2 ** (24 if template.is_floating_point() else min(8 * template.itemsize - 1, 31))
+    return (low + (high - low) * rng.uniform(template, given)).floor().to(template.dtype)
+
+
+def _permutation(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
+    # In no order but a drawn one: the rows' own would hide that rows are mixed.
+    return rng.uniform(template, given, neutral=False).argsort()
+
+
 def _rrelu(template: Tensor, given: dict[str, Any], rng: RowwiseRng) -> Tensor:
     low, high = given["lower"], given["upper"]
     slopes = (low + (high - low) * rng.uniform(template, given)).to(template.dtype)
@@ -265,7 +368,13 @@ _SAMPLERS: dict[str, Callable[[Tensor, dict[str, Any], RowwiseRng], Any]] = {
     "rand": _uniform,
     "uniform": _uniform,
     "randint": _randint,
-    "randperm": lambda template, given, rng: rng.uniform(template, given).argsort(),
+    "randperm": _permutation,
+    "_standard_gamma": _gamma,
+    "_sample_dirichlet": _dirichlet,
+    "poisson": lambda template, given, rng: _count(template.double(), template.double(), given, rng).to(template.dtype),
+    "binomial": _binomial,
+    "geometric": _geometric,
+    "random": _random,
     "exponential": lambda template, given, rng: (_arrivals(template, given, rng) / given["lambd"]).to(template.dtype),
     "cauchy": _cauchy,
     "rrelu_with_noise": _rrelu,

@@ -25,6 +25,7 @@ torch | _dynamo.trace_rules.add | torch.compile of a whole step traces nothing o
 torch | nn.utils.parametrize._cache_enabled | weights cached without a graph have no gradient
 torch | _C._functorch.maybe_current_level | a transform of torch.func around two passes is an error
 torch | utils.weak.TensorWeakRef | finds tensors that leave a chunked module outside its outputs
+torch | Generator._cdata | whether two objects are the same generator | each is one of its own
 torch | utils._pytree.tree_iter | tensors nested in any container
 node | _input_metadata | zeros to go backward, so that what weighs nothing leaves the rows of a sparse gradient
 tensor | _version | notices edits in place; documented with autograd's checks

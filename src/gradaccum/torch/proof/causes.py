@@ -28,6 +28,8 @@ def find_causes(trial: Trial, differences: Sequence[Difference], ways: Sequence[
     """Every cause that can be told apart in one go, the most certain first."""
     if counted := counting_layers([trial.original.model]):
         return counted
+    if trial.rng.seeded:
+        return [_seeded(trial)]
     large = trial.trace(None)
     culprits = _module_causes(trial, large, ways)
     causes = list(culprits.values())
@@ -195,6 +197,17 @@ def nondeterminism_cause(trial: Trial, error: float) -> Cause:
         f"The same batch gives another gradient each time, by a relative error of {error:.2g}, with the same random "
         f"state: look at '{where}' for state of its own, or randomness that torch, Python and NumPy don't seed, or try "
         "torch.use_deterministic_algorithms(True).",
+    )
+
+
+def _seeded(trial: Trial) -> Cause:
+    how = "under torch.random.fork_rng()" if trial.rng.seeded_by_forks else "of a generator that it seeds itself"
+    return Cause(
+        "randomness",
+        "loss",
+        f"The loss or the model draws random numbers {how}, so every micro-batch draws those of the first rows again. "
+        "Make them for the whole batch before the step, and pass them as part of it, or draw them of PyTorch's own "
+        "generator.",
     )
 
 

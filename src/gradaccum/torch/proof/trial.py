@@ -23,7 +23,7 @@ from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.reach import held_generators
 from gradaccum.on_torch.state import as_found
 from gradaccum.torch.batch_norm import BatchNormChoice, frozen
-from gradaccum.torch.loss import Objective, Terms, batch_losses
+from gradaccum.torch.loss import Objective, Terms, Weight, batch_losses
 from gradaccum.torch.module_state import ModuleState
 
 Gradients = Callable[[Objective, Batch, Sequence[int]], Tensor]
@@ -50,6 +50,25 @@ class LoweredScale:
         return lowered
 
 
+class _Noted(Objective):
+    """The objective, which has the random numbers of a proof know when a forward pass has run."""
+
+    rng: RowwiseRng
+
+    def evaluate(self, batch: Batch, summed: bool = False) -> tuple[Tensor, Weight | Terms | None]:
+        result = super().evaluate(batch, summed)
+        self.rng.end_of_forward()
+        return result
+
+
+def _noted(objective: Objective, rng: RowwiseRng) -> Objective:
+    noted = copy.copy(objective)
+    noted.__class__ = _Noted
+    assert isinstance(noted, _Noted)
+    noted.rng = rng
+    return noted
+
+
 class BatchRunner(TorchRunner):
     """Runs rows of a batch on a model and a loss, each time from the state that these have now.
 
@@ -68,10 +87,11 @@ class BatchRunner(TorchRunner):
         scale: LoweredScale | None = None,
         **rng: Any,
     ) -> None:
-        self.objective, self.gradients, self._parameters, self.state = objective, gradients, parameters, state
+        self.gradients, self._parameters, self.state = gradients, parameters, state
         self._scale, self.batch = scale or LoweredScale(None), batch
         self._own_ids = set(map(id, parameters.values()))
         super().__init__(RowwiseRng(batch.rows, generators, **rng), objective.device, batch.rows)
+        self.objective = _noted(objective, self.rng)
 
     def tensors(self) -> list[Tensor]:
         return list(self._parameters.values())
@@ -264,8 +284,8 @@ class Trial(BatchRunner):
 
     def replace_noise(self) -> bool:
         what = ", ".join(sorted(self.rng.unreplayed))
-        replaced = super().replace_noise()
-        if replaced:
+        before, replaced = self.rng.neutral, super().replace_noise()
+        if self.rng.neutral and not before:
             self.notes.append(
                 f"Random numbers that belong to no row ({what}) were replaced by their mean, and dropout was off."
             )
