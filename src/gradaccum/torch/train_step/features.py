@@ -35,9 +35,15 @@ class Features:
         self.keywords |= keywords
 
 
-def features_of(options: Options, update: Update, ranks: Any, whole: Any) -> Features:
+def features_of(model: nn.Module, options: Options, update: Update, ranks: Any, whole: Any) -> Features:
     """What takes part in windows. `whole`: exact BatchNorm's `whole_batch`, if there is one."""
     found = _everywhere(options, whole)
+    if options.reproducible:
+        from gradaccum.torch.reproducible.window import ReproducibleWindow, check_reproducible
+
+        check_reproducible(model, ranks, vars(options), closures=bool(options.closures()))
+        found.add(ReproducibleWindow, options=options)
+        return found
     if update.noise is not None:
         from gradaccum.torch.train_step.scaled import NoisyPasses, NoisyRunner
 

@@ -201,6 +201,7 @@ def find_ranks(model: nn.Module, objective: Objective, update: Update, options: 
             "noise_scale": update.noise is not None,
             "scaler": update.scaler and "given",
             "sync": options.sync,
+            "reproducible": options.reproducible,
             "batch_norm": options.batch_norm.replace("warn", "micro"),
         },
     )

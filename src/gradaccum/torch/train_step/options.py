@@ -35,6 +35,7 @@ class Options:
     offload: Any
     noise_scale: Any
     sync: Any
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         self.batch_norm = checked_batch_norm(self.batch_norm)

@@ -70,6 +70,8 @@ class TrainStep:
             updates 2, 4, 8, ..., 1024, 2048, 3072, ..., and for batches of a new kind.
         sync: When ranks reduce their gradients: `"window"`, once per update; `"micro_batch"`, on every micro-batch, for
             sharded models whose unsharded gradients don't fit.
+        reproducible: Make the same bits on any number of ranks, from rows that `GlobalBatchSampler` shares out: sums
+            that don't depend on their order, random numbers that follow from seed, update and place in the batch.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -111,6 +113,7 @@ class TrainStep:
         noise_scale: bool = False,
         verify: bool = True,
         sync: Sync = "window",
+        reproducible: bool = False,
     ) -> None:
         leave_uncompiled()
         self.model = checked_model(model)
@@ -129,6 +132,7 @@ class TrainStep:
             offload=offload,
             noise_scale=noise_scale,
             sync=sync,
+            reproducible=reproducible,
         )
         self.updates = 0
         """Updates made so far."""
@@ -167,7 +171,7 @@ class TrainStep:
             oom=OomRetry(meter),
         )
         # Where all ranks run passes together, no window restarts by itself.
-        self._windows = runner(features_of(options, update, self.ranks, whole), always=spans)
+        self._windows = runner(features_of(model, options, update, self.ranks, whole), always=spans)
         self._rehearsal = functools.cache(lambda: runner(rehearsal_features(options, model, whole), always=True))
         self._always_proves = whole is not None
         self._windows.not_proven, self._state = self._prove, self._windows.state
@@ -318,9 +322,11 @@ class TrainStep:
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and the sizes that have been found, as plain numbers. Model and optimizer have their own."""
-        return {"updates": self.updates, "sizes": self.batcher.finder.state_dict()}
+        own = {"updates": self.updates, "sizes": self.batcher.finder.state_dict()}
+        return own | self._windows.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         self.batcher.load_state_dict(state)
+        self._windows.load_state_dict(state)
         self.updates = state["updates"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -114,6 +114,13 @@ class WindowRunner:
         if self.state.surprised():
             raise RestartWindow
         self.buffers.move()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What windows to come follow from beside parameters and optimizer state: here nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, and whatever is beside it."""
 
     # What features override.
 
