@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gradaccum.report.run import read
-from gradaccum.torch import Recorder, TrainStep
+from gradaccum.torch import BlockStep, Recorder, TrainStep
 from gradaccum.torch.optim import SGD
 from tests.torch.distributed.processes import fresh_process
 
@@ -63,6 +63,18 @@ def test_with_a_wrapped_optimizer_it_may_be_called_after_every_micro_batch(tmp_p
     assert "noise_scale" not in updates[-1]
 
 
+def test_with_a_block_step_it_records_all_but_the_noise_scale(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = BlockStep(model, optimizer, loss_fn=nn.MSELoss(), blocks=model, micro_batch_size=4, clip_grad_norm=1.0)
+    with Recorder(tmp_path / "run.jsonl", step) as recorder:
+        assert recorder.record(step(*batch()))
+    start, line = lines(tmp_path / "run.jsonl")
+    assert (start["start"]["source"], line["micro_batch_size"], line["update"]) == ("BlockStep", 4, 1)
+    assert line["grad_norm"] > 0
+    assert "noise_scale" not in line
+
+
 def test_a_file_that_exists_is_continued_after_a_line_that_was_cut_off(tmp_path):
     path, step = tmp_path / "run.jsonl", train_step()
     for cut in (True, False):
@@ -85,7 +97,7 @@ def test_what_cannot_be_recorded_is_told(tmp_path):
             recorder.record(loss, note="text")
     with pytest.raises(ValueError, match="is closed"):
         recorder.record(loss)
-    with pytest.raises(TypeError, match="must be a TrainStep or a"):
+    with pytest.raises(TypeError, match="must be a TrainStep, a BlockStep or a"):
         Recorder(tmp_path / "run.jsonl", nn.Linear(1, 1))
 
 

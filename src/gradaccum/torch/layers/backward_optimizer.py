@@ -193,7 +193,7 @@ class BackwardOptimizer:
         if not self._updated:
             return error
         trained = [(b.path, [p for p in b.module.parameters() if p.requires_grad]) for b in self._blocks]
-        blocks = [repr(path) for path, own in trained if own and all(id(p) in self._updated for p in own)]
+        blocks = [repr(path) for path, inside in trained if inside and all(id(p) in self._updated for p in inside)]
         state = (
             f"{len(self._updated)} of {len(self._sums.parameters())} parameters have been updated with this batch, and "
             f"their optimizer state: those of the blocks {', '.join(blocks) or '(none whole)'}, the last of them maybe "
@@ -209,26 +209,26 @@ class BackwardOptimizer:
 def limited_to(optimizer: torch.optim.Optimizer, parameters: Collection[int]) -> Iterator[None]:
     """The optimizer has these parameters alone, by id, meanwhile, in groups that are the same objects."""
     groups = optimizer.param_groups
-    held = [(group, group["params"]) for group in groups]
-    for group, listed in held:
+    usual = [(group, group["params"]) for group in groups]
+    for group, listed in usual:
         group["params"] = [p for p in listed if id(p) in parameters]
     groups[:] = [group for group in groups if group["params"]]
     try:
         yield
     finally:
-        for group, listed in held:
+        for group, listed in usual:
             group["params"] = listed
-        groups[:] = [group for group, _ in held]
+        groups[:] = [group for group, _ in usual]
 
 
 def check_own_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise if somebody has put another function in the place of the optimizer's `step`; schedulers wrap it."""
-    found, own = vars(optimizer).get("step"), type(optimizer).step
-    while getattr(found, "__globals__", {}).get("__name__") == torch.optim.lr_scheduler.__name__:
-        found = found.__wrapped__  # type: ignore[union-attr]
-    if found is not None and getattr(found, "__func__", found) is not own:
+    step, usual = vars(optimizer).get("step"), type(optimizer).step
+    while getattr(step, "__globals__", {}).get("__name__") == torch.optim.lr_scheduler.__name__:
+        step = step.__wrapped__  # type: ignore[union-attr]
+    if step is not None and getattr(step, "__func__", step) is not usual:
         raise ValueError(
-            f"{type(optimizer).__name__}'s step was replaced by {getattr(found, '__name__', found)}, and "
+            f"{type(optimizer).__name__}'s step was replaced by {getattr(step, '__name__', step)}, and "
             "update='in_backward' calls it several times in an update. Put what must happen once per update into "
             "register_step_post_hook, or use update='after_backward'."
         )
@@ -264,8 +264,8 @@ def check_per_parameter(optimizer: torch.optim.Optimizer) -> list[float]:
         )
 
     def bytes_of_state(p: Tensor) -> float:
-        found = [leaf.nbytes for _, leaf in leaves(at_once.state.get(p, {})) if isinstance(leaf, Tensor)]
-        return sum(found) / p.numel()
+        sizes = [leaf.nbytes for _, leaf in leaves(at_once.state.get(p, {})) if isinstance(leaf, Tensor)]
+        return sum(sizes) / p.numel()
 
     return [max(map(bytes_of_state, group["params"]), default=0.0) for group in at_once.param_groups]
 
@@ -289,8 +289,8 @@ def _done_without_parameters(optimizer: torch.optim.Optimizer) -> str | None:
     try:
         with limited_to(small, set()), without_global_step_hooks(), _Refusing():
             small.step()
-    except _FoundMore as found:
-        return str(found.args[0])
+    except _FoundMore as operation:
+        return str(operation.args[0])
     except Exception:
         return None  # a step that wants parameters gets some
     return None

@@ -30,7 +30,8 @@ def find_blocks(model: nn.Module, blocks: Any) -> list[Block]:
             "`blocks` must be an nn.ModuleList, its dotted path, a list of modules, or 'auto'. "
             f"Received: {blocks!r} of type {type(blocks).__name__}."
         )
-    paths, owners, found = {id(module): path for path, module in model.named_modules()}, dict[int, str](), list[Block]()
+    paths, owners = {id(module): path for path, module in model.named_modules()}, dict[int, str]()
+    listed: list[Block] = []
     for index, module in enumerate(blocks):
         if not isinstance(module, nn.Module):
             raise TypeError(f"`blocks` must hold modules. Received: blocks[{index}] of type {type(module).__name__}.")
@@ -52,10 +53,10 @@ def find_blocks(model: nn.Module, blocks: Any) -> list[Block]:
                     "Blocks must not overlap: give the outer ones, or the inner."
                 )
         owners.update((id(part), path) for part in module.modules())
-        found.append(Block(path, module))
-    if not found:
+        listed.append(Block(path, module))
+    if not listed:
         raise ValueError("`blocks` must hold at least one module. Received: none.")
-    return found
+    return listed
 
 
 def _at(model: nn.Module, path: str) -> nn.Module:
@@ -86,12 +87,12 @@ def _longest(model: nn.Module) -> nn.Module:
 
 def _outermost(model: nn.Module) -> list[nn.Module]:
     """Lists of modules of one class, with parameters, that are inside of no other."""
-    found = {
+    lists = {
         path: module
         for path, module in _lists(model).items()
         if len(set(map(type, module.children()))) == 1 and any(True for _ in module.parameters())
     }
-    return [module for path, module in found.items() if not any(path.startswith(f"{other}.") for other in found)]
+    return [module for path, module in lists.items() if not any(path.startswith(f"{other}.") for other in lists)]
 
 
 def _lists(model: nn.Module) -> dict[str, nn.Module]:
@@ -117,7 +118,7 @@ def intercepted(
     and classes such as transformers' checkpointed layers have one of their own, which a call from inside of `handle`
     must run.
     """
-    held = [(module, type(module), _handlers.get(id(module))) for module in modules]
+    usual = [(module, type(module), _handlers.get(id(module))) for module in modules]
     try:
         for place, module in enumerate(modules):
             _handlers[id(module)] = functools.partial(handle, place)
@@ -125,27 +126,27 @@ def intercepted(
                 module.__class__ = _intercepting(type(module))  # type: ignore[arg-type]  # a class is hashable
         yield
     finally:
-        for module, own, before in held:
-            if module.__class__ is not own:
-                module.__class__ = own
-            if before is None:
+        for module, kind, handler in usual:
+            if module.__class__ is not kind:
+                module.__class__ = kind
+            if handler is None:
                 _handlers.pop(id(module), None)
             else:
-                _handlers[id(module)] = before
+                _handlers[id(module)] = handler
 
 
 def called(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The module's own outputs, whether its calls are intercepted or not."""
-    own = type(module)
-    return getattr(own, "_gradaccum_own", own).__call__(module, *args, **kwargs)
+    kind = type(module)
+    return getattr(kind, "_gradaccum_own", kind).__call__(module, *args, **kwargs)
 
 
 @functools.cache
-def _intercepting(own: type[nn.Module]) -> type[nn.Module]:
+def _intercepting(kind: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         handler = _handlers.get(id(self))
-        return own.__call__(self, *args, **kwargs) if handler is None else handler(args, kwargs)
+        return kind.__call__(self, *args, **kwargs) if handler is None else handler(args, kwargs)
 
-    names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-    body = {**names, "__call__": call, "_gradaccum_own": own}
-    return types.new_class(own.__name__, (own,), exec_body=lambda namespace: namespace.update(body))
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body = {**names, "__call__": call, "_gradaccum_own": kind}
+    return types.new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(body))

@@ -76,24 +76,24 @@ def _mapped(node: Any, new: dict[int, Any], *, fresh: bool) -> Any:
     """A tree with others in place of some nodes, by id; `fresh`: in copies of all containers and objects."""
     if id(node) in new or (inside := _inside(node)) is None:
         return new.get(id(node), node)
-    found = node
+    mapped = node
     if type(node) in (list, dict) or _is_object(node):  # which may be inside of themselves
         if fresh:
-            found = type(node)() if type(node) in (list, dict) else _another(node)
-        new[id(node)] = found
+            mapped = type(node)() if type(node) in (list, dict) else _another(node)
+        new[id(node)] = mapped
         if type(node) is list:
-            found[:] = [_mapped(child, new, fresh=fresh) for child in inside]
+            mapped[:] = [_mapped(child, new, fresh=fresh) for child in inside]
         else:
-            own, target = (node, found) if type(node) is dict else (vars(node), vars(found))
-            target.update({key: _mapped(child, new, fresh=fresh) for key, child in own.items()})
+            attributes, target = (node, mapped) if type(node) is dict else (vars(node), vars(mapped))
+            target.update({key: _mapped(child, new, fresh=fresh) for key, child in attributes.items()})
     elif not isinstance(node, set):
         values = [_mapped(child, new, fresh=fresh) for child in inside]
         if fresh or not all(map(is_, values, inside)):
-            found = _with_values(node, values)
+            mapped = _with_values(node, values)
     elif fresh:
-        found = set(node)
-    new[id(node)] = found
-    return found
+        mapped = set(node)
+    new[id(node)] = mapped
+    return mapped
 
 
 def _with_values(node: Any, values: list[Any]) -> Any:
@@ -157,31 +157,31 @@ class BlockCall:
         self._grads: list[Tensor | None] = []  # of its outputs
         self._leaves: dict[int, Tensor] = {}  # where its graph begins, by place among the inputs
 
-    def run(self, inputs: Inputs, start: Conditions, store: Store, held: Collection[int], written: Any) -> Any:
-        """The outputs, without a graph of the inside. `held`: tensors that the block holds, by id."""
-        self.start, given = start, self._arguments.tensors
-        versions, before = [*map(version_of, given)], set(map(id, tensors_in(inputs)))
+    def run(self, inputs: Inputs, start: Conditions, store: Store, in_module: Collection[int], written: Any) -> Any:
+        """The outputs, without a graph of the inside. `in_module`: tensors that the block holds, by id."""
+        self.start, arguments = start, self._arguments.tensors
+        versions, in_inputs = [*map(version_of, arguments)], set(map(id, tensors_in(inputs)))
         # Where no input wants a gradient, the outputs may not either, as those of a reentrant checkpoint.
         with torch.set_grad_enabled(self._is_first):
             outputs = called(self.block.module, inputs.args, inputs.kwargs)
         start.advance()
-        for tensor, version in zip(given, versions, strict=True):
+        for tensor, version in zip(arguments, versions, strict=True):
             if version_of(tensor) != version:
                 raise ValueError(self._edits(f" of shape {tuple(tensor.shape)}"))
-        made = _made(outputs, inputs, before)
+        made = _made(outputs, inputs, in_inputs)
         self._grads = [None] * len(made)
         # What the module holds, or was called with, gets no graph; and a view could not be edited in place.
-        own = before.union(held)
-        flat = [tensor.data if tensor.requires_grad or id(tensor) in own else tensor for tensor in made]
+        without_graph = in_inputs.union(in_module)
+        flat = [tensor.data if tensor.requires_grad or id(tensor) in without_graph else tensor for tensor in made]
         passes = [is_floating(tensor) and (tensor.requires_grad or not self._is_first) for tensor in made]
         constant = [tensor for tensor, passes_on in zip(flat, passes, strict=True) if not passes_on]
         graphed = _Boundary.apply(self, flat, constant, torch.zeros((), requires_grad=True))
         new = {id(old): tensor for old, tensor in zip(made, graphed, strict=True) if old is not tensor}
         outputs = replaced(outputs, new)
-        inputs = replaced(inputs, {old: tensor for old, tensor in new.items() if old not in before})
-        returned = before.union(map(id, tensors_of(outputs)))
+        inputs = replaced(inputs, {old: tensor for old, tensor in new.items() if old not in in_inputs})
+        returned = in_inputs.union(map(id, tensors_of(outputs)))
         written.update({tensor: None for tensor in tensors_in(inputs) if id(tensor) not in returned})
-        self._waiting, self._arguments.tensors = [store.keep(tensor) for tensor in given], []
+        self._waiting, self._arguments.tensors = [store.keep(tensor) for tensor in arguments], []
         return outputs
 
     def _edits(self, which: str) -> str:
@@ -212,8 +212,8 @@ class BlockCall:
         """Gradients of the outputs have come, in one backward pass of maybe several."""
         for place, grad in enumerate(grads):
             if grad is not None:
-                known = self._grads[place]
-                self._grads[place] = grad if known is None else known + grad
+                so_far = self._grads[place]
+                self._grads[place] = grad if so_far is None else so_far + grad
 
     def again(self) -> dict[int, Tensor]:
         """Run the call again, with a graph, and backward. Returns the gradients of what was in `roots`, by place."""
@@ -225,19 +225,19 @@ class BlockCall:
         tensors = [waiting.get() for waiting in self._waiting]
         self._leaves = {place: tensors[place].detach().requires_grad_() for place in self.keys}
         inputs = self._arguments.filled([self._leaves.get(place, tensor) for place, tensor in enumerate(tensors)])
-        before = set(map(id, tensors_in(inputs)))
+        in_inputs = set(map(id, tensors_in(inputs)))
         with torch.enable_grad(), self.start.restored():
             outputs = called(self.block.module, inputs.args, inputs.kwargs)
-        made = _made(outputs, inputs, before)
+        made = _made(outputs, inputs, in_inputs)
         if len(made) != len(self._grads):
             raise NotEquivalentError(
                 f"The block {self.block.path!r} returned {len(self._grads)} tensors in the forward pass, and "
                 f"{len(made)} when backward ran it again. Its outputs must depend only on its inputs."
             )
-        roots, given = backward_roots(made, self._grads)
+        roots, gradients = backward_roots(made, self._grads)
         del inputs, outputs, made, tensors
         if roots:
-            run_backward(roots, given)
+            run_backward(roots, gradients)
         return self.arrived()
 
     def arrived(self) -> dict[int, Tensor]:
@@ -351,9 +351,9 @@ class MicroBatch:
             call, self.calls[place] = self.calls[place], None
         return call
 
-    def arrive(self, place: int, call: BlockCall, found: dict[int, Tensor]) -> None:
+    def arrive(self, place: int, call: BlockCall, gradients: dict[int, Tensor]) -> None:
         """The inputs of the block at this place have gradients: pass on those that no block before it waits for."""
-        for index, grad in found.items():
+        for index, grad in gradients.items():
             key = call.keys[index]
             self._grads[key] = self._grads[key] + grad if key in self._grads else grad
         if place == 0:
@@ -381,8 +381,8 @@ class MicroBatch:
                 f"The block {first!r} was called with other inputs when backward ran the model up to there again. Does "
                 "the loss take something from an iterator, or count its calls? Pass that in the batch."
             )
-        found = [(tensors[index], grad) for index, grad in grads.items() if tensors[index].requires_grad]
-        return [root for root, _ in found], [grad for _, grad in found]
+        pairs = [(tensors[index], grad) for index, grad in grads.items() if tensors[index].requires_grad]
+        return [root for root, _ in pairs], [grad for _, grad in pairs]
 
 
 def _ends(node: Any) -> bool:

@@ -132,8 +132,8 @@ class Store:
 
     def keep(self, tensor: Tensor) -> Waiting:
         """The tensor, to be had again later."""
-        found = self._kept.get(tensor)
-        waiting: Waiting | None = None if found is None else found()
+        reference = self._kept.get(tensor)
+        waiting: Waiting | None = None if reference is None else reference()
         if waiting is None or waiting.edited:
             plain = tensor.layout is torch.strided and not hasattr(tensor, "to_local") and tensor.dim() > 0
             if plain and self._folder is not None:
@@ -226,8 +226,8 @@ class OffloadedBlocks:
         module = self._blocks[place].module
         with torch.cuda.stream(_copy_stream(self.device)) if self._on_cuda else contextlib.nullcontext():
             return {
-                own: own.detach().to(self.device, copy=True, non_blocking=True)
-                for own in (*module.parameters(), *module.buffers())
+                tensor: tensor.detach().to(self.device, copy=True, non_blocking=True)
+                for tensor in (*module.parameters(), *module.buffers())
             }
 
     @contextlib.contextmanager
@@ -238,24 +238,24 @@ class OffloadedBlocks:
         self._coming = None
         if self._on_cuda:
             _arrived(self.device, [*copies.values()])
-        copies = {own: _parameter_like(own, copy) for own, copy in copies.items()}
+        copies = {tensor: _parameter_like(tensor, copy) for tensor, copy in copies.items()}
         self.prefetch(following)
         parts: list[Any] = [h for m in self._blocks[place].module.modules() for h in (m._parameters, m._buffers)]
-        holders = [(part, name, own, copies[own]) for part in parts for name, own in part.items() if own is not None]
+        holders = [(part, name, t, copies[t]) for part in parts for name, t in part.items() if t is not None]
         versions = [copy._version for *_, copy in holders]
         for holder, name, _, copy in holders:
             holder[name] = copy
         try:
             yield
         finally:
-            for (holder, name, own, copy), version in zip(holders, versions, strict=True):
-                now, holder[name] = holder.get(name), own
-                if not isinstance(own, nn.Parameter):
+            for (holder, name, tensor, copy), version in zip(holders, versions, strict=True):
+                now, holder[name] = holder.get(name), tensor
+                if not isinstance(tensor, nn.Parameter):
                     _come_home(holder, name, now, copy, moved=copy._version != version)
-        for own, copy in copies.items():
-            if isinstance(own, nn.Parameter) and copy.grad is not None:
-                grad = copy.grad.to(own.device)
-                own.grad = grad if own.grad is None else own.grad.add_(grad)
+        for tensor, copy in copies.items():
+            if isinstance(tensor, nn.Parameter) and copy.grad is not None:
+                grad = copy.grad.to(tensor.device)
+                tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
 
 
 def _come_home(holder: Any, name: str, now: Tensor | None, copy: Tensor, *, moved: bool) -> None:
@@ -266,12 +266,12 @@ def _come_home(holder: Any, name: str, now: Tensor | None, copy: Tensor, *, move
         holder[name].detach().copy_(copy)
 
 
-def _parameter_like(own: Tensor, copy: Tensor) -> Tensor:
+def _parameter_like(tensor: Tensor, copy: Tensor) -> Tensor:
     """The copy of a parameter as one with a gradient of its own; that of a buffer as it is."""
-    if not isinstance(own, nn.Parameter):
+    if not isinstance(tensor, nn.Parameter):
         return copy
-    leaf = nn.Parameter(copy, requires_grad=own.requires_grad)
-    leaf.__dict__.update(own.__dict__)
-    if own.requires_grad and getattr(own, "grad_dtype", None) not in (None, own.dtype):
-        leaf.grad_dtype = own.grad_dtype
+    leaf = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+    leaf.__dict__.update(tensor.__dict__)
+    if tensor.requires_grad and getattr(tensor, "grad_dtype", None) not in (None, tensor.dtype):
+        leaf.grad_dtype = tensor.grad_dtype
     return leaf

@@ -141,15 +141,15 @@ class Layers:
                 "remove that: `blocks` recomputes each block already."
             )
         current.check_turn(place, self.blocks)
-        before = attributes_of(block.module) if window.proving else {}
+        attributes = attributes_of(block.module) if window.proving else {}
         again = place < self._tail and torch.is_grad_enabled()
         if again and place not in window.states:
             window.states[place] = ModuleContents(block.module)
         with self._on_device(place, place + 1):
             outputs = self._first_pass(place, Inputs(args, kwargs), current)
         if window.proving:
-            now = attributes_of(block.module)
-            left = [name for name, value in now.items() if value is not before.get(name)]
+            items = attributes_of(block.module).items()
+            left = [name for name, value in items if value is not attributes.get(name)]
             if left:
                 self.left[block.path] = left
         return outputs
@@ -172,9 +172,9 @@ class Layers:
             with torch.no_grad():
                 return called(module, inputs.args, inputs.kwargs)
         devices = accelerators([*tensors_of(inputs), *state.parameters])
-        given = held_generators(*(leaf for _, leaf in leaves(inputs)), *(window.generators or ()))
+        generators = held_generators(*(leaf for _, leaf in leaves(inputs)), *(window.generators or ()))
         self._note(place, call, current)
-        start = Conditions([*all_generators(devices), *state.generators, *given], devices)
+        start = Conditions([*all_generators(devices), *state.generators, *generators], devices)
         return call.run(inputs, start, self._store, state.tensors, current.written)
 
     def _note(self, place: int, call: BlockCall, current: MicroBatch) -> None:
@@ -253,22 +253,22 @@ class Layers:
                 call = micro_batch.pop(place)
                 assert call is not None
                 try:
-                    with passes.one():
+                    with passes.again():
                         if window.proving:
                             micro_batch.retake()
-                        found = call.again()
+                        gradients = call.again()
                 except Exception as error:
                     self.failed[block.path] = error
                     getattr(error, "add_note", str)(f"Raised where backward runs the block {block.path!r} again.")
                     raise
-                micro_batch.arrive(place, call, found)
+                micro_batch.arrive(place, call, gradients)
 
     def _before_the_blocks(self, micro_batch: MicroBatch) -> None:
         """The gradients of what the first block is called with, passed on to what stands before it."""
         if not micro_batch.first_grads:
             return
         window, batch = self._window, micro_batch.retake()
-        with _SecondPasses(window.around, window.inside).one():
+        with _SecondPasses(window.around, window.inside).again():
             window.reaching = True
             try:  # an exception leaves out what the user's code does after its forward pass, such as removing hooks
                 roots, grads = micro_batch.reach(batch, self.blocks[0].path)
@@ -302,7 +302,7 @@ class _SecondPasses:
         self._contents, self._buffers = Contents(modules, hooked), Snapshot.of(modules).buffers
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
+    def again(self) -> Iterator[None]:
         try:
             yield
         finally:

@@ -152,10 +152,10 @@ class BlockStep:
         self.grad_norm: Tensor | None = None
         """The 2-norm of the last finished gradient before clipping, a tensor; None without `clip_grad_norm`."""
         options.check_optimizers()
-        found = find_blocks(model, blocks)
+        listed = find_blocks(model, blocks)
         check_combination(
             model,
-            found,
+            listed,
             options.optimizers,
             batch_norm=batch_norm,
             in_backward=in_backward,
@@ -173,13 +173,13 @@ class BlockStep:
         meter = MemoryMeter(objective.device, parse_bytes(memory_limit))
         self._optimizers = Update(options, meter)
         self._batcher = MicroBatcher(objective, meter, options, judge=verify)
-        offloaded = None if on is None else OffloadedBlocks(model, found)
-        self._layers = Layers(model, found, offloaded, offload)
+        offloaded = None if on is None else OffloadedBlocks(model, listed)
+        self._layers = Layers(model, listed, offloaded, offload)
         self._in_backward: BackwardOptimizer | None = None
         if in_backward:
             stages = gradient_stages(options.gradients)
             optimizers, buffer = self._optimizers.optimizers, self._optimizers.buffer
-            self._in_backward = BackwardOptimizer(optimizers, buffer, found, model, meter, stages)
+            self._in_backward = BackwardOptimizer(optimizers, buffer, listed, model, meter, stages)
             self._layers.listener = self._in_backward
         parts = objective, self._layers, self._optimizers, self._batcher
         policy, oom = BatchNormPolicy(batch_norm, model, remedy=_REMEDY), OomRetry(meter)
@@ -259,7 +259,7 @@ class BlockStep:
         return self._runner.run(batch).loss
 
     def _rehearse(self, objective: Objective, batch: Batch, sizes: Sequence[int]) -> Tensor:
-        return self._rehearsal.rehearse(objective, batch, sizes, known=self._proof.quick)
+        return self._rehearsal.rehearse(objective, batch, sizes, modules_known=self._proof.quick)
 
     def _prove(self, batch: Batch) -> None:
         if not (self._verify and self._batcher.splits(batch)):

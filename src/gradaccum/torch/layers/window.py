@@ -74,17 +74,17 @@ class BlockRunner:
             always=proving or layers.listener is not None,
         )
 
-    def rehearse(self, objective: Objective, batch: Batch, sizes: Sequence[int], *, known: bool) -> Tensor:
+    def rehearse(self, objective: Objective, batch: Batch, sizes: Sequence[int], *, modules_known: bool) -> Tensor:
         """Leave the gradients of these micro-batches, for a proof. Returns the loss.
 
-        `known`: the proof has looked up the modules before.
+        `modules_known`: the proof has looked up the modules before.
         """
-        usual, self.objective, self.state.always = self.objective, objective, not known
+        usual, self.objective, self.state.always = self.objective, objective, not modules_known
         self.state.open()
         try:
             return self.run(batch, sizes).loss
         finally:
-            self.state.forget(modules=not known)
+            self.state.forget(modules=not modules_known)
             self.objective = usual
 
     def run(self, batch: Batch, sizes: Sequence[int] | None = None) -> Finished:

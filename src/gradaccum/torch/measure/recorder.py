@@ -33,11 +33,11 @@ class Recorder:
 
     Args:
         path: The file of JSON lines; its folder is made.
-        source: The `TrainStep` or the wrapped optimizer that makes the updates.
+        source: The `TrainStep`, the `BlockStep` or the wrapped optimizer that makes the updates.
         tensorboard: A folder for TensorBoard. If TensorBoard isn't installed, this is logged.
 
     Raises:
-        TypeError: `source` is neither.
+        TypeError: `source` is none of these.
         OSError: The file can't be written.
 
     Example:
@@ -60,7 +60,7 @@ class Recorder:
     ) -> None:
         if not isinstance(getattr(source, "updates", None), int):
             raise TypeError(
-                "`source` must be a TrainStep or a gradaccum.torch.optim.Optimizer. Received: "
+                "`source` must be a TrainStep, a BlockStep or a gradaccum.torch.optim.Optimizer. Received: "
                 f"source of type {type(source).__name__}."
             )
         self.path = pathlib.Path(path)
@@ -118,7 +118,7 @@ class Recorder:
         if self._noise is not None and self._updates - self._noise < _NOISE_EVERY:
             return {}
         try:
-            scale = self.source.noise_scale
+            scale = getattr(self.source, "noise_scale", None)
         except ValueError:  # it isn't measured
             self._noise = math.inf
             return {}
