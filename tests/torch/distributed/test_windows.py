@@ -89,7 +89,9 @@ def train(
                 skipped = keywords.get("nonfinite") == "skip_window" and any(p in bad for p, _ in window)
 
                 def whole_loss(m, _, seen=seen, total=total):
-                    return sum(sum(losses(m, rows, p)) * ((1 if sums else w) / total) for w, p, rows in seen)
+                    return sum(
+                        sum(losses(m, rows, p)) * ((1 if sums else w) / total) for w, p, rows in seen if w or sums
+                    )
 
                 if total and not skipped:
                     oracle.update(None, whole_loss)
@@ -151,12 +153,15 @@ def each_output(m, rows):
     return [cross_entropy(first, rows[1]), second.square().sum(1).mean()]
 
 
-def checkpointed(all_of_it, reentrant):
-    """A layer, or all of them, run again in the backward pass."""
+def checkpointed(which, reentrant):
+    """The first layer, the last, or all of them, run again in the backward pass."""
 
     def run(m, x):
-        if all_of_it:
+        if which == "all":
             return checkpoint(m.layers, x.requires_grad_(), use_reentrant=reentrant)
+        if which == "first":
+            first = checkpoint(m.layers[0], x.requires_grad_(), use_reentrant=reentrant)
+            return m.layers[2](torch.tanh(first))
         return checkpoint(m.layers[2], torch.tanh(m.layers[0](x)), use_reentrant=reentrant)
 
     return Does(run, layers=network())
@@ -249,7 +254,8 @@ LOOPS = {
     "a gradient penalty": (RAGGED, 2, {"loss": partial(looks, penalty=True), **FLUSHED}),
     **{
         f"checkpointed, {of}, {how}": (SHORT, 2, {"build": partial(checkpointed, *of), "ddp": how})
-        for of in ((False, True), (True, True), (False, False)) for how in ({"static_graph": True}, {})
+        for of in (("last", True), ("all", True), ("last", False), ("first", True))
+        for how in ({"static_graph": True}, {})
     },
     "compiled": (EVEN, 3, {"compiles": "outside"}),
     # Sharded models: when to reduce is a trade of memory against communication.

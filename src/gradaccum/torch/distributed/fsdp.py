@@ -123,7 +123,7 @@ class Shards(Engine):
         self.group = dist.group.WORLD if everybody else self._mesh.get_group(0)
         self._closes = False
         self._used = set[Tensor]()  # had a gradient of this rank's own in this window
-        self.factor, self._idle = 1.0, False
+        self.factor = 1.0
         """What gradients are multiplied with as they arrive."""
         self._first = True
         self._asks = False
@@ -204,16 +204,15 @@ class Shards(Engine):
             group.watch(arrives)
 
     def _arrives(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        if not self._idle:
-            self._used.add(parameter)
         if self.factor == 0.0:
             return torch.zeros_like(gradient)  # NaN and infinity go, too
+        self._used.add(parameter)
         return gradient if self.factor == 1.0 else gradient * self.factor
 
-    def scale(self, factor: float, idle: bool = False) -> None:
-        """Multiply what arrives from now on; `idle`: it is no gradient of this rank's."""
+    def scale(self, factor: float) -> None:
+        """Multiply what arrives from now on; by 0: it is no gradient of this rank's."""
         # The optimizer's parameters have no hooks that would run: autograd works on gathered ones.
-        self.factor, self._idle = factor, idle
+        self.factor = factor
 
     def hold(self, closes: bool) -> None:
         self._closes = closes
@@ -333,7 +332,7 @@ class Shards(Engine):
         self._set(self._closes)
 
     def settle(self, source: int = 0) -> None:
-        self.factor, self._idle, self._first = 1.0, False, False
+        self.factor, self._first = 1.0, False
         self._forget_passes()
 
     def _forget_passes(self) -> None:

@@ -69,7 +69,6 @@ class Total(NamedTuple):
     overflow: bool = False  # whether a gradient has overflowed that scale
     equal: bool = False  # whether micro-batches count equally, since nobody has said what they weigh
     idle: bool = False  # whether no micro-batch has run
-    by_name: bool = False  # whether losses by name have sums of their own, to be divided before they are one
 
 
 class _Report(NamedTuple):
@@ -102,25 +101,19 @@ class _Reports:
         self.rows, columns = rows, [*zip(*rows)]
         _, steps, last, known, manual, fills, passes, settings = columns[:8]
         self.lengths, self.lasts = [*map(int, steps)], [*map(bool, last)]
-        weights, given, largest, scales, next_scales, overflow, equal, idle, by_name = columns[8:]
+        weights, given, largest, scales, next_scales, overflow, equal, idle = columns[8:]
         used = {*scales} - {0.0}
         lost, self.scales = any(overflow), scales if len(used) > 1 else ()
         shared = sum(weights), any(given), max(largest), min(used, default=0.0)
-        self.total = Total(*shared, overflow=lost, by_name=any(by_name))
+        self.total = Total(*shared, overflow=lost)
         self.loss_scale = (min if lost else max)(filter(None, next_scales), default=0.0)
         self.source = min(range(len(idle)), key=idle.__getitem__)
         self.partly_idle, self.closes = len({*idle}) > 1, any(steps)
         self.last, self.known, self.fills = all(last), all(known), any(fills)
         self.manual, self.all_manual = any(manual), all(manual)
-        self.ways = _mixed(equal, "without a weight", weights, "weighed")
-        self.forms = _mixed(by_name, "by name", weights, "one loss")
+        ways = ["without a weight" if one else "weighed" if weight else "none" for one, weight in zip(equal, weights)]
+        self.ways = by_rank(ways) if {"without a weight", "weighed"} <= {*ways} else ""
         self.same_passes, self.same_settings = len({*passes}) == 1, len({*settings}) == 1
-
-
-def _mixed(special: Sequence[float], name: str, others: Sequence[float], plain: str) -> str:
-    """What each rank has, where some have what is special, and others what is plain."""
-    each = [name if one else plain if other else "none" for one, other in zip(special, others)]
-    return by_rank(each) if {name, plain} <= {*each} else ""
 
 
 class Listener:
@@ -315,14 +308,14 @@ class Ranks:
         return self._versions is not None
 
     def total(
-        self, mine: Total, rescale: Callable[[float, float, bool], None] | None = None, sums: Sequence[float] = ()
+        self, mine: Total, rescale: Callable[[float, float], None] | None = None, sums: Sequence[float] = ()
     ) -> Total:
         """Bring `p.grad` to its mean over the ranks, at the window's end. Returns what the window weighs on all.
 
         Where no backward pass has reduced it, `sums` go along, to be added up in `self.sums`.
 
         `rescale` brings this rank's sum to the unit and the GradScaler's scale that it is called with, if no backward
-        pass has reduced it; or, if ranks have sums by name, those to one, which all of them meet to do.
+        pass has reduced it.
         """
         self._check_unchanged(mine)
         rides = [*sums] if len(sums) <= _ROOM else []
@@ -358,15 +351,15 @@ class Ranks:
             return total._replace(overflow=True)
         return total
 
-    def _reduce(self, reports: _Reports, rescale: Callable[[float, float, bool], None] | None) -> float:
+    def _reduce(self, reports: _Reports, rescale: Callable[[float, float], None] | None) -> float:
         """Reduce the finished sum, in unit and scale of those that a backward pass reduces, else the largest weight."""
         if not self.sharded and (self.unit is None or reports.all_manual):
             self.reduced_unit = reports.total.largest or self.reduced_unit
         scale = reports.total.scale
         if scale and not reports.known:
             scale = self.loss_scale or scale
-        if rescale is not None and not reports.forms:
-            rescale(self.reduced_unit, scale, reports.total.by_name)
+        if rescale is not None:
+            rescale(self.reduced_unit, scale)
         self.engine.reduce()
         return scale
 
@@ -386,11 +379,6 @@ class Ranks:
         """The window is reduced: the engine begins anew. Raises where the ranks' sums can't be put together."""
         if len({*reports.lengths} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(reports.lengths)}.")
-        if reports.forms:
-            raise WindowError(
-                "Some ranks have losses by name, backward({name: (loss, weight)}), and others a single loss: "
-                f"{reports.forms}. Nothing was updated. Use the same names on every rank."
-            )
         if self.sharded:
             self._check_lasts(reports)
         if not reports.same_passes:

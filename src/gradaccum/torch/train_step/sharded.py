@@ -65,7 +65,7 @@ class ShardedPasses(TrainPasses):
             self._backward_of_nothing(loss)
 
     def _backward_of_nothing(self, loss: Tensor) -> None:
-        self._engine.scale(0.0, idle=True)
+        self._engine.scale(0.0)
         try:
             loss.backward()
         finally:

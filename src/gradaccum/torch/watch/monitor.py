@@ -162,6 +162,9 @@ class GradientMonitor:
     views of DDP's buckets: the version of all of them rises with that of any.
     """
 
+    reduces = False
+    """Whether DDP writes to the sum in the pass that runs: with a reentrant checkpoint it may do so before its end."""
+
     def __init__(self, parameters: Callable[[], list[Tensor]], in_views: bool = False) -> None:
         self._parameters, self._in_views = parameters, in_views
         self._windows, self._next_look = 0, 1  # windows that are over; before the next one that looks
@@ -196,6 +199,7 @@ class GradientMonitor:
     def restart(self, closed: bool = False) -> None:
         """The sum is empty, or the window `closed`: whatever comes next begins a new one."""
         self._modification: Modification | None = None
+        self.reduces = False
         self.passes.unfinished.clear()
         self._watched.restart(closed)
         if self.looking:
@@ -395,7 +399,7 @@ class ShardedMonitor(GradientMonitor):
 
 
 def _pass_over(monitor: weakref.ref[GradientMonitor]) -> None:
-    if (watching := monitor()) is not None and watching.looking:
+    if (watching := monitor()) is not None and watching.looking and not watching.reduces:
         watching.modification()
         watching.resync()
 

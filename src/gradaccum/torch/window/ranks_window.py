@@ -126,7 +126,7 @@ class RanksWindow(GradientWindow, Listener):
         self._weigh(total)
         return True
 
-    def _rescale(self, unit: float, scale: float, by_name: bool) -> None:
+    def _rescale(self, unit: float, scale: float) -> None:
         """All ranks are about to reduce: bring the sum to one unit and scale."""
         self.loss_scale.bring_to(scale)
         if self.window.reduction == "mean" and (factor := self.window.rescale(unit)) != 1.0:
@@ -170,7 +170,10 @@ class RanksWindow(GradientWindow, Listener):
         if isinstance(self.monitor, ShardedMonitor):
             self.monitor.pass_begins()
             self.loss_scale.bring()  # DDP says so behind its first gradients
+        else:
+            self.monitor.reduces = True
 
     def reduced(self) -> None:
+        self.monitor.reduces = False
         self.monitor.resync()
         self.monitor.forget_update()  # DDP has put the same views into `p.grad`
