@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+import gradaccum.torch
 import gradaccum.torch.optimizer.batches as batches_module
 from gradaccum import WindowError
 from tests.reference import FLOAT64, relative_error, windows_of
@@ -318,3 +319,9 @@ def test_a_loss_that_reaches_the_other_ones_parameters_is_named():
     model(torch.ones(2, 5)).square().mean().backward()  # the generator's loss, the discriminator not frozen
     with pytest.raises(WindowError, match=r"requires_grad_\(False\)"):
         optimizer.zero_grad()
+
+
+def test_batches_are_shown_by_their_loader_and_what_was_handed_out():
+    optimizer = gradaccum.torch.optim.Optimizer(torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1), steps=2)
+    batches = optimizer.batches([torch.ones(2, 3)] * 3)
+    assert repr(batches) == "<batches of a list, 0 handed out>"

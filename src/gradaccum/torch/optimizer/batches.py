@@ -8,7 +8,7 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,13 @@ from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import children, has_rows, leaves, number_of_rows
 from gradaccum.torch.window import Windows
 
+T = TypeVar("T")
+"""What a loader yields."""
+
 logger = logging.getLogger("gradaccum")
 
 
-class Batches:
+class Batches(Generic[T]):
     """The loader's batches, unchanged and in order, with one fetched ahead: so the last one is known to be the last.
 
     Args:
@@ -32,7 +35,7 @@ class Batches:
         weight: `weight(batch) -> number`; None: the batch's number of rows.
     """
 
-    def __init__(self, loader: Iterable[Any], windows: Windows, weight: Callable[[Any], float] | None = None) -> None:
+    def __init__(self, loader: Iterable[T], windows: Windows, weight: Callable[[T], float] | None = None) -> None:
         if not isinstance(loader, Iterable):
             raise TypeError(f"`loader` must be iterable. Received: loader of type {type(loader).__name__}.")
         if isinstance(loader, Batches):
@@ -40,12 +43,15 @@ class Batches:
                 "`loader` is a loop of batches() already, and one loop fills one optimizer's windows. Pass the loader "
                 "itself; for several optimizers wrap them in one: Optimizer([a, b], steps=4)."
             )
-        self.loader: Iterable[Any] = loader
+        self.loader: Iterable[T] = loader
         self._windows, self._weigh = windows, BatchWeight(weight)
         self._handed_out = 0
         self._to_skip: int | None = None  # what `load_state_dict` said, until the next loop
         self._loader_state: Any = None
         self._warned = False
+
+    def __repr__(self) -> str:
+        return f"<batches of a {type(self.loader).__name__}, {self._handed_out} handed out>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -99,7 +105,7 @@ class Batches:
     def goes_on_in(self, other: Batches) -> bool:
         return isinstance(self.loader, Iterator) and self.loader is other.loader
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         resumed = self._to_skip is not None
         windows, weigh = self._windows, self._weigh
         passes, one = windows.passes, windows.one

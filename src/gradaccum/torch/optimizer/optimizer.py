@@ -7,7 +7,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ from gradaccum.torch.watch import parameters_of
 from gradaccum.torch.window import Nonfinite, Windows, checked_nonfinite, make_window, on_collect
 
 logger = logging.getLogger("gradaccum")
+
+T = TypeVar("T")
 
 
 def _shown(path: str) -> Any:
@@ -375,7 +377,7 @@ class Optimizer(OptimizerProxy):
         """Drop the open window without an update, and log it."""
         self._windows.discard()
 
-    def batches(self, loader: Iterable[Any], *, weight: Callable[[Any], float] | None = None) -> Batches:
+    def batches(self, loader: Iterable[T], *, weight: Callable[[T], float] | None = None) -> Batches[T]:
         """The loader's batches, unchanged; the last one closes its window, however short it is.
 
         Each pass is an epoch for the schedule, except after `load_state_dict` restored an open window, which it

@@ -219,7 +219,10 @@ def checked_inner(optimizer: Any) -> Any:
 
 def _checked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     if isinstance(optimizer, OptimizerProxy):
-        raise ValueError(f"This optimizer is wrapped already. Received: {optimizer!r}. Pass its `.inner`, or use it.")
+        raise ValueError(
+            f"This {type(optimizer).__name__} is wrapped already, with steps={optimizer.steps!r}. Use it, or pass its "
+            "`.inner`."
+        )
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,10 @@ _GONE = {
 """Arguments of earlier versions, and what takes their place."""
 
 
-def loss_by_name(init: Callable[..., None]) -> Callable[..., None]:
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def loss_by_name(init: Init) -> Init:
     """Around `TrainStep.__init__`: names what takes the place of arguments that it doesn't have, or had."""
 
     @functools.wraps(init)
@@ -122,7 +125,7 @@ def loss_by_name(init: Callable[..., None]) -> Callable[..., None]:
             raise TypeError(f"TrainStep has no argument `{name}` any more. {_GONE[name]} Received: {keywords[name]!r}.")
         init(self, *args, **keywords)
 
-    return checked
+    return checked  # type: ignore[return-value]  # the same signature
 
 
 def inside(model: nn.Module) -> nn.Module:
