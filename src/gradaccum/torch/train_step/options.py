@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, get_args, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
