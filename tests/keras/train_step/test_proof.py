@@ -355,7 +355,7 @@ def test_rows_of_a_new_sort_are_proved_at_updates_1_2_4_8_before_they_are_traine
 def test_updates_1_2_4_8_and_each_fits_first_one_are_proved_and_no_other(monkeypatch):
     judged, own = [], Proof._compare
     monkeypatch.setattr(
-        Proof, "_compare", lambda self, *args: [judged.append(self.schedule.batches), own(self, *args)][1]
+        Proof, "_compare", lambda self, *args: [judged.append(self.due.schedule.batches), own(self, *args)][1]
     )
     model = micro_batched(linear(), 8)
     model.compile(optimizer="sgd", loss="mse")
@@ -398,8 +398,8 @@ def test_an_ordinary_update_makes_no_call_of_the_proofs():
     with_proofs, without = calls(True), calls(False)
     more = with_proofs - without
     assert not without - with_proofs
-    assert set(more) <= {"proof.is_due"}, more
-    assert not with_proofs["state._find"]  # on PyTorch: only windows 1, 2, 4, ... look which modules there are
+    assert set(more) <= {"due.includes", "proof_schedule.is_due"}, more
+    assert not with_proofs["window_state._find"]  # on PyTorch: only windows 1, 2, 4, ... look which modules there are
 
 
 @slow_where_compiled

@@ -425,7 +425,7 @@ class Training:
         def guarded(*args: Any) -> Any:
             *state, iterator = args
             try:
-                if proof is None or not proof.is_due(model.steps_per_execution):
+                if proof is None or not proof.due.includes(model.steps_per_execution):
                     return function(*args)
                 drawn = iter(iterator)
                 batches = [next(drawn), *itertools.islice(drawn, model.steps_per_execution - 1)]

@@ -20,17 +20,12 @@ from gradaccum.core.sizes import BatchSizeFinder, Rows, Slice
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
 from gradaccum.keras.backends.base import RestartWindow, Result, assign, copies_of, has_rows, values_of
-from gradaccum.on_torch.foreach import scale_
-from gradaccum.on_torch.grad_buffer import GradientBuffer, WindowTotal
+from gradaccum.on_torch.foreach import divide_, scale_
 from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.oom_retry import OomRetry
-from gradaccum.on_torch.private import graph_of, run_backward
+from gradaccum.on_torch.private import graph_of
 from gradaccum.on_torch.random_state import Conditions, all_generators, every_device, kept
-from gradaccum.on_torch.stages import gradient_stages, run_stages
 from gradaccum.on_torch.state import WindowState
-
-STAGES = gradient_stages({})
-"""What happens at a window's end, as in PyTorch's own shell. A Keras optimizer clips, and unscales, by itself."""
 
 
 class MicroBatches(base.MicroBatches):
@@ -63,11 +58,11 @@ class MicroBatches(base.MicroBatches):
 
 
 class GradientSum(base.GradientSum):
-    """In `.grad` where that has at least 32 bits, else beside it in float32. Also measures what micro-batches cost."""
+    """In `.grad` where that has at least 32 bits, else beside it in float32."""
 
-    def __init__(self, model: Any, once: Callable[[Any], None]) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.once, self.parameters = once, values_of(self.weights)
+        self.parameters = values_of(self.weights)
         half = {index for index, p in enumerate(self.parameters) if p.dtype in (torch.float16, torch.bfloat16)}
         self.outside = sorted(half | self.overwriting)
 
@@ -76,18 +71,7 @@ class GradientSum(base.GradientSum):
         return {}
 
     def add(self, sums: Any, forward: Callable[[], Any], share: Any) -> Any:
-        others: Any = None
-
-        def forwarded(piece: Slice) -> Any:
-            nonlocal others
-            scaled, others = forward()
-            return scaled
-
-        def backward(piece: Slice, scaled: Any) -> None:
-            if self.parameters:
-                run_backward([scaled], [torch.full_like(scaled, share, requires_grad=False)])
-
-        self.once(SimpleNamespace(forward=forwarded, backward=backward))
+        others = self.both_passes(forward, share)
         for index in self.outside:
             gradient, self.parameters[index].grad = self.parameters[index].grad, None
             if gradient is None:
@@ -100,20 +84,42 @@ class GradientSum(base.GradientSum):
                 sums[index] += gradient
         return sums, tree.map_structure(_detached, others), []
 
+    def both_passes(self, forward: Callable[[], Any], share: Any) -> Any:
+        """A micro-batch forward and backward. Returns what `forward` has given beside the loss."""
+        loss, others = forward()
+        self.backward(loss, share)
+        return others
+
+    def backward(self, loss: torch.Tensor, share: Any) -> None:
+        if self.parameters:
+            loss.backward(torch.full_like(loss, share, requires_grad=False))
+
     def finish(self, sums: Any, kept: list[Any], scale: Any = None) -> list[Any]:
         gradients = [sums.get(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
         plain = [one for i, one in enumerate(gradients) if one is not None and i not in self.overwriting]
         if scale is not None:  # what the losses were taken to divide by is known now
             scale_(plain, scale)
-        _finish(plain)
         return gradients
 
 
-def _finish(gradients: list[torch.Tensor], divisor: float | None = None) -> None:
-    """Run the stages over these sums, in place."""
-    buffer = GradientBuffer(list)
-    buffer.attach(lambda: gradients)
-    run_stages(STAGES, WindowTotal(buffer, divisor))
+class MeasuredGradientSum(GradientSum):
+    """The same while a size is searched for: what each micro-batch costs is measured."""
+
+    def __init__(self, model: Any, retry: OomRetry, plan: Rows, batches: MicroBatches) -> None:
+        super().__init__(model)
+        self.retry, self.plan, self.batches = retry, plan, batches
+
+    def both_passes(self, forward: Callable[[], Any], share: Any) -> Any:
+        others: list[Any] = []
+
+        def forwarded(piece: Slice) -> Any:
+            loss, more = forward()
+            others.append(more)
+            return loss
+
+        passes = SimpleNamespace(forward=forwarded, backward=lambda piece, loss: self.backward(loss, share))
+        self.retry.once(self.batches.ran[-1], self.plan, passes)
+        return others[0]
 
 
 def _detached(one: Any) -> Any:
@@ -147,7 +153,7 @@ class Training(base.Training):
         self.window_state.forget()
 
     def attempt(self, data: Any, rows: Any, size: Any, run: Callable[[Any, Any], Any]) -> Any:
-        step, retry = self.step, OomRetry(self.meter)
+        step = self.step
         if self.sizers is None:  # only a model that is built has all its layers
             self.sizers = BatchSizeFinder(step.micro_batch_size, self.meter.limit, minimum=2 if step.batch_norms else 1)
         leaves = [("/".join(map(str, path)), leaf, 0) for path, leaf in tree.flatten_with_path(data) if has_rows(leaf)]
@@ -157,12 +163,11 @@ class Training(base.Training):
             while True:
                 plan = Rows(self.sizers.of(leaves), rows)
                 batches = MicroBatches(data, rows, plan if cut is None else cut)
-
-                def once(passes: Any, batches: MicroBatches = batches, plan: Rows = plan) -> None:
-                    retry.once(batches.ran[-1], plan, passes)
-
+                measured = (OomRetry(self.meter), plan, batches) if plan.measuring else None
                 try:
-                    window = run(batches, GradientSum(step.model, once))
+                    window = run(
+                        batches, MeasuredGradientSum(step.model, *measured) if measured else GradientSum(step.model)
+                    )
                     break
                 except RestartWindow:
                     if cut is not None:
@@ -174,7 +179,7 @@ class Training(base.Training):
                 except Exception as error:
                     if self._proves:
                         raise
-                    retry.smaller(error, batches.ran[-1] if batches.ran else Slice(slice(0, 1)), plan)
+                    OomRetry(self.meter).smaller(error, batches.ran[-1] if batches.ran else Slice(slice(0, 1)), plan)
                     cut = None
                 self.meter.release()  # only here, out of reach of an error's frames, is its memory free
                 self.window_state.restart()
@@ -398,7 +403,7 @@ class Backend(base.Backend):
     def divided(self, window: Any, weight: int, unit: int) -> list[Any]:
         sums = values_of(window.sums)
         plain = [total for total, variable in zip(sums, window.variables) if not private.is_overwritten(variable)]
-        _finish(plain, weight / unit)  # in place: the sums are emptied next
+        divide_(plain, weight / unit)  # in place: the sums are emptied next
         return sums
 
     @torch.no_grad()

@@ -15,15 +15,16 @@ from keras import ops, tree
 from gradaccum.core.equivalence import Equivalence
 from gradaccum.core.numpy_arrays import numbers_of_rows, rows_to_prove
 from gradaccum.core.proof import Comparison
-from gradaccum.core.proof_schedule import ENOUGH, ROWS, ProofSchedule
+from gradaccum.core.proof_schedule import ENOUGH, ROWS
 from gradaccum.core.rounding import rounding
 from gradaccum.core.sizes import even_sizes
 from gradaccum.core.ways import ragged_size, telling_order
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import private
-from gradaccum.keras.backends.base import has_rows, kind_of, rows_of, unpack
+from gradaccum.keras.backends.base import has_rows, rows_of, unpack
 from gradaccum.keras.equivalence import StepRunner, find_causes, precision_of
 from gradaccum.keras.loss import take_rows
+from gradaccum.keras.train_step.due import UpdatesToProve
 
 LOOKED_THROUGH = 4096
 """Rows among which the few that are proved are chosen, and columns that are looked at."""
@@ -41,28 +42,12 @@ class Proof:
     """
 
     def __init__(self, step: Any) -> None:
-        self.step, self.schedule = step, ProofSchedule()
-        self._wanted = self._seen = self._warned = False
+        self.step, self.due = step, UpdatesToProve(step.model)
         self._compiled: Any = None
-        self._proven: set[str] = set()
+        self._warned = False
         self._doubt = ""
         self._moved: dict[str, bool] = {}
         """The variables that move with each micro-batch, and whether a warning has named them."""
-
-    def begin(self, is_new: bool) -> None:
-        """The training function is asked for, made anew or as it is: by a `fit`, if no batch comes by itself."""
-        if is_new:
-            self.schedule = ProofSchedule()
-        self._wanted, self._seen = self._wanted or not self._seen, False
-
-    def see(self, data: Any) -> None:
-        """This batch comes next, by itself."""
-        self._seen = True
-        self._wanted = self._wanted or self._kind(data) not in self._proven
-
-    def is_due(self, updates: int) -> bool:
-        """Whether one of the next updates, so many, is to be proved."""
-        return any([*map(self.schedule.is_due, [False] * updates)]) or self._wanted
 
     def run(self, data: Any, state: Any = None) -> None:
         """Prove the update of this batch, which is due."""
@@ -71,9 +56,9 @@ class Proof:
             return
         compiled = private.compiled_losses(self.step.model)
         if compiled is not self._compiled:
-            self._compiled, self._proven = compiled, set()
-        self._wanted = False
-        self._proven.add(self._kind(data))
+            self._compiled = compiled
+            self.due.forget()
+        self.due.remember(data)
         reason: Exception | None = None
         for few, size in _attempts(rows, self.step.micro_batch_size):
             try:
@@ -135,9 +120,6 @@ class Proof:
                     "micro_batched(..., verify=False)."
                 ) from None
         return ""
-
-    def _kind(self, batch: Any) -> str:
-        return f"{len(self.step.model.trainable_variables)} {kind_of(unpack(batch))}"
 
 
 def _attempts(rows: int, micro_batch_size: Any) -> Iterator[tuple[int, int]]:

@@ -8,44 +8,32 @@ up. One update follows, and the metrics of the whole batch.
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import keras
-import numpy as np
-from keras import ops, tree
+from keras import tree
 
 from gradaccum.core.proof import Outcome
-from gradaccum.core.sizes import MARGIN, WORSE, fastest_size, process_memory, seconds_of
 from gradaccum.keras import backends, private
 from gradaccum.keras.backends.base import (
-    RestartWindow,
     Spec,
-    assign,
-    copies_of,
     discarded,
     has_rows,
     kind_of,
     rows_of,
-    times,
     unpack,
     values_of,
 )  # fmt: skip
-from gradaccum.keras.batch_norm import BatchNorm, Pool, batch_norms_of, during_micro_batch, warn
+from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, warn
 from gradaccum.keras.equivalence import Draws, held, outcome_of
-from gradaccum.keras.loss import Measured, divisors_of, update_trackers, weighed_losses
+from gradaccum.keras.loss import Measured, update_trackers, weighed_losses
+from gradaccum.keras.train_step.auto_size import size_for_memory
+from gradaccum.keras.train_step.batch_norm_pass import BatchNormPass
+from gradaccum.keras.train_step.passes import Pass, Window, overrides
 from gradaccum.keras.train_step.proof import Proof
-
-logger = logging.getLogger("gradaccum")
-
-_UNKNOWN_ROWS, _UNKNOWN_DIMENSION = 4096, 128
-"""Rows to try at most where TensorFlow doesn't know the batch's while it traces, and what stands in for another
-dimension that is not known, such as the length of sequences."""
-_OUT_OF_MEMORY = "resource_exhausted", "resourceexhausted", "memory", "oom"
 
 
 @dataclass(frozen=True)
@@ -59,16 +47,6 @@ class Plan:
     # they are sums over rows and keeping all outputs would cost more than the batch itself.
     metrics: Literal["whole", "streamed", "none"]
     tracked: int  # losses that are logged by themselves
-
-
-class Window(NamedTuple):
-    """What the micro-batches of a batch have added up to."""
-
-    gradients: list[Any]
-    loss: Any
-    tracked: list[Any]  # each loss that is logged by itself
-    y_pred: Any  # the outputs, where metrics see the whole batch's; else None
-    rows: Any
 
 
 class MicroBatchedStep:
@@ -87,6 +65,7 @@ class MicroBatchedStep:
         self.draws, self.plans = Draws(), dict[Any, Plan]()
         self.counts_first = False  # whether a first pass counts what losses divide by
         self._built: list[Any] = [self] * 3  # what the model was compiled with when it was built
+        self._pass_type = Pass
         self._named, self._sizes, self._trials = set[str](), dict[str, int](), dict[Any, MicroBatchedStep]()
 
     # In the place of the model's own.
@@ -101,7 +80,7 @@ class MicroBatchedStep:
         def seen(x: Any, y: Any = None, sample_weight: Any = None, *args: Any, **kwargs: Any) -> Any:
             rows_of((x, y, sample_weight))  # an error of its own where Keras would build the model from it, and fail
             if self.proof is not None:
-                self.proof.see((x, y, sample_weight))
+                self.proof.due.see((x, y, sample_weight))
             return train_on_batch(x, y, sample_weight, *args, **kwargs)
 
         model.train_on_batch = seen
@@ -110,7 +89,7 @@ class MicroBatchedStep:
         """Keras' own, which `fit` and `train_on_batch` begin with, around this step."""
         model, is_new = self.model, self.model.train_function is None or force
         if self.proof is not None:
-            self.proof.begin(is_new)
+            self.proof.due.begin(is_new)
         if getattr(model.optimizer, "use_ema", False):  # a `fit` before has ended with the averages in the weights
             self.backend.separate(model.trainable_variables, model.optimizer.variables)
         if is_new:
@@ -159,8 +138,15 @@ class MicroBatchedStep:
             warn(self.model, self.batch_norm, self._named)
             self.check_states(rows)
             self._built, self.counts_first = compiled, not self.backend.lazy_divisors
+            self._pass_type = self._type_of_pass()
         size = functools.partial(self._size_for, data)
-        return self.training.attempt(data, rows, size, lambda *cut: _Pass(self, *cut).run())
+        return self.training.attempt(data, rows, size, lambda *cut: self._pass_type(self, *cut).run())
+
+    def _type_of_pass(self) -> type[Pass]:
+        """What runs the micro-batches: plain, unless BatchNormalization layers are to do something else."""
+        if self.batch_norm not in ("pooled", "frozen") or not self.batch_norms:
+            return Pass
+        return BatchNormPass
 
     def check_states(self, rows: int | None) -> None:
         layers = private.stateful_layers(self.model)
@@ -214,7 +200,7 @@ class MicroBatchedStep:
         key = str(tree.map_structure(lambda leaf: None if leaf is None else tuple(leaf.shape), data))
         if key not in self._sizes:
             with self.backend.at_once():
-                self._sizes[key] = _size_for_memory(self.model, data, rows)
+                self._sizes[key] = size_for_memory(self.model, data, rows)
         return self._sizes[key]
 
     # For a proof.
@@ -235,122 +221,11 @@ class MicroBatchedStep:
         return self._trials[choices]
 
 
-class _Pass:
-    """All micro-batches of a batch, forward and backward, and what they add up to.
-
-    What losses divide by is counted before; or, on a backend that runs each micro-batch by itself, taken to be in the
-    rest as in the first one, and the sums are corrected in the end. If that can't be, the batch runs again.
-    """
-
-    def __init__(self, step: MicroBatchedStep, batches: Any, gradients: Any) -> None:
-        self.step, self.batches, self.gradients = step, batches, gradients
-        self.model, self.plan, self.layers = step.model, step.plan(batches), step.batch_norms
-        self.pool = Pool(self.layers if step.batch_norm == "pooled" else [])
-        self.totals = self._counted() if self.plan.counted and step.counts_first else dict[int, Any]()
-        self.found: dict[int, Any] = {}  # what the losses of the micro-batches did divide by
-        self.is_one_loss = not overrides(self.model, "compute_loss")
-
-    def _counted(self) -> dict[int, Any]:
-        """What the losses divide by: a forward pass over all rows, without side effects."""
-        counted = self.plan.counted
-
-        def micro(micro_batch: Any, size: Any, totals: Any) -> tuple[Any, list[Any]]:
-            with weighed_losses(self.model) as measured:
-                self.step.training.compute(*unpack(micro_batch))
-            return [total + measured.divisors[index] for total, index in zip(totals, counted)], []
-
-        zeros = [ops.zeros(shape, keras.backend.floatx()) for shape in counted.values()]
-        threads = self.model.non_trainable_variables
-        totals, _ = self.step.training.counted(self.batches, lambda cut: cut.run(micro, zeros, threads=threads))
-        return dict(zip(counted, totals))
-
-    def run(self) -> Window:
-        plan, model, batches = self.plan, self.model, self.batches
-        before = copies_of(self.pool.variables)
-        single = [ops.zeros((), keras.backend.floatx())] * plan.tracked
-        carry = self.gradients.zeros(), ops.zeros((), plan.dtype), single, self.pool.zeros()
-        specs, whole = list(self.gradients.specs), plan.metrics == "whole"
-        for spec in tree.flatten(plan.outputs) if whole else ():
-            specs += [spec, Spec("bool", spec.row[:1])] if spec.masked and spec.row is not None else [spec]
-        threads = [*model.non_trainable_variables, *model.metrics_variables]
-        (sums, loss, tracked, pooled), parts = batches.run(self._micro, carry, specs, threads)
-        scale = self._scale()
-        assign(self.pool.variables, self.pool.moved(pooled, before))
-        rows, own = [batches.joined([part]) for part in parts], len(self.gradients.specs)
-        queue = iter(rows[own:])
-
-        def taken(spec: Spec) -> Any:
-            tensor = next(queue)
-            if spec.masked:  # the mask comes behind it
-                private.set_keras_mask(tensor, next(queue))
-            return tensor
-
-        outputs = tree.map_structure(taken, plan.outputs) if whole else None
-        gradients = self.gradients.finish(sums, rows[:own], scale)
-        return Window(gradients, loss if scale is None else loss * scale, tracked, outputs, batches.rows)
-
-    def _micro(self, micro_batch: Any, size: Any, carry: Any) -> tuple[Any, list[Any]]:
-        (sums, loss_sum, tracked, pooled), plan = carry, self.plan
-        _, y, sample_weight = unpack(micro_batch)
-        share = _share(size, self.batches.rows)
-        forward = functools.partial(self._forward, micro_batch, share)
-        sums, (loss, y_pred, singles, valid), rows = self.gradients.add(sums, forward, share)
-        loss = times(loss, share)
-        if len(loss.shape):  # reduction=None on TensorFlow: `fit` logs the mean
-            loss = times(ops.mean(loss), share)
-        tracked = [total + times(one, share) for total, one in zip(tracked, singles)]
-        pooled = self.pool.add(pooled, values_of(self.pool.variables), valid, size)
-        if plan.metrics == "streamed":
-            private.compiled_metrics(self.model).update_state(y, y_pred, sample_weight)
-        elif plan.metrics == "whole":
-            for one, spec in zip(tree.flatten(y_pred), tree.flatten(plan.outputs)):
-                rows += [one, private.keras_mask(one)] if spec.masked else [one]
-        return (sums, loss_sum + ops.cast(loss, loss_sum.dtype), tracked, pooled), rows
-
-    def _forward(self, micro_batch: Any, share: Any) -> tuple[Any, Any]:
-        """The loss to differentiate; the loss, the outputs, each loss by itself, and what BatchNorm's masks let by."""
-        model, step = self.model, self.step
-        with (
-            during_micro_batch(self.layers, step.batch_norm) as valid,
-            weighed_losses(model, share, self.totals) as measured,
-        ):
-            scaled, loss, y_pred = step.training.compute(*unpack(micro_batch))
-        for index, count in measured.divisors.items() if step.backend.lazy_divisors else ():
-            count = ops.cast(ops.stop_gradient(count), keras.backend.floatx())
-            self.totals.setdefault(index, ops.where(count != 0, count, ops.ones_like(count)) / share)
-            self.found[index] = self.found.get(index, 0) + count
-            self.is_one_loss &= not (model.losses or count.shape) and len(measured.calls) == 1
-        return scaled, (loss, y_pred, [measured.values[index] for index in range(self.plan.tracked)], valid)
-
-    def _scale(self) -> Any:
-        """What gradients and loss are still to be multiplied by; None: nothing."""
-        if self.is_one_loss and self.found:
-            ((index, total),) = self.found.items()
-            ratio = self.totals[index] / ops.where(total != 0, total, ops.ones_like(total))
-            return ops.where(total != 0, ratio, ops.zeros_like(ratio))
-        close = 1e-12 if keras.backend.floatx() == "float64" else 1e-6
-        if any(bool(ops.any(ops.abs(self.totals[i] - n) > close * ops.abs(n))) for i, n in self.found.items()):
-            self.step.counts_first = True
-            raise RestartWindow
-        return None
-
-
-def _share(size: Any, rows: Any) -> Any:
-    """Of the rows: a number, or a tensor where a number of rows is one."""
-    if isinstance(size, int) and isinstance(rows, int):
-        return size / rows
-    return ops.cast(size, keras.backend.floatx()) / ops.cast(rows, keras.backend.floatx())
-
-
 def remove_step(model: Any) -> None:
     """Let a model train as it did before a step was installed; nothing where there is none."""
     if isinstance(vars(model).get("train_step"), MicroBatchedStep):
         for name in ("train_step", "make_train_function", "train_on_batch"):
             vars(model).pop(name, None)
-
-
-def overrides(model: Any, method: str) -> bool:
-    return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
 def _adds_over_rows(metric: Any) -> bool:
@@ -365,57 +240,3 @@ def _numbers_per_row(leaves: Any) -> int | None:
     if any(number is None for size in sizes for number in size):
         return None
     return sum(math.prod(size) for size in sizes)
-
-
-# micro_batch_size="auto" where the update is compiled as a whole: measured beforehand.
-
-
-def _size_for_memory(model: Any, data: Any, rows: int | None) -> int:
-    """The rows with which micro-batches are about the fastest, of those that fit into memory.
-
-    A few sizes are tried, each with a forward and backward pass over zeros in the shapes of `data`, compiled as the
-    model is. What they need is what XLA states on JAX, and what the process took on TensorFlow.
-    """
-    most, free = _UNKNOWN_ROWS if rows is None else rows, backends.running().free_memory()
-    limit = float("inf") if free is None else (1 - MARGIN) * free
-    base = process_memory()["VmHWM"]  # the most bytes ever in use
-
-    def trial(size: int) -> tuple[float, float | None]:
-        seconds = needed = None
-        try:
-            run, needed = _gradient(model, data, size)
-            if needed is None or needed <= limit or size == 1:
-                seconds = seconds_of(run) * most / size
-        except Exception as error:
-            said = f"{type(error).__name__} {error}".lower()
-            if size == 1 or all(sign not in said for sign in _OUT_OF_MEMORY):
-                raise
-        return process_memory()["VmHWM"] - base if needed is None else needed, seconds
-
-    _, _, seconds = fastest_size(most, trial, limit)
-    # What an update does once per micro-batch isn't measured.
-    best = max(size for size, taken in seconds.items() if taken <= WORSE * min(seconds.values()))
-    logger.info("micro_batch_size='auto': %d of %s rows.", best, "any number of" if rows is None else rows)
-    return best
-
-
-def _gradient(model: Any, data: Any, size: int) -> tuple[Callable[[], Any], float | None]:
-    """One gradient of a micro-batch, ready to run, and the bytes that it needs, where the compiler says."""
-    backend = backends.running()
-
-    def zeros(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        shape = [size, *leaf.shape[1:]] if has_rows(leaf) else []
-        known = [_UNKNOWN_DIMENSION if number is None else number for number in shape]
-        return ops.convert_to_tensor(np.zeros(known, keras.backend.standardize_dtype(leaf.dtype)))
-
-    def gradients(state: Any, batch: Any) -> Any:
-        def loss_of(values: Any) -> Any:
-            return ops.sum(divisors_of(model, (values, *state[1:]), *unpack(batch))[1]), None
-
-        return backend.value_and_gradients(loss_of, state[0])
-
-    variables = (model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
-    state = [[ops.zeros(v.shape, v.dtype) for v in part] for part in variables]
-    return backend.prepared(gradients, (state, tree.map_structure(zeros, data)), model)
