@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from gradaccum.core.equivalence import Cause
+from gradaccum.core.equivalence import Cause, Difference
 from gradaccum.core.proof import Runner, differences_between
 from gradaccum.core.ways import Way
 
@@ -80,6 +80,16 @@ def moving_cause(where: str, kind: str, names: Sequence[str], *, decides: bool) 
         where,
         f"'{where}'{of_kind} moves its buffers ({', '.join(names)}) in every forward pass: once per micro-batch, not "
         f"once per update. {advice}",
+    )
+
+
+def nondeterminism_cause(unrepeated: Sequence[Difference], look_for: str) -> Cause:
+    """The large batch differs from itself, so nothing can be said of its micro-batches."""
+    error = max(difference.error for difference in unrepeated)
+    return Cause(
+        "nondeterminism",
+        "loss",
+        f"The same batch gives another gradient each time, by a relative error of {error:.2g}: look for {look_for}.",
     )
 
 

@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import define_prng_impl, threefry_prng_impl
 
-from gradaccum.core.causes import LossFacts, LossSplit, coupling_cause, halves, loss_cause, shared_input
+from gradaccum.core.causes import (
+    LossFacts,
+    LossSplit,
+    coupling_cause,
+    halves,
+    loss_cause,
+    nondeterminism_cause,
+    shared_input,
+)
 from gradaccum.core.equivalence import Cause, Difference, Equivalence
 from gradaccum.core.numpy_arrays import ArrayRunner, largest, leaf_of, numbers_of_rows
 from gradaccum.core.proof import Comparison, Outcome
@@ -96,6 +104,8 @@ def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None
     comparison.check_loss()
     differences, verdict, allowed = comparison.judged() or [], trial.verdict(), trial.tolerance
     failing, causes = comparison.failing(allowed), comparison.raised()
+    if comparison.unrepeated:
+        causes = [nondeterminism_cause(comparison.unrepeated, "callbacks, which may have a state of their own")]
     if failing and not causes:
         causes = [find_causes(trial, failing, differences, verdict)]
     notes = []

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from gradaccum import NotEquivalentError
@@ -151,6 +152,19 @@ def test_nothing_is_wrong_with(name):
     assert result.max_error < 1e-12
     assert result.precision == "float64"
     assert any("Random numbers, such as those of dropout" in note for note in result.notes) == ("dropout" in name)
+
+
+def test_a_callback_that_draws_other_numbers_each_time_is_named():
+    draw = np.random.default_rng(0)
+
+    def loss(params, batch):
+        factor = jax.pure_callback(lambda: draw.normal(), jax.ShapeDtypeStruct((), float))
+        return squared_error(params, batch) * jax.lax.stop_gradient(factor)
+
+    (cause,) = check_equivalence(loss, PARAMS, BATCH).causes
+    assert cause.kind == "nondeterminism"
+    assert "another gradient each time" in cause.message
+    assert "callbacks" in cause.message
 
 
 def test_full_masks_that_hide_a_wrong_weight_are_a_note():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import sys
@@ -266,6 +267,16 @@ def test_randomness_masks_and_regularisers_are_no_difference_and_nothing_is_touc
         weights.append([*model.get_weights(), *[ops.convert_to_numpy(v) for v in model.optimizer.variables]])
         weights[-1] += [np.asarray(logs[name]) for name in sorted(logs)]
     assert all(np.array_equal(a, b) for a, b in zip(*weights))
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="compiled backends count once, when they trace")
+def test_a_layer_that_changes_with_each_call_is_named_by_the_check():
+    calls = itertools.count(1)
+    model = with_layer(Does(lambda h: h * next(calls)))
+    model.compile(loss="mse")
+    (cause,) = check_equivalence(model, X, Y).causes
+    assert cause.kind == "nondeterminism"
+    assert "another gradient each time" in cause.message
 
 
 @compiled_on("jax")
