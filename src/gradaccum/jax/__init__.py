@@ -12,8 +12,8 @@ require("jax")
 require("optax")
 
 from gradaccum.jax import losses
+from gradaccum.jax.check import check_equivalence
 from gradaccum.jax.chunking import chunked
-from gradaccum.jax.equivalence import check_equivalence
 from gradaccum.jax.optimizer import noise_scale, updated, windowed
 from gradaccum.jax.train_step import grad, value_and_grad
 

@@ -22,8 +22,8 @@ from gradaccum.core.ways import ragged_size, telling_order
 from gradaccum.errors import NotEquivalentError
 from gradaccum.keras import private
 from gradaccum.keras.backends.base import has_rows, rows_of, unpack
-from gradaccum.keras.equivalence import StepRunner, find_causes, precision_of
 from gradaccum.keras.loss import take_rows
+from gradaccum.keras.proof import StepRunner, find_causes, precision_of
 from gradaccum.keras.train_step.due import UpdatesToProve
 
 LOOKED_THROUGH = 4096

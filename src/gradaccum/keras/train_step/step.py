@@ -28,8 +28,8 @@ from gradaccum.keras.backends.base import (
     values_of,
 )  # fmt: skip
 from gradaccum.keras.batch_norm import BatchNorm, batch_norms_of, warn
-from gradaccum.keras.equivalence import Draws, held, outcome_of
 from gradaccum.keras.loss import Measured, update_trackers, weighed_losses
+from gradaccum.keras.proof import Draws, held, outcome_of
 from gradaccum.keras.train_step.auto_size import size_for_memory
 from gradaccum.keras.train_step.batch_norm_pass import BatchNormPass
 from gradaccum.keras.train_step.passes import Pass, Window, overrides

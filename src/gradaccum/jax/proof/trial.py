@@ -1,4 +1,4 @@
-"""Prove it: the gradient of the large batch against that of micro-batches, and the culprit's name where they differ."""
+"""Rows of a batch, whole and in micro-batches, in double precision: the adapter of JAX for a proof."""
 
 from __future__ import annotations
 
@@ -13,116 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import define_prng_impl, threefry_prng_impl
 
-from gradaccum.core.causes import (
-    LossFacts,
-    LossSplit,
-    coupling_cause,
-    halves,
-    loss_cause,
-    nondeterminism_cause,
-    shared_input,
-)
-from gradaccum.core.equivalence import Cause, Difference, Equivalence
-from gradaccum.core.numpy_arrays import ArrayRunner, largest, leaf_of, numbers_of_rows
-from gradaccum.core.proof import Comparison, Outcome
-from gradaccum.core.ways import Way, even_ways
+from gradaccum.core.numpy_arrays import ArrayRunner, largest
+from gradaccum.core.proof import Outcome
+from gradaccum.core.ways import Way
 from gradaccum.jax.batch import Batch, argument_names, argument_numbers, axes_of_each, equations
 from gradaccum.jax.loss import Verdict
-from gradaccum.jax.train_step import judge_loss, known_exact, value_and_grad
-from gradaccum.schedule import checked_count
-
-
-def check_equivalence(
-    loss_fn: Callable[..., Any],
-    params: Any,
-    batch: Any,
-    *more: Any,
-    micro_batch_size: int | None = None,
-    argnums: int | tuple[int, ...] = 0,
-    batch_argnums: int | tuple[int, ...] = 1,
-    in_axes: Any = 0,
-    weight: Callable[..., Any] | None = None,
-    reduction: str = "mean",
-    has_aux: bool = False,
-    rng_argnum: int | None = None,
-    state_argnum: int | None = None,
-    tolerance: float | None = None,
-) -> Equivalence:
-    """Test whether micro-batches give the large batch's gradient, and name the cause if they don't.
-
-    On float64 copies, it compares loss, gradients and new state of the batch at once with those of several partitions
-    of its rows, ragged and shuffled ones among them. The error of an array is `max|a - b| / max|b|`. Keys that
-    `rng_argnum` names draw the same for each row. It is evidence for this loss and batch, not a proof. Call it outside
-    `jax.jit`.
-
-    Args:
-        loss_fn: As for `value_and_grad`.
-        params: Its first argument.
-        batch: Its second one; the large batch has 2 rows or more, better 8.
-        more: Its others.
-        micro_batch_size: Rows of the micro-batches in one of the partitions; None: ragged ones only.
-        argnums, batch_argnums, in_axes, weight, reduction: As for `value_and_grad`.
-        has_aux, rng_argnum, state_argnum: As for `value_and_grad`. The aux is not compared.
-        tolerance: The largest relative error that counts as rounding; None: by the dtype that the loss computes in, if
-            that is not the float64 it is given.
-
-    Returns:
-        A record that prints, with `.ok`, `.max_error`, `.causes`, `.save()` and `.raise_if_different()`.
-
-    Raises:
-        TypeError, ValueError: An option isn't as described, there is only one row, or the large batch's own loss is not
-            finite.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> def loss_fn(w, batch):                                  # a mean over the targets that count
-        ...     x, y = batch
-        ...     return jnp.where(y != -1, (x @ w - y) ** 2, 0).sum() / (y != -1).sum()
-        >>> batch = jnp.arange(24.0).reshape(8, 3), jnp.array([1, -1, -1, 0, 1, -1, 0, 1])
-        >>> result = check_equivalence(loss_fn, jnp.ones(3), batch)
-        >>> result.ok, result.causes[0].message[-72:]
-        (False, 'Pass weight=lambda batch: (batch[1] != -1).sum(): that makes them exact.')
-        >>> check_equivalence(loss_fn, jnp.ones(3), batch, weight=lambda batch: (batch[1] != -1).sum()).ok
-        True
-    """
-    if micro_batch_size is not None:
-        checked_count(micro_batch_size, "micro_batch_size")
-    options = {
-        "argnums": argnums, "batch_argnums": batch_argnums, "in_axes": in_axes, "weight": weight, "has_aux": has_aux,
-        "reduction": reduction, "rng_argnum": rng_argnum, "state_argnum": state_argnum,
-    }  # fmt: skip
-    with jax.enable_x64(True):
-        trial = Trial(loss_fn, (params, batch, *more), options, tolerance)
-        if trial.rows < 2:
-            raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {trial.rows}.")
-        return _checked(trial, micro_batch_size, tolerance)
-
-
-def _checked(trial: Trial, micro_batch_size: int | None, tolerance: float | None) -> Equivalence:
-    columns = numbers_of_rows(trial.arrays().items())
-    comparison = Comparison(trial, even_ways(trial.rows, micro_batch_size, columns), "differs")
-    comparison.check_loss()
-    differences, verdict, allowed = comparison.judged() or [], trial.verdict(), trial.tolerance
-    failing, causes = comparison.failing(allowed), comparison.raised()
-    if comparison.unrepeated:
-        causes = [nondeterminism_cause(comparison.unrepeated, "callbacks, which may have a state of their own")]
-    if failing and not causes:
-        causes = [find_causes(trial, failing, differences, verdict)]
-    notes = []
-    if trial.holds_keys:
-        notes.append("Random numbers, such as those of dropout, were the same for each row.")
-    if not failing:
-        if verdict.certain and verdict.kind != "exact":
-            notes.append(
-                "This batch doesn't show the difference that others will; value_and_grad refuses the loss: "
-                f"{verdict.message}"
-            )
-        else:
-            known_exact(trial.loss_fn)
-    return comparison.record(differences, causes, allowed, notes)
-
-
-# Rows whole and in micro-batches, in double precision.
+from gradaccum.jax.train_step import judge_loss, value_and_grad
 
 SMALL = 1e-2
 """Gradients that are smaller than the largest one by this factor are measured by that one: where a gradient is zero,
@@ -305,75 +201,3 @@ def _held(key: Any) -> Any:
     """A key in place of this one, typed or not."""
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     return jax.random.wrap_key_data(data[..., :2], impl=_implementation())
-
-
-# Why they differ: the loss, its weight, the state or an input, by name.
-
-_FITS = 1e-4
-"""What shares and sums may be off by: causes differ by far more."""
-
-
-def find_causes(trial: Trial, ways: Sequence[Way], differences: Sequence[Difference], verdict: Verdict) -> Cause:
-    """The most certain cause."""
-    wrong = [difference for difference in differences if not difference.error <= trial.tolerance]
-    moved = [difference.name for difference in wrong if difference.part == "buffer"]
-    if verdict.kind == "randomness":
-        return Cause("randomness", "loss", verdict.message)
-    if len(moved) == len(wrong):
-        return Cause(
-            "buffer",
-            moved[0],
-            f"The state {moved[0]!r} moves once per micro-batch, each time from where the last one left it and with "
-            "the statistics of fewer rows. Loss and gradient are the large batch's.",
-        )
-    if (path := _shared_input(trial, ways)) is not None:
-        what = "is split into micro-batches, but every row needs all of it. Pass in_axes with None for it."
-        return Cause("input", path, f"{path} {what}")
-    told, seen = _told_by_splits(trial), verdict.kind if verdict.certain and verdict.kind != "batch_norm" else ""
-    if seen and (told is None or told.kind != seen):
-        return Cause(seen, "loss", verdict.message)  # type: ignore[arg-type]  # its kinds are causes' kinds
-    if told is None and moved:
-        return Cause(
-            "batch_norm",
-            moved[0],
-            f"A row's output depends on the other rows of its micro-batch, and the state {moved[0]!r} moves with them, "
-            "as BatchNorm's statistics do in training mode. Freeze it (use its running averages), or take GroupNorm or "
-            "LayerNorm.",
-        )
-    return told or coupling_cause(_ACROSS_ROWS)
-
-
-_ACROSS_ROWS = (
-    "a layer does (BatchNorm in training mode). For the former use gradaccum.jax.chunked around the model, which gives "
-    "the large batch's gradient for any loss."
-)
-
-
-def _shared_input(trial: Trial, ways: Sequence[Way]) -> str | None:
-    split = {path: position for position, (path, axis, _) in enumerate(trial.leaves()) if axis is not None}
-    others = [(path, functools.partial(trial.sharing, position)) for path, position in split.items() if len(split) > 1]
-    return shared_input(others, ways, trial.tolerance)
-
-
-def _told_by_splits(trial: Trial) -> Cause | None:
-    """What is wrong with the loss, if it doesn't just look across rows, of which what is seen in it says more."""
-    parts = halves([[row] for row in range(trial.rows)], [max(1, (3 * trial.rows) // 8)] * 3)
-    cause = loss_cause([LossSplit(rows, trial.vector) for rows in parts], _facts(trial))
-    return None if cause is None or cause.kind == "loss" else cause
-
-
-def _facts(trial: Trial) -> LossFacts:
-    """What is known of the loss, in the user's words."""
-    is_mean = trial.options["reduction"] == "mean"
-    weighed = "what `weight` returns" if trial.options["weight"] is not None else "rows"
-    return LossFacts(
-        trial.options["reduction"],
-        weighed if is_mean else "nothing, because they were treated as sums",
-        trial.weight,
-        [leaf_of(path, path, array) for path, array in trial.arrays().items()],
-        [trial.names[number] for number in trial.batches],
-        "Leave `weight` out",
-        "Pass weight=, a function of the batch that returns what the loss divides by.",
-        _ACROSS_ROWS,
-        fits=_FITS,
-    )
