@@ -1,8 +1,7 @@
 """Wrap the optimizer: a loop that runs small batches makes the large batch's updates."""
 
 from gradaccum.torch.optimizer.batches import BatchWeight
-from gradaccum.torch.optimizer.checkpoint import KEY
 from gradaccum.torch.optimizer.optimizer import Optimizer
-from gradaccum.torch.optimizer.proxy import needs_closure
+from gradaccum.torch.optimizer.proxy import KEY, needs_closure
 
 __all__ = ["KEY", "BatchWeight", "Optimizer", "needs_closure"]

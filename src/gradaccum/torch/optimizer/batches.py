@@ -132,7 +132,7 @@ class Batches(Generic[T]):
             self._break_off(ahead)
             raise
         except Exception:  # the batches cannot be used, or a window cannot be closed
-            windows.ranks.abort()
+            windows.abort()
             raise
         if ahead.failure is not None:
             try:
@@ -146,16 +146,12 @@ class Batches(Generic[T]):
         to_skip, self._to_skip = self._to_skip or 0, None
         if not resumed:
             self._handed_out = 0
-        # An epoch may be one of other ranks alone: not with an iterator, which may have been used before.
-        other_ranks = windows.ranks.is_distributed and not windows.ranks.sharded
         left, windows.left_over = windows.left_over, None
         ahead: _Ahead | None = left if once and left is not None and left.loader is self.loader else None
-        try:
-            if ahead is None:
-                ahead = _Ahead(self.loader, to_skip, may_be_empty=resumed or (other_ranks and not once))
-        finally:  # of an error, too, other ranks learn when this one has begun
-            if ahead is not None or windows.ranks.is_distributed:
-                windows.begin_loop(self, resumed)
+        if ahead is None:
+            # An epoch may be one of other ranks alone: not with an iterator, which may have been used before.
+            ahead = _Ahead(self.loader, to_skip, may_be_empty=resumed or (windows.may_have_none and not once))
+        windows.begin_loop(self, resumed)
         return ahead
 
     def _break_off(self, ahead: _Ahead | None) -> None:
@@ -170,7 +166,6 @@ class Batches(Generic[T]):
         if windows.source is not self:
             return True  # another loop has begun since
         windows.end_loop()
-        windows.join_remaining()
         return windows.end_epoch()
 
 

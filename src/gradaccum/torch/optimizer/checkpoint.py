@@ -18,15 +18,12 @@ from torch import Tensor
 from gradaccum.core.window import uncounted_error
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.batch import map_leaves
-from gradaccum.torch.optimizer import sharded_checkpoint as sharded
-from gradaccum.torch.optimizer.proxy import optimizers_of
+from gradaccum.torch.optimizer.proxy import KEY, optimizers_of
 from gradaccum.torch.optimizer.several import SeveralOptimizers
 from gradaccum.torch.watch import parameters_of
 from gradaccum.torch.window import Windows
 
 logger = logging.getLogger("gradaccum")
-
-KEY = sharded.KEY
 
 _IN_WINDOW = "gradaccum_window"
 """In the first group: how many micro-batches the open window holds, and its steps."""
@@ -34,10 +31,12 @@ _IN_WINDOW = "gradaccum_window"
 
 def state_dict(windows: Windows) -> dict[str, Any]:
     state = window_state(windows)
-    if windows.ranks.sharded:
-        return sharded.pack(windows.inner, state, windows.ranks)
+    if _is_sharded(windows):
+        from gradaccum.torch.optimizer import sharded_checkpoint
+
+        return sharded_checkpoint.pack(windows.inner, state, windows.ranks)
     packed, window = {**windows.inner.state_dict(), KEY: state}, state["window"]
-    if "param_groups" in packed and (windows.ranks.is_distributed or window["micro_batches"]):
+    if "param_groups" in packed and (windows.ranks is not None or window["micro_batches"]):
         # torch.distributed.checkpoint keeps "state" and "param_groups" alone: it shall not lose a window unnoticed.
         first, *others = packed["param_groups"]
         packed["param_groups"] = [{**first, _IN_WINDOW: [window["micro_batches"], window["steps"]]}, *others]
@@ -46,15 +45,25 @@ def state_dict(windows: Windows) -> dict[str, Any]:
 
 def is_initialisation(windows: Windows) -> bool:
     """Whether a `step()` is what torch.distributed.checkpoint means by one: it wants to see state, not to train."""
-    return not windows.inner.state and sharded.is_initialisation(windows.inner)
+    if windows.inner.state:
+        return False
+    from gradaccum.torch.optimizer import sharded_checkpoint
+
+    return sharded_checkpoint.is_initialisation(windows.inner)
+
+
+def _is_sharded(windows: Windows) -> bool:
+    return windows.ranks is not None and windows.ranks.sharded
 
 
 def initialise(windows: Windows) -> None:
     if not windows.window.is_open:
         windows.inner.step()
-        if windows.ranks.sharded and not windows.updates:
-            sharded.reserve(windows.inner)
-            windows.before_update = functools.partial(sharded.release, windows.inner)
+        if _is_sharded(windows) and not windows.updates:
+            from gradaccum.torch.optimizer import sharded_checkpoint
+
+            sharded_checkpoint.reserve(windows.inner)
+            windows.before_update = functools.partial(sharded_checkpoint.release, windows.inner)
     for parameter in windows.parameters():
         parameter.grad = None
 
@@ -65,7 +74,11 @@ def load(windows: Windows, state_dict: dict[str, Any]) -> None:
     if several:
         _load_several(windows, dict(state_dict))
         return
-    state_dict, own = sharded.unpack(dict(state_dict), windows.ranks)
+    state_dict, own = dict(state_dict), None
+    if any(KEY in group for group in state_dict["param_groups"]):
+        from gradaccum.torch.optimizer import sharded_checkpoint
+
+        state_dict, own = sharded_checkpoint.unpack(state_dict, *_place(windows))
     own = state_dict.pop(KEY, own)
     groups = state_dict["param_groups"] = [dict(group) for group in state_dict["param_groups"]]
     held, steps = next(iter([group.pop(_IN_WINDOW) for group in groups if _IN_WINDOW in group]), (0, 0))
@@ -116,14 +129,14 @@ def window_state(windows: Windows) -> dict[str, Any]:
     """How far training has come, and the open window with its gradients: copies, so that a snapshot stays one."""
     open_, ranks = windows.current, windows.ranks
     state: dict[str, Any] = {**windows.state_dict(), "window": open_.window.state_dict()}
-    if ranks.is_distributed:
+    if ranks is not None:
         state["unit"], state["rank"] = ranks.unit, [ranks.rank, ranks.size]
     if not open_.window.is_open:
         return state
     open_.saved, open_.passes.ordinary = True, False
     windows.parameter_monitor.check_parameters()
     open_.check_sum()  # an ordinary window does so at its end, which is elsewhere
-    if ranks.sharded:
+    if _is_sharded(windows):
         ranks.reduce_pending()
         open_.monitor.forget_arrivals()  # of the reduction
     elif open_.in_progress[0] and open_.passes.arrivals:
@@ -137,7 +150,7 @@ def window_state(windows: Windows) -> dict[str, Any]:
 def restore(windows: Windows, state: dict[str, Any]) -> None:
     open_, ranks = windows.current, windows.ranks
     announced = copy.copy(windows.one)  # of the loop in whose body this is
-    if ranks.is_distributed:
+    if ranks is not None:
         ranks.resume(state.get("unit", ranks.unit))
     open_.close()
     open_.be_special()
@@ -151,17 +164,22 @@ def restore(windows: Windows, state: dict[str, Any]) -> None:
         open_.loss_scale.restore(state["overflow"])
         open_.build_stages()
         open_.be_special()
-        if ranks.sharded:
+        if _is_sharded(windows):
             ranks.engine.restored([p for i, p in enumerate(open_.buffer.parameters()) if i in state["gradients"]])
     windows.load_state_dict(state)
     if announced.announced:
         windows.expect_batch(announced.default, announced.default_given, announced.last)
 
 
+def _place(windows: Windows) -> tuple[int, int]:
+    """This rank, and of how many."""
+    return (0, 1) if windows.ranks is None else (windows.ranks.rank, windows.ranks.size)
+
+
 def _check_window(windows: Windows, state: dict[str, Any]) -> None:
     saved, current = state["window"], windows.current
     inside, updated = "The checkpoint was taken inside a window", "take it when `updated` is True"
-    saved_on, here = state.get("rank", [0, 1]), [windows.ranks.rank, windows.ranks.size]
+    saved_on, here = state.get("rank", [0, 1]), [*_place(windows)]
     if saved_on != here:
         raise WindowError(
             f"{inside}, on rank {saved_on[0]} of {saved_on[1]}, and holds that rank's part of it; this is rank "

@@ -20,11 +20,12 @@ from gradaccum.on_torch.noise import NoiseMeter, checked_noise
 from gradaccum.on_torch.private import leave_uncompiled
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
-from gradaccum.torch.distributed import check_closures, check_detected, detect_ranks
 from gradaccum.torch.optimizer import checkpoint
 from gradaccum.torch.optimizer.batches import Batches
 from gradaccum.torch.optimizer.proxy import (
+    KEY,
     OptimizerProxy,
+    check_alone,
     check_first_step,
     check_steps_of,
     checked_gradients,
@@ -35,9 +36,10 @@ from gradaccum.torch.optimizer.proxy import (
     may_evaluate_again,
     needs_closure,
     optimizers_of,
+    ranks_of,
 )
 from gradaccum.torch.watch import parameters_of
-from gradaccum.torch.window import Nonfinite, Windows, checked_nonfinite, make_window, on_collect
+from gradaccum.torch.window import Nonfinite, checked_nonfinite, make_windows
 
 logger = logging.getLogger("gradaccum")
 
@@ -136,19 +138,13 @@ class Optimizer(OptimizerProxy):
         self._hold(inner)
         leave_uncompiled()
         options = {"steps": schedule.constant, **arguments, "sync": self._sync}
-        ranks = detect_ranks(self._model, optimizers_of(inner), options=options)
-        if ranks.sharded and len(optimizers_of(inner)) > 1:
-            raise ValueError(
-                "Several optimizers in one wrapper can't share a sharded model. Use TrainStep, or one of them."
-            )
-        check_closures([inner] if needs_closure(inner) else [], ranks)
+        ranks = ranks_of(self._model, inner, options)
         noise = NoiseMeter() if arguments.pop("noise_scale") else None
-        parameters = functools.partial(parameters_of, inner)
-        current = make_window(parameters, noise, arguments, ranks)
-        self._loss_scale, self._passes = current.loss_scale, current.passes
         # Nothing holds this object: without cycles it goes as soon as an error ends its loop.
-        self._windows = windows = Windows(inner, schedule, current, ranks, weakref.ref(self), check_steps)
-        weakref.finalize(self, on_collect, windows).atexit = False
+        windows = make_windows(inner, schedule, noise, arguments, weakref.ref(self), check_steps, ranks)
+        self._windows, current = windows, windows.current
+        self._loss_scale, self._passes = current.loss_scale, current.passes
+        weakref.finalize(self, windows.collect).atexit = False
         self._checked = False
 
     _warned_of_batch_norm = False
@@ -322,14 +318,14 @@ class Optimizer(OptimizerProxy):
             return None
         if closure is not None:
             again = may_evaluate_again(self._inner)
-            plain = not (has_options(self._accumulation_arguments) or windows.ranks.is_distributed)
+            plain = not (has_options(self._accumulation_arguments) or windows.ranks is not None)
             if needs_closure(self._inner) or (again and plain and windows.steps == 1):
                 return windows.evaluate(functools.partial(self._step_inner, closure))
             try:
                 with torch.enable_grad():
                     result = closure()
             except BaseException:
-                windows.ranks.abort()
+                windows.abort()
                 raise
             if result is None and lightning_module(closure) is not None:
                 windows.window.leave_out()  # its training_step returned None: there was no backward pass
@@ -337,10 +333,7 @@ class Optimizer(OptimizerProxy):
         if not windows.current.passes.arrivals and checkpoint.is_initialisation(windows):
             return checkpoint.initialise(windows)
         if not self._checked:
-            check_detected(self._model, windows.parameters(), windows.ranks, windows.schedule.constant)
-            if windows.schedule.constant != 1:
-                check_first_step(closure)
-            self._checked = True
+            self._check_first_step(closure)
         try:
             windows.count(self._scaled)
         finally:
@@ -349,6 +342,14 @@ class Optimizer(OptimizerProxy):
 
     # torch would call the hooks around every call of `step`; here they belong to the update.
     step.hooked = True  # type: ignore[attr-defined]
+
+    def _check_first_step(self, closure: Any) -> None:
+        windows = self._windows
+        if windows.ranks is None:
+            check_alone(self._model, windows.parameters(), windows.schedule.constant)
+        if windows.schedule.constant != 1:
+            check_first_step(closure)
+        self._checked = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients between windows; inside an open window, do nothing.
@@ -444,13 +445,13 @@ class Optimizer(OptimizerProxy):
                 "_model": self._model,
                 "_sync": self._sync,
             },
-            checkpoint.KEY: checkpoint.window_state(self._windows),
+            KEY: checkpoint.window_state(self._windows),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["arguments"])
         self._start(state["inner"], state["schedule"])
-        checkpoint.restore(self._windows, state[checkpoint.KEY])
+        checkpoint.restore(self._windows, state[KEY])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._windows.schedule} steps, {self.inner!r})"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import global_step_hooks, without_global_step_hooks
@@ -17,6 +17,9 @@ from gradaccum.schedule import Schedule
 from gradaccum.torch.optimizer.several import SeveralOptimizers
 from gradaccum.torch.watch import callers, check_outside_of_trainers, parameters_of
 from gradaccum.torch.window import LossScale, Windows
+
+KEY = "gradaccum"
+"""Where a state dict has the open window."""
 
 _WRAPPED = "Optimizer(torch.optim.Adam(model.parameters()), steps=4)"
 _PREPARED = {
@@ -132,6 +135,37 @@ _INSTEAD = "Use gradaccum.torch.TrainStep, which does that, or steps=1 without o
 def optimizers_of(inner: Any) -> list[torch.optim.Optimizer]:
     """The optimizers that an inner one is made of: most often itself."""
     return inner.optimizers if isinstance(inner, SeveralOptimizers) else [inner]
+
+
+def ranks_of(model: nn.Module | None, inner: Any, options: Mapping[str, Any]) -> Any:
+    """The ranks that close their windows together; None on one device."""
+    if model is None or not has_process_group():
+        return None
+    from gradaccum.torch.distributed import check_closures, detect_ranks
+
+    optimizers = optimizers_of(inner)
+    ranks = detect_ranks(model, optimizers, options=options)
+    if not ranks.is_distributed:
+        return None
+    if ranks.sharded and len(optimizers) > 1:
+        raise ValueError(
+            "A list of optimizers can't share the window of a sharded model (fully_shard). Use TrainStep, with a "
+            "list; or wrap one optimizer."
+        )
+    check_closures(filter(needs_closure, optimizers), ranks)
+    return ranks
+
+
+def has_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def check_alone(model: nn.Module | None, parameters: list[Tensor], steps: int | None) -> None:
+    """Raise a ValueError, or warn, if these parameters are data-parallel and the optimizer doesn't know it."""
+    if has_process_group():
+        from gradaccum.torch.distributed import Ranks, check_detected
+
+        check_detected(model, parameters, Ranks(), steps)
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

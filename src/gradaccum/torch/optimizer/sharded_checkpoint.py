@@ -19,9 +19,8 @@ from torch import Tensor
 
 from gradaccum.on_torch.memory import local_part
 from gradaccum.torch.distributed import Ranks
+from gradaccum.torch.optimizer.proxy import KEY
 from gradaccum.torch.watch import parameters_of
-
-KEY = "gradaccum"
 
 
 def pack(inner: torch.optim.Optimizer, window: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -49,14 +48,14 @@ def pack(inner: torch.optim.Optimizer, window: dict[str, Any], ranks: Ranks) -> 
     return packed
 
 
-def unpack(state_dict: dict[str, Any], ranks: Ranks) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def unpack(state_dict: dict[str, Any], rank: int, size: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """What `pack` was given: the inner optimizer's state dict, and this rank's window; None without one."""
     groups = state_dict.get("param_groups", [])
     found = [group[KEY] for group in groups if KEY in group]
     if not found:
         return state_dict, None
     window = json.loads(found[0])
-    rank, size, parts = ranks.rank, ranks.size, window.pop("parts")
+    parts = window.pop("parts")
     state, sums = _taken_apart(state_dict["state"], [name for group in groups for name in group["params"]])
     if len(parts) != size:
         sums = {index: total * (len(parts) / size) for index, total in sums.items()}

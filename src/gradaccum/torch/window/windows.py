@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.schedule import Schedule
-from gradaccum.torch.distributed import Ranks
 from gradaccum.torch.watch import ParameterMonitor, parameters_of
 from gradaccum.torch.window.gradient_window import GradientWindow
 
@@ -39,16 +37,21 @@ _Phase = enum.Enum("_Phase", ["PLAIN", "RESTORED", "LOOP", "AHEAD"])
 
 
 class Windows:
+    """On one device. On several ranks, it is a `RanksWindows`."""
+
+    ranks: Any = None
+    may_have_none = False
+    """Whether an epoch may have no batch here, as other ranks have some."""
+
     def __init__(
         self,
         inner: torch.optim.Optimizer,
         schedule: Schedule,
         current: GradientWindow,
-        ranks: Ranks,
         wrapper: Callable[[], Any],
         check_steps: Callable[[Schedule], None],
     ) -> None:
-        self.inner, self.current, self.ranks = inner, current, ranks
+        self.inner, self.current = inner, current
         self.window, self.passes, self.one = current.window, current.passes, current.window.micro_batch
         self.epoch = self.updates = 0
         self.updated = self.in_epoch = False  # in_epoch: this epoch has a micro-batch
@@ -58,7 +61,7 @@ class Windows:
         self.left_over: Any = None  # what a loop over an iterator had fetched ahead when it was broken off
         self._first_unused: bool | None = None  # the loop's first batch had no `step()`; None while it is in use
         self._updates_in_loop = 0
-        self._expected: float | None = None  # what the last batch weighed, of the loop that runs
+        self.expected: float | None = None  # what the last batch weighed, of the loop that runs
         self.before_update: Callable[[], None] | None = None  # a checkpoint may have reserved room in the state
         self._wrapper, self._check_steps = wrapper, check_steps
         self.parameter_monitor = ParameterMonitor(inner)
@@ -102,30 +105,25 @@ class Windows:
         return self.steps == 1 or self.window.closes_next
 
     def expect_next(self, counts: bool = True) -> None:
-        """Say what comes next, one micro-batch ahead: DDP looks at it in the forward pass."""
-        if self.ranks.is_distributed:
-            steps = self.steps
-            self.ranks.expect(steps == 1 or self.window.closes_next, steps, self.one.last, counts)
+        """Say what comes next, one micro-batch ahead."""
 
     # Micro-batches.
 
-    def count_ordinary(self) -> None:
-        """`count`, in a window whose micro-batches so far had nothing to look at."""
+    def count_ordinary(self) -> bool:
+        """`count`, in a window whose micro-batches so far had nothing to look at. Returns whether this one had none."""
         window, passes, one = self.window, self.passes, self.one
         mixed = one.factor != 1.0 and passes.arrivals != one.weighed
         closes = window.micro_batches + 1 >= window.steps or one.last
         elsewhere = one.in_batches is not one.announced
-        reduces = closes and self.ranks.is_distributed
-        if mixed or elsewhere or reduces or not (passes.open or self._begins_ordinary()):
+        if mixed or elsewhere or not (passes.open or self._begins_ordinary()):
             self.count()
-            return
+            return False
         if closes and (passes.unfinished or not self.current.monitor.untouched):
             self.current.check_sum()
         passes.arrivals = 0
         if window.add():
-            self.updated = self._update()
-        elif self.ranks.is_distributed and window.closes_next:
-            self.expect_next()
+            self.updated = self.update()
+        return True
 
     def _begins_ordinary(self) -> bool:
         """Whether this micro-batch begins a window, and may be counted without a look."""
@@ -150,11 +148,11 @@ class Windows:
             if self.schedule.constant != 1:
                 self._check_micro_batch()
             if max(current.monitor.passes_of_each, default=0) > 1:
-                self.ranks.reduce_manually()  # in the first of them, others are to come
+                self.several_passes()
         closes = current.count(scaled)
         self.in_epoch, self.updated = True, False
         if closes:
-            self.updated = self._update()
+            self.updated = self.update()
         self.expect_next()
 
     def _check_place(self) -> None:
@@ -173,6 +171,9 @@ class Windows:
                 "use it more than once, loop over the loader itself and call flush() at the epoch's end. discard() "
                 "drops the window."
             )
+
+    def several_passes(self) -> None:
+        """Several backward passes reached this micro-batch, in a window that looks."""
 
     def _check_micro_batch(self) -> None:
         """In windows 1, 2, 4, 8, ...: raise if parameters came or went; say what is no error and may be wrong."""
@@ -217,23 +218,22 @@ class Windows:
 
     def flush(self) -> bool:
         """Close the open window now; outside of `batches()` this ends the epoch. Returns whether it made an update."""
-        current, ends_epoch = self.current, self.source is None
-        current.check_failed()
-        if ends_epoch:
-            self.ranks.end_epoch()
+        self.current.check_failed()
         self.updated = False
+        self.close_early()
+        if self.source is None:
+            self.next_epoch()
+        self.expect_next()
+        return self.updated
+
+    def close_early(self) -> None:
+        """Close the window with what it holds, if that is anything."""
+        current = self.current
         if self.window.micro_batches:
             current.skip()
             current.check_sum()
-            self.updated = self._update()
+            self.updated = self.update()
             current.empty()  # the loop's own zero_grad() is not to be relied on here: it may come before step()
-        elif not ends_epoch:
-            self.join_remaining(once=True)
-        if ends_epoch:
-            self.join_remaining()
-            self._next_epoch()
-        self.expect_next()
-        return self.updated
 
     def discard(self) -> None:
         """Drop the open window without an update. A line in the log says so, unless a checkpoint holds the window."""
@@ -261,16 +261,14 @@ class Windows:
         self._set_source(source)
 
     def _set_source(self, source: Any, phase: _Phase = _Phase.PLAIN) -> None:
-        self.source, self._phase, self._expected = source, phase if source is None else _Phase.LOOP, None
+        self.source, self._phase, self.expected = source, phase if source is None else _Phase.LOOP, None
         self.passes.ordinary = False
 
     def expect_batch(self, weight: float, given: bool, last: bool) -> None:
-        window = self.window
-        other = self.ranks.is_distributed and (last or window.closes_next or weight != window.unit)
-        if weight == self._expected and weight and self.passes.ordinary and not other:  # nearly always
+        if weight == self.expected and weight and self.passes.ordinary:
             self.one.announced, self.one.last = True, last
             return
-        self._expected = weight
+        self.expected = weight
         self.current.expect(weight, given, last)
         self.expect_next(counts=weight > 0)
 
@@ -286,9 +284,8 @@ class Windows:
         self.current.skip()
 
     def end_loop(self) -> None:
-        """It has used its last batch; `join_remaining`, then `end_epoch` follow."""
+        """It has used its last batch; `end_epoch` follows."""
         self._updates_in_loop = self.updates
-        self.ranks.end_epoch()
         if self.window.micro_batches:
             self.flush()  # the last micro-batch was skipped
 
@@ -305,8 +302,10 @@ class Windows:
             )
         return in_epoch
 
+    def abort(self) -> None:
+        """An error ends this loop."""
+
     def break_off(self) -> None:
-        self.ranks.abort()
         if self.window.micro_batches or self.passes.arrivals or self.one.weight is not None:
             self.discard()
         self._leave_loop(_Phase.PLAIN)
@@ -314,27 +313,16 @@ class Windows:
     def _leave_loop(self, phase: _Phase) -> None:
         self._set_source(None, phase)
         self.current.expect_nothing()
-        self._next_epoch()
+        self.next_epoch()
         self.expect_next()
 
-    def _next_epoch(self) -> None:
+    def next_epoch(self) -> None:
         self.epoch += self.in_epoch
         self.in_epoch = False
-        self.ranks.begin_epoch()
-
-    def join_remaining(self, once: bool = False) -> None:
-        """Take part in the windows that other ranks still make in this epoch, and in their updates."""
-        while self.ranks.others_continue():
-            self.in_epoch = True
-            self.current.empty()
-            self.updated = self._update() or self.updated
-            self.current.empty()
-            if once:
-                break
 
     # The update.
 
-    def _update(self) -> bool:
+    def update(self) -> bool:
         current, monitor = self.current, self.parameter_monitor
         if current.monitor.looking and self.window.micro_batches:
             monitor.check_parameters()
@@ -368,28 +356,14 @@ class Windows:
             self.parameter_monitor.note_parameters(looking=True)
         self.expect_next()
 
-
-def on_collect(windows: Windows) -> None:
-    """The optimizer is gone: if in the middle of a window, or of a loop of `batches()`, an error has ended its loop."""
-    window = windows.window
-    if window.is_open or windows.source is not None:
-        windows.ranks.abort()
-    if window.is_open and not windows.current.saved:
-        logger.warning(
-            "An optimizer was deleted while its open window held %d of %d micro-batches, whose update was not made. "
-            "Call flush() at an epoch's end",
-            window.micro_batches,
-            window.steps,
-        )
-    windows.current.remove()
-
-
-def make_window(
-    parameters: Callable[[], list[Tensor]], noise: NoiseMeter | None, options: Mapping[str, Any], ranks: Ranks
-) -> GradientWindow:
-    """The window of an optimizer on one device, or on these ranks."""
-    if not ranks.is_distributed:
-        return GradientWindow(parameters, noise, options)
-    from gradaccum.torch.window.ranks_window import RanksWindow
-
-    return RanksWindow(parameters, noise, options, ranks)
+    def collect(self) -> None:
+        """The optimizer is gone: if in the middle of a window, an error has ended its loop, or it lacks a `flush()`."""
+        window = self.window
+        if window.is_open and not self.current.saved:
+            logger.warning(
+                "An optimizer was deleted while its open window held %d of %d micro-batches, whose update was not "
+                "made. Call flush() at an epoch's end",
+                window.micro_batches,
+                window.steps,
+            )
+        self.current.remove()
