@@ -20,7 +20,14 @@ from gradaccum.on_torch.private import autograd, run_backward
 from gradaccum.torch.optim import SGD
 
 HOME = Path(gradaccum.__file__).parent
-LAZY = ("_subclasses.fake_tensor", "utils._python_dispatch", "utils._pytree", "autograd.graph", "_dynamo")
+LAZY = (
+    "_subclasses.fake_tensor",
+    "utils._python_dispatch",
+    "utils._pytree",
+    "autograd.graph",
+    "_dynamo",
+    "_inductor.exc",
+)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,13 @@ torch | utils._python_dispatch.TorchDispatchMode | sees every operation; documen
 torch | nn.modules.batchnorm._BatchNorm | what all BatchNorm layers have in common
 torch | _dynamo | whether a module is compiled
 torch | _dynamo.trace_rules.add | torch.compile of a whole step traces nothing of a window
+torch | _dynamo.config.trace_autograd_ops _dynamo.config.patch | compiled windows have both passes | no compile=
+torch | _dynamo.exc.Unsupported _dynamo.exc.TorchDynamoException | what can't be traced is refused with the reason
+torch | _dynamo.exc.FailOnRecompileLimitHit | a window that is compiled again and again runs eagerly
+torch | _dynamo.maybe_mark_dynamic _dynamo.mark_static_address | sizes that vary; memory that CUDA graphs write to
+torch | _inductor.list_mode_options | modes of torch.compile beside options
+torch | _inductor.exc.InvalidCxxCompiler | a missing compiler is named
+tensor | _backward_hooks _post_accumulate_grad_hooks | hooks that a compiled window would leave out are refused
 torch | nn.utils.parametrize._cache_enabled | weights cached without a graph have no gradient
 torch | _C._functorch.maybe_current_level | a transform of torch.func around two passes is an error
 torch | utils.weak.TensorWeakRef | finds tensors that leave a chunked module outside its outputs

@@ -7,6 +7,7 @@ from gradaccum.torch.loss.named import (
     Terms,
     Totals,
     Weight,
+    plain_weight,
 )
 from gradaccum.torch.loss.objective import Objective
 
@@ -21,4 +22,5 @@ __all__ = [
     "WeightedLoss",
     "batch_losses",
     "counted",
+    "plain_weight",
 ]

@@ -109,10 +109,10 @@ class BatchLosses:
         weight: float | None = None,
     ) -> None:
         self.objective, self.named, self._batch_rows = objective, named, batch.rows
-        self._summed = objective.renew(batch)
+        self.summed = objective.renew(batch)
         self._counted, self._by_forward, self._rows = counted, named and total is None, rows or float(batch.rows)
         self._given_unit, self._multiples, self._weight = unit, multiples, weight  # of this rank's rows in all
-        self.adds = objective.reduction == "sum" or self._summed
+        self.adds = objective.reduction == "sum" or self.summed
         if not named:
             one: Weight | None = one_weight(objective.total(batch) if total is None else total)
             # Sums, of a torch.nn loss or of the user's own, are all multiplied by the same.
@@ -252,7 +252,7 @@ class BatchLosses:
         """
         if self.divisor is not None or (self._factor is None and not self._by_rows):
             return self.forward(micro_batch)
-        loss, weight = self.objective.evaluate(micro_batch, self._summed)
+        loss, weight = self.objective.evaluate(micro_batch, self.summed)
         if weight is not None:
             return self._weighed_by_forward(loss, weight)
         if self._by_rows and micro_batch.rows != self._times:
@@ -271,18 +271,27 @@ class BatchLosses:
 
     def forward(self, micro_batch: Batch) -> WeightedLoss:
         """Run the forward pass of a micro-batch and weigh its losses. Changes nothing here: `backward` does."""
+        known = self.known(micro_batch)
+        if known is not None and self.objective.weight is not None and all(map(is_zero, known.values())):
+            return self._of_nothing(micro_batch)
+        loss, told = self.objective.evaluate(micro_batch, self.summed)
+        return self.weigh(loss, told, known, micro_batch.rows)
+
+    def known(self, micro_batch: Batch) -> Totals | None:
+        """What the losses of a micro-batch weigh, as far as the batch tells: by name."""
         objective, known = self.objective, None
         if self.named:
             known = _by_batch(objective, micro_batch)
-        elif self.shares or not self._summed:
+        elif self.shares or not self.summed:
             known = {None: one_weight(objective.total(micro_batch))}
         if known is not None and self._same is None:
             known = {name: self._noted(weight) for name, weight in known.items()}
-        if known is not None and objective.weight is not None and all(map(is_zero, known.values())):
-            return self._of_nothing(micro_batch)
-        loss, told = objective.evaluate(micro_batch, self._summed)
+        return known
+
+    def weigh(self, loss: Tensor, told: Weight | Terms | None, known: Totals | None, rows: int) -> WeightedLoss:
+        """The losses of a micro-batch that `Objective.evaluate` has found, with what is known of their weights."""
         if self.named:
-            return self._weighed_by_name(_checked(told, objective), known, micro_batch.rows)
+            return self._weighed_by_name(_checked(told, self.objective), known, rows)
         if told is not None:
             return self._weighed_by_forward(loss, told)
         if self.divisor is not None:
@@ -294,6 +303,31 @@ class BatchLosses:
         assert part is not None
         assert weight is not None
         return WeightedLoss({None: (where_any(loss, weight), part, weight)}, share=part)
+
+    def factors(self, names: Sequence[Hashable], known: Totals | None, rows: int, *, told: bool) -> list[Weight] | None:
+        """What each loss of a micro-batch is multiplied by where its backward pass starts.
+
+        `told`: the forward pass will tell weights, by which losses are multiplied as well. None where this is unknown,
+        or a loss weighs nothing: it may be 0 / 0, and so may its gradient be.
+        """
+        if known is not None and any(map(is_zero, known.values())):
+            return None
+        if self.named:
+            return self._factors_by_name(names, known)
+        if told:
+            self._unit = float(rows) if self._unit is None and not self.adds else self._unit
+            return [ratio(1.0, 1.0 if self._unit is None else self._unit)]
+        if self._same is not None:
+            return [self._same]
+        weight = None if known is None else known[None]
+        return None if weight is None else [ratio(weight, self._total)]
+
+    def _factors_by_name(self, names: Sequence[Hashable], known: Totals | None) -> list[Weight] | None:
+        totals = self.totals
+        if totals is None or any(name not in totals for name in names):
+            return None
+        weights: Totals = dict.fromkeys(names, 1.0) if known is None or self.adds else known
+        return [ratio(weights.get(name, 0.0), totals[name]) for name in names]
 
     def _of_nothing(self, micro_batch: Batch) -> WeightedLoss:
         return WeightedLoss({}, weightless=self.objective.losses(micro_batch))
@@ -383,7 +417,12 @@ class BatchLosses:
             if len(starts) > 1:  # a hook of the user's may write to one of them
                 starts = [start.clone() for start in starts]
             run_backward(losses, starts, retain_graph)
-            self._has_gradient = True
+        self.count(weighted, bool(ends))
+
+    def count(self, weighted: WeightedLoss, has_gradient: bool = True) -> None:
+        """Count a micro-batch whose gradient, if there is one, is in the sum."""
+        told = weighted.told
+        self._has_gradient = self._has_gradient or has_gradient
         self.ran = self.ran or weighted.ran
         self._arriving = 0.0
         self._passes += 1

@@ -74,7 +74,8 @@ class Objective:
         self.model = model
         self.loss_fn = with_known_divisor(loss_fn) if loss_fn is not None else None
         self._by_targets = divides_by_targets(self.loss_fn)
-        self._summed: Any = None
+        self.summed_loss: Any = None
+        """A loss that divides by what its targets say, as a sum."""
         self.starts: dict[Any, tuple[Weight, Tensor]] = {}  # where backward passes start, by factor
         self.found = Found()
         self.compute_loss = compute_loss
@@ -171,7 +172,7 @@ class Objective:
 
     def forget(self) -> None:
         """What was kept of the loss is another one's."""
-        self.starts, self._summed = {}, None
+        self.starts, self.summed_loss = {}, None
 
     def renew(self, batch: Batch) -> bool:
         """A window begins: take over what has been changed in the loss since, and forget factors of long ago.
@@ -183,7 +184,7 @@ class Objective:
         if not self._by_targets:
             return False
         assert self.loss_fn is not None
-        self._summed, targets = summed(self.loss_fn, self._summed), self._targets(batch)
+        self.summed_loss, targets = summed(self.loss_fn, self.summed_loss), self._targets(batch)
         # Floating-point targets are class probabilities, over which the mean is one over rows.
         return targets is None or not targets.is_floating_point()
 
@@ -261,7 +262,7 @@ class Objective:
                 "in tuples, or use compute_loss(model, *batch)."
             )
         outputs, targets = self.model(batch[0]), batch[1:]
-        loss_fn: Any = self._summed if summed else self.loss_fn
+        loss_fn: Any = self.summed_loss if summed else self.loss_fn
         if summed and isinstance(outputs, Tensor) and outputs.dtype is torch.float16:
             outputs = outputs.float()  # a sum of losses soon passes 65504
         try:

@@ -34,6 +34,8 @@ def _reasons(model: nn.Module, ranks: Ranks, options: Mapping[str, Any], closure
         yield "`noise_scale`, which compares sums of each rank, isn't available. Measure it in a run without."
     if options["sync"] != "window":
         yield 'gradients are reduced once per update. Leave out sync="micro_batch".'
+    if options["compile"] is not False:
+        yield "`compile`, whose programs round sums in another order, isn't available. Leave it out."
     if closures:
         yield "optimizers that evaluate a closure several times aren't available. Use another optimizer."
     if ranks.sharded:

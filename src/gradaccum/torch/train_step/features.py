@@ -56,6 +56,10 @@ def features_of(model: nn.Module, options: Options, update: Update, ranks: Any, 
         from gradaccum.torch.train_step.global_batch import RanksRunner
 
         found.add(RanksRunner, ranks=ranks)
+    if options.compile is not False:
+        from gradaccum.torch.compiled import add_to
+
+        add_to(found, options, ranks)
     return found
 
 

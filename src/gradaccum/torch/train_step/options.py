@@ -36,6 +36,8 @@ class Options:
     noise_scale: Any
     sync: Any
     reproducible: bool = False
+    compile: Any = False
+    verify: bool = True
 
     def __post_init__(self) -> None:
         self.batch_norm = checked_batch_norm(self.batch_norm)

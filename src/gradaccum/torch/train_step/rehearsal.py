@@ -28,7 +28,7 @@ class Rehearsal(WindowRunner):
             passes.both(piece)
 
     def rehearse(
-        self, objective: Objective, batch: Batch, sizes: Sequence[int], scaler: Any, *, known: bool = False
+        self, objective: Objective, batch: Batch, sizes: Sequence[int] | None, scaler: Any, *, known: bool = False
     ) -> Tensor:
         """Returns the loss. `known`: which modules there are has been looked up for the proof before."""
         self.objective = objective.on(self._model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -72,6 +72,8 @@ class TrainStep:
             sharded models whose unsharded gradients don't fit.
         reproducible: Make the same bits on any number of ranks, from rows that `GlobalBatchSampler` shares out: sums
             that don't depend on their order, random numbers that follow from seed, update and place in the batch.
+        compile: Run forward and backward passes, weights and their sum as compiled programs. True, or a dict of
+            `torch.compile`'s `mode`, `backend` and `options`. `compiled` says whether the last update ran so.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -114,6 +116,7 @@ class TrainStep:
         verify: bool = True,
         sync: Sync = "window",
         reproducible: bool = False,
+        compile: bool | Mapping[str, Any] = False,
     ) -> None:
         leave_uncompiled()
         self.model = checked_model(model)
@@ -133,6 +136,8 @@ class TrainStep:
             noise_scale=noise_scale,
             sync=sync,
             reproducible=reproducible,
+            compile=compile,
+            verify=verify,
         )
         self.updates = 0
         """Updates made so far."""
@@ -199,6 +204,11 @@ class TrainStep:
     def micro_batch_size(self) -> int | None:
         """Rows of a micro-batch at the moment; None before `"auto"` has seen a batch."""
         return self.batcher.finder.size
+
+    @property
+    def compiled(self) -> bool:
+        """Whether all micro-batches of the last update ran as compiled programs."""
+        return bool(getattr(self._windows, "compiled", False))
 
     @property
     def grad_norm(self) -> Tensor | None:
