@@ -15,7 +15,6 @@ import subprocess
 import sys
 from typing import Any
 
-import gradaccum
 from scripts.pictures import IMAGES, ROOT, box, chart, line, svg, text
 
 NAMES = ("gpt", "resnet18", "mnist", "mlp", "vgg16", "batch_optimizer", "recipes", "elastic", "large_models")
@@ -212,26 +211,24 @@ def bars(title: str, values: dict[str, float]) -> str:
 
 
 def elastic() -> str:
-    """Two ranks until one is lost, then one with twice the steps: 48 rows an update throughout."""
-    shapes = [text(20, 28, "Elastic training: 48 rows an update on any number of ranks", "title")]
+    """Three ranks until one is lost, then two, then one: six micro-batches an update throughout."""
+    shapes = [text(20, 28, "Elastic training: the same micro-batches on any number of ranks", "title")]
     x = 84.0
-    for rank in range(2):
+    for rank in range(3):
         shapes.append(text(20, 82 + 40 * rank, f"rank {rank}", "small"))
-    for update in range(1, 9):
-        ranks = 2 if update <= 3 else 1
-        steps = gradaccum.steps_for(48, 8, ranks=ranks)
-        for rank in range(ranks):
-            for step in range(steps):
-                shapes.append(box(x + 11 * step, 64 + 40 * rank, 9, 28, "ab"[rank]))
-        shapes.append(text(x + 5.5 * steps, 158, f"{update}", "small mid"))
-        x += 11 * steps + 12
-        if update == 3:
-            shapes += [line([(x, 52), (x, 144)], "quiet", 1.5, "4 3"), text(x + 8, 122, "rank 1 is lost", "small")]
+    for update, ranks in enumerate((3, 3, 3, 2, 2, 2, 1, 1), 1):
+        each = 6 // ranks
+        for place in range(6):
+            rank, number = divmod(place, each)
+            shapes.append(box(x + 11 * number, 64 + 40 * rank, 9, 28, "abc"[rank]))
+        shapes.append(text(x + 5.5 * each, 198, f"{update}", "small mid"))
+        x += 11 * each + 12
+        if update in (3, 6):
+            shapes += [line([(x, 52), (x, 184)], "quiet", 1.5, "4 3"), text(x + 6, 182, "one is lost", "small")]
             x += 14
-    shapes.append(text(20, 158, "update", "small"))
-    shapes.append(text(20, 184, "Each box is a micro-batch of 8 rows. The run resumes from the last update.", "small"))
-    words = "Three updates of 3 micro-batches on each of two ranks, then updates of 6 micro-batches on one rank."
-    return svg(660, 202, words, shapes)
+    shapes.append(text(20, 198, "update", "small"))
+    words = "Updates of six micro-batches: two on each of three ranks, three on each of two, six on one."
+    return svg(660, 216, words, shapes)
 
 
 def large_models() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 import runpy
 import sys
 import types
@@ -238,7 +239,7 @@ def test_a_restored_window_may_be_flushed_before_any_forward_pass(rank, sync):
     oracle.check(model)
 
 
-# examples/torch/elastic.py: killed, and resumed on another number of ranks, it takes the same updates.
+# examples/torch/elastic.py: killed, and resumed on other numbers of ranks, it ends with the same bits.
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "torch" / "elastic.py"
 
@@ -272,21 +273,20 @@ def finished(process, said):
     return process.exitcode, said.read_text()
 
 
-def test_a_run_that_is_killed_goes_on_with_another_number_of_ranks(tmp_path):
-    killed = start(tmp_path / "elastic.pt", 2, "--kill-after", "3")
-    (whole,) = start(tmp_path / "whole.pt", 1, "--maximum-batch-size", "48")
-    codes, said = zip(*(finished(*process) for process in killed), strict=True)
-    assert any(code != 0 for code in codes)
-    assert "2 ranks, 3 steps, from update 0" in said[0]
-    (again,) = start(tmp_path / "elastic.pt", 1)
-    code, output = finished(*again)
+def test_a_run_that_is_killed_goes_on_with_other_numbers_of_ranks_to_the_same_bits(tmp_path):
+    options = "--dataset", "digits", "--batch-size", "360", "--micro-batch-size", "60", "--save-every", "1"
+    elastic, whole = tmp_path / "elastic.pt", tmp_path / "whole.pt"
+    (undisturbed,) = start(whole, 1, *options)
+    said = []
+    for ranks, more in ((3, ("--kill-at", "3")), (2, ("--kill-at", "4")), (1, ())):
+        codes, outputs = zip(*(finished(*process) for process in start(elastic, ranks, *options, *more)), strict=True)
+        assert any(codes) == bool(more)
+        said += outputs[0].splitlines()
+    assert [line for line in said if "from" in line] == [
+        "3 ranks, from update 0", "2 ranks, from update 2", "1 ranks, from update 3",
+    ]  # fmt: skip
+    code, output = finished(*undisturbed)
     assert code == 0
-    assert "1 ranks, 6 steps, from update 3" in output
-    assert "1 ranks, 1 steps, from update 0" in finished(*whole)[1]
-
-    elastic, reference = (torch.load(tmp_path / name, weights_only=True) for name in ("elastic.pt", "whole.pt"))
-    assert elastic["optimizer"]["gradaccum"]["updates"] == 8
-    assert relative_error(elastic["model"].values(), reference["model"].values()) <= FLOAT64
-    momenta = [[state["momentum_buffer"] for state in s["optimizer"]["state"].values()] for s in (elastic, reference)]
-    assert relative_error(*momenta) <= FLOAT64
-    assert elastic["scheduler"]["last_epoch"] == reference["scheduler"]["last_epoch"]
+    assert said[-1] == output.splitlines()[-1]
+    assert re.fullmatch("after [45] updates: SHA-256 [0-9a-f]{64}", said[-1])
+    assert elastic.exists()
