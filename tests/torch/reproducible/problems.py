@@ -187,7 +187,11 @@ class Training:
         if backward:
             self.optimizer.zero_grad()
             loss = self.step.backward(*batch)
-            self.optimizer.step()
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
         else:
             loss = self.step(*batch)
         self.found += [loss, self.step.grad_norm, *self.step.losses.values()]
