@@ -18,7 +18,7 @@ from gradaccum.report import Bars, Block, Report, Table, Text, write
 
 CauseKind = Literal[
     "batch_norm", "mixes_rows", "loss", "weight", "reduction", "regulariser", "input", "buffer", "padding", "hook",
-    "randomness", "nondeterminism", "rounding", "error", "unknown",
+    "gradient", "randomness", "nondeterminism", "rounding", "error", "unknown",
 ]  # fmt: skip
 """What makes accumulation differ from the large batch:
 
@@ -32,6 +32,7 @@ CauseKind = Literal[
 - `"buffer"`: a buffer moves once per micro-batch in place of once per update.
 - `"padding"`: columns that `max_tokens` cuts off count in the loss, or in the model.
 - `"hook"`: a hook on a parameter's gradient that is not linear sees a part of it per micro-batch.
+- `"gradient"`: the next backward pass overwrites the gradients of the one before, as in CUDA graphs.
 - `"randomness"`: random numbers that cannot be replayed row by row.
 - `"nondeterminism"`: the large batch's own gradient is not the same twice.
 - `"rounding"`: a layer rounds to so few bits that each number of rows rounds otherwise (float8).

@@ -113,6 +113,10 @@ class Reach:
                 self._seen[id(value)] = value
                 self._look(name, value, depth)
 
+    def names(self, name: str) -> bool:
+        """Whether code that is reached names this."""
+        return name in self._names
+
     def _named(self) -> bool:
         """Look at attributes that have been named since."""
         for prefix, attributes, waiting in self._objects:

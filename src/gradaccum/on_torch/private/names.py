@@ -36,6 +36,7 @@ torch | Generator._cdata | whether two objects are the same generator | each is 
 torch | utils._pytree.tree_iter | tensors nested in any container
 node | _input_metadata | zeros to go backward, so that what weighs nothing leaves the rows of a sparse gradient
 tensor | _version | notices edits in place; documented with autograd's checks
+tensor | _backward_hooks _post_accumulate_grad_hooks | hooks that step an optimizer are refused | nothing is said
 tensor | _is_view | a view shares its version with others
 operator | _schema | the arguments of an operator, by name
 module | _parameters | a module's own parameters, where they are kept

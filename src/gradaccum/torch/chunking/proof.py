@@ -26,7 +26,7 @@ from gradaccum.on_torch.batch import BatchDims, leaves, map_leaves, number_of_ro
 from gradaccum.on_torch.memory import is_out_of_memory
 from gradaccum.on_torch.private import graph_of, run_backward
 from gradaccum.on_torch.reach import held_generators
-from gradaccum.on_torch.state import as_found
+from gradaccum.on_torch.state import as_found, same
 from gradaccum.torch.batch_norm import frozen
 from gradaccum.torch.chunking.two_passes import (
     Inputs,
@@ -154,6 +154,8 @@ class _Runner(TorchRunner):
         self._with_graph: set[str] = set()
         """Those in which the rows at once have left a tensor with a graph."""
         self._cotangents: list[Tensor] = []
+        self._watched: list[tuple[str, Tensor | None, Tensor | None]] | None = None
+        """Values of gradients, and the tensors that came as these, where that is looked at."""
 
     def tensors(self) -> list[Tensor]:
         return [*self.state.parameters, *filter(is_floating, tensors_of(self.few))]
@@ -191,8 +193,16 @@ class _Runner(TorchRunner):
             buffers = self._buffers() | self._copies(left)
             del left
         outputs = {name: tensor.detach().clone() for name, tensor in outputs.items()}
-        gradients = {name: None if leaf.grad is None else leaf.grad.to_dense() for name, leaf in wanted.items()}
+        gradients = self._gradients(wanted)
         return Outcome(outputs, gradients, buffers), [*map(TensorWeakRef, outside)], with_graph
+
+    def _gradients(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """Copies of them: the next backward pass may fill the same tensors."""
+        found = {name: leaf.grad for name, leaf in leaves.items()}
+        gradients = {name: None if grad is None else grad.to_dense().clone() for name, grad in found.items()}
+        if self._watched is not None:
+            self._watched += [(name, gradients[name], grad) for name, grad in found.items()]
+        return gradients
 
     def _copies(self, attributes: Mapping[str, Any]) -> dict[str, Tensor]:
         """Of what is in attributes that a pass has assigned."""
@@ -284,6 +294,12 @@ class _Runner(TorchRunner):
 
     def culprit(self, sizes: Sequence[int]) -> str:
         """The first layer whose outputs differ where its inputs don't, by running the module on each micro-batch."""
+        if name := self._refilled(sizes):
+            return (
+                f"Its backward pass returns the same tensor each time as the gradient of {name!r}, and fills it again, "
+                "so the next micro-batch overwrites the sum. torch.cuda.make_graphed_callables and CUDA graphs do so. "
+                "Return a clone of it, or graph the module inside of each micro-batch."
+            )
         whole = self._trace(None)
         for piece in torch.arange(self.rows).split(list(sizes)):
             for path in filter(None, mixing(whole, self._trace(piece), part_differs(self.rows, piece), sums=False)):
@@ -296,6 +312,16 @@ class _Runner(TorchRunner):
             "It happens outside its layers. Compute what looks across rows after the chunked module, on the whole "
             "batch; use GroupNorm in place of torch.nn.functional.batch_norm."
         )
+
+    def _refilled(self, sizes: Sequence[int]) -> str:
+        """A parameter or input whose gradient the next backward pass overwrites, if there is one."""
+        watched: list[tuple[str, Tensor | None, Tensor | None]] = []
+        self._watched = watched
+        self.run(None)
+        self._watched = None
+        self.run(([*range(self.rows)], sizes))
+        pairs = [(name, value, grad) for name, value, grad in watched if value is not None and grad is not None]
+        return next((name for name, value, grad in pairs if not same(grad.to_dense(), value)), "")
 
     def _trace(self, piece: Tensor | None) -> Trace:
         few = self.few if piece is None else take(self.few, piece, self._batch_dims)

@@ -302,6 +302,45 @@ def hook_cause(parameter: str) -> Cause:
     )
 
 
+def updating_hook(parameters: Mapping[str, Tensor]) -> Cause | None:
+    """A hook on a parameter's gradient whose code steps an optimizer, as in "optimizer step in backward"."""
+    known: set[int] = set()
+    for name, parameter in parameters.items():
+        for hook in hooks_of(parameter):
+            code = id(getattr(hook, "__code__", hook))
+            if code in known:
+                continue
+            known.add(code)
+            reach = Reach(hook)
+            if reach.optimizers and reach.names("step"):
+                return Cause(
+                    "hook",
+                    name,
+                    f"A hook on the gradient of {name!r} steps an optimizer ({type(reach.optimizers[0][1]).__name__}) "
+                    "in every backward pass, so once per micro-batch, with a part of the gradient. Remove the hooks, "
+                    "and give TrainStep the optimizer, or a list of them.",
+                )
+    return None
+
+
+def hooks_of(parameter: Tensor) -> list[Any]:
+    """The users' own hooks on the gradient of a parameter."""
+    kinds = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    hooks = [hook for hooks in kinds for hook in (hooks or {}).values()]
+    return [hook for hook in hooks if not (getattr(hook, "__module__", "") or "").startswith(("torch.", "gradaccum."))]
+
+
+def updated_cause(names: Sequence[str]) -> Cause:
+    """Parameters that changed in a backward pass."""
+    shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+    return Cause(
+        "hook",
+        names[0],
+        f"Backward passes change these parameters, as an optimizer in a hook does: {shown}. Every micro-batch would. "
+        "Remove the hooks, and give TrainStep the optimizer, or a list of them.",
+    )
+
+
 def suspicion(wrong: Sequence[Difference]) -> Cause:
     """What may make a difference that a copy in float64 doesn't show."""
     names = [difference.name for difference in wrong if difference.part == "gradient"]

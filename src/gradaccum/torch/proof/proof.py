@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import logging
@@ -43,7 +44,10 @@ from gradaccum.torch.proof.causes import (
     input_cause,
     nondeterminism_cause,
     suspicion,
+    updated_cause,
+    updating_hook,
 )
+from gradaccum.torch.proof.refilled import refilled, refilled_cause
 from gradaccum.torch.proof.schedule import BatchSchedule
 from gradaccum.torch.proof.trial import Accumulate, BatchRunner, Gradients, LoweredScale, Trial, named_parameters
 
@@ -106,6 +110,8 @@ class Proof:
         self.schedule.attempts += 1
         for cause in counting_layers(self.objective.modules.values()):
             raise NotEquivalentError(f"{cause.message} verify=False leaves this proof out.")
+        if hooked := updating_hook(named):
+            raise NotEquivalentError(f"{hooked.message} verify=False leaves this proof out.")
         known = {id(parameter) for parameter in named.values()}
         named.update({f"parameter {i}": p for i, p in enumerate(self._parameters()) if id(p) not in known})
         most, way = self.schedule.scope(size)
@@ -143,13 +149,15 @@ class Proof:
             self._could_not(tried[-1].rows if tried else 0, error)
             return False
         if found.found is None:
+            if found.runner.updated:
+                raise NotEquivalentError(updated_cause(found.runner.updated).message)
             self.schedule.attempts -= not found.weighs  # as no update is made with it, either
             self.schedule.postpone()
             return False
         runner, wrong = found.runner, found.wrong
         if wrong and all(difference.part == "buffer" for difference in wrong):
             self._warn_of_moves([difference.name for difference in wrong], runner.state.made)
-        elif wrong and (causes := self._causes(runner.batch, wrong, runner.tolerance)):
+        elif wrong and (causes := self._causes(runner, wrong)):
             sizes = tuple(tuple(sizes) for _, sizes in found.ways)
             self._refuse(Equivalence((*found.found,), runner.tolerance, tuple(causes), runner.rows, sizes))
         self.schedule.proven()
@@ -259,8 +267,14 @@ class Proof:
             )
         warn_of_buffers([owners[name] for name in new if name in owners])
 
-    def _causes(self, few: Batch, wrong: Sequence[Difference], tolerance: float) -> Sequence[Cause]:
+    def _causes(self, runner: BatchRunner, wrong: Sequence[Difference]) -> Sequence[Cause]:
         """What makes the difference, by name; nothing where it is rounding, as it isn't there in float64."""
+        few, tolerance = runner.batch, runner.tolerance
+        if runner.updated:
+            return [updated_cause(runner.updated)]
+        with contextlib.suppress(Exception):  # the loss may have its own idea of which rows go together
+            if names := refilled(self.objective, few, named_parameters(self.objective), self._generators):
+                return [refilled_cause(names)]
         found = self._on_a_copy(few)
         if found is not None and found.causes:  # every micro-batch finds the same buffers: no cause, unless no other is
             paths = {path or "model" for path, _, _ in owners_of_buffers(self.objective.modules).values()}
@@ -310,6 +324,8 @@ def certify(
         return Equivalence((), tolerance, (cause,), device=str(device))
     if batch.rows < 2:
         raise ValueError(f"The batch must have at least 2 rows, to be split. Received: {batch.rows}.")
+    if cause := updating_hook(named_parameters(objective)):
+        return Equivalence((), tolerance, (cause,), device=str(device))
     if len(batch.units()) < 2:
         raise ValueError(f"The batch must have at least 2 groups, to be split. Received: one, of {batch.rows} rows.")
     generators = random_state.all_generators(random_state.every_device())
@@ -318,7 +334,14 @@ def certify(
     parameters = [*named_parameters(objective).values()]
     copied = functools.partial(Trial, objective, batch, accumulate, device=device, batch_norm=batch_norm)
     with torch.inference_mode(False), torch.enable_grad(), random_state.kept(generators), gradients_kept(parameters):
-        return _Check(copied, _ways(batch, size), tolerance).run()
+        result = _Check(copied, _ways(batch, size), tolerance).run()
+    places = {leaf.device.type for _, leaf, _ in batch.leaves if isinstance(leaf, Tensor)}
+    with contextlib.suppress(Exception):  # the loss may have its own idea of which rows go together
+        alike = accumulate is not None and not result.causes and places == {objective.device.type}
+        # A copy in float64 doesn't show it where the gradients are cast.
+        if alike and (names := refilled(objective, batch, named_parameters(objective), generators)):
+            return dataclasses.replace(result, causes=(refilled_cause(names),))
+    return result
 
 
 class _Check:

@@ -92,6 +92,8 @@ class BatchRunner(TorchRunner):
         self._own_ids = set(map(id, parameters.values()))
         super().__init__(RowwiseRng(batch.rows, generators, **rng), objective.device, batch.rows)
         self.objective = _noted(objective, self.rng)
+        self.updated: list[str] = []
+        """Parameters that the backward pass of the rows at once has changed."""
 
     def tensors(self) -> list[Tensor]:
         return list(self._parameters.values())
@@ -127,7 +129,7 @@ class BatchRunner(TorchRunner):
         with self.passes():
             if way is None:
                 loss = self.objective.whole(self.taken(None))
-                self._scale.scale(loss).backward()
+                self._backward(loss)
             else:
                 order = torch.tensor(way[0])
                 few = self.taken(order)
@@ -143,10 +145,20 @@ class BatchRunner(TorchRunner):
             weighs = way is None or any(g is not None for g in gradients.values()) or not bool(loss.isnan())
             return Outcome({"loss": loss.detach().clone()}, gradients, self.left(), weighs=weighs)
 
+    def _backward(self, loss: Tensor) -> None:
+        """Note which parameters change in it, and take that back where a hook of the user's may be why."""
+        versions = {name: parameter._version for name, parameter in self._parameters.items()}
+        hooked = {name: p.detach().clone() for name, p in self._parameters.items() if _is_hooked(p)}
+        self._scale.scale(loss).backward()
+        self.updated = [name for name, p in self._parameters.items() if p._version != versions[name]]
+        with torch.no_grad():
+            for name in self.updated:
+                if name in hooked:
+                    self._parameters[name].copy_(hooked[name])
+
     def kept(self, gradient: Tensor) -> Tensor:
         """What is compared of a gradient."""
-        some = sample(gradient)
-        return some if some is gradient else some.clone()
+        return sample(gradient).clone()  # the next backward pass may fill the same tensor
 
     def left(self) -> dict[str, Any]:
         """What modules hold now, by name: tensors and numbers."""
@@ -154,6 +166,10 @@ class BatchRunner(TorchRunner):
 
     def lower_scale(self) -> bool:
         return self._scale.lower()
+
+
+def _is_hooked(parameter: Tensor) -> bool:
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def named_parameters(objective: Objective) -> dict[str, Tensor]:
@@ -252,7 +268,7 @@ class Trial(BatchRunner):
             yield
 
     def kept(self, gradient: Tensor) -> Tensor:
-        return gradient
+        return gradient.clone()
 
     def left(self) -> dict[str, Tensor]:
         return self.state.tensors()
