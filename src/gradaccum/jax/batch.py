@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType
 
-from gradaccum.core.sizes import even_sizes
 from gradaccum.on_jax import scan
 
 NEED_VALUES = (
@@ -136,12 +135,11 @@ class Batch:
         most = min(micro_batch_size, self.rows)
         common = math.gcd(self.devices, self.rows)
         self.blocks = max(d for d in range(1, min(most, common) + 1) if common % d == 0)
-        sizes = even_sizes(self.rows // self.blocks, most // self.blocks)
-        groups, start = [], 0
-        for size in sorted(set(sizes), reverse=True):
-            count = sizes.count(size)
-            groups.append(Group(start, size * self.blocks, count))
-            start += size * count
+        rows, most = self.rows // self.blocks, most // self.blocks
+        count = -(-rows // most)
+        size, larger = divmod(rows, count)  # as `gradaccum.core.sizes.even_sizes` cuts rows
+        groups = [Group(0, (size + 1) * self.blocks, larger)] if larger else []
+        groups.append(Group(larger * (size + 1), size * self.blocks, count - larger))
         return groups
 
     def micro_batch(self, group: Group, index: Any) -> tuple[Any, ...]:
