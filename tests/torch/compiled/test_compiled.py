@@ -198,6 +198,25 @@ def test_micro_batches_of_other_sizes_are_compiled_once_they_come_often(monkeypa
     assert relative_error(model.parameters(), reference.parameters()) < FLOAT64
 
 
+def in_training(model, x, y):
+    terms = several(model, x, y)
+    return terms if model.training else {"ce": terms["ce"]}
+
+
+def test_a_loss_that_has_other_terms_later_is_compiled_again():
+    model = network()
+    reference, data = copy.deepcopy(model), batch()
+    step, optimizer = step_of(model, compute_loss=in_training), sgd(reference.parameters())
+    for whole in (added, by_loss):
+        optimizer.zero_grad()
+        whole(reference, *data).backward()
+        optimizer.step()
+        step(*data)
+        assert step.compiled
+        assert relative_error(model.parameters(), reference.parameters()) < FLOAT64
+        model.eval()
+
+
 def test_long_windows_are_a_program_per_micro_batch():
     model = network()
     step = step_of(model, micro_batch_size=1)

@@ -24,6 +24,8 @@ class PassesOf:
     device_type: str
     names: tuple[Any, ...]
     """Of several losses; `(None,)` of a single one."""
+    told: bool
+    """Whether a loss comes with its weight."""
     by_own_weight: bool
     """Whether a loss is also multiplied by the weight that it comes with."""
     summed: bool
@@ -78,8 +80,12 @@ class PassesOf:
             with torch.autocast(self.device_type, self.autocast):
                 result = self._result(micro_batch)
         losses, weights = [], []
+        if self.names != (None,) and len(result) != len(self.names):
+            raise ValueError("the loss has other terms than before")
         for name in self.names:
             loss, weight = _part(result, name)
+            if (weight is None) is self.told:
+                raise ValueError("the loss comes with a weight in some passes only")
             losses.append(_wide(loss.reshape(())))
             weights.append(weight.detach().reshape(()) if isinstance(weight, Tensor) else weight)
         return losses, weights

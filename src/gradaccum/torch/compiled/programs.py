@@ -66,8 +66,11 @@ class Programs:
 
     def prepare(self, window: BatchLosses, micro_batch: Batch) -> Form:
         """Learn from one eager micro-batch what the passes are."""
-        self.form = form_of(self._runner, window, micro_batch, self.parameters())
-        return self.form
+        form = form_of(self._runner, window, micro_batch, self.parameters())
+        if self.form is not None and (form.names, form.told) != (self.form.names, self.form.told):
+            self._window, self._latest, self._kinds = None, None, {}  # they were of other losses
+        self.form = form
+        return form
 
     def at_once(self, batch: Batch, pieces: Sequence[Slice]) -> bool:
         """Whether this window runs as one program."""
@@ -169,6 +172,7 @@ class Programs:
             objective.autocast,
             objective.device.type,
             form.names,
+            form.told,
             form.told and not window.adds,
             window.summed,
             rows,
