@@ -73,6 +73,7 @@ class Window:
         self.unit: float | None = None
         self.weights_given = False  # anywhere in it, by the user
         self.unsaid = False  # whether a micro-batch counts of which nobody has said what it weighs
+        self.rows: bool | None = False  # whether one weighs its rows; None: unknown, of an older file
         self._alike: float | None = None  # what the last one weighed, if the next one may count as it did
         self.micro_batch.restart()
 
@@ -177,7 +178,7 @@ class Window:
         else:
             given = one.given
         said = given or one.in_batches
-        if given is not self.weights_given or self.unsaid is said:  # of the first, or of some alone
+        if given is not self.weights_given or self.unsaid is said or (said and not self.rows):
             self._note_weighing(weight, given, said)
         self.micro_batches += 1
         self.weights.append(weight)
@@ -195,10 +196,11 @@ class Window:
 
     def _note_weighing(self, weight: float, given: bool, said: bool) -> None:
         unsaid = self.unsaid or not (said or weight == 0)
+        rows = self.rows if self.rows is None else self.rows or (said and not given)
         given = given or self.weights_given
-        if given and unsaid and any(w not in (0, 1) for w in (*self.weights, weight)):
-            raise mixed_error()
-        self.weights_given, self.unsaid = given, unsaid
+        if unsaid and (given or rows) and any(w not in (0, 1) for w in (*self.weights, weight)):
+            raise mixed_error() if given else _rows_error()
+        self.weights_given, self.unsaid, self.rows = given, unsaid, rows
 
     def rescale(self, unit: float) -> float:
         """Keep the sum in multiples of another unit from now on. Returns the factor to multiply the sum with."""
@@ -207,7 +209,7 @@ class Window:
         return factor
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("steps", "reduction", "micro_batches", "weight", "unit", "largest", "weights_given")
+        names = ("steps", "reduction", "micro_batches", "weight", "unit", "largest", "weights_given", "rows")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any], weights: list[float] | None = None) -> None:
@@ -217,7 +219,8 @@ class Window:
         for name in ("steps", "unit", "largest", "weights_given"):
             setattr(self, name, state[name])
         self.restore(state["micro_batches"], state["weight"], weights)
-        self.unsaid = self.is_open and not self.weights_given
+        self.rows = state.get("rows")
+        self.unsaid = self.is_open and not (self.weights_given or self.rows)
 
     def restore(self, micro_batches: int, weight: float, weights: list[float] | None = None) -> None:
         self.micro_batches, self.weight = micro_batches, weight
@@ -299,6 +302,13 @@ def uncounted_error() -> WindowError:
         "state_dict() was called between the backward pass of a micro-batch and its step(), so the sum holds a "
         "gradient that is not counted yet, and resumed training would add it again. Call it after step(). A signal "
         "handler can set a flag that the loop reads then."
+    )
+
+
+def _rows_error() -> WindowError:
+    return WindowError(
+        "Some micro-batches of this window weigh their rows, under batches(), and others outside of it count as 1. "
+        "Continue a window in the way in which it began. discard() drops the window."
     )
 
 

@@ -174,6 +174,7 @@ LOOPS = {  # and what is said of them; with ValueErrors, of loaders
     "boxes": ([BOXES], r"batch\[1\]\['boxes'\]  shape \(5, 4\)(.|\n)*Pass weight="),
     "sentences": ([["a sentence", "another"]], "Pass weight="),
     "images": ([IMAGES, IMAGES], r"images of different sizes.*\nPass weight= to batches"),
+    "images of one size": ([[torch.randn(3, 8, 8)] * 16], r"may be as many images.*\nPass weight= to batches"),
     "images and targets": ([(IMAGES, torch.zeros(3))], r"images of different sizes.*\nPass weight= to batches"),
 }
 
@@ -290,6 +291,11 @@ KINDS = {
     "packed sequences": ([(pack_sequence(sequences(n), enforce_sorted=False),) for n in ([3, 1], [1, 2, 2])], [2, 3]),
     "jagged tensors": ([torch.nested.nested_tensor(sequences([1, 4, 2]), layout=torch.jagged)], [3]),
     "sequences in front": (IN_FRONT, [5, 5, 3]),
+    "lists of rows": ([[(torch.zeros(3, 8, 8), 1)] * n for n in (16, 5)], [16, 5]),
+    "lists of rows with labels in tensors": ([[(torch.zeros(7), torch.tensor(1))] * n for n in (4, 3)], [4, 3]),
+    "lists of rows by name": ([[{"x": torch.zeros(7), "y": 1.0}] * n for n in (4, 3)], [4, 3]),
+    "rows that are zipped": ([tuple(zip(*[(torch.zeros(3, 8, 8), 1)] * n)) for n in (16, 5)], [16, 5]),
+    "pairs of batches": ([[(torch.zeros(6, 2), torch.zeros(6)), (torch.zeros(6, 2), torch.zeros(6))]], [6]),
 }
 
 
@@ -325,3 +331,22 @@ def test_batches_are_shown_by_their_loader_and_what_was_handed_out():
     optimizer = gradaccum.torch.optim.Optimizer(torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1), steps=2)
     batches = optimizer.batches([torch.ones(2, 3)] * 3)
     assert repr(batches) == "<batches of a list, 0 handed out>"
+
+
+@pytest.mark.parametrize("loader", ["the whole", "its rest", "an iterator"])
+def test_a_checkpoint_whose_place_in_the_loader_is_not_loaded_is_told_at_the_next_loop(loader, caplog):
+    model, optimizer = wrapped(steps=3)
+    batches = optimizer.batches(SIX)
+    for number, batch in enumerate(batches):
+        train(model, optimizer, [batch])
+        if number == 1:
+            saved = copy.deepcopy((optimizer.state_dict(), batches.state_dict()))
+            break
+    _, optimizer = wrapped(model=model, steps=3)
+    optimizer.load_state_dict(saved[0])
+    caplog.clear()
+    again = optimizer.batches(iter(SIX[2:]) if loader == "an iterator" else SIX)
+    if loader == "its rest":
+        again.load_state_dict(saved[1])
+    train(model, optimizer, again)
+    assert ("call batches.load_state_dict()" in caplog.text) == (loader == "the whole")

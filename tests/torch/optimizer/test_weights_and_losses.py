@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradaccum import WindowError
 from gradaccum.torch import TrainStep
 from tests.reference import FLOAT64, relative_error, windows_of
 from tests.torch.optimizer.loops import (
@@ -214,3 +215,44 @@ def test_a_windows_first_micro_batch_that_is_cleared_and_run_again_counts_once()
         plain = network()
         plain.load_state_dict(dict(zip(plain.state_dict(), before, strict=True)))
         assert relative_error([optimizer.loss], [mse(plain, *join(window))]) <= FLOAT64
+
+
+@pytest.mark.parametrize("begins", ["in batches()", "in a plain loop"])
+def test_a_window_that_is_resumed_with_weights_of_another_kind_is_refused(begins):
+    """Rows under `batches()`, 1 in a plain loop."""
+    model, optimizer = wrapped(steps=4)
+    batches = parts([2, 3, 4, 3])
+    plain = begins == "in a plain loop"
+    for number, batch in enumerate(batches if plain else optimizer.batches(batches)):
+        train(model, optimizer, [batch])
+        if number == 1:
+            state = copy.deepcopy(optimizer.state_dict())
+            break
+    optimizer = wrapped(model=model, steps=4)[1]
+    optimizer.load_state_dict(state)
+    with pytest.raises(WindowError, match="weigh their rows, under batches.*count as 1"):
+        train(model, optimizer, optimizer.batches(iter(batches[2:])) if plain else batches[2:])
+    optimizer = wrapped(model=model, steps=4)[1]
+    optimizer.load_state_dict(state)
+    train(model, optimizer, batches[2:] if plain else optimizer.batches(iter(batches[2:])))
+    assert optimizer.updates == 1
+
+
+@pytest.mark.parametrize(("factor", "told"), [(1.0, 1), (0.0, 0), (float("nan"), 0)])
+def test_weight_0_for_a_loss_that_is_not_0_is_told_once(factor, told, caplog):
+    model, optimizer = wrapped(steps=2)
+    batches = parts([2, 2, 2])
+    train(model, optimizer, batches, loss=lambda *batch: mse(*batch) * factor, weigh=lambda *batch: 0)
+    assert caplog.text.count("weight=max(1, n)") == told
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("divisor", "told"), [(4, 1), (3, 0), (None, 0)])
+def test_a_loss_that_is_still_divided_by_steps_is_told_once(divisor, told, scaled, caplog):
+    (model, optimizer), scaler = wrapped(steps=4), scaler_of(8.0) if scaled else None
+
+    def loss(*batch):
+        return mse(*batch) if divisor is None else mse(*batch) / divisor
+
+    train(model, optimizer, parts([2] * 8), loss=loss, weigh=by_rows, scaler=scaler)
+    assert caplog.text.count("just before backward()") == told

@@ -152,6 +152,11 @@ class Batches(Generic[T]):
             # An epoch may be one of other ranks alone: not with an iterator, which may have been used before.
             ahead = _Ahead(self.loader, to_skip, may_be_empty=resumed or (windows.may_have_none and not once))
         windows.begin_loop(self, resumed)
+        if windows.window.is_open and windows.window.rows and not (resumed or once or left is not None):
+            logger.warning(
+                "This loop goes on with a window that a checkpoint holds, and begins with the loader's first batch. If "
+                "that one was trained on before, call batches.load_state_dict() with the place that was saved."
+            )
         return ahead
 
     def _break_off(self, ahead: _Ahead | None) -> None:
@@ -340,6 +345,8 @@ class BatchWeight:
         return float(rows)
 
     def _rows(self, batch: Any) -> int:
+        if (listed := _listed_rows(batch)) is not None:
+            return listed
         try:
             found = set(_rows_of_leaves(batch))
             rows = found.pop() if len(found) == 1 else number_of_rows(batch)  # whose error lists what there is
@@ -360,14 +367,40 @@ def _rows_of_leaves(batch: Any) -> Iterator[int]:
             yield int(leaf.shape[0])
 
 
+def _listed_rows(batch: Any) -> int | None:
+    """How many rows a list of rows has, as `collate_fn=lambda rows: rows` or `tuple(zip(*rows))` makes it.
+
+    Each row then has a number of its own, such as its label.
+    """
+    if type(batch) not in (list, tuple) or not batch:
+        return None
+    if all(type(item) in (list, tuple, dict) for item in batch):
+        items = [[*item.values()] if isinstance(item, dict) else item for item in batch]
+        if all(any(map(_is_number, item)) for item in items) and not any(all(map(_is_number, item)) for item in items):
+            return len(batch)
+        if len({*map(len, items)}) == 1 and any(item and all(map(_is_number, item)) for item in items):
+            return len(items[0])
+    return None
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(item, (bool, int, float)) or (isinstance(item, Tensor) and item.dim() == 0)
+
+
 def _check_channels(node: Any) -> None:
     """Raise if the tensors of a list look like images of different size: their first dimension is the channels."""
     items = [child for _, _, child in children(node) or ()]
     images = all(isinstance(item, Tensor) and item.dim() == 3 and item.is_floating_point() for item in items)
-    if isinstance(node, (list, tuple)) and images and len({item.shape[1:] for item in items}) > 1:
+    shapes = {item.shape[1:] for item in items} if images else set()
+    if isinstance(node, (list, tuple)) and images and len(shapes) > 1:
         raise ValueError(
             f"A list of {len(items)} tensors of shapes {[tuple(item.shape) for item in items]} may be images of "
             "different sizes, whose first dimension is channels, not rows."
+        )
+    if isinstance(node, (list, tuple)) and images and len(items) > 2:
+        raise ValueError(
+            f"A list of {len(items)} tensors of shape {tuple(items[0].shape)} may be as many images, whose first "
+            "dimension is channels, not rows."
         )
     for item in items:
         _check_channels(item)

@@ -13,6 +13,7 @@ noise scale) makes a window `special`: then each micro-batch is looked at. On se
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,8 @@ from gradaccum.on_torch.stages import Stage, Unscale, gradient_stages
 from gradaccum.torch.watch import GradientMonitor, failed_error, modification_error, untouched_error
 from gradaccum.torch.window.loss_scale import LossScale
 from gradaccum.torch.window.losses import Losses
+
+logger = logging.getLogger("gradaccum")
 
 _WINDOWS: weakref.WeakSet[GradientWindow] = weakref.WeakSet()
 
@@ -62,7 +65,7 @@ class GradientWindow:
         self._failure: BaseException | None = None
         self.saved = False  # a checkpoint holds all of it: it may go on elsewhere
         self.set_to_none = True  # what the user's loop passes to `zero_grad`
-        self._warned_of_others = False
+        self._warned_of_others = self._warned_of_left_out = self._warned_of_division = False
         self._one: Tensor | None = None  # what a backward pass starts from
         self._always_special = noise is not None
         self.begin()
@@ -141,15 +144,38 @@ class GradientWindow:
         if one.weight is None and not window.micro_batches:
             self.losses.restart()
         factor = window.weigh(weight)
+        if self.monitor.looking and window.steps > 1 and not self._warned_of_division:
+            self._check_division(loss)
         if one.weight:
             self.losses.add(window.micro_batches, loss, one.weight, one.given)
             self._run_backward(loss, factor, retain_graph, create_graph)
         else:
             self._leave_out(loss, retain_graph, create_graph)
 
+    def _check_division(self, loss: Tensor) -> None:
+        """Warn, once, of a loss that the loop still divides by the number of micro-batches."""
+        node, steps = loss.grad_fn, self.window.steps
+        if node is not None and node.name() == "MulBackward0" and self.loss_scale.known:  # by a GradScaler
+            node = next((after for after, _ in node.next_functions if after is not None), None)
+        divisor = getattr(node, "_saved_other", None) if node is not None and node.name() == "DivBackward0" else None
+        if isinstance(divisor, Tensor) and divisor.is_cpu and divisor.numel() == 1 and divisor == steps:
+            self._warned_of_division = True
+            logger.warning(
+                "The loss was divided by %d just before backward(), and the window of %d micro-batches divides by its "
+                "weight as well: the update is %d times too small. Pass the loss as it is.",
+                *(steps,) * 3,
+            )
+
     def _leave_out(self, loss: Tensor, retain_graph: bool | None, create_graph: bool) -> None:
         """This loss weighs nothing: there is no backward pass."""
         self.loss_scale.rescale_()
+        if self.monitor.looking and not self._warned_of_left_out and loss.isfinite() and loss != 0:
+            self._warned_of_left_out = True
+            logger.warning(
+                "weight=0 left out a micro-batch whose loss is %.3g, where a mean over nothing is 0 or NaN. If it "
+                "divides by max(1, n), pass weight=max(1, n) as well.",
+                loss,
+            )
 
     def _run_backward(self, loss: Tensor, factor: float, retain_graph: bool | None, create_graph: bool) -> None:
         one, scaling = self.window.micro_batch, self.arrival_scale
