@@ -127,7 +127,7 @@ class BlockStep:
                 f"`on` must be 'cpu' or None. Received: on={on!r}. Blocks live in host memory or on the device; "
                 "activations between blocks can be kept in files, with `offload`."
             )
-        if micro_batch_size == "auto" or (micro_batch_size is None and max_tokens is None):
+        if max_tokens is None and micro_batch_size in (None, "auto"):
             raise ValueError(_NO_SIZE.format(micro_batch_size))
         options = Options(
             optimizers=optimizer,
