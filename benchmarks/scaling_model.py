@@ -14,6 +14,8 @@ An update on N ranks, each with a window of K micro-batches whose passes take t 
 
 Reducing after every micro-batch costs K (t + t s e(N) + exposed(N)) + u: K times the messages, and waits that don't
 average out. `simulated_seconds` draws every micro-batch's time in place of the formula for `wait`.
+
+What ranks tell each other beside the gradients is one message of 24 numbers a window (`WindowMessage`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ import re
 
 from gradaccum.core.sizes import format_bytes
 
-__all__ = ["Link", "Scaling"]
+__all__ = ["Link", "Scaling", "WindowMessage"]
+
+LENGTH = 24
+"""Numbers of 8 bytes in a message: gradaccum.torch.distributed.channel's."""
 
 BACKWARD = 2 / 3
 """The backward pass, as a part of a micro-batch's passes."""
@@ -82,6 +87,36 @@ class Link:
         ring = 2 * (ranks - 1) * (self.latency + size / (ranks * self.bandwidth))
         tree = 2 * (math.ceil(math.log2(ranks)) * self.latency + size / self.bandwidth)
         return min(ring, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowMessage:
+    """What one of so many ranks sends to learn what a window weighs, in an all-gather by a ring, as gloo's.
+
+    It goes over the connections of the process group.
+
+    Example:
+        >>> for ranks in (2, 64, 1024):
+        ...     one = WindowMessage(ranks)
+        ...     print(ranks, one.sends, one.sent_bytes, f"{1e3 * one.seconds(Link.parse('25Gbit/s')):.2f} ms")
+        2 1 192 0.02 ms
+        64 63 12096 1.26 ms
+        1024 1023 196416 20.52 ms
+    """
+
+    ranks: int
+
+    @property
+    def sends(self) -> int:
+        return self.ranks - 1
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.sends * LENGTH * 8
+
+    def seconds(self, link: Link) -> float:
+        """Until all ranks have all of it; a backward pass that is longer hides it."""
+        return self.sends * (link.latency + LENGTH * 8 / link.bandwidth)
 
 
 @dataclasses.dataclass(frozen=True)

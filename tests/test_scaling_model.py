@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from benchmarks.scaling_model import Link, Scaling
+from benchmarks import scaling_model
+from benchmarks.scaling_model import Link, Scaling, WindowMessage
 
 LINK = Link(1e9, 1e-5)
 
@@ -72,3 +73,12 @@ def test_links_are_read_and_what_is_none_is_refused():
         with pytest.raises(ValueError, match="A link is a bandwidth such as '25Gbit/s' or '300GB/s'") as error:
             Link.parse(text)
         assert repr(text) in str(error.value)
+
+
+def test_a_window_s_message_is_hidden_by_half_a_second_s_backward_pass_on_a_thousand_ranks():
+    from gradaccum.torch.distributed.channel import LENGTH
+
+    message, job = WindowMessage(1024), Scaling(0.5, 2e9, Link.parse("25Gbit/s"))
+    assert scaling_model.LENGTH == LENGTH
+    assert message.seconds(job.link) < 0.1 * scaling_model.BACKWARD * job.seconds
+    assert message.sent_bytes < 1e-4 * job.sent_bytes(1024, 1)

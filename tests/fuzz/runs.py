@@ -49,13 +49,15 @@ def outcome(scenario: Scenario, rank: int = 0) -> str:
             with _limited(LIMIT):
                 wrong = _RUNS[scenario.kind](scenario, rank)
         except Gone:
-            return "refused: it has left, and the other rank must be told"
+            return "refused: it has left"
         except (WindowError, NotEquivalentError, ValueError, TypeError, NotImplementedError) as error:
             own = traceback.extract_tb(error.__traceback__)[-1].filename.startswith(HOME)
             if own and _is_due(scenario, error):
                 return f"refused: {type(error).__name__}: {str(error)[:200]}"
             return "".join(traceback.format_exception(error))
         except Exception as error:  # whatever it is, it is not an answer
+            if "gloo" in str(error) and waits_in_vain(scenario):
+                return "refused: another rank does not come, and the process group says so"
             return "".join(traceback.format_exception(error))
     unproven = scenario.loss == "across" and any("could not be proven" in line.getMessage() for line in said)
     allowed = dict.fromkeys(wrong, ALLOWED[scenario.dtype])
@@ -65,6 +67,13 @@ def outcome(scenario: Scenario, rank: int = 0) -> str:
     if what_is_wrong and unproven:
         return "refused: it could not be proven, and that was said"
     return what_is_wrong
+
+
+def waits_in_vain(scenario: Scenario) -> bool:
+    """Whether a rank leaves the other one alone, or has fewer micro-batches of a sharded model."""
+    epochs = [epoch for epochs in scenario.ranks for epoch in epochs]
+    uneven = any(len({*map(len, pair)}) > 1 for pair in zip(*scenario.ranks))
+    return any(one.event == "gone" for epoch in epochs for one in epoch) or ("fsdp2" in scenario.engine and uneven)
 
 
 def _is_due(scenario: Scenario, error: Exception) -> bool:

@@ -38,7 +38,8 @@ def on_ranks(scenario: Scenario, ranks: Any) -> list[str]:
         results = ranks.try_run(runs.on_rank, scenario, limit=runs.LIMIT + 15)
     except AssertionError as error:  # it hung
         results = [str(error)]
-    results = [result.trace if isinstance(result, Raised) else result for result in results]
+    gone = "refused: its process is gone" if runs.waits_in_vain(scenario) else "its process is gone"  # gloo ended it
+    results = [result.trace or gone if isinstance(result, Raised) else result for result in results]
     if any(results):
         ranks.kill()
         ranks.regroup(15.0)

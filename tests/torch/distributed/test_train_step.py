@@ -29,6 +29,8 @@ from tests.torch.distributed.problems import (
     check_steps,
     concatenated,
     data,
+    error_of,
+    lines_of,
     network,
     shard,
     slowly,
@@ -279,6 +281,15 @@ def gathered(mine):
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
+
+
+@on_ranks()
+def test_several_losses_of_shards_that_only_a_pass_shows_are_refused_without_a_word_about_memory(rank):
+    step = step_of(shard(network()), compute_loss=lambda m, x, y: {"rows": (cross_entropy(m(x), y), len(x))})
+    said = []
+    lines = lines_of(lambda: said.append(error_of(lambda: step(*data([[8]] * 2)[rank][0]))))
+    assert said[0].startswith("ValueError: The denominators of several losses must be known")
+    assert not any("memory" in line for line in lines)
 
 
 # Ragged rows of tokens, and `pack`.

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradaccum import WindowError
 from gradaccum.on_torch.private import timeout_of
 from gradaccum.torch.distributed import Channel
-from gradaccum.torch.distributed.ranks import Kind
+from gradaccum.torch.distributed.messages import Kind
 from gradaccum.torch.optim import Optimizer
 from tests.reference import FLOAT64, relative_error
 from tests.torch.distributed.problems import (

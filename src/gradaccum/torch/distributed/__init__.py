@@ -11,7 +11,8 @@ from gradaccum.torch.distributed.buffers import take_over
 from gradaccum.torch.distributed.channel import Channel
 from gradaccum.torch.distributed.detect import check_closures, check_detected, detect_ranks
 from gradaccum.torch.distributed.fsdp import run_together
-from gradaccum.torch.distributed.ranks import Listener, Ranks, Total
+from gradaccum.torch.distributed.messages import Total
+from gradaccum.torch.distributed.ranks import Listener, Ranks
 from gradaccum.torch.distributed.settings import Settings, by_rank
 
 __all__ = [

@@ -72,8 +72,8 @@ class Channel:
             return sent.rows.tolist()
         sent.work.wait()
         rows = sent.rows.tolist()
-        elsewhere = [rank for rank, row in enumerate(rows) if row[0] != self._header]
-        if elsewhere:
+        if [row for row in rows if row[0] != self._header]:
+            elsewhere = [rank for rank, row in enumerate(rows) if row[0] != self._header]
             raise WindowError(
                 f"Rank {self.rank} came to a message of this optimizer, and rank{'s' * (len(elsewhere) > 1)} "
                 f"{', '.join(map(str, elsewhere))} to another collective of the same process group. Nothing was "

@@ -252,7 +252,7 @@ class Shards(Engine):
     def _exchange(self, *numbers: float) -> list[list[float]]:
         ranks = self._ranks()
         assert ranks is not None
-        messages = ranks.exchange(*numbers)
+        messages = ranks.messages.exchange(*numbers)
         costs = {rank: int(numbers[2]) for rank, numbers in enumerate(messages) if numbers[1]}
         if costs:
             self.failure = RankOutOfMemory(costs, any(numbers[1] == _FINAL for numbers in messages))
@@ -379,7 +379,7 @@ def run_together(
     has too few rows for that runs passes that count nothing. `at_once` runs all, in place of one after the other.
     """
     pieces = list(plan)
-    most = int(max(ranks.numbers(len(pieces))))
+    most = int(max(ranks.messages.numbers(len(pieces))))
     if at_once is None and rows:
         pieces = plan.in_passes(most, least)
     filler = running = min(pieces, key=lambda piece: piece.tokens, default=Slice(slice(0, rows)))
@@ -413,13 +413,15 @@ def _run(shards: Shards, oom: OomRetry, plan: Plan, run: Callable[[], None], run
         alone = None if smaller else plan.indivisible(piece) if piece.size else "no row"
         cost = 2 * plan.size if smaller else piece.tokens
         found = shards.ran_out(cost, final=alone is not None)
+        learned = isinstance(error, RestartWindow) and error.plan is None
         if found.final:
             raise _final(error, found, alone) from error
     oom.meter.release()  # only here, out of reach of the error's frames, is its memory free
     shards.start_over()
     cost = min(found.costs.values())
     fewer = plan.too_large(cost) if plan.size > cost // 2 else plan  # where slices are small already, they stay
-    logger.warning("Out of memory on %s: all ranks begin the batch again, in smaller micro-batches.", found.ranks)
+    if not learned:  # what the loss is, which these passes have shown
+        logger.warning("Out of memory on %s: all ranks begin the batch again, in smaller micro-batches.", found.ranks)
     raise RestartWindow(fewer)
 
 

@@ -23,11 +23,9 @@ comes after the last backward pass.
 
 from __future__ import annotations
 
-import enum
-import json
+import dataclasses
 import logging
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,20 +33,13 @@ import torch
 
 from gradaccum.errors import WindowError
 from gradaccum.on_torch.private import after_backward
-from gradaccum.torch.distributed.channel import LENGTH, Channel
+from gradaccum.torch.distributed.channel import Channel
 from gradaccum.torch.distributed.engine import Engine
 from gradaccum.torch.distributed.fsdp import DIFFERENT_PASSES
+from gradaccum.torch.distributed.messages import Kind, Messages, Report, Reports, Total
 from gradaccum.torch.distributed.settings import Settings, by_rank
 
 logger = logging.getLogger("gradaccum")
-
-
-class Kind(enum.IntEnum):
-    """What a message is about."""
-
-    WINDOW = 1  # this rank comes to the reduction of a window, or has nothing to reduce; what it weighs, if known
-    TOTAL = 2  # what the window weighs, after its reduction: where that was not known before
-    NUMBER = 3  # numbers of all ranks in between
 
 
 _FEWER = (
@@ -58,62 +49,29 @@ _FEWER = (
 )
 
 
-class Total(NamedTuple):
-    """What a window weighs: on one rank, or over all of them."""
+class Closed(NamedTuple):
+    """A window that all ranks have closed."""
 
-    weight: float
-    given: bool = False  # whether a weight was given anywhere
-    largest: float = 0.0  # the largest weight of a micro-batch
-    scale: float = 0.0  # the GradScaler's, that the sum is multiplied by; 0 without one, negative if unknown
-    next_scale: float = 0.0  # the one that this rank's GradScaler would go on with
-    overflow: bool = False  # whether a gradient has overflowed that scale
-    equal: bool = False  # whether micro-batches count equally, since nobody has said what they weigh
-    idle: bool = False  # whether no micro-batch has run
-
-
-class _Report(NamedTuple):
-    """A rank's message about its window."""
-
-    kind: Kind
-    steps: float = 0
-    last: float = False
-    known: float = False  # whether the total and the settings are what they will be at the update
-    manual: float = False  # whether windows are reduced when their sums are finished from now on
-    fills: float = False  # whether a parameter has no gradient on this rank
-    passes: float = 0
-    settings: float = 0.0
-    total: Total = Total(0.0)
-
-    def numbers(self) -> list[float]:
-        return [*self[:-1], *self.total]
+    total: Total
+    unit: float
+    """What the sum is a multiple of."""
+    buffers_from: int | None
+    """The first rank whose micro-batches have run; None where they have on all ranks, or on none."""
+    sums: Sequence[float]
+    """What the numbers that went along add up to."""
 
 
-_NUMBERS = len(_Report._fields) - 1 + len(Total._fields)
-"""Of a report's message. What comes behind them is to be added up over the ranks."""
-_ROOM = LENGTH - 1 - _NUMBERS
-"""So many numbers at most come behind a report."""
+@dataclasses.dataclass(slots=True)
+class _MicroBatch:
+    """What has happened in a micro-batch, of a window that closes with it or not."""
 
-
-class _Reports:
-    """The messages of all ranks about a window, and what they come to."""
-
-    def __init__(self, rows: list[list[float]]) -> None:
-        self.rows, columns = rows, [*zip(*rows)]
-        _, steps, last, known, manual, fills, passes, settings = columns[:8]
-        self.lengths, self.lasts = [*map(int, steps)], [*map(bool, last)]
-        weights, given, largest, scales, next_scales, overflow, equal, idle = columns[8:]
-        used = {*scales} - {0.0}
-        lost, self.scales = any(overflow), scales if len(used) > 1 else ()
-        shared = sum(weights), any(given), max(largest), min(used, default=0.0)
-        self.total = Total(*shared, overflow=lost)
-        self.loss_scale = (min if lost else max)(filter(None, next_scales), default=0.0)
-        self.source = min(range(len(idle)), key=idle.__getitem__)
-        self.partly_idle, self.closes = len({*idle}) > 1, any(steps)
-        self.last, self.known, self.fills = all(last), all(known), any(fills)
-        self.manual, self.all_manual = any(manual), all(manual)
-        ways = ["without a weight" if one else "weighed" if weight else "none" for one, weight in zip(equal, weights)]
-        self.ways = by_rank(ways) if {"without a weight", "weighed"} <= {*ways} else ""
-        self.same_passes, self.same_settings = len({*passes}) == 1, len({*settings}) == 1
+    closes: bool = False
+    steps: int = 0
+    reports: Reports | None = None  # of all ranks, about the window that closes
+    share: Total | None = None  # what this rank's has said that it weighs
+    adopted: bool = False  # whether the listener knows the ranks' loss scale
+    reducing: bool = False  # whether a backward pass has begun that reduces
+    versions: list[tuple[int, int]] | None = None  # of the gradients, when a backward pass had reduced them
 
 
 class Listener:
@@ -156,14 +114,8 @@ class Ranks:
     unit: float | None = None
     """What all ranks' sums are multiples of in a window that a backward pass reduces: a micro-batch's weight, so that
     what is reduced is of the gradients' own size, in float16 too. None until the ranks have agreed on one."""
-    reduced_unit = 1.0
-    """What the sum is a multiple of that `total` has reduced last."""
-    buffers_from: int | None = None
-    """The first rank whose micro-batches have run in the last window; None where they have on all ranks, or on none."""
     loss_scale = 0.0
     """The scale of a GradScaler that all ranks agreed upon at the last window's end."""
-    sums: Sequence[float] = ()
-    """What the ranks' reports had beside the last window's end adds up to."""
 
     def __init__(
         self,
@@ -181,38 +133,32 @@ class Ranks:
         self.manual = manual_reduce or self.engine.manual_reduce
         """Whether windows are reduced when their sums are finished from now on, as their messages say."""
         self._listener: Callable[[], Listener | None] = lambda: None
-        self._closes = self._reducing = False
         self._waits = False  # with its reduction for the window's end, whichever backward pass closes it
         self._last = self._all_last = False  # whether this rank's epoch is over, and every rank's
-        self._steps = 0
-        self._sent: Any = None  # a message that the other ranks' answers have not been read of
-        self._before: _Reports | None = None  # of the window before, to which those of the next are mostly equal
+        self._micro_batch = _MicroBatch()
         self.engine.attach(self)
         weakref.finalize(self, self.engine.remove).atexit = False
         try:
             self.channel = Channel(self.engine.group, self.engine.members)
+            self.messages = Messages(self.channel)
             if self.is_distributed:
-                self._check_same(options or {})
+                self.messages.check_same(options or {})
         except BaseException:
             self.engine.remove()
             raise
         self.size, self.rank = self.channel.size, self.channel.rank
-        self._restart()
         self.engine.hold(False)
 
     def attach(self, listener: Listener) -> None:
         """Call this listener from now on. It is not kept alive."""
         self._listener = weakref.ref(listener)
 
-    def _restart(self) -> None:
+    def _restart(self, closes: bool = False, steps: int = 0) -> None:
         """A micro-batch begins."""
-        self._sent = None  # of one that was never counted
-        if self._reducing and self._versions is None:
+        self.messages.sent = None
+        if self._micro_batch.reducing and self._micro_batch.versions is None:
             self.engine.stuck = True
-        self._reports: _Reports | None = None  # of all ranks, about the window that closes
-        self._share: Total | None = None  # what this rank's has said that it weighs
-        self._adopted = self._reducing = False
-        self._versions: list[tuple[int, int]] | None = None  # of the gradients, when a backward pass had reduced them
+        self._micro_batch = _MicroBatch(closes, steps)
 
     def reduce_manually(self) -> None:
         """From now on, reduce windows when their sums are finished."""
@@ -224,31 +170,19 @@ class Ranks:
         # A backward pass reduces in a unit that is known before.
         return self.manual or (self.unit is None and not self.sharded)
 
-    @property
-    def waits(self) -> bool:
-        """Whether no backward pass reduces the open window, as in the first one and in that of a checkpoint."""
-        return self.manual_reduce or self._waits
-
-    def _check_same(self, options: Mapping[str, Any]) -> None:
-        mine = json.dumps({name: repr(value) for name, value in options.items()})
-        everybody: list[dict[str, str]] = [*map(json.loads, self.channel.texts(mine))]
-        for name in dict.fromkeys(name for theirs in everybody for name in theirs):
-            values = [theirs.get(name, "none") for theirs in everybody]
-            if len({*values}) > 1:
-                raise ValueError(f"`{name}` must be the same on every rank. Received: {by_rank(values)}.")
-
     # Passes.
 
     def expect(self, closes: bool, steps: int, last: bool = False, counts: bool = True) -> None:
         """Before the next micro-batch: whether it closes the window, is the epoch's last here, weighs anything."""
-        self._closes, self._steps, self._last = closes, steps, last
-        self._restart()
-        self.engine.hold(closes and not self.waits and (counts or self.sharded))
+        self._last = last
+        self._restart(closes, steps)
+        # No backward pass reduces the first window, and that of a checkpoint.
+        self.engine.hold(closes and not (self.manual_reduce or self._waits) and (counts or self.sharded))
 
     def forward_starts(self) -> None:
         """A forward pass starts whose backward pass may reduce."""
-        if self._closes and not self._adopted:
-            self._adopted = True
+        if self._micro_batch.closes and not self._micro_batch.adopted:
+            self._micro_batch.adopted = True
             (self._listener() or _SILENT).forward_starts(self.loss_scale)
 
     def pass_begins(self, gradient: Any = None) -> None:
@@ -258,25 +192,25 @@ class Ranks:
 
     def backward_starts(self) -> None:
         """A backward pass starts that reduces, or any of a sharded model."""
-        listener, engine = self._listener() or _SILENT, self.engine
+        listener, engine, micro_batch = self._listener() or _SILENT, self.engine, self._micro_batch
         listener.backward_starts()
         if self.sharded and self.unit is None and (unit := engine.meet("unit", listener.own_unit())):
-            self.unit = self.reduced_unit = unit
+            self.unit = unit
             engine.factor *= listener.take_unit(unit)
-        if self._reducing or not (self._closes or engine.always) or self.manual_reduce:
+        if micro_batch.reducing or not (micro_batch.closes or engine.always) or self.manual_reduce:
             return
-        self._reducing = True
+        micro_batch.reducing = True
         if self.sharded:
             after_backward(self.pass_over)
         else:
-            self._share = listener.share() if self.settings.known_early else None
-            self._send(self._report(self._share, sees_unused=False))
+            micro_batch.share = listener.share() if self.settings.known_early else None
+            self.messages.send(self._report(micro_batch.share, sees_unused=False))
             engine.hold(False)  # more forward passes of this micro-batch do not belong to it
 
     def pass_over(self) -> None:
         """A backward pass is over, in which a model has reduced, perhaps."""
-        if self._reducing and self._versions is None:
-            self._versions = self._current_versions()
+        if self._micro_batch.reducing and self._micro_batch.versions is None:
+            self._micro_batch.versions = self._current_versions()
             (self._listener() or _SILENT).reduced()
 
     def early_over(self) -> None:
@@ -305,37 +239,44 @@ class Ranks:
     @property
     def reduced(self) -> bool:
         """Whether a backward pass has reduced the open window's sum."""
-        return self._versions is not None
+        return self._micro_batch.versions is not None
 
     def total(
         self, mine: Total, rescale: Callable[[float, float], None] | None = None, sums: Sequence[float] = ()
-    ) -> Total:
+    ) -> Closed:
         """Bring `p.grad` to its mean over the ranks, at the window's end. Returns what the window weighs on all.
 
-        Where no backward pass has reduced it, `sums` go along, to be added up in `self.sums`.
+        Where no backward pass has reduced it, `sums` go along, to be added up.
 
         `rescale` brings this rank's sum to the unit and the GradScaler's scale that it is called with, if no backward
         pass has reduced it.
         """
         self._check_unchanged(mine)
-        rides = [*sums] if len(sums) <= _ROOM else []
-        if self._sent is None and self._reports is None:
-            self._send(self._report(mine), rides)
-        if self._sent is not None:
-            self._read()
-        reports, self.reduced_unit, late = self._reports, self.unit or 1.0, self.sharded and self.reduced
-        assert reports is not None
-        scale = mine.scale if self.reduced else self._reduce(reports, rescale)
+        reports, unit, scale, reduced = self._micro_batch.reports, self.unit or 1.0, mine.scale, self.reduced
+        if reports is None:  # else other ranks close a window in which this one has nothing
+            if self.messages.sent is None:
+                self.messages.send(self._report(mine), sums)
+            reports, sums = self.messages.read()
+        late = self.sharded and reduced
+        if not reduced:
+            if not self.sharded and (self.unit is None or reports.all_manual):
+                unit = reports.total.largest or unit
+            scale = self._reduce(reports, unit, rescale)
         if not reports.known:
-            mine = mine._replace(scale=scale)
-            reports, late = self._meet(self._report(mine, Kind.TOTAL)), True
-        if len(sums) > _ROOM:
-            self.sums = self.channel.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+            reports, late = self.messages.meet(self._report(mine._replace(scale=scale), Kind.TOTAL)), True
         self._restart()
         self._finish(reports)
         if not reports.same_settings:
             self.settings.settle(self.channel)
-        total = reports.total
+        closed = Closed(reports.total, unit, reports.source if reports.partly_idle else None, sums)
+        return self._in_one_scale(closed, reports, late=late)
+
+    def _in_one_scale(self, closed: Closed, reports: Reports, *, late: bool) -> Closed:
+        """The window, if its gradients have been reduced in one scale of the ranks' GradScalers, or lost as overflown.
+
+        `late`: the ranks have learned their scales after the reduction.
+        """
+        total = closed.total
         if total.scale < 0 and not total.overflow and (reports.partly_idle or reports.scales):
             raise WindowError(
                 "scaler.unscale_() has divided the gradients of some ranks by a loss scale that it doesn't tell, and "
@@ -348,25 +289,24 @@ class Ranks:
                 "From the next window on, they have one.",
                 by_rank(reports.scales),
             )
-            return total._replace(overflow=True)
-        return total
+            return closed._replace(total=total._replace(overflow=True))
+        return closed
 
-    def _reduce(self, reports: _Reports, rescale: Callable[[float, float], None] | None) -> float:
-        """Reduce the finished sum, in unit and scale of those that a backward pass reduces, else the largest weight."""
-        if not self.sharded and (self.unit is None or reports.all_manual):
-            self.reduced_unit = reports.total.largest or self.reduced_unit
+    def _reduce(self, reports: Reports, unit: float, rescale: Callable[[float, float], None] | None) -> float:
+        """Reduce the finished sum, in unit and scale of those that a backward pass reduces. Returns the scale."""
         scale = reports.total.scale
         if scale and not reports.known:
             scale = self.loss_scale or scale
         if rescale is not None:
-            rescale(self.reduced_unit, scale)
+            rescale(unit, scale)
         self.engine.reduce()
         return scale
 
     def _check_unchanged(self, mine: Total) -> None:
         """Raise where the window has become another one than a backward pass has reduced, or has reduced in part."""
         self.check_finished("this window's")
-        if self.reduced and (self._versions != self._current_versions() or self._share not in (None, mine)):
+        reduced, share = self._micro_batch.versions, self._micro_batch.share
+        if reduced is not None and (reduced != self._current_versions() or share not in (None, mine)):
             self._restart()  # the others may have made their update
             raise WindowError(
                 "This window's gradient or weight was changed after a backward pass had reduced it over the ranks, by "
@@ -375,7 +315,7 @@ class Ranks:
                 "from the first window on."
             )
 
-    def _finish(self, reports: _Reports) -> None:
+    def _finish(self, reports: Reports) -> None:
         """The window is reduced: the engine begins anew. Raises where the ranks' sums can't be put together."""
         if len({*reports.lengths} - {0}) > 1:
             raise WindowError(f"`steps` must be the same on every rank. Received: {by_rank(reports.lengths)}.")
@@ -386,7 +326,6 @@ class Ranks:
             raise WindowError(DIFFERENT_PASSES)
         if reports.fills:
             self.drop_common(self.engine.unused())
-        self.buffers_from = reports.source if reports.partly_idle else None
         self.engine.settle(reports.source)
         self._waits, self._all_last, self.manual = False, reports.last, self.manual or reports.manual
         self.loss_scale = reports.loss_scale or self.loss_scale
@@ -397,7 +336,7 @@ class Ranks:
                 f"{reports.ways}. Nothing was updated. Weigh them in the same way on every rank."
             )
 
-    def _check_lasts(self, reports: _Reports) -> None:
+    def _check_lasts(self, reports: Reports) -> None:
         if len({*reports.lasts}) > 1:
             raise WindowError(_FEWER.format(by_rank(reports.lasts)))
 
@@ -419,26 +358,6 @@ class Ranks:
         """A checkpoint is loaded, of ranks with this unit: the first window shows what no checkpoint holds."""
         self.unit, self._waits = unit, not self.sharded
 
-    # Numbers of all ranks. All ranks take part.
-
-    def numbers(self, mine: float) -> list[float]:
-        """Every rank's number."""
-        return [numbers[0] for numbers in self.exchange(mine)]
-
-    def sum_by_name(self, mine: Mapping[Any, float]) -> dict[Any, float]:
-        """Numbers summed over the ranks, each by its name; some ranks may lack some names."""
-        names, numbers = [*mine], [*mine.values()]
-        rides = numbers if len(numbers) <= LENGTH - 3 else []
-        messages = self.exchange(zlib.crc32(repr(names).encode()), *rides)
-        if len({message[0] for message in messages}) > 1:
-            by_text = {name if isinstance(name, str) else repr(name): name for name in names}
-            everybody = [json.loads(text) for text in self.channel.texts(json.dumps([*by_text]))]
-            names = [by_text.get(text, text) for text in dict.fromkeys(text for texts in everybody for text in texts)]
-            numbers, rides = [mine.get(name, 0.0) for name in names], []
-        if rides:
-            return {name: sum(message[1 + i] for message in messages) for i, name in enumerate(names)}
-        return dict(zip(names, self.channel.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()))
-
     # Epochs.
 
     def end_epoch(self) -> None:
@@ -448,8 +367,10 @@ class Ranks:
     def others_continue(self) -> bool:
         """Whether other ranks close one more window, in which this one takes part with nothing."""
         while self.is_distributed and not self._all_last:
-            reports = self._meet(self._report(Total(0.0, idle=True) if self.settings.known_early else None, idle=True))
+            weighs_nothing = Total(0.0, idle=True) if self.settings.known_early else None
+            reports = self.messages.meet(self._report(weighs_nothing, idle=True))
             if reports.closes:
+                self._micro_batch.reports = reports
                 if self.sharded:
                     self._check_lasts(reports)
                 return True
@@ -467,51 +388,12 @@ class Ranks:
         if self.sharded:
             self.engine.stop()
 
-    # Messages.
-
     def _report(
         self, total: Total | None, kind: Kind = Kind.WINDOW, *, idle: bool = False, sees_unused: bool = True
-    ) -> _Report:
-        """A message about a window, which is complete where the total is known."""
+    ) -> Report:
+        """A report about a window, which is complete where the total is known."""
         known, last = total is not None, self._last or self._all_last
         fills = idle or (sees_unused and bool(self.engine.unused()))
-        settings, steps = self.settings.number() if known else 0.0, 0 if idle else self._steps
+        settings, steps = self.settings.number() if known else 0.0, 0 if idle else self._micro_batch.steps
         total = total or Total(0.0, idle=idle)
-        return _Report(kind, steps, last, known, self.manual, fills, self.engine.passes, settings, total)
-
-    def _meet(self, report: _Report) -> _Reports:
-        """Send a message, and wait for every rank's."""
-        self._send(report)
-        return self._read()
-
-    def _send(self, report: _Report, sums: Sequence[float] = ()) -> None:
-        self._sent = report.kind, len(sums), self.channel.send(*report.numbers(), *sums)
-
-    def _read(self) -> _Reports:
-        """Wait for every rank's answer to the message that was sent; what they say about a window's end is kept."""
-        (kind, rides, sent), self._sent = self._sent, None
-        messages = self.channel.receive(sent)
-        self._check_kinds(messages, kind)
-        if rides:
-            self.sums = [sum(numbers[_NUMBERS + i] for numbers in messages) for i in range(rides)]
-        rows = [numbers[:_NUMBERS] for numbers in messages]
-        if self._before is None or rows != self._before.rows:
-            self._before = _Reports(rows)
-        if kind is Kind.WINDOW and self._before.closes:
-            self._reports = self._before
-        return self._before
-
-    def exchange(self, *numbers: float) -> list[list[float]]:
-        """Every rank's numbers, which zeros follow."""
-        messages = self.channel.exchange(Kind.NUMBER, *numbers)
-        self._check_kinds(messages, Kind.NUMBER)
-        return [message[1:] for message in messages]
-
-    def _check_kinds(self, messages: Sequence[Sequence[float]], expected: Kind) -> None:
-        """Raise if a rank is not where this one is."""
-        if any(message[0] != expected for message in messages):
-            kinds = [Kind(int(message[0])).name for message in messages]
-            raise WindowError(
-                f"The ranks are at different places: {by_rank(kinds)}. Nothing was updated. Call step(), flush() and "
-                "batches() in the same order on every rank."
-            )
+        return Report(kind, steps, last, known, self.manual, fills, self.engine.passes, settings, total)

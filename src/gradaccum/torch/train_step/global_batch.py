@@ -75,7 +75,7 @@ class GlobalBatch(Listener):
         if mine is not None and ranks.unit is not None and not ranks.sharded:
             return BatchLosses(objective, batch, ranks.unit, weight=mine)
         # What a sharded model adds up over the ranks on the way has one unit from the start.
-        total = None if mine is None else sum(ranks.numbers(mine))
+        total = None if mine is None else sum(ranks.messages.numbers(mine))
         if total and not ranks.sharded:
             # Where passes span the ranks, as with SyncBatchNorm, all of them need one unit from the start.
             ranks.unit = total / ranks.size
@@ -99,7 +99,8 @@ class GlobalBatch(Listener):
 
     def _of_terms(self, objective: Objective, batch: Batch, mine: Totals, own: Totals | None) -> BatchLosses:
         self._met, self._window = True, None
-        totals = self.ranks.sum_by_name({_ROWS: batch.rows, **{name: float(total) for name, total in mine.items()}})
+        own_totals = {_ROWS: batch.rows, **{name: float(total) for name, total in mine.items()}}
+        totals = self.ranks.messages.sum_by_name(own_totals)
         rows = totals.pop(_ROWS)
         return BatchLosses(objective, batch, dict(totals), named=True, counted=own, rows=rows)
 
@@ -118,15 +119,15 @@ class GlobalBatch(Listener):
             if unit != of_all:
                 self._sums.scale_(unit / of_all)
 
-        total = self.ranks.total(mine, rescale if known is not None and not self.ranks.sharded else None, ride)
-        if (source := self.ranks.buffers_from) is not None:
-            take_over(state.buffers(), state.device, self.ranks.channel, source, takes=not window.ran)
+        closed = self.ranks.total(mine, rescale if known is not None and not self.ranks.sharded else None, ride)
+        if closed.buffers_from is not None:
+            take_over(state.buffers(), state.device, self.ranks.channel, closed.buffers_from, takes=not window.ran)
         if ride:
-            sums = torch.tensor(self.ranks.sums[: len(ride)], dtype=torch.float64).view_as(losses)
+            sums = torch.tensor(closed.sums, dtype=torch.float64).view_as(losses)
         else:
             sums = self.ranks.engine.sum(losses.double() * unit)
-        weight_of_all = total.weight if total.given else None
-        sums, divisor, weighs = self._finished(window, sums, self.ranks.reduced_unit, weight_of_all)
+        weight_of_all = closed.total.weight if closed.total.given else None
+        sums, divisor, weighs = self._finished(window, sums, closed.unit, weight_of_all)
         sums = sums.to(losses.dtype)
         loss = sums.sum()
         return loss if weighs else torch.full_like(loss, float("nan")), weighs, window.each(sums), divisor
@@ -172,7 +173,7 @@ class RanksRunner(WindowRunner):
         return self.objective.on(inside(self.objective.model))
 
     def rows_of_all(self, batch: Batch) -> int:
-        return round(sum(self.ranks.numbers(batch.rows)))
+        return round(sum(self.ranks.messages.numbers(batch.rows)))
 
 
 def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: Ranks) -> None:

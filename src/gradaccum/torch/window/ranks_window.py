@@ -114,7 +114,7 @@ class RanksWindow(GradientWindow, Listener):
         window, ranks, scale, manual_reduce = self.window, self._ranks, self.loss_scale, not self._ranks.reduced
         weights = window.weight, window.weights_given, window.largest
         mine = Total(*weights, *scale.agreement(not manual_reduce), window.equal, idle=not window.micro_batches)
-        everybody = ranks.total(mine, self._rescale)
+        everybody = ranks.total(mine, self._rescale).total
         scale.agree(ranks.loss_scale)
         window.weight, window.weights_given = everybody.weight, everybody.given
         is_divided = scale.unscaled and not manual_reduce
