@@ -20,12 +20,17 @@ from gradaccum.core.sizes import BatchSizeFinder, Rows, Slice
 from gradaccum.keras import private
 from gradaccum.keras.backends import base
 from gradaccum.keras.backends.base import RestartWindow, Result, assign, copies_of, has_rows, values_of
-from gradaccum.on_torch.foreach import divide_, scale_
+from gradaccum.on_torch.foreach import scale_
+from gradaccum.on_torch.grad_buffer import GradientBuffer, WindowTotal
 from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.private import graph_of
 from gradaccum.on_torch.random_state import Conditions, all_generators, every_device, kept
+from gradaccum.on_torch.stages import gradient_stages, run_stages
 from gradaccum.on_torch.state import WindowState
+
+STAGES = gradient_stages({})
+"""What a wrapped optimizer's window ends with, as in PyTorch's own shell. A Keras optimizer clips by itself."""
 
 
 class MicroBatches(base.MicroBatches):
@@ -403,7 +408,9 @@ class Backend(base.Backend):
     def divided(self, window: Any, weight: int, unit: int) -> list[Any]:
         sums = values_of(window.sums)
         plain = [total for total, variable in zip(sums, window.variables) if not private.is_overwritten(variable)]
-        divide_(plain, weight / unit)  # in place: the sums are emptied next
+        buffer = GradientBuffer(list)
+        buffer.attach(lambda: plain)
+        run_stages(STAGES, WindowTotal(buffer, weight / unit))  # in place: the sums are emptied next
         return sums
 
     @torch.no_grad()
