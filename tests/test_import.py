@@ -105,6 +105,30 @@ def test_import_gradaccum_torch_loads_no_way_in_before_it_is_used():
         assert seen or not ours
 
 
+PLAIN_STEP = """
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = gradaccum.torch.TrainStep(model, optimizer, loss_fn=torch.nn.CrossEntropyLoss(), micro_batch_size=2)
+step(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
+"""
+OF_FEATURES = (
+    "core.noise", "core.sizes.search", "on_torch.noise", "torch.chunking", "torch.compiled", "torch.distributed",
+    "torch.layers", "torch.loss.counting", "torch.measure", "torch.optimizer", "torch.padding.judged",
+    "torch.reproducible", "torch.train_step.exact", "torch.train_step.global_batch", "torch.train_step.scaled",
+    "torch.train_step.sharded", "torch.watch", "torch.window",
+)  # fmt: skip
+
+
+def test_a_plain_train_step_loads_no_module_of_a_feature_that_it_does_not_have():
+    def loaded(program):
+        ours = modules_of(f"exec({program!r})", before="import torch")
+        return {name for name in OF_FEATURES if f"gradaccum.{name}" in ours}
+
+    plain = f"import gradaccum.torch, torch\n{PLAIN_STEP}"
+    assert not loaded(plain)
+    assert "on_torch.noise" in loaded(plain.replace("micro_batch_size=2", "micro_batch_size=2, noise_scale=True"))
+
+
 # What the prompt shows: public names only, and where a name that isn't here can be found.
 
 

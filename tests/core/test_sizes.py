@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradaccum.core.sizes import FixedSize, Groups, Rows, Slice, TokenBudget, Tokens
-from gradaccum.core.sizes.plans import packed
-from gradaccum.core.sizes.search import MemoryLine, SizeSearch, even_size, even_sizes
+from gradaccum.core.sizes.fixed import even_size, even_sizes
+from gradaccum.core.sizes.search import MemoryLine, SizeSearch
+from gradaccum.core.sizes.tokens import packed
 
 
 @given(st.integers(0, 1000), st.integers(1, 1000))

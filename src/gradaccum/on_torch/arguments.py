@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Literal
 
 import torch
@@ -55,3 +56,16 @@ def checked_scalar(loss: Any, what: str = "The loss") -> Tensor:
             f"{what} must be a scalar, the mean or the sum over its rows. Received: shape {tuple(loss.shape)}."
         )
     return loss.reshape(()) if loss.dim() else loss
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `step` cannot be called without a closure, which it then evaluates as often as it likes."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def checked_noise(noise_scale: bool) -> bool:
+    """Whether the noise scale is measured."""
+    if not isinstance(noise_scale, bool):
+        raise ValueError(f"`noise_scale` must be True or False. Received: noise_scale={noise_scale!r}.")
+    return noise_scale

@@ -28,16 +28,6 @@ def values_of(gradient: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def zeroed(gradient: Tensor) -> Tensor:
-    """The gradient of what weighs nothing, NaN or not; a sparse one keeps its rows, which `zeros_like` drops."""
-    if not gradient.is_sparse:
-        return torch.zeros_like(gradient)
-    copy = gradient.detach().clone()
-    copy._values().zero_()
-    return copy
-
-
-@torch.no_grad()
 def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply each tensor in place; a tensor factor stays on its device."""
     for group in grouped(tensors):

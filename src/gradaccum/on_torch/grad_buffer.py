@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradaccum.on_torch.foreach import scale_, zeroed
-from gradaccum.on_torch.private import checkpoints_of, run_on_zeros, zero_gradients
+from gradaccum.on_torch.foreach import scale_
 
 Sums = list[Tensor | None]
 """One for each parameter, None where nothing has arrived."""
@@ -80,7 +78,7 @@ class GradientBuffer:
     def copies(self, scale: Tensor | None) -> dict[int, Tensor]:
         """The sum by the parameters' numbers, copied and divided by its scale: a power of two, which rounds nothing."""
         sums = self.get()
-        if self.restored is not None:  # beside it are zeros alone, of micro-batches that weigh nothing
+        if self.restored is not None:
             scale, sums = None, joined([s if s is None else s.clone() for s in self.restored], sums)
         return {
             index: (s.clone() if scale is None else s * scale.reciprocal().to(s.device, s.dtype)).detach()
@@ -111,44 +109,6 @@ class GradientBuffer:
         if scale is not None:
             scale_([s for s in restored if s is not None], scale)
         self.set(joined(self.get(), restored))
-
-    def missing(self) -> tuple[Tensor, ...]:
-        """The parameters of which the sum has nothing."""
-        found = zip(self.parameters(), self.get(), self.restored or itertools.repeat(None))
-        return tuple([parameter for parameter, one, other in found if one is None and other is None])
-
-    def lacking(self) -> list[Tensor]:
-        """The parameters to which a gradient of zero adds something: those without, and of sparse ones rows."""
-        return [p for p in self.parameters() if p.requires_grad and ((g := p.grad) is None or g.is_sparse)]
-
-    def reach(
-        self,
-        *losses: Tensor,
-        others: Sequence[Tensor] = (),
-        alone: bool = True,
-        changing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
-        """Add the gradient of losses that weigh nothing: zero, for the parameters that they depend on.
-
-        Inside of reentrant checkpoints, too, if this process is `alone`: DDP would take their pass for one to reduce.
-        Those to which the `others` lead, which go backward by themselves, run there.
-        """
-        if (lacking := self.lacking()) and (found := zero_gradients(losses, lacking)):
-            with changing():
-                for parameter, gradient in found:
-                    add_gradient(parameter, gradient)
-        if alone and self.lacking() and (checkpoints := checkpoints_of(losses, others)):
-            with changing():
-                self.run_on_zeros(checkpoints)
-
-    def run_on_zeros(self, ends: Sequence[GradientEdge]) -> None:
-        """A backward pass that starts there and brings zeros alone, to the parameters that it reaches."""
-        zeros = ArrivalScale(self.parameters, zeros=True)
-        zeros.set(0.0)
-        try:
-            run_on_zeros(ends)
-        finally:
-            zeros.set(1.0)
 
     def cast(self) -> None:
         """Give the finished gradients their parameter's own dtype, which is all that optimizers accept."""
@@ -201,8 +161,8 @@ class ArrivalScale:
     Those that `torch.autograd.grad` returns don't arrive, so the hooks are those of the nodes that add to the sum.
     """
 
-    def __init__(self, parameters: Callable[[], list[Tensor]], zeros: bool = False) -> None:
-        self._parameters, self._hooks, self._zeros = parameters, list[Any](), zeros
+    def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
+        self._parameters, self._hooks = parameters, list[Any]()
         self._nodes = list[Any]()  # no longer than they are kept are they the ones that later passes find
         self.factor = 1.0
         self.muted = False  # while a loss that is multiplied itself goes backward
@@ -217,8 +177,6 @@ class ArrivalScale:
         def times(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
             if self.muted:
                 return None
-            if self._zeros:
-                return tuple(g if g is None else zeroed(g) for g in gradients)
             return tuple(None if g is None or not factor else g * factor for g in gradients)
 
         leaves = [p for p in self._parameters() if factor != 1.0 and (p.is_floating_point() or p.is_complex())]

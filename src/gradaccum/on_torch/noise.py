@@ -14,13 +14,6 @@ from gradaccum.core.noise import WINDOWS, NoiseScale, Norms, estimate
 from gradaccum.on_torch.foreach import clip_norm_
 
 
-def checked_noise(noise_scale: bool) -> bool:
-    """Whether the noise scale is measured."""
-    if not isinstance(noise_scale, bool):
-        raise ValueError(f"`noise_scale` must be True or False. Received: noise_scale={noise_scale!r}.")
-    return noise_scale
-
-
 @contextlib.contextmanager
 def inside_step(optimizer: Any, around: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     """Have an optimizer's step run inside of a context, and its hooks outside of it: they see its own hyperparameters.

@@ -21,7 +21,6 @@ from torch import Tensor
 from gradaccum.on_torch.clip_value import ClipValue
 from gradaccum.on_torch.foreach import all_finite, clip_norm_, divide_, scale_
 from gradaccum.on_torch.grad_buffer import WindowTotal
-from gradaccum.on_torch.noise import NoiseMeter
 
 logger = logging.getLogger("gradaccum")
 
@@ -40,7 +39,7 @@ def gradient_stages(
     *first: Stage | None,
     unscale: Unscale | None = None,
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
-    noise: NoiseMeter | None = None,
+    noise: Any = None,
 ) -> list[Stage]:
     """The stages that `options`, the public constructors' by name, ask for: a plain loop's are `[Divide]`."""
     asked = {name: value for name, value in options.items() if value is not None}
@@ -126,7 +125,7 @@ class Finite:
 class MeasureNoise:
     """Shows a meter the window's gradient, before clipping."""
 
-    meter: NoiseMeter
+    meter: Any  # a NoiseMeter
 
     def __call__(self, total: WindowTotal) -> bool:
         scale = 1.0 if total.scale is None else total.scale

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradaccum.on_torch.arguments import checked_choice
-from gradaccum.torch.watch import level_of_the_user
 
 
 def batch_norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -62,6 +61,8 @@ def described(layers: Sequence[tuple[str, nn.Module]], most: int = 8) -> str:
 def warn_of_batch_norm(module: nn.Module, remedy: str) -> bool:
     """Name the BatchNorm layers in a warning. Returns whether there were any."""
     if layers := batch_norms(module):
+        from gradaccum.torch.watch import level_of_the_user
+
         warnings.warn(
             "BatchNorm normalises each micro-batch by itself, so the update is not the large batch's: "
             f"{described(layers)}. {remedy}",

@@ -249,13 +249,3 @@ BESIDE_WEIGHT = {
 def test_what_is_no_loss_with_its_weight_is_an_error_that_names_the_term(compute_loss, message, weight):
     with pytest.raises((TypeError, ValueError), match=message):
         step_of(nn.Linear(5, 1), compute_loss=compute_loss, micro_batch_size=4, weight=weight)(torch.randn(7, 5))
-
-
-@pytest.mark.parametrize(("loss", "message"), NO_WEIGHT.values(), ids=NO_WEIGHT)
-def test_a_wrapped_optimizer_refuses_it_before_anything_happens(loss, message):
-    model, x = nn.Linear(5, 1), torch.randn(4, 5)
-    optimizer = gradaccum.torch.optim.SGD(model.parameters(), lr=0.1, steps=2)
-    with pytest.raises((TypeError, ValueError), match=message):
-        optimizer.backward(loss(model, x))
-    assert model.weight.grad is None
-    optimizer.backward({"a": (model(x).mean(), 4)})

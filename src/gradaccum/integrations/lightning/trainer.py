@@ -20,8 +20,8 @@ from torch import Tensor
 from gradaccum.errors import WindowError
 from gradaccum.extras import PrivateName
 from gradaccum.integrations.trainer import Library, accumulates, check_same, replaced
+from gradaccum.on_torch.arguments import needs_closure
 from gradaccum.torch.distributed import Channel, Settings, by_rank
-from gradaccum.torch.optimizer import needs_closure
 
 _LIGHTNING = Library(
     "lightning",

@@ -7,7 +7,6 @@ code relies on, such as `Tensor._version`, are used where they are needed.
 
 from gradaccum.on_torch.private.autograd import (
     after_backward,
-    checkpoints_of,
     current_backward,
     global_step_hooks,
     graph_of,
@@ -17,9 +16,7 @@ from gradaccum.on_torch.private.autograd import (
     queue_callback,
     recorded_operations,
     run_backward,
-    run_on_zeros,
     without_global_step_hooks,
-    zero_gradients,
 )
 from gradaccum.on_torch.private.names import NAMES, missing
 from gradaccum.on_torch.private.ranks import (
@@ -46,7 +43,6 @@ __all__ = [
     "NAMES",
     "ShardedGroup",
     "after_backward",
-    "checkpoints_of",
     "communication_hooks",
     "current_backward",
     "drop_static_graph",
@@ -69,11 +65,9 @@ __all__ = [
     "reduces_exactly",
     "reduction_by_hand",
     "run_backward",
-    "run_on_zeros",
     "sharded_groups",
     "share_buffers",
     "start_over",
     "timeout_of",
     "without_global_step_hooks",
-    "zero_gradients",
 ]

@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
-
-from gradaccum.on_torch.foreach import zeroed
 
 
 def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor], retain_graph: bool = False) -> None:
@@ -76,53 +73,6 @@ def pass_for_parameter(tensor: Tensor) -> None:
 def leaves_of(*outputs: Tensor) -> set[int]:
     """The ids of the leaves that a backward pass from these outputs would reach."""
     return {id(getattr(node, "variable", None)) for node in graph_of(*[output.grad_fn for output in outputs])}
-
-
-def zero_gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The leaves that a backward pass from these outputs would reach, with its gradients times 0, whatever they are.
-
-    Sparse ones have the rows that the pass would bring: of it, what makes them runs, on zeros, and nothing is freed.
-    """
-    ends = [output.grad_fn for output in outputs]
-    nodes = [*graph_of(*ends)]
-    rows: Sequence[Tensor | None] = [None] * len(leaves)
-    if sparse := [node for node in nodes if any(getattr(node, name, False) for name in _SPARSE)]:
-        nodes = [*graph_of(*ends, without=sparse)]
-        edges, nothing = zip(*[(GradientEdge(node, 0), _zeros(node._input_metadata[0])) for node in sparse])
-        rows = torch.autograd.grad(edges, leaves, nothing, retain_graph=True, allow_unused=True)
-    dense, found = {id(getattr(node, "variable", None)) for node in nodes}, []
-    for leaf, row in zip(leaves, rows, strict=True):
-        if id(leaf) in dense:
-            dtype = getattr(leaf, "grad_dtype", None)
-            found.append((leaf, torch.zeros_like(leaf, dtype=dtype, requires_grad=False)))
-        elif row is not None:
-            found.append((leaf, zeroed(row)))
-    return found
-
-
-def _zeros(output: Any) -> Tensor:
-    """A gradient of zero, of an output of a node."""
-    return torch.zeros(output.shape, dtype=output.dtype, device=output.device)
-
-
-def checkpoints_of(outputs: Sequence[Tensor], others: Sequence[Tensor] = ()) -> list[GradientEdge]:
-    """Where a backward pass from these outputs would come to reentrant checkpoints, which hide their leaves.
-
-    Without those to which one from the others would come.
-    """
-    known, ends = graph_of(*[other.grad_fn for other in others]), [output.grad_fn for output in outputs]
-    nodes = [node for node in graph_of(*ends, without=known) if node.name() == "CheckpointFunctionBackward"]
-    outputs_of = [(node, i, made.dtype) for node in nodes for i, made in enumerate(node._input_metadata)]
-    return [GradientEdge(node, i) for node, i, dtype in outputs_of if dtype.is_floating_point or dtype.is_complex]
-
-
-def run_on_zeros(edges: Sequence[GradientEdge]) -> None:
-    """A backward pass that starts there, with gradients of zero, and frees nothing."""
-    torch.autograd.backward(edges, [_zeros(node._input_metadata[i]) for node, i, *_ in edges], retain_graph=True)
-
-
-_SPARSE = ("_saved_sparse", "_saved_sparse_grad")
-"""What is true of nodes whose gradients are sparse: those of embeddings, and of `torch.gather`."""
 
 
 def graph_of(*ends: Any, without: Iterable[Any] = ()) -> Iterator[Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradaccum.on_torch.arguments import needs_closure
 from gradaccum.torch.layers.blocks import Block
-from gradaccum.torch.optimizer import needs_closure
 
 NOT_TAKEN = {
     "scaler": "A GradScaler makes an update only where all gradients are finite. Use autocast=torch.bfloat16.",

@@ -2,6 +2,6 @@
 
 from gradaccum.torch.optimizer.batches import BatchWeight
 from gradaccum.torch.optimizer.optimizer import Optimizer
-from gradaccum.torch.optimizer.proxy import KEY, needs_closure
+from gradaccum.torch.optimizer.proxy import KEY
 
-__all__ = ["KEY", "BatchWeight", "Optimizer", "needs_closure"]
+__all__ = ["KEY", "BatchWeight", "Optimizer"]

@@ -15,8 +15,16 @@ from torch import Tensor, nn
 from gradaccum.core.noise import NoiseScale
 from gradaccum.core.window import Reduction, checked_reduction
 from gradaccum.errors import WindowError
-from gradaccum.on_torch.arguments import Sync, checked_choice, checked_dtype, checked_limits, checked_model
-from gradaccum.on_torch.noise import NoiseMeter, checked_noise
+from gradaccum.on_torch.arguments import (
+    Sync,
+    checked_choice,
+    checked_dtype,
+    checked_limits,
+    checked_model,
+    checked_noise,
+    needs_closure,
+)
+from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.private import leave_uncompiled
 from gradaccum.schedule import Schedule, Steps
 from gradaccum.torch.batch_norm import warn_of_batch_norm
@@ -34,7 +42,6 @@ from gradaccum.torch.optimizer.proxy import (
     has_options,
     lightning_module,
     may_evaluate_again,
-    needs_closure,
     optimizers_of,
     ranks_of,
 )

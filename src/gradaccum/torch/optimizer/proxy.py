@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradaccum.errors import WindowError
+from gradaccum.on_torch.arguments import needs_closure
 from gradaccum.on_torch.private import global_step_hooks, without_global_step_hooks
 from gradaccum.schedule import Schedule
 from gradaccum.torch.optimizer.several import SeveralOptimizers
@@ -166,12 +167,6 @@ def check_alone(model: nn.Module | None, parameters: list[Tensor], steps: int | 
         from gradaccum.torch.distributed import Ranks, check_detected
 
         check_detected(model, parameters, Ranks(), steps)
-
-
-def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its `step` cannot be called without a closure, which it then evaluates as often as it likes."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def may_evaluate_again(optimizer: torch.optim.Optimizer) -> bool:

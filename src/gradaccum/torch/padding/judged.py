@@ -57,6 +57,12 @@ class Packing:
     def take(self, batch: Batch, piece: Slice) -> Batch:
         return Text(batch.tree, self._not_text).rows_of(batch, piece, self.left)
 
+    def explain(self, error: BaseException, batch: Batch) -> None:
+        """Note beside an error of the model's what has been cut."""
+        with contextlib.suppress(ValueError):  # no mask
+            cut = what_is_cut(self.text(batch))
+            getattr(error, "add_note", str)(f"max_tokens cuts columns of padding. {cut}")  # since Python 3.11
+
     def cause(self, batch: Batch, sure: bool) -> Cause | None:
         """Why micro-batches differ from a batch, if it is sure that nothing else is wrong with it."""
         what = f"Cutting off columns of nothing but padding changes it. {what_is_cut(self.text(batch))}"
@@ -141,6 +147,12 @@ class Joining:
     def text(self, batch: Batch) -> frozenset[str]:
         return frozenset()
 
+    def keep_left(self) -> None:
+        """Nothing is cut."""
+
+    def explain(self, error: BaseException, batch: Batch) -> None:
+        """Nothing is cut."""
+
     def take(self, batch: Batch, piece: Slice) -> Batch:
         assert piece.packs is not None
         few, places = batch.take(torch.tensor(piece.rows)), iter(range(piece.size))
@@ -176,6 +188,15 @@ class Joining:
             "transformers one whose attention restarts where `position_ids` do, without a cache. The loss may also "
             "count other tokens of packed rows. Or leave out `pack`: max_tokens alone sorts and trims padded rows.",
         )
+
+
+def packing(
+    objective: Objective, max_tokens: int, max_rows: int | None, pack: Callable[..., Any] | None, *, judge: bool
+) -> Packing | Joining:
+    """What makes micro-batches of at most so many tokens."""
+    if pack is None:
+        return Packing(objective, max_tokens, max_rows, judge=judge)
+    return Joining(objective, max_tokens, max_rows, pack)
 
 
 class Edge(NamedTuple):

@@ -6,16 +6,22 @@ What isn't asked for isn't imported. A feature is a line in `features_of`, with 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from gradaccum.on_torch.arguments import checked_noise
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.train_step.micro_batcher import MicroBatcher
 from gradaccum.torch.train_step.options import Options, inside
 from gradaccum.torch.train_step.passes import TrainPasses, composed
 from gradaccum.torch.train_step.update import Update
 from gradaccum.torch.train_step.window import WindowRunner
+
+logger = logging.getLogger("gradaccum")
 
 
 class Features:
@@ -33,6 +39,46 @@ class Features:
         self.runners += [] if runner is None else [runner]
         self.passes += [] if passes is None else [passes]
         self.keywords |= keywords
+
+
+class OneDevice:
+    """What a step asks of its ranks, where there are none."""
+
+    is_distributed = sharded = False
+    rank, size = 0, 1
+
+
+def has_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def find_ranks(model: nn.Module, objective: Objective, update: Update, options: Options) -> Any:
+    """What keeps this model's large batches together with those of the other ranks."""
+    if not has_ranks():
+        return OneDevice()
+    from gradaccum.torch.train_step.global_batch import detected
+
+    return detected(model, objective, update, options)
+
+
+def check_ranks(model: nn.Module, parameters: Sequence[Any], ranks: Any) -> None:
+    """Raise, or warn, if ranks share this model's update and the step doesn't know it."""
+    if has_ranks():
+        from gradaccum.torch.train_step.global_batch import check_members
+
+        check_members(model, parameters, ranks)
+
+
+def spans_ranks(model: nn.Module, ranks: Any, *, exact: bool, verify: bool) -> bool:
+    """Whether a forward pass of one rank needs the others."""
+    layers = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    spans = ranks.sharded or (ranks.is_distributed and exact and layers)
+    if verify and spans:
+        logger.warning(
+            "Whether micro-batches make the large batch's update is not proven here: in this model the ranks wait "
+            "for each other in every pass. Prove it on one process, with gradaccum.torch.check_equivalence."
+        )
+    return spans
 
 
 def features_of(model: nn.Module, options: Options, update: Update, ranks: Any, whole: Any) -> Features:
@@ -84,6 +130,15 @@ def _everywhere(options: Options, whole: Any) -> Features:
 
         found.add(None, ScaledPasses)
     return found
+
+
+def noise_meter(noise_scale: bool) -> Any:
+    """What measures the noise scale, or None."""
+    if not checked_noise(noise_scale):
+        return None
+    from gradaccum.on_torch.noise import NoiseMeter
+
+    return NoiseMeter()
 
 
 def whole_batch(*arguments: Any, **keywords: Any) -> Any:

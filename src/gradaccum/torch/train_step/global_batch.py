@@ -24,7 +24,6 @@ from gradaccum.torch.distributed import (
     take_over,
 )
 from gradaccum.torch.loss import BatchLosses, Objective, Terms, Totals, Weight, counted
-from gradaccum.torch.optimizer import needs_closure
 from gradaccum.torch.train_step.options import Options, inside
 from gradaccum.torch.train_step.update import Update
 from gradaccum.torch.train_step.window import WindowRunner
@@ -189,7 +188,7 @@ def check_members(model: nn.Module, parameters: Sequence[Tensor], ranks: Ranks) 
         )
 
 
-def find_ranks(model: nn.Module, objective: Objective, update: Update, options: Options) -> Ranks:
+def detected(model: nn.Module, objective: Objective, update: Update, options: Options) -> Ranks:
     """What keeps this model's large batches together with those of the other ranks, which have the same options."""
     ranks = detect_ranks(
         model,
@@ -206,17 +205,5 @@ def find_ranks(model: nn.Module, objective: Objective, update: Update, options: 
             "batch_norm": options.batch_norm.replace("warn", "micro"),
         },
     )
-    check_closures(filter(needs_closure, update.optimizers), ranks)
+    check_closures(options.closures(), ranks)
     return ranks
-
-
-def spans_ranks(model: nn.Module, ranks: Ranks, *, exact: bool, verify: bool) -> bool:
-    """Whether a forward pass of one rank needs the others."""
-    layers = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-    spans = ranks.sharded or (ranks.is_distributed and exact and layers)
-    if verify and spans:
-        logger.warning(
-            "Whether micro-batches make the large batch's update is not proven here: in this model the ranks wait "
-            "for each other in every pass. Prove it on one process, with gradaccum.torch.check_equivalence."
-        )
-    return spans

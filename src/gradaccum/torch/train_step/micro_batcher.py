@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,11 +13,7 @@ from gradaccum.core.sizes import BatchSizeFinder, FixedSize, GivenSizes, Groups,
 from gradaccum.on_torch.batch import Batch
 from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.torch.batch_norm import batch_norms
-from gradaccum.torch.distributed import Ranks
 from gradaccum.torch.loss import Objective
-from gradaccum.torch.measure import largest_fitting
-from gradaccum.torch.padding import what_is_cut
-from gradaccum.torch.padding.judged import Joining, Packing
 from gradaccum.torch.train_step.options import Options, with_groups
 
 EXACT_MICRO_BATCH_SIZE = 32
@@ -42,20 +37,23 @@ class MicroBatcher:
         self.predicting = False  # whether a pass on fake tensors runs just now, to predict a size
         self._groups, self._objective, self._meter = options.groups, objective, meter
         self._searches = options.searches
-        self.packing: Packing | Joining | None = None
+        self.packing: Any = None
+        """Sorts and cuts rows, or joins them, for `max_tokens`."""
         self._planned: tuple[Any, Rows] | None = None
         """The signature of the latest batch, and its plan: the same for all batches like it."""
-        if max_tokens is not None and pack is None:
-            self.packing = Packing(objective, max_tokens, self.finder.size, judge=judge)
-        elif max_tokens is not None:
-            self.packing = Joining(objective, max_tokens, self.finder.size, pack)
+        if max_tokens is not None:
+            from gradaccum.torch.padding.judged import packing
 
-    def without_trying(self, optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks, *, proves: bool) -> None:
+            self.packing = packing(objective, max_tokens, self.finder.size, pack, judge=judge)
+
+    def without_trying(self, optimizers: Sequence[torch.optim.Optimizer], ranks: Any, *, proves: bool) -> None:
         """Try nothing out, for other ranks would wait in such passes: what fits is predicted."""
         if self._searches:
+            from gradaccum.torch.measure import largest_fitting
+
             largest = functools.partial(largest_fitting, self._objective, self._meter, optimizers, ranks)
             self._predict = functools.partial(self._predicted, largest)
-        if isinstance(self.packing, Packing) and proves:
+        if self.packing is not None and proves:
             self.packing.keep_left()
 
     def _predicted(self, largest: Callable[[Batch], int], batch: Batch) -> int:
@@ -110,10 +108,8 @@ class MicroBatcher:
 
     def explain(self, error: BaseException, batch: Batch) -> None:
         """Note beside an error of the model's what `max_tokens` has cut: shapes that don't fit may be its doing."""
-        if isinstance(self.packing, Packing) and isinstance(error, RuntimeError | ValueError | IndexError):
-            with contextlib.suppress(ValueError):  # no mask
-                cut = what_is_cut(self.packing.text(batch))
-                getattr(error, "add_note", str)(f"max_tokens cuts columns of padding. {cut}")  # since Python 3.11
+        if self.packing is not None and isinstance(error, RuntimeError | ValueError | IndexError):
+            self.packing.explain(error, batch)
 
     def without_measuring(self, batch: Batch, sizes: Sequence[int] | None = None) -> Plan:
         """The same, for passes from which nothing is to be learned about sizes."""

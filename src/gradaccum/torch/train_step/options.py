@@ -10,11 +10,10 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from gradaccum.on_torch.arguments import Sync, checked_choice, checked_scaler
+from gradaccum.on_torch.arguments import Sync, checked_choice, checked_scaler, needs_closure
 from gradaccum.on_torch.batch import Batch
 from gradaccum.schedule import checked_count
 from gradaccum.torch.batch_norm import checked_batch_norm
-from gradaccum.torch.optimizer import needs_closure
 
 GroupsChoice = int | Tensor | Sequence[int] | Callable[..., Any] | None
 """Rows that stay together: so many in a row, the rows' group ids, or `groups(*batch) -> ids`."""

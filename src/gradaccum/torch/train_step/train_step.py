@@ -5,28 +5,37 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from gradaccum.core.noise import NoiseScale
 from gradaccum.core.sizes import parse_bytes
 from gradaccum.on_torch.arguments import Sync, checked_dtype, checked_limits, checked_model
 from gradaccum.on_torch.batch import Batch, BatchDims
 from gradaccum.on_torch.memory import MemoryMeter
-from gradaccum.on_torch.noise import NoiseMeter, checked_noise
 from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.private import leave_uncompiled
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
 from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof import Proof
-from gradaccum.torch.train_step.features import features_of, rehearsal_features, whole_batch, window_runner
-from gradaccum.torch.train_step.global_batch import check_members, find_ranks, spans_ranks
+from gradaccum.torch.train_step.features import (
+    check_ranks,
+    features_of,
+    find_ranks,
+    noise_meter,
+    rehearsal_features,
+    spans_ranks,
+    whole_batch,
+    window_runner,
+)
 from gradaccum.torch.train_step.micro_batcher import MicroBatcher
 from gradaccum.torch.train_step.options import GroupsChoice, Options, check_optimized, inside, loss_by_name
 from gradaccum.torch.train_step.update import Update
 from gradaccum.torch.train_step.window import Finished
+
+if TYPE_CHECKING:
+    from gradaccum.core.noise import NoiseScale
 
 logger = logging.getLogger("gradaccum")
 
@@ -158,12 +167,13 @@ class TrainStep:
         )
         plain = self.objective.on(inside(model))
         meter = MemoryMeter(self.objective.device, parse_bytes(memory_limit))
-        self.update = update = Update(options, meter, NoiseMeter() if checked_noise(noise_scale) else None)
+        self.update = update = Update(options, meter, noise_meter(noise_scale))
         self.batcher = MicroBatcher(plain, meter, options, judge=verify)
         self.ranks = find_ranks(model, self.objective, update, options)
         spans = spans_ranks(model, self.ranks, exact=exact, verify=verify)
         self._verify = verify and not spans
-        update.buffer.attach(self.ranks.engine.pending)
+        if self.ranks.is_distributed:
+            update.buffer.attach(self.ranks.engine.pending)
         if self.ranks.sharded:
             self.batcher.without_trying(update.optimizers, self.ranks, proves=verify)
         runner = functools.partial(
@@ -257,7 +267,8 @@ class TrainStep:
             batch = self.objective.batch(arguments)
             return self._guarded(batch, leaves)
         except BaseException:
-            self.ranks.abort(notified=True)
+            if self.ranks.is_distributed:
+                self.ranks.abort(notified=True)
             raise
 
     def _guarded(self, batch: Batch, leaves: bool) -> Tensor:
@@ -265,7 +276,7 @@ class TrainStep:
             raise ValueError("A batch must have at least one row. Received: 0 rows.")
         batch, state = self.batcher.grouped(batch), self._state
         if not self._is_checked:
-            check_members(self.model, self.update.parameters(), self.ranks)
+            check_ranks(self.model, self.update.parameters(), self.ranks)
             check_optimized(self.update.optimizers, self._windows.roots)
             self._is_checked = True
         state.open()

@@ -17,7 +17,6 @@ from gradaccum.on_torch.batch import leaves
 from gradaccum.on_torch.foreach import values_of
 from gradaccum.on_torch.grad_buffer import GradientBuffer
 from gradaccum.on_torch.memory import MemoryMeter, is_out_of_memory, local_part
-from gradaccum.on_torch.noise import NoiseMeter
 from gradaccum.on_torch.stages import Stage, Unscale, gradient_stages
 from gradaccum.torch.train_step.options import Options
 
@@ -30,7 +29,7 @@ _UNKNOWN = "Parameters and optimizer state may already have changed: continue fr
 class Update:
     """What happens once per window."""
 
-    def __init__(self, options: Options, meter: MemoryMeter, noise: NoiseMeter | None = None) -> None:
+    def __init__(self, options: Options, meter: MemoryMeter, noise: Any = None) -> None:
         options.check_optimizers()
         self.optimizers: list[torch.optim.Optimizer] = options.optimizers
         self.scaler, self.noise, self._meter = options.scaler, noise, meter
