@@ -1,9 +1,11 @@
 """TrainStep(reproducible=True) on several ranks: the bits of one process."""
 
+import random
+
 import pytest
 import torch
 
-from tests.torch.reproducible.problems import KINDS, Training, bits_of
+from tests.torch.reproducible.problems import KINDS, OPTIMIZERS, Training, bits_of
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,3 +83,40 @@ def other_sampler(rank):
 
 def test_a_sampler_of_another_micro_batch_size_is_refused_on_all_ranks(new_ranks):
     assert new_ranks.run(other_sampler) == [True, True]
+
+
+def program(number):
+    """A random training, and whether it calls `step.backward`."""
+    choice = random.Random(number)
+    kind, optimizer, size = choice.choice([*KINDS]), choice.choice([*OPTIMIZERS]), choice.randint(2, 9)
+    options = {"size": size, "batch": choice.randint(size, 40), "seed": choice.randint(0, 99)}
+    if kind not in ("clip", "scaler") and choice.random() < 0.4:
+        options["clip_grad_norm"] = choice.choice([0.01, 0.5, 10.0])
+    if kind != "clip value" and choice.random() < 0.2:
+        options["clip_grad_value"] = 0.02
+    if kind not in ("bfloat16", "wide sums", "float64") and choice.random() < 0.2:
+        options["autocast"] = torch.bfloat16
+    return kind, optimizer, options, choice.random() < 0.2
+
+
+def outcomes(rank, numbers, ranks):
+    """The bits that these programs end with; of those that are refused, as BatchNorm's single rows are, the error."""
+    found = []
+    for number in numbers:
+        kind, optimizer, options, backward = program(number)
+        try:
+            training = Training(kind, optimizer, rank, ranks, **options).run(1, backward)
+            found.append(training.bits())
+            training.step = None
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 300, 20))
+def test_random_programs_end_with_the_same_bits_on_two_ranks(ranks, first):
+    numbers = range(first, first + 20)
+    alone = outcomes(0, numbers, 1)
+    assert ranks.run(outcomes, numbers, 2) == [alone, alone]
+    assert sum(len(bits) == 64 for bits in alone) > 10

@@ -39,7 +39,7 @@ from torch import Tensor
 LIMIT = 2.0**5
 """How much larger than in the update before a tensor's entries may be without a new grid."""
 
-_AT_ONCE = {"cpu": 1 << 17}
+_AT_ONCE = {"cpu": 1 << 16}
 """Entries that are rounded at once: on a CPU, as many as stay in its cache."""
 _LARGEST = 2.0**1022
 """What is larger counts as infinite: there is no grid above it."""
@@ -111,7 +111,9 @@ class GridSums:
         """How many addends each sum has here."""
         self._largest = [0.0] * len(self.exponents)
         self._waiting: list[tuple[list[int], Tensor]] = []  # largest entries that are still on a device
-        self._special = {i: torch.zeros_like(self._like[i], dtype=torch.float64) for i in special}
+        self._special = {
+            i: torch.zeros(self._like[i].shape, dtype=torch.float64, device=self._like[i].device) for i in special
+        }
 
     @torch.no_grad()
     def add(self, addends: Sequence[tuple[int, Tensor]]) -> None:
@@ -181,15 +183,24 @@ class GridSums:
         return [*self._flat.values(), *(self._special[i] for i in sorted(self._special))]
 
     @torch.no_grad()
-    def value(self, number: int, divisor: float = 1.0) -> Tensor:
-        """The sum as float64, divided by this."""
-        e, tensor = self.exponents[number], self._like[number]
+    def value(self, number: int, divisor: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The sum, divided by this in float64."""
+        e, tensor, sums = self.exponents[number], self._like[number], self._sums[number]
         assert e is not None
-        value = self._sums[number].to(torch.float64).mul_(math.ldexp(1.0, e - 52)).view(tensor.shape)
-        if number in self._special:
-            value += self._special[number]
-            value = torch.where(value.isnan(), math.nan, value)  # a NaN's sign depends on the order
-        return value if divisor == 1 else value.div_(divisor)
+        special = self._special.get(number)
+        value = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        parts, size = value.view(-1), _AT_ONCE.get(tensor.device.type, 1 << 22)
+        scratch = self._room(tensor.device, size)
+        for start in range(0, len(sums), size):
+            part = scratch[: len(sums) - start]
+            part.copy_(sums[start : start + size]).mul_(math.ldexp(1.0, e - 52))
+            if special is not None:
+                part += special.view(-1)[start : start + size]
+                part.masked_fill_(part.isnan(), math.nan)  # a NaN's sign depends on the order
+            if divisor != 1:
+                part.div_(divisor)
+            parts[start : start + size].copy_(part)
+        return value
 
 
 def _larger(one: float, other: float) -> float:

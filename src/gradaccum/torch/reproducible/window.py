@@ -356,9 +356,9 @@ class ReproducibleWindow(WindowRunner):
         divisor = 1.0 if closing.told is None else closing.told
         for i, parameter in enumerate(self._tensors):
             if closing.counts[i]:
-                value = sums.value(i, divisor)
-                value = torch.view_as_complex(value) if parameter.is_complex() else value
-                parameter.grad = value.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
+                dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+                value = sums.value(i, divisor, dtype.to_real())
+                parameter.grad = torch.view_as_complex(value) if parameter.is_complex() else value
         total = WindowTotal(self.buffer, None, rows=batch.rows)
         run_stages(self.stages, total)
         finished.grad_norm = total.grad_norm
