@@ -112,6 +112,7 @@ class CompiledRunner(ProgramRunner):
     ) -> None:
         super().__init__(*arguments, **named)
         self._programs, self._verify = Programs(self, keywords, self.eager), verify
+        self._proven = False
 
         @functools.cache
         def rehearsal(compiled: bool) -> Rehearsal:
@@ -136,10 +137,10 @@ class CompiledRunner(ProgramRunner):
     def _prove(self, batch: Batch) -> None:
         self.programs.rehearses = True
         try:
-            prove(self, batch, self.rehearse)
+            prove(self, batch, self.rehearse, repeated=self._proven and not self.programs.unproven)
         finally:
             self.programs.rehearses = False
-        self.programs.unproven = False
+        self._proven, self.programs.unproven = True, False
         self.state.retake()
 
     def rehearse(self, batch: Batch, compiled: bool) -> Tensor:
