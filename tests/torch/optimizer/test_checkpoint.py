@@ -254,3 +254,28 @@ def test_a_file_of_0_1_goes_on_exactly(name, form):
     optimizer.flush()
     assert optimizer.updates == 2
     torch.testing.assert_close([*model.parameters()], saved["end"], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("updates", value) for value in (float("nan"), -1, "3", None)),
+        *(("window.steps", 0), ("window.weight", float("nan")), ("window.unit", "rows"), ("window.micro_batches", 1.5)),
+        *(("gradients", [1]), ("gradients", {0: 1.0}), ("losses", 3)),
+    ],
+)
+def test_a_damaged_window_of_a_checkpoint_is_named_and_nothing_is_loaded(name, value):
+    model, optimizer = start(sgd, steps=3, done=1)
+    state = copy.deepcopy(optimizer.state_dict())
+    *outer, key = name.split(".")
+    (state["gradaccum"][outer[0]] if outer else state["gradaccum"])[key] = value
+    with refused(f"window is damaged: {name} is ", model, error=ValueError):
+        optimizer.load_state_dict(state)
+    assert (optimizer.micro_batches, optimizer.updates) == (1, 0)
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused():
+    model, optimizer = wrapped(torch.optim.Adam, steps=2)
+    other = wrapped(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), model, steps=2)[1]
+    with refused(r"its groups have \['betas'\], and those of SGD \['momentum'\]", model, error=ValueError):
+        other.load_state_dict(optimizer.state_dict())

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from gradaccum.torch.watch import parameters_of
 from gradaccum.torch.window import Windows
 
 logger = logging.getLogger("gradaccum")
+
+_DISTINCT = {"betas", "momentum", "rho", "lambd", "etas", "beta2_decay", "lr_decay"}
+"""Hyperparameters that tell torch's optimizers apart."""
 
 _IN_WINDOW = "gradaccum_window"
 """In the first group: how many micro-batches the open window holds, and its steps."""
@@ -255,6 +259,42 @@ def _check_whole(state: Any) -> None:
             f"The checkpoint's window is incomplete: {', '.join(missing)} is missing under {KEY!r}. Load what "
             "state_dict() returned; without that key, it is an inner optimizer's, and no window is open."
         )
+    _check_values(state)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_weight(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+_VALUES: dict[str, Callable[[Any], bool]] = {
+    "epoch": _is_count,
+    "updates": _is_count,
+    "window.micro_batches": _is_count,
+    "window.steps": lambda value: _is_count(value) and value > 0,
+    "window.weight": _is_weight,
+    "window.largest": _is_weight,
+    "window.unit": lambda value: value is None or _is_weight(value),
+    "gradients": lambda value: (
+        isinstance(value, Mapping) and all(_is_count(i) and isinstance(g, Tensor) for i, g in value.items())
+    ),
+    "losses": lambda value: isinstance(value, (list, tuple)) and all(len(entry) >= 3 for entry in value),
+}
+"""What the parts of a saved window are, where they are there."""
+
+
+def _check_values(state: Mapping[str, Any]) -> None:
+    for name, fits in _VALUES.items():
+        *outer, key = name.split(".")
+        part = state[outer[0]] if outer else state
+        if key in part and not fits(part[key]):
+            raise ValueError(
+                f"The checkpoint's window is damaged: {name} is {part[key]!r} under {KEY!r}. Load what state_dict() "
+                "returned; without that key, it is an inner optimizer's, and no window is open."
+            )
 
 
 def _check_inner(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -268,6 +308,12 @@ def _check_inner(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> No
         )
     if not type(inner).__module__.startswith("torch.optim"):
         return  # a custom optimizer's state may have any shape
+    for group in state_dict["param_groups"]:
+        if (saved_names := _DISTINCT & group.keys()) != (own_names := _DISTINCT & inner.defaults.keys()):
+            raise ValueError(
+                f"The state dict is of another kind of optimizer: its groups have {sorted(saved_names)}, and "
+                f"those of {type(inner).__name__} {sorted(own_names)}."
+            )
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     for index, parameter in zip(indices, parameters_of(inner), strict=True):
         for name, value in state_dict["state"].get(index, {}).items():
