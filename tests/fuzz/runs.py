@@ -56,7 +56,7 @@ def outcome(scenario: Scenario, rank: int = 0) -> str:
                 return f"refused: {type(error).__name__}: {str(error)[:200]}"
             return "".join(traceback.format_exception(error))
         except Exception as error:  # whatever it is, it is not an answer
-            if "gloo" in str(error) and waits_in_vain(scenario):
+            if any(word in str(error) for word in ("gloo", "pair closure")) and waits_in_vain(scenario):
                 return "refused: another rank does not come, and the process group says so"
             return "".join(traceback.format_exception(error))
     unproven = scenario.loss == "across" and any("could not be proven" in line.getMessage() for line in said)

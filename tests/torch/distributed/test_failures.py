@@ -427,7 +427,7 @@ def test_one_rank_that_fails_ends_the_others_in_bounded_time_by_their_process_gr
     own, *_ = ONE_RANK[what]
     (said, seconds, made), *second = fragile_ranks.try_run(failed, what)
     assert said.startswith(("RuntimeError", "DistBackendError"))
-    assert "gloo" in said
+    assert "gloo" in said or "pair closure" in said
     assert seconds < GIVES_UP + 15  # on a machine that is busy
     assert not made
     if what == "dies":
