@@ -49,9 +49,6 @@ class Report(NamedTuple):
     settings: float = 0.0
     total: Total = Total(0.0)
 
-    def numbers(self) -> list[float]:
-        return [*self[:-1], *self.total]
-
 
 _NUMBERS = len(Report._fields) - 1 + len(Total._fields)
 """Of a report's message. What comes behind them is to be added up over the ranks."""
@@ -98,7 +95,7 @@ class Messages:
     def send(self, report: Report, sums: Sequence[float] = ()) -> None:
         """Begin to send a report, and numbers to be added up over the ranks; `ROOM` of them go with it."""
         rides = sums if len(sums) <= ROOM else ()
-        self.sent = report.kind, sums, self.channel.send(*report.numbers(), *rides)
+        self.sent = report.kind, sums, self.channel.send(*report[:-1], *report.total, *rides)
 
     def read(self) -> tuple[Reports, Sequence[float]]:
         """Wait for every rank's report. Returns also what the numbers add up to."""
