@@ -6,7 +6,7 @@ from scripts.api import SNAPSHOT, snapshot
 from tests.documents import ROOT
 from tests.source import FACES
 
-RELEASED = ROOT / "tests/data/api_0_1.txt"
+RELEASED = ROOT / "tests/data/api_0_2.txt"
 
 
 def by_name(text):

@@ -38,4 +38,4 @@ else:
 
 __all__ = ["NotEquivalentError", "Schedule", "WindowError", "__version__", "steps_for"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

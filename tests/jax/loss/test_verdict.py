@@ -544,6 +544,9 @@ LINES = {
         ).mean(), "is not followed (slice)",
     ),
     # What a mean is over.
+    "at least 1, of others": case(
+        over(lambda n: jnp.maximum(n, 1.0), lambda mask, soft: soft), "(0.25 becomes 1)", weight=lambda soft: soft.sum()
+    ),
     "at least 2, of others": case(
         over(lambda n: jnp.maximum(n, 2.0), lambda mask, soft: soft), "(0.25 becomes 2)", weight=lambda soft: soft.sum()
     ),

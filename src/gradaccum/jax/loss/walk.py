@@ -169,8 +169,8 @@ class Equation:
         """A sum that a constant has changed: the same sum, but for rounding, and perhaps where it is 0; with a doubt,
         if it hardly changes where it is large."""
         was = value.lanes or ()
-        if self.name in ("max", "clamp") and lanes == tuple(max(x, 1) for x in was):
-            lanes = tuple(x or 1 for x in was)  # a mask holds 0 and 1, so a sum of it is 0, or at least 1
+        if value.integral and self.name in ("max", "clamp") and lanes == tuple(max(x, 1) for x in was):
+            lanes = tuple(x or 1 for x in was)  # a sum of whole numbers is 0, or at least 1
         off = _changes(was, lanes)
         rounding = _rounding(str(self.dtypes[0]), 0.25 in was)
         if max(off) <= rounding:
