@@ -147,6 +147,8 @@ class Batch:
 
     flat = False
     """Whether it is known to be a tuple of tensors with their rows in front: the usual batch, which takes no walk."""
+    order: torch.Tensor | None = None
+    """Where its rows stood before those of groups were brought together; None where that is where they are."""
 
     def __init__(
         self, tree: Any, batch_dims: BatchDims = 0, rows: int | None = None, groups: torch.Tensor | None = None

@@ -30,6 +30,8 @@ from gradaccum.torch.loss.named import (
     totals_of,
 )
 
+_HAS_AUX = "What is returned beside a loss and its weight needs TrainStep(..., has_aux=True)."
+
 STARTS = 16
 """Factors that are kept from one window to the next."""
 
@@ -241,10 +243,16 @@ class Objective:
         weight = None
         if isinstance(result, tuple) and not hasattr(result, "_fields"):
             if len(result) != 2:
-                raise TypeError(f"The loss must be a tensor or (loss, weight). Received: a tuple of {len(result)}.")
+                raise TypeError(
+                    f"The loss must be a tensor or (loss, weight). Received: a tuple of {len(result)}. {_HAS_AUX}"
+                )
             if self.weight is not None:
                 raise ValueError("`compute_loss` returns (loss, weight), and `weight` is given too. Use one of them.")
-            result, weight = result[0], plain_weight(result[1])
+            try:
+                result, weight = result[0], plain_weight(result[1])
+            except (TypeError, ValueError) as error:
+                scalar = isinstance(result[1], (int, float)) or getattr(result[1], "ndim", None) == 0
+                raise error if scalar else TypeError(f"{error} {_HAS_AUX}") from None
         loss = result if isinstance(result, Tensor) else getattr(result, "loss", result)
         return checked_scalar(loss), weight
 

@@ -63,7 +63,8 @@ class _Noted(Objective):
 
 def _noted(objective: Objective, rng: RowwiseRng) -> Objective:
     noted = copy.copy(objective)
-    noted.__class__ = _Noted
+    kind = type(objective)
+    noted.__class__ = _Noted if kind is Objective else type("_Noted", (_Noted, kind), {})
     assert isinstance(noted, _Noted)
     noted.rng = rng
     return noted

@@ -6,8 +6,9 @@ What isn't asked for isn't imported. A feature is a line in `features_of`, with 
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,16 @@ from gradaccum.torch.train_step.update import Update
 from gradaccum.torch.train_step.window import WindowRunner
 
 logger = logging.getLogger("gradaccum")
+
+
+def objective_of(model: Any, options: Options, **loss: Any) -> tuple[Objective, Callable[..., Any] | None]:
+    """How the loss is computed; and what is called around a step's call, where that returns more than the loss."""
+    if not options.has_aux:
+        return Objective(model, **loss), None
+    from gradaccum.torch.aux_outputs import AuxObjective, with_aux
+
+    objective = AuxObjective(model, aux=options.aux, **loss)
+    return objective, lambda call: functools.partial(with_aux, call, objective.collector)
 
 
 class Features:
@@ -94,6 +105,10 @@ def features_of(model: nn.Module, options: Options, update: Update, ranks: Any, 
         from gradaccum.torch.train_step.scaled import NoisyPasses, NoisyRunner
 
         found.add(NoisyRunner, NoisyPasses, noise=update.noise)
+    if options.has_aux:
+        from gradaccum.torch.aux_outputs import AuxPasses
+
+        found.add(None, AuxPasses)
     if ranks.sharded:
         from gradaccum.torch.train_step.sharded import ExactShardedRunner, ShardedPasses, ShardedRunner
 

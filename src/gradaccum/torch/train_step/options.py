@@ -37,6 +37,8 @@ class Options:
     reproducible: bool = False
     compile: Any = False
     verify: bool = True
+    has_aux: bool = False
+    aux: Any = "auto"
 
     def __post_init__(self) -> None:
         self.batch_norm = checked_batch_norm(self.batch_norm)
@@ -46,6 +48,7 @@ class Options:
         self.scaler = checked_scaler(self.scaler)
         if self.pack is not None and self.max_tokens is None:
             raise ValueError("`pack` joins rows up to `max_tokens` tokens, so give `max_tokens`, too.")
+        self.check_aux()
         self.searches = self.micro_batch_size == "auto" and self.max_tokens is None and self.batch_norm != "exact"
         """Whether sizes of micro-batches are searched for."""
 
@@ -70,6 +73,27 @@ class Options:
                 f"A GradScaler cannot step {type(closures[0]).__name__}, which evaluates a closure. "
                 "Leave `scaler` out, and use autocast=torch.bfloat16."
             )
+
+        if self.has_aux and (closures := self.closures()):
+            raise ValueError(
+                f"has_aux=True can't be combined with {type(closures[0]).__name__}, which evaluates the batch several "
+                "times. Leave one of them out."
+            )
+
+    def check_aux(self) -> None:
+        if not isinstance(self.has_aux, bool):
+            raise TypeError(f"`has_aux` must be True or False. Received: has_aux={self.has_aux!r}.")
+        if not self.has_aux:
+            if self.aux != "auto":
+                raise ValueError(f"`aux` says what becomes of an aux, so give has_aux=True. Received: {self.aux!r}.")
+            return
+        for what, is_given in {
+            "compile=": self.compile is not False,
+            "reproducible=True": self.reproducible,
+            'batch_norm="exact"': self.batch_norm == "exact",
+        }.items():
+            if is_given:
+                raise ValueError(f"has_aux=True can't be combined with {what}. Leave one of them out.")
 
     def closures(self) -> list[torch.optim.Optimizer]:
         return [optimizer for optimizer in self.optimizers if needs_closure(optimizer)]
@@ -163,6 +187,7 @@ def with_groups(batch: Batch, groups: GroupsChoice) -> Batch:
         first = torch.full((len(unique),), batch.rows).scatter_reduce(0, places, torch.arange(batch.rows), "amin")
         order = first[places].argsort(stable=True)
         batch, ids = batch.take(order), ids[order]
+        batch.order = order
     batch = batch.like(batch.tree)
     batch.groups = ids
     return batch

@@ -17,13 +17,13 @@ from gradaccum.on_torch.memory import MemoryMeter
 from gradaccum.on_torch.oom_retry import OomRetry
 from gradaccum.on_torch.private import leave_uncompiled
 from gradaccum.torch.batch_norm import BatchNormChoice, BatchNormPolicy
-from gradaccum.torch.loss import Objective
 from gradaccum.torch.proof import Proof
 from gradaccum.torch.train_step.features import (
     check_ranks,
     features_of,
     find_ranks,
     noise_meter,
+    objective_of,
     rehearsal_features,
     spans_ranks,
     whole_batch,
@@ -36,6 +36,7 @@ from gradaccum.torch.train_step.window import Finished
 
 if TYPE_CHECKING:
     from gradaccum.core.noise import NoiseScale
+    from gradaccum.torch.loss import Objective
 
 logger = logging.getLogger("gradaccum")
 
@@ -83,6 +84,11 @@ class TrainStep:
             that don't depend on their order, random numbers that follow from seed, update and place in the batch.
         compile: Run forward and backward passes, weights and their sum as compiled programs. True, or a dict of
             `torch.compile`'s `mode`, `backend` and `options`. `compiled` says whether the last update ran so.
+        has_aux: `compute_loss` returns `(loss, aux)` or `(loss, weight, aux)`; with `loss_fn` the aux is the model's
+            outputs. A call returns `(loss, aux)`, detached.
+        aux: What becomes of the aux over micro-batches: `"concat"` in the batch's order, `"mean"` weighed as the loss,
+            `"sum"`, `"last"`, or a container of these, a prefix of its structure. `"auto"`: what has a row for every
+            row is concatenated, scalars are averaged, and anything else is an error.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -126,6 +132,8 @@ class TrainStep:
         sync: Sync = "window",
         reproducible: bool = False,
         compile: bool | Mapping[str, Any] = False,
+        has_aux: bool = False,
+        aux: Any = "auto",
     ) -> None:
         leave_uncompiled()
         self.model = checked_model(model)
@@ -147,6 +155,8 @@ class TrainStep:
             reproducible=reproducible,
             compile=compile,
             verify=verify,
+            has_aux=has_aux,
+            aux=aux,
         )
         self.updates = 0
         """Updates made so far."""
@@ -156,8 +166,9 @@ class TrainStep:
         """Whether passes run just now that only prove something: nothing is kept of them."""
         self._is_checked, exact = False, options.batch_norm == "exact"
         whole = whole_batch(model, batch_dims, loss_fn is not None, offload=offload) if exact else None
-        self.objective = Objective(
+        self.objective, around = objective_of(
             model if whole is None else whole.model,
+            options,
             loss_fn=loss_fn,
             compute_loss=compute_loss,
             weight=weight,
@@ -165,6 +176,7 @@ class TrainStep:
             batch_dims=batch_dims,
             autocast=autocast,
         )
+        self._answer: Callable[..., Any] = self._call if around is None else around(self._call)
         plain = self.objective.on(inside(model))
         meter = MemoryMeter(self.objective.device, parse_bytes(memory_limit))
         self.update = update = Update(options, meter, noise_meter(noise_scale))
@@ -236,19 +248,21 @@ class TrainStep:
             raise ValueError("The noise scale is not measured. Pass noise_scale=True to TrainStep.")
         return self.update.noise.estimate()
 
-    def __call__(self, *batch: Any) -> Tensor:
+    def __call__(self, *batch: Any) -> Any:
         """Make one update with this batch. Returns the large batch's loss, a detached scalar on the device.
+
+        With `has_aux=True`, it returns `(loss, aux)`, with the aux of this rank's rows.
 
         A batch in which nothing counts, as its targets are all ignored, makes no update, and its loss is NaN.
         """
-        return self._call(batch)
+        return self._answer(batch)
 
-    def backward(self, *batch: Any) -> Tensor:
+    def backward(self, *batch: Any) -> Any:
         """Leave the finished gradient of this batch in `.grad`, as a plain loop's `loss.backward()` does.
 
         Call `optimizer.step()` then, or `scaler.step(optimizer)`, because the gradients are still scaled.
-        `clip_grad_norm` has been applied. A batch of weight 0 leaves no gradient. Returns the loss; `updates` doesn't
-        count this call.
+        `clip_grad_norm` has been applied. A batch of weight 0 leaves no gradient. Returns what a call
+        of the step returns; `updates` doesn't count this one.
 
         Raises:
             WindowError: There are gradients already; call `zero_grad()` first. Otherwise as a call of the step.
@@ -260,7 +274,7 @@ class TrainStep:
             >>> loss = step.backward(torch.randn(10, 4), torch.randn(10, 1))
             >>> optimizer.step()
         """
-        return self._call(batch, leaves=True)
+        return self._answer(batch, leaves=True)
 
     def _call(self, arguments: tuple[Any, ...], *, leaves: bool = False) -> Tensor:
         try:
