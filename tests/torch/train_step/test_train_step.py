@@ -226,8 +226,8 @@ def test_at_the_prompt_a_step_says_what_it_is_and_shows_what_is_public():
     step = step_of(network(), micro_batch_size=16)
     assert repr(step) == "TrainStep(Sequential, SGD, micro_batch_size=16, updates=0)"
     assert [name for name in dir(step) if not name.startswith("_")] == [
-        "backward", "compiled", "grad_norm", "load_state_dict", "losses", "micro_batch_size", "model", "noise_scale", "state_dict",
-        "updates",
+        "backward", "compiled", "grad_norm", "load_state_dict", "losses", "micro_batch_size", "model", "noise_scale",
+        "state_dict", "updates",
     ]  # fmt: skip
 
 
