@@ -12,7 +12,7 @@ from tests.reference import FLOAT64, relative_error
 pytestmark = pytest.mark.usefixtures("float64")
 
 PAGE = (ROOT / "docs" / "howto" / "gan.md").read_text(encoding="utf-8")
-IN_TURNS, AT_ONCE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+IN_TURNS, AT_ONCE, STEPS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 JUDGE = torch.nn.BCEWithLogitsLoss()
 
 
@@ -47,6 +47,15 @@ def large_batches(*loops):
 @pytest.mark.parametrize("loops", [[IN_TURNS], [IN_TURNS, AT_ONCE]], ids=["in turns", "at once"])
 def test_both_networks_of_a_gan_get_the_large_batchs_updates(loops):
     assert relative_error(trained(*loops), large_batches(*loops)) <= FLOAT64
+
+
+def test_a_train_step_for_each_network_makes_the_large_batchs_updates():
+    torch.manual_seed(3)
+    networks = {"generator": torch.nn.Linear(4, 2), "discriminator": torch.nn.Linear(2, 1)}
+    data = {"real": torch.randn(8, 16, 2), "noise": torch.randn(8, 16, 4)}
+    exec(STEPS, {"torch": torch, "gradaccum": gradaccum, "judge": JUDGE, **networks, **data})
+    ours = [parameter for network in networks.values() for parameter in network.parameters()]
+    assert relative_error(ours, large_batches(STEPS)) <= FLOAT64
 
 
 def test_the_order_of_steps_in_the_page_matters():
