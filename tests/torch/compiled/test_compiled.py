@@ -364,3 +364,35 @@ def test_inductors_programs_make_the_large_batchs_update():
         step(*data)
     assert step.compiled
     assert relative_error(model.parameters(), reference.parameters()) < FLOAT64
+
+
+CHANGED = {
+    "a loss's smoothing": lambda loss_fn, model: setattr(loss_fn, "label_smoothing", 0.3),
+    "what a loss ignores": lambda loss_fn, model: setattr(loss_fn, "ignore_index", 1),
+    "a forward hook": lambda loss_fn, model: model.register_forward_hook(lambda module, inputs, outputs: outputs * 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_what_changes_between_proofs_is_compiled_again(change):
+    loss_fn, model = nn.CrossEntropyLoss(), nn.Linear(6, 3, dtype=torch.float64)
+    large = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(large.parameters(), lr=0.1)
+    step = TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_fn=loss_fn,
+        micro_batch_size=4,
+        compile={"backend": "aot_eager"},
+    )
+    for update in range(6):
+        if update == 4:
+            change(loss_fn, model)
+            change(loss_fn, large)
+        x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(3, (12,))
+        step(x, y)
+        optimizer.zero_grad()
+        loss_fn(large(x), y).backward()
+        optimizer.step()
+        assert step.compiled
+    assert relative_error([*model.parameters()], [*large.parameters()]) <= FLOAT64

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradaccum.core.sizes import Slice
 from gradaccum.on_torch.batch import Batch
@@ -33,6 +33,10 @@ _RARE = (
 Factors = Sequence[Sequence[Weight]]
 
 
+MOST_RENEWED = 4
+"""How often programs are compiled anew because hooks or settings have changed."""
+
+
 class Programs:
     """The programs of one loss, and when to use which."""
 
@@ -56,6 +60,8 @@ class Programs:
         self._graphs = bool(options.get("triton.cudagraphs")) and runner.objective.device.type == "cuda"
         """Whether programs are recorded as CUDA graphs, which read and write the same memory each time."""
         self._static: dict[int, Tensor] = {}
+        self._traced: Any = None
+        self._renewed = 0
 
     def parameters(self) -> list[Tensor]:
         """The parameters that have a gradient."""
@@ -63,6 +69,16 @@ class Programs:
             found = [p for root in self._runner.roots for p in root.parameters()] + self._runner.buffer.parameters()
             self._parameters = [*{id(p): p for p in found}.values()]
         return [p for p in self._parameters if p.requires_grad]
+
+    def renew(self) -> None:
+        """Forget all programs if hooks, or settings of a loss of torch.nn, have changed since: they aren't guarded."""
+        traced = _traced_state(self._runner.modules(), self.parameters(), self._runner.objective.loss_fn)
+        if self._traced is not None and traced != self._traced:
+            self._window, self._latest, self._kinds, self.form = None, None, {}, None
+            self._renewed += 1
+            if self._renewed > MOST_RENEWED:
+                self.failure = "hooks or settings of the loss change again and again"
+        self._traced = traced
 
     def prepare(self, window: BatchLosses, micro_batch: Batch) -> Form:
         """Learn from one eager micro-batch what the passes are."""
@@ -263,3 +279,23 @@ def kind_of(batch: Batch) -> Hashable:
 
 def sizes_of(batch: Batch) -> tuple[int, ...]:
     return tuple([size for _, leaf, _ in batch.leaves for size in leaf.shape])
+
+
+def _traced_state(modules: Sequence[nn.Module], parameters: Sequence[Tensor], loss_fn: Any) -> list[Any]:
+    """What a program takes over from its tracing without a guard: which hooks there are, and a loss's settings."""
+    hooks = [
+        key
+        for module in modules
+        for each in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+        for key in each
+    ]
+    for parameter in parameters:
+        hooks += [*(parameter._backward_hooks or ()), *(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())]
+    settings = vars(loss_fn) if isinstance(loss_fn, nn.Module) else {}
+    plain = [value for value in settings.values() if value is None or isinstance(value, (bool, int, float, str))]
+    return [hooks, plain]

@@ -123,6 +123,7 @@ class CompiledRunner(ProgramRunner):
         self._rehearsal = rehearsal
 
     def run(self, batch: Batch, sizes: Sequence[int] | None = None) -> Finished:
+        self.programs.renew()
         if self._verify and self.state.looks and not self.programs.failure:
             self._prove(batch)
         finished = super().run(batch, sizes)
