@@ -319,13 +319,7 @@ def _unpacked(values: Any) -> tuple[Any, ...]:
 
 
 def held_modules(model: Any, *functions: Any) -> dict[str, nn.Module]:
-    """The modules that functions reach, by what they call them, without the model and its parts.
-
-    Example:
-        >>> criterion, model = nn.BCEWithLogitsLoss(), nn.Linear(2, 1)
-        >>> held_modules(model, lambda model, x, y: criterion(model(x), y))
-        {'criterion': BCEWithLogitsLoss()}
-    """
+    """The modules that functions reach, by what they call them, without the model and its parts."""
     parts = set(map(id, model.modules())) if isinstance(model, nn.Module) else set()
     return {name: module for name, module in Reach(*functions).modules.items() if id(module) not in parts}
 

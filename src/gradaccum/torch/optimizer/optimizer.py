@@ -169,7 +169,7 @@ class Optimizer(OptimizerProxy):
         Raises:
             WindowError: The window is open, and the parameters have gradients of unknown micro-batches.
         """
-        if "_inner" in self.__dict__:  # or behind a framework's imitation of this class
+        if hasattr(self, "inner"):  # or behind a framework's imitation of this class
             self._inner.add_param_group(param_group)
             if self._windows.current.window.is_open and any(
                 parameter.grad is not None for parameter in self.inner.param_groups[-1]["params"]
