@@ -64,20 +64,21 @@ def test_the_demo_shows_both_equal_writes_a_picture_and_a_report_and_progress_in
     assert "6 updates" in summary
     gradients, parameters = (float(part.split()[0].rstrip(".,")) for part in summary.split(" by ")[1:])
     assert max(gradients, parameters) <= 1e-12
-    (row,) = [line for line in lines if line.startswith("(b) 4 x batch 8")]
+    (row,) = [line for line in lines if line.startswith("(b) 4 x 8, gradaccum")]
     assert float(row.split()[-1]) <= 1e-12
     assert lines[next(i for i, line in enumerate(lines) if line.startswith("===")) + 1].startswith("Attention network")
 
     assert lines[-2:] == [str(out / "report.png"), str(out / "report.html")]
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert "(b) 4 x batch 8" in page
-    assert page.count("data:image/svg+xml") == 12, "six pictures, light and dark"
+    assert "(b) 4 x 8, gradaccum" in page
+    assert page.count("data:image/svg+xml") == 10, "five pictures, light and dark"
 
     lines = [line for line in result.stderr.splitlines() if not re.search(r": \d+%(, |$)(?!.*s$)", line)]
     assert [line.partition(":")[0] for line in lines] == [
         "attention network on text ...", "attention network on text", "The first part's pictures",
-        f"FashionMNIST from {folder}", "(a) batch 32 ...", "(a) batch 32", "(b) 4 x batch 8 ...", "(b) 4 x batch 8",
+        f"FashionMNIST from {folder}", "(a) batch 32 ...", "(a) batch 32",
+        "(b) 4 x 8, gradaccum ...", "(b) 4 x 8, gradaccum", "(c) 4 x 8, by hand ...", "(c) 4 x 8, by hand",
     ]  # fmt: skip
     assert lines[2].endswith(str(out / "report.html"))
     assert "\x1b" not in result.stdout + result.stderr
